@@ -38,7 +38,7 @@ class Draw:
     SCHEDULE is NAME:PxM, P devices and M microbatches, or file:PATH, a CSV.
     (jaxscale draw pipeline, without one, lists the names)
 
-    The devices run one program and wait for their neighbours; --machine changes that.
+    Devices run one program and wait for their neighbours; see --machine.
 
     Fields of the experiment are set by path: --model.layers 16
 

@@ -87,7 +87,9 @@ class Train:
 class Fit:
     """Check whether a step fits a platform, and what would help.
 
-    It prints an estimate, or with --verify the compiler's figure. The platform may be absent.
+    Prints an estimate; with --verify, the compiler's figure.
+
+    The platform may be absent.
 
     Fields of the experiment are set by path: --plan.memory full --model.layers 16
 

@@ -126,9 +126,9 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class ConvertState:
-    """Convert a run's optimizer state to another format of the moments.
+    """Convert a run's optimizer moments to another format.
 
-    A run that is continued with another --plan.state.moments converts its state itself.
+    A run continued with another --plan.state.moments converts them by itself.
 
     Args:
         run_dir: directory of a run.
