@@ -211,7 +211,7 @@ class Treatment:
             raise UserError(f"groups: got {counts_text} layers, expected at least one layer in each group")
 
     def with_wrappers(self, change: Callable[[Wrapper], Wrapper]) -> "Treatment":
-        """The same treatment with every wrapper changed."""
+        """This treatment with every wrapper changed."""
         groups = tuple((layers, change(wrapper)) for layers, wrapper in self.groups)
         return dataclasses.replace(self, wrapper=change(self.wrapper), groups=groups)
 

@@ -1,4 +1,4 @@
-"""Differences between the supported JAX versions, and nothing else: one small function each."""
+"""The differences between the supported JAX versions, in one small function each, and nothing else."""
 
 import inspect
 from collections.abc import Callable, Sequence

@@ -23,14 +23,14 @@ class Train:
     Args:
         file: Python file that defines experiment(), such as experiments/shakespeare.py.
         variant: one of the file's VARIANTS.
-        out: run directory; gs:// and s3:// too.
+        out: directory of the run, which may be in a bucket (gs://, s3://).
         plan_file: take the plan from this plan.json.
         resume: auto continues the run in the directory, which may change steps, evaluation, samples, checkpoint
             and plan; never renames that directory and starts a new run.
         log_every: steps per line of the log.
         profile: steps to trace: 10:13 traces 10, 11 and 12.
-        steps: updates. The learning rate falls until the last one: a run that is continued with other steps goes on
-            at another rate, and prints it.
+        steps: number of updates. The learning rate falls until the last one, so a run that is continued with other
+            steps has another rate from there on, and prints it.
         batch: rows of the global batch.
         seed: seed of parameters, data order, dropout and samples.
         name: name of the run's folder.

@@ -40,7 +40,7 @@ class Collective:
     """One collective of a compiled program.
 
     Args:
-        kind: its operation; a reduce-scatter may be printed as an all-reduce whose result is sliced.
+        kind: kind of the operation; a reduce-scatter may be printed as an all-reduce whose result is sliced.
         axes: the mesh axes along which devices communicate, in mesh order; None if no set of axes matches its groups.
         bytes: bytes of the whole array, per device and execution: an all-reduce's sum, an all-gather's result, a
             reduce-scatter's operand, the data sent by an all-to-all or a permute.

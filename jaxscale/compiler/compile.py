@@ -120,7 +120,7 @@ def compile_report(
     """
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
     pickled = _pickled(recipe)
-    destination = target(platform, accelerators())
+    child_target = target(platform, accelerators())
     request: dict[str, Any] = {
         "recipe": pickled,
         "main": _main_file(pickled),
@@ -129,22 +129,22 @@ def compile_report(
         "explain": explain,
         "cache": str(folder) if cache and (folder := _cache_folder()) is not None else None,
     }
-    _check_libtpu(destination, timeout)
-    report = _run(platform, request, destination, timeout)
+    _check_libtpu(child_target, timeout)
+    report = _run(platform, request, child_target, timeout)
     if report is None:  # another process holds the devices, or they are not those of the platform
-        destination = target(platform, frozenset())
-        report = _run(platform, request, destination, timeout)
+        child_target = target(platform, frozenset())
+        report = _run(platform, request, child_target, timeout)
     assert report is not None, "a described device is always available"
     return report
 
 
-def _check_libtpu(destination: Target, timeout: float) -> None:
+def _check_libtpu(child_target: Target, timeout: float) -> None:
     """Check that libtpu reports the right bytes; an untested version is tested once, and its bytes are stored.
 
     Raises:
         UserError: the bytes that libtpu reports for a known program are wrong or missing.
     """
-    identity = destination.compiler.get("libtpu", trust.TRUSTED)
+    identity = child_target.compiler.get("libtpu", trust.TRUSTED)
     if identity == trust.TRUSTED:
         return
     folder = _cache_folder()
@@ -170,12 +170,12 @@ def _check_libtpu(destination: Target, timeout: float) -> None:
         )
 
 
-def _run(platform: Platform, request: Mapping[str, Any], destination: Target, timeout: float) -> CompileReport | None:
+def _run(platform: Platform, request: Mapping[str, Any], child_target: Target, timeout: float) -> CompileReport | None:
     """The report of a child process on a request; None if the attached devices are not available."""
     with tempfile.TemporaryDirectory(prefix="jaxscale-compile-") as folder:
         path = pathlib.Path(folder)
-        (path / "request").write_bytes(pickle.dumps({**request, "target": destination}))
-        exit_code = _child(path, destination.environment, timeout)
+        (path / "request").write_bytes(pickle.dumps({**request, "target": child_target}))
+        exit_code = _child(path, child_target.environment, timeout)
         if exit_code is None:
             return CompileReport(str(platform), crashed=f"not done in {timeout:g} s: pass a longer timeout")
         try:

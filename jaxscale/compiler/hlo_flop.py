@@ -117,27 +117,27 @@ def _product_flop(computation: Computation, op: Op, contracting_dims: list[int])
     return 2 * math.prod(op.shape) * math.prod(shape[dim] for dim in contracting_dims)
 
 
-def _convolution_flop(op: Op, lhs: list[int], rhs: list[int], result: list[int]) -> int:
+def _convolution_flop(op: Op, input_shape: list[int], kernel_shape: list[int], output_shape: list[int]) -> int:
     """FLOP of a convolution of these three shapes, as XLA counts: without padding and the holes of a dilated input."""
     match = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes)
     assert match is not None, f"a convolution in an unknown spelling: {op.attributes[:80]}"
-    lhs_labels, rhs_labels, result_labels = match.groups()
+    input_labels, kernel_labels, output_labels = match.groups()
     window = op.attribute(r"window=\{([^}]*)\}") or ""
-    spatial_labels = sorted(set(result_labels) - {"b", "f"})
+    spatial_labels = sorted(set(output_labels) - {"b", "f"})
     defaults = {"size": 1, "stride": 1, "rhs_dilate": 1, "lhs_dilate": 1, "pad": 0}
     numbers = (_window_numbers(window, key, default, len(spatial_labels)) for key, default in defaults.items())
     taps = 1
     for label, kernel_size, stride, dilation, input_dilation, low_pad in zip(spatial_labels, *numbers, strict=True):
-        last_position = (lhs[lhs_labels.index(label)] - 1) * input_dilation
-        index_pairs = itertools.product(range(result[result_labels.index(label)]), range(kernel_size))
+        last_position = (input_shape[input_labels.index(label)] - 1) * input_dilation
+        index_pairs = itertools.product(range(output_shape[output_labels.index(label)]), range(kernel_size))
         positions = [output_index * stride + tap * dilation - low_pad for output_index, tap in index_pairs]
         taps *= sum(0 <= position <= last_position and position % input_dilation == 0 for position in positions)
-    input_channels = rhs[rhs_labels.index("i")]  # those of one feature group
+    input_channels = kernel_shape[kernel_labels.index("i")]  # those of one feature group
     batch_groups = op.attribute(r"batch_group_count=(\d+)")
-    batch = result[result_labels.index("b")]
+    batch = output_shape[output_labels.index("b")]
     # with batch groups an output feature uses one group's part of the batch, which is the output's whole batch
-    assert batch_groups is None or lhs[lhs_labels.index("b")] == batch * int(batch_groups)
-    return 2 * batch * result[result_labels.index("f")] * input_channels * taps
+    assert batch_groups is None or input_shape[input_labels.index("b")] == batch * int(batch_groups)
+    return 2 * batch * output_shape[output_labels.index("f")] * input_channels * taps
 
 
 def _window_numbers(window: str, field: str, default: int, count: int) -> list[int]:

@@ -23,7 +23,7 @@ class Op:
     """One instruction.
 
     Args:
-        name: its name, without "%".
+        name: name of the instruction, without "%".
         type: type of its result, as XLA prints it.
         opcode: name of its operation, such as "dot".
         operands: names of its operands; the value of a constant, or the number of a parameter.
@@ -64,7 +64,7 @@ class Computation:
     """A computation.
 
     Args:
-        name: its name.
+        name: name of the computation.
         is_entry: whether a run of the program starts with it.
         instructions: its instructions by name, in order.
     """

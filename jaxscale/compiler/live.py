@@ -232,7 +232,7 @@ def _rank(value: _Value) -> tuple[int, int]:
 
 
 def _sampled(moments: list[LiveBytes]) -> tuple[LiveBytes, ...]:
-    """Of every stretch of moments the one with most bytes: about `MOMENTS` moments, with all peaks."""
+    """The moment with most bytes of each of about `MOMENTS` stretches, so that all peaks stay."""
     stretch = -(-len(moments) // MOMENTS)
     return tuple(
         max(moments[i : i + stretch], key=lambda moment: moment.total) for i in range(0, len(moments), stretch or 1)

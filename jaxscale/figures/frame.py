@@ -78,7 +78,7 @@ def legend(
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """Where values lie in an image of two axes.
+    """The scales of an image with two axes, from values to coordinates in the image's units.
 
     Args:
         across: least and greatest value of the horizontal axis.
