@@ -22,6 +22,7 @@ _WHERE = {
     "fit": "jaxscale.planning.fit",
     "menu": "jaxscale.planning.menu",
 }
+"""Module of each public name."""
 
 if TYPE_CHECKING:
     from jaxscale.errors import UserError

@@ -11,7 +11,7 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
 
     Args:
         package: name of the package.
-        modules: the module of each name.
+        modules: name of the module that defines each name of the package.
     """
 
     def load(name: str) -> Any:

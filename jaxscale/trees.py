@@ -24,7 +24,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def filled(tree: Any, by_name: Mapping[str, Any]) -> Any:
-    """A tree of the same structure with the leaf of each name.
+    """A tree with the structure of `tree`, whose leaves are those of `by_name`.
 
     Example:
         >>> filled({"mlp": {"up": 1}, "norm": [2, 3]}, {"mlp/up": "a", "norm/0": "b", "norm/1": "c"})
@@ -53,5 +53,5 @@ def tree_bytes(tree: Any) -> int:
 
 
 def count(tree: Any) -> int:
-    """Elements of all leaves of a tree."""
+    """Number of elements of all leaves of a tree."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))

@@ -1,7 +1,7 @@
-"""The parser of the command line. It refuses unknown names and values that do not fit, with the near miss, before
+"""The parser of the command line. It rejects unknown names (and suggests near ones) and values of a wrong type, before
 anything heavy is imported.
 
-A parser of a library would have to know every flag in advance, and fields of the experiment (`--model.embed 256`) are
+A library's parser would need every flag in advance, and fields of the experiment (`--model.embed 256`) are
 known only after the experiment's file has been imported, with JAX.
 """
 
@@ -17,9 +17,9 @@ from jaxscale.errors import UserError, near_miss, unknown
 
 HELP = ("-h", "--help")
 SHORT = {"-o": "--out"}
-"""Flags of one letter."""
+"""The flag for which each flag of one letter stands."""
 NAMED = {"optimizer": "optimizer.name"}
-"""Fields of the experiment that a flag of their group's name sets: `--optimizer muon`."""
+"""The field of the experiment that a flag with the name of the field's group sets: `--optimizer muon`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Arguments:
 
     Args:
         command: name of the subcommand; `None` for the help of the whole program.
-        values: fields of the subcommand.
-        fields: fields of the experiment to set: text by dotted path.
-        help: show help.
+        values: values of the subcommand's fields, by name.
+        fields: fields of the experiment to set, as text by dotted path.
+        help: whether to show help.
     """
 
     command: str | None
@@ -73,7 +73,7 @@ def read(argv: Sequence[str]) -> Arguments:
         if word in HELP:
             wants_help = True
         elif word == "--":
-            raise UserError("'--' stands alone: give words by place, and flags as --name value")
+            raise UserError("'--' stands alone: expected the name of a flag after it, as in --name value")
         elif not word.startswith("--"):
             if word.startswith("-") and len(word) > 1 and not word[1:].replace(".", "", 1).isdigit():
                 raise UserError(f"unknown flag {word!r}{_near_flag(word, flags)}")
@@ -84,8 +84,8 @@ def read(argv: Sequence[str]) -> Arguments:
             path = NAMED.get(path, path) if takes_fields else path
             is_field = takes_fields and "." in path
             if path not in flags and not is_field:
-                paths = "; fields of the experiment are set by path, such as --model.embed 256" if takes_fields else ""
-                raise UserError(f"unknown flag '--{flag}' of {name}{_near_flag('--' + flag, flags)}{paths}")
+                hint = "; fields of the experiment are set by path, such as --model.embed 256" if takes_fields else ""
+                raise UserError(f"unknown flag '--{flag}' of {name}{_near_flag('--' + flag, flags)}{hint}")
             if path in flag_values or path in fields:
                 raise UserError(f"--{flag} is given twice: give it once")
             if not is_field and flags[path] is bool:
@@ -106,7 +106,7 @@ def read(argv: Sequence[str]) -> Arguments:
 
 
 def _word_values(name: str, positionals: Sequence[str], wants_help: bool) -> dict[str, str]:
-    """The fields that words set; a help needs none of the words."""
+    """Values of the fields that words set; with `wants_help`, words may be missing."""
     fields = words_of(COMMANDS[name])
     missing = [field.name for field in fields[len(positionals) :] if field.default is dataclasses.MISSING]
     if missing and not wants_help:

@@ -1,6 +1,6 @@
-"""The table of the subcommands, each a frozen dataclass of its own words and flags with a `run`.
+"""The table of the subcommands. Each is a frozen dataclass of its words and flags, with a method `run`.
 
-Nothing heavy is imported until one runs. A new subcommand is a class and a line in `COMMANDS`.
+Nothing heavy is imported until a subcommand runs. A new subcommand is a class and a line in `COMMANDS`.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jaxscale.cli.run_commands import ConvertState, Evaluate, Export, Generate, 
 class Doctor:
     """Show versions, devices, memory, disk, and what is missing.
 
-    Exits with 1 where something is missing that a run needs, else with 0.
+    Exits with 1 if something that a run needs is missing, otherwise with 0.
     """
 
     def run(self) -> int:
@@ -46,4 +46,4 @@ COMMANDS: dict[str, type[Command]] = {
     "doctor": Doctor,
 }
 TAKES_FIELDS = (Train, Fit, Explain, Draw)
-"""The subcommands that set fields of an experiment by path; `run` takes them."""
+"""The subcommands whose `run` has a parameter for fields of an experiment, set by path."""

@@ -38,7 +38,7 @@ class Draw:
     SCHEDULE is NAME:PxM, P devices and M microbatches, or file:PATH, a CSV.
     (jaxscale draw pipeline, without one, lists the names)
 
-    Times are those of one program, where devices wait for neighbours: --machine.
+    Devices run one program and wait for their neighbours; see --machine.
 
     Fields of the experiment are set by path: --model.layers 16
 
@@ -49,19 +49,19 @@ class Draw:
             schedule before them.
         cost: time of one microbatch on a device, in any unit: f forward, i input gradient, w weight gradient; also b
             (a joint backward, by default i + w), u (update) and link (a message). 1 each by default.
-        experiment: price the stages of this experiment's model, by roofline; draws its plan's pipeline, if no schedule
-            is named.
+        experiment: take the costs of stages from this experiment's model, by roofline; without a schedule, draw the
+            pipeline of its plan.
         variant: one of the experiment's VARIANTS.
-        platform: where it runs, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
-        devices: unlike devices along the pipe: they receive the experiment's blocks by their speed, and the value for
-            the option stages of --plan.pipeline is printed; a multiple of P makes that many pipelines side by side
-            (HetPipe).
+        platform: platform of the experiment, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
+        devices: unlike devices along the pipe. Each receives blocks of the experiment by its speed, and the value for
+            the option stages of --plan.pipeline is printed. With a multiple of P devices, several pipelines run side
+            by side (HetPipe).
         measured: draw the pipeline of this run from the trace of its --profile steps, and below it a simulation with
             the measured seconds on the --machine.
-        machine: how devices wait for one another: for their neighbours, as in jaxscale, or only for their inputs, as
-            in separate programs and in papers.
+        machine: what devices wait for. With neighbour, for their neighbours, as in jaxscale; with dataflow, only for
+            their inputs, as in separate programs and in papers.
         updates: number of updates to draw of an asynchronous schedule.
-        out: write the chart here: .svg, .html (with a read-out under the pointer), or .csv in PyTorch's format.
+        out: file to write the chart to: .svg, .html (with a read-out under the pointer), or .csv in PyTorch's format.
     """
 
     picture: str = word("pipeline")
@@ -111,7 +111,7 @@ class Draw:
                     )
             return
         if self.schedule is not None and self.compare is not None:
-            raise UserError(f"draw pipeline: got {self.schedule} and --compare: put all of them behind --compare")
+            raise UserError(f"draw pipeline: got {self.schedule} and --compare: put all of them after --compare")
         if self.schedule is None and self.compare is None and self.experiment is None:
             from jaxscale.pipeline.plan import FORMS
 
@@ -135,7 +135,7 @@ class Draw:
             named_platform(self.platform)
 
     def _measured(self, run_dir: str) -> "list[tuple[str, Simulation]]":
-        """The run's measurement, and a simulation with its mean seconds."""
+        """Name and simulation of the run's measurement, and of a simulation with its mean seconds."""
         from jaxscale.pipeline.charts.draw import check_file
         from jaxscale.pipeline.clock.simulate import simulate
         from jaxscale.training.traced_actions import measured_run, traced_plan
@@ -162,10 +162,10 @@ class Draw:
         if self.out is not None:
             check_file(self.out, [schedule for _, schedule in schedules])
         if self.experiment is not None:
-            costs = self._priced(self.experiment, fields, schedules)
+            priced = self._priced(self.experiment, fields, schedules)
         else:
-            costs = [(str(plan), schedule, Costs.alike(schedule, **prices)) for plan, schedule in schedules]
-        return [(name, simulate(schedule, stage_costs, self.machine)) for name, schedule, stage_costs in costs]
+            priced = [(str(plan), schedule, Costs.alike(schedule, **prices)) for plan, schedule in schedules]
+        return [(name, simulate(schedule, stage_costs, self.machine)) for name, schedule, stage_costs in priced]
 
     def _schedules(self, plans: "list[PipelinePlan]") -> "list[tuple[PipelinePlan, Schedule]]":
         """Each plan with its schedule."""
@@ -178,7 +178,7 @@ class Draw:
     def _priced(
         self, file: str, fields: Mapping[str, str], schedules: "list[tuple[PipelinePlan, Schedule]]"
     ) -> "list[tuple[str, Schedule, Costs]]":
-        """Name, schedule and costs of each plan, or of the experiment's without one, priced for the experiment."""
+        """Name, schedule and costs of each plan (by default the experiment's own), priced for the experiment."""
         from jaxscale.planning.stage_prices import stage_costs
         from jaxscale.records.source import load
 
@@ -188,17 +188,17 @@ class Draw:
                 raise UserError(f"draw pipeline: {file} has no pipeline in its plan; name one, such as 1f1b:4x8")
             schedules = self._schedules([experiment.plan.pipeline])
         if self.devices is not None:
-            return [(str(plan), *_dealt(experiment, self.devices, plan, schedule)) for plan, schedule in schedules]
+            return [(str(plan), *_assigned(experiment, self.devices, plan, schedule)) for plan, schedule in schedules]
         platform = platform_of(self.platform or "local")
         return [
             (str(plan), schedule, stage_costs(experiment, platform, plan, schedule)) for plan, schedule in schedules
         ]
 
 
-def _dealt(
+def _assigned(
     experiment: "Experiment", devices: str, plan: "PipelinePlan", schedule: "Schedule"
 ) -> "tuple[Schedule, Costs]":
-    """The schedule and its costs over unlike devices."""
+    """A plan's schedule and its costs, the experiment's blocks assigned to unlike devices; prints the assignment."""
     from jaxscale.planning.unlike_devices import assign, devices_of
     from jaxscale.platforms.detect import hush_absent_gpus
 
@@ -212,15 +212,15 @@ def prices_of(text: str | None) -> dict[str, float]:
     """The prices of a text such as "f=1,i=1.2,w=0.8".
 
     Raises:
-        UserError: an unknown letter, one given twice, or a price that is no number >= 0.
+        UserError: a letter is unknown or given twice, or a price is not a number >= 0.
 
     Example:
         >>> prices_of("f=1,b=2.5")
         {'forward': 1.0, 'backward': 2.5}
     """
     prices: dict[str, float] = {}
-    for item in filter(None, map(str.strip, (text or "").split(","))):
-        name, separator, value = (word.strip() for word in item.partition("="))
+    for entry in filter(None, map(str.strip, (text or "").split(","))):
+        name, separator, value = (word.strip() for word in entry.partition("="))
         if name.lower() not in PRICES:
             raise UserError(
                 f"--cost {text!r}: unknown price {name!r}: expected some of {', '.join(PRICES)}, such as f=1,i=1,w=1"
@@ -233,7 +233,7 @@ def prices_of(text: str | None) -> dict[str, float]:
         except ValueError:
             number = -1.0
         if not separator or not 0 <= number < float("inf"):
-            raise UserError(f"--cost {text!r}: got {item!r}, expected a number >= 0, such as {name}=1")
+            raise UserError(f"--cost {text!r}: got {entry!r}, expected a number >= 0, such as {name}=1")
         prices[PRICES[name.lower()]] = number
     if prices.get("forward") == 0:
         raise UserError(f"--cost {text!r}: a forward that takes no time leaves nothing to draw; give f=1")
@@ -241,18 +241,18 @@ def prices_of(text: str | None) -> dict[str, float]:
 
 
 def split_schedules(text: str) -> list[str]:
-    """The schedules of --compare: split at commas, except those before an option, which has no colon.
+    """The schedules of --compare, split at commas; an item without a colon is an option of the schedule before it.
 
     Example:
         >>> split_schedules("1f1b:8x32, interleaved:8x32,v=2,zb-v:8x32")
         ['1f1b:8x32', 'interleaved:8x32,v=2', 'zb-v:8x32']
     """
     schedules: list[str] = []
-    for item in filter(None, map(str.strip, text.split(","))):
-        if schedules and "=" in item and ":" not in item:
-            schedules[-1] += f",{item}"
+    for entry in filter(None, map(str.strip, text.split(","))):
+        if schedules and "=" in entry and ":" not in entry:
+            schedules[-1] += f",{entry}"
         else:
-            schedules.append(item)
+            schedules.append(entry)
     if not schedules:
         raise UserError(f"--compare {text!r}: got no schedule, expected some, such as 1f1b:8x32,zb-h1:8x32")
     return schedules

@@ -23,14 +23,14 @@ class Train:
     Args:
         file: Python file that defines experiment(), such as experiments/shakespeare.py.
         variant: one of the file's VARIANTS.
-        out: run directory; gs:// and s3:// too.
+        out: directory of the run, which may be in a bucket (gs://, s3://).
         plan_file: take the plan from this plan.json.
         resume: auto continues the run in the directory, which may change steps, evaluation, samples, checkpoint
             and plan; never renames that directory and starts a new run.
         log_every: steps per line of the log.
         profile: steps to trace: 10:13 traces 10, 11 and 12.
-        steps: updates. The learning rate falls until the last one: a run that is continued with other steps goes on
-            at another rate, and prints it.
+        steps: number of updates. The learning rate falls until the last one, so a run that is continued with other
+            steps has another rate from there on, and prints it.
         batch: rows of the global batch.
         seed: seed of parameters, data order, dropout and samples.
         name: name of the run's folder.
@@ -65,7 +65,7 @@ class Train:
         pipeline = experiment.plan.pipeline
         automatic = pipeline is not None and pipeline.name == "auto"
         if self.limit is not None and experiment.plan.memory.rule != "fit" and not automatic:
-            raise UserError("--limit applies to --plan.memory fit: add it, or leave --limit out")
+            raise UserError("--limit applies only to --plan.memory fit: add --plan.memory fit, or leave --limit out")
         start_backend()
         from jaxscale.planning.automatic_choices import resolve_choices
         from jaxscale.training.loop import train
@@ -87,7 +87,9 @@ class Train:
 class Fit:
     """Check whether a step fits a platform, and what would help.
 
-    An estimate, or the compiler's figure with --verify; the platform may be absent.
+    Prints an estimate; with --verify, the compiler's figure.
+
+    The platform may be absent.
 
     Fields of the experiment are set by path: --plan.memory full --model.layers 16
 
@@ -96,11 +98,11 @@ class Fit:
     Args:
         file: Python file that defines experiment(), such as experiments/llama_8b.py.
         variant: one of the file's VARIANTS.
-        platform: such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
+        platform: platform to plan for, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
         limit: device memory to plan for, such as 14GiB.
-        host_limit: host memory for each device.
+        host_limit: host memory to plan for, for each device, such as 32GiB.
         compile_block: compile only the part of the step that needs most memory, for a closer estimate.
-        verify: compile the step for the platform, and show the compiler's figures.
+        verify: compile the step for the platform and show the compiler's figures.
         plan_file: take the plan from this plan.json.
         batch: rows of the global batch.
     """
@@ -144,10 +146,10 @@ class Explain:
     Args:
         file: Python file that defines experiment(), such as experiments/llama_1b.py.
         variant: one of the file's VARIANTS.
-        platform: such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
-        out: write the page here.
+        platform: platform to plan for, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
+        out: file to write the page to.
         limit: device memory to plan for, such as 14GiB.
-        verify: compile the step for the platform, and show the tensors that the compiler keeps alive.
+        verify: compile the step for the platform and show the tensors that the compiler keeps alive.
         plan_file: take the plan from this plan.json.
         batch: rows of the global batch.
     """
@@ -200,7 +202,7 @@ def _check(command: Train | Fit | Explain) -> None:
 
 
 def _check_page(path: str) -> None:
-    """Refuse a page that cannot be written, before its content is computed."""
+    """Refuse a path to which no page can be written, before the page is computed."""
     if not path.endswith((".html", ".svg")):
         raise UserError(f"--out {path}: expected a name that ends in .html or .svg")
     file = Path(path)
@@ -214,7 +216,7 @@ def _check_page(path: str) -> None:
 
 
 def load_experiment(command: Train | Fit | Explain, fields: Mapping[str, str]) -> Any:
-    """The experiment and its source, with the fields set on the command line."""
+    """The experiment of a file and its `Source`, with the fields set on the command line."""
     from jaxscale.recipe.plan import read_plan
     from jaxscale.records.source import load
 
@@ -225,21 +227,21 @@ def load_experiment(command: Train | Fit | Explain, fields: Mapping[str, str]) -
 
 
 def experiment_flags(command: type) -> list[str]:
-    """Flags of a subcommand that are fields of the experiment."""
+    """Names of a subcommand's flags that are fields of the experiment."""
     from jaxscale.recipe.experiment import Experiment
 
     return [field.name for field in dataclasses.fields(command) if field.name in field_types(Experiment)]
 
 
 def named_platform(text: str) -> Any:
-    """The platform of a text; `None` for this machine, since JAX detects it."""
+    """The platform of a text; `None` for "local", because only JAX can detect it."""
     from jaxscale.platforms.platform import Platform
 
     return None if text.strip().lower() == "local" else Platform.parse(text)
 
 
 def platform_of(text: str) -> Any:
-    """The platform of a text; JAX's backend is started for this machine alone."""
+    """The platform of a text; JAX's backend is started only for "local"."""
     from jaxscale.platforms.detect import detect, hush_absent_gpus
 
     hush_absent_gpus()
@@ -253,7 +255,7 @@ def platform_of(text: str) -> Any:
 
 
 def bytes_of(text: str | None, flag_name: str) -> int | None:
-    """The bytes that a flag specifies."""
+    """The bytes that a flag specifies; `None` without the flag."""
     from jaxscale.values.byte_sizes import parse_bytes
 
     if text is None:

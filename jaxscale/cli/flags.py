@@ -1,6 +1,6 @@
 """How the command line sets a field of a subcommand: by a word in its place, or by a flag.
 
-A field without either function is a flag of its own type and default.
+A field that is declared with neither function is a flag with the field's type and default.
 """
 
 import dataclasses

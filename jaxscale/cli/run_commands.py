@@ -16,8 +16,8 @@ class Generate:
     Args:
         run_dir: directory of a run.
         prompt: text to continue.
-        tokens: how many tokens to add.
-        temperature: logits are divided by it; 0 takes the most likely token.
+        tokens: number of tokens to add.
+        temperature: number by which logits are divided; 0 takes the most likely token.
         seed: seed of the draws.
         best: take the checkpoint with the least held-out loss, not the newest.
     """
@@ -126,13 +126,13 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class ConvertState:
-    """Convert a run's optimizer state to other bits.
+    """Convert a run's optimizer moments to another format.
 
-    A run continued under another --plan.state.moments converts by itself.
+    A run continued with another --plan.state.moments converts them by itself.
 
     Args:
         run_dir: directory of a run.
-        to: bits of the moments: float32, int8, dynamic8, int4 or fp8.
+        to: format of the moments: float32, int8, dynamic8, int4 or fp8.
         out: directory to create.
     """
 
@@ -152,7 +152,7 @@ class ConvertState:
 
 
 def _check_run(run_dir: str) -> None:
-    """Refuse a directory that is no run; the error names the nearest run."""
+    """Refuse a directory that holds no run; the error suggests the nearest run."""
     path = Path(run_dir)
     if "://" in run_dir or (path / "experiment.json").is_file():
         return

@@ -35,7 +35,7 @@ def show(name: str, experiment: Any = None, variants: dict[str, str] | None = No
         width = max(map(len, variants))
         lines = [f"  {variant:{width}}  {summary}".rstrip() for variant, summary in variants.items()]
         print("\n".join(["", "variants of this file:", *lines]))
-    # Never returns: tyro prints and exits with 0.
+    # does not return: tyro prints the help and exits with 0
     tyro.cli(typed_class, prog=f"jaxscale {name}", args=["--help"], config=(tyro.conf.FlagCreatePairsOff,))
 
 
@@ -45,7 +45,7 @@ def _summary(cls: type) -> str:
 
 
 def _tyro_class(cls: type[Command], experiment: Any) -> type[Any]:
-    """A dataclass for tyro: words, names of values and help are in its annotations."""
+    """A dataclass from which tyro prints a subcommand's help: its annotations have the names of values and the help."""
     hints, descriptions = typing.get_type_hints(cls), field_help(cls)
     experiment_types = values.field_types(type(experiment))
     fields: list[Any] = []
@@ -68,7 +68,7 @@ def _tyro_class(cls: type[Command], experiment: Any) -> type[Any]:
 
 
 def _fields(record: Any) -> list[Any]:
-    """A text field for each field of a dataclass's value, with nested dataclasses."""
+    """Fields for `make_dataclass`, one of text for each field of a record; nested records are nested dataclasses."""
     descriptions, fields = field_help(type(record)), []
     for name, hint in values.field_types(type(record)).items():
         value, description = getattr(record, name), descriptions.get(name, "")
@@ -86,7 +86,7 @@ def _fields(record: Any) -> list[Any]:
 
 
 def _is_code(hint: Any) -> bool:
-    """Whether only an experiment file can set such a field."""
+    """Whether only an experiment file can set a field of this type, because it holds a class or a function."""
     members = (hint, *typing.get_args(hint))
     return any((typing.get_origin(member) or member) in (type, collections.abc.Callable) for member in members)
 
@@ -97,7 +97,7 @@ def _plain(text: str) -> str:
 
 
 def _metavar(hint: Any) -> str:
-    """The type in capitals, or the literals."""
+    """The type of a field in capitals, or its literals, as a placeholder for the value in the help."""
     if typing.get_origin(hint) is typing.Literal:
         return "{" + ",".join(map(str, typing.get_args(hint))) + "}"
     inner = [member for member in typing.get_args(hint) if member is not type(None)]

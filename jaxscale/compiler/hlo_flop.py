@@ -1,8 +1,8 @@
 """FLOP of a compiled program, read from its text, with recomputation and loops.
 
 XLA's `cost_analysis()` counts the body of a loop once and is None on a GPU. Here a loop counts as often as it runs.
-Counted are matrix products, convolutions (a TPU spells both as convolutions), their library calls on a GPU, and kernels
-that declare their cost (`pl.CostEstimate`); 2 per multiply and add. The program is one device's share.
+FLOP are those of matrix products, convolutions (a TPU spells both as convolutions), their library calls on a GPU, and
+kernels that declare their cost (`pl.CostEstimate`): 2 per multiply and add. The program is one device's share.
 
 Left out: elementwise work, and kernels that declare no cost.
 """
@@ -21,9 +21,9 @@ class ProgramFlop:
     """FLOP of one run of a compiled program on one device.
 
     Args:
-        total: matrix products, convolutions and kernels with a known cost; loops counted.
-        unknown_loops: loops around any of them with an unknown trip count: their bodies count once.
-        silent_kernels: custom kernels without a cost; they add nothing to `total`.
+        total: FLOP of matrix products, convolutions and kernels with a known cost, iterations of loops included.
+        unknown_loops: number of loops around any of them whose trip count is unknown; their bodies count once.
+        silent_kernels: number of custom kernels that declare no cost; they add nothing to `total`.
     """
 
     total: int = 0
@@ -59,16 +59,16 @@ def program_flop(program: HloProgram) -> ProgramFlop:
 
     def instruction_flop(computation: Computation, op: Op) -> ProgramFlop:
         # an asynchronous op counts at its start, not again at its end
-        names = [] if op.opcode.endswith(("-done", "-update")) else called(op.attributes)
-        inner = [computation_flop(name) for name in names]
+        callee_names = [] if op.opcode.endswith(("-done", "-update")) else called(op.attributes)
+        callee_flop = [computation_flop(name) for name in callee_names]
         if op.opcode == "conditional":
-            return max(inner, key=lambda branch: branch.total, default=ProgramFlop())
-        total = sum(inner, _own_flop(computation, op))
+            return max(callee_flop, key=lambda branch: branch.total, default=ProgramFlop())
+        total = sum(callee_flop, _own_flop(computation, op))
         if op.opcode != "while":
             return total
         trips = program.trips(op)
-        unknown = total.unknown_loops + (trips is None and total.total > 0)
-        return ProgramFlop(total.total * (trips or 1), unknown, total.silent_kernels)
+        unknown_loops = total.unknown_loops + (trips is None and total.total > 0)
+        return ProgramFlop(total.total * (trips or 1), unknown_loops, total.silent_kernels)
 
     entries = [computation.name for computation in program.computations.values() if computation.is_entry]
     return computation_flop(entries[0]) if entries else ProgramFlop()
@@ -91,58 +91,61 @@ def _own_flop(computation: Computation, op: Op) -> ProgramFlop:
 
 
 def _custom_call_flop(computation: Computation, op: Op) -> ProgramFlop:
+    """FLOP of a library call or a kernel."""
     target = op.attribute(r'custom_call_target="([^"]*)"') or ""
     if target.startswith(("__cublas$", "__hipblas", "__triton_gemm", "__onednn$matmul")):
-        numbers = op.attribute(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
-        return ProgramFlop(_product_flop(computation, op, [-1] if numbers is None else integers(numbers)))
+        dims_text = op.attribute(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+        return ProgramFlop(_product_flop(computation, op, [-1] if dims_text is None else integers(dims_text)))
     if target.startswith("__cudnn$conv"):
-        first, second = (computation.instructions[name].shape for name in op.operands[:2])
-        result = op.shape  # of a tuple (result, workspace), the first
+        input_shape, kernel_shape = (computation.instructions[name].shape for name in op.operands[:2])
+        output_shape = op.shape  # shape of the first element of the tuple (result, workspace)
         # the text describes the forward convolution: input, kernel, output
         if "BackwardInput" in target:
-            first, result = result, first
+            input_shape, output_shape = output_shape, input_shape
         elif "BackwardFilter" in target:
-            second, result = result, second
-        return ProgramFlop(_convolution_flop(op, first, second, result))
-    if declared := op.attribute(r'"cost_estimate":\{[^}]*?"flops":"?(\d+)'):
-        return ProgramFlop(int(declared))
-    kernel = target in ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "mosaic_gpu_v2")
-    return ProgramFlop(silent_kernels=int(kernel))
+            kernel_shape, output_shape = output_shape, kernel_shape
+        return ProgramFlop(_convolution_flop(op, input_shape, kernel_shape, output_shape))
+    if declared_flop := op.attribute(r'"cost_estimate":\{[^}]*?"flops":"?(\d+)'):
+        return ProgramFlop(int(declared_flop))
+    is_kernel = target in ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "mosaic_gpu_v2")
+    return ProgramFlop(silent_kernels=int(is_kernel))
 
 
-def _product_flop(computation: Computation, op: Op, contracted: list[int]) -> int:
+def _product_flop(computation: Computation, op: Op, contracting_dims: list[int]) -> int:
+    """FLOP of a matrix product that contracts these dims of its first operand."""
     shape = computation.instructions[op.operands[0]].shape
-    return 2 * math.prod(op.shape) * math.prod(shape[dim] for dim in contracted)
+    return 2 * math.prod(op.shape) * math.prod(shape[dim] for dim in contracting_dims)
 
 
-def _convolution_flop(op: Op, lhs: list[int], rhs: list[int], result: list[int]) -> int:
-    """FLOP of taps on elements of the input, as XLA counts: neither padding nor the holes of a dilated input."""
+def _convolution_flop(op: Op, input_shape: list[int], kernel_shape: list[int], output_shape: list[int]) -> int:
+    """FLOP of a convolution of these three shapes, as XLA counts: without padding and the holes of a dilated input."""
     match = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes)
     assert match is not None, f"a convolution in an unknown spelling: {op.attributes[:80]}"
-    lhs_labels, rhs_labels, result_labels = match.groups()
+    input_labels, kernel_labels, output_labels = match.groups()
     window = op.attribute(r"window=\{([^}]*)\}") or ""
-    spatial = sorted(set(result_labels) - {"b", "f"})
+    spatial_labels = sorted(set(output_labels) - {"b", "f"})
     defaults = {"size": 1, "stride": 1, "rhs_dilate": 1, "lhs_dilate": 1, "pad": 0}
-    numbers = (_window_numbers(window, key, default, len(spatial)) for key, default in defaults.items())
+    numbers = (_window_numbers(window, key, default, len(spatial_labels)) for key, default in defaults.items())
     taps = 1
-    for label, kernel, stride, dilation, hole, low_pad in zip(spatial, *numbers, strict=True):
-        last_position = (lhs[lhs_labels.index(label)] - 1) * hole
-        places = itertools.product(range(result[result_labels.index(label)]), range(kernel))
-        positions = [o * stride + k * dilation - low_pad for o, k in places]
-        taps *= sum(0 <= position <= last_position and position % hole == 0 for position in positions)
-    input_channels = rhs[rhs_labels.index("i")]  # of one feature group
-    groups = op.attribute(r"batch_group_count=(\d+)")
-    batch = result[result_labels.index("b")]
+    for label, kernel_size, stride, dilation, input_dilation, low_pad in zip(spatial_labels, *numbers, strict=True):
+        last_position = (input_shape[input_labels.index(label)] - 1) * input_dilation
+        index_pairs = itertools.product(range(output_shape[output_labels.index(label)]), range(kernel_size))
+        positions = [output_index * stride + tap * dilation - low_pad for output_index, tap in index_pairs]
+        taps *= sum(0 <= position <= last_position and position % input_dilation == 0 for position in positions)
+    input_channels = kernel_shape[kernel_labels.index("i")]  # those of one feature group
+    batch_groups = op.attribute(r"batch_group_count=(\d+)")
+    batch = output_shape[output_labels.index("b")]
     # with batch groups an output feature uses one group's part of the batch, which is the output's whole batch
-    assert groups is None or lhs[lhs_labels.index("b")] == batch * int(groups)
-    return 2 * batch * result[result_labels.index("f")] * input_channels * taps
+    assert batch_groups is None or input_shape[input_labels.index("b")] == batch * int(batch_groups)
+    return 2 * batch * output_shape[output_labels.index("f")] * input_channels * taps
 
 
-def _window_numbers(window: str, key: str, default: int, count: int) -> list[int]:
-    """A window's numbers along each spatial dim; of a padding "1_2", the one before the array."""
-    match = re.search(rf"\b{key}=(\S+)", window)
+def _window_numbers(window: str, field: str, default: int, count: int) -> list[int]:
+    """The numbers of a window's field, one for each of `count` spatial dims; of a padding "1_2", the one in front."""
+    match = re.search(rf"\b{field}=(\S+)", window)
     return [int(number.split("_")[0]) for number in match[1].split("x")] if match else [default] * count
 
 
 def _dims(op: Op, key: str) -> list[int]:
+    """The dims listed in an attribute, such as `lhs_contracting_dims={0}`."""
     return integers(op.attribute(rf"\b{key}=\{{([\d,]*)\}}") or "")

@@ -4,7 +4,7 @@ XLA:CPU starts an instruction as soon as its operands are available, and a colle
 has reached it. Collectives must therefore run in one order on all devices. In a compiled program, all of them, and
 every loop that contains one, use one resource, which makes them start in that order (a loop need not have ended:
 `platforms/cpu_threads.py`). A loaded program has one resource for each sequence of instructions, so that a loop's
-collectives are not ordered with those outside it. They block the threads that each other's partners need, and the
+collectives are not ordered with those outside it. Each blocks threads that the other's partners need, and the
 program hangs; and if both have one channel, as all collectives of `jax.shard_map` have, devices join different
 collectives, and the program crashes. Collectives of the entry computation alone share one sequence, and stay in order.
 
@@ -26,6 +26,7 @@ _COLLECTIVE = re.compile(
     r"|send|recv)(-start)?\("
 )
 _left_out: list[str] = []
+"""Names of the compiled programs that the cache does not keep."""
 
 
 def stays_ordered(text: str) -> bool:
@@ -39,11 +40,11 @@ def stays_ordered(text: str) -> bool:
         >>> stays_ordered(loop), stays_ordered(loop.replace("%body", "ENTRY %main"))
         (False, True)
     """
-    entry = False
+    in_entry = False
     for line in text.splitlines():
         if line and not line[0].isspace():
-            entry = line.startswith("ENTRY")
-        elif not entry and _COLLECTIVE.search(line):
+            in_entry = line.startswith("ENTRY")
+        elif not in_entry and _COLLECTIVE.search(line):
             return False
     return True
 
@@ -53,7 +54,7 @@ def keep_ordered_programs() -> None:
     """Make JAX's persistent compile cache neither write nor load a program that would lose its collectives' order.
 
     It applies to all later compilations of the process, in any cache folder; calls after the first have no effect.
-    Programs of one device, and those of TPUs and GPUs, are kept as before.
+    Programs of one device, and those of TPUs and GPUs, are cached as usual.
     """
     filter_compile_cache(_may_be_kept)
 

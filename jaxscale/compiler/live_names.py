@@ -1,7 +1,7 @@
 """Names for the values of a compiled program, in the user's terms.
 
-An argument is named by its path, a result by its scopes (`jax.named_scope`), or without scopes by the modules that it
-belongs to. A value carried by a loop is named after the value that the loop's body writes there; a scan's stacked
+An argument is named by its path; a result, by its scopes (`jax.named_scope`), or without scopes by the modules that
+compute it. A value carried by a loop is named after the value that the loop's body writes there; a scan's stacked
 outputs, and slices of them, after the value that was stacked.
 """
 
@@ -15,7 +15,7 @@ BufferIndex = tuple[int, ...]
 Element = tuple[str, BufferIndex]
 """An instruction, and the index of one element of its result; `()` for the whole result."""
 
-# operand that is written into a stack, or the stack that is read from
+# index of the operand that is written into a stack, or of the stack that is read from
 _SLICE_OPERAND = {"dynamic-update-slice": 1, "dynamic-slice": 0}
 # scopes that JAX adds to an operation
 _ADDED = re.compile(
@@ -81,7 +81,7 @@ class ValueNames:
         }
 
     def op_name(self, name: str) -> str:
-        """An instruction's scopes, as JAX recorded them; empty if there are none."""
+        """An instruction's scopes, as JAX recorded them; empty without any."""
         metadata = self.ops[name][1].attribute(r'op_name="((?:[^"\\]|\\.)*)"') if name in self.ops else None
         return (metadata or "").replace("\\'", "'").replace('\\"', '"')
 
@@ -90,25 +90,25 @@ class ValueNames:
         return name in self.ops and self.program.runs(self.ops[name][0].name)[1]
 
     def writer_scopes(self, name: str, index: BufferIndex) -> str:
-        """Scopes of the operation that writes a value, or those of the loop for a loop's carry."""
+        """Scopes of the operation that writes a value; if it has none, those of the value's own instruction."""
         writer = self._origin(name, index, through_stacks=False)
         return self.op_name(writer) or self.op_name(name)
 
     def user_name(self, name: str, index: BufferIndex) -> str:
-        """The name of a value, for the user."""
-        source = self._origin(name, index, through_stacks=True)
-        op = source if self.op_name(source) else name
-        name = clean_name(self.op_name(op))
+        """The name of a value, in the user's terms."""
+        origin = self._origin(name, index, through_stacks=True)
+        named_op = origin if self.op_name(origin) else name
+        name = clean_name(self.op_name(named_op))
         if not name:
-            return source
-        if self.ops[op][1].opcode == "parameter" or has_scopes(self.op_name(op)):
+            return origin
+        if self.ops[named_op][1].opcode == "parameter" or has_scopes(self.op_name(named_op)):
             return name
-        return "/".join((*self.sources.module_names(self.ops[op][1]), name))
+        return "/".join((*self.sources.module_names(self.ops[named_op][1]), name))
 
     def source_place(self, name: str, index: BufferIndex) -> str | None:
-        """Source file and line of a value."""
-        source = self._origin(name, index, through_stacks=True)
-        return self.sources.place(self.ops[source][1]) if source in self.ops else None
+        """Source file and line of the operation that computes a value; None if unknown."""
+        origin = self._origin(name, index, through_stacks=True)
+        return self.sources.place(self.ops[origin][1]) if origin in self.ops else None
 
     def _origin(self, name: str, index: BufferIndex, through_stacks: bool) -> str:
         """The instruction that computes a value, behind copies, tuples, loop carries, and stacking if requested."""
@@ -125,11 +125,11 @@ class ValueNames:
     def _predecessor(
         self, computation: Computation, op: Op, index: BufferIndex, through_stacks: bool
     ) -> Element | None:
-        """The value that an instruction passes on; None if the instruction computes it."""
+        """The value that an instruction passes on; None if it computes its result itself."""
         if op.opcode == "get-tuple-element":
-            element = op.attribute(r"index=(\d+)")
-            assert element is not None, "the attributes specify the element"
-            return op.operands[0], (int(element), *index)
+            element_index = op.attribute(r"index=(\d+)")
+            assert element_index is not None, "the attributes specify the element"
+            return op.operands[0], (int(element_index), *index)
         if op.opcode == "tuple" and index:
             return op.operands[index[0]], index[1:]
         if op.opcode == "while" and index:
@@ -138,9 +138,9 @@ class ValueNames:
             root = self.program.computations[body].root
             if root is None:
                 return None
-            unchanged = root.opcode == "tuple" and self._is_unchanged_element(root.operands[index[0]], index[0])
+            is_unchanged = root.opcode == "tuple" and self._is_unchanged_element(root.operands[index[0]], index[0])
             # a carry that the loop leaves unchanged comes from the loop's input
-            return (op.operands[0], index) if unchanged else (root.name, index)
+            return (op.operands[0], index) if is_unchanged else (root.name, index)
         if op.opcode == "parameter" and not computation.is_entry:
             return self._caller_operand(computation, op, index)
         passing = ("bitcast", "copy", "copy-start", "copy-done", "optimization-barrier", "opt-barrier", "reshape")

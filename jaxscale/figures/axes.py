@@ -7,7 +7,7 @@ import numpy as np
 
 
 def round_step(span: float, most: float) -> float:
-    """The distance of ticks: the least of 1, 2 and 5 times a power of ten that divides a span into at most `most`.
+    """The distance of ticks that divides a span into at most `most` parts: 1, 2 or 5 times a power of ten.
 
     Example:
         >>> round_step(33.0, 8), round_step(0.0049, 8)
@@ -42,7 +42,7 @@ def byte_ticks(high: float) -> list[float]:
 
 
 def thin(steps: np.ndarray, values: np.ndarray, buckets: int) -> tuple[np.ndarray, np.ndarray]:
-    """The visible points of a curve: the least and the largest of each bucket, and both ends.
+    """The visible points of a curve: the least and the greatest value of each of `buckets` spans, and both ends.
 
     Example:
         >>> steps, values = thin(np.arange(10_000), np.zeros(10_000), 500)
@@ -55,14 +55,14 @@ def thin(steps: np.ndarray, values: np.ndarray, buckets: int) -> tuple[np.ndarra
     for start, end in pairwise(np.linspace(0, len(steps), buckets + 1).astype(int).tolist()):
         finite = start + np.flatnonzero(np.isfinite(values[start:end]))
         # a bucket without a finite value leaves a gap
-        ends = (finite[np.argmin(values[finite])], finite[np.argmax(values[finite])]) if len(finite) else (start,)
-        indices.update(map(int, ends))
-    order = np.array(sorted(indices))
-    return steps[order], values[order]
+        peaks = (finite[np.argmin(values[finite])], finite[np.argmax(values[finite])]) if len(finite) else (start,)
+        indices.update(map(int, peaks))
+    sorted_indices = np.array(sorted(indices))
+    return steps[sorted_indices], values[sorted_indices]
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most `most` of `count` indices, evenly spread, with both ends.
+    """At most `most` indices of 0, ..., `count` - 1, evenly spread, with both ends.
 
     Example:
         >>> spread(9, 3), spread(2, 5), spread(0, 5)

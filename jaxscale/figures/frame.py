@@ -9,7 +9,7 @@ from jaxscale.figures.markup import Markup, element, joined
 COLORS = (
     "#4e79a7", "#59a14f", "#9c755f", "#bab0ac", "#76b7b2", "#f28e2b", "#e15759", "#b07aa1", "#edc948", "#ff9da7",
 )  # fmt: skip
-"""Tableau's ten."""
+"""The ten colours of Tableau."""
 
 PER_LETTER = 6.6
 """Width of a letter in the image's units."""
@@ -24,11 +24,11 @@ def svg(width: float, height: float, label: str, *parts: Any, style: str = _STYL
     """An image of elements.
 
     Args:
-        width: in the image's units, as many as pixels on a wide screen.
-        height: in the same units.
-        label: what it shows, for screen readers.
-        parts: its elements.
-        style: CSS of their classes.
+        width: width in the image's units; a unit is a pixel on a wide screen.
+        height: height in the image's units.
+        label: description of the image, for screen readers.
+        parts: elements of the image.
+        style: CSS of the elements' classes.
     """
     return element(
         "svg",
@@ -57,13 +57,13 @@ def dot(x: float, y: float, radius: float, color: str, tooltip: str | None = Non
 def legend(
     entries: Iterable[tuple[dict[str, str], str]], left: float, top: float, right: float
 ) -> tuple[Markup, float]:
-    """Squares with their meanings, in as many rows as these need, and the height of the rows.
+    """Coloured squares with their meanings, in rows from `left` to `right`, and the height of the rows.
 
     Args:
         entries: attributes of each square, such as its `fill`, and its meaning.
-        left: where each row begins.
-        top: where the first row begins.
-        right: where each row ends.
+        left: x of the start of each row.
+        top: y of the first row.
+        right: x of the end of each row.
     """
     parts, x, y = [], left, top
     for attributes, meaning in entries:
@@ -78,12 +78,12 @@ def legend(
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """Where values lie in an image of two axes.
+    """The scales of an image with two axes, from values to coordinates in the image's units.
 
     Args:
-        across: the ends of the horizontal axis.
-        upward: the ends of the vertical axis.
-        right: width of the margin at the right.
+        across: least and greatest value of the horizontal axis.
+        upward: least and greatest value of the vertical axis.
+        right: width of the margin at the right, in the image's units.
     """
 
     across: tuple[float, float]
@@ -96,12 +96,12 @@ class Frame:
     bottom: ClassVar[int] = 40
 
     def x_of(self, value: float) -> float:
-        """Where a value of the horizontal axis lies."""
+        """The x of a value of the horizontal axis, in the image's units."""
         low, high = self.across
         return self.left + (self.width - self.left - self.right) * (value - low) / (high - low)
 
     def y_of(self, value: float) -> float:
-        """Where a value of the vertical axis lies."""
+        """The y of a value of the vertical axis, in the image's units."""
         low, high = self.upward
         return self.height - self.bottom - (self.height - self.top - self.bottom) * (value - low) / (high - low)
 
@@ -120,12 +120,12 @@ class Frame:
         return svg_text((self.left + self.width - self.right) / 2, self.height - 4, content, "middle")
 
     def level(self, value: float, class_: str) -> Markup:
-        """A line across, at a value of the vertical axis."""
+        """A horizontal line at a value of the vertical axis."""
         y = self.y_of(value)
         return element("line", class_=class_, x1=self.left, x2=self.width - self.right, y1=y, y2=y)
 
     def rule(self, value: float, class_: str) -> Markup:
-        """A line upwards, at a value of the horizontal axis."""
+        """A vertical line at a value of the horizontal axis."""
         x = self.x_of(value)
         return element("line", class_=class_, x1=x, x2=x, y1=self.top, y2=self.height - self.bottom)
 

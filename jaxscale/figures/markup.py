@@ -17,7 +17,7 @@ class Markup(str):
 
 
 def joined(children: Any) -> Markup:
-    """Markup of text, markup, numbers, or iterables of these; `None` is nothing.
+    """Markup of a text, markup, a number, `None` (empty), or an iterable of such children.
 
     Example:
         >>> joined(["a < b", Markup("<br>"), None, 3])
@@ -34,23 +34,23 @@ def element(tag: str, *children: Any, **attributes: Any) -> Markup:
     """An element of a page or an image.
 
     Args:
-        tag: its name.
-        children: as `joined` takes them.
-        attributes: by name, where `_` stands for `-`, and is dropped at the end (`class_`). A fraction is written with
-            2 decimals; `None` leaves the attribute out.
+        tag: name of the element.
+        children: contents of the element, of any type that `joined` accepts.
+        attributes: attributes by name; in a name, `_` stands for `-`, and at the end is dropped (`class_`). A float is
+            written with 2 decimals; `None` leaves the attribute out.
 
     Example:
         >>> element("td", "a < b", class_="n"), element("rect", x=1 / 3, width=2.0)
         ('<td class="n">a &lt; b</td>', '<rect x="0.33" width="2"/>')
     """
-    start = tag
+    opening = tag
     for name, value in attributes.items():
         if value is not None:
             text = f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else escape(str(value))
-            start += f' {name.rstrip("_").replace("_", "-")}="{text}"'
+            opening += f' {name.rstrip("_").replace("_", "-")}="{text}"'
     if tag in _WITHOUT_CONTENT and not any(children):
-        return Markup(f"<{start}/>")
-    return Markup(f"<{start}>{joined(children)}</{tag}>")
+        return Markup(f"<{opening}/>")
+    return Markup(f"<{opening}>{joined(children)}</{tag}>")
 
 
 def table(
@@ -65,12 +65,12 @@ def table(
     """A table.
 
     Args:
-        rows: cells of each row, as `joined` takes them.
-        heads: of the columns; none without any.
+        rows: cells of each row, of any type that `joined` accepts.
+        heads: titles of the columns; if empty, the table has no head.
         numeric: indices of the columns that are aligned to the right.
         names: index of the column that names the rows.
         rest: cells of rows at the end that are less important, such as sums.
-        class_: for the page's style.
+        class_: CSS class of the table.
     """
 
     def row(cells: Sequence[Any], row_class: str | None = None) -> Markup:
@@ -95,16 +95,16 @@ STYLE = (
     "text-align:left;border-bottom:1px solid #8883}th[scope]{font-weight:400}"
     ".n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}"
 )
-"""Of a plain page."""
+"""CSS of a plain page."""
 
 
 def page(title: str, *body: Any, style: str = STYLE, script: str | None = None) -> str:
     """A self-contained page.
 
     Args:
-        title: plain text.
-        body: as `joined` takes it.
-        style: CSS.
+        title: title of the page, as plain text.
+        body: contents of the page, of any type that `joined` accepts.
+        style: CSS of the page.
         script: JavaScript, run at the end.
     """
     head = (
@@ -114,8 +114,8 @@ def page(title: str, *body: Any, style: str = STYLE, script: str | None = None) 
         element("title", title),
         element("style", Markup(style)),
     )
-    end = None if script is None else element("script", Markup(script))
-    return f"<!doctype html>{element('html', element('head', head), element('body', body, end), lang='en')}\n"
+    tail = None if script is None else element("script", Markup(script))
+    return f"<!doctype html>{element('html', element('head', head), element('body', body, tail), lang='en')}\n"
 
 
 def framed(html: str, height: int) -> str:
@@ -129,7 +129,7 @@ def framed(html: str, height: int) -> str:
 
 
 def write_figure(path: str | Path, svg: Callable[[], str], html: Callable[[], str]) -> None:
-    """Write a page, or only a picture if the name ends in .svg.
+    """Write the page that `html` returns, or if the name ends in .svg, the picture that `svg` returns.
 
     Raises:
         UserError: the file cannot be written.

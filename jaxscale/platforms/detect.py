@@ -1,6 +1,6 @@
 """The Platform that this process runs on, from JAX's devices.
 
-An unknown chip is no error: it becomes a Chip without a peak, so a run on it trains and reports no `mfu`.
+An unknown chip is no error. It becomes a Chip without a peak, and a run on it reports no `mfu`.
 """
 
 import contextlib
@@ -15,18 +15,18 @@ from typing import Any
 from jaxscale.platforms.platform import Chip, Platform, chips
 
 DEVICE_FILES = {"tpu": ("accel[0-9]*", "vfio/[0-9]*"), "gpu": ("nvidia[0-9]*", "kfd", "dxg")}
-"""Device files under /dev of TPUs, and of NVIDIA and AMD GPUs and GPUs seen from WSL."""
+"""Device files under /dev: of TPUs, and of GPUs of NVIDIA, of AMD and in WSL."""
 
 
 def detect(devices: Sequence[Any] | None = None) -> Platform:
     """The platform of `devices`.
 
     Args:
-        devices: JAX devices; all of this run (every process) by default.
+        devices: JAX devices; by default those of all processes of the run.
 
     Returns:
-        The chip of the tables, with the memory that the backend grants, or one with unknown facts for a chip that is
-        in no table. A TPU slice's topology comes from the chips' coordinates.
+        The platform. Its chip comes from the tables, with the memory that the backend grants; a chip that is in no
+        table has unknown facts. A TPU slice's topology comes from the chips' coordinates.
     """
     import jax
 
@@ -48,7 +48,7 @@ def detect(devices: Sequence[Any] | None = None) -> Platform:
 
 
 def chip_of(device_kind: str, platform: str) -> Chip:
-    """The chip of a device kind as printed by JAX; one without facts if it is in no table.
+    """The chip of a device kind as printed by JAX; a chip that is in no table has no facts.
 
     Args:
         device_kind: `jax.Device.device_kind`.
@@ -67,17 +67,15 @@ def chip_of(device_kind: str, platform: str) -> Chip:
     return Chip(device_kind, kind, (device_kind,), (f"unknown to jaxscale: JAX reports {device_kind!r}",))
 
 
-def accelerators(devices: pathlib.Path = pathlib.Path("/dev")) -> frozenset[str]:
+def accelerators(folder: pathlib.Path = pathlib.Path("/dev")) -> frozenset[str]:
     """The kinds of accelerators ("tpu", "gpu") with device files in the system; no backend is started."""
     return frozenset(
-        kind
-        for kind, patterns in DEVICE_FILES.items()
-        if any(next(devices.glob(pattern), None) for pattern in patterns)
+        kind for kind, patterns in DEVICE_FILES.items() if any(next(folder.glob(pattern), None) for pattern in patterns)
     )
 
 
 def hush_absent_gpus() -> None:
-    """Without a GPU, silence JAX's log of the CUDA plugin, which is installed to compile ahead of time.
+    """Without a GPU, silence JAX's log about the CUDA plugin, which may be installed to compile ahead of time.
 
     JAX starts every installed plugin, and logs a traceback because this one finds no drivers.
     """
@@ -86,6 +84,7 @@ def hush_absent_gpus() -> None:
 
 
 def _not_about_cuda_plugin(record: logging.LogRecord) -> bool:
+    """Whether a log record is kept: it does not report that the CUDA plugin finds no drivers."""
     return not ("plugin configuration error" in record.getMessage() and "xla_cuda" in record.getMessage())
 
 
@@ -104,16 +103,16 @@ def host_memory() -> int | None:
 
 
 def _measured(chip: Chip, devices: Sequence[Any]) -> dict[str, Any]:
-    """Values measured on this machine: memory of the device, of the host, and chips of one host."""
-    local = [device for device in devices if device.process_index == devices[0].process_index]
+    """Fields of the chip that are measured on this machine: memory of device and host, and chips of one host."""
+    local_devices = [device for device in devices if device.process_index == devices[0].process_index]
     facts: dict[str, Any] = {"host_memory": host_memory()}
     if chip.kind == "cpu":
-        return facts | {"memory": host_memory(), "chips_per_host": len(local)}
-    limit = None
+        return facts | {"memory": host_memory(), "chips_per_host": len(local_devices)}
+    limit_bytes = None
     # devices of another process, and described ones, have no statistics; the error depends on the backend
     with contextlib.suppress(Exception):
-        limit = (devices[0].memory_stats() or {}).get("bytes_limit")
-    if limit:
-        facts["usable_memory"] = limit * chip.devices
+        limit_bytes = (devices[0].memory_stats() or {}).get("bytes_limit")
+    if limit_bytes:
+        facts["usable_memory"] = limit_bytes * chip.devices
         facts["memory"] = chip.memory or facts["usable_memory"]
-    return facts | {"chips_per_host": max(1, len(local) // chip.devices)}
+    return facts | {"chips_per_host": max(1, len(local_devices) // chip.devices)}

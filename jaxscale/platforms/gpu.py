@@ -16,10 +16,12 @@ _B200 = "NVIDIA B200, glennklockwood.com, HGX at 1000 W: bf16 2250, TF32 1100, f
 
 
 def _nvlink(bandwidth: float, source: str, connects: str = "GPUs of one host, through NVSwitch") -> Link:
+    """NVLink with this bandwidth of all of a GPU's links, in bytes/s one way."""
     return Link("nvlink", connects, bandwidth, "chip", source)
 
 
 def _pcie(bandwidth: float, source: str) -> Link:
+    """PCIe between a GPU and its host, in bytes/s one way."""
     return Link("pcie", "a GPU and its host", bandwidth, "chip", source)
 
 
@@ -67,6 +69,7 @@ L4 = Chip(
 def _a100(
     name: str, kinds: tuple[str, ...], memory: int, bandwidth: float, links: tuple[Link, ...], **host: int
 ) -> Chip:
+    """A variant of A100 by its device kinds, memory in bytes, bandwidth in bytes/s and links; `host`: other fields."""
     return Chip(
         name=name,
         kind="gpu",

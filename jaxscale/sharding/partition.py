@@ -15,7 +15,7 @@ def dim_axes(spec: Iterable[Any], rank: int = 0) -> DimAxes:
 
     Args:
         spec: a `PartitionSpec`; a dim that it leaves to the compiler counts as whole.
-        rank: number of dims; a spec may be shorter.
+        rank: number of dims of the array; a spec may have fewer.
 
     Example:
         >>> dim_axes(PartitionSpec(("data", "fsdp"), None, "tensor"), 4)
@@ -47,7 +47,7 @@ def shard_count(mesh: Any, axes: Iterable[str]) -> int:
 
 
 def dividing(spec: PartitionSpec, shape: Sequence[int], mesh: Any) -> PartitionSpec:
-    """A `PartitionSpec` for an array of another shape: dims that their axes do not divide are whole.
+    """A `PartitionSpec` for an array of another shape: a dim that its axes do not divide becomes whole.
 
     Example:
         >>> from jax.sharding import AbstractMesh

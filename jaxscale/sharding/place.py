@@ -35,11 +35,11 @@ def layout(mesh: Any, rules: AxisRules) -> contextlib.AbstractContextManager[Non
 
 
 def under(layout: MeshAndRules | None) -> contextlib.AbstractContextManager[None]:
-    """As `layout`, for a value that `current` returned earlier.
+    """Like `layout`, for a mesh and rules that `current` returned earlier.
 
-    JAX may trace the rules of a `custom_vjp` later than the call and under another layout: that of a step around the
-    manual region of a pipeline's stage. Rules that place arrays take the layout of the call as a static argument, and
-    trace under it.
+    JAX may trace the backward function of a `custom_vjp` after the call and under another layout: that of the step
+    around the manual region of a pipeline's stage. So a backward function that places arrays gets the layout of the
+    call as a static argument, and is traced under it.
     """
     return scoped(_layout, layout)
 
@@ -91,7 +91,7 @@ def move(x: Array, source: tuple[str | None, ...], target: tuple[str | None, ...
     """`x` moved from one placement to another; its gradient moves back.
 
     A constraint alone would place the gradient by `target` too: partial sums would be all-reduced and then sliced,
-    where this allows a reduce-scatter.
+    where `move` allows a reduce-scatter.
 
     Args:
         x: an activation.
@@ -108,11 +108,13 @@ def move(x: Array, source: tuple[str | None, ...], target: tuple[str | None, ...
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _moved(layout: MeshAndRules, source: tuple[str | None, ...], target: tuple[str | None, ...], x: Array) -> Array:
+    """`x` placed by `target`; its gradient is placed by `source`."""
     with under(layout):
         return constrain(x, *target)
 
 
 def _moved_back(layout: MeshAndRules, source: Any, target: Any, _: None, gradient: Array) -> tuple[Array]:
+    """The gradient of `_moved`, placed by `source`."""
     with under(layout):
         return (constrain(gradient, *source),)
 

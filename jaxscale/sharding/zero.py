@@ -30,12 +30,12 @@ ZERO_AXIS = "fsdp"
 def split(
     shape: Sequence[int], names: Sequence[str | None] | None, whole: PartitionSpec, mesh: Any, axis: str = ZERO_AXIS
 ) -> PartitionSpec:
-    """`whole` with one more dim split over `axis`: the largest per device that divides; `whole` unchanged if none does.
+    """`whole` with a dim split over `axis`: the largest on a device that the axis divides; `whole` itself without one.
 
     The stacked "layers" dim is never split: a scan over layers would have to gather all of it.
 
     Args:
-        shape: of the parameter.
+        shape: shape of the parameter.
         names: logical axis of each dim; `None` for a parameter without names.
         whole: placement before ZeRO (tensor parallelism).
         mesh: the mesh.
@@ -69,7 +69,7 @@ class Placement:
 
     Args:
         master: the parameter between steps.
-        state: optimizer state of its shape.
+        state: optimizer state of the parameter's shape.
         gradient: input of the optimizer.
         compute: the copy that the forward and backward passes read.
     """
@@ -91,7 +91,7 @@ def placement(
     """Placement of a parameter's tensors under a ZeRO stage.
 
     Args:
-        shape: of the parameter.
+        shape: shape of the parameter.
         names: logical axis of each dim; `None` for a parameter without names.
         stage: ZeRO stage.
         copied: whether the step computes with a lower-precision copy of float32 master weights.
@@ -109,22 +109,22 @@ def placement(
 
 
 def over(old: Placement, axis: str, shape: Sequence[int], mesh: Any) -> Placement:
-    """A placement with all but the compute copy split over one more axis, where a dim divides.
+    """A placement with all but the compute copy split over one more axis, if the axis divides a dim.
 
     All are split along the same dim, and over this axis first, so that a shard of the finest placement lies within a
-    shard of the others: XLA would else exchange shards in every step, over a slow axis too.
+    shard of the others: otherwise XLA would exchange shards in every step, over a slow axis too.
 
     Args:
         old: the placement without the axis.
         axis: mesh axis to split over.
-        shape: of the parameter.
+        shape: shape of the parameter.
         mesh: the mesh.
     """
     specs = {field: getattr(old, field) for field in ("master", "state", "gradient")}
     new_state = split(shape, None, old.state, mesh, axis)
     old_dims, new_dims = dim_axes(old.state, len(shape)), dim_axes(new_state, len(shape))
     dim = next((dim for dim in range(len(shape)) if old_dims[dim] != new_dims[dim]), None)
-    if dim is None:  # a dim of a coarser placement may divide
+    if dim is None:  # the axis may divide a dim of a coarser placement
         new_specs = {field: split(shape, None, spec, mesh, axis) for field, spec in specs.items()}
     else:
         new_specs = {field: _split_first(spec, dim, axis) for field, spec in specs.items()}
@@ -138,7 +138,7 @@ def _split_first(spec: PartitionSpec, dim: int, axis: str) -> PartitionSpec:
 
 
 def stacked_over(single: Placement, axis: str) -> Placement:
-    """A placement of stacked copies, whose first dim lies over a mesh axis.
+    """The placement of a stack of tensors, from that of one: the stack's first dim is split over a mesh axis.
 
     Example:
         >>> spec = PartitionSpec("tensor")

@@ -1,5 +1,5 @@
-"""Frozen dataclasses as text: to and from JSON, from a command line's `--model.embed 256`, and the check that every
-field holds its declared type.
+"""Frozen dataclasses to and from JSON, with fields set by a command line's `--model.embed 256`, and the check that
+every field holds its declared type.
 
 One interpretation of type annotations (`annotations.py`) serves experiment.json, plan.json, the command line and error
 messages. Supported are bool, int, float, str, paths, `Literal`, `X | None` and other unions, tuples, lists, dicts,

@@ -31,7 +31,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def count(value: float) -> str:
-    """How many: exact below a hundred thousand, then with a prefix.
+    """A count: exact below a hundred thousand, from there on with a prefix.
 
     Example:
         >>> count(12), count(98765), count(1_536_000), count(8.03e9)
@@ -109,7 +109,7 @@ def duration(seconds: float) -> str:
 
 
 def field(name: str, value: object) -> str:
-    """The value of a metric's field, in the unit that its name ends in.
+    """The value of a metric's field as text, in the unit with which the field's name ends.
 
     Example:
         >>> field("step_seconds", 0.25), field("temp_bytes", 2048), field("path", "checkpoints/500")
@@ -127,7 +127,7 @@ def field(name: str, value: object) -> str:
 
 
 def _scaled(value: float, scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """A value in the largest unit that it reaches, and the unit; unchanged and "" if it is below all."""
+    """A value in the largest unit that it reaches, and the unit; the value itself and "" below all units."""
     return next(((value / scale, unit) for scale, unit in scales if abs(value) >= scale), (value, ""))
 
 
