@@ -2,7 +2,7 @@
 
 The pieces are the loops over blocks and the loss between them. A piece consists of operations of the traced step, with
 inputs placed as in the step. A loop over blocks holds one block, whatever the number of layers, so it compiles in a
-fraction of the step's time.
+fraction of the step's time. Values are represented by their numbers in a `FlatProgram`.
 """
 
 import dataclasses
@@ -57,9 +57,9 @@ def pieces_of(program: FlatProgram, path: tuple[int, ...] = ()) -> tuple[Piece, 
         path: indices of the loops around the program, the outermost first.
     """
     operations = program.operations
-    microbatches = [(i, o.loop) for i, o in enumerate(operations) if o.loop is not None and both_passes(o.loop)]
-    if microbatches and not any(operation.params.get("reverse") for operation in operations):
-        return tuple(piece for index, body in microbatches for piece in pieces_of(body, (*path, index)))
+    microbatch_loops = [(i, o.loop) for i, o in enumerate(operations) if o.loop is not None and both_passes(o.loop)]
+    if microbatch_loops and not any(operation.params.get("reverse") for operation in operations):
+        return tuple(piece for index, body in microbatch_loops for piece in pieces_of(body, (*path, index)))
     if not both_passes(program):
         return ()
     forward_end, backward_start = loss_range(operations)
@@ -68,6 +68,7 @@ def pieces_of(program: FlatProgram, path: tuple[int, ...] = ()) -> tuple[Piece, 
     pieces: list[Piece] = []
 
     def append(name: str, start: int, stop: int) -> None:
+        """Append a piece, with a number if earlier pieces have the same name."""
         count = sum(piece.name.startswith(name) for piece in pieces)
         pieces.append(Piece(f"{name} {count + 1}" if count else name, path, start, stop))
 
@@ -131,6 +132,7 @@ def lowered_piece(
     outputs = _outputs(arrays, piece, read_later)
 
     def run(*arguments: Any) -> list[Any]:
+        """Run the piece's operations; return its outputs."""
         values = dict(zip(inputs, arguments, strict=True))
         for operation in operations:
             literals = operation.literals
@@ -157,15 +159,15 @@ def lowered_piece(
 def _with_expressions(arrays: Arrays, piece: Piece) -> list[int]:
     """Indices of a piece's operations, and of earlier ones that compute its inputs that are not stored as arrays."""
     operations = arrays.program.operations
-    producer = {value: index for index, operation in enumerate(operations) for value in operation.outputs}
+    producer_of = {value: index for index, operation in enumerate(operations) for value in operation.outputs}
     indices = set(piece.indices)
-    pending = [value for index in piece.indices for value in operations[index].inputs]
-    while pending:
-        value = pending.pop()
-        if value is None or value in arrays.bytes or value not in producer or producer[value] in indices:
+    pending_values = [value for index in piece.indices for value in operations[index].inputs]
+    while pending_values:
+        value = pending_values.pop()
+        if value is None or value in arrays.bytes or value not in producer_of or producer_of[value] in indices:
             continue
-        indices.add(producer[value])
-        pending += operations[producer[value]].inputs
+        indices.add(producer_of[value])
+        pending_values += operations[producer_of[value]].inputs
     return sorted(indices)
 
 

@@ -159,19 +159,19 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
     """
     trace = traced_step(step, batch, platform)
     program, placements = trace.program, trace.placements
-    pieces: dict[Piece, int | None] = dict.fromkeys(pieces_of(program))
-    if measure is not None and not pieces:
+    temporaries_of: dict[Piece, int | None] = dict.fromkeys(pieces_of(program))
+    if measure is not None and not temporaries_of:
         raise UserError("compile-block: the model's blocks do not run in a loop; compile the whole step with --verify")
-    step_timeline = timeline(program, placements, trace.compiler, pieces)
-    while measure is not None and (piece := step_timeline.peak.piece) is not None and pieces[piece] is None:
-        pieces[piece] = measure(piece)
-        step_timeline = timeline(program, placements, trace.compiler, pieces)
+    step_timeline = timeline(program, placements, trace.compiler, temporaries_of)
+    while measure is not None and (piece := step_timeline.peak.piece) is not None and temporaries_of[piece] is None:
+        temporaries_of[piece] = measure(piece)
+        step_timeline = timeline(program, placements, trace.compiler, temporaries_of)
     arguments, host_items = _argument_items(trace, batch)
     device_kinds = bytes_by_kind((*arguments, *step_timeline.items))
-    compiled = tuple(piece.name for piece, temporaries in pieces.items() if temporaries is not None)
-    packing = round(step_timeline.bytes * (accuracy.factors(platform.chip.kind).packing - 1))
-    if packing and not compiled:
-        device_kinds["packing"] = packing
+    compiled_pieces = tuple(piece.name for piece in temporaries_of if temporaries_of[piece] is not None)
+    packing_bytes = round(step_timeline.bytes * (accuracy.factors(platform.chip.kind).packing - 1))
+    if packing_bytes and not compiled_pieces:
+        device_kinds["packing"] = packing_bytes
     host_kinds = bytes_by_kind(host_items)
     if host_kinds:
         # XLA may hold both the copy it reads and the copy it writes
@@ -189,7 +189,7 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
         step_timeline,
         arguments,
         step.parts.lines,
-        compiled,
+        compiled_pieces,
         tree_bytes(step.layout.abstract.optimizer) / step.parameters,
         slow_axis_traffic(step, platform),
         step.kernels,
@@ -215,14 +215,14 @@ def _kept_on_host_bytes(program: FlatProgram, placements: Placements) -> int:
 def _argument_items(trace: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     """The arguments in device memory and those in host memory, named after their leaves."""
     device_items, host_items = [], []
-    kinds = {"params": "parameters", "optimizer": "optimizer state", "extra/in_flight": "stash"}
-    kinds |= {"extra/reduce": "residuals", "extra/outer": "outer state"}
+    kind_of_group = {"params": "parameters", "optimizer": "optimizer state", "extra/in_flight": "stash"}
+    kind_of_group |= {"extra/reduce": "residuals", "extra/outer": "outer state"}
     for value, (name, leaf) in zip(trace.program.inputs, trace.leaves, strict=False):
         group, _, leaf_name = name.partition("/")
         if group == "extra":
             extra_name, _, leaf_name = leaf_name.partition("/")
             group = f"extra/{extra_name}"
-        kind = kinds.get(group, "batch" if group in batch else "model state")
+        kind = kind_of_group.get(group, "batch" if group in batch else "model state")
         item = Item(leaf_name or name, kind, trace.placements.bytes_of(leaf, trace.placements.dims[value]))
         on_host = getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
         (host_items if on_host else device_items).append(item)

@@ -207,4 +207,5 @@ def _decision(costs: MemoryCosts, text: str) -> Decision | None:
 
 
 def _cell(byte_count: int | None) -> str:
+    """Bytes as text; empty if unknown."""
     return "" if byte_count is None else size(byte_count)

@@ -307,17 +307,17 @@ def helps(experiment: Experiment, platform: Platform, step_fit: Fit) -> tuple[He
     for change in _changes(experiment, estimate_before):
         option = help_of(change)
         while option and not option.fits and "microbatches" in change:
-            count = _next_microbatches(experiment, plan, int(change["microbatches"]))
-            if count is None:
+            microbatch_count = _next_microbatches(experiment, plan, int(change["microbatches"]))
+            if microbatch_count is None:
                 break
-            change = {"microbatches": str(count)}
+            change = {"microbatches": str(microbatch_count)}
             option = help_of(change)
         if option is not None and option.saves > 0.01 * bytes_before:
             options.append((option, change))
     options.sort(key=lambda pair: -pair[0].saves)
-    singles = tuple(option for option, _ in options)
-    if step_fit.fits or any(option.fits for option in singles):
-        return singles
+    single_helps = tuple(option for option, _ in options)
+    if step_fit.fits or any(option.fits for option in single_helps):
+        return single_helps
     combined_change: dict[str, str] = {}
     combination = None
     for _, change in options:
@@ -326,29 +326,29 @@ def helps(experiment: Experiment, platform: Platform, step_fit: Fit) -> tuple[He
             combination = help_of(combined_change)
             if combination is not None and combination.fits:
                 break
-    return singles if combination is None else (*singles, combination)
+    return single_helps if combination is None else (*single_helps, combination)
 
 
 def _changes(experiment: Experiment, step_estimate: Estimate) -> list[dict[str, str]]:
     """The changes that affect the largest kinds of tensor; each has the new text of one or more fields of the plan."""
-    plan, kinds = step_estimate.plan, step_estimate.device
+    plan, bytes_by_kind = step_estimate.plan, step_estimate.device
     assert plan.mesh is not None
-    states = kinds.get("parameters", 0) + kinds.get("optimizer state", 0) + kinds.get("gradients", 0)
-    activations = kinds.get("kept activations", 0) + kinds.get("transients", 0)
-    changes: list[tuple[int, str, str]] = []
+    state_bytes = sum(bytes_by_kind.get(kind, 0) for kind in ("parameters", "optimizer state", "gradients"))
+    activation_bytes = bytes_by_kind.get("kept activations", 0) + bytes_by_kind.get("transients", 0)
+    changes: list[tuple[int, str, str]] = []  # affected bytes, field of the plan, new text
     if plan.memory.rule != "full":
-        changes.append((kinds.get("kept activations", 0), "memory", "full"))
+        changes.append((bytes_by_kind.get("kept activations", 0), "memory", "full"))
     if plan.zero < 3 and plan.mesh.fsdp > 1:
-        changes.append((states, "zero", "3"))
+        changes.append((state_bytes, "zero", "3"))
     if plan.offload.optimizer_state == "device" and plan.offload.weights == "device":
-        changes.append((kinds.get("optimizer state", 0), "offload.optimizer-state", "streamed"))
+        changes.append((bytes_by_kind.get("optimizer state", 0), "offload.optimizer-state", "streamed"))
     if plan.precision == "float32":
-        changes.append((activations // 2, "precision", "bfloat16"))
-    if plan.kernels.loss_chunk is None and plan.kernels.scores == "auto" and "loss" in kinds:
-        changes.append((kinds["loss"], "kernels", str(dataclasses.replace(plan.kernels, loss_chunk=256))))
-    count = _next_microbatches(experiment, plan, plan.microbatches)
-    if count is not None:
-        changes.append(((activations + kinds.get("loss", 0)) // 2, "microbatches", str(count)))
+        changes.append((activation_bytes // 2, "precision", "bfloat16"))
+    if plan.kernels.loss_chunk is None and plan.kernels.scores == "auto" and "loss" in bytes_by_kind:
+        changes.append((bytes_by_kind["loss"], "kernels", str(dataclasses.replace(plan.kernels, loss_chunk=256))))
+    microbatch_count = _next_microbatches(experiment, plan, plan.microbatches)
+    if microbatch_count is not None:
+        changes.append(((activation_bytes + bytes_by_kind.get("loss", 0)) // 2, "microbatches", str(microbatch_count)))
     changes.sort(key=lambda change: -change[0])
     return [{field: text} for _, field, text in changes[:MOST_CHANGES]]
 

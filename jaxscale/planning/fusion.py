@@ -3,6 +3,8 @@
 The results of products, reductions, gathers, loops and kernels are stored as arrays. Every other value is an expression
 of them: the compiler fuses it into its readers, so that it needs no memory, unless one of them requires an array (a
 loop, a kernel, and on some platforms a product). This is XLA's behaviour in outline.
+
+Values and arrays are represented by their numbers in a `FlatProgram`.
 """
 
 import dataclasses

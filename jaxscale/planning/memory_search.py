@@ -118,23 +118,23 @@ def cheapest_fit(
     if limit is None:
         raise UserError(f"memory fit: the memory of {platform} is unknown; give --limit, such as 14GiB")
     candidates = _Candidates(experiment, platform, plan, measure)
-    first, *texts = valid_menu(experiment, plan) if menu is None else menu
-    menu_candidates = [candidates.candidate(first)]
+    first_text, *other_texts = valid_menu(experiment, plan) if menu is None else menu
+    menu_candidates = [candidates.candidate(first_text)]
     if menu_candidates[0].bytes <= limit and candidates.needed_bytes(menu_candidates[0]) <= limit:
         return menu_candidates[0].plan
     rules = searched_rules(experiment, plan, candidates.costs) if menu is None else ()
-    optima = [_largest_candidate(candidates, rule, limit, menu_candidates[0].kept) for rule in rules]
-    best = min((option for option in optima if option is not None), key=lambda option: option.cost, default=None)
+    optimal_candidates = [_largest_candidate(candidates, rule, limit, menu_candidates[0].kept) for rule in rules]
+    best = min(filter(None, optimal_candidates), key=lambda candidate: candidate.cost, default=None)
     # weights that stream from the host keep its link busy
     if best is not None and candidates.costs.scanned and plan.offload.weights == "device":
         host_limit = host_share(platform) if host_limit is None else host_limit
         best = _with_pofo(candidates, best, limit, host_limit) or best
-    menu_candidates += [candidate for candidate in map(candidates.candidate_or_none, texts) if candidate is not None]
-    least = min(candidate.bytes for candidate in menu_candidates)
+    menu_candidates += filter(None, map(candidates.candidate_or_none, other_texts))
+    least_bytes = min(candidate.bytes for candidate in menu_candidates)
     too_large: list[tuple[int, Candidate]] = []
-    ordered = sorted(menu_candidates if best is None else [best, *menu_candidates], key=lambda option: option.cost)
-    for candidate in ordered:
-        promising = candidate.bytes <= limit * (1 + MARGIN) or candidate.bytes == least
+    all_candidates = menu_candidates if best is None else [best, *menu_candidates]
+    for candidate in sorted(all_candidates, key=lambda candidate: candidate.cost):
+        promising = candidate.bytes <= limit * (1 + MARGIN) or candidate.bytes == least_bytes
         needed_bytes = candidates.needed_bytes(candidate) if promising else candidate.bytes
         if candidate is best or needed_bytes <= limit:
             return candidate.plan
@@ -267,34 +267,34 @@ def _with_pofo(candidates: _Candidates, best: Candidate, limit: int, host_limit:
         candidate = candidates.within("offload:pofo", budget)
         if candidate is None or (host_limit is not None and candidate.host_bytes > host_limit):
             return None
-        excess = candidates.needed_bytes(candidate) - limit
-        if excess <= 0:
+        excess_bytes = candidates.needed_bytes(candidate) - limit
+        if excess_bytes <= 0:
             return candidate
-        budget = max(0, budget - excess) // _granularity(budget) * _granularity(budget)
+        budget = max(0, budget - excess_bytes) // _granularity(budget) * _granularity(budget)
     return None
 
 
 def _largest_by_estimate(candidates: _Candidates, rule: str, limit: int, low: int, high: int) -> Candidate | None:
     """The candidate with the largest budget between `low` and `high`, exclusive, whose estimate is within `limit`."""
-    grain, best = _granularity(high), None
-    budget = (high - 1) // grain * grain
+    granularity, best = _granularity(high), None
+    budget = (high - 1) // granularity * granularity
     for _ in range(ESTIMATES):
         if not low < budget < high:
             break
         candidate = candidates.within(rule, budget)
         if candidate is None:
-            low = target = budget
+            low = target_budget = budget
         else:
-            unused = limit - candidate.bytes
-            if unused >= 0:
+            unused_bytes = limit - candidate.bytes
+            if unused_bytes >= 0:
                 best, low = candidate, budget
-                if unused <= CLOSE * limit:
+                if unused_bytes <= CLOSE * limit:
                     break
             else:
                 high = min(budget, candidate.kept)
             # each byte of kept activations adds a byte to the estimate
-            target = candidate.kept + unused
-        budget = (target if low < target < high else (low + high) // 2) // grain * grain
+            target_budget = candidate.kept + unused_bytes
+        budget = (target_budget if low < target_budget < high else (low + high) // 2) // granularity * granularity
     return best
 
 

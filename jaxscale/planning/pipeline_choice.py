@@ -59,12 +59,13 @@ def pipeline_choice(
             f"pipeline {plan.pipeline}: {platform} has {platform.devices} devices, expected a multiple of {ranks}; "
             "choose another P"
         )
-    shards = platform.devices // ranks if plan.mesh is None else plan.mesh.batch_shards
-    counts = [count for count in range(1, MOST_MICROBATCHES * ranks + 1) if experiment.batch % (count * shards) == 0]
-    if not counts:
+    batch_shards = platform.devices // ranks if plan.mesh is None else plan.mesh.batch_shards
+    counts = range(1, MOST_MICROBATCHES * ranks + 1)
+    microbatch_counts = [count for count in counts if experiment.batch % (count * batch_shards) == 0]
+    if not microbatch_counts:
         raise UserError(
-            f"pipeline {plan.pipeline}: a batch of {experiment.batch} rows does not divide over {shards} devices; "
-            f"choose a batch that is a multiple of {shards * ranks}"
+            f"pipeline {plan.pipeline}: a batch of {experiment.batch} rows does not divide over {batch_shards} devices"
+            f"; choose a batch that is a multiple of {batch_shards * ranks}"
         )
     priced_platform = platform
     if roofline.rate(platform.chip, "bfloat16") is None:
@@ -75,17 +76,18 @@ def pipeline_choice(
 
     @functools.cache
     def prices(microbatches: int) -> ModelPrices:
+        """Prices with this number of microbatches."""
         return in_periods(model_prices(experiment, priced_platform, ranks, microbatches), period)
 
     devices = None
     limit = usable_bytes(platform) if limit is None else limit
     if limit is not None:
-        devices = [
-            PipelineDevice(memory_bytes=max(1, limit - _fixed_bytes(experiment, platform, plan, ranks, counts)))
-        ] * ranks
-    choice = choose(prices, ranks, counts, devices)
+        fixed_bytes = _fixed_bytes(experiment, platform, plan, ranks, microbatch_counts[0])
+        devices = [PipelineDevice(memory_bytes=max(1, limit - fixed_bytes))] * ranks
+    choice = choose(prices, ranks, microbatch_counts, devices)
 
     def with_pipeline(candidate: PipelineCandidate) -> Plan:
+        """The plan with the pipeline of a candidate."""
         assert plan.pipeline is not None
         assert candidate.partition is not None
         layers = layers_of(candidate.partition, period)
@@ -112,8 +114,8 @@ def pipeline_choice(
         estimates.append((needed_bytes, candidate))
     least_bytes, smallest = min(estimates, key=lambda pair: pair[0])
     raise UserError(
-        f"pipeline {plan.pipeline}: of the {len(estimates)} fastest none fits {size(limit)}; {smallest} needs least, "
-        f"{size(least_bytes)}: use more devices, memory full, ZeRO over an fsdp axis, or a loss in chunks"
+        f"pipeline {plan.pipeline}: of the {len(estimates)} fastest none fits {size(limit)}; the smallest, {smallest}, "
+        f"needs {size(least_bytes)}: use more devices, memory full, ZeRO over an fsdp axis, or a loss in chunks"
     )
 
 
@@ -143,9 +145,10 @@ def layers_of(partition: Partition, period: int) -> tuple[int, ...]:
     return tuple(period * len(periods) for periods in partition.stages)
 
 
-def _fixed_bytes(experiment: Experiment, platform: Platform, plan: Plan, ranks: int, counts: list[int]) -> int:
+def _fixed_bytes(experiment: Experiment, platform: Platform, plan: Plan, ranks: int, microbatches: int) -> int:
     """Bytes per device of weights, optimizer state, compute copy and float32 gradients, with equal stages."""
-    pipeline = PipelinePlan.parse(f"gpipe:{ranks}x{counts[0]}")
+    pipeline = PipelinePlan.parse(f"gpipe:{ranks}x{microbatches}")
     step = described_step(experiment, platform, dataclasses.replace(plan, pipeline=pipeline))
-    weights, optimizer = local_bytes(step.layout.abstract.params), local_bytes(step.layout.abstract.optimizer)
-    return weights * 2 + optimizer + (weights // 2 if plan.precision == "bfloat16" else 0)
+    weight_bytes = local_bytes(step.layout.abstract.params)
+    optimizer_bytes = local_bytes(step.layout.abstract.optimizer)
+    return weight_bytes * 2 + optimizer_bytes + (weight_bytes // 2 if plan.precision == "bfloat16" else 0)

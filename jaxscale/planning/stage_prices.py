@@ -180,15 +180,15 @@ def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
     input_dependent = set(graph.carried)
     input_seconds = weight_seconds = 0.0
     for equation in graph.equations:
-        dependent = [value in input_dependent for value in equation.inputs]
-        if any(dependent):
+        is_dependent = [value in input_dependent for value in equation.inputs]
+        if any(is_dependent):
             input_dependent.update(equation.outputs)
         if not equation.flop:
-            input_seconds += equation.seconds if any(dependent) else 0.0
+            input_seconds += equation.seconds if any(is_dependent) else 0.0
         elif equation.name in PRODUCTS:  # the gradient with respect to each operand is one product
-            factors = dependent[:2] if len(dependent) > 1 else dependent * 2
-            input_seconds += equation.seconds * sum(factors)
-            weight_seconds += equation.seconds * (len(factors) - sum(factors))
+            factors_dependent = is_dependent[:2] if len(is_dependent) > 1 else is_dependent * 2
+            input_seconds += equation.seconds * sum(factors_dependent)
+            weight_seconds += equation.seconds * (len(factors_dependent) - sum(factors_dependent))
         else:
             input_seconds += 2 * equation.seconds
     return input_seconds, weight_seconds

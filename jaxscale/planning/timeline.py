@@ -2,7 +2,7 @@
 
 Each array (`fusion.py`) is alive from the operation that computes it to the last operation that needs it. Values that
 are not stored are expressions of arrays, which stay alive until the expression is computed. An array that a loop stacks
-is alive from the loop's start.
+is alive from the loop's start. Values and arrays are represented by their numbers in a `FlatProgram`.
 
 Left out: the order in which XLA schedules independent operations, its rematerialization, the padding of tiles, and the
 packing of buffers (`estimate.py` has fitted factors for the difference).
@@ -147,8 +147,8 @@ class _Sweep:
         for index, operation in enumerate(self.arrays.program.operations):
             piece = piece_at.get(index)
             new_arrays = [value for value in operation.outputs if value in self.arrays.bytes]
-            dying = [value for value in live if last_needed.get(value, -1) <= index]
-            for value in self._reused_arrays(operation, new_arrays, dying, live):
+            dying_arrays = [value for value in live if last_needed.get(value, -1) <= index]
+            for value in self._reused_arrays(operation, new_arrays, dying_arrays, live):
                 del live[value]
             if piece is not None and index == piece.start:
                 live_before_piece = dict(live)
@@ -190,20 +190,20 @@ class _Sweep:
         return {value: max(index, last_read.get(value, -1)) for value, index in late_read.items()}
 
     def _reused_arrays(
-        self, operation: Operation, new_arrays: Sequence[int], dying: Sequence[int], live: Mapping[int, Item]
+        self, operation: Operation, new_arrays: Sequence[int], dying_arrays: Sequence[int], live: Mapping[int, Item]
     ) -> list[int]:
-        """Arrays among `dying`, which are read for the last time, whose memory the results of an operation reuse."""
+        """Arrays whose memory the results of an operation reuse, among `dying_arrays` that it reads last."""
         if operation.kind in NEVER_REUSED:
             return []
         array_bytes = self.arrays.bytes
         if operation.branches:
             unchanged = unchanged_results(operation)
             pairs = [(result, source) for result, value in unchanged for source in self.arrays.sources[value]]
-            pairs = [(result, source) for result, source in pairs if source in dying]
+            pairs = [(result, source) for result, source in pairs if source in dying_arrays]
             return [source for result, source in pairs if live[source].bytes == array_bytes.get(result)]
         if operation.kind.startswith("reduce_") or (self.arrays.compiler.fuses == "no" and operation.loop is None):
             return []
-        candidates = list(dying)
+        candidates = list(dying_arrays)
         if operation.loop is not None:
             state = carries(operation)
             new_arrays = operation.outputs[: len(state)]

@@ -80,7 +80,7 @@ def assign(
     """The fastest partition of an experiment's blocks over unlike devices.
 
     Args:
-        experiment: its plan specifies types, attention and memory.
+        experiment: what to train; its plan specifies types, attention and memory.
         groups: groups of devices, in their order along the pipe.
         pipeline: pipeline with the number of microbatches.
         schedule: schedule of the pipeline.
@@ -103,6 +103,6 @@ def assign(
         seconds = {name: sum(price.forward for price in model.blocks) for name, model in prices.items()}
         slowness = {name: chip_seconds / min(seconds.values()) for name, chip_seconds in seconds.items()}
         places = virtual_workers(places, slowness, workers)
-    fastest = partition(prices, schedule, places, stash=experiment.plan.stages_keep)
-    pipeline = dataclasses.replace(pipeline, stages=layers_of(fastest, period))
-    return Assignment(pipeline, fastest, tuple(place.kind for place in places), workers)
+    fastest_partition = partition(prices, schedule, places, stash=experiment.plan.stages_keep)
+    pipeline = dataclasses.replace(pipeline, stages=layers_of(fastest_partition, period))
+    return Assignment(pipeline, fastest_partition, tuple(place.kind for place in places), workers)

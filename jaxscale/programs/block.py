@@ -314,7 +314,7 @@ class _Builder:
 
     def _add_equation(self, step: Step) -> None:
         """Add a step as an equation, and its results as values."""
-        position = len(self.equations)
+        equation_index = len(self.equations)
         inputs = tuple(dict.fromkeys(self.index_of[atom] for atom in step.inputs if isinstance(atom, int)))
         source = source_line(step.eqn)
         if step.primitive == "name" and inputs:
@@ -329,7 +329,7 @@ class _Builder:
                 name, mark = naming_step.eqn.params["name"].removeprefix(MARK), naming_step.eqn.params["name"]
             if naming_step is None or (naming_step is not step and self.reader_counts[number] > 1):
                 name, mark = f"{name} (unnamed)", None
-            outputs.append(self._add_value(number, name, position, mark, source))
+            outputs.append(self._add_value(number, name, equation_index, mark, source))
         flop = -(-equation_flop(step.eqn) // self._shards(step))
         moved_bytes = self._moved_bytes(step, flop)
         dtype = str(step.eqn.invars[0].aval.dtype) if step.eqn.invars else "float32"
@@ -348,15 +348,16 @@ class _Builder:
         return sum(result_bytes) + sum(self._bytes(atom) for atom in step.inputs if isinstance(atom, int))
 
     def _bytes(self, number: int) -> int:
+        """Bytes per device of a value, by its number in the program."""
         return self.values[self.index_of[number]].bytes
 
     def _shards(self, step: Step) -> int:
         """Number of devices that share an operation's FLOP: along the axes of its results and summed dims."""
         axes = {axis for number in step.outputs if number is not None for dim in self.dims[number] for axis in dim}
-        first = step.inputs[0] if step.inputs else None
-        if step.primitive == "dot_general" and isinstance(first, int):
+        left = step.inputs[0] if step.inputs else None
+        if step.primitive == "dot_general" and isinstance(left, int):
             contracted = step.eqn.params["dimension_numbers"][0][0]
-            axes |= {axis for dim in contracted for axis in self.dims[first][dim]}
+            axes |= {axis for dim in contracted for axis in self.dims[left][dim]}
         return math.prod(self.mesh.get(axis, 1) for axis in axes)
 
 

@@ -77,6 +77,8 @@ def collect(
     graphs: dict[str, BlockGraph] = {}
 
     def recorder(block: Callable[..., Any], rolled: bool) -> Callable[..., Any]:
+        """The function to call in place of a block."""
+
         def recorded_block(*inputs: Any) -> Any:
             closed_jaxpr, output_shapes = jax.make_jaxpr(block, return_shape=True)(*inputs)
             shapes = jax.tree.map(

@@ -111,13 +111,14 @@ def _places(shape: Shape) -> list[tuple[int, bool, int]]:
 
 
 def _product(params: Any, shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
-    contracted, batched = params["dimension_numbers"]
-    for result_dim, (left, right) in enumerate(zip(*batched, strict=True)):
-        yield from ((0, left, result_dim), (1, right, result_dim))
-    free_result_dims = itertools.count(len(batched[0]))
+    """Links of a matrix product: its batch dims, then the dims of each operand that are not summed over."""
+    contracted_dims, batch_dims = params["dimension_numbers"]
+    for result_dim, (left_dim, right_dim) in enumerate(zip(*batch_dims, strict=True)):
+        yield from ((0, left_dim, result_dim), (1, right_dim, result_dim))
+    free_result_dims = itertools.count(len(batch_dims[0]))
     for side in (0, 1):
         for dim in range(len(shapes[side])):
-            if dim not in contracted[side] and dim not in batched[side]:
+            if dim not in contracted_dims[side] and dim not in batch_dims[side]:
                 yield side, dim, next(free_result_dims)
 
 

@@ -143,6 +143,7 @@ class _Flattener:
         self.constants: list[int] = []
 
     def program(self, jaxpr: Any) -> FlatProgram:
+        """The flat program of a jaxpr."""
         jaxpr = opened(jaxpr)
         self.constants += self._new_values(jaxpr.constvars)
         inputs = self._new_values(jaxpr.invars)
@@ -204,6 +205,7 @@ class _Flattener:
         outer_manual, self.manual = self.manual, frozenset(eqn.params["newly_manual_axes"])
 
         def append_each(kind: str, atoms: Sequence[Atom], results: Sequence[Any], specs: Sequence[Any]) -> list[Atom]:
+            """Append an operation per value, and return the results; literals stay unchanged."""
             return [
                 atom
                 if isinstance(atom, Constant)
@@ -237,6 +239,7 @@ def _with_late_slices(program: FlatProgram) -> FlatProgram:
     ordered: list[Operation] = []
 
     def append_with_slices(operation: Operation) -> None:
+        """Append an operation, after the pending slices that it reads."""
         for value in operation.inputs:
             if value in pending_slices:
                 append_with_slices(pending_slices.pop(value))

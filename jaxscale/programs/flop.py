@@ -50,7 +50,7 @@ def count_flop(fn: Callable[..., Any], *args: Any) -> Flop:
 
     Args:
         fn: a function of arrays that JAX can trace.
-        args: its arguments: arrays, or `jax.ShapeDtypeStruct`s.
+        args: arguments of the function, as arrays or shapes (`jax.ShapeDtypeStruct`).
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -68,7 +68,7 @@ def model_flop(fn: Callable[..., Any], *args: Any) -> int:
 
     Args:
         fn: a function of arrays that JAX can trace, such as the gradient of a loss.
-        args: its arguments: arrays, or `jax.ShapeDtypeStruct`s.
+        args: arguments of the function, as arrays or shapes (`jax.ShapeDtypeStruct`).
 
     Returns:
         FLOP, all devices together: 2MNK for a product of (M, K) and (K, N).
@@ -138,6 +138,7 @@ def _eqn_flop(eqn: Any, used: Sequence[bool]) -> Flop:
 
 
 def _dot_flop(eqn: Any) -> int:
+    """FLOP of a matrix product."""
     return _product_flop(eqn, eqn.params["dimension_numbers"][0][0])
 
 

@@ -91,6 +91,7 @@ class InlinedProgram(NamedTuple):
         positions: dict[int, int] = {}  # of each value, in the order of first use
 
         def token(atom: int | Constant | None) -> str:
+            """A value as text: its position in the order of first use, "#" for a constant, "_" for none."""
             if not isinstance(atom, int):
                 return "_" if atom is None else "#"
             return str(positions.setdefault(roots[atom], len(positions)))

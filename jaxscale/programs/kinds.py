@@ -1,7 +1,8 @@
 """The kinds of a traced train step's values: kept activations, gradients, loss, compute copy, stash.
 
 The compute copy is the parameters in the type of the forward pass. The stash is the activations and messages that a
-pipeline stores between ticks, the rounds in which each of its devices runs one pass of a stage or none.
+pipeline stores between ticks, the rounds in which each of its devices runs one pass of a stage or none. Values are
+represented by their numbers in a `FlatProgram`.
 """
 
 from collections.abc import Sequence
@@ -29,9 +30,9 @@ def kinds_of(program: FlatProgram) -> dict[int, str]:
     if loops:
         return _kinds_of_pipeline(program, loops)
     copies = _conversions_of(program, set(program.inputs))
-    microbatches = [operation for operation in operations if operation.loop is not None and both_passes(operation.loop)]
-    if microbatches and not any(operation.params.get("reverse") for operation in operations):
-        sums = {value for operation in microbatches for value in (*operation.inputs, *operation.outputs)}
+    microbatch_loops = [o for o in operations if o.loop is not None and both_passes(o.loop)]
+    if microbatch_loops and not any(operation.params.get("reverse") for operation in operations):
+        sums = {value for operation in microbatch_loops for value in (*operation.inputs, *operation.outputs)}
         return {value: "gradients" for value in sums if value is not None} | dict.fromkeys(copies, "compute copy")
     if not both_passes(program):
         return {}

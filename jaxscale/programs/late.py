@@ -27,18 +27,18 @@ def late_arrays(program: FlatProgram, rings: Iterable[int], is_array: Callable[[
     backward_loops = [i for i, o in enumerate(operations) if o.loop is not None and o.params.get("reverse")]
     if not backward_loops:
         return {}
-    producer = {value: operation for operation in operations[: backward_loops[0]] for value in operation.outputs}
+    producer_of = {value: operation for operation in operations[: backward_loops[0]] for value in operation.outputs}
     head_gradients = [operations[index] for index in rings if index < backward_loops[0] and operations[index].backward]
-    pending = [value for gradient in head_gradients for value in gradient.inputs]
+    pending_values = [value for gradient in head_gradients for value in gradient.inputs]
     last_reader: dict[int, int] = {}
-    visited: set[int | None] = set()
-    while pending:
-        value = pending.pop()
-        if value is None or value in visited or value not in producer:
+    visited_values: set[int | None] = set()
+    while pending_values:
+        value = pending_values.pop()
+        if value is None or value in visited_values or value not in producer_of:
             continue
-        visited.add(value)
-        if is_array(producer[value]):
+        visited_values.add(value)
+        if is_array(producer_of[value]):
             last_reader[value] = backward_loops[-1]
         else:
-            pending += producer[value].inputs
+            pending_values += producer_of[value].inputs
     return last_reader

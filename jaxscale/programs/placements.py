@@ -3,7 +3,7 @@
 A placement is the mesh axes along each dim of a value. Arguments and sharding constraints specify placements; products,
 elementwise operations and reshapes propagate them, as in XLA's partitioner (GSPMD, Xu et al. 2021, arXiv:2105.04663).
 This module has the part of that propagation that affects memory. If two operands of a product use the same mesh axis,
-the activations keep it and the weight is gathered.
+the activations keep it and the weight is gathered. Values are represented by their numbers in a `FlatProgram`.
 """
 
 import dataclasses
@@ -326,13 +326,13 @@ def _gathered_bytes(
     operation: Operation, operands: Sequence[Any], dims: Sequence[Dims], summed_axes: set[str], placements: Placements
 ) -> int:
     """Bytes of a product's operands that are gathered because the free dims of the partner use the same mesh axes."""
-    contracted, batched = operation.params["dimension_numbers"]
+    contracted_dims, batch_dims = operation.params["dimension_numbers"]
     gathered_bytes = 0
     for side, partner in ((0, 1), (1, 0)):
-        bound_dims = (*contracted[partner], *batched[partner])
+        bound_dims = (*contracted_dims[partner], *batch_dims[partner])
         free_axes = {axis for dim, axes in enumerate(dims[partner]) if dim not in bound_dims for axis in axes}
         gathered_dims = tuple(
-            tuple(a for a in axes if a not in free_axes and (dim not in contracted[side] or a in summed_axes))
+            tuple(a for a in axes if a not in free_axes and (dim not in contracted_dims[side] or a in summed_axes))
             for dim, axes in enumerate(dims[side])
         )
         if gathered_dims != dims[side] and any("fsdp" in axes for axes in dims[side]):

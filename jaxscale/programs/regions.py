@@ -3,7 +3,8 @@
 In each tick (one round of the schedule) a device runs one branch of a `cond`: a pass of a stage, or none. Messages and
 activations wait in slots, the entries of arrays called pools; sums of gradients are other arrays. A branch updates some
 of these arrays and returns the others unchanged; none of these results is a new array. Values computed in a branch live
-only within it, so that the branch that needs the most memory determines the peak.
+only within it, so that the branch that needs the most memory determines the peak. Values are represented by their
+numbers in a `FlatProgram`.
 """
 
 import math
