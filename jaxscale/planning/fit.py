@@ -128,8 +128,8 @@ class Fit:
         use_of_limit = f"{size(self.device_bytes)} of {size(self.limit)} per device, {evidence}"
         if self.host_limit is not None and self.host_bytes > self.host_limit:
             return (
-                f"does not fit: {size(self.host_bytes)} of host memory per device, of {size(self.host_limit)}, "
-                f"{evidence}; keep more on the device, or spread it over more hosts"
+                f"does not fit: needs {size(self.host_bytes)} of host memory per device, but the limit is "
+                f"{size(self.host_limit)}, {evidence}; keep more on the device, or use more hosts"
             )
         answer = "fits" if self.fits else "does not fit"
         if self.close:

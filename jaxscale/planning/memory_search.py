@@ -40,10 +40,10 @@ CLOSE = 0.02
 """The search for a budget ends when less than this share of the limit is unused."""
 
 ESTIMATES = 8
-"""Maximum number of budgets estimated for one limit and rule."""
+"""Maximum number of budgets that are estimated for one limit and rule."""
 
 COMPILES = 4
-"""Maximum number of budgets compiled for one rule."""
+"""Maximum number of budgets that are compiled for one rule."""
 
 Measure = Callable[[Experiment, Plan], int]
 """Function that compiles an experiment's step and returns its bytes of device memory per device."""
@@ -143,7 +143,7 @@ def cheapest_fit(
     raise NothingFits(
         f"memory fit: {experiment.name} takes at least {size(needed_bytes)} per device under any of "
         f"{', '.join(str(candidate.plan.memory) for candidate in menu_candidates)}; "
-        f"the limit is {size(limit)}: take more devices, ZeRO 3, more microbatches or a loss in chunks; to see which "
+        f"the limit is {size(limit)}: use more devices, ZeRO 3, more microbatches or a loss in chunks; to see which "
         f"change saves most, run jaxscale fit FILE --plan.memory {smallest.plan.memory} --limit {bytes_text(limit)}",
         smallest.plan,
     )

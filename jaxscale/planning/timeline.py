@@ -21,7 +21,7 @@ from jaxscale.programs.placements import Placements
 from jaxscale.programs.regions import unchanged_results
 
 NEVER_REUSED = (*PRODUCTS, *COLLECTIVES, "gather", "sort", "top_k", "shard_map", "pallas_call")
-"""Operations whose results cannot reuse the memory of their operands; reductions are others."""
+"""Operations whose results cannot reuse the memory of their operands, nor can those of reductions (`reduce_...`)."""
 
 Pieces = Mapping[Piece, int | None]
 """Bytes of the temporaries of each piece of a step; `None` if no compiler has reported them."""

@@ -1,7 +1,8 @@
-"""Check that an update rule treats each number by itself, and can run on slices of the parameters, one by one.
+"""Check that an update rule treats each number by itself, so that it can run on slices of the parameters, one by one.
 
-The check reads the rule's program: Adam, Lion and SGD pass, with schedules, masks and decay. A rule that sums over a
-tensor (LAMB's trust ratio, Adafactor's row means), or over all of them (clipping by the global norm), does not.
+The check reads the rule's program. Adam, Lion and SGD pass, with schedules, masks and decay. A rule that mixes elements
+does not: it sums over a tensor (LAMB's trust ratio, Adafactor's row means) or over all tensors (clipping by the global
+norm).
 """
 
 from typing import Any
