@@ -20,10 +20,10 @@ def resolve_choices(
 
     Args:
         experiment: what to train.
-        plan: possibly with automatic choices.
-        limit: bytes of device memory per device to plan for; by default those that programs may use.
-        platform: where to train; by default on this machine, whose compiler confirms that the memory plan fits.
-        host_limit: bytes of host memory per device; an equal share of the host's by default.
+        plan: a plan with or without automatic choices.
+        limit: bytes of device memory per device to plan for; by default the bytes that programs may use.
+        platform: platform to train on; by default this machine, whose compiler confirms that the memory plan fits.
+        host_limit: bytes of host memory per device; by default an equal share of the host's memory.
 
     Raises:
         NothingFits: no memory plan fits.

@@ -1,8 +1,8 @@
-"""The pieces of a train step that can be compiled by themselves, for the bytes of their temporaries.
+"""Pieces of a train step that are compiled by themselves, to obtain the bytes of their temporaries.
 
-They are the loops over blocks and the loss between them. A piece is cut out of the traced step: its operations, with
-inputs placed as in the step. A loop over blocks holds one block, whatever the number of layers, so that it compiles in
-a fraction of the step's time.
+The pieces are the loops over blocks and the loss between them. A piece consists of operations of the traced step, with
+inputs placed as in the step. A loop over blocks holds one block, whatever the number of layers, so it compiles in a
+fraction of the step's time. Values are represented by their numbers in a `FlatProgram`.
 """
 
 import dataclasses
@@ -32,10 +32,10 @@ class Piece:
     """Neighbouring operations of a step's program.
 
     Args:
-        name: "forward blocks", "loss" or "backward blocks", with a number for the second and later loops.
-        path: index of each loop around it (over microbatches), from the outside in.
-        start: index of its first operation.
-        stop: index after its last operation.
+        name: "forward blocks", "loss" or "backward blocks", with a number from the second such piece on.
+        path: indices of the loops (over microbatches) around the piece, the outermost first.
+        start: index of the first operation of the piece.
+        stop: index after the last operation of the piece.
     """
 
     name: str
@@ -45,21 +45,21 @@ class Piece:
 
     @property
     def indices(self) -> range:
-        """Indices of its operations."""
+        """Indices of the piece's operations."""
         return range(self.start, self.stop)
 
 
 def pieces_of(program: FlatProgram, path: tuple[int, ...] = ()) -> tuple[Piece, ...]:
-    """The pieces of a step's program, in order; none if its blocks are in no loop.
+    """The pieces of a step's program, in order; empty if the blocks do not run in a loop.
 
     Args:
-        program: of a step.
-        path: index of each loop around it.
+        program: program of a step, or the body of its loop over microbatches.
+        path: indices of the loops around the program, the outermost first.
     """
     operations = program.operations
-    microbatches = [(i, o.loop) for i, o in enumerate(operations) if o.loop is not None and both_passes(o.loop)]
-    if microbatches and not any(operation.params.get("reverse") for operation in operations):
-        return tuple(piece for index, body in microbatches for piece in pieces_of(body, (*path, index)))
+    microbatch_loops = [(i, o.loop) for i, o in enumerate(operations) if o.loop is not None and both_passes(o.loop)]
+    if microbatch_loops and not any(operation.params.get("reverse") for operation in operations):
+        return tuple(piece for index, body in microbatch_loops for piece in pieces_of(body, (*path, index)))
     if not both_passes(program):
         return ()
     forward_end, backward_start = loss_range(operations)
@@ -68,6 +68,7 @@ def pieces_of(program: FlatProgram, path: tuple[int, ...] = ()) -> tuple[Piece, 
     pieces: list[Piece] = []
 
     def append(name: str, start: int, stop: int) -> None:
+        """Append a piece, with a number if earlier pieces have the same name."""
         count = sum(piece.name.startswith(name) for piece in pieces)
         pieces.append(Piece(f"{name} {count + 1}" if count else name, path, start, stop))
 
@@ -87,32 +88,32 @@ def piece_bytes(make: Callable[[], Experiment], platform: Platform, plan: Plan, 
     """Bytes per device of a piece's temporaries, from the platform's compiler; the report is cached.
 
     Args:
-        make: makes the experiment in the process that compiles; it must pickle.
-        platform: for which to compile.
-        plan: of the step.
-        piece: of the step.
+        make: function that returns the experiment, called in the process that compiles; it must pickle.
+        platform: platform to compile for.
+        plan: plan of the step.
+        piece: piece of the step to compile.
 
     Raises:
-        UserError: there is no compiler for the platform, or it cannot compile the piece.
+        UserError: the platform has no compiler, or the compiler cannot compile the piece.
     """
     recipe = functools.partial(lowered_piece, make=make, platform=platform, plan=plan, piece=piece)
     report = compile_report(recipe, platform)
     if report.temp_bytes is None:
-        raise UserError(f"{piece.name} of {platform} cannot be compiled alone: {report.crashed or report.oom}")
+        raise UserError(f"{piece.name} of {platform} cannot be compiled by itself: {report.crashed or report.oom}")
     return report.temp_bytes
 
 
 def lowered_piece(
     devices: Sequence[Any], make: Callable[[], Experiment], platform: Platform, plan: Plan, piece: Piece
 ) -> Any:
-    """A piece of a train step lowered for devices: with `functools.partial`, a recipe of `compile_report`.
+    """A piece of a train step lowered for devices; `functools.partial` turns it into a recipe of `compile_report`.
 
     Args:
-        devices: of the platform.
-        make: makes the experiment.
-        platform: for which to compile.
-        plan: of the step.
-        piece: of the step.
+        devices: devices of the platform.
+        make: function that returns the experiment.
+        platform: platform to compile for.
+        plan: plan of the step.
+        piece: piece of the step to lower.
     """
     import jax
     from jax.experimental.layout import Format, Layout
@@ -131,6 +132,7 @@ def lowered_piece(
     outputs = _outputs(arrays, piece, read_later)
 
     def run(*arguments: Any) -> list[Any]:
+        """Run the piece's operations; return its outputs."""
         values = dict(zip(inputs, arguments, strict=True))
         for operation in operations:
             literals = operation.literals
@@ -139,7 +141,7 @@ def lowered_piece(
         return [values[value] for value in outputs]
 
     def with_free_layout(value: int) -> Any:
-        # the compiler chooses the layout of values computed in the step, not of its arguments
+        # the compiler chooses the layout of values that the step computes, but not that of its arguments
         sharding = _sharding(step.mesh, program.shapes[value], arrays.placements.dims[value])
         return sharding if value in program.inputs and not piece.path else Format(Layout.AUTO, sharding)
 
@@ -155,17 +157,17 @@ def lowered_piece(
 
 
 def _with_expressions(arrays: Arrays, piece: Piece) -> list[int]:
-    """Indices of a piece's operations, and of the earlier operations that compute expressions for it."""
+    """Indices of a piece's operations, and of earlier ones that compute its inputs that are not stored as arrays."""
     operations = arrays.program.operations
-    producer = {value: index for index, operation in enumerate(operations) for value in operation.outputs}
+    producer_of = {value: index for index, operation in enumerate(operations) for value in operation.outputs}
     indices = set(piece.indices)
-    pending = [value for index in piece.indices for value in operations[index].inputs]
-    while pending:
-        value = pending.pop()
-        if value is None or value in arrays.bytes or value not in producer or producer[value] in indices:
+    pending_values = [value for index in piece.indices for value in operations[index].inputs]
+    while pending_values:
+        value = pending_values.pop()
+        if value is None or value in arrays.bytes or value not in producer_of or producer_of[value] in indices:
             continue
-        indices.add(producer[value])
-        pending += operations[producer[value]].inputs
+        indices.add(producer_of[value])
+        pending_values += operations[producer_of[value]].inputs
     return sorted(indices)
 
 
@@ -179,18 +181,19 @@ def _outputs(arrays: Arrays, piece: Piece, read_later: set[int | None]) -> list[
 
 
 def _read_later(program: FlatProgram, piece: Piece) -> set[int | None]:
-    later = program.operations[piece.stop :]
-    return {value for operation in later for value in operation.inputs} | set(program.outputs)
+    """The values that operations after a piece read, or that the program returns."""
+    later_operations = program.operations[piece.stop :]
+    return {value for operation in later_operations for value in operation.inputs} | set(program.outputs)
 
 
 def _loop_state(program: FlatProgram, piece: Piece) -> tuple[int | None, ...]:
-    """The initial state of a piece that is one loop; its results reuse this memory."""
+    """The initial state of the loop, if a piece is one loop; the loop's results reuse its memory."""
     operation = program.operations[piece.start]
     return carries(operation) if len(piece.indices) == 1 and operation.loop is not None else ()
 
 
 def _sharding(mesh: Any, shape: Any, dims: Dims) -> Any:
-    """Sharding of an array; a dim that does not divide is not sharded."""
+    """Sharding of an array; a dim that its mesh axes do not divide evenly is not sharded."""
     from jax.sharding import NamedSharding, PartitionSpec
 
     axes_of_dims = [

@@ -1,11 +1,11 @@
-"""Estimate: device and host bytes of a whole train step, itemised, from its traced program.
+"""Itemised estimate of a whole train step's bytes of device and host memory, from its traced program.
 
-The step is traced for the platform's mesh, so it is the program that would run, with the plan's rematerialization,
-microbatches, chunked loss, precision and placements. Arguments (state, batch) are exact. The live bytes within the step
-are computed from the program (`timeline.py`), times a factor per kind of platform that was fitted to compiled programs
-(`accuracy.json`, which `experiments/benchmarks/fit_accuracy.py --write` regenerates).
+The step is traced for the platform's mesh, so the program is the one that would run, with the plan's rematerialization,
+microbatches, chunked loss, precision and placements. The bytes of arguments (state, batch) are exact. The live bytes
+within the step are computed from the program (`timeline.py`), and multiplied by a factor per kind of platform that was
+fitted to compiled programs (`accuracy.json`, which `experiments/benchmarks/fit_accuracy.py --write` regenerates).
 
-Nothing is compiled by default, so the order of independent operations and the packing of buffers are left out.
+Left out: the order of independent operations and the packing of buffers, because nothing is compiled by default.
 `compile_block` compiles the piece of the step that needs the most memory (`compile_pieces.py`).
 """
 
@@ -38,7 +38,7 @@ KINDS = (
     "kept activations", "stash", "loss", "gradients", "gathered weights", "transients", "packing", "second copy",
     "checkpoint",
 )  # fmt: skip
-"""Kinds of tensor, in the order of tables."""
+"""Kinds of tensor, in the order in which tables list them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,16 +46,16 @@ class Estimate:
     """Estimated memory of a train step, per device.
 
     Args:
-        plan: with a resolved mesh.
-        device: bytes of device memory by kind, at the moment that needs the most.
-        host: bytes of host memory by kind.
-        flop: of the products of forward and backward pass, recomputation included, all devices together.
-        timeline: live bytes besides the arguments.
-        arguments: the leaves of state and batch.
-        notes: lines on the choice of the mesh and the decision of the memory rule.
+        plan: the plan, with a resolved mesh.
+        device: bytes of device memory of each kind of tensor, at the moment that needs the most.
+        host: bytes of host memory of each kind of tensor.
+        flop: FLOP of the products of forward and backward pass, recomputation included, all devices together.
+        timeline: live bytes through the step, without its arguments.
+        arguments: the arguments on the device, the leaves of state and batch.
+        notes: lines of text about the choice of the mesh and the decision of the memory rule.
         compiled: names of the pieces of the step whose temporaries a compiler reported.
         state_bytes: bytes of optimizer state per parameter, over all devices.
-        wire: traffic of a device over the slow axis; `None` without one.
+        wire: traffic of a device over the mesh's slow axis (between replicas); `None` without such an axis.
         kernels: the implementation of each kernel in the traced program.
     """
 
@@ -83,9 +83,9 @@ class Estimate:
 
     @property
     def moments(self) -> tuple[dict[str, int], ...]:
-        """Live bytes by kind, with the arguments, from the first operation to the last; a loop's body once."""
-        constant = bytes_by_kind(self.arguments)
-        return tuple(constant | moment.by_kind for moment in self.timeline.moments)
+        """Live bytes by kind, arguments included, at each moment of the step; a loop's body appears once."""
+        argument_bytes = bytes_by_kind(self.arguments)
+        return tuple(argument_bytes | moment.by_kind for moment in self.timeline.moments)
 
     @property
     def turn(self) -> int:
@@ -100,7 +100,7 @@ class Estimate:
 
     @property
     def alive(self) -> tuple[Item, ...]:
-        """Arrays alive at the peak, with the arguments, the largest first."""
+        """Arrays alive at the peak, arguments included, the largest first."""
         return tuple(sorted((*self.arguments, *self.timeline.items), key=lambda item: -item.bytes))
 
     def __str__(self) -> str:
@@ -125,14 +125,16 @@ def estimate(
 
     Args:
         experiment: what to train.
-        platform: such as "tpu v5e:4x4"; its devices need not be present.
-        plan: the experiment's plan by default.
+        platform: platform to run on, such as "tpu v5e:4x4"; its devices need not be present.
+        plan: the plan; the experiment's by default.
         compile_block: compile the piece of the step that needs the most memory (the passes of one block, or the loss)
             for the platform, and use the compiled bytes of its temporaries.
-        make: makes the experiment in the process that compiles; needed if the experiment does not pickle.
+        make: function that returns the experiment, called in the process that compiles; required if the experiment
+            does not pickle.
 
     Raises:
-        UserError: the plan does not suit the model, the batch or the platform; no compiler for `compile_block`.
+        UserError: the plan is not valid for the model, the batch or the platform, or `compile_block` is set and the
+            platform has no compiler.
     """
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
     step = described_step(experiment, platform, plan)
@@ -147,29 +149,29 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
     """The estimate of a train step.
 
     Args:
-        step: on the platform's devices, or their description.
+        step: the train step, built for the platform's devices or for a description of them.
         batch: arrays or shapes of a global batch.
-        platform: where it would run.
-        measure: returns the bytes of temporaries of a piece of the step, by compiling it.
+        platform: platform that the step would run on.
+        measure: function that compiles a piece of the step and returns the bytes of its temporaries.
 
     Raises:
-        UserError: the step has no pieces to compile.
+        UserError: `measure` is given, and the step has no pieces to compile.
     """
     trace = traced_step(step, batch, platform)
     program, placements = trace.program, trace.placements
-    pieces: dict[Piece, int | None] = dict.fromkeys(pieces_of(program))
-    if measure is not None and not pieces:
-        raise UserError("compile-block: the blocks are in no loop; --verify compiles the whole step")
-    step_timeline = timeline(program, placements, trace.compiler, pieces)
-    while measure is not None and (piece := step_timeline.peak.piece) is not None and pieces[piece] is None:
-        pieces[piece] = measure(piece)
-        step_timeline = timeline(program, placements, trace.compiler, pieces)
+    temporaries_of: dict[Piece, int | None] = dict.fromkeys(pieces_of(program))
+    if measure is not None and not temporaries_of:
+        raise UserError("compile-block: the model's blocks do not run in a loop; compile the whole step with --verify")
+    step_timeline = timeline(program, placements, trace.compiler, temporaries_of)
+    while measure is not None and (piece := step_timeline.peak.piece) is not None and temporaries_of[piece] is None:
+        temporaries_of[piece] = measure(piece)
+        step_timeline = timeline(program, placements, trace.compiler, temporaries_of)
     arguments, host_items = _argument_items(trace, batch)
     device_kinds = bytes_by_kind((*arguments, *step_timeline.items))
-    compiled = tuple(piece.name for piece, temporaries in pieces.items() if temporaries is not None)
-    packing = round(step_timeline.bytes * (accuracy.factors(platform.chip.kind).packing - 1))
-    if packing and not compiled:
-        device_kinds["packing"] = packing
+    compiled_pieces = tuple(piece.name for piece in temporaries_of if temporaries_of[piece] is not None)
+    packing_bytes = round(step_timeline.bytes * (accuracy.factors(platform.chip.kind).packing - 1))
+    if packing_bytes and not compiled_pieces:
+        device_kinds["packing"] = packing_bytes
     host_kinds = bytes_by_kind(host_items)
     if host_kinds:
         # XLA may hold both the copy it reads and the copy it writes
@@ -187,7 +189,7 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
         step_timeline,
         arguments,
         step.parts.lines,
-        compiled,
+        compiled_pieces,
         tree_bytes(step.layout.abstract.optimizer) / step.parameters,
         slow_axis_traffic(step, platform),
         step.kernels,
@@ -195,32 +197,32 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
 
 
 def _kept_on_host_bytes(program: FlatProgram, placements: Placements) -> int:
-    """Bytes per device that loops stack in host memory for the backward pass of one microbatch."""
-    total = 0
+    """Bytes per device of the activations that loops store in host memory for the backward pass of one microbatch."""
+    host_bytes = 0
     for index, operation in enumerate(program.operations):
         if operation.loop is None:
             continue
-        total += sum(
+        host_bytes += sum(
             placements.bytes_of(program.shapes[value], placements.dims[value], host=True)
             for value in operation.outputs
             if value not in program.outputs
         )
         if both_passes(operation.loop):
-            total += _kept_on_host_bytes(operation.loop, placements.loops[index])
-    return total
+            host_bytes += _kept_on_host_bytes(operation.loop, placements.loops[index])
+    return host_bytes
 
 
 def _argument_items(trace: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """The arguments on the device and those in host memory, named after their leaves."""
+    """The arguments in device memory and those in host memory, named after their leaves."""
     device_items, host_items = [], []
-    kinds = {"params": "parameters", "optimizer": "optimizer state", "extra/in_flight": "stash"}
-    kinds |= {"extra/reduce": "residuals", "extra/outer": "outer state"}
+    kind_of_group = {"params": "parameters", "optimizer": "optimizer state", "extra/in_flight": "stash"}
+    kind_of_group |= {"extra/reduce": "residuals", "extra/outer": "outer state"}
     for value, (name, leaf) in zip(trace.program.inputs, trace.leaves, strict=False):
         group, _, leaf_name = name.partition("/")
         if group == "extra":
             extra_name, _, leaf_name = leaf_name.partition("/")
             group = f"extra/{extra_name}"
-        kind = kinds.get(group, "batch" if group in batch else "model state")
+        kind = kind_of_group.get(group, "batch" if group in batch else "model state")
         item = Item(leaf_name or name, kind, trace.placements.bytes_of(leaf, trace.placements.dims[value]))
         on_host = getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
         (host_items if on_host else device_items).append(item)

@@ -1,7 +1,7 @@
-"""explain: which arrays take a train step's memory, and when, by the model's names; as text, HTML and SVG.
+"""explain: which arrays of a train step take memory at which moment, by the model's names, as text, HTML and SVG.
 
-An estimate shows the traced program (`timeline.py`); with `verify`, the compiler's listing of arrays alive at the peak,
-and its timeline.
+An estimate shows the arrays of the traced program (`timeline.py`). With `verify`, the step is compiled, and the arrays
+alive at the peak and the timeline are those that the compiler reports.
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ from jaxscale.values.byte_sizes import bytes_text, short_budget
 from jaxscale.values.units import size
 
 SHARES = (0.5, 0.25, 0.125)
-"""Budgets on the curve, as shares of all activations."""
+"""Budgets of the memory plans on the curve, as shares of the bytes of all kept activations."""
 SHOWN = 20
-"""Number of arrays listed in the text."""
+"""Number of arrays that the text lists one by one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Explanation:
 
     Args:
         fit: verdict and itemised bytes.
-        alive: arrays alive at the peak, with the arguments, the largest first.
-        moments: live bytes by kind, from the first operation to the last; a loop's body once.
+        alive: arrays alive at the peak, arguments included, the largest first.
+        moments: live bytes by kind at each moment of the step; a loop's body appears once.
         turn: index of the first moment of the backward pass.
         plans: bytes and cost of the step under several memory plans.
-        timed: their cost is modelled seconds; FLOP if the chip's rates are unknown.
+        timed: whether costs are modelled seconds; they are FLOP if the chip's rates are unknown.
     """
 
     fit: Fit
@@ -72,6 +72,7 @@ class Explanation:
 
     @property
     def _cost_name(self) -> str:
+        """Heading of the costs."""
         return "Time" if self.timed else "FLOP"
 
     def svg(self) -> str:
@@ -81,14 +82,14 @@ class Explanation:
     def html(self) -> str:
         """A self-contained page: verdict, timeline, arrays alive at the peak, time against memory."""
         source = "as the compiler lists them" if self.fit.verified else "by estimate, from the traced program"
-        parts = [
+        sections = [
             ("", f"<pre>{escape(str(self.fit))}</pre>"),
             ("Live bytes per device through a step", self.svg()),
             (f"Alive at the peak, {source}", table(self.alive)),
         ]
         if self.plans:
-            parts.append((f"{self._cost_name} against memory, by estimate", curve(self.plans, self.fit.limit)))
-        return page(f"Memory of {self.fit.name} on {self.fit.platform}", parts)
+            sections.append((f"{self._cost_name} against memory, by estimate", curve(self.plans, self.fit.limit)))
+        return page(f"Memory of {self.fit.name} on {self.fit.platform}", sections)
 
     def _repr_html_(self) -> str:
         return framed(self.html(), 800)
@@ -111,7 +112,7 @@ def explain(
     verify: bool = False,
     make: Callable[[], Experiment] | None = None,
 ) -> Explanation:
-    """Which arrays take the memory of an experiment's train step; arguments and errors are those of `fit`.
+    """Explain which arrays take the memory of an experiment's train step; arguments and errors are those of `fit`.
 
     Example:
         >>> from jaxscale.models import Decoder
@@ -149,22 +150,23 @@ def explain(
 def compare(
     experiment: Experiment, platform: Platform, plan: Plan, memory_plans: Sequence[str], costs: MemoryCosts
 ) -> list[Point]:
-    """Bytes and cost of a step under each of several memory plans, the cost as a multiple of the least.
+    """Bytes and cost of a step under each of several memory plans, the cost as a multiple of the lowest.
 
-    The cost is modelled seconds, with the copies to the host that nothing hides; FLOP if the chip's rates are unknown.
+    The cost is modelled seconds, including copies to the host that nothing hides. It is FLOP if the chip's rates are
+    unknown. Memory plans that are not valid for the model are left out.
 
     Args:
         experiment: what to train.
-        platform: where to train it.
-        plan: its memory plan is compared first, and replaced by the others.
-        memory_plans: their text forms.
-        costs: of memory plans for the model's blocks.
+        platform: platform to train on.
+        plan: plan of the step; its own memory plan is compared first.
+        memory_plans: text forms of the memory plans that replace it.
+        costs: costs of memory plans for the model's blocks.
     """
     estimates: dict[str, Estimate] = {}
     for text in dict.fromkeys((str(plan.memory), *memory_plans)):
         try:
             estimates[text] = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan.parse(text)))
-        except UserError:  # a budget below the least, or a rule that is not valid for this model
+        except UserError:  # the budget is too small, or the rule is not valid for this model
             continue
     decisions = {text: _decision(costs, text) for text in estimates}
     cost_by_text: dict[str, float] = {text: text_estimate.flop for text, text_estimate in estimates.items()}
@@ -177,14 +179,14 @@ def compare(
     for text, decision in decisions.items():
         point = Point(text, estimates[text].device_bytes, cost_by_text[text] / least_cost, text == str(plan.memory))
         if decision is not None:
-            kept = {"kept": decision.bytes * costs.stages, "kept_of_a_block": round(decision.bytes_of_a_block)}
-            point = dataclasses.replace(point, **kept)
+            kept_bytes = {"kept": decision.bytes * costs.stages, "kept_of_a_block": round(decision.bytes_of_a_block)}
+            point = dataclasses.replace(point, **kept_bytes)
         points.append(point)
     return points
 
 
 def _plans_of_curve(experiment: Experiment, platform: Platform, plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
-    """Memory plans on the curve: the menu, optimal plans, and every other rule at the middle budget."""
+    """Text forms of the memory plans on the curve: the menu, optimal plans, each other rule with the middle budget."""
     kept_bytes = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none"))).kept_bytes
     budgets = [bytes_text(short_budget(round(kept_bytes * share))) for share in SHARES]
     optimal_plans = [f"{rule}:{budget}" for rule in searched_rules(experiment, plan, costs) for budget in budgets]
@@ -195,14 +197,15 @@ def _plans_of_curve(experiment: Experiment, platform: Platform, plan: Plan, cost
 
 
 def _decision(costs: MemoryCosts, text: str) -> Decision | None:
-    """The decision of a memory plan; `None` without blocks."""
+    """The decision of a memory plan; `None` if the model exposes no blocks."""
     try:
         return costs.decision(MemoryPlan.parse(text)) if costs.calls else None
     except UserError:
         if costs.timed:
             raise
-        return None  # offload on a CPU, which plans it as for another chip
+        return None  # offload is planned with rates, which are unknown here
 
 
-def _cell(count: int | None) -> str:
-    return "" if count is None else size(count)
+def _cell(byte_count: int | None) -> str:
+    """Bytes as text; empty if unknown."""
+    return "" if byte_count is None else size(byte_count)

@@ -1,8 +1,10 @@
 """Which values of a traced program a compiler stores as arrays, and which it computes where they are read.
 
-A compiler fuses: an elementwise result needs no memory unless several products read it, or a loop or a kernel, which
-take arrays. The results of products, reductions, gathers, loops and kernels are arrays; every other value is an
-expression of them. This is XLA's behaviour in outline.
+The results of products, reductions, gathers, loops and kernels are stored as arrays. Every other value is an expression
+of them: the compiler fuses it into its readers, so that it needs no memory, unless one of them requires an array (a
+loop, a kernel, and on some platforms a product). This is XLA's behaviour in outline.
+
+Values and arrays are represented by their numbers in a `FlatProgram`.
 """
 
 import dataclasses
@@ -18,20 +20,21 @@ COLLECTIVES = ("ppermute", "psum", "psum_invariant", "all_gather", "reduce_scatt
 """Collectives of a pipelined step."""
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-"""Operations that read their operands several times: an operand of two of them is computed once."""
+"""Matrix products and convolutions, which read every element of an operand several times."""
 
 ARRAY_READERS = (
     "scan", "while", "shard_map", "pallas_call", "custom_call", "sort", "top_k", "fft", "cond", *COLLECTIVES,
 )  # fmt: skip
-"""Operations whose operands are arrays, not expressions."""
+"""Operations whose operands must be arrays, not expressions."""
 
 SCATTERS = ("scatter-add", "scatter_add", "scatter")
+"""Operations that write into some elements of an array."""
 
 ARRAY_RESULTS = (
     *PRODUCTS, *ARRAY_READERS, *SCATTERS, "gather", "device_put", "cumsum", "cumlogsumexp", "cummax", "concatenate",
     "dynamic_update_slice", "triangular_solve", "random_bits", "threefry2x32", "argmax", "argmin", "split",
 )  # fmt: skip
-"""Operations whose results are arrays, besides reductions."""
+"""Operations whose results are arrays, as are those of reductions (`reduce_...`)."""
 
 VIEWS = (
     "reshape", "squeeze", "expand_dims", "sharding_constraint", "optimization_barrier", "copy", "pvary", "pcast",
@@ -40,7 +43,7 @@ VIEWS = (
 """Operations that leave the bytes unchanged."""
 
 RENAMED = (*VIEWS, "convert_element_type", "transpose")
-"""Operations whose result has the name of their operand."""
+"""Operations whose result is listed under the name of their operand."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +51,11 @@ class Compiler:
     """How a platform's compiler treats the operands of products.
 
     Args:
-        fuses: "no": operands are arrays (GPU, CPU); "all": expressions are computed inside the product (TPU); "local":
-            likewise, except in a product that is computed around a ring of devices (TPUs whose slices are flat).
-        scatters: gradients are scattered as they are summed (ZeRO 2 and 3).
-        gather: share of a gathered weight that is in memory at a time.
+        fuses: with "no", operands of products are arrays (GPU, CPU). With "all", operands that are expressions are
+            computed inside the product (TPU). With "local" they are too, except in a product that is computed around a
+            ring of devices (TPUs whose slices are flat).
+        scatters: whether gradients are scattered as they are summed (ZeRO 2 and 3).
+        gather: share of a gathered weight that is in memory at any one time.
     """
 
     fuses: Literal["no", "all", "local"] = "no"
@@ -60,16 +64,19 @@ class Compiler:
 
 
 class Arrays:
-    """The arrays of a program: `bytes` per device of each, and `sources`, the arrays that each value is computed from.
+    """The arrays of a program.
 
-    The only source of an array is itself.
+    `bytes` has the bytes per device of each array. `sources` has, for each value, the arrays that it is computed from;
+    the only source of an array is the array itself.
 
     Args:
-        program: a step, the body of a loop, or a branch.
-        placements: placements of its values.
-        compiler: what the compiler fuses.
-        first_stacked: first output that is written into a stack of the caller; `None` outside loops and branches.
-        branch: whether it is a branch, whose results may share their memory with a value of another shape or type.
+        program: program of a step, of the body of a loop, or of a branch.
+        placements: placements of the program's values.
+        compiler: what the platform's compiler fuses.
+        first_stacked: index of the first output that is written into an array of the caller (a scan's stacked outputs);
+            `None` outside loops and branches.
+        branch: whether the program is a branch, whose results may share their memory with a value of another shape or
+            type.
     """
 
     def __init__(
@@ -87,7 +94,7 @@ class Arrays:
         self.scattered_sums = _scattered_sums(program)
         self.bytes: dict[int, int] = {}
         self.sources: dict[int, frozenset[int]] = {value: frozenset() for value in program.inputs}
-        # the caller has the memory of these
+        # the caller holds the memory of these values
         self._stacked = set() if first_stacked is None else set(program.outputs[first_stacked:])
         self._stacked |= regions.reshaped_outputs(program, RENAMED) if branch else set()
         self._caller_values = set(program.inputs) if self.in_loop or regions.tick_loops(program) else set()
@@ -95,13 +102,13 @@ class Arrays:
             self._add_results(operation)
 
     def of_loop(self, index: int) -> "Arrays":
-        """The arrays of the body of the loop with this index among the operations."""
+        """The arrays of the body of a loop, by the loop's index among the operations."""
         operation = self.program.operations[index]
         assert operation.loop is not None
         return Arrays(operation.loop, self.placements.loops[index], self.compiler, len(carries(operation)))
 
     def of_branches(self, index: int) -> "list[Arrays]":
-        """The arrays of each branch of the `cond` with this index."""
+        """The arrays of each branch of a `cond`, by its index among the operations."""
         programs, placements = self.program.operations[index].branches, self.placements.branches[index]
         return [
             Arrays(program, placement, self.compiler, 0, branch=True)
@@ -109,14 +116,14 @@ class Arrays:
         ]
 
     def sources_of(self, values: Iterable[int | None]) -> set[int]:
-        """The arrays that any of several values is computed from."""
+        """The arrays that the values are computed from, all together."""
         return {source for value in values if value is not None for source in self.sources[value]}
 
     def is_array(self, operation: Operation) -> bool:
         """Whether the results of an operation are arrays regardless of their readers."""
         if operation.kind in SCATTERS and _one_per_row(operation, self.program):
             return False
-        if operation.kind in ("sharding_constraint", "enter"):  # which may gather shards
+        if operation.kind in ("sharding_constraint", "enter"):  # they may gather shards
             operand, output = operation.inputs[0], operation.outputs[0]
             return operand is not None and self._bytes_of(output) > self._bytes_of(operand)
         return operation.kind in ARRAY_RESULTS or operation.kind.startswith("reduce_")
@@ -125,8 +132,8 @@ class Arrays:
         """Whether a product is computed in steps while an operand or the result moves around more than two devices."""
         if self.placements.sizes.get("fsdp", 1) <= 2:
             return False
-        scattered = self.compiler.scatters and index in self.placements.summed
-        return scattered or bool(self.placements.gathered.get(index))
+        scatters_result = self.compiler.scatters and index in self.placements.summed
+        return scatters_result or bool(self.placements.gathered.get(index))
 
     def _add_results(self, operation: Operation) -> None:
         """Record which results of an operation are arrays, and the sources of the others."""
@@ -148,10 +155,11 @@ class Arrays:
                 self.sources[value] = operand_sources
 
     def _bytes_of(self, value: int) -> int:
+        """Bytes per device of a value as an array."""
         return self.placements.bytes_of(self.program.shapes[value], self.placements.dims[value])
 
     def _result_bytes(self, operation: Operation, value: int) -> int:
-        """Bytes of a result; of a product's, in the type to which all its readers convert it."""
+        """Bytes of a result; a product's result is stored in the type to which all its readers convert it."""
         result_bytes = self._bytes_of(value)
         readers = [self.program.operations[index] for index in self.program.readers.get(value, ())]
         if operation.kind not in PRODUCTS or value in self.outputs or not readers:
@@ -161,7 +169,7 @@ class Arrays:
         return min(result_bytes, max(self._bytes_of(reader.outputs[0]) for reader in readers))
 
     def _needs_array(self, value: int) -> bool:
-        """Whether an expression must become an array."""
+        """Whether an expression must be stored as an array."""
         if value in self.outputs and self.in_loop:
             return True
         if value in self.scattered_sums and (self.compiler.fuses == "no" or not self._fully_sharded(value)):
@@ -183,19 +191,19 @@ class Arrays:
         return readers
 
     def _fully_sharded(self, value: int) -> bool:
-        """Whether no two devices hold the same part; XLA's partitioner keeps a scatter into copies."""
+        """Whether no two devices hold the same part of a value; if two do, XLA's partitioner keeps a scatter."""
         sizes = self.placements.sizes.values()
         return math.prod(map(self.placements.ways, self.placements.dims[value])) == math.prod(sizes)
 
 
 def _scattered_sums(program: FlatProgram) -> set[int]:
-    """Sums that include a scatter of one element per row: the scatter writes into the sum's array."""
-    scattered: set[int] = set()
+    """Sums with a scatter of one element per row as a summand; the scatter writes into the array of the sum."""
+    scatter_results: set[int] = set()
     sums: set[int] = set()
     for operation in program.operations:
         if operation.kind in SCATTERS and _one_per_row(operation, program):
-            scattered.update(operation.outputs)
-        elif operation.kind in ("add", "add_any") and not scattered.isdisjoint(operation.inputs):
+            scatter_results.update(operation.outputs)
+        elif operation.kind in ("add", "add_any") and not scatter_results.isdisjoint(operation.inputs):
             sums.update(operation.outputs)
     return sums
 

@@ -1,7 +1,7 @@
-"""Costs of memory plans for a train step beyond keeping everything: modelled seconds, or FLOP if rates are unknown.
+"""Costs of memory plans: seconds by which they make a train step longer than one that keeps all activations.
 
-Seconds are those of recomputation by roofline, and of copies to the host and back that the block's own work does not
-hide. Only the model's blocks are traced, once.
+The seconds are those of recomputation by roofline, and of copies to the host and back that the block's own work does
+not hide. Only the model's blocks are traced, once. If the chip's rates are unknown, costs are FLOP instead.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ class MemoryCosts:
     """Costs of memory plans for one model on one platform.
 
     Args:
-        platform: its roofline gives the seconds.
-        calls: the model's blocks, per device and microbatch; for a pipeline, those of a stage.
-        microbatches: of a step.
-        stages: pipeline stages on one device, which are equal.
+        platform: platform whose roofline gives the seconds.
+        calls: calls of the model's blocks, per device and microbatch; in a pipeline, those of one stage.
+        microbatches: number of microbatches of a step.
+        stages: number of pipeline stages on one device, which are equal.
     """
 
     platform: Platform
@@ -41,8 +41,8 @@ class MemoryCosts:
 
         Args:
             experiment: what to train.
-            platform: where it would run.
-            plan: its memory plan does not matter.
+            platform: platform that the step would run on.
+            plan: plan of the step; its memory plan is ignored.
         """
         step = described_step(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
         calls = traced_blocks(step.objective, platform.chip)
@@ -50,7 +50,7 @@ class MemoryCosts:
 
     @property
     def timed(self) -> bool:
-        """Whether seconds are known."""
+        """Whether costs are seconds, because the chip's rates are known."""
         return roofline.rate(self.platform.chip, "bfloat16") is not None
 
     @property
@@ -60,28 +60,28 @@ class MemoryCosts:
 
     @functools.cached_property
     def block_seconds(self) -> float:
-        """Seconds of the blocks' forward and backward passes in a step that keeps everything."""
+        """Seconds of the blocks' forward and backward passes in a step that keeps all activations."""
         return 3 * self.microbatches * self.stages * sum(call.count * call.graph.seconds for call in self.calls)
 
     def decision(self, memory: MemoryPlan) -> Decision:
         """The decision of a memory plan, for one of the stages on a device.
 
         Raises:
-            UserError: it is not valid for the model, or its budget is too small.
+            UserError: the memory plan is not valid for the model, or its budget is too small.
         """
         if memory.budget is not None:
             memory = dataclasses.replace(memory, budget=memory.budget // self.stages)
         return decide(memory, self.calls, self.platform.chip)
 
     def seconds(self, decision: Decision) -> float:
-        """Seconds of a step beyond keeping everything."""
+        """Seconds by which a decision makes a step longer than one that keeps all activations."""
         return self.microbatches * self.stages * decision.seconds
 
     def step_seconds(self, flop: float) -> float:
-        """Seconds of a whole step that keeps everything.
+        """Seconds of a whole step that keeps all activations.
 
         Args:
-            flop: FLOP of its products on all devices.
+            flop: FLOP of the step's products, all devices together.
         """
         rate = roofline.rate(self.platform.chip, "bfloat16")
         assert rate is not None, "the platform's rates are known"

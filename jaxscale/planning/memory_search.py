@@ -1,10 +1,10 @@
 """`memory fit`: the cheapest memory plan that fits.
 
-The candidates are plans without a budget (`MENU`) and, between keeping everything and keeping nothing, the optimum for
-the largest budget that fits: the save set of a stack, Rotor's plan of a chain of unlike blocks. The budget is searched
-on the estimate. With a compiler, the chosen plan is compiled, and the compiled bytes correct the estimate for the next
-budget, so that few programs are compiled. On a platform with separate host memory, POFO's plan at that budget is chosen
-if it saves `OFFLOAD_GAIN` of the blocks' time.
+The candidates are plans without a budget (`MENU`) and the optimal plan for the largest budget that fits: the best save
+set of a stack of equal blocks, or Rotor's plan of a chain of unlike blocks. The budget is searched with the estimate.
+With a compiler, the chosen plan is compiled, and the compiled bytes correct the estimate for the next budget, so that
+few programs are compiled. On a platform with separate host memory, POFO's plan, which also copies activations to the
+host, is chosen at that budget if it saves `OFFLOAD_GAIN` of the blocks' time.
 
 The cost is the modelled seconds of recomputation and of copies that nothing hides, or recomputed FLOP if the chip's
 rates are unknown. Left out: selectors that are never better than POFO, and budgets for weights and optimizer state.
@@ -34,18 +34,19 @@ MENU = ("none", "dots", "jax:dots_with_no_batch_dims_saveable", "full", "sqrt")
 """Candidates without a budget."""
 
 OFFLOAD_GAIN = 0.01
-"""Share of the blocks' time that offload must save: other transfers make copies hide worse than modelled."""
+"""Share of the blocks' time that offload must save; next to other transfers, copies are hidden less than modelled."""
 
 CLOSE = 0.02
 """The search for a budget ends when less than this share of the limit is unused."""
 
 ESTIMATES = 8
-"""Maximum number of budgets estimated for one limit and rule."""
+"""Maximum number of budgets that are estimated for one limit and rule."""
 
 COMPILES = 4
-"""Maximum number of budgets compiled for one rule."""
+"""Maximum number of budgets that are compiled for one rule."""
 
 Measure = Callable[[Experiment, Plan], int]
+"""Function that compiles an experiment's step and returns its bytes of device memory per device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +55,11 @@ class Candidate:
 
     Args:
         plan: the whole plan, with this memory plan.
-        cost: seconds of a step beyond keeping everything, or FLOP of all its products; always FLOP for `none`.
-        bytes: device memory per device, by estimate.
+        cost: seconds by which a step is longer than one that keeps all activations; FLOP of the step's products if the
+            chip's rates are unknown, and for the plan `none`.
+        bytes: bytes of device memory per device, by estimate.
         kept: bytes of kept activations.
-        host_bytes: host memory per device, by estimate.
+        host_bytes: bytes of host memory per device, by estimate.
     """
 
     plan: Plan
@@ -71,8 +73,8 @@ class NothingFits(UserError):
     """No memory plan fits.
 
     Args:
-        message: the least bytes that any plan takes, and how to lower them.
-        least: the plan that takes the least memory.
+        message: text with the bytes of the smallest plan, and how to lower them.
+        least: the plan that needs the least memory.
     """
 
     def __init__(self, message: str, least: Plan) -> None:
@@ -94,15 +96,15 @@ def cheapest_fit(
 
     Args:
         experiment: what to train.
-        platform: where to train it.
-        limit: bytes of device memory per device; by default those that the platform's programs may use.
-        plan: the experiment's plan by default. Its memory plan is replaced.
-        menu: text forms of the memory plans to choose from; by default `MENU` and the optima of any budget.
-        measure: returns the bytes per device of a plan by compiling it; without it the estimate decides.
-        host_limit: bytes of host memory per device; an equal share of the host's by default.
+        platform: platform to train on.
+        limit: bytes of device memory per device; by default the bytes that the platform's programs may use.
+        plan: plan whose memory plan is replaced; the experiment's plan by default.
+        menu: text forms of the memory plans to choose from; by default `MENU` and the optimal plans of any budget.
+        measure: function that compiles a step and returns its bytes of device memory; without it the estimate decides.
+        host_limit: bytes of host memory per device; by default an equal share of the host's memory.
 
     Raises:
-        UserError: no memory plan fits; the message reports the least bytes, and how to lower them.
+        UserError: no memory plan fits; the message reports the bytes of the smallest plan and how to lower them.
 
     Example:
         >>> from jaxscale.models import Decoder
@@ -116,23 +118,23 @@ def cheapest_fit(
     if limit is None:
         raise UserError(f"memory fit: the memory of {platform} is unknown; give --limit, such as 14GiB")
     candidates = _Candidates(experiment, platform, plan, measure)
-    first, *texts = valid_menu(experiment, plan) if menu is None else menu
-    menu_candidates = [candidates.candidate(first)]
+    first_text, *other_texts = valid_menu(experiment, plan) if menu is None else menu
+    menu_candidates = [candidates.candidate(first_text)]
     if menu_candidates[0].bytes <= limit and candidates.needed_bytes(menu_candidates[0]) <= limit:
         return menu_candidates[0].plan
     rules = searched_rules(experiment, plan, candidates.costs) if menu is None else ()
-    optima = [_largest_candidate(candidates, rule, limit, menu_candidates[0].kept) for rule in rules]
-    best = min((option for option in optima if option is not None), key=lambda option: option.cost, default=None)
+    optimal_candidates = [_largest_candidate(candidates, rule, limit, menu_candidates[0].kept) for rule in rules]
+    best = min(filter(None, optimal_candidates), key=lambda candidate: candidate.cost, default=None)
     # weights that stream from the host keep its link busy
     if best is not None and candidates.costs.scanned and plan.offload.weights == "device":
         host_limit = host_share(platform) if host_limit is None else host_limit
         best = _with_pofo(candidates, best, limit, host_limit) or best
-    menu_candidates += [candidate for candidate in map(candidates.candidate_or_none, texts) if candidate is not None]
-    least = min(candidate.bytes for candidate in menu_candidates)
+    menu_candidates += filter(None, map(candidates.candidate_or_none, other_texts))
+    least_bytes = min(candidate.bytes for candidate in menu_candidates)
     too_large: list[tuple[int, Candidate]] = []
-    ordered = sorted(menu_candidates if best is None else [best, *menu_candidates], key=lambda option: option.cost)
-    for candidate in ordered:
-        promising = candidate.bytes <= limit * (1 + MARGIN) or candidate.bytes == least
+    all_candidates = menu_candidates if best is None else [best, *menu_candidates]
+    for candidate in sorted(all_candidates, key=lambda candidate: candidate.cost):
+        promising = candidate.bytes <= limit * (1 + MARGIN) or candidate.bytes == least_bytes
         needed_bytes = candidates.needed_bytes(candidate) if promising else candidate.bytes
         if candidate is best or needed_bytes <= limit:
             return candidate.plan
@@ -141,7 +143,7 @@ def cheapest_fit(
     raise NothingFits(
         f"memory fit: {experiment.name} takes at least {size(needed_bytes)} per device under any of "
         f"{', '.join(str(candidate.plan.memory) for candidate in menu_candidates)}; "
-        f"the limit is {size(limit)}: take more devices, ZeRO 3, more microbatches or a loss in chunks; to see which "
+        f"the limit is {size(limit)}: use more devices, ZeRO 3, more microbatches or a loss in chunks; to see which "
         f"change saves most, run jaxscale fit FILE --plan.memory {smallest.plan.memory} --limit {bytes_text(limit)}",
         smallest.plan,
     )
@@ -157,7 +159,7 @@ def valid_menu(experiment: Experiment, plan: Plan) -> tuple[str, ...]:
 
 
 def searched_rules(experiment: Experiment, plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
-    """Rules whose budget is searched: those that are optimal for the model's blocks."""
+    """Rules whose budget is searched, because they are optimal for the model's blocks."""
     if plan.unroll > 1 or not costs.calls:
         return ()
     is_chain = len(costs.calls) > 1 and all(call.count == 1 for call in costs.calls)
@@ -187,10 +189,10 @@ class _Candidates:
         return MemoryCosts.of(self.experiment, self.platform, self.plan)
 
     def candidate(self, text: str) -> Candidate:
-        """The candidate of a memory plan by its text form.
+        """The candidate of a memory plan, by the plan's text form.
 
         Raises:
-            UserError: it is not valid for the model.
+            UserError: the memory plan is not valid for the model.
         """
         if text not in self.by_text:
             plan = dataclasses.replace(self.plan, memory=MemoryPlan.parse(text))
@@ -204,7 +206,7 @@ class _Candidates:
         return self.by_text[text]
 
     def candidate_or_none(self, text: str) -> Candidate | None:
-        """The candidate of a memory plan, or `None` with a warning if it is not valid for the model."""
+        """The candidate of a memory plan; `None`, with a warning, if the memory plan is not valid for the model."""
         try:
             return self.candidate(text)
         except UserError as error:
@@ -219,7 +221,7 @@ class _Candidates:
             return None
 
     def needed_bytes(self, candidate: Candidate) -> int:
-        """Bytes of device memory: compiled if there is a compiler, else estimated."""
+        """Bytes of device memory per device, from the compiler if there is one, otherwise by estimate."""
         if self.measure is None:
             return candidate.bytes
         if candidate not in self.measured_bytes:
@@ -228,7 +230,7 @@ class _Candidates:
 
 
 def _largest_candidate(candidates: _Candidates, rule: str, limit: int, max_budget: int) -> Candidate | None:
-    """A rule's candidate with the largest budget up to `max_budget` that fits; compiled bytes correct estimates."""
+    """A rule's candidate with the largest budget up to `max_budget` that fits; `None` if no budget does."""
     max_budget += -max_budget % _granularity(max_budget)
     if candidates.candidate_or_none(f"{rule}:{bytes_text(max_budget)}") is None:
         return None
@@ -251,56 +253,57 @@ def _largest_candidate(candidates: _Candidates, rule: str, limit: int, max_budge
 
 
 def _with_pofo(candidates: _Candidates, best: Candidate, limit: int, host_limit: int | None) -> Candidate | None:
-    """POFO at the budget of the best plan without it; `None` if it saves too little, or does not fit."""
+    """POFO's candidate at the budget of the best candidate; `None` if it saves too little time or does not fit."""
     costs, budget = candidates.costs, best.kept + -best.kept % _granularity(best.kept)
     if not costs.timed or candidates.platform.chip.kind == "cpu" or best.plan.memory.rule != "save":
         return None
     for _ in range(2):
         try:
             decision = costs.decision(MemoryPlan("offload", budget=budget, selector="pofo"))
-        except UserError:  # below the least possible
+        except UserError:  # the budget is below the least possible
             return None
         if best.cost - costs.seconds(decision) < OFFLOAD_GAIN * costs.block_seconds:
             return None
         candidate = candidates.within("offload:pofo", budget)
         if candidate is None or (host_limit is not None and candidate.host_bytes > host_limit):
             return None
-        excess = candidates.needed_bytes(candidate) - limit
-        if excess <= 0:
+        excess_bytes = candidates.needed_bytes(candidate) - limit
+        if excess_bytes <= 0:
             return candidate
-        budget = max(0, budget - excess) // _granularity(budget) * _granularity(budget)
+        budget = max(0, budget - excess_bytes) // _granularity(budget) * _granularity(budget)
     return None
 
 
-def _largest_by_estimate(candidates: _Candidates, rule: str, room: int, low: int, high: int) -> Candidate | None:
-    """The candidate with the largest budget between `low` and `high`, exclusive, whose estimate is within `room`."""
-    grain, best = _granularity(high), None
-    budget = (high - 1) // grain * grain
+def _largest_by_estimate(candidates: _Candidates, rule: str, limit: int, low: int, high: int) -> Candidate | None:
+    """The candidate with the largest budget between `low` and `high`, exclusive, whose estimate is within `limit`."""
+    granularity, best = _granularity(high), None
+    budget = (high - 1) // granularity * granularity
     for _ in range(ESTIMATES):
         if not low < budget < high:
             break
         candidate = candidates.within(rule, budget)
         if candidate is None:
-            low = target = budget
+            low = target_budget = budget
         else:
-            unused = room - candidate.bytes
-            if unused >= 0:
+            unused_bytes = limit - candidate.bytes
+            if unused_bytes >= 0:
                 best, low = candidate, budget
-                if unused <= CLOSE * room:
+                if unused_bytes <= CLOSE * limit:
                     break
             else:
                 high = min(budget, candidate.kept)
             # each byte of kept activations adds a byte to the estimate
-            target = candidate.kept + unused
-        budget = (target if low < target < high else (low + high) // 2) // grain * grain
+            target_budget = candidate.kept + unused_bytes
+        budget = (target_budget if low < target_budget < high else (low + high) // 2) // granularity * granularity
     return best
 
 
 def _granularity(budget: int) -> int:
-    """Budgets are multiples of this, so that their text is short."""
+    """Bytes of which searched budgets near this one are multiples, so that their text is short."""
     return 2 ** max(budget.bit_length() - 8, 0)
 
 
 def _budget_of(candidate: Candidate) -> int:
+    """Bytes of the budget of a candidate's memory plan."""
     assert candidate.plan.memory.budget is not None, "a searched rule has a budget"
     return candidate.plan.memory.budget

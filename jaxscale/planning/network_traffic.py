@@ -1,9 +1,9 @@
-"""Network traffic of a train step: bytes per device, step and mesh axis, and the seconds of the slow axis.
+"""Network traffic of a train step: bytes per device, step and mesh axis, and seconds on the slow axis.
 
-The plan determines the traffic over the replica axis: the codec's bytes, DiLoCo's exchanges averaged over steps, or at
-least the gradients' shards in the type in which they are reduced. A compiled program has the traffic over every axis.
-Seconds are bytes divided by the link's bandwidth, as if nothing else used it; latency and overlap with computation are
-left out.
+The slow axis is the mesh axis of replicas. The plan determines the traffic over it: the bytes of the codec, DiLoCo's
+exchanges averaged over steps, or otherwise the gradients' shards in the type in which they are reduced. A compiled
+program shows the traffic over every axis. Seconds are bytes divided by the link's bandwidth, as if nothing else used
+the link. Left out: latency, and overlap with computation.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ class Traffic:
     """Traffic of a device over the slow axis.
 
     Args:
-        bytes: per step; for DiLoCo the mean over steps.
-        exact_bytes: per step, for float32 gradients in every step.
-        by: the sender: a codec, "diloco", or a type.
-        link: name of the links; empty if the platform's table has none.
-        seconds: of a step's bytes; `None` without a link.
+        bytes: bytes sent per step; for DiLoCo the mean over steps.
+        exact_bytes: bytes that would be sent per step for float32 gradients in every step.
+        by: what sends the bytes: "reduce" with a codec, "diloco" with its interval, or the type of the gradients.
+        link: name of the links along the axis; empty if the platform's table has none.
+        seconds: seconds to send the bytes of a step; `None` without a link.
     """
 
     bytes: int
@@ -48,11 +48,11 @@ class Traffic:
 
 
 def slow_axis_traffic(step: TrainStep, platform: Platform) -> Traffic | None:
-    """Traffic of a step over the slow axis; `None` if its mesh has none.
+    """Traffic of a step over the slow axis; `None` if its mesh has one replica.
 
     Args:
         step: a train step.
-        platform: where it runs.
+        platform: platform that the step runs on.
     """
     plan, axis_sizes = step.plan, step.mesh.shape
     if axis_sizes[REPLICA_AXIS] == 1:
@@ -84,8 +84,8 @@ def slow_link(platform: Platform, mesh: MeshSpec) -> tuple[str, float]:
         >>> slow_link(Platform.parse("gpu h100 x 8"), MeshSpec(replica=2, fsdp=4))
         ('nvlink', 450000000000.0)
     """
-    groups = platform.slices if platform.chip.kind == "tpu" else platform.hosts or 1
-    groups_by_axis = across(tuple(mesh.sizes.values()), groups)
+    group_count = platform.slices if platform.chip.kind == "tpu" else platform.hosts or 1
+    groups_by_axis = across(tuple(mesh.sizes.values()), group_count)
     within_group = groups_by_axis is not None and groups_by_axis[list(mesh.sizes).index(REPLICA_AXIS)] == 1
     link_names = ("ici", "nvlink", "pcie") if within_group else ("dcn",)
     link = next((link for link in platform.links if link.name in link_names), None)
@@ -99,9 +99,10 @@ def sent_by_axes(collectives: Iterable[Collective], mesh: MeshSpec, slices: int 
     """Bytes that a device sends in a compiled step, by the axes of the collectives, with the formulas for rings.
 
     Args:
-        collectives: of the compiled step.
-        mesh: for which it was compiled.
-        slices: of the platform; collectives across slices are listed with the bytes that a device contributes.
+        collectives: collectives of the compiled step.
+        mesh: mesh for which the step was compiled.
+        slices: number of slices of the platform; an all-gather across slices is listed with the bytes that one device
+            contributes.
 
     Example:
         >>> gather = Collective("all-gather", ("fsdp",), 4096, 2, "bf16", "main")

@@ -14,10 +14,10 @@ from jaxscale.planning.timeline import Item
 from jaxscale.values.units import size
 
 CUT = 3
-"""Costs farther above the least than this many times the median distance are drawn at the edge."""
+"""A cost is drawn at the edge if it is farther above the lowest than this many times the median cost is."""
 
 STEPS = 400
-"""Maximum number of moments drawn; of neighbours, those with the most and the fewest live bytes."""
+"""Maximum number of moments drawn; of neighbouring moments, those with the most and the fewest live bytes remain."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Point:
     """A plan on the curve of time against memory.
 
     Args:
-        name: its text form.
-        bytes: device memory per device.
-        cost: FLOP or seconds, as a multiple of the least.
-        chosen: whether it is the user's plan.
-        kept: bytes of kept activations, of the whole model; `None` if unknown.
-        kept_of_a_block: the same for one block.
+        name: text form of the memory plan.
+        bytes: bytes of device memory per device.
+        cost: FLOP or seconds of a step, as a multiple of the lowest.
+        chosen: whether this is the user's plan.
+        kept: bytes of kept activations of the whole model; `None` if unknown.
+        kept_of_a_block: bytes of kept activations of one block; `None` if unknown.
     """
 
     name: str
@@ -45,7 +45,7 @@ def stacked(moments: Sequence[Mapping[str, int]], limit: int | None = None, turn
     """Live bytes by kind over the moments of a step, stacked, as an SVG image.
 
     Args:
-        moments: live bytes by kind.
+        moments: live bytes by kind at each moment.
         limit: available bytes, drawn as a line.
         turn: index of the first moment of the backward pass, drawn as a line.
 
@@ -83,7 +83,7 @@ def curve(points: Sequence[Point], limit: int | None = None) -> str:
     Costs farther above 1 than `CUT` times the median distance are drawn at the upper edge.
 
     Args:
-        points: the plans.
+        points: the plans to draw.
         limit: available bytes, drawn as a line.
     """
     edge_cost = _top_cost(points)
@@ -112,7 +112,7 @@ def lines(curves: Mapping[str, Sequence[Point]], across_name: str) -> str:
     Costs farther above 1 than `CUT` times the median distance are drawn at the upper edge.
 
     Args:
-        curves: plans of each rule.
+        curves: plans of each rule, by the rule's name.
         across_name: title of the horizontal axis.
 
     Example:
@@ -142,31 +142,31 @@ def lines(curves: Mapping[str, Sequence[Point]], across_name: str) -> str:
 
 
 def _plan_axes(frame: Frame, cost_text: Callable[[float], str]) -> Markup:
-    """Costs upwards, bytes across."""
+    """The axes of a picture with costs upwards and bytes across."""
     return joined([frame.grid(ticks(*frame.upward, 5), cost_text), frame.labels(byte_ticks(frame.across[1]), size)])
 
 
 def _with_limit(most_bytes: float, limit: int | None) -> float:
-    """The bytes that an axis must reach; a limit far above the most bytes would flatten them."""
+    """The bytes that an axis must reach: the limit is included unless it would flatten the picture."""
     return max(most_bytes, limit if limit is not None and limit < 2.5 * most_bytes else 0, 1)
 
 
 def _top_cost(points: Sequence[Point]) -> float:
-    """The largest cost drawn to scale: beyond it a few points would flatten all others."""
+    """The largest cost that is drawn to scale; a larger scale would flatten most points."""
     excesses = sorted(point.cost - 1 for point in points)
     median = excesses[len(excesses) // 2] if excesses else 0.0
     return 1 + max(min(max(excesses, default=0.0), CUT * median), 0.1) * 1.1
 
 
 def table(items: Sequence[Item], rows: int = 60) -> Markup:
-    """Arrays as an HTML table, the largest first; those after `rows` are summed in one line."""
+    """The first `rows` arrays as an HTML table, with one line for the sum of all others."""
     cells = [(size(item.bytes), item.kind, item.name) for item in items[:rows]]
     smaller = items[rows:]
     rest = [(size(sum(item.bytes for item in smaller)), "", f"{len(smaller)} smaller ones")] if smaller else []
     return markup.table(cells, ("bytes", "for", "what"), numeric=(0,), names=2, rest=rest)
 
 
-def page(title: str, parts: Sequence[tuple[str, str]]) -> str:
-    """A self-contained page of parts with headings; each part is markup."""
-    sections = [(element("h2", heading) if heading else None, Markup(content)) for heading, content in parts]
+def page(title: str, headed_parts: Sequence[tuple[str, str]]) -> str:
+    """A self-contained page from pairs of a heading and markup; without a line for an empty heading."""
+    sections = [(element("h2", heading) if heading else None, Markup(content)) for heading, content in headed_parts]
     return markup.page(title, element("h1", title), sections)

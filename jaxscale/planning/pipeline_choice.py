@@ -2,8 +2,8 @@
 
 `pipeline/choose/auto.py` tries every named synchronous schedule with the prices of the model's blocks
 (`stage_prices.py`), for every number of microbatches that divides the batch. This module supplies the prices and the
-memory besides weights and optimizer. A CPU's rates are unknown: its prices are those of a TPU v5e, of which only the
-proportions matter.
+memory that weights and optimizer leave. A CPU's rates are unknown, so its blocks have the prices of a TPU v5e; only
+their proportions matter.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from jaxscale.state.stages import period_of
 from jaxscale.values.units import size
 
 STAND_IN = "v5e"
-"""Chip whose rates price the blocks if the platform's are unknown."""
+"""Chip whose rates determine the prices of the blocks if the platform's rates are unknown."""
 MOST_MICROBATCHES = 16
 """Maximum number of microbatches per device on the pipe axis."""
 MOST_ESTIMATES = 24
@@ -42,12 +42,12 @@ def pipeline_choice(
 
     Args:
         experiment: what to train.
-        platform: where to train it.
-        limit: bytes of device memory per device; by default those that the platform's programs may use.
-        plan: with `pipeline auto:P`; the experiment's plan by default.
+        platform: platform to train on.
+        limit: bytes of device memory per device; by default the bytes that the platform's programs may use.
+        plan: a plan with `pipeline auto:P`; the experiment's plan by default.
 
     Raises:
-        UserError: no schedule fits, or none is defined for the devices and the batch.
+        UserError: no schedule fits the memory, or no schedule is defined for the devices and the batch.
     """
     plan = experiment.plan if plan is None else plan
     experiment = dataclasses.replace(experiment, plan=plan)  # the plan determines the prices of the blocks
@@ -56,14 +56,16 @@ def pipeline_choice(
     assert ranks is not None
     if platform.devices % ranks:
         raise UserError(
-            f"pipeline {plan.pipeline} does not divide the {platform.devices} devices of {platform}: take another P"
+            f"pipeline {plan.pipeline}: {platform} has {platform.devices} devices, expected a multiple of {ranks}; "
+            "choose another P"
         )
-    shards = platform.devices // ranks if plan.mesh is None else plan.mesh.batch_shards
-    counts = [count for count in range(1, MOST_MICROBATCHES * ranks + 1) if experiment.batch % (count * shards) == 0]
-    if not counts:
+    batch_shards = platform.devices // ranks if plan.mesh is None else plan.mesh.batch_shards
+    counts = range(1, MOST_MICROBATCHES * ranks + 1)
+    microbatch_counts = [count for count in counts if experiment.batch % (count * batch_shards) == 0]
+    if not microbatch_counts:
         raise UserError(
-            f"pipeline {plan.pipeline}: a batch of {experiment.batch} rows does not divide over {shards} devices: "
-            f"choose a batch that is a multiple of {shards * ranks}"
+            f"pipeline {plan.pipeline}: a batch of {experiment.batch} rows does not divide over {batch_shards} devices"
+            f"; choose a batch that is a multiple of {batch_shards * ranks}"
         )
     priced_platform = platform
     if roofline.rate(platform.chip, "bfloat16") is None:
@@ -74,17 +76,18 @@ def pipeline_choice(
 
     @functools.cache
     def prices(microbatches: int) -> ModelPrices:
+        """Prices with this number of microbatches."""
         return in_periods(model_prices(experiment, priced_platform, ranks, microbatches), period)
 
     devices = None
     limit = usable_bytes(platform) if limit is None else limit
     if limit is not None:
-        devices = [
-            PipelineDevice(memory_bytes=max(1, limit - _fixed_bytes(experiment, platform, plan, ranks, counts)))
-        ] * ranks
-    choice = choose(prices, ranks, counts, devices)
+        fixed_bytes = _fixed_bytes(experiment, platform, plan, ranks, microbatch_counts[0])
+        devices = [PipelineDevice(memory_bytes=max(1, limit - fixed_bytes))] * ranks
+    choice = choose(prices, ranks, microbatch_counts, devices)
 
     def with_pipeline(candidate: PipelineCandidate) -> Plan:
+        """The plan with the pipeline of a candidate."""
         assert plan.pipeline is not None
         assert candidate.partition is not None
         layers = layers_of(candidate.partition, period)
@@ -111,13 +114,13 @@ def pipeline_choice(
         estimates.append((needed_bytes, candidate))
     least_bytes, smallest = min(estimates, key=lambda pair: pair[0])
     raise UserError(
-        f"pipeline {plan.pipeline}: of the {len(estimates)} fastest none fits {size(limit)}; {smallest} takes the "
-        f"least, {size(least_bytes)}: take more devices, memory full, ZeRO over an fsdp axis, or a loss in chunks"
+        f"pipeline {plan.pipeline}: of the {len(estimates)} fastest none fits {size(limit)}; the smallest, {smallest}, "
+        f"needs {size(least_bytes)}: use more devices, memory full, ZeRO over an fsdp axis, or a loss in chunks"
     )
 
 
 def in_periods(model: ModelPrices, period: int) -> ModelPrices:
-    """Prices of periods of unlike blocks, if stages can only start at the first block of a period.
+    """Prices of whole periods, the repeated groups of unlike blocks: stages start at the first block of a period.
 
     Example:
         >>> from jaxscale.pipeline.choose.price import Price
@@ -129,7 +132,7 @@ def in_periods(model: ModelPrices, period: int) -> ModelPrices:
 
 
 def _joined(blocks: Sequence[Price]) -> Price:
-    """The price of neighbouring blocks."""
+    """The price of several consecutive blocks together."""
     names = [field.name for field in dataclasses.fields(Price)]
     totals: dict[str, float] = {name: sum(getattr(block, name) for block in blocks) for name in names}
     totals["message_bytes"] = blocks[0].message_bytes
@@ -138,13 +141,14 @@ def _joined(blocks: Sequence[Price]) -> Price:
 
 
 def layers_of(partition: Partition, period: int) -> tuple[int, ...]:
-    """Blocks of each stage of a partition of whole periods."""
+    """Number of blocks of each stage, of a partition of whole periods of `period` blocks."""
     return tuple(period * len(periods) for periods in partition.stages)
 
 
-def _fixed_bytes(experiment: Experiment, platform: Platform, plan: Plan, ranks: int, counts: list[int]) -> int:
-    """Bytes per device of weights, optimizer, compute copy and float32 gradients, with equal stages."""
-    pipeline = PipelinePlan.parse(f"gpipe:{ranks}x{counts[0]}")
+def _fixed_bytes(experiment: Experiment, platform: Platform, plan: Plan, ranks: int, microbatches: int) -> int:
+    """Bytes per device of weights, optimizer state, compute copy and float32 gradients, with equal stages."""
+    pipeline = PipelinePlan.parse(f"gpipe:{ranks}x{microbatches}")
     step = described_step(experiment, platform, dataclasses.replace(plan, pipeline=pipeline))
-    weights, optimizer = local_bytes(step.layout.abstract.params), local_bytes(step.layout.abstract.optimizer)
-    return weights * 2 + optimizer + (weights // 2 if plan.precision == "bfloat16" else 0)
+    weight_bytes = local_bytes(step.layout.abstract.params)
+    optimizer_bytes = local_bytes(step.layout.abstract.optimizer)
+    return weight_bytes * 2 + optimizer_bytes + (weight_bytes // 2 if plan.precision == "bfloat16" else 0)

@@ -24,16 +24,16 @@ from jaxscale.trees import path_name
 def described_step(
     experiment: Experiment, platform: Platform, plan: Plan | None = None, devices: int | None = None
 ) -> TrainStep:
-    """The train step on a description of a platform's devices; it can be traced, but not run.
+    """The train step built for a description of a platform's devices; it can be traced, but not run.
 
     Args:
         experiment: what to train.
-        platform: its devices need not be present.
-        plan: the experiment's plan by default.
-        devices: number of devices to run on; by default all of the platform's.
+        platform: platform to describe; its devices need not be present.
+        plan: the plan; the experiment's by default.
+        devices: number of devices to run on; by default all devices of the platform.
 
     Raises:
-        UserError: the plan does not suit the model, the batch or the devices.
+        UserError: the plan is not valid for the model, the batch or the devices.
     """
     from jax.sharding import AbstractDevice
 
@@ -46,11 +46,11 @@ class TracedStep:
     """A traced train step.
 
     Args:
-        program: its inputs are the leaves of the state, then of the batch.
-        placements: of its values.
-        compiler: how the platform's compiler treats it.
-        leaves: path and abstract value of each input.
-        flop: FLOP of its products, all devices together.
+        program: flat program of the step; its inputs are the leaves of the state, then those of the batch.
+        placements: placements of the program's values.
+        compiler: what the platform's compiler fuses.
+        leaves: path and abstract value of each input of the program.
+        flop: FLOP of the step's products, all devices together.
     """
 
     program: FlatProgram
@@ -64,9 +64,9 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
     """Trace a train step; nothing is compiled.
 
     Args:
-        step: on the platform's devices, or their description.
+        step: the train step, built for the platform's devices or for a description of them.
         batch: arrays or shapes of a global batch.
-        platform: where it would run.
+        platform: platform that the step would run on.
 
     Raises:
         UserError: the plan names a kernel that the step does not use.
@@ -87,7 +87,7 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
 
 
 def _compiler(platform: Platform, plan: Plan) -> Compiler:
-    """The fusion of the platform's compiler, as observed in compiled programs."""
+    """What the platform's compiler fuses, as observed in compiled programs."""
     fuses: Literal["no", "all", "local"] = "no"
     if platform.chip.kind == "tpu":
         fuses = "local" if platform.topology is not None and len(platform.topology) == 2 else "all"
@@ -95,12 +95,12 @@ def _compiler(platform: Platform, plan: Plan) -> Compiler:
 
 
 def lowered_step(devices: Sequence[Any], make: Callable[[], Experiment], plan: Plan | None = None) -> Any:
-    """The train step lowered for devices: with `functools.partial`, a recipe of `compile_report`.
+    """The train step lowered for devices; `functools.partial` turns it into a recipe of `compile_report`.
 
     Args:
-        devices: of the platform.
-        make: makes the experiment; it must pickle, as must `plan`.
-        plan: the experiment's plan by default.
+        devices: devices of the platform.
+        make: function that returns the experiment; it must pickle, and so must `plan`.
+        plan: the plan; the experiment's by default.
 
     Raises:
         UserError: the plan is not valid, or names a kernel that the step does not use.
@@ -118,8 +118,9 @@ def step_recipe(experiment: Experiment, plan: Plan, make: Callable[[], Experimen
 
     Args:
         experiment: what to train.
-        plan: of the step.
-        make: makes the experiment in the process that compiles; `None` if the experiment pickles.
+        plan: plan of the step.
+        make: function that returns the experiment, called in the process that compiles; `None` if the experiment
+            pickles.
     """
     return partial(lowered_step, make=make or partial(dataclasses.replace, experiment), plan=plan)
 

@@ -1,10 +1,10 @@
 """Prices of a model's stages on a platform: seconds by roofline and stashed bytes, per block and microbatch.
 
 The model is traced for the devices of one stage, without a pipeline, and nothing is compiled. The forward time of a
-block is the roofline of its operations. In its backward, a product's gradient with respect to values that depend on the
-block's input belongs to I, the gradient with respect to weights to W, each as long as the product; a kernel or a loop
-takes twice its forward. Recomputation of the memory plan belongs to I. Work outside the blocks (mostly the head)
-belongs to the last stage.
+block is the roofline of its operations. Its backward consists of the input gradient I and the weight gradient W. The
+gradient of a product with respect to a value that depends on the block's input belongs to I, with respect to a weight
+to W; each takes as long as the product. In a kernel or a loop, both together take twice the forward time. They belong
+to I, as does the recomputation of the memory plan. Work outside the blocks (mostly the head) belongs to the last stage.
 
 Left out: the embedding's lookup, collectives inside a stage, the gradient reduction and the update, and inefficiencies
 that a roofline does not model.
@@ -41,16 +41,17 @@ from jaxscale.step.train_step import TrainStep
 
 
 def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePlan, schedule: Schedule) -> Costs:
-    """Seconds and bytes of a schedule's stages, with the plan's partition of the blocks, even by default.
+    """Seconds and bytes of a schedule's stages, with the plan's partition of the blocks or, by default, an even one.
 
     Args:
         experiment: what to train.
-        platform: its devices need not be present.
-        pipeline: with the number of microbatches.
-        schedule: its stages are priced.
+        platform: platform that the step would run on; its devices need not be present.
+        pipeline: pipeline with the number of microbatches.
+        schedule: schedule whose stages are priced.
 
     Raises:
-        UserError: more stages than blocks, devices or rows that do not divide, a chip of unknown rates.
+        UserError: there are more stages than blocks, devices or rows do not divide evenly, or the chip's rates are
+            unknown.
     """
     model = model_prices(experiment, platform, schedule.ranks, pipeline.shape()[1])
     plan_pipeline = experiment.plan.pipeline
@@ -66,8 +67,8 @@ def simulation_of(experiment: Experiment, platform: Platform, plan: Plan) -> Sim
 
     Args:
         experiment: what to train.
-        platform: where it would run.
-        plan: with a pipeline and a resolved mesh.
+        platform: platform that the step would run on.
+        plan: plan with a pipeline and a resolved mesh.
     """
     assert plan.pipeline is not None
     if roofline.rate(platform.chip, "bfloat16") is None:
@@ -80,12 +81,12 @@ def simulation_of(experiment: Experiment, platform: Platform, plan: Plan) -> Sim
 def costs_of(
     model: ModelPrices, layers: Sequence[int], links: tuple[float, ...] = (), *, recompute: bool = False
 ) -> Costs:
-    """The costs of stages of several blocks.
+    """The costs of stages from the prices of their blocks.
 
     Args:
-        model: prices of its blocks.
-        layers: blocks of each stage.
-        links: seconds of a message on each link of the ring.
+        model: prices of the model's blocks.
+        layers: number of blocks of each stage.
+        links: seconds that a message takes on each link of the ring of devices.
         recompute: whether a stage keeps only its input and reruns its forward before its backward.
 
     Example:
@@ -115,12 +116,12 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
 
     Args:
         experiment: what to train; its plan specifies mesh, types, attention and memory.
-        platform: where it would run.
-        ranks: devices along the pipe axis; the devices of a rank share the rows.
-        microbatches: of a global batch.
+        platform: platform that the model would run on.
+        ranks: number of ranks along the pipe axis; the devices of a rank share the rows of a microbatch.
+        microbatches: number of microbatches of a global batch.
 
     Raises:
-        UserError: as `stage_costs`.
+        UserError: devices or rows do not divide evenly, the model exposes no blocks, or the chip's rates are unknown.
     """
     chip = platform.chip
     if roofline.rate(chip, "bfloat16") is None:
@@ -130,8 +131,8 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
         )
     if platform.devices % ranks:
         raise UserError(
-            f"a pipeline of {ranks} devices does not divide the {platform.devices} of {platform}: take another P, or "
-            "another platform"
+            f"pipeline of {ranks} ranks: {platform} has {platform.devices} devices, expected a multiple of {ranks}; "
+            "choose another P or another platform"
         )
     # the whole model, on the devices of one stage
     plan = experiment.plan.without_pipeline()
@@ -159,7 +160,7 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
 
 
 def link_seconds(platform: Platform, model: ModelPrices) -> float:
-    """Seconds of a message between neighbours on the pipe axis, over one of the chip's fastest links."""
+    """Seconds that a message between neighbours on the pipe axis takes, over one of the chip's fastest links."""
     links = [link for link in platform.links if link.name in ("ici", "nvlink", "pcie")]
     return model.blocks[0].message_bytes / links[0].bandwidth if links and platform.devices > 1 else 0.0
 
@@ -179,22 +180,22 @@ def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
     input_dependent = set(graph.carried)
     input_seconds = weight_seconds = 0.0
     for equation in graph.equations:
-        dependent = [value in input_dependent for value in equation.inputs]
-        if any(dependent):
+        is_dependent = [value in input_dependent for value in equation.inputs]
+        if any(is_dependent):
             input_dependent.update(equation.outputs)
         if not equation.flop:
-            input_seconds += equation.seconds if any(dependent) else 0.0
-        elif equation.name in PRODUCTS:  # the gradient of each operand is one product
-            factors = dependent[:2] if len(dependent) > 1 else dependent * 2
-            input_seconds += equation.seconds * sum(factors)
-            weight_seconds += equation.seconds * (len(factors) - sum(factors))
+            input_seconds += equation.seconds if any(is_dependent) else 0.0
+        elif equation.name in PRODUCTS:  # the gradient with respect to each operand is one product
+            factors_dependent = is_dependent[:2] if len(is_dependent) > 1 else is_dependent * 2
+            input_seconds += equation.seconds * sum(factors_dependent)
+            weight_seconds += equation.seconds * (len(factors_dependent) - sum(factors_dependent))
         else:
             input_seconds += 2 * equation.seconds
     return input_seconds, weight_seconds
 
 
 def _head_price(step: TrainStep, calls: Sequence[BlockCall], platform: Platform) -> Price | None:
-    """The price of head and loss: products outside the blocks at the platform's rate; `None` without any."""
+    """The price of head and loss, from the products outside the blocks; `None` if there are none."""
     import jax
 
     objective, plan = step.objective, step.plan

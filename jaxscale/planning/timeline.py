@@ -1,9 +1,11 @@
 """Live bytes of a traced program from its first operation to its last, on one device.
 
-Each array (`fusion.py`) is alive from the operation that computes it to the last that needs it; until an expression is
-computed, the arrays that it is computed from stay alive. An array that a loop stacks is alive from the loop's start.
-This leaves out the order in which XLA schedules independent operations, its rematerialization, the padding of tiles,
-and the packing of buffers (`estimate.py` has fitted factors for the difference).
+Each array (`fusion.py`) is alive from the operation that computes it to the last operation that needs it. Values that
+are not stored are expressions of arrays, which stay alive until the expression is computed. An array that a loop stacks
+is alive from the loop's start. Values and arrays are represented by their numbers in a `FlatProgram`.
+
+Left out: the order in which XLA schedules independent operations, its rematerialization, the padding of tiles, and the
+packing of buffers (`estimate.py` has fitted factors for the difference).
 """
 
 import dataclasses
@@ -19,10 +21,10 @@ from jaxscale.programs.placements import Placements
 from jaxscale.programs.regions import unchanged_results
 
 NEVER_REUSED = (*PRODUCTS, *COLLECTIVES, "gather", "sort", "top_k", "shard_map", "pallas_call")
-"""Operations whose results cannot take the memory of their operands, besides reductions."""
+"""Operations whose results cannot reuse the memory of their operands, nor can those of reductions (`reduce_...`)."""
 
 Pieces = Mapping[Piece, int | None]
-"""Pieces of a step, each with the bytes of its temporaries if a compiler has reported them."""
+"""Bytes of the temporaries of each piece of a step; `None` if no compiler has reported them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +32,9 @@ class Item:
     """An array that is alive.
 
     Args:
-        name: the model's name for it, or shape and line.
-        kind: its purpose, such as "gradients".
-        bytes: per device.
+        name: the model's name of the array with type and shape, or type, shape and source line.
+        kind: purpose of the array, such as "gradients".
+        bytes: bytes per device.
     """
 
     name: str
@@ -78,7 +80,7 @@ class Timeline:
     """Live bytes through a program.
 
     Args:
-        moments: in the order they run; a loop contributes the moments of its body once.
+        moments: moments in the order they run; a loop contributes the moments of its body once.
     """
 
     moments: tuple[Moment, ...]
@@ -106,9 +108,9 @@ def timeline(
 
     Args:
         program: a flat program.
-        placements: placements of its values.
-        compiler: what the compiler fuses.
-        pieces: those of the program; a compiled one is a single moment.
+        placements: placements of the program's values.
+        compiler: what the platform's compiler fuses.
+        pieces: pieces of the program; a compiled piece becomes a single moment.
     """
     return Timeline(tuple(_Sweep(Arrays(program, placements, compiler), pieces or {}).moments()))
 
@@ -118,9 +120,9 @@ class _Sweep:
     """A walk through the operations of a program, with the arrays that are alive.
 
     Args:
-        arrays: of the program.
-        pieces: of the step.
-        path: index of each loop around the program, from the outside in.
+        arrays: arrays of the program.
+        pieces: pieces of the step.
+        path: indices of the loops around the program, the outermost first.
         default_kind: kind of the values that `kinds_of` omits.
     """
 
@@ -131,9 +133,11 @@ class _Sweep:
 
     @functools.cached_property
     def kinds(self) -> dict[int, str]:
+        """Kind of each value, by its number; transients are omitted."""
         return kinds_of(self.arrays.program)
 
     def moments(self) -> list[Moment]:
+        """The moments of the program's operations, and of the programs inside them."""
         piece_at = {index: piece for piece in self.pieces if piece.path == self.path for index in piece.indices}
         last_read = self._last_reads()
         last_needed = last_read | self._late_reads(last_read)
@@ -143,8 +147,8 @@ class _Sweep:
         for index, operation in enumerate(self.arrays.program.operations):
             piece = piece_at.get(index)
             new_arrays = [value for value in operation.outputs if value in self.arrays.bytes]
-            dying = [value for value in live if last_needed.get(value, -1) <= index]
-            for value in self._reused_arrays(operation, new_arrays, dying, live):
+            dying_arrays = [value for value in live if last_needed.get(value, -1) <= index]
+            for value in self._reused_arrays(operation, new_arrays, dying_arrays, live):
                 del live[value]
             if piece is not None and index == piece.start:
                 live_before_piece = dict(live)
@@ -168,7 +172,7 @@ class _Sweep:
         return moments
 
     def _last_reads(self) -> dict[int, int]:
-        """Index of the last operation that reads each array, itself or in an expression."""
+        """Index of the last operation that reads each array, directly or through an expression."""
         arrays, program = self.arrays, self.arrays.program
         last_read: dict[int, int] = {}
         for index, operation in enumerate(program.operations):
@@ -178,7 +182,7 @@ class _Sweep:
         return last_read | dict.fromkeys(arrays.sources_of(program.outputs), len(program.operations))
 
     def _late_reads(self, last_read: Mapping[int, int]) -> dict[int, int]:
-        """The same of arrays that are needed later, by a product around a ring that is computed late."""
+        """Index of the last read of each array that waits for a product around a ring, which the compiler runs late."""
         if self.arrays.compiler.fuses != "local":
             return {}
         rings = [index for index in self.arrays.placements.summed if self.arrays.around_ring(index)]
@@ -186,36 +190,37 @@ class _Sweep:
         return {value: max(index, last_read.get(value, -1)) for value, index in late_read.items()}
 
     def _reused_arrays(
-        self, operation: Operation, new_arrays: Sequence[int], dying: Sequence[int], live: Mapping[int, Item]
+        self, operation: Operation, new_arrays: Sequence[int], dying_arrays: Sequence[int], live: Mapping[int, Item]
     ) -> list[int]:
-        """Dying arrays whose memory the results reuse: operands of an elementwise operation, or a loop's state."""
+        """Arrays whose memory the results of an operation reuse, among `dying_arrays` that it reads last."""
         if operation.kind in NEVER_REUSED:
             return []
-        sizes = self.arrays.bytes
+        array_bytes = self.arrays.bytes
         if operation.branches:
             unchanged = unchanged_results(operation)
             pairs = [(result, source) for result, value in unchanged for source in self.arrays.sources[value]]
-            return [source for result, source in pairs if source in dying and live[source].bytes == sizes.get(result)]
+            pairs = [(result, source) for result, source in pairs if source in dying_arrays]
+            return [source for result, source in pairs if live[source].bytes == array_bytes.get(result)]
         if operation.kind.startswith("reduce_") or (self.arrays.compiler.fuses == "no" and operation.loop is None):
             return []
-        candidates = list(dying)
+        candidates = list(dying_arrays)
         if operation.loop is not None:
             state = carries(operation)
             new_arrays = operation.outputs[: len(state)]
             state_sources = self.arrays.sources_of(state)
             candidates = [value for value in candidates if value in state_sources]
-        reused = []
+        reused_arrays = []
         for result in new_arrays:
             if result in self.arrays.scattered_sums:
                 continue
-            match = next((value for value in candidates if live[value].bytes == sizes.get(result, 0)), None)
+            match = next((value for value in candidates if live[value].bytes == array_bytes.get(result, 0)), None)
             if match is not None:
                 candidates.remove(match)
-                reused.append(match)
-        return reused
+                reused_arrays.append(match)
+        return reused_arrays
 
     def _moments_within(self, operation: Operation, index: int) -> list[Moment]:
-        """The moments of an operation, with its memory beside operands and results."""
+        """The moments of an operation, with the memory that it needs besides operands and results."""
         moments: list[Moment] = []
         if operation.loop is not None:
             is_loss = all(self.kinds.get(value) == "loss" for value in operation.outputs)
@@ -239,16 +244,17 @@ class _Sweep:
         return gathered_bytes
 
     def _item(self, operation: Operation, value: int) -> Item:
-        shape = self.arrays.program.shapes[value]
+        """The item of an array that an operation computes."""
+        aval = self.arrays.program.shapes[value]
         name, origin = _name_and_origin(operation, value, self.arrays.program)
-        text = f"{shape.dtype}{list(shape.shape)}" if hasattr(shape, "dtype") else str(shape)
-        label = f"{name} {text}" if name else f"{text} {origin.kind}, {origin.line}"
+        shape_text = f"{aval.dtype}{list(aval.shape)}" if hasattr(aval, "dtype") else str(aval)
+        label = f"{name} {shape_text}" if name else f"{shape_text} {origin.kind}, {origin.line}"
         default_kind = "gathered weights" if operation.kind == "all_gather" else self.default_kind
         return Item(label, self.kinds.get(value, default_kind), self.arrays.bytes[value])
 
 
 def _name_and_origin(operation: Operation, value: int, program: FlatProgram) -> tuple[str, Operation]:
-    """The model's name of a value or "", and the operation that computes it; through loops and views."""
+    """The model's name of a value ("" without one), and the operation that computes it before any views and loops."""
     if value in program.names:
         return program.names[value], operation
     operand = None

@@ -1,15 +1,15 @@
-"""Partition of a model's blocks over unlike devices: faster devices get more blocks, each rank has its own prices.
+"""Partition of a model's blocks over unlike devices, so that faster devices get more blocks.
 
-Groups of devices are placed along the pipe in the given order. With several times as many devices as stages, as many
-pipelines run side by side, HetPipe's virtual workers: each gets one device of every run in the order of speed, so that
-they are equal, and they share the rows of a microbatch. `pipeline.choose.partition` computes the partition from the
-roofline prices of each kind of chip.
+Groups of devices are placed along the pipe in the given order. If there are N times as many devices as ranks, N
+pipelines run side by side (HetPipe's virtual workers). The devices are sorted by speed and cut into sets of N
+neighbours, and each worker gets one device of every set, so that the workers are about equal; they share the rows of a
+microbatch. `pipeline.choose.partition` computes the partition from the roofline prices of each kind of chip.
 
     Park et al. 2020, "HetPipe" (arXiv:2005.14038); Zhan and Zhang 2019, "Pipe-torch" (CBD).
 
-Left out: memory (use `fit` for the platform with the least), the links between unlike machines, which no table has (a
-rank's link is that of its own chip), and training: one program needs equal devices. The printed result is the plan's
-pipeline, with its option `stages`.
+Left out: memory (use `fit` for the platform with the least memory); the links between unlike machines, which no table
+has, so that each rank has the link of its own chip; and training, because one program needs equal devices. The result
+prints as the plan's pipeline, with its option `stages`.
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ class Assignment:
     """Blocks assigned to unlike devices.
 
     Args:
-        pipeline: with the blocks of each stage.
-        partition: of blocks, or of whole periods of unlike blocks, to stages.
-        places: the chip of each rank; the slowest if the workers' differ.
+        pipeline: pipeline with the number of blocks of each stage.
+        partition: partition into stages of blocks, or of whole periods (the repeated groups of unlike blocks).
+        places: name of the chip of each rank; of the slowest chip if those of the workers differ.
         workers: number of pipelines side by side.
     """
 
@@ -56,19 +56,20 @@ def devices_of(text: str, ranks: int) -> tuple[Platform, ...]:
     """Parse groups of devices, such as "gpu h100 x 2, gpu a100 x 2", in the order of the pipe.
 
     Raises:
-        UserError: no platform, only one kind, or a number of devices that is no multiple of the ranks.
+        UserError: the text names no platform or only one kind of chip, or the number of devices is not a multiple of
+            the number of ranks.
 
     Example:
         >>> [group.devices for group in devices_of("gpu h100 x 2, gpu a100 x 2", 4)]
         [2, 2]
     """
-    groups = tuple(Platform.parse(part) for part in text.split(",") if part.strip())
+    groups = tuple(Platform.parse(group_text) for group_text in text.split(",") if group_text.strip())
     count = sum(group.devices for group in groups)
     if len({group.chip.name for group in groups}) < 2:
-        raise UserError(f"--devices {text!r}: expected two kinds of chips or more; for one, give --platform")
+        raise UserError(f"--devices {text!r}: expected two kinds of chips or more; for one kind, give --platform")
     if count % ranks:
         raise UserError(
-            f"--devices {text!r}: {count} devices for {ranks} ranks: expected as many, or a multiple (virtual workers)"
+            f"--devices {text!r}: {count} devices for {ranks} ranks: expected {ranks} or a multiple (virtual workers)"
         )
     return groups
 
@@ -79,21 +80,21 @@ def assign(
     """The fastest partition of an experiment's blocks over unlike devices.
 
     Args:
-        experiment: its plan specifies types, attention and memory.
-        groups: groups of devices, along the pipe.
-        pipeline: with the number of microbatches.
-        schedule: of the pipeline.
+        experiment: what to train; its plan specifies types, attention and memory.
+        groups: groups of devices, in their order along the pipe.
+        pipeline: pipeline with the number of microbatches.
+        schedule: schedule of the pipeline.
 
     Raises:
-        UserError: a chip of unknown rates, rows that do not divide, a schedule of several routes.
+        UserError: the rates of a chip are unknown, rows do not divide evenly, or the schedule has several routes.
     """
     workers = sum(group.devices for group in groups) // schedule.ranks
     period = period_of(experiment.model)
     prices: dict[str, ModelPrices] = {}
     links: dict[str, float] = {}
     for group in {group.chip.name: group for group in groups}.values():
-        alike = Platform(group.chip, max(1, schedule.ranks * workers // group.chip.devices))
-        model = model_prices(experiment, alike, schedule.ranks, pipeline.shape()[1])
+        same_chips = Platform(group.chip, max(1, schedule.ranks * workers // group.chip.devices))
+        model = model_prices(experiment, same_chips, schedule.ranks, pipeline.shape()[1])
         prices[group.chip.name] = in_periods(model, period)
         links[group.chip.name] = max((link.bandwidth for link in group.links), default=math.inf)
     names = [group.chip.name for group in groups for _ in range(group.devices)]
@@ -102,6 +103,6 @@ def assign(
         seconds = {name: sum(price.forward for price in model.blocks) for name, model in prices.items()}
         slowness = {name: chip_seconds / min(seconds.values()) for name, chip_seconds in seconds.items()}
         places = virtual_workers(places, slowness, workers)
-    fastest = partition(prices, schedule, places, stash=experiment.plan.stages_keep)
-    pipeline = dataclasses.replace(pipeline, stages=layers_of(fastest, period))
-    return Assignment(pipeline, fastest, tuple(place.kind for place in places), workers)
+    fastest_partition = partition(prices, schedule, places, stash=experiment.plan.stages_keep)
+    pipeline = dataclasses.replace(pipeline, stages=layers_of(fastest_partition, period))
+    return Assignment(pipeline, fastest_partition, tuple(place.kind for place in places), workers)

@@ -1,4 +1,4 @@
-"""Mesh axes along the dims of arrays, and the dims of operands and results that hold the same elements."""
+"""Mesh axes along the dims of arrays, and links: dims of an operand and of a result that hold the same elements."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from jaxscale.trees import leaf_bytes
 Axes = tuple[str, ...]
 Shape = tuple[int, ...]
 DimLink = tuple[int, int, int]
-"""Index of an operand, one of its dims, and the dim of the result with the same elements."""
+"""Index of an operand, one of its dims, and the dim of the result that holds the same elements."""
 
 
 def dims_of(sharding: Any, rank: int) -> Dims:
@@ -25,8 +25,8 @@ def parts(dims: Dims, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Number of parts into which each dim is split.
 
     Args:
-        dims: mesh axes of each dim.
-        sizes: devices along each mesh axis.
+        dims: mesh axes along each dim.
+        sizes: number of devices along each mesh axis.
 
     Example:
         >>> parts((("data", "fsdp"), ()), {"data": 2, "fsdp": 4})
@@ -41,7 +41,7 @@ def local_shape(shape: Shape, dims: Dims, sizes: Mapping[str, int]) -> Shape:
 
 
 def local_bytes(aval: Any, dims: Dims, sizes: Mapping[str, int]) -> int:
-    """Bytes of one device's part of an array; 0 for an abstract value that is no array."""
+    """Bytes of one device's part of an array; 0 for an abstract value that is not an array."""
     if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
         return 0
     elements = math.prod(aval.shape)
@@ -49,25 +49,25 @@ def local_bytes(aval: Any, dims: Dims, sizes: Mapping[str, int]) -> int:
 
 
 def shape_of(value: Any) -> Shape:
-    """Shape of a value, abstract or literal; `()` if it has none, as a token."""
+    """Shape of an abstract value or literal; `()` if it has none, such as a token."""
     return getattr(value, "shape", ())
 
 
-def links(primitive: str, params: Any, shapes: Sequence[Shape], result: Shape) -> list[DimLink] | None:
-    """The linked dims of an operation that rearranges, reduces or multiplies its operands; `None` for any other.
+def links(primitive: str, params: Any, shapes: Sequence[Shape], result_shape: Shape) -> list[DimLink] | None:
+    """The links of an operation that rearranges, reduces or multiplies its operands; `None` for any other operation.
 
     Args:
         primitive: name of the operation.
-        params: of the primitive.
-        shapes: of the operands.
-        result: shape of the result.
+        params: parameters of the primitive.
+        shapes: shapes of the operands.
+        result_shape: shape of the result.
 
     Example:
         >>> links("reshape", {}, [(4, 6, 5)], (24, 1, 5))  # the first dims of each group with the same elements
         [(0, 0, 0), (0, 2, 2)]
     """
     rule = _RULES.get(primitive)
-    return None if rule is None else list(rule(params, shapes, result))
+    return None if rule is None else list(rule(params, shapes, result_shape))
 
 
 def summed_dims(primitive: str, params: Any) -> list[tuple[int, int]]:
@@ -78,49 +78,52 @@ def summed_dims(primitive: str, params: Any) -> list[tuple[int, int]]:
     return [(numbers.lhs_spec[1], numbers.rhs_spec[1])] if primitive == "conv_general_dilated" else []
 
 
-def _broadcast(params: Any, shapes: Any, result: Shape) -> Iterator[DimLink]:
-    for dim, target in enumerate(map(int, params["broadcast_dimensions"])):
-        if shapes[0][dim] == result[target]:
-            yield 0, dim, target
+def _broadcast(params: Any, shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+    """Links of a broadcast: the dims whose size stays the same."""
+    for dim, result_dim in enumerate(map(int, params["broadcast_dimensions"])):
+        if shapes[0][dim] == result_shape[result_dim]:
+            yield 0, dim, result_dim
 
 
-def _transpose(params: Any, shapes: Any, result: Shape) -> Iterator[DimLink]:
-    return ((0, dim, target) for target, dim in enumerate(params["permutation"]))
+def _transpose(params: Any, shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+    return ((0, dim, result_dim) for result_dim, dim in enumerate(params["permutation"]))
 
 
-def _without(removed: str, params: Any, shapes: Any, result: Shape) -> Iterator[DimLink]:
-    """Links of an operation that removes the dims of its parameter `removed`."""
+def _without(removed: str, params: Any, shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+    """Links of an operation that removes the dims listed in its parameter named `removed`."""
     remaining_dims = [dim for dim in range(len(shapes[0])) if dim not in params[removed]]
-    return ((0, dim, target) for target, dim in enumerate(remaining_dims))
+    return ((0, dim, result_dim) for result_dim, dim in enumerate(remaining_dims))
 
 
-def _reshape(params: Any, shapes: Any, result: Shape) -> Iterator[DimLink]:
-    """Dims before which both shapes have the same product: equal ones, or the first of two groups with one product."""
-    targets = {place: target for target, place in enumerate(_places(result))}
-    return ((0, dim, targets[place]) for dim, place in enumerate(_places(shapes[0])) if place in targets)
+def _reshape(params: Any, shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+    """Links of dims before which both shapes hold equally many elements: equal dims, or the first of two groups."""
+    result_dims = {place: result_dim for result_dim, place in enumerate(_places(result_shape))}
+    return ((0, dim, result_dims[place]) for dim, place in enumerate(_places(shapes[0])) if place in result_dims)
 
 
 def _places(shape: Shape) -> list[tuple[int, bool, int]]:
-    """For each dim, the product of the dims before it, whether its size is 1, and its number among such dims there."""
+    """Place of each dim: elements in the dims before it, whether its size is 1, number of earlier dims that agree."""
     places: list[tuple[int, bool, int]] = []
     for dim, size in enumerate(shape):
-        before, is_one = math.prod(shape[:dim]), size == 1
-        places.append((before, is_one, sum(place[:2] == (before, is_one) for place in places)))
+        place_of_dim = (math.prod(shape[:dim]), size == 1)
+        places.append((*place_of_dim, sum(place[:2] == place_of_dim for place in places)))
     return places
 
 
-def _product(params: Any, shapes: Any, result: Shape) -> Iterator[DimLink]:
-    contracted, batched = params["dimension_numbers"]
-    for target, (left, right) in enumerate(zip(*batched, strict=True)):
-        yield from ((0, left, target), (1, right, target))
-    free_targets = itertools.count(len(batched[0]))
+def _product(params: Any, shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+    """Links of a matrix product: its batch dims, then the dims of each operand that are not summed over."""
+    contracted_dims, batch_dims = params["dimension_numbers"]
+    for result_dim, (left_dim, right_dim) in enumerate(zip(*batch_dims, strict=True)):
+        yield from ((0, left_dim, result_dim), (1, right_dim, result_dim))
+    free_result_dims = itertools.count(len(batch_dims[0]))
     for side in (0, 1):
         for dim in range(len(shapes[side])):
-            if dim not in contracted[side] and dim not in batched[side]:
-                yield side, dim, next(free_targets)
+            if dim not in contracted_dims[side] and dim not in batch_dims[side]:
+                yield side, dim, next(free_result_dims)
 
 
-def _convolution(params: Any, shapes: Any, result: Shape) -> Iterator[DimLink]:
+def _convolution(params: Any, shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+    """Links of a convolution: the batch dim of its input, and the dim of output channels of its kernel."""
     numbers = params["dimension_numbers"]
     yield 0, numbers.lhs_spec[0], numbers.out_spec[0]
     yield 1, numbers.rhs_spec[0], numbers.out_spec[1]
@@ -137,3 +140,4 @@ _RULES: Mapping[str, Any] = {
     "dot_general": _product,
     "conv_general_dilated": _convolution,
 }
+"""Function that yields the links of each primitive, from its params, its operands' shapes and its result's shape."""

@@ -1,11 +1,12 @@
 """A traced function as one flat list of operations, for estimates of its memory.
 
-Calls (`jit`, `checkpoint`, custom derivatives) are inlined, the body of a loop stays a program, and operations that no
-result needs are dropped, as a compiler would. Values are numbered; their shapes and names are kept beside the list.
+Calls (`jit`, `checkpoint`, custom derivatives) are inlined, and operations that no result needs are dropped, as a
+compiler would do. The body of a loop stays a program of its own. Values are numbered; their shapes and names are stored
+beside the list.
 
-The `shard_map` of a pipelined step, and that of gradients per replica, are inlined too: an "enter" returns a device's
-part of an array, a "leave" the array of these parts. Within a pipelined step a `cond` keeps a program for each branch;
-elsewhere its longest branch represents it.
+The `shard_map` of a pipelined step and the one of gradients per replica are inlined too: the operation "enter" returns
+one device's part of an array, and "leave" returns the array of all parts. Within a pipelined step a `cond` has a
+program for each branch; elsewhere it is replaced by its longest branch.
 """
 
 import dataclasses
@@ -18,18 +19,19 @@ from jaxscale.programs.walk import Constant, evaluate, live_steps, opened
 
 T = TypeVar("T")
 Atom = int | Constant
-"""A value's number, or a literal."""
+"""Number of a value, or a literal."""
 
 CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-"""Parameters that hold the program of a call."""
+"""Names of the parameters that hold the program of a call."""
 
 LOOPS = ("scan", "while")
+"""Primitives that run a loop."""
 
 SLICING = ("slice", "dynamic_slice", "squeeze", "lt", "add", "select_n")
-"""Operations that take a part of an array by index; a negative index counts from the end."""
+"""Operations that make up a slice by index; some of them turn a negative index into one from the start."""
 
 PIPE = "pipe"
-"""Mesh axis of a pipeline's stages."""
+"""Mesh axis over which a pipeline's stages are placed."""
 
 REPLICA = "replica"
 """Mesh axis over which a codec reduces gradients."""
@@ -37,19 +39,19 @@ REPLICA = "replica"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operation:
-    """One equation.
+    """One operation of a flat program.
 
     Args:
-        kind: its primitive.
-        inputs: numbers of its operands; `None` for a literal.
-        outputs: numbers of its results.
-        params: of the primitive.
-        backward: whether it belongs to the backward pass.
+        kind: name of the primitive, or "enter" or "leave".
+        inputs: number of each operand; `None` for a literal.
+        outputs: number of each result.
+        params: parameters of the primitive.
+        backward: whether the operation belongs to the backward pass.
         equation: the traced equation, with its settings and source.
-        literals: the operands that are literals, by their index among the inputs.
-        loop: the body of a loop.
-        branches: of a `cond` of a pipelined step.
-        manual: mesh axes for which shapes are already per device, in an inlined `shard_map`.
+        literals: operands that are literals, by their index among the inputs.
+        loop: body of the loop, if the operation is a loop.
+        branches: branches of a `cond` of a pipelined step.
+        manual: mesh axes along which shapes are already those of one device, as in an inlined `shard_map`.
     """
 
     kind: str
@@ -65,7 +67,7 @@ class Operation:
 
     @property
     def line(self) -> str:
-        """Its source line, as "file.py:12 (function)"."""
+        """Source line of the operation, such as "file.py:12 (function)"."""
         from jax.extend.source_info_util import summarize
 
         return "" if self.equation is None else summarize(self.equation.source_info).rpartition("/")[2]
@@ -73,14 +75,14 @@ class Operation:
 
 @dataclasses.dataclass(eq=False)
 class FlatProgram:
-    """Operations in the order they run.
+    """A program as a list of operations.
 
     Args:
         inputs: numbers of the arguments, then of the constants.
-        outputs: numbers of the results; `None` for a literal.
-        operations: in order.
-        shapes: abstract value of each number.
-        names: the model's names of values (`checkpoint_name`).
+        outputs: number of each result; `None` for a literal.
+        operations: the operations, in the order they run.
+        shapes: abstract value (shape and type) of each value, by its number.
+        names: the model's name (`checkpoint_name`) of each named value, by its number.
     """
 
     inputs: tuple[int, ...]
@@ -91,7 +93,7 @@ class FlatProgram:
 
     @functools.cached_property
     def readers(self) -> dict[int, list[int]]:
-        """Indices of the operations that read each value, in order; for a value that none reads, no entry."""
+        """Indices of the operations that read each value, in order; a value that nothing reads has no entry."""
         readers: dict[int, list[int]] = {}
         for index, operation in enumerate(self.operations):
             for value in operation.inputs:
@@ -104,8 +106,8 @@ def flatten(jaxpr: Any, manual: frozenset[str] = frozenset()) -> FlatProgram:
     """The flat program of a jaxpr, open or closed.
 
     Args:
-        jaxpr: the function.
-        manual: mesh axes that are manual around it.
+        jaxpr: the jaxpr of a function.
+        manual: mesh axes that are already manual where the function is called.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -117,7 +119,7 @@ def flatten(jaxpr: Any, manual: frozenset[str] = frozenset()) -> FlatProgram:
 
 
 def loop_parts(operation: Operation, items: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
-    """Items of a loop's operands: of the body's constants, of the initial state, of the arrays that a scan slices."""
+    """Split the items of a loop's operands: of the body's constants, the initial state, the arrays that are scanned."""
     if operation.kind == "scan":
         consts, carried = scan_counts(operation.params)
         return items[:consts], items[consts : consts + carried], items[consts + carried :]
@@ -126,11 +128,13 @@ def loop_parts(operation: Operation, items: Sequence[T]) -> tuple[Sequence[T], S
 
 
 def carries(operation: Operation) -> tuple[int | None, ...]:
-    """The initial state of a loop."""
+    """Numbers of the values that are a loop's initial state; `None` for a literal."""
     return tuple(loop_parts(operation, operation.inputs)[1])
 
 
 class _Flattener:
+    """Collects the operations of one flat program."""
+
     def __init__(self, manual: frozenset[str]) -> None:
         self.manual = manual
         self.shapes: dict[int, Any] = {}
@@ -139,6 +143,7 @@ class _Flattener:
         self.constants: list[int] = []
 
     def program(self, jaxpr: Any) -> FlatProgram:
+        """The flat program of a jaxpr."""
         jaxpr = opened(jaxpr)
         self.constants += self._new_values(jaxpr.constvars)
         inputs = self._new_values(jaxpr.invars)
@@ -148,6 +153,7 @@ class _Flattener:
         return FlatProgram((*inputs, *self.constants), outputs, operations, self.shapes, self.names)
 
     def _new_values(self, variables: Sequence[Any]) -> tuple[int, ...]:
+        """Number the variables of a jaxpr; return the numbers."""
         first = len(self.shapes)
         for number, var in enumerate(variables, first):
             self.shapes[number] = var.aval
@@ -158,7 +164,7 @@ class _Flattener:
     ) -> tuple[int, ...]:
         """Append an operation; return the numbers of its results."""
         inputs, outputs = tuple(map(_number, operands)), self._new_values(results)
-        literals = {i: atom.value for i, atom in enumerate(operands) if isinstance(atom, Constant)}
+        literals = {index: atom.value for index, atom in enumerate(operands) if isinstance(atom, Constant)}
         params = fields.pop("params", eqn.params)
         operation = Operation(
             kind, inputs, outputs, params, backward, eqn, literals=literals, manual=self.manual, **fields
@@ -183,7 +189,7 @@ class _Flattener:
             if callee is not None:
                 constants = self._new_values(callee.constvars)
                 self.constants += constants
-                arguments = operands[len(operands) - len(callee.invars) :]  # a `cond` selects its branch by the first
+                arguments = operands[len(operands) - len(callee.invars) :]  # without the index of a `cond`'s branch
                 return self._append_equations(callee, [*constants, *arguments], in_backward)
             body = eqn.params.get("jaxpr" if kind == "scan" else "body_jaxpr") if kind in LOOPS else None
             loop = None if body is None else flatten(body, self.manual)
@@ -198,7 +204,8 @@ class _Flattener:
         region = opened(eqn.params["jaxpr"])
         outer_manual, self.manual = self.manual, frozenset(eqn.params["newly_manual_axes"])
 
-        def crossed(kind: str, atoms: Sequence[Atom], results: Sequence[Any], specs: Sequence[Any]) -> list[Atom]:
+        def append_each(kind: str, atoms: Sequence[Atom], results: Sequence[Any], specs: Sequence[Any]) -> list[Atom]:
+            """Append an operation per value, and return the results; literals stay unchanged."""
             return [
                 atom
                 if isinstance(atom, Constant)
@@ -208,14 +215,15 @@ class _Flattener:
 
         constants = self._new_values(region.constvars)
         self.constants += constants
-        arguments = crossed("enter", operands, region.invars, eqn.params["in_specs"])
+        arguments = append_each("enter", operands, region.invars, eqn.params["in_specs"])
         results = self._append_equations(region, [*constants, *arguments], backward)
-        results = crossed("leave", results, eqn.outvars, eqn.params["out_specs"])
+        results = append_each("leave", results, eqn.outvars, eqn.params["out_specs"])
         self.manual = outer_manual
         return results
 
 
 def _number(atom: Atom) -> int | None:
+    """The number of a value; `None` for a literal."""
     return atom if isinstance(atom, int) else None
 
 
@@ -225,12 +233,13 @@ def _is_model_region(manual: Collection[str]) -> bool:
 
 
 def _with_late_slices(program: FlatProgram) -> FlatProgram:
-    """The program with slices of its arguments (slots, weights) moved to where they are first read."""
+    """The program with each slice of an argument (a slot, a weight) moved to just before its first reader."""
     argument_slices = set(program.inputs)
     pending_slices: dict[int, Operation] = {}
     ordered: list[Operation] = []
 
     def append_with_slices(operation: Operation) -> None:
+        """Append an operation, after the pending slices that it reads."""
         for value in operation.inputs:
             if value in pending_slices:
                 append_with_slices(pending_slices.pop(value))
@@ -249,7 +258,7 @@ def _with_late_slices(program: FlatProgram) -> FlatProgram:
 
 
 def _callee(eqn: Any) -> Any:
-    """The open jaxpr that a call runs, or the longest branch of a `cond`; `None` if the equation is no call."""
+    """The open jaxpr that a call runs, or the longest branch of a `cond`; `None` if the equation calls nothing."""
     if eqn.primitive.name == "cond":
         return max(map(opened, eqn.params["branches"]), key=lambda branch: len(branch.eqns))
     for name in CALLS:

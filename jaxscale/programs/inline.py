@@ -1,4 +1,4 @@
-"""A function's program as one flat list of steps: calls such as `jit` are inlined, dead steps are dropped.
+"""A function's program as one flat list of steps. Calls such as `jit` are inlined and dead steps are dropped.
 
 Values are numbered, so that a step can run again, a value can be tagged and programs can be compared without changing
 JAX's own data. Functions with custom derivatives (`custom_vjp`, `custom_jvp`), loops, branches and kernels stay one
@@ -21,14 +21,14 @@ from jaxscale.programs.walk import Constant, evaluate, is_jaxpr, live_steps, ope
 OPENED = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
 """Primitives that only call the program they hold."""
 ALIASES = frozenset({"name", "sharding_constraint", "optimization_barrier", "pvary"})
-"""Primitives that return their operands."""
+"""Primitives that return their operands unchanged."""
 
 
 class Step(NamedTuple):
-    """One equation.
+    """One step of a program.
 
     Args:
-        eqn: of the jaxpr: primitive, params, source.
+        eqn: equation of the jaxpr, with primitive, params and source.
         inputs: number of each operand, or a constant.
         outputs: number of each result; `None` if nothing reads it.
         scope: names of the calling functions, outermost first.
@@ -55,13 +55,13 @@ class Step(NamedTuple):
 
 
 class InlinedProgram(NamedTuple):
-    """Steps in the order they run.
+    """A program as a list of steps.
 
     Args:
-        steps: live ones only.
-        inputs: numbers of the arguments, after those of closed-over values.
-        outputs: numbers of the results, or constants.
-        avals: shape and type of every value, by number.
+        steps: the live steps, in the order they run.
+        inputs: numbers of the values that the function closes over, then of its arguments.
+        outputs: number of each result, or a constant.
+        avals: abstract value (shape and type) of every value, indexed by its number.
     """
 
     steps: tuple[Step, ...]
@@ -70,7 +70,7 @@ class InlinedProgram(NamedTuple):
     avals: tuple[Any, ...]
 
     def run(self, arguments: Sequence[Any], tag: Callable[[int, Any], Any] | None = None) -> list[Any]:
-        """The results for these arguments; `tag(number, value)` replaces each computed value."""
+        """Run the program, and return its results; each computed value is replaced by `tag(number, value)`."""
         values: dict[int, Any] = dict(zip(self.inputs, arguments, strict=True))
 
         def read(atom: int | Constant) -> Any:
@@ -88,12 +88,13 @@ class InlinedProgram(NamedTuple):
         """16 hexadecimal digits, the same in every process with one version of JAX."""
         digest = hashlib.sha256()
         roots = self.roots()
-        order: dict[int, int] = {}
+        positions: dict[int, int] = {}  # of each value, in the order of first use
 
         def token(atom: int | Constant | None) -> str:
+            """A value as text: its position in the order of first use, "#" for a constant, "_" for none."""
             if not isinstance(atom, int):
                 return "_" if atom is None else "#"
-            return str(order.setdefault(roots[atom], len(order)))
+            return str(positions.setdefault(roots[atom], len(positions)))
 
         for number in self.inputs:
             digest.update(f"{token(number)}:{_shape_text(self.avals[number])};".encode())
@@ -101,16 +102,15 @@ class InlinedProgram(NamedTuple):
             if step.primitive == "name":
                 digest.update(f"{token(step.inputs[0])}={step.eqn.params['name']};".encode())
             elif not step.alias:
-                results = [
-                    f"{token(n)}:{_shape_text(v.aval)}" for n, v in zip(step.outputs, step.eqn.outvars, strict=True)
-                ]
+                numbered = zip(step.outputs, step.eqn.outvars, strict=True)
+                results = [f"{token(number)}:{_shape_text(var.aval)}" for number, var in numbered]
                 operands = [token(atom) for atom in step.inputs]
                 digest.update(f"{step.primitive}{_param_text(step.eqn.params)}({operands})->{results};".encode())
         digest.update(str([token(atom) for atom in self.outputs]).encode())
         return digest.hexdigest()[:16]
 
     def roots(self) -> dict[int, int]:
-        """For each value, the value of which it is an alias; itself if it is none."""
+        """For each value, the value that it is an alias of, or itself if it is not an alias."""
         roots = {number: number for number in range(len(self.avals))}
         for step in self.steps:
             if step.alias:
@@ -120,7 +120,7 @@ class InlinedProgram(NamedTuple):
         return roots
 
     def names(self) -> dict[int, str]:
-        """A unique name for every computed value that is no alias: the model's own (`checkpoint_name`), or the
+        """A unique name for every computed value that is not an alias: the model's own (`checkpoint_name`), or the
         primitive's with the calling functions and a number, such as "silu/logistic" or "dot_general.3".
         """
         roots, model_names = self.roots(), {}
@@ -140,12 +140,13 @@ class InlinedProgram(NamedTuple):
         return names
 
 
-def inline(closed: Any) -> InlinedProgram:
+def inline(closed_jaxpr: Any) -> InlinedProgram:
     """The flat program of a closed jaxpr; its constants are the first inputs."""
     avals: list[Any] = []
     steps: list[Step] = []
 
     def new_numbers(variables: Sequence[Any]) -> tuple[int, ...]:
+        """Number the variables of a jaxpr; return the numbers."""
         avals.extend(var.aval for var in variables)
         return tuple(range(len(avals) - len(variables), len(avals)))
 
@@ -163,7 +164,7 @@ def inline(closed: Any) -> InlinedProgram:
 
         return evaluate(jaxpr, inputs, append)
 
-    jaxpr = closed.jaxpr
+    jaxpr = closed_jaxpr.jaxpr
     inputs = new_numbers((*jaxpr.constvars, *jaxpr.invars))
     outputs = tuple(append_steps(jaxpr, inputs, ()))
     live, read_values = live_steps(steps, outputs, lambda step: bool(step.eqn.effects))
@@ -178,7 +179,7 @@ def _only_wraps(eqn: Any) -> bool:
 
 
 def _function_name(eqn: Any) -> str:
-    """The function's name for a call, else the primitive's."""
+    """Name of the function that an equation calls, or of its primitive if it calls none with a name."""
     name = eqn.params.get("name")
     if eqn.primitive.name.startswith("custom_"):
         name = getattr(getattr(_custom_callee(eqn), "debug_info", None), "func_name", name)
@@ -191,21 +192,22 @@ def _custom_callee(eqn: Any) -> Any:
 
 
 def _shape_text(aval: Any) -> str:
+    """Type and shape of an abstract value as text."""
     return f"{getattr(aval, 'dtype', aval)}{list(getattr(aval, 'shape', ()))}"
 
 
 def _param_text(value: Any) -> str:
-    """A param as text without addresses, functions, placements and layer indices."""
+    """A parameter of an equation as text, without addresses, functions and placements."""
     if is_jaxpr(value):
         lines = [
-            f"{eqn.primitive.name}{_param_text(eqn.params)}{[_shape_text(v.aval) for v in eqn.outvars]}"
+            f"{eqn.primitive.name}{_param_text(eqn.params)}{[_shape_text(var.aval) for var in eqn.outvars]}"
             for eqn in opened(value).eqns
         ]
         return f"{{{';'.join(lines)}}}"
     if isinstance(value, dict):
         # placements exist only on a mesh
-        items = [(key, item) for key, item in sorted(value.items()) if "sharding" not in key]
-        return f"{{{','.join(f'{key}={_param_text(item)}' for key, item in items)}}}"
+        entries = [(key, entry) for key, entry in sorted(value.items()) if "sharding" not in key]
+        return f"{{{','.join(f'{key}={_param_text(entry)}' for key, entry in entries)}}}"
     if isinstance(value, tuple | list):
         return f"({','.join(map(_param_text, value))})"
     if isinstance(value, bool | int | float | str | bytes | None):

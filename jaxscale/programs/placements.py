@@ -1,8 +1,9 @@
-"""Bytes per device of every value of a traced program, without devices: placements propagated from value to value.
+"""Bytes per device of every value of a traced program, without devices, from placements of the program's arguments.
 
-Arguments and sharding constraints specify placements; products, elementwise operations and reshapes propagate them, as
-in XLA's partitioner (GSPMD, Xu et al. 2021, arXiv:2105.04663), of which this is the part that memory needs. Where two
-operands use the same mesh axis, the activations keep it and the weight is gathered.
+A placement is the mesh axes along each dim of a value. Arguments and sharding constraints specify placements; products,
+elementwise operations and reshapes propagate them, as in XLA's partitioner (GSPMD, Xu et al. 2021, arXiv:2105.04663).
+This module has the part of that propagation that affects memory. If two operands of a product use the same mesh axis,
+the activations keep it and the weight is gathered. Values are represented by their numbers in a `FlatProgram`.
 """
 
 import dataclasses
@@ -28,13 +29,14 @@ from jaxscale.programs.flat import FlatProgram, Operation, carries, loop_parts
 from jaxscale.sharding.partition import dim_axes
 
 _FIXPOINT = 3
-_SMALL = 2**16  # elements; below this, tiles hardly matter
+"""Maximum number of passes over a loop's body until its state has the same dims before and after."""
+_SMALL = 2**16  # number of elements below which tiles hardly matter
 
 _LIKE_FIRST_OPERAND = (
     "slice", "dynamic_slice", "pad", "rev", "cumsum", "sort", "top_k", "dynamic_update_slice", "scatter", "scatter-add",
     "scatter_add", "scatter-mul",
 )  # fmt: skip
-"""Operations whose result has the placement of their first operand, where dims have the same size."""
+"""Operations whose result has the placement of their first operand, in the dims whose size is the same."""
 
 _PLACED_BY_READERS = (
     "transpose", "sharding_constraint", "convert_element_type", "reduce_precision", "mul", "add_any",
@@ -48,14 +50,14 @@ class Placements:
     """Mesh axes along the dims of a program's values.
 
     Args:
-        program: the program.
-        sizes: devices along each mesh axis.
-        tiled: memory is tiled, as a TPU's.
-        dims: mesh axes of each value's dims.
+        program: the program whose values are placed.
+        sizes: number of devices along each mesh axis.
+        tiled: whether memory is tiled, as a TPU's is.
+        dims: mesh axes along the dims of each value, by its number.
         gathered: bytes of gathered weights, by the index of the operation that reads them.
         summed: indices of products whose results are summed over devices of the fsdp axis.
-        loops: placements in a loop's body, by the index of the loop.
-        branches: placements in the branches of a `cond`, by its index.
+        loops: placements in the body of each loop, by the loop's index among the operations.
+        branches: placements in the branches of each `cond`, by its index among the operations.
     """
 
     program: FlatProgram
@@ -71,25 +73,23 @@ class Placements:
         """Number of parts into which mesh axes split a dim."""
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
-    def bytes_of(self, shape: Any, dims: Dims, *, host: bool = False) -> int:
-        """Bytes per device of an abstract value in device memory, or in host memory with `host`; 0 if elsewhere."""
-        if in_host_memory(shape) != host:
+    def bytes_of(self, aval: Any, dims: Dims, *, host: bool = False) -> int:
+        """Bytes per device of an abstract value in device memory, or with `host` in host memory; 0 if elsewhere."""
+        if in_host_memory(aval) != host:
             return 0
-        size = local_bytes(shape, dims, self.sizes)
-        return (
-            int(size * padding(local_shape(shape.shape, dims, self.sizes)))
-            if size and self.tiled and not host
-            else size
-        )
+        unpadded_bytes = local_bytes(aval, dims, self.sizes)
+        if not unpadded_bytes or not self.tiled or host:
+            return unpadded_bytes
+        return int(unpadded_bytes * padding(local_shape(aval.shape, dims, self.sizes)))
 
 
-def in_host_memory(shape: Any) -> bool:
+def in_host_memory(aval: Any) -> bool:
     """Whether an abstract value is in host memory."""
-    return getattr(getattr(shape, "memory_space", None), "name", "") == "Host"
+    return getattr(getattr(aval, "memory_space", None), "name", "") == "Host"
 
 
 def padding(shape: Sequence[int]) -> float:
-    """Factor by which tiles enlarge an array in a TPU's memory: 8 x 128 of two of the last three dims.
+    """Factor by which tiles of 8 x 128 elements, along the best two of the last three dims, enlarge an array on a TPU.
 
     Example:
         >>> padding((8, 2048, 1024)), round(padding((64, 16, 257, 257)), 3), padding((2,))
@@ -97,10 +97,10 @@ def padding(shape: Sequence[int]) -> float:
     """
     if len(shape) < 2 or math.prod(shape) < _SMALL:
         return 1.0
-    inner = shape[-3:]
-    lanes = [-(-size // 128) * 128 / size for size in inner]
-    rows = [-(-size // 8) * 8 / size for size in inner]
-    return min(lanes[i] * rows[j] for i in range(len(inner)) for j in range(len(inner)) if i != j)
+    last_sizes = shape[-3:]
+    growth_128 = [-(-size // 128) * 128 / size for size in last_sizes]
+    growth_8 = [-(-size // 8) * 8 / size for size in last_sizes]
+    return min(growth_128[i] * growth_8[j] for i in range(len(last_sizes)) for j in range(len(last_sizes)) if i != j)
 
 
 def place(
@@ -110,9 +110,9 @@ def place(
 
     Args:
         program: a flat program.
-        input_dims: mesh axes of the dims of each of its inputs.
-        sizes: devices along each mesh axis.
-        tiled: memory is tiled, as a TPU's.
+        input_dims: mesh axes along the dims of each input; inputs without an entry are unsharded.
+        sizes: number of devices along each mesh axis.
+        tiled: whether memory is tiled, as a TPU's is.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -140,22 +140,24 @@ def place(
 
 
 def _unsharded(aval: Any) -> Dims:
+    """The dims of an abstract value that no mesh axis splits."""
     return ((),) * len(shape_of(aval))
 
 
 def _operands(operation: Operation, placements: Placements) -> list[Any]:
     """Abstract value of each operand, or the operand itself if it is a literal."""
     shapes = placements.program.shapes
-    return [operation.literals[i] if value is None else shapes[value] for i, value in enumerate(operation.inputs)]
+    inputs = enumerate(operation.inputs)
+    return [operation.literals[index] if value is None else shapes[value] for index, value in inputs]
 
 
 def _shards(placements: Placements, dims: Dims) -> int:
-    """Number of shards of a value."""
+    """Number of shards of a value with these dims."""
     return math.prod(parts(dims, placements.sizes))
 
 
 def _place_operands(operation: Operation, placements: Placements) -> None:
-    """Give the dims of a result to the operands that are split less."""
+    """Place operands like the result, if that splits them into more shards."""
     program = placements.program
     for value, output in zip(operation.inputs, operation.outputs * len(operation.inputs), strict=False):
         if value is None or value in program.inputs:
@@ -171,7 +173,7 @@ def _place_operands(operation: Operation, placements: Placements) -> None:
 
 
 def _place_product_operands(operation: Operation, placements: Placements) -> None:
-    """Give the axes of a product's dims to the same dims of its operands, where those are unsharded."""
+    """Shard the unsharded dims of a product's operands like the linked dims of its result."""
     output, shapes = operation.outputs[0], [shape_of(operand) for operand in _operands(operation, placements)]
     for operand, dim, output_dim in _links(operation, shapes, placements.program.shapes[output].shape):
         value = operation.inputs[operand]
@@ -183,7 +185,7 @@ def _place_product_operands(operation: Operation, placements: Placements) -> Non
 
 
 def _output_dims(operation: Operation, index: int, placements: Placements) -> Sequence[Dims]:
-    """Dims of an operation's results, from those of its operands; what it gathers and sums is recorded."""
+    """Dims of an operation's results; also records the bytes that it gathers, and whether it sums over devices."""
     operands = _operands(operation, placements)
     dims = [
         _unsharded(operand) if value is None else placements.dims[value]
@@ -195,7 +197,7 @@ def _output_dims(operation: Operation, index: int, placements: Placements) -> Se
         if operation.manual:  # slots and sums of a pipelined step start as zeros, placed as in the loop
             states = zip(carries(operation), output_dims, strict=False)
             inputs = placements.program.inputs
-            placements.dims |= {v: axes for v, axes in states if v is not None and v not in inputs}
+            placements.dims |= {value: axes for value, axes in states if value is not None and value not in inputs}
         return output_dims
     if kind == "sharding_constraint":
         return [dims_of(operation.params["sharding"], len(shapes[operation.outputs[0]].shape))]
@@ -208,7 +210,8 @@ def _output_dims(operation: Operation, index: int, placements: Placements) -> Se
         return [tuple((*manual, *axes) for manual, axes in zip(manual_axes, dims[0], strict=True))]
     if kind == "shard_map":
         specs = operation.params["out_specs"]
-        return [dim_axes(spec, len(shapes[v].shape)) for v, spec in zip(operation.outputs, specs, strict=True)]
+        outputs = zip(operation.outputs, specs, strict=True)
+        return [dim_axes(spec, len(shapes[value].shape)) for value, spec in outputs]
     if kind != "dot_general":
         return [_linked_dims(operation, operands, dims, output, placements) for output in operation.outputs]
     pairs = summed_dims(kind, operation.params)
@@ -217,27 +220,27 @@ def _output_dims(operation: Operation, index: int, placements: Placements) -> Se
     if "fsdp" in summed_axes:
         placements.summed.add(index)
     product_dims = _linked_dims(operation, operands, dims, operation.outputs[0], placements)
-    # an axis along which both operands are summed is used up
+    # the sum over an axis along which both operands are split removes it
     return [tuple(tuple(axis for axis in axes if axis not in summed_axes) for axes in product_dims)]
 
 
 def _linked_dims(
     operation: Operation, operands: Sequence[Any], dims: Sequence[Dims], result: int, placements: Placements
 ) -> Dims:
-    """Dims of a result: the axes of the operands' dims that are linked to each, every axis once."""
+    """Dims of a result: each dim has the axes of the first sharded operand dim linked to it, without axes in use."""
     shape = shape_of(placements.program.shapes[result])
     shapes = [shape_of(operand) for operand in operands]
     operation_links = _links(operation, shapes, shape)
     if operation.kind == "dot_general":  # the larger operand keeps its axes
-        sizes = [placements.bytes_of(operand, axes) for operand, axes in zip(operands, dims, strict=True)]
-        operation_links = sorted(operation_links, key=lambda link: -sizes[link[0]])
+        operand_bytes = [placements.bytes_of(operand, axes) for operand, axes in zip(operands, dims, strict=True)]
+        operation_links = sorted(operation_links, key=lambda link: -operand_bytes[link[0]])
     result_dims: list[Axes] = [()] * len(shape)
     used_axes: set[str] = set()
     for operand, dim, result_dim in operation_links:
         if result_dims[result_dim] or not dims[operand][dim]:
             continue
         axes = tuple(axis for axis in dims[operand][dim] if axis not in used_axes)
-        # a group of reshaped dims keeps the axes of its first dim, where they divide it
+        # a group of reshaped dims keeps the axes of its first dim if they divide it
         if shapes[operand][dim] == shape[result_dim] or shape[result_dim] % placements.ways(axes) == 0:
             result_dims[result_dim] = axes
             used_axes.update(axes)
@@ -245,7 +248,7 @@ def _linked_dims(
 
 
 def _links(operation: Operation, shapes: Sequence[Shape], result: Shape) -> Iterable[DimLink]:
-    """Linked dims of an operation's operands and of a result; the first of those linked to one dim has precedence."""
+    """Links between an operation's operands and a result; of several links to one dim, the first has precedence."""
     kind, params = operation.kind, operation.params
     if kind == "gather":
         return _gather_links(params, shapes, result)
@@ -257,7 +260,7 @@ def _links(operation: Operation, shapes: Sequence[Shape], result: Shape) -> Iter
 
 
 def _same_dims(shapes: Sequence[Shape], result: Shape) -> Iterable[DimLink]:
-    """Links of an elementwise operation."""
+    """Links of an elementwise operation: dims of the same size in operands of the result's rank."""
     same_rank = [(operand, shape) for operand, shape in enumerate(shapes) if len(shape) == len(result)]
     return [
         (operand, dim, dim) for operand, shape in same_rank for dim, size in enumerate(result) if shape[dim] == size
@@ -265,7 +268,7 @@ def _same_dims(shapes: Sequence[Shape], result: Shape) -> Iterable[DimLink]:
 
 
 def _gather_links(params: Any, shapes: Sequence[Shape], result: Shape) -> Iterable[DimLink]:
-    """Gathered rows have the placement of their indices; dims taken whole have that of the table."""
+    """Links of a gather: gathered rows are placed like their indices, dims that are taken whole like the table's."""
     numbers = params["dimension_numbers"]
     table, indices = shapes[:2]
     row_dims = [dim for dim in range(len(result)) if dim not in numbers.offset_dims]
@@ -277,63 +280,63 @@ def _gather_links(params: Any, shapes: Sequence[Shape], result: Shape) -> Iterab
 
 
 def _loop(operation: Operation, index: int, dims: list[Dims], placements: Placements) -> list[Dims]:
-    """Dims of a loop's results, with a state whose dims are the same before and after the body."""
+    """Dims of a loop's results. The body is placed again until its state has the same dims before and after it."""
     body = operation.loop
     assert body is not None
     sizes = _automatic_sizes(operation, placements)
     consts, state, xs = map(list, loop_parts(operation, dims))
     xs = [operand_dims[1:] for operand_dims in xs]
-    nested = place(body, [*consts, *state, *xs], sizes, tiled=placements.tiled)
+    body_placements = place(body, [*consts, *state, *xs], sizes, tiled=placements.tiled)
     for _ in range(_FIXPOINT):
         next_state = [
-            _unsharded(body.shapes[argument]) if value is None else nested.dims[value]
+            _unsharded(body.shapes[argument]) if value is None else body_placements.dims[value]
             for value, argument in zip(body.outputs[: len(state)], body.inputs[len(consts) :], strict=False)
         ]
-        most_sharded = [
-            a if _shards(placements, a) > _shards(placements, b) else b for a, b in zip(next_state, state, strict=True)
-        ]
+        most_sharded = [max(pair, key=partial(_shards, placements)) for pair in zip(state, next_state, strict=True)]
         if most_sharded == state:
             break
         state = most_sharded
-        nested = place(body, [*consts, *state, *xs], sizes, tiled=placements.tiled)
-    placements.loops[index] = nested
-    stacked_dims = [((), *(nested.dims[value] if value is not None else ())) for value in body.outputs[len(state) :]]
+        body_placements = place(body, [*consts, *state, *xs], sizes, tiled=placements.tiled)
+    placements.loops[index] = body_placements
+    stacked = body.outputs[len(state) :]
+    stacked_dims = [((), *(body_placements.dims[value] if value is not None else ())) for value in stacked]
     return [*state, *stacked_dims]
 
 
 def _automatic_sizes(operation: Operation, placements: Placements) -> dict[str, int]:
-    """The mesh axes over which shapes within an operation are still global."""
+    """Sizes of the mesh axes along which shapes within an operation are still those of all devices together."""
     return {axis: size for axis, size in placements.sizes.items() if axis not in operation.manual}
 
 
 def _cond(operation: Operation, index: int, dims: list[Dims], placements: Placements) -> list[Dims]:
-    """Dims of the results: for each, those of the branch that shards it most."""
+    """Dims of a `cond`'s results; each result has the dims of the branch that shards it most."""
     sizes = _automatic_sizes(operation, placements)
-    nested = [place(branch, dims[1:], sizes, tiled=placements.tiled) for branch in operation.branches]
-    placements.branches[index] = tuple(nested)
+    branches = [place(branch, dims[1:], sizes, tiled=placements.tiled) for branch in operation.branches]
+    placements.branches[index] = tuple(branches)
     output_dims = []
     for number, value in enumerate(operation.outputs):
-        outputs = [(branch, branch.program.outputs[number]) for branch in nested]
-        candidates = [branch.dims[output] for branch, output in outputs if output is not None]
+        outputs = [(branch, branch.program.outputs[number]) for branch in branches]
+        branch_dims = [branch.dims[output] for branch, output in outputs if output is not None]
         unsharded = _unsharded(placements.program.shapes[value])
-        output_dims.append(max(candidates, key=partial(_shards, placements), default=unsharded))
+        output_dims.append(max(branch_dims, key=partial(_shards, placements), default=unsharded))
     return output_dims
 
 
 def _gathered_bytes(
     operation: Operation, operands: Sequence[Any], dims: Sequence[Dims], summed_axes: set[str], placements: Placements
 ) -> int:
-    """Bytes of an operand of a product that is gathered because the other's free dims use the same axes."""
-    contracted, batched = operation.params["dimension_numbers"]
-    total = 0
+    """Bytes of a product's operands that are gathered because the free dims of the partner use the same mesh axes."""
+    contracted_dims, batch_dims = operation.params["dimension_numbers"]
+    gathered_bytes = 0
     for side, partner in ((0, 1), (1, 0)):
-        bound_dims = (*contracted[partner], *batched[partner])
+        bound_dims = (*contracted_dims[partner], *batch_dims[partner])
         free_axes = {axis for dim, axes in enumerate(dims[partner]) if dim not in bound_dims for axis in axes}
         gathered_dims = tuple(
-            tuple(a for a in axes if a not in free_axes and (dim not in contracted[side] or a in summed_axes))
+            tuple(a for a in axes if a not in free_axes and (dim not in contracted_dims[side] or a in summed_axes))
             for dim, axes in enumerate(dims[side])
         )
         if gathered_dims != dims[side] and any("fsdp" in axes for axes in dims[side]):
-            size = placements.bytes_of(operands[side], gathered_dims)
-            total += size if size <= placements.bytes_of(operands[partner], dims[partner]) else 0
-    return total
+            operand_bytes = placements.bytes_of(operands[side], gathered_dims)
+            if operand_bytes <= placements.bytes_of(operands[partner], dims[partner]):
+                gathered_bytes += operand_bytes
+    return gathered_bytes

@@ -1,7 +1,8 @@
-"""Mesh axes along each dim of each value of a program, propagated as the compiler would.
+"""Mesh axes along each dim of each value of a program, propagated as a compiler would do.
 
-Some inputs and the program's sharding constraints have known placements; every other dim has that of the nearest dim
-linked to it: a dim of a matrix product is linked to its operands', a part of a reshaped dim to the whole.
+Some inputs and the program's sharding constraints have known placements. Every other dim has the axes of the nearest
+dim that it is linked to: a dim of a matrix product is linked to the operand's dim with the same elements, and the first
+of several dims into which a dim is reshaped is linked to that dim.
 
 Left out: the costs that the compiler's propagation weighs (bytes of a resharding, uneven parts), and links through
 gathers. A kernel, a loop or a function with a custom derivative links dims of the same position and length.
@@ -23,11 +24,12 @@ def propagate(program: InlinedProgram, known_dims: Mapping[int, Dims], sizes: Ma
 
     Args:
         program: a flat program.
-        known_dims: those of inputs with a known placement, by the number of the value.
-        sizes: devices along each mesh axis.
+        known_dims: mesh axes along the dims of each input with a known placement, by the number of the input.
+        sizes: number of devices along each mesh axis.
 
     Returns:
-        By the value's number, one entry per dim. No axis is along two dims of a value or along a shorter dim.
+        For the number of each value, the mesh axes along each dim. No axis is along two dims of a value, and no dim is
+        split into more parts than its size.
     """
     ranks = [len(shape_of(aval)) for aval in program.avals]
     if math.prod(sizes.values()) == 1:
@@ -37,15 +39,15 @@ def propagate(program: InlinedProgram, known_dims: Mapping[int, Dims], sizes: Ma
     all_known_dims = list(known_dims.items())
     for step in program.steps:
         if step.primitive != "sharding_constraint":
-            for first, second in _links(step, program):
-                neighbours.setdefault(first, []).append(second)
-                neighbours.setdefault(second, []).append(first)
+            for first_dim, second_dim in _links(step, program):
+                neighbours.setdefault(first_dim, []).append(second_dim)
+                neighbours.setdefault(second_dim, []).append(first_dim)
         elif (output := step.outputs[0]) is not None:
             dims = dims_of(step.eqn.params["sharding"], ranks[output])
             all_known_dims.append((output, dims))
             operand = step.inputs[0]
             for dim, axes in enumerate(dims):
-                if axes and isinstance(operand, int):  # it has the placement of its constraint, unless that gathers it
+                if axes and isinstance(operand, int):  # placed like the result, unless the constraint gathers it
                     neighbours.setdefault((output, dim), []).append((operand, dim))
     queue: deque[Dim] = deque()
     for number, dims in all_known_dims:
@@ -53,12 +55,12 @@ def propagate(program: InlinedProgram, known_dims: Mapping[int, Dims], sizes: Ma
             axes_of[number, dim] = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
             queue.append((number, dim))
     while queue:
-        source = queue.popleft()
-        for number, dim in neighbours.get(source, ()):
+        source_dim = queue.popleft()
+        for number, dim in neighbours.get(source_dim, ()):
             if (number, dim) not in axes_of:
                 used_axes = {axis for d in range(ranks[number]) for axis in axes_of.get((number, d), ())}
-                fits = math.prod(sizes[axis] for axis in axes_of[source]) <= program.avals[number].shape[dim]
-                axes_of[number, dim] = axes_of[source] if fits and not used_axes & set(axes_of[source]) else ()
+                fits = math.prod(sizes[axis] for axis in axes_of[source_dim]) <= program.avals[number].shape[dim]
+                axes_of[number, dim] = axes_of[source_dim] if fits and not used_axes & set(axes_of[source_dim]) else ()
                 queue.append((number, dim))
     return {number: tuple(axes_of.get((number, dim), ()) for dim in range(rank)) for number, rank in enumerate(ranks)}
 
@@ -83,7 +85,7 @@ def _links(step: Step, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
 
 
 def _same_places(shapes: Sequence[Shape], result: Shape) -> Iterator[DimLink]:
-    """Dims of the same position and length; between arrays of different ranks only the first."""
+    """Links of dims with the same position and length; between arrays of different ranks, only of the first dims."""
     for index, shape in enumerate(shapes):
         for dim, (size, result_size) in enumerate(zip(shape, result, strict=False)):
             if size == result_size and (dim == 0 or len(shape) == len(result)):

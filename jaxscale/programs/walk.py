@@ -1,11 +1,11 @@
-"""Walks over a jaxpr: through all its equations, or in place of its evaluation."""
+"""Functions that walk over a jaxpr: list its equations, evaluate it with other operations, drop its dead steps."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 
 class Constant(NamedTuple):
-    """A number written in the program."""
+    """A literal, a number written in the program."""
 
     value: Any
 
@@ -23,19 +23,21 @@ def opened(jaxpr: Any) -> Any:
 def inner_jaxprs(eqn: Any) -> list[Any]:
     """The jaxprs among the parameters of an equation: a call's program, a loop's body, branches."""
     return [
-        item
+        inner
         for param in eqn.params.values()
-        for item in (param if isinstance(param, tuple | list) else (param,))
-        if is_jaxpr(item)
+        for inner in (param if isinstance(param, tuple | list) else (param,))
+        if is_jaxpr(inner)
     ]
 
 
 def equations(jaxpr: Any, runs: int = 1) -> Iterator[tuple[Any, int]]:
-    """Every equation of a jaxpr and of those inside it, each with the number of its runs; a `while` runs once.
+    """Every equation of a jaxpr and of the jaxprs inside it, each with the number of times that it runs.
+
+    The body of a `while` is counted as running once.
 
     Args:
-        jaxpr: open or closed.
-        runs: of the jaxpr.
+        jaxpr: a jaxpr, open or closed.
+        runs: number of times that the jaxpr runs.
 
     Example:
         >>> import jax
@@ -51,12 +53,13 @@ def equations(jaxpr: Any, runs: int = 1) -> Iterator[tuple[Any, int]]:
 
 
 def evaluate(jaxpr: Any, inputs: Sequence[Any], run: Callable[[Any, list[Any]], Sequence[Any]]) -> list[Any]:
-    """The results of an open jaxpr, with a function in place of its primitives.
+    """Evaluate an open jaxpr with a function in place of its primitives, and return its results.
 
     Args:
-        jaxpr: the program.
-        inputs: a value for each of its constants, then for each argument.
-        run: from an equation and its operands to its results; an operand that is a literal is a `Constant`.
+        jaxpr: an open jaxpr.
+        inputs: a value for each constant of the jaxpr, then for each argument.
+        run: function that returns the results of an equation, called with the equation and its operands; an operand
+            that is a literal is a `Constant`.
     """
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
 
@@ -74,9 +77,10 @@ def live_steps(
     """The steps that results depend on, in order, and the numbers of all values that are read.
 
     Args:
-        steps: in order, each with the numbers of its `inputs` and `outputs`; literals are no `int`.
+        steps: steps in the order they run; `inputs` and `outputs` of a step are the numbers of values, as `int`, or
+            literals of another type.
         results: numbers of the results, or literals.
-        is_effect: whether a step must run even if nothing reads its outputs.
+        is_effect: returns whether a step must run even if nothing reads its outputs.
     """
     read_values = {atom for atom in results if isinstance(atom, int)}
     live: list[Any] = []

@@ -146,7 +146,7 @@ def test_a_platform_of_unknown_rates_and_one_that_does_not_divide(capsys):
     assert main([*asked, "cpu x 4"]) == 2
     assert "the rates of a cpu are unknown" in capsys.readouterr().err
     assert main([*asked, "tpu v5e:2x2"]) == 2
-    assert "a pipeline of 3 devices does not divide the 4 of tpu v5e:2x2" in capsys.readouterr().err
+    assert "pipeline of 3 ranks: tpu v5e:2x2 has 4 devices, expected a multiple of 3" in capsys.readouterr().err
 
 
 def test_colors_where_a_terminal_is(capsys, monkeypatch):

@@ -84,5 +84,5 @@ def test_the_compiler_s_word_on_a_piece(planned):
 
 def test_blocks_in_no_loop_have_no_piece(planned):
     experiment = planned(memory=MemoryPlan.parse("revolve:2"))
-    with pytest.raises(UserError, match="compile-block: the blocks are in no loop"):
+    with pytest.raises(UserError, match="compile-block: the model's blocks do not run in a loop"):
         estimate(experiment, CPU, compile_block=True)
