@@ -153,7 +153,7 @@ def test_choices_are_those_of_the_platform_traced_for(platform, kernel, why):
     largest = took(platform, mesh="replica:2,fsdp:2", reduce="topk:0.05")["top_k"]
     assert largest == (kernel or "reference", why), "in every fraction of its warm-up"
     fp8 = took(platform, state="fp8")["adam8"]
-    knows = "the kernel knows states int8 and dynamic8, not fp8"
+    knows = "the kernel supports states int8 and dynamic8, not fp8"
     assert fp8 == ("reference", why if platform.startswith("cpu") else knows)
 
 
@@ -176,7 +176,7 @@ def test_estimates_and_meetings_tell_it_too():
     step.check_kernels()
     found = {one.kernel: (one.chosen, one.why) for one in step.kernels}
     assert found["quantize"] == ("tpu", None)
-    assert found["adam8"] == ("reference", "replicas under diloco step together by XLA's program")
+    assert found["adam8"] == ("reference", "replicas under diloco are updated together by XLA's program")
 
 
 @pytest.mark.parametrize("name", ["chunked", "reference"])
