@@ -118,8 +118,9 @@ def conversion(entries: Mapping[str, Sequence[PyTree]], abstract: Abstract) -> C
             shape, dtype = tuple(entries[array_name][0]), entries[array_name][1]
             read[array_name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=fitting(leaf.sharding, shape))
     saved_corrections, step_corrections = corrections(entries), corrections(abstract)
-    split_changes = {name for name in abstract if (name in saved_corrections) != (name in step_corrections)}
-    weights = [name for name in abstract if name in split_changes and name in entries]
+    weights = [
+        name for name in abstract if name in entries and (name in saved_corrections) != (name in step_corrections)
+    ]
     for name in weights:
         leaf = abstract[name]
         if name in saved_corrections:
