@@ -72,7 +72,7 @@ EXAMPLES = (
     ("pipeline=1f1b:2x4 correction=0.1", {}, "take pipemare:P"),
     ("pipeline=1f1b:2x4 synchronous_steps=3", {}, "take pipemare:P"),
     ("pipeline=2bw:2x4 correction=0.1", {}, "read the weights of their forwards"),
-    ("pipeline=2bw:2x4 lowering=phased", {}, "its ticks mix kinds"),
+    ("pipeline=2bw:2x4 lowering=phased", {}, "its ticks mix forward and backward passes"),
     ("pipeline=chimera:2x4 weights=host", {"copied": True}, "take another pipeline"),
     ("pipeline=2bw:2x4 precision=bfloat16 master=split", {}, "take state.master float32"),
     ("pipeline=2bw:2x4 weights=host", {}, "take offload.weights device"),
