@@ -166,8 +166,7 @@ RULES: tuple[Rule, ...] = (
     *(
         Rule(
             asked.both(asked.one_bit, place),
-            "replicas send their new momentum in the middle of an update, from the device; keep weights and optimizer "
-            "state on the device",
+            "replicas send their new momentum in the middle of an update, from the device; keep it on the device",
         )
         for place in (asked.weights_host, asked.state_off)
     ),

@@ -134,8 +134,7 @@ def conversion(entries: Mapping[str, Sequence[PyTree]], abstract: Abstract) -> C
         arrays = dict(arrays)
         for name in weights:
             if name in saved_corrections:
-                correction = arrays.pop(saved_corrections[name])
-                arrays[name] = _joined(abstract[name].sharding)(arrays[name], correction)
+                arrays[name] = _joined(abstract[name].sharding)(arrays[name], arrays.pop(saved_corrections[name]))
             else:
                 arrays[name], arrays[step_corrections[name]] = _split(abstract[name].sharding)(arrays[name])
         for name, (old, new) in changes.items():

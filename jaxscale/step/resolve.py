@@ -170,8 +170,7 @@ def settled_unroll(plan: Plan, platform: str) -> tuple[Plan, str]:
         why = "because on a CPU a loop over single layers uses the least memory"
     else:
         return plan, ""
-    note = f"; unroll 1 instead of {plan.unroll} under memory {plan.memory}, {why}"
-    return dataclasses.replace(plan, unroll=1), note
+    return dataclasses.replace(plan, unroll=1), f"; unroll 1 instead of {plan.unroll} under memory {plan.memory}, {why}"
 
 
 def describe_products(plan: Plan, device: Device) -> list[str]:

@@ -372,8 +372,7 @@ class TrainStep:
         """
         if self.stream is not None:
             raise UserError(
-                f"{self.stream.asked}: a step has no gradients of its own, because each stage updates its weights at "
-                "other times; take a synchronous pipeline to compute gradients"
+                f"{self.stream.asked}: a step has no gradients of its own; take a synchronous pipeline to compute them"
             )
         return self.objective.gradients(state, batch)[1]
 

@@ -82,7 +82,7 @@ EXAMPLES = (
     ("pipeline=2bw:2x4 mesh=replica:2", {"experiment": ONE_BIT}, "a synchronous pipeline, or adamw"),
     ("pipeline=2bw:2x4 diloco=every=2 mesh=replica:2", {}, "replicas meet between steps"),
     ("pipeline=2bw:2x4 memory=offload:pofo:1MiB", {}, "add the option stash=input"),
-    ("pipeline=2bw:2x4", {"mixing": "reduce_sum"}, "may be of several layers"),
+    ("pipeline=2bw:2x4", {"mixing": "reduce_sum"}, "may belong to several layers"),
     ("pipeline=2bw:2x4", {"reshaped": True}, "other shapes than its parameters"),
     ("pipeline=2bw:2x4", UNLIKE, "take a synchronous one"),
     ("pipeline=1f1b:2x4", UNLIKE, "add the option stash=input"),

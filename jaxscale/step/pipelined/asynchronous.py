@@ -300,8 +300,7 @@ class AsyncPipeline:
             weights: Named, shared: Named, owned: dict[int, Array], flight: Flight, batch: Scaled, key: Key
         ) -> tuple[Named, Named, dict[int, Array], Flight, tuple[Loss, Array, dict[str, Array]]]:
             parameters = jax.tree.map(lambda leaf: leaf[None], weights), shared
-            stage_state = {name: flight[name] for name in ("free", "watch", "codes")}
-            stage_state = jax.tree.map(lambda leaf: leaf[0], stage_state)
+            stage_state = {name: jax.tree.map(lambda x: x[0], flight[name]) for name in ("free", "watch", "codes")}
             owned = {i: leaf if stacked[i] else leaf[0] for i, leaf in owned.items()}
             carry = {"owned": owned, **stage_state, "squares": jnp.zeros(()), "sent": jnp.zeros(())}
             pipe = self._pipe(parameters, batch, key)
