@@ -90,7 +90,7 @@ EXAMPLES = (
     ("pipeline=1f1b:2x4 stash=input mesh=sequence:2", UNLIKE, "nothing splits over sequence"),
     ("pipeline=1f1b:2x4 stash=input mesh=fsdp:2 zero=3", UNLIKE, "take zero 2"),
     ("pipeline=1f1b:2x4 stash=input weights=host", UNLIKE, "take offload.weights device"),
-    ("pipeline=1f1b:2x4 stash=input mesh=replica:2 reduce=int8", UNLIKE, "made for weights that stages have"),
+    ("pipeline=1f1b:2x4 stash=input mesh=replica:2 reduce=int8", UNLIKE, "support only stages of alike blocks"),
     ("pipeline=1f1b:2x4 stash=input memory=sqrt", UNLIKE, "take none, dots or full"),
 )
 
