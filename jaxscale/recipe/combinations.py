@@ -1,8 +1,8 @@
-"""What does not go together: a row a rule.
+"""Combinations of requests that do not work together, as a table with one rule in each row.
 
-A row names requests (`requests.py`). A plan is checked by itself when it is made, and with its mesh, experiment and
-model before a step is built; a row whose facts are not known yet is left for then. What a single value must be stands
-with the value; what a schedule's table or a traced model shows first is refused there.
+A row names requests (`requests.py`). A plan is checked alone when it is created, and again with its mesh, experiment
+and model before a step is built; a row that depends on facts that are still unknown is skipped until then. Conditions
+on a single value are checked by its class, and conditions on a schedule's table or a traced model where those are made.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ class Rule:
     """A request, or a combination of requests, that cannot be met.
 
     Args:
-        request: what is refused.
-        text: why, and behind a semicolon what to do instead; `Facts.fill` fills in what it mentions.
+        request: the request, or combination of requests, that is refused.
+        text: the reason, and behind a semicolon what to do instead; `Facts.fill` fills in the fields in braces.
     """
 
     request: Request
@@ -26,11 +26,11 @@ class Rule:
 
 
 class Incompatible(UserError):
-    """A combination that a rule refuses.
+    """A combination of requests that a rule refuses.
 
     Args:
-        text: the reason and the way round, filled in.
-        rule: the row.
+        text: the requests, the reason, and what to do instead.
+        rule: the rule that refuses it.
     """
 
     def __init__(self, text: str, rule: Rule) -> None:
@@ -39,27 +39,30 @@ class Incompatible(UserError):
 
 
 def check(facts: Facts) -> None:
-    """Refuse a combination that a row excludes.
+    """Refuse a combination that a rule excludes.
+
+    Args:
+        facts: the facts of a training run that are known so far.
 
     Raises:
-        Incompatible: with the first such row's reason, and the way round.
+        Incompatible: the first rule that applies, with its reason and what to do instead.
 
     Example:
         >>> from jaxscale.recipe.plan import OffloadPlan, Plan
         >>> Plan(offload=OffloadPlan(gradients="host"))
         Traceback (most recent call last):
-        jaxscale.recipe.combinations.Incompatible: offload.gradients host: they go there from weights that \
-come from there; add offload.weights host
+        jaxscale.recipe.combinations.Incompatible: offload.gradients host: gradients go to the host only if \
+weights lie there too; add offload.weights host
     """
     for rule in RULES:
-        asked_for = rule.request(facts)
-        if asked_for is not None:
-            raise Incompatible(f"{asked_for}: {facts.fill(rule.text)}", rule)
+        request_text = rule.request(facts)
+        if request_text is not None:
+            raise Incompatible(f"{request_text}: {facts.fill(rule.text)}", rule)
 
 
 OWN_COPIES = "its stages update copies of their own on the device, in the middle of a step"
 OF_THE_WHOLE_BATCH = "batch statistics and generators are of the whole batch, and each replica would have its own"
-LOOK_UPS = "XLA aborts on look-ups of such layers there (embeddings), and a model is not asked whether it has any"
+LOOK_UPS = "XLA aborts on the embedding look-ups of such layers, and jaxscale cannot see whether a model has any"
 
 RULES: tuple[Rule, ...] = (
     # what needs an axis of the mesh, or a pipeline
@@ -111,27 +114,27 @@ RULES: tuple[Rule, ...] = (
     # host memory
     Rule(
         asked.unless(asked.gradients_host, lambda facts: facts.plan.offload.weights == "host"),
-        "they go there from weights that come from there; add offload.weights host",
+        "gradients go to the host only if weights lie there too; add offload.weights host",
     ),
     Rule(
         asked.both(asked.gradients_host, asked.microbatches),
-        "nothing adds up the gradients of several microbatches there; take offload.gradients device, or microbatches 1",
+        "gradients on the host are not summed over microbatches; take offload.gradients device, or microbatches 1",
     ),
     Rule(
         asked.both(asked.gradients_host, asked.pipeline),
-        "nothing adds up the gradients of its microbatches there; take offload.gradients device, or leave the "
+        "gradients on the host are not summed over its microbatches; take offload.gradients device, or leave the "
         "pipeline out",
     ),
     *(
         Rule(
             asked.both(asked.split, place),
-            "what is on the host there is the float32 weights, which split weights do without; leave one out",
+            "the host would hold float32 weights, which split weights replace; leave one out",
         )
         for place in (asked.weights_host, asked.state_host)
     ),
     Rule(
         asked.both(asked.keeps_weights, asked.weights_host),
-        "it keeps every weight that was fetched on the device; take memory none, which keeps all else",
+        "it would keep every weight that is fetched to the device; take memory none, which keeps all else",
     ),
     Rule(
         asked.both(asked.memory("sqrt", "periodic", "revolve", "chain"), asked.weights_host),
@@ -158,13 +161,12 @@ RULES: tuple[Rule, ...] = (
     Rule(asked.both(asked.codec, asked.foreign_over_tensor), f"{LOOK_UPS}; take a mesh without tensor"),
     Rule(
         asked.both(asked.one_bit, asked.codec_beside_one_bit),
-        "it sends momenta in one bit, and no gradients that reduce could be for; leave reduce out",
+        "it sends momenta in one bit instead of gradients, so reduce has nothing to compress; leave reduce out",
     ),
     *(
         Rule(
             asked.both(asked.one_bit, place),
-            "replicas send what their momentum becomes in the middle of an update, all of it from the device; keep "
-            "it on the device",
+            "replicas send their new momentum in the middle of an update, from the device; keep it on the device",
         )
         for place in (asked.weights_host, asked.state_off)
     ),
@@ -186,7 +188,10 @@ RULES: tuple[Rule, ...] = (
         "the host would update each replica's own weights, which lie on the device; take offload.optimizer_state "
         "streamed, or leave diloco out",
     ),
-    Rule(asked.both(asked.diloco, asked.split), "ways back are taken of float32 weights; take state.master float32"),
+    Rule(
+        asked.both(asked.diloco, asked.split),
+        "displacements are computed from float32 weights; take state.master float32",
+    ),
     Rule(
         asked.both(asked.diloco, asked.model_state),
         f"{OF_THE_WHOLE_BATCH}; leave diloco out, or take a model without",
@@ -208,7 +213,7 @@ RULES: tuple[Rule, ...] = (
         asked.both(asked.correction, asked.own_weights),
         "its backwards read the weights of their forwards; leave it out, or take pipemare:P",
     ),
-    Rule(asked.both(asked.phased, asked.asynchronous), "its ticks mix kinds; leave it out"),
+    Rule(asked.both(asked.phased, asked.asynchronous), "its ticks mix forward and backward passes; leave lowering out"),
     Rule(
         asked.both(asked.weights_host, asked.copied),
         "two devices have each stage, and its weights go from one to the other in every step; take another pipeline, "
@@ -235,8 +240,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         asked.both(lambda facts: asked.codec(facts) if asked.along("tensor")(facts) else None, asked.asynchronous),
-        "stages reduce when they update, each in a branch of its own, in which XLA would move parts of a gradient "
-        "over tensor, and devices of other stages never come; take a mesh without tensor, or a synchronous pipeline",
+        "each stage reduces its gradients in a branch of its own, in which XLA would wait for devices along tensor "
+        "that do not run this branch; take a mesh without tensor, or a synchronous pipeline",
     ),
     Rule(
         asked.both(asked.one_bit, asked.asynchronous),
@@ -252,18 +257,18 @@ RULES: tuple[Rule, ...] = (
             lambda facts: asked.memory("offload")(facts) if facts.plan.stages_keep == "residuals" else None,
             asked.asynchronous,
         ),
-        "what its stages keep is in flight from step to step, and lies on the device; add the option stash=input, "
-        "with which a stage offloads within its backward, or take a synchronous pipeline",
+        "its stages keep activations from step to step, which must stay on the device; add the option stash=input, "
+        "with which a stage offloads within its backward pass, or take a synchronous pipeline",
     ),
     Rule(
         asked.unless(asked.asynchronous, lambda facts: not facts.reshaped),
-        "what this optimizer keeps has other shapes than its parameters, and a stage takes its layers' part of "
-        "arrays that have theirs; take adamw, lamb, lion or sgd, or a synchronous pipeline",
+        "this optimizer keeps arrays of other shapes than its parameters, which cannot be divided into stages; take "
+        "adamw, lamb, lion or sgd, or a synchronous pipeline",
     ),
     Rule(
         asked.unless(asked.asynchronous, lambda facts: facts.mixing is None),
-        "this optimizer's update mixes elements of a tensor ({mixing}), which may be of several layers, and a stage "
-        "has some of them alone; take an optimizer by name such as adamw or lamb, or a synchronous pipeline",
+        "this optimizer's update mixes elements of a tensor ({mixing}), which may belong to several layers, and a "
+        "stage has only some of them; take an optimizer by name such as adamw or lamb, or a synchronous pipeline",
     ),
     # pipelines of unlike blocks
     Rule(
@@ -272,7 +277,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         asked.both(asked.residuals, asked.unlike),
-        "what a stage keeps has shapes of its own, and slots are alike; add the option stash=input",
+        "the residuals of each stage have other shapes, and all slots have one; add the option stash=input",
     ),
     *(
         Rule(
@@ -291,7 +296,7 @@ RULES: tuple[Rule, ...] = (
         "a stage's weights travel as one flat array, whole on its device; take offload.weights device, or "
         "offload.optimizer_state host",
     ),
-    Rule(asked.both(asked.codec, asked.unlike), "codecs are made for weights that stages have; {no_codec}"),
+    Rule(asked.both(asked.codec, asked.unlike), "codecs support only stages of alike blocks; {no_codec}"),
     Rule(
         asked.both(asked.memory_of_sequences, asked.unlike),
         "it looks at all blocks in sequence, and a stage has some; take none, dots or full",

@@ -1,4 +1,4 @@
-"""Experiment: what to run, as a value. What belongs to speed and memory alone is its Plan."""
+"""Experiment: a training run as a value. Settings that affect only speed and memory are in its Plan."""
 
 import dataclasses
 import math
@@ -12,7 +12,13 @@ from jaxscale.values import check_types
 
 
 def _check(value: "Evaluation | Samples | Checkpointing | Guard | Experiment", path: str, **least: int) -> None:
-    """Refuse fields of a wrong type, numbers below what they must be, and infinite ones; `None` passes."""
+    """Refuse fields of a wrong type, and numbers that are infinite or too small; `None` is accepted.
+
+    Args:
+        value: the value whose fields are checked.
+        path: path of the value in the experiment, for messages; "" for the experiment itself.
+        least: the least allowed number of each numeric field.
+    """
     check_types(value)
     for name, bound in least.items():
         number = getattr(value, name)
@@ -44,7 +50,7 @@ class Samples:
 
     Args:
         every: steps between samples; 0 samples at the end only.
-        prompts: a sample is drawn for each; without any, none is.
+        prompts: texts to continue, each by one sample; () draws no samples.
         tokens: tokens per sample.
         temperature: 0 is greedy.
     """
@@ -70,8 +76,8 @@ class Checkpointing:
     Args:
         every: steps between checkpoints; 0 saves at the end only.
         minutes: minutes between checkpoints, whichever comes first; `None` counts steps only.
-        keep: how many of the newest to keep.
-        best: keep the one with the least held-out loss too.
+        keep: how many of the newest checkpoints to keep.
+        best: also keep the checkpoint with the least held-out loss.
     """
 
     every: int = 500
@@ -106,13 +112,13 @@ class Experiment:
     """A training run to be: the same experiment, plan and seed give the same steps.
 
     Args:
-        name: names the run's folder.
+        name: name of the run's folder.
         model: a frozen dataclass that builds the module and its loss (`jaxscale.blocks.Model`).
         data: a frozen dataclass that opens the batches (`jaxscale.data`).
         optimizer: the optimizer and its schedule.
-        steps: updates.
-        batch: rows of the global batch.
-        seed: of parameters, data order, dropout and samples.
+        steps: number of updates.
+        batch: number of rows of the global batch.
+        seed: seed of parameters, data order, dropout and samples.
     """
 
     name: str

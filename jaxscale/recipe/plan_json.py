@@ -16,11 +16,11 @@ MOVED = {
     "attention": "kernels, such as attention=chunked",
     "loss_chunk": "kernels, such as loss_chunk=128",
 }
-"""Fields of version 1, and where each is now."""
+"""The field or option that replaces each field of version 1, by the old field's name."""
 
 
 def upgraded(data: Any) -> Any:
-    """The JSON of a plan of version 2, of one of version 1; other JSON unchanged.
+    """The JSON of a plan in version 2, from that in version 1; other JSON is returned unchanged.
 
     Example:
         >>> upgraded({"pipeline": "1f1b:2x4", "stash": "input", "stages": [3, 1], "weights": "host", "state": "int8"})

@@ -54,8 +54,8 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
 
     Args:
         experiment: what to train.
-        plan: how; the experiment's own by default.
-        devices: to run on; all by default.
+        plan: how to train it; the experiment's own plan by default.
+        devices: the devices to run on; all of JAX's by default.
 
     Raises:
         UserError: the plan does not fit the model, the batch or the devices.
@@ -79,13 +79,13 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Assembly:
-    """A resolved plan on its way to a train step.
+    """A resolved plan, with the model and the optimizer from which its train step is composed.
 
     Args:
-        resolved: the plan, settled.
+        resolved: the experiment, and the plan with its mesh and stages settled.
         pure_model: the model as pure functions.
         update: the optimizer.
-        layout: where their arrays lie.
+        layout: the placements of the arrays of model and optimizer.
     """
 
     resolved: ResolvedPlan
@@ -98,31 +98,31 @@ class Assembly:
         """The model, its optimizer, and their layout.
 
         Args:
-            resolved: the plan, settled.
-            mesh: of devices.
-            groups: layers that a memory rule treats alike.
+            resolved: the experiment, and the plan with its mesh and stages settled.
+            mesh: the mesh of the devices.
+            groups: number of layers in each group of layers that the memory rule treats alike; () for one group.
         """
         experiment, plan, stages = resolved.experiment, resolved.plan, resolved.stages
-        rows = () if stages is None else stages.rows
-        pure_model = PureModel.of(experiment.model, experiment.seed, vocab_multiple(plan), groups, rows)
+        stage_rows = () if stages is None else stages.rows
+        pure_model = PureModel.of(experiment.model, experiment.seed, vocab_multiple(plan), groups, stage_rows)
         update = Update.of(experiment, plan, pure_model, mesh)
         return cls(resolved, pure_model, update, Layout.of(pure_model, update.whole, plan, mesh))
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def check_combination(self) -> None:
-        """Check every row of the combinations.
+        """Check the plan against every row of `recipe/combinations.py`.
 
         Raises:
-            Incompatible: with the reason of a row, and the way round.
+            Incompatible: two requests of the plan do not work together; the error says why, and what to use instead.
         """
         plan, stages, update = self.resolved.plan, self.resolved.stages, self.update
-        in_parts = plan.asynchronous or (plan.offload.any and plan.offload.optimizer_state != "host")
-        mixing = first_mixing(update.plain, self.pure_model.params) if in_parts else None
-        leaves = jax.tree.leaves(self.layout.abstract.optimizer)
+        updates_slices = plan.asynchronous or (plan.offload.any and plan.offload.optimizer_state != "host")
+        mixing = first_mixing(update.plain, self.pure_model.params) if updates_slices else None
+        state_leaves = jax.tree.leaves(self.layout.abstract.optimizer)
         owners = self.layout.owners(update.whole)
         reshaped = mixing is not None and any(
-            leaf.ndim and not owner for leaf, owner in zip(leaves, owners, strict=True)
+            leaf.ndim and not owner for leaf, owner in zip(state_leaves, owners, strict=True)
         )
         by_layer = update.layers is not None and not reshaped
         facts = Facts(
@@ -136,15 +136,15 @@ class Assembly:
         )
         check(facts)
 
-    def check(self, devices: Sequence[Device], kept: int) -> None:
-        """Refuse requests without effect, and host memory that is not there.
+    def check(self, devices: Sequence[Device], host_activation_bytes: int) -> None:
+        """Refuse requests that have no effect, or that need more host memory than there is.
 
         Args:
-            devices: to run on.
-            kept: bytes of activations that the backward pass finds on the host.
+            devices: the devices to run on.
+            host_activation_bytes: bytes of activations that each device keeps on the host for the backward pass.
 
         Raises:
-            UserError: with the reason and the way round.
+            UserError: a request is refused; the error says why, and what to do instead.
         """
         experiment, plan, layout = self.resolved.experiment, self.resolved.plan, self.layout
         layout.check_axes_used(experiment.model)
@@ -152,9 +152,9 @@ class Assembly:
         check_effect(experiment, layout)
         if plan.offload.any:
             check_host_memory(devices, str(plan.offload))
-        if kept:
+        if host_activation_bytes:
             check_host_memory(devices, f"memory {plan.memory}")
-        check_host_size(layout, host_memory(), kept)
+        check_host_size(layout, host_memory(), host_activation_bytes)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class Assembly:
         """The loss of the model under its plan.
 
         Args:
-            treatment: of its blocks; `None` while the memory rule is undecided.
+            treatment: how its blocks run; `None` before the memory rule has its decision.
         """
         plan, experiment = self.resolved.plan, self.resolved.experiment
         planned = PlannedModel(experiment, plan, self.pure_model, self.layout, treatment)
@@ -172,8 +172,8 @@ class Assembly:
         """The parts of the train step.
 
         Args:
-            decision: of the memory rule, where it looks at the blocks.
-            devices: to run on.
+            decision: what the blocks keep; `None` if the memory rule does not depend on them.
+            devices: the devices to run on.
         """
         plan, update, experiment, layout = self.resolved.plan, self.update, self.resolved.experiment, self.layout
         lines = [self.resolved.line]
@@ -188,28 +188,28 @@ class Assembly:
             assert isinstance(objective, Pipelined)
             stream = AsyncPipeline(objective.planned, objective.stages, update.whole)
             objective, layout, codec = stream.synchronous, stream.layout, stream.codec
-            function, extras = stream.step, (InFlight(stream),)
+            step_function, extras = stream.step, (InFlight(stream),)
         else:
             codec = stage_of(plan, self.pure_model, layout)
             if codec is not None:
                 extras = (CodecResiduals(codec, experiment.optimizer, plan.diloco is None),)
             advance = advance_of(plan, update, layout)
             if plan.diloco is not None:
-                leaves = leaves_of_gradients(plan, self.pure_model, layout)
-                replicas = Replicas(plan.diloco, layout, update.whole, leaves, codec)
+                gradient_leaves = leaves_of_gradients(plan, self.pure_model, layout)
+                replicas = Replicas(plan.diloco, layout, update.whole, gradient_leaves, codec)
                 extras = (*extras, replicas)
                 gradients, exchange = functools.partial(replicas.gradients, objective), none_yet
-                updated = functools.partial(replicas.update, advance)
+                update_function = functools.partial(replicas.update, advance)
             else:
                 gradients = objective.gradients if codec is None else objective.gradients_apart
                 exchange = by_compiler(layout) if codec is None else by_codec(codec, update.messages, layout)
-                updated = functools.partial(_update_shared, advance)
-            function = SynchronousStep(gradients, exchange, updated, experiment.guard)
+                update_function = functools.partial(_update_shared, advance)
+            step_function = SynchronousStep(gradients, exchange, update_function, experiment.guard)
         return StepParts(
             objective,
             layout,
             update,
-            function,
+            step_function,
             extras=extras,
             stream=stream,
             replicas=replicas,
@@ -227,31 +227,32 @@ def _update_shared(advance: Advance, exchanged: Exchanged, state: TrainState, go
 
 
 def check_effect(experiment: Experiment, layout: Layout) -> None:
-    """Refuse requests that nothing takes up, as far as shapes show it; `traced_checks.py` refuses the others.
+    """Refuse requests whose lack of effect shows in the shapes; `traced_checks.py` refuses the others.
 
     Args:
-        experiment: with the shapes of its batches.
-        layout: of its train state, under its plan.
+        experiment: the experiment, whose data may specify the shapes of a batch.
+        layout: the layout of its train state, under its plan.
 
     Raises:
-        UserError: with the reason and the way round.
+        UserError: a request would have no effect; the error says why, and what to do instead.
     """
     plan, optimizer = layout.plan, layout.abstract.optimizer
     length = _positions(experiment)
     if plan.kernels.loss_chunk is not None and plan.kernels.scores == "auto" and length is not None:
         shards = math.prod(layout.mesh.shape[axis] for axis in layout.rules.inner_seq)
-        here = length // shards if length % shards == 0 else length
-        if plan.kernels.loss_chunk >= here:
-            where = f"{length} target positions" + (f", {here} on each of {shards} devices" if here != length else "")
+        local_length = length // shards if length % shards == 0 else length
+        if plan.kernels.loss_chunk >= local_length:
+            positions = f"{length} target positions"
+            positions += f", {local_length} on each of {shards} devices" if local_length != length else ""
             raise UserError(
-                f"loss_chunk {plan.kernels.loss_chunk}: a row has {where}, so one chunk would hold all; take less than "
-                f"{here}, or leave loss_chunk out"
+                f"loss_chunk {plan.kernels.loss_chunk}: a row has {positions}, so one chunk would hold all; take less "
+                f"than {local_length}, or leave loss_chunk out"
             )
     if plan.offload.optimizer_state == "streamed" and not any(leaf.ndim for leaf in jax.tree.leaves(optimizer)):
         rule = "the rule" if experiment.optimizer.custom is not None else experiment.optimizer.name
         raise UserError(
-            f"optimizer_state streamed: {rule} keeps no array that could lie on the host; leave it out, "
-            "or take weights host for the weights"
+            f"optimizer_state streamed: {rule} keeps no array that could lie on the host; leave optimizer_state out, "
+            "or put the weights on the host with weights=host"
         )
     pipeline = plan.pipeline
     if plan.asynchronous and pipeline is not None and pipeline.synchronous_steps >= experiment.steps:
@@ -262,7 +263,7 @@ def check_effect(experiment: Experiment, layout: Layout) -> None:
 
 
 def _positions(experiment: Experiment) -> int | None:
-    """Target positions of a row; `None` where the data names no shapes, or has no positions."""
+    """Number of target positions in a row; `None` if the data specifies no shapes, or its targets have no positions."""
     shapes_of = getattr(experiment.data, "shapes", None)
     shape: Sequence[int] = () if shapes_of is None else shapes_of(experiment.batch).get("targets", ((), ""))[0]
     return shape[1] if len(shape) == 2 else None

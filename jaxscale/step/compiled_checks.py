@@ -31,9 +31,9 @@ from jaxscale.trees import leaf_bytes, named_leaves
 from jaxscale.typing import PyTree
 
 SCALARS = 256
-"""Bytes of single numbers that a step sends: sums of losses and weights, norms, agreements."""
+"""Most bytes that a step sends in single numbers: sums of losses and weights, norms, whether a step is good."""
 PADDED = 4096
-"""The same where each takes as much as a TPU's network sends at least, 512 bytes."""
+"""Most bytes that a step sends in single numbers on a TPU, whose network sends at least 512 bytes for each."""
 
 
 class NoEffect(AssertionError):
@@ -45,11 +45,11 @@ class Compiled:
     """Bytes and FLOP of a compiled train step, per device.
 
     Args:
-        seconds: that compiling took.
-        argument_bytes: of the train state and the batch.
-        output_bytes: of what the step gives back.
-        alias_bytes: of outputs that take the place of donated arguments.
-        temp_bytes: of everything that lives within the step: gradients, activations, gathered weights.
+        seconds: seconds that compilation took.
+        argument_bytes: bytes of the arguments: the train state and the batch.
+        output_bytes: bytes of the outputs: the next state and the metrics.
+        alias_bytes: bytes of the outputs that reuse the memory of donated arguments.
+        temp_bytes: bytes of all that lives only within the step: gradients, activations, gathered weights.
         flop: floating-point operations as the compiler counts them; a loop's body counts once.
     """
 
@@ -62,7 +62,12 @@ class Compiled:
 
     @classmethod
     def of(cls, executable: jax.stages.Compiled, seconds: float) -> "Compiled":
-        """Bytes and FLOP of a program, which took so many seconds to compile."""
+        """Bytes and FLOP of a program, as the compiler reports them.
+
+        Args:
+            executable: the compiled program.
+            seconds: seconds that its compilation took.
+        """
         memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
         assert memory is not None, "CPU, GPU and TPU all report it"
         return cls(
@@ -84,14 +89,14 @@ def check_compiled(
     """Compare a compiled step with its plan.
 
     Args:
-        layout: of the train state, under the plan.
-        optimizer: clipping and all.
+        layout: layout of the train state, under the plan.
+        optimizer: the whole optimizer, clipping included.
         extras: what techniques add to the train state.
         executable: the compiled step.
 
     Raises:
-        NoEffect: ZeRO left state whole or gradients unscattered, moments are kept in more bits, or gradients are
-            reduced in another type.
+        NoEffect: ZeRO left state whole or gradients unscattered, moments are kept in more bits than the plan asks for,
+            or gradients are reduced in another type.
     """
     plan, mesh = layout.plan, layout.mesh
     check_state(layout, optimizer, executable.output_shardings[0])
@@ -104,19 +109,19 @@ def check_compiled(
             check_wires(plan, layout.platform, program.collectives, scatters)
         for extra in extras:
             extra.check(program)
-    except Unreadable as error:  # a spelling that nobody has met must not stop a run
+    except Unreadable as error:  # an unknown notation in the program's text must not stop a run
         warnings.warn(f"what the compiled step sends is not checked: its text could not be read: {error}", stacklevel=2)
 
 
 def check_kept_on_host(layout: Layout, decision: Decision | None, temp_bytes: int) -> None:
     """Compare what a compiled step keeps on the host for its backward pass with the memory plan's decision.
 
-    A backend without a memory of the host's own (a CPU) rehearses: there is nothing to see.
+    On a CPU, which has no memory beside the host's, offload moves nothing (a rehearsal), and nothing is checked.
 
     Args:
-        layout: of the train state, under the plan.
-        decision: of the memory rule, where it looks at the blocks.
-        temp_bytes: temporaries of the compiled step that are on the host.
+        layout: layout of the train state, under the plan.
+        decision: what the blocks keep; `None` if the memory rule does not depend on them.
+        temp_bytes: bytes of temporaries of the compiled step that are on the host.
 
     Raises:
         NoEffect: less is on the host than the decision puts there.
@@ -126,8 +131,8 @@ def check_kept_on_host(layout: Layout, decision: Decision | None, temp_bytes: in
         return
     if temp_bytes < planned:
         raise NoEffect(
-            f"memory {layout.plan.memory}: {temp_bytes} bytes of the compiled step are kept on the "
-            f"host, and {planned} should"
+            f"memory {layout.plan.memory}: the compiled step keeps {temp_bytes} bytes on the host for its backward "
+            f"pass, and the plan expects {planned}"
         )
 
 
@@ -135,39 +140,40 @@ def check_host_bytes(layout: Layout, argument_bytes: int, as_text: Callable[[], 
     """Compare what a compiled step has on the host with its plan.
 
     Args:
-        layout: of the train state.
-        argument_bytes: arguments of the compiled step that are on the host.
-        as_text: gives the text of the compiled step.
+        layout: layout of the train state.
+        argument_bytes: bytes of arguments of the compiled step that are on the host.
+        as_text: function that returns the text of the compiled step.
 
     Raises:
-        NoEffect: less lies on the host than the plan puts there, or the step brings a whole stack of it to the device
-            at once, which saves nothing.
+        NoEffect: less lies on the host than the plan puts there, or the step copies a whole stacked array from the
+            host to the device at once, which saves no memory.
     """
     if not layout.plan.offload.any or rehearses([device_of(layout.mesh)]):
         return
     planned = local_bytes(layout.abstract, host=True)
     if argument_bytes < planned:
         raise NoEffect(
-            f"{layout.plan.offload}: {argument_bytes} bytes of the compiled step lie on the host, and {planned} should"
+            f"{layout.plan.offload}: {argument_bytes} bytes of the compiled step's arguments lie on the host, and the "
+            f"plan puts {planned} there"
         )
     if layout.plan.offload.weights == "device" and layout.plan.offload.optimizer_state == "host":
         return  # the passes read a whole copy of the weights
     text = as_text() or ""
     # weights outside of blocks are copied to the device for the step
-    copied = {
+    copied_shapes = {
         leaf.sharding.shard_shape(leaf.shape)
         for name, leaf in named_leaves(layout.abstract.params).items()
         if layout.plan.offload.masters and not of_a_block(name)
     }
     for leaf in jax.tree.leaves(layout.abstract):
-        local = leaf.sharding.shard_shape(leaf.shape)
-        if leaf.sharding.memory_kind != HOST_KIND or local in copied:
+        local_shape = leaf.sharding.shard_shape(leaf.shape)
+        if leaf.sharding.memory_kind != HOST_KIND or local_shape in copied_shapes:
             continue
         pieces = cut(leaf.shape, leaf.dtype.itemsize, leaf.sharding).pieces
-        if pieces > 1 and brought_whole(text, local):
+        if pieces > 1 and brought_whole(text, local_shape):
             raise NoEffect(
-                f"{layout.plan.offload}: the compiled step brings a whole array of shape {local} to the device "
-                f"at once, where {pieces} slices should come one by one: it saves nothing"
+                f"{layout.plan.offload}: the compiled step brings a whole array of shape {local_shape} to the device "
+                f"at once, which saves no memory; {pieces} slices were expected, one by one"
             )
 
 
@@ -180,28 +186,28 @@ def brought_whole(text: str, shape: Sequence[int]) -> bool:
         (True, False)
     """
     dims = re.escape(f"[{','.join(map(str, shape))}]")
-    array = rf"\w+{dims}\{{(?![^}}]*S\(5\))[^}}]*\}}"
-    there = rf"\w+{dims}\{{[^}}]*S\(5\)[^}}]*\}}"
-    return re.search(rf"= \({array}, {there}, [^=]*\) copy-start\(", text) is not None
+    on_device = rf"\w+{dims}\{{(?![^}}]*S\(5\))[^}}]*\}}"
+    on_host = rf"\w+{dims}\{{[^}}]*S\(5\)[^}}]*\}}"
+    return re.search(rf"= \({on_device}, {on_host}, [^=]*\) copy-start\(", text) is not None
 
 
 def check_state(layout: Layout, optimizer: GradientTransformation, shardings: TrainState) -> None:
     """Compare where the compiled step leaves its state with the placement of each parameter.
 
     Args:
-        layout: of the train state.
-        optimizer: clipping and all.
-        shardings: of the state that the compiled step returns.
+        layout: layout of the train state.
+        optimizer: the whole optimizer, clipping included.
+        shardings: shardings of the state that the compiled step returns.
 
     Raises:
-        NoEffect: a tensor is in bigger parts than ZeRO's stage says.
+        NoEffect: the shards of a tensor have another shape than ZeRO's stage gives them.
     """
     if not layout.plan.zero or layout.mesh.shape["fsdp"] == 1:
         return
-    owners, state = layout.owners(optimizer), jax.tree.leaves(layout.abstract.optimizer)
+    owners, state_leaves = layout.owners(optimizer), jax.tree.leaves(layout.abstract.optimizer)
     tensors = [
         (f"optimizer state of {name}", leaf.shape, layout.placements[name].state, sharding)
-        for name, leaf, sharding in zip(owners, state, jax.tree.leaves(shardings.optimizer), strict=True)
+        for name, leaf, sharding in zip(owners, state_leaves, jax.tree.leaves(shardings.optimizer), strict=True)
         if name
     ]
     params = named_leaves(layout.abstract.params)
@@ -209,13 +215,13 @@ def check_state(layout: Layout, optimizer: GradientTransformation, shardings: Tr
         (f"parameter {name}", params[name].shape, layout.placements[name].master, sharding)
         for name, sharding in named_leaves(shardings.params).items()
     ]
-    for what, shape, spec, sharding in tensors:
-        expected = NamedSharding(layout.mesh, spec).shard_shape(shape)
-        part = sharding.shard_shape(shape)
-        if part != expected:
+    for description, shape, spec, sharding in tensors:
+        expected_shape = NamedSharding(layout.mesh, spec).shard_shape(shape)
+        shard_shape = sharding.shard_shape(shape)
+        if shard_shape != expected_shape:
             raise NoEffect(
-                f"zero {layout.plan.zero}: the compiled step keeps the {what} in parts of {part}, "
-                f"and {expected} was asked for"
+                f"zero {layout.plan.zero}: the compiled step keeps the {description} in shards of shape {shard_shape}, "
+                f"and {expected_shape} was asked for"
             )
 
 
@@ -223,11 +229,11 @@ def check_state_bits(plan: Plan, state: PyTree) -> None:
     """Compare the bytes that a compiled step keeps the optimizer's moments in with its plan.
 
     Args:
-        plan: what was asked for.
-        state: shapes and dtypes of the optimizer's state, as the compiled step gives it back.
+        plan: the plan, which specifies the bits of a moment.
+        state: shapes and dtypes of the optimizer's state that the compiled step returns.
 
     Raises:
-        NoEffect: no array is quantized, or one takes more than its bits and a scale for each block.
+        NoEffect: no array is quantized, or one has more bytes than its codes and a scale for each block of them.
     """
     if plan.state.moments == "float32":
         return
@@ -236,11 +242,11 @@ def check_state_bits(plan: Plan, state: PyTree) -> None:
     if not moments:
         raise NoEffect(f"state {plan.state.moments}: the compiled step keeps no moment in {bits} bits")
     for array in moments:
-        taken, asked = leaf_bytes(array.codes) + leaf_bytes(array.scale), bits / 8 + 4 / array.block
-        if taken > 1.01 * asked * array.size:
+        array_bytes, bytes_per_number = leaf_bytes(array.codes) + leaf_bytes(array.scale), bits / 8 + 4 / array.block
+        if array_bytes > 1.01 * bytes_per_number * array.size:
             raise NoEffect(
                 f"state {plan.state.moments}: the compiled step keeps a moment of shape {array.shape} in "
-                f"{taken / array.size:.2f} bytes a number, and {asked:.2f} was asked for"
+                f"{array_bytes / array.size:.2f} bytes a number, and {bytes_per_number:.2f} was asked for"
             )
 
 
@@ -248,10 +254,10 @@ def check_wires(plan: Plan, platform: str, sends: Sequence[Collective], scatters
     """Compare what a compiled step sends with its plan.
 
     Args:
-        plan: what was asked for.
+        plan: the plan of the step.
         platform: kind of its devices: "cpu", "gpu" or "tpu".
-        sends: its collectives.
-        scatters: ZeRO 2 or 3 over more than one device.
+        sends: the collectives of the compiled step.
+        scatters: whether ZeRO 2 or 3 shards over more than one device, so that gradients are to be scattered.
 
     Raises:
         NoEffect: no gradient is scattered over fsdp, or gradients are reduced in another type than asked for.
@@ -263,17 +269,17 @@ def check_wires(plan: Plan, platform: str, sends: Sequence[Collective], scatters
         if not any(send.kind in kinds and (send.axes is None or "fsdp" in send.axes) for send in sends):
             raise NoEffect(f"zero {plan.zero}: the compiled step scatters no gradient over fsdp")
     if plan.precision == "bfloat16" and platform != "cpu":  # XLA:CPU reduces nothing in less than float32
-        sums = {"bf16": 0, "f32": 0}
-        # what a codec sends over the replicas is `check_codec`'s to judge
+        reduced_bytes = {"bf16": 0, "f32": 0}  # by dtype
+        # `check_codec` checks what a codec sends over the replicas
         axes = {*BATCH_AXES} - ({REPLICA_AXIS} if isinstance(plan.reduce, Codec) else set())
         for send in sends:
             if send.kind in ("all-reduce", "reduce-scatter") and send.axes is not None and set(send.axes) & axes:
-                sums[send.dtype] = sums.get(send.dtype, 0) + send.bytes * send.count
-        wanted, other = ("f32", "bf16") if plan.reduce == "float32" else ("bf16", "f32")
-        if sums[other] > sums[wanted]:
+                reduced_bytes[send.dtype] = reduced_bytes.get(send.dtype, 0) + send.bytes * send.count
+        wanted, unwanted = ("f32", "bf16") if plan.reduce == "float32" else ("bf16", "f32")
+        if reduced_bytes[unwanted] > reduced_bytes[wanted]:
             raise NoEffect(
                 f"reduce {plan.reduce or plan.precision}: of what the compiled step reduces over the data axes, "
-                f"{sums[other]} bytes are {other} and {sums[wanted]} bytes {wanted}"
+                f"{reduced_bytes[unwanted]} bytes are {unwanted}, and only {reduced_bytes[wanted]} bytes are {wanted}"
             )
 
 
@@ -282,78 +288,83 @@ def bytes_over(sends: Sequence[Collective], axis: str, n: int, *, slices: int = 
 
     Args:
         sends: collectives of a compiled program.
-        axis: of the mesh.
-        n: devices along it.
-        slices: that the program sends between; what crosses them is listed with what a device hands over.
+        axis: name of the mesh axis.
+        n: number of devices along it.
+        slices: number of TPU slices that the program sends between. An all-gather between slices is listed with the
+            bytes of a device's input, any other with those of its output.
     """
     total = 0
     for send in sends:
         if send.axes is None or axis not in send.axes:
             continue
         if send.kind == "all-gather":
-            sent = wire.all_gather(send.bytes if slices > 1 else send.bytes // n, n)
+            sent_bytes = wire.all_gather(send.bytes if slices > 1 else send.bytes // n, n)
         elif send.kind == "all-reduce":
-            sent = wire.all_reduce(send.bytes, n)
+            sent_bytes = wire.all_reduce(send.bytes, n)
         else:
-            sent = send.bytes if send.kind == "collective-permute" else wire.all_to_all(send.bytes, n)
-        total += sent * send.count
+            sent_bytes = send.bytes if send.kind == "collective-permute" else wire.all_to_all(send.bytes, n)
+        total += sent_bytes * send.count
     return total
 
 
-def check_codec(stage: GradientExchange, sent: int, *, slices: int = 1) -> None:
-    """Compare what a compiled step sends over a codec's axis with what the codec promises.
+def check_codec(stage: GradientExchange, sent_bytes: int, *, slices: int = 1) -> None:
+    """Compare what a compiled step sends over a codec's axis with the bytes that the codec computes.
 
     Args:
-        stage: of the codec.
-        sent: bytes of one device and step.
-        slices: that the program sends between: single numbers take more there.
+        stage: the exchange of gradients by the codec.
+        sent_bytes: bytes that one device of the compiled step sends.
+        slices: number of TPU slices that the program sends between; single numbers take more bytes there.
 
     Raises:
-        NoEffect: more crosses than the codec promises, such as gradients in full precision; or less.
+        NoEffect: more bytes are sent than the codec computes, such as gradients in full precision; or fewer.
     """
-    promised = stage.program_bytes
-    numbers = SCALARS if slices == 1 else 2 * PADDED  # one may fill a tile, of 4096 bytes, behind the codes
-    if not 0.98 * promised - numbers <= sent <= 1.02 * promised + numbers:
+    codec_bytes = stage.program_bytes
+    # single numbers come on top; between slices one may fill a tile, of 4096 bytes, behind the codes
+    scalar_bytes = SCALARS if slices == 1 else 2 * PADDED
+    if not 0.98 * codec_bytes - scalar_bytes <= sent_bytes <= 1.02 * codec_bytes + scalar_bytes:
         raise NoEffect(
-            f"reduce {stage.codec}: a device of the compiled step sends {sent} bytes over {stage.axis}, and the codec "
-            f"says {promised} (float32: {stage.exact_bytes})"
+            f"reduce {stage.codec}: a device of the compiled step sends {sent_bytes} bytes over {stage.axis}, and the "
+            f"codec expects {codec_bytes} (float32: {stage.exact_bytes})"
         )
 
 
-def check_alone(diloco: Diloco, sent: int) -> None:
-    """Compare the bytes of a compiled inner step of DiLoCo over the replica axis with those of single numbers.
+def check_alone(diloco: Diloco, sent_bytes: int) -> None:
+    """Check that a compiled inner step of DiLoCo sends nothing but single numbers over the replica axis.
+
+    Args:
+        diloco: when replicas synchronise.
+        sent_bytes: bytes that one device of the compiled inner step sends over the replica axis.
 
     Raises:
-        NoEffect: more crosses, such as a gradient.
+        NoEffect: more is sent, such as a gradient.
     """
-    if sent > PADDED:
+    if sent_bytes > PADDED:
         raise NoEffect(
-            f"diloco {diloco}: a device of the compiled inner step sends {sent} bytes over {REPLICA_AXIS}, where "
-            f"replicas should train alone (single numbers: {PADDED} at most)"
+            f"diloco {diloco}: a device of the compiled inner step sends {sent_bytes} bytes over {REPLICA_AXIS}; "
+            f"replicas should train alone, and send only single numbers, at most {PADDED} bytes"
         )
 
 
-def check_meeting(diloco: Diloco, stage: GradientExchange | None, promised: int, program: CompiledProgram) -> None:
-    """Compare what a compiled meeting of DiLoCo sends over the replica axis with what it promises.
+def check_meeting(diloco: Diloco, stage: GradientExchange | None, expected: int, program: CompiledProgram) -> None:
+    """Compare what a compiled meeting (`meetings.py`) sends over the replica axis with the bytes expected of it.
 
     Args:
-        diloco: how replicas meet.
-        stage: of the codec; `None` without one.
-        promised: bytes of one device.
+        diloco: when replicas meet.
+        stage: the exchange by the codec; `None` without a codec.
+        expected: bytes that one device is expected to send without a codec.
         program: the compiled meeting.
 
     Raises:
-        NoEffect: more crosses, or less.
+        NoEffect: more bytes are sent, or fewer.
     """
+    axis = REPLICA_AXIS
     try:
-        sent = bytes_over(program.collectives, REPLICA_AXIS, program.mesh.shape[REPLICA_AXIS], slices=program.slices)
+        sent_bytes = bytes_over(program.collectives, axis, program.mesh.shape[axis], slices=program.slices)
     except Unreadable as error:
         warnings.warn(f"what a meeting sends is not checked: its text could not be read: {error}", stacklevel=2)
         return
     if stage is not None:
-        check_codec(stage, sent, slices=program.slices)
-    elif not 0.98 * promised - PADDED <= sent <= 1.02 * promised + PADDED:
-        raise NoEffect(
-            f"diloco {diloco}: a device sends {sent} bytes over {REPLICA_AXIS} in a compiled meeting, and {promised} "
-            "was to be sent"
-        )
+        check_codec(stage, sent_bytes, slices=program.slices)
+    elif not 0.98 * expected - PADDED <= sent_bytes <= 1.02 * expected + PADDED:
+        sent_text = f"a device sends {sent_bytes} bytes over {axis} in a compiled meeting"
+        raise NoEffect(f"diloco {diloco}: {sent_text}, and {expected} were expected")

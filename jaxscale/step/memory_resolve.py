@@ -1,7 +1,7 @@
-"""What a plan's memory rule comes to for one step: the model's blocks are traced, and each gets its decision.
+"""The decision of a plan's memory rule for one step: what each of the model's blocks keeps for its backward pass.
 
-`none`, `dots`, `full` and `jax:POLICY` say by themselves what a block keeps. Every other rule needs the blocks first:
-their values, bytes per device and microbatch, FLOP, and seconds where the chip's rates are known.
+The rules `none`, `dots`, `full` and `jax:POLICY` specify this without a look at the blocks. For every other rule the
+blocks are traced first: their values, bytes per device and microbatch, FLOP, and seconds if the chip's rates are known.
 """
 
 import dataclasses
@@ -26,19 +26,20 @@ from jaxscale.step.gradients import Objective
 from jaxscale.values.units import rate, size
 
 REHEARSED = "v5e"
-"""On a CPU, which has no memory beside the host's, offload is a rehearsal: planned as for this chip, moving nothing."""
+"""The chip for which offload is planned on a CPU. There it is a rehearsal that moves nothing: all memory is the host's.
+"""
 
 
 _OF_SEGMENTS = ("sqrt", "periodic", "revolve", "chain")
-"""Rules that run segments of several blocks again."""
+"""Rules that recompute segments of several blocks."""
 
 
 def decide_memory(objective: Objective, devices: Sequence[Device]) -> Decision:
-    """What the plan's memory rule comes to, for the blocks as the step will call them.
+    """The decision of the plan's memory rule, for the blocks as the step will call them.
 
     Args:
-        objective: of the step, built without a memory plan.
-        devices: that the step is for.
+        objective: the objective of the step, built without a treatment of its blocks.
+        devices: the devices of the step.
 
     Raises:
         UserError: the rule does not fit the model, or its budget is below the least possible.
@@ -48,19 +49,20 @@ def decide_memory(objective: Objective, devices: Sequence[Device]) -> Decision:
     if plan.offload.weights == "host" and segments:
         raise UserError(
             f"memory {plan.memory} with offload.weights host: segments of several blocks are cut out of the stacked "
-            "weights, and all of them would come to the device at once; take save:BYTES of at least the blocks' "
-            "inputs, none, dots or full"
+            "weights, which would bring all of them to the device at once; take none, dots, full, or save:BYTES with "
+            "at least the bytes of the blocks' inputs"
         )
-    if decision.host_bytes and plan.asynchronous and plan.stages_keep == "residuals":  # the rule has a row of its own
+    if decision.host_bytes and plan.asynchronous and plan.stages_keep == "residuals":
         raise UserError(
-            f"memory {plan.memory} with pipeline {plan.pipeline}: what its stages keep is in flight from step to step, "
-            "and lies on the device; add the option stash=input, with which a stage offloads within its backward, or "
-            "take a synchronous pipeline"
+            f"memory {plan.memory} with pipeline {plan.pipeline}: this pipeline keeps activations from step to step, "
+            "which must stay on the device; add the option stash=input to the pipeline, so that a stage offloads "
+            "within its backward pass, or take a synchronous pipeline"
         )
     return decision
 
 
 def _decided(objective: Objective, devices: Sequence[Device]) -> Decision:
+    """The decision, before it is compared with the rest of the plan."""
     plan = objective.planned.plan.memory
     foreign = getattr(objective.planned.experiment.model, "foreign", False)
     if plan.rule == "file":
@@ -68,12 +70,14 @@ def _decided(objective: Objective, devices: Sequence[Device]) -> Decision:
         layers, blocks = sum(call.count for call in calls), tuple(kinds_of(calls))
         if layers != decision.layers:
             raise UserError(
-                f"memory {plan}: it was made for {decision.layers} blocks, and this model has {layers}; make it again"
+                f"memory {plan}: the file was made for {decision.layers} blocks, and this model has {layers}; make it "
+                "again for this model"
             )
         if decision.blocks and blocks != decision.blocks:
             raise UserError(
-                f"memory {plan}: it was made for block {', '.join(decision.blocks)}, and this model has "
-                f"{', '.join(blocks)}: another model, another version of it, or other shapes; make it again"
+                f"memory {plan}: the file was made for block {', '.join(decision.blocks)}, and this model has "
+                f"{', '.join(blocks)}; it is another model, another version of it, or has other shapes: make the file "
+                "again for this model"
             )
         if foreign and decision.chain is not None:
             raise _no_segments(plan)
@@ -86,19 +90,20 @@ def _decided(objective: Objective, devices: Sequence[Device]) -> Decision:
     calls, stages = traced_blocks(objective, chip), objective.stages_here
     if stages == 1 or plan.budget is None:
         return decide(plan, calls, chip)
-    # the budget is that of all blocks on a device; its stages are alike, and keep something one at a time where each
-    # runs again in its backward
-    held = stages if objective.planned.plan.stages_keep == "residuals" else 1
-    one = decide(dataclasses.replace(plan, budget=plan.budget // held), calls, chip)
-    total = {"bytes": held * one.bytes, "host_bytes": held * one.host_bytes, "flop": stages * one.flop}
-    return dataclasses.replace(one, plan=plan, **total)
+    # the budget is for all blocks on a device, whose stages are alike; if each stage is recomputed in its backward
+    # pass, only one stage at a time keeps anything
+    keeping_stages = stages if objective.planned.plan.stages_keep == "residuals" else 1
+    of_stage = decide(dataclasses.replace(plan, budget=plan.budget // keeping_stages), calls, chip)
+    flop, kept, hosted = stages * of_stage.flop, keeping_stages * of_stage.bytes, keeping_stages * of_stage.host_bytes
+    return dataclasses.replace(of_stage, plan=plan, bytes=kept, host_bytes=hosted, flop=flop)
 
 
 def _no_segments(plan: MemoryPlan) -> UserError:
+    """The error for a rule of segments on a model that is not built of our layers."""
     return UserError(
-        f"memory {plan}: it runs segments of several blocks again as one, and this model's own code calls its blocks "
-        "one by one, with anything between them; take save:BYTES, dots or full, which treat each block by itself, or "
-        "build the model of layers.Stack or layers.Chain"
+        f"memory {plan}: this rule recomputes segments of several blocks, and this model's own code calls its blocks "
+        "one by one, possibly with other code between them; take save:BYTES, dots or full, which treat each block by "
+        "itself, or build the model of layers.Stack or layers.Chain"
     )
 
 
@@ -106,17 +111,17 @@ def traced_blocks(objective: Objective, chip: Chip | None = None) -> tuple[Block
     """The blocks of the model, or of a pipeline's stage, as one microbatch of a train step calls them.
 
     Args:
-        objective: of the step.
-        chip: for the seconds of their operations.
+        objective: the objective of the step.
+        chip: the chip whose rates give the seconds of their operations; `None` leaves the seconds out.
     """
-    parts = objective.planned.plan.microbatches
+    microbatches = objective.planned.plan.microbatches
     batch = {
-        name: jax.ShapeDtypeStruct((rows.shape[0] // parts, *rows.shape[1:]), rows.dtype)
-        for name, rows in batch_shapes(objective.planned.experiment).items()
+        name: jax.ShapeDtypeStruct((array.shape[0] // microbatches, *array.shape[1:]), array.dtype)
+        for name, array in batch_shapes(objective.planned.experiment).items()
     }
-    pure_model, rows = objective.planned.pure_model, next(iter(batch.values())).shape[0]
-    # arguments and not constants: a block meets them as in the step
-    key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(rows, dtype="int32")))
+    pure_model, row_count = objective.planned.pure_model, next(iter(batch.values())).shape[0]
+    # arguments rather than constants, so that a block is traced as in the step
+    key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(row_count, dtype="int32")))
     with objective.planned.tracing(plainly=True):
         calls = collect(objective.loss_of_masters, pure_model.whole, pure_model.rest, batch, key, examples, chip=chip)
     depth = objective.stage_depth
@@ -127,9 +132,9 @@ def treatment_of(plan: Plan, decision: Decision | None, platform: str) -> Treatm
     """How the blocks of a model run under a plan.
 
     Args:
-        plan: whose memory rule and unrolling is asked for.
-        decision: what the rule comes to; `None` for one that says it by itself.
-        platform: kind of the devices.
+        plan: the plan, with its memory rule and number of unrolled layers.
+        decision: what the blocks keep; `None` if the memory rule does not depend on them.
+        platform: kind of the devices: "cpu", "gpu" or "tpu".
     """
     if decision is None:
         treatment = Treatment(wrapper(plan.memory), unroll=plan.unroll)
@@ -139,7 +144,7 @@ def treatment_of(plan: Plan, decision: Decision | None, platform: str) -> Treatm
 
 
 def layers_of_groups(decision: Decision | None) -> tuple[int, ...]:
-    """Layers that each group of the model's stack has under a decision; () for one group."""
+    """Number of layers in each group of layers that a decision treats alike; () if the stack is one group."""
     stack = None if decision is None else decision.stack
     return () if stack is None or len(stack.groups) == 1 else tuple(group.layers for group in stack.groups)
 
@@ -149,16 +154,15 @@ def describe_decision(decision: Decision, platform: str = "tpu") -> str:
 
     Args:
         decision: what the blocks keep.
-        platform: kind of the devices.
+        platform: kind of the devices: "cpu", "gpu" or "tpu".
 
     Example:
         >>> describe_decision(Decision(MemoryPlan.parse("save:1MiB"), layers=4, bytes=900_000, flop=2_000_000))
         'memory save:1MiB: 879 KiB kept per device and microbatch, 220 KiB a block, 2.00 MFLOP recomputed'
     """
-    rehearsed = platform == "cpu" and decision.plan.rule == "offload"
-    rehearsal = (
-        f" (a rehearsal: planned as for a {REHEARSED}; a CPU has no memory beside the host's)" if rehearsed else ""
-    )
+    rehearsal = ""
+    if platform == "cpu" and decision.plan.rule == "offload":
+        rehearsal = f" (a rehearsal: planned as for a {REHEARSED}; a CPU has no memory beside the host's)"
     hosted = f", {size(decision.host_bytes)} on the host" if decision.host_bytes else ""
     kept = f"{size(decision.bytes)} kept per device and microbatch"
     kept += f", {size(decision.bytes_of_a_block)} a block" if decision.layers else ""

@@ -1,6 +1,6 @@
-"""PlannedModel: a model under a plan, while it is traced: placements, blocks, precision, and weights to read.
+"""PlannedModel: a model with its plan, which sets placements, blocks, precision and weights while the model is traced.
 
-Whoever takes gradients or scores a batch holds one (`gradients.py`, `pipelined/`).
+The modules that compute gradients or score a batch use it (`gradients.py`, `pipelined/`).
 """
 
 import contextlib
@@ -33,7 +33,7 @@ R = TypeVar("R")
 FromWeights = Callable[[Params], Params]
 """From the differentiated leaves to the parameters of the module."""
 Specs: TypeAlias = PyTree[PartitionSpec]
-"""Placements of the leaves of a tree, or of all leaves of a part of it."""
+"""Placements of the leaves of a tree; one placement may stand for all leaves of a subtree."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class PlannedModel:
 
     Args:
         experiment: what is trained.
-        plan: how, with the mesh settled.
+        plan: the plan, with its mesh settled.
         pure_model: the model as pure functions.
         layout: the mesh and every placement.
         treatment: how blocks run where gradients are taken; `None` leaves them unchanged.
@@ -56,10 +56,10 @@ class PlannedModel:
 
     @contextlib.contextmanager
     def tracing(self, *, plainly: bool = False) -> Iterator[None]:
-        """The plan in force: placements, blocks and the precision of matrix products, while the model is traced.
+        """A context that applies the plan's placements, treatment of blocks and matrix precision to a trace.
 
         Args:
-            plainly: nothing is differentiated, so blocks need no plan for what they keep.
+            plainly: whether to leave out what blocks keep for a backward pass, because none is taken.
         """
         matmul = self.plan.matmul if self.plan.matmul in ("high", "highest") else None
         with (
@@ -70,6 +70,7 @@ class PlannedModel:
             yield
 
     def _treatment(self, plainly: bool) -> blocks.Treatment:
+        """How blocks run, with weights and residuals on the host as the plan places them."""
         plain = plainly or self.treatment is None
         treatment = blocks.Treatment(unroll=self.plan.unroll) if plain else self.treatment
         assert treatment is not None
@@ -79,21 +80,21 @@ class PlannedModel:
         return offloading_later(treatment) if pipelined and self.plan.stages_keep == "residuals" else treatment
 
     def mapped(self, body: Callable[..., R], manual: Sequence[str], inputs: Specs, outputs: Specs) -> Callable[..., R]:
-        """`body` on every device, manual over some axes; all that is traced in it is placed by the axes that are left.
+        """`body` on every device, manual over some mesh axes. Arrays inside it are placed by the other axes.
 
         Args:
-            body: a function of this device's parts; gradients of weights that it takes whole are not added up.
-            manual: names of the axes.
-            inputs, outputs: placements of its arguments and results, by the manual axes.
+            body: function of this device's shards; gradients of weights that it receives whole are not summed.
+            manual: names of the manual mesh axes.
+            inputs, outputs: placements of the arguments and of the results of `body`, by the manual axes.
         """
         automatic = {
             field.name: tuple(axis for axis in getattr(self.layout.rules, field.name) if axis not in manual)
             for field in dataclasses.fields(AxisRules)
         }
 
-        def inside(*parts: PyTree) -> R:
+        def inside(*arguments: PyTree) -> R:
             with place.layout(jax.sharding.get_abstract_mesh(), AxisRules(**automatic)):
-                return body(*parts)
+                return body(*arguments)
 
         return jax.shard_map(
             inside,
@@ -108,7 +109,7 @@ class PlannedModel:
         """The settings of a forward pass.
 
         Args:
-            key: of the step; `None` where nothing is random.
+            key: key of the step; `None` if nothing is random.
             examples: index of every row in the global batch.
         """
         return Context(
@@ -134,7 +135,7 @@ class PlannedModel:
         return jax.random.fold_in(jax.random.key(self.experiment.seed), state.step)
 
     def read_spec(self, name: str) -> PartitionSpec:
-        """The placement that the loop of a pipeline reads a parameter in: what stages share is whole."""
+        """The placement in which the loop of a pipeline reads a parameter; one that all stages share is whole."""
         place = self.layout.placements[name]
         if not self.pure_model.stacked(name):
             return without(place.compute, "fsdp")
@@ -143,11 +144,11 @@ class PlannedModel:
     # -- weights and gradients -----------------------------------------------------------------------------------------
 
     def placed(self, gradients: Params, *, apart: bool = False) -> Params:
-        """Gradients in float32 where the plan has them.
+        """Gradients in float32, placed by the plan.
 
         Args:
-            gradients: of every parameter.
-            apart: in a region that is manual over replicas.
+            gradients: the gradient of every parameter.
+            apart: whether this is inside a region that is manual over replicas.
         """
 
         def placed(gradient: Array, sharding: NamedSharding) -> Array:
@@ -164,7 +165,7 @@ class PlannedModel:
             return params
         split, dtype = self.plan.zero in (1, 2), jnp.dtype(self.plan.precision)
         if self.plan.reduce == "float32" and not split:
-            return params  # the layers cast at the point of use, and hand back float32 gradients
+            return params  # the layers cast at the point of use, and return float32 gradients
 
         def copy(param: Array, master: NamedSharding, compute: NamedSharding) -> Array:
             master = NamedSharding(master.mesh, master.spec)  # which may lie on the host
@@ -173,7 +174,7 @@ class PlannedModel:
             low = param.astype(dtype)
             if split:
                 low = jax.lax.with_sharding_constraint(low, master)
-                # or XLA:GPU would gather first and cast then, at twice the bytes
+                # without it XLA:GPU would gather first and cast later, at twice the bytes
                 low = jax.lax.optimization_barrier(low)
                 low = jax.lax.with_sharding_constraint(low, compute)
             return low.astype(param.dtype) if self.plan.reduce == "float32" else low
@@ -186,9 +187,9 @@ class PlannedModel:
         """The differentiated leaves, and a function from them to the module's parameters.
 
         Args:
-            params: masters, where they lie.
-            copies: of each, as a pass on the device reads it; made here by default.
-            apart: in a region that is manual over replicas.
+            params: the float32 masters, on device or host.
+            copies: the copy of each parameter that a pass on the device reads; made here by default.
+            apart: whether this is inside a region that is manual over replicas.
         """
         copies = self.copies(to_device(params)) if copies is None else copies
         if self.plan.offload.weights == "device":
@@ -201,10 +202,10 @@ class PlannedModel:
 
 
 def unchanged(weights: Params) -> Params:
-    """The differentiated leaves where they are the module's parameters."""
+    """The differentiated leaves, unchanged: the `FromWeights` of leaves that are the module's parameters already."""
     return weights
 
 
 def positive(weight: Float[Array, ""]) -> Float[Array, ""]:
-    """A sum of weights to divide by: a batch without targets has a loss of zero and no gradient."""
+    """A sum of weights as a divisor: 1 in place of 0, so that a batch without targets has loss 0 and no gradient."""
     return jnp.where(weight > 0, weight, 1.0)

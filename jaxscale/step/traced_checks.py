@@ -3,8 +3,9 @@
 The program shows what the model does with a plan: blocks that are run again, the types of its matrix products, the
 kernels that it takes, and whether it reads a setting at all.
 
-A product of a layer shows its role by the dims that it sums over: the last of the first operand with the first of a
-matrix (forward) or its last (onward), or all but the last of both (inward).
+A layer with weight W (a matrix) has three matrix products, and the dims summed over show which one a product is:
+forward, y = x W, sums over the last dim of x and the first of W; onward, the gradient of x, over the last dims of both
+operands; inward, the gradient of W, over all dims but the last of both operands.
 """
 
 import dataclasses
@@ -40,15 +41,16 @@ from pallas_kernels.target import target
 P = ParamSpec("P")
 R = TypeVar("R")
 _PASS_NONE = "Pass implementation=None to take one that can."
+"""End of a kernel's own error, for callers of the function; a plan leaves the kernel out instead."""
 
 
 class KernelTrace:
-    """The choices of kernels that the traces of a step meet, each as `pallas_kernels.dispatch` and the layers make it.
+    """The implementation of each kernel that `pallas_kernels.dispatch` and the layers chose while a step was traced.
 
     Args:
-        plan: names kernels.
+        plan: the plan, which may name implementations.
         mesh: devices of the step.
-        unfused: why no kernel steps an optimizer's state in few bits; `None` where one does.
+        unfused: why no kernel updates an optimizer state in few bits; `None` if one does.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh | AbstractMesh, unfused: str | None) -> None:
@@ -57,15 +59,15 @@ class KernelTrace:
 
     @property
     def taken(self) -> tuple[Taken, ...]:
-        """Choices without their shapes, each once."""
+        """The choices without shapes, each listed once."""
         choices = (Taken(note.kernel, str(note.target), note.chosen, note.why) for note, _ in self._notes)
         return tuple(dict.fromkeys(choices))
 
     def noted(self, function: Callable[P, R]) -> Callable[P, R]:
-        """A function of the step whose traces take kernels by the plan, and add to the choices.
+        """A function whose traces choose kernels by the plan, and record the choices here.
 
         Args:
-            function: to be traced.
+            function: a function of the step, to be traced.
         """
 
         @functools.wraps(function)
@@ -85,7 +87,7 @@ class KernelTrace:
         return run
 
     def _note_update(self) -> None:
-        """Note that no kernel steps a state in few bits, where none has been asked."""
+        """Record why no kernel updates a state in few bits, unless the trace has recorded a choice."""
         if self._plan.state.moments == "float32" or any(note.kernel == "adam8" for note, _ in self._notes):
             return
         device = device_of(self._mesh)
@@ -95,14 +97,14 @@ class KernelTrace:
 
 
 def check_taken(plan: Plan, taken: Sequence[Taken]) -> None:
-    """Refuse a plan that names a kernel which its step does not take, or takes otherwise.
+    """Refuse a plan that names an implementation of a kernel if the step uses another one, or not the kernel at all.
 
     Args:
-        plan: names kernels.
-        taken: by the traced step.
+        plan: the plan, which may name implementations.
+        taken: the kernels of the traced step, with the implementation of each.
 
     Raises:
-        UserError: with the kernel that is named, and the one that is taken.
+        UserError: the named implementation is not used; the error reports which one is.
     """
     for kernel, name in plan.kernels.named:
         choices = [choice for choice in taken if choice.kernel == kernel]
@@ -113,9 +115,9 @@ def check_taken(plan: Plan, taken: Sequence[Taken]) -> None:
         if name not in [choice.chosen for choice in choices]:
             refusal = f"kernels {kernel}={name}: this step takes {kernel} {choices[0].chosen}"
             if kernel == "cross_entropy":
-                why = "a loss of a model's own must be given context.loss and context.loss_chunk"
-                raise UserError(f"{refusal}: {why}; or leave it out")
-            raise UserError(f"{refusal}{'' if choices[0].why is None else f': {choices[0].why}'}; leave it out")
+                why = "pass context.loss and context.loss_chunk to the cross entropy of the model's own loss"
+                raise UserError(f"{refusal}; {why}, or leave it out")
+            raise UserError(f"{refusal}{'' if choices[0].why is None else f' ({choices[0].why})'}; leave it out")
 
 
 def check_traced(
@@ -129,13 +131,13 @@ def check_traced(
 
     Args:
         planned: the model under its plan.
-        decision: of the memory rule, where it looks at the blocks.
-        batch: arrays or shapes, to trace the loss once more where a setting may be one that the model does not read.
-        jaxpr: of the whole step.
-        evaluation: traces the loss alone.
+        decision: what the blocks keep; `None` if the memory rule does not depend on them.
+        batch: arrays or shapes of a batch, to trace the loss again and see whether the model reads a setting.
+        jaxpr: jaxpr of the whole step.
+        evaluation: function that traces the loss alone.
 
     Raises:
-        UserError: the model does not take up what the plan asks for.
+        UserError: the model does not do what the plan asks for.
     """
     plan = planned.plan
     equations = list(walk.equations(jaxpr))
@@ -143,13 +145,13 @@ def check_traced(
     recomputes = plan.memory.rule != "none" and not _keeps_all(decision)
     if recomputes and not any(_is_of(plan.memory, policy) for policy in policies):
         raise UserError(
-            f"memory {plan.memory}: nothing is recomputed, for this model shows no blocks; build it of layers.Stack or "
-            "layers.Chain, bring it as a ForeignModel, or leave memory out"
+            f"memory {plan.memory}: nothing is recomputed, because this model marks no blocks; build it of "
+            "layers.Stack or layers.Chain, wrap it in a ForeignModel, or leave memory out"
         )
     if plan.unroll > 1 and not any(eqn.primitive.name == "scan" and eqn.params["unroll"] > 1 for eqn, _ in equations):
         raise UserError(
-            f"unroll {plan.unroll}: no scan over layers of this model runs more than one iteration's layers at a time; "
-            "leave it out"
+            f"unroll {plan.unroll}: this model has no scan over layers that runs several layers per iteration; "
+            "leave unroll out"
         )
     if plan.precision == "bfloat16":
         share = _narrow_share(equations)
@@ -157,27 +159,28 @@ def check_traced(
             share = _narrow_share(walk.equations(evaluation().jaxpr))
         if share < 0.5:
             raise UserError(
-                f"precision bfloat16: {1 - share:.0%} of the FLOP of this model's matrix products are not in bfloat16; "
-                "it turns activations or weights into float32 by itself: leave that to the plan, or ask for float32"
+                f"precision bfloat16: {1 - share:.0%} of the FLOP of this model's matrix products are not in bfloat16, "
+                "because the model converts activations or weights to float32; leave the conversion to the plan, or "
+                "set precision float32"
             )
     _check_products(plan, equations)
     if plan.kernels.loss_chunk is not None and not _reads(planned, batch, "loss_chunk", (1, None)):
         raise UserError(
-            f"loss_chunk {plan.kernels.loss_chunk}: this model's loss is not one over positions; leave it out"
+            f"loss_chunk {plan.kernels.loss_chunk}: this model's loss has no chunks of positions; leave loss_chunk out"
         )
     if plan.kernels.names_attention and not _reads(planned, batch, "attention", ("plain", "chunked")):
-        raise UserError(f"attention {plan.kernels.attends}: this model has no attention of ours; leave it out")
+        raise UserError(f"attention {plan.kernels.attends}: this model does not use jaxscale's attention; leave it out")
 
 
 def _check_products(plan: Plan, equations: Sequence[tuple[JaxprEqn, int]]) -> None:
     """Compare the operands of a traced step's products with its plan's recipe.
 
     Args:
-        plan: whose `matmul` may be a recipe.
-        equations: of the step, and of the jaxprs inside it, with how often each runs.
+        plan: the plan, whose `matmul` may be a recipe of matrix products.
+        equations: equations of the step and of the jaxprs inside it, with the number of times that each runs.
 
     Raises:
-        UserError: no layer multiplies by it, or one of the three products of a layer is in another type.
+        UserError: no layer multiplies by the recipe, or one of the three products of a layer is in another type.
     """
     recipe = RECIPES.get(plan.matmul)
     if recipe is None:
@@ -190,18 +193,18 @@ def _check_products(plan: Plan, equations: Sequence[tuple[JaxprEqn, int]]) -> No
     lacking = [ROLES[role] for role, count in counts.items() if not count]
     if len(lacking) == len(ROLES):
         raise UserError(
-            f"matmul {plan.matmul}: no layer of this model multiplies by it; give jaxscale.layers their context, as "
-            "MLP and Attention do, or leave matmul out"
+            f"matmul {plan.matmul}: no layer of this model multiplies by this recipe; pass the context to the layers "
+            "of jaxscale.layers, as MLP and Attention do, or leave matmul out"
         )
     if lacking:
         raise UserError(
-            f"matmul {plan.matmul}: {' and '.join(lacking)} are computed in another type; a backward pass of the "
-            "model's own is in the way: leave matmul out"
+            f"matmul {plan.matmul}: {' and '.join(lacking)} are computed in another type, because the model defines a "
+            "backward pass of its own; leave matmul out"
         )
 
 
 def _role_of(eqn: JaxprEqn) -> str | None:
-    """The role of a layer's product among its three; `None` for other operations."""
+    """Which of the three products of a layer an equation is (module docstring); `None` for other operations."""
     if eqn.primitive.name != "dot_general":
         return None
     (first, second), (batch, _) = eqn.params["dimension_numbers"]
@@ -221,7 +224,7 @@ def _operands(eqn: JaxprEqn) -> list[ShapedArray]:
 
 
 def _keeps_all(decision: Decision | None) -> bool:
-    """Whether a decision recomputes nothing and moves nothing: its budget is enough, or a chain has one block alone."""
+    """Whether a decision keeps all values on the device, because the budget is enough or a chain has a single block."""
     if decision is None or decision.stack is not None:
         return False
     chain = decision.chain
@@ -233,15 +236,15 @@ def _keeps_all(decision: Decision | None) -> bool:
 
 
 def _is_of(plan: MemoryPlan, policy: Callable[..., bool] | None) -> bool:
-    """Whether a checkpoint is the one that a memory plan puts around blocks, and not another plan's or the user's."""
-    asked = policy_of(plan)
-    if asked is not None:
-        return policy == asked
+    """Whether a checkpoint policy is the one that a memory plan puts around blocks, rather than one of the user's."""
+    plan_policy = policy_of(plan)
+    if plan_policy is not None:
+        return policy == plan_policy
     return isinstance(policy, KeepNamed) or policy is keep_everything or policy is blocks.keep_nothing
 
 
 def _narrow_share(equations: Iterable[tuple[JaxprEqn, int]]) -> float:
-    """Share of the FLOP of matrix products and convolutions whose operands are both narrower than float32."""
+    """Share of the FLOP of matrix products and convolutions that have both operands narrower than float32."""
     narrow, total = 0, 0
     for eqn, times in equations:
         formula = FORMULAS.get(eqn.primitive.name)
@@ -253,7 +256,14 @@ def _narrow_share(equations: Iterable[tuple[JaxprEqn, int]]) -> float:
 
 
 def _reads(planned: PlannedModel, batch: Batch, field: str, settings: tuple[str | int | None, ...]) -> bool:
-    """Whether the loss, traced with each setting of a field of its context, gives different programs."""
+    """Whether the traced loss depends on a field of its context.
+
+    Args:
+        planned: the model under its plan.
+        batch: arrays or shapes of a batch.
+        field: name of the field of `Context`.
+        settings: values of the field whose programs are compared.
+    """
     abstract = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
     pure_model = planned.pure_model
 

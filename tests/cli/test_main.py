@@ -145,7 +145,7 @@ def test_a_file_of_bytes(toy: Path, capsys):
     ("content", "message"),
     [
         ('{"version": 1, "zeor": 3}', "plan.json: unknown field 'zeor'"),
-        ('{"version": 99}', "plan.json is of plan version 99, and this jaxscale reads up to 2"),
+        ('{"version": 99}', "plan.json has plan version 99, and this jaxscale reads versions up to 2"),
         ('{"version": 1, "ze', "plan.json is not JSON"),
         ("[]", "plan.json: got a list, expected a plan"),
         ('{"version": 1, "microbatches": 0}', "microbatches: got 0"),

@@ -304,7 +304,7 @@ def test_a_chunk_below_a_row_and_a_named_implementation_are_taken():
 def test_one_device_that_nobody_named_leaves_zero_out_and_says_so():
     step = build(EXPERIMENT, Plan(zero=3), devices=jax.devices()[:1])
     assert step.plan.zero == 0
-    assert any("zero 3: one device along fsdp, so nothing is sharded" in line for line in step.describe())
+    assert any("zero 0 instead of 3, because there is one device along fsdp" in line for line in step.describe())
     assert build(EXPERIMENT, Plan(zero=3)).plan.zero == 3
 
 

@@ -210,11 +210,11 @@ def test_bfloat16_stays_near_float32():
             "reduce: float32 under bfloat16 needs jaxscale layers",
         ),
         (layout("data:2", loss_chunk=4), "loss_chunk: this model computes its own loss"),
-        (layout("data:2", attention="chunked"), "attention: chunked is ours"),
+        (layout("data:2", attention="chunked"), "attention chunked: this model has its own layers"),
         (layout("data:2", unroll=2), "unroll 2: this model runs its own layers"),
-        (layout("tensor:2"), "lies on tensor"),
-        (layout("data:2,tensor:2", sequence_parallel=True), "lies on tensor"),
-        (layout("sequence:2"), "lies on sequence"),
+        (layout("tensor:2"), "is split over tensor"),
+        (layout("data:2,tensor:2", sequence_parallel=True), "is split over tensor"),
+        (layout("sequence:2"), "is split over sequence"),
     ],
 )
 def test_what_a_foreign_model_cannot_take_is_refused_by_name(make, plan, says):

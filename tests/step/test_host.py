@@ -131,7 +131,10 @@ def test_a_bad_step_leaves_what_is_on_the_host_as_it_was():
     ("fields", "message"),
     [
         ({"gradients": "host"}, "add offload.weights host"),
-        ({"gradients": "host", "weights": "host", "microbatches": 2}, "nothing adds up the gradients"),
+        (
+            {"gradients": "host", "weights": "host", "microbatches": 2},
+            "gradients on the host are not summed over microbatches",
+        ),
         ({"weights": "host", "memory": MemoryPlan.parse("jax:everything_saveable")}, "keeps every weight"),
         ({"optimizer_state": "hots"}, "did you mean 'host'"),
         ({"optimizer_state": "streamed", "optimizer": Optimizer(name="adafactor")}, "mixes elements"),
@@ -192,11 +195,11 @@ def test_a_compiled_step_without_host_bytes_or_with_whole_copies_has_no_effect(m
     layout = make(mesh="1", weights="host", optimizer_state="streamed").layout
     monkeypatch.setattr("jaxscale.step.compiled_checks.rehearses", lambda devices: False)
     monkeypatch.setattr("jaxscale.step.compiled_checks.cut", lambda *args: types.SimpleNamespace(pieces=3))
-    with pytest.raises(NoEffect, match="0 bytes of the compiled step lie on the host"):
+    with pytest.raises(NoEffect, match="0 bytes of the compiled step's arguments lie on the host"):
         check_host_bytes(layout, 0, str)
     check_host_bytes(layout, 2**30, str)
     whole = "%c = (f32[3,8,24]{2,1,0:T(8,128)}, f32[3,8,24]{2,1,0:T(8,128)S(5)}, u32[]{:S(2)}) copy-start(%p)"
-    with pytest.raises(NoEffect, match="saves nothing"):
+    with pytest.raises(NoEffect, match="saves no memory"):
         check_host_bytes(layout, 2**30, lambda: whole)
     table = "x".join(map(str, layout.abstract.params["embedding"]["weight"].shape)).replace("x", ",")
     check_host_bytes(layout, 2**30, lambda: whole.replace("3,8,24", table))  # read whole by the embedding

@@ -146,7 +146,7 @@ def test_a_warm_up_is_compiled_and_told_step_by_step() -> None:
 def test_momentum_after_late_gradients_is_said() -> None:
     sgd, mesh = EXPERIMENT.optimizer, MeshSpec(replica=2, fsdp=2).build(jax.devices()[:4])
     stage = GradientExchange(Codec.parse("topk:0.05"), mesh, {"w": GradientLeaf((64, 64), PartitionSpec("fsdp"))})
-    late = "what arrives many steps late is carried on"
+    late = "that momentum repeats what arrives many steps late"
 
     def said(optimizer: Optimizer, codec: str) -> str:
         return "\n".join(describe_codec(dataclasses.replace(stage, codec=Codec.parse(codec)), optimizer))

@@ -77,7 +77,7 @@ def test_a_recipe_takes_effect_and_says_that_it_is_emulated():
 
 def test_models_whose_layers_cannot_are_refused_by_name():
     foreign = ForeignModel(lambda rngs: nnx.Linear(8, 4, rngs=rngs), classification())
-    with pytest.raises(UserError, match="matmul int8: this model brings its own layers"):
+    with pytest.raises(UserError, match="matmul int8: this model has its own layers"):
         make(model=foreign, batch=VECTORS, matmul="int8")
     with pytest.raises(UserError, match="matmul fp8: no layer of this model"):
         trace(make(model=Plainly(), batch=VECTORS, matmul="fp8"), VECTORS)

@@ -1,17 +1,21 @@
 """The two forms in which a pipeline's stages read a model's blocks: rows of a stack, or a chain of unlike blocks.
 
-The model is one function of its module, and stays so: traced with its blocks cut (`blocks.cutting`), it shows what
-enters the first block, what one stage's blocks make of it, and what loss comes of the last block's output.
+A model is one function of its module, and need not be written in parts. To divide it, it is traced with its blocks
+replaced (`blocks.cutting`): a part before the blocks, the blocks of one stage inside, and a part behind them, which
+ends with the loss.
 
-Blocks of a stack are alike, and a stage's are the rows of a stacked parameter that lie on its device. Blocks of a
-`layers.Chain` are not, and one program serves all devices: a `lax.switch` on the stage's number runs a stage's blocks.
-Their parameters are one flat array, as long as the longest stage's, and a device holds those of its own stages alone.
-Messages are flattened too, type by type, to the length of the longest. Between steps the parameters of a chain are
-split over the pipe axis wherever a dim divides. Every device gathers each of them once before the loop, and its
-gradient is scattered once after the loop.
+A rank is a device of the pipe axis. The stages of a rank are its chunks; a message is what one stage sends to the next.
+A few schedules run a stage on two ranks: one is its home, the other has a copy of its weights.
 
-Left out of chains, and refused by name (`recipe/combinations.py`): what would need the array to be split, residuals in
-slots, memory rules that look at all blocks at once, and asynchronous schedules.
+In a stack all blocks are alike, and the blocks of a stage are those rows of a stacked parameter that lie on its device.
+In a `layers.Chain` blocks differ, but one program serves all devices: a `lax.switch` on the stage's number runs the
+stage's blocks. The parameters of each stage are one flat array, padded to the length of the longest, and a device
+holds only those of its own stages. Messages are flattened too, one array for each dtype, padded to the length of the
+longest. Between steps the parameters of a chain are split over the pipe axis wherever a dim divides. Every device
+gathers each of them once before the loop over ticks, and its gradient is scattered once after the loop.
+
+Not supported for chains, and refused (`recipe/combinations.py`): plans that split the flat array further, that keep
+residuals in slots, whose memory rule depends on all blocks at once, and asynchronous schedules.
 """
 
 import collections
@@ -39,7 +43,7 @@ from jaxscale.trees import filled, named_leaves, path_name
 from jaxscale.typing import Array, Batch, Int, Key, Params, PyTree
 
 Scored: TypeAlias = Callable[[nnx.Module, Batch, Context], PyTree]
-"""From the module, a microbatch and the settings of the pass to sums."""
+"""A score: a function from the module, a microbatch and the settings of the pass to sums, such as those of the loss."""
 Named: TypeAlias = dict[str, Array]
 """Arrays by the name of their parameter."""
 Weights: TypeAlias = Mapping[str, Array | Streamed]
@@ -47,11 +51,11 @@ Weights: TypeAlias = Mapping[str, Array | Streamed]
 Microbatch: TypeAlias = tuple[Batch, Array]
 """Rows of a batch, and the index of each in the global batch."""
 RunBlocks: TypeAlias = Callable[..., PyTree]
-"""Of traced arrays: runs blocks, as a cut model passes it to `blocks.Between`, or one part of a model."""
+"""A function of traced arrays: it runs blocks, as a cut model passes it to `blocks.Between`, or one part of a model."""
 
 
 class Reached(Exception):
-    """Carries a traced value out of the model, which need not run on."""
+    """Ends the trace of a model early, with the traced value that is wanted of it."""
 
     def __init__(self, value: PyTree) -> None:
         super().__init__("a traced value, on its way out of the model")
@@ -60,12 +64,14 @@ class Reached(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """A model in three functions; each takes (stacked, shared, microbatch, key, stage), two of them `x` before.
+    """A model in three functions.
+
+    Each takes (stacked, shared, microbatch, key, stage); `inside` and `behind` take a message `x` before these.
 
     Args:
-        before: to what enters the first block.
-        inside: from `x` to what a stage's blocks make of it.
-        behind: from the last block's output to sums.
+        before: returns the message to the first stage.
+        inside: runs the blocks of the stage on `x`, and returns the message to the next stage.
+        behind: returns sums, from the message of the last stage.
     """
 
     before: Callable[..., PyTree]
@@ -74,31 +80,40 @@ class Parts:
 
 
 def with_copies(stages: Stages, chunks: Named) -> Named:
-    """This rank's chunks, and behind them copies of other ranks' where the schedule has two of a stage."""
+    """This rank's chunks, and behind them the copies of other ranks' chunks that the schedule runs here."""
     for sent, pairs in stages.copies:
         copy = jax.tree.map(lambda leaf, s=sent, p=pairs: jax.lax.ppermute(leaf[s], PIPE_AXIS, p)[None], chunks)
-        chunks = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), chunks, copy)
+        chunks = jax.tree.map(lambda own, copied: jnp.concatenate([own, copied]), chunks, copy)
     return chunks
 
 
 def added_home(stages: Stages, gradients: Named) -> Named:
-    """Gradients of this rank's chunks; those of copies are sent home and added."""
+    """Gradients of this rank's chunks, plus those of their copies, which other ranks send home."""
     count = len(stages.homes[0])
 
-    def home(leaf: Array) -> Array:
-        mine = leaf[:count]
+    def summed(leaf: Array) -> Array:
+        own = leaf[:count]
         for chunk, (sent, pairs) in enumerate(stages.copies, count):
-            back = jax.lax.ppermute(leaf[chunk], PIPE_AXIS, [(there, here) for here, there in pairs])
-            mine = mine.at[sent].add(back)
-        return mine
+            of_copy = jax.lax.ppermute(leaf[chunk], PIPE_AXIS, [(copy, home) for home, copy in pairs])
+            own = own.at[sent].add(of_copy)
+        return own
 
-    return jax.tree.map(home, gradients)
+    return jax.tree.map(summed, gradients)
 
 
 def _traced_cut(
     planned: PlannedModel, cut: Cut, score: Scored, by_name: Weights, microbatch: Microbatch, key: Key
 ) -> PyTree:
-    """What a model with its blocks cut scores, or the value that left it earlier."""
+    """The score of a model with its blocks cut, or the value with which its trace ended early.
+
+    Args:
+        planned: the model under its plan.
+        cut: what runs in place of the model's blocks.
+        score: function from the module, a microbatch and the settings of the pass to sums.
+        by_name: all parameters, by name.
+        microbatch: rows of a batch, and their indices.
+        key: key of the step.
+    """
     batch, examples = microbatch
     module = planned.pure_model.module(filled(planned.pure_model.params, by_name), {})
     try:
@@ -111,11 +126,14 @@ def _traced_cut(
 def _parts(traced: RunBlocks, enter: RunBlocks, through: RunBlocks, leave: RunBlocks) -> Parts:
     """The parts of a model that is traced with its blocks cut.
 
+    In the signatures below, `run` is a function that runs blocks, `x` the first block's input, and `args` the arguments
+    of a part.
+
     Args:
-        traced: from what runs in place of the blocks, and a part's arguments, to sums.
-        enter: from what runs blocks, and the first block's input, to the message to the first stage.
-        through: from the same, a message, and a part's arguments, to the message to the next stage.
-        leave: from the same and the last message to the last block's output.
+        traced: (between, *args) -> the model's sums, with `between` in place of the blocks.
+        enter: (run, x) -> the message to the first stage.
+        through: (run, x, message, *args) -> the message to the next stage.
+        leave: (run, x, message) -> the last block's output, from the message of the last stage.
     """
 
     def before(*args: PyTree) -> PyTree:
@@ -149,11 +167,11 @@ class StackForm:
     stages: Stages
 
     def is_staged(self, name: str) -> bool:
-        """Whether a parameter is read by one stage alone."""
+        """Whether a parameter belongs to one stage; if not, it is shared."""
         return self.planned.pure_model.stacked(name)
 
     def parts(self, score: Scored) -> Parts:
-        """The model as what stands before its blocks, its blocks, and what stands behind them."""
+        """The model in three parts: before its blocks, the blocks of a stage, and behind its blocks."""
         planned, plan = self.planned, self.planned.plan
         numbers = jnp.asarray(self.stages.numbers)
         gather = self._gathered if plan.zero == 3 or (plan.zero and plan.offload.weights == "host") else None
@@ -170,45 +188,45 @@ class StackForm:
         return _parts(traced, lambda run, x: x, through, lambda run, x, message: message)
 
     def _gathered(self, params: Params) -> Params:
-        """A block's parameters, whole: ZeRO 3 gathers them when it runs, and again in the backward pass."""
+        """A block's parameters, gathered from their shards; under ZeRO 3 in both the forward and the backward pass."""
         planned = self.planned
-        names = [name.split("/") for name in planned.layout.placements if self.is_staged(name)]
-        alike = next((n for n in range(min(map(len, names))) if len({name[n] for name in names}) > 1), None)
-        parts = names[0][:alike] if alike is not None else names[0]
-        start = len(parts) - parts[::-1].index("layers")
-        specs = {"/".join(name[start:]): planned.read_spec("/".join(name)) for name in names}
+        paths = [name.split("/") for name in planned.layout.placements if self.is_staged(name)]
+        common = next((n for n in range(min(map(len, paths))) if len({path[n] for path in paths}) > 1), None)
+        prefix = paths[0][:common] if common is not None else paths[0]
+        start = len(prefix) - prefix[::-1].index("layers")
+        specs = {"/".join(path[start:]): planned.read_spec("/".join(path)) for path in paths}
 
         def whole(path: KeyPath, leaf: Array) -> Array:
             for dim, axes in enumerate(dim_axes(specs[path_name(path)])):
                 if "fsdp" in axes:
-                    # the first dim of a placement is the layers', which a block has no more
+                    # the placement has a first dim for the layers, which one block does not have
                     leaf = jax.lax.all_gather(leaf, "fsdp", axis=dim - 1, tiled=True)
             return leaf
 
         return jax.tree_util.tree_map_with_path(whole, params)
 
     def chunks(self, staged: Named) -> Named:
-        """Rows of this rank as (chunks, depth, ...), and copies of other ranks' where two do the same stage."""
+        """Rows of this rank's stages as (chunks, depth, ...), and behind them its copies of other ranks' stages."""
         depth = self.stages.depth
         return with_copies(self.stages, jax.tree.map(lambda leaf: leaf.reshape(-1, depth, *leaf.shape[1:]), staged))
 
     def home(self, gradients: Named) -> Named:
-        """The inverse of `chunks` for gradients: those of copies are sent home and added."""
+        """The inverse of `chunks` for gradients: those of copies are sent to the stage's home and added there."""
         return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), added_home(self.stages, gradients))
 
 
 FLAT = "flat"
-"""The one stacked parameter of a chain: each stage's weights in a row."""
+"""Name of the one stacked parameter of a chain, which has all weights of a stage in a row."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StagePlace:
-    """Where a parameter lies among those of its stage.
+    """Where a parameter of a chain lies in the flat array of its stage.
 
     Args:
-        stage: that reads it.
-        begin: its first element in the stage's array.
-        shape: its own.
+        stage: number of the stage that reads the parameter.
+        begin: index of its first element in the stage's array.
+        shape: shape of the parameter.
     """
 
     stage: int
@@ -217,16 +235,16 @@ class StagePlace:
 
     @property
     def end(self) -> int:
-        """One past its last element."""
+        """Index one past its last element."""
         return self.begin + math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class MessageForm:
-    """Messages of unlike shapes in one form: a flat array for each type, as long as the longest message asks for.
+    """Packs messages of different shapes into one form: a flat array for each dtype, padded for the longest message.
 
     Args:
-        shapes: what crosses each boundary: trees of `jax.ShapeDtypeStruct`.
+        shapes: the message at each boundary, as a tree of shapes; boundary 0 is before the first stage.
 
     Example:
         >>> wire = MessageForm([(jnp.ones((2, 3)),), (jnp.ones(4), jnp.ones(1, int))])
@@ -241,7 +259,7 @@ class MessageForm:
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Elements of each type."""
+        """Length of the flat array of each dtype."""
         longest: dict[str, int] = {}
         for message in self.shapes:
             elements: collections.Counter[str] = collections.Counter()
@@ -250,34 +268,34 @@ class MessageForm:
             longest = {name: max(longest.get(name, 0), elements[name]) for name in {**longest, **elements}}
         return dict(sorted(longest.items()))
 
-    def pack(self, tree: PyTree) -> dict[str, Array]:
-        """A message in the form of all."""
-        flat: dict[str, list[Array]] = {name: [] for name in self.lengths}
-        for leaf in jax.tree.leaves(tree):
+    def pack(self, message: PyTree) -> dict[str, Array]:
+        """A message as flat arrays of `lengths`, by dtype."""
+        flat: dict[str, list[Array]] = {dtype: [] for dtype in self.lengths}
+        for leaf in jax.tree.leaves(message):
             flat[str(leaf.dtype)].append(leaf.reshape(-1))
-        return {name: padded(flat[name], length, name) for name, length in self.lengths.items()}
+        return {dtype: padded(flat[dtype], length, dtype) for dtype, length in self.lengths.items()}
 
     def unpack(self, packed: Mapping[str, Array], boundary: int) -> PyTree:
-        """The message at a boundary: 0 enters the first stage."""
-        at = dict.fromkeys(packed, 0)
+        """The message at a boundary, from its flat arrays; boundary 0 is before the first stage."""
+        ends = dict.fromkeys(packed, 0)  # of the leaves read so far, by dtype
 
         def leaf(shape: jax.ShapeDtypeStruct) -> Array:
-            name, size = str(shape.dtype), math.prod(shape.shape)
-            at[name] += size
-            return packed[name][at[name] - size : at[name]].reshape(shape.shape)
+            dtype, size = str(shape.dtype), math.prod(shape.shape)
+            ends[dtype] += size
+            return packed[dtype][ends[dtype] - size : ends[dtype]].reshape(shape.shape)
 
         return jax.tree.map(leaf, self.shapes[boundary])
 
 
-def padded(parts: Sequence[Array], length: int, dtype: DTypeLike) -> Array:
-    """Flat arrays one behind the other, and zeros behind the last."""
-    rest = length - sum(part.size for part in parts)
-    return jnp.concatenate([*parts, jnp.zeros((rest,), dtype)])
+def padded(arrays: Sequence[Array], length: int, dtype: DTypeLike) -> Array:
+    """Flat arrays one behind the other, padded with zeros to a length."""
+    padding = length - sum(array.size for array in arrays)
+    return jnp.concatenate([*arrays, jnp.zeros((padding,), dtype)])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChainForm:
-    """Stages of unlike blocks: a `lax.switch` runs a stage's, on parameters in one flat array.
+    """Stages of unlike blocks: a `lax.switch` runs the blocks of a stage, with parameters in one flat array.
 
     Args:
         planned: the model under its plan.
@@ -289,12 +307,13 @@ class ChainForm:
 
     @functools.cached_property
     def _prefix(self) -> str:
+        """Prefix of the names of the chain's parameters."""
         assert self.stages.chain is not None
         return f"{self.stages.chain}/layers/"
 
     @functools.cached_property
     def places(self) -> dict[str, StagePlace]:
-        """Where each parameter of a block lies among those of its stage."""
+        """Where each parameter of a block lies in the flat array of its stage, by the parameter's name."""
         starts, places, sizes = self.stages.starts, {}, [0] * len(self.stages.layers)
         for name, leaf in named_leaves(self.planned.pure_model.params).items():
             if self.is_staged(name):
@@ -311,37 +330,37 @@ class ChainForm:
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def _home_of(self, stage: int) -> tuple[int, int]:
-        """The rank whose weights those of a stage are, and where among its own."""
+        """The home rank of a stage, and the index of the stage among its chunks."""
         rank = self.stages.schedule.routes[0][stage]
         return rank, self.stages.homes[rank].index(stage)
 
     def chunks(self, staged: Named) -> Named:
-        """The arrays (chunks, length) of this rank's stages, and of those that it has copies of."""
+        """The flat arrays (chunks, length) of this rank's stages, and behind them its copies of other ranks' stages."""
         dtype, rank = jnp.dtype(self.planned.plan.precision), jax.lax.axis_index(PIPE_AXIS)
         length = max(place.end for place in self.places.values())
         rows = [jnp.zeros((length,), dtype)] * len(self.stages.homes[0])
         for stage in range(len(self.stages.layers)):
             home, chunk = self._home_of(stage)
             names = [name for name, place in self.places.items() if place.stage == stage]
-            parts = [staged[name].astype(dtype).reshape(-1) for name in names]
-            rows[chunk] = jnp.where(rank == home, padded(parts, length, dtype), rows[chunk])
+            flat = [staged[name].astype(dtype).reshape(-1) for name in names]
+            rows[chunk] = jnp.where(rank == home, padded(flat, length, dtype), rows[chunk])
         return with_copies(self.stages, {FLAT: jnp.stack(rows)})
 
     def home(self, gradients: Named) -> Named:
-        """The gradient of each parameter on its stage's rank, zeros elsewhere."""
+        """The gradient of each parameter on the home rank of its stage, and zeros on the other ranks."""
         rows, rank = added_home(self.stages, gradients)[FLAT], jax.lax.axis_index(PIPE_AXIS)
         by_name = {}
         for name, place in self.places.items():
             home, chunk = self._home_of(place.stage)
-            mine = rows[chunk, place.begin : place.end]
-            by_name[name] = jnp.where(rank == home, mine, 0.0).reshape(place.shape)
+            gradient = rows[chunk, place.begin : place.end]
+            by_name[name] = jnp.where(rank == home, gradient, 0.0).reshape(place.shape)
         return by_name
 
     def _block_params(self, flat: Array, stage: int) -> list[Params]:
-        """The parameters of a stage's blocks, as each block has them."""
+        """The parameters of each block of a stage, from the stage's flat array."""
         layers: Params = self.planned.pure_model.params
-        for part in self._prefix.strip("/").split("/"):
-            layers = layers[part]
+        for key in self._prefix.strip("/").split("/"):
+            layers = layers[key]
         first, count = self.stages.starts[stage], self.stages.layers[stage]
 
         def leaf(path: KeyPath, _: jax.ShapeDtypeStruct) -> Array:
@@ -349,24 +368,24 @@ class ChainForm:
             return flat[place.begin : place.end].reshape(place.shape)
 
         keys = {int(key): key for key in layers}
-        mine = {keys[block]: layers[keys[block]] for block in range(first, first + count) if block in keys}
-        params = jax.tree_util.tree_map_with_path(leaf, mine)
+        stage_layers = {keys[block]: layers[keys[block]] for block in range(first, first + count) if block in keys}
+        params = jax.tree_util.tree_map_with_path(leaf, stage_layers)
         return [params.get(keys.get(block), {}) for block in range(first, first + count)]
 
     # -- the model in parts --------------------------------------------------------------------------------------------
 
     def parts(self, score: Scored) -> Parts:
-        """As of `StackForm`; what crosses a boundary is packed."""
+        """As of `StackForm`; messages are packed."""
         ends = [0, *itertools.accumulate(self.stages.layers)]
 
         def traced(
             between: Between, stacked: Named, shared: Named, microbatch: Microbatch, key: Key, stage: Int[Array, ""]
         ) -> PyTree:
             dtype = self.planned.plan.precision
-            # the blocks get theirs from the stage's array, and these are never read
-            absent = {name: jnp.zeros(place.shape, dtype) for name, place in self.places.items()}
+            # these are never read, because blocks get their parameters from the stage's flat array
+            unread = {name: jnp.zeros(place.shape, dtype) for name, place in self.places.items()}
             cut = Cut(jnp.zeros((0,), jnp.int32), self.stages.starts, False, between)
-            return _traced_cut(self.planned, cut, score, {**absent, **shared}, microbatch, key)
+            return _traced_cut(self.planned, cut, score, {**unread, **shared}, microbatch, key)
 
         def form_of(run: RunBlocks, x: PyTree) -> MessageForm:
             shapes = [jax.eval_shape(lambda x: x, x)]
@@ -379,8 +398,8 @@ class ChainForm:
 
             def branch(number: int) -> Callable[[Array, Named], Named]:
                 def compute(flat: Array, packed: Named) -> Named:
-                    blocks_of = run(ends[number], ends[number + 1], self._block_params(flat, number))
-                    return form.pack(blocks_of(form.unpack(packed, number)))
+                    run_stage = run(ends[number], ends[number + 1], self._block_params(flat, number))
+                    return form.pack(run_stage(form.unpack(packed, number)))
 
                 return compute
 
