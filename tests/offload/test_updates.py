@@ -265,7 +265,7 @@ def test_a_state_is_made_beside_its_parameters():
 @pytest.mark.parametrize(
     ("rule", "options", "says"),
     [
-        (optax.adam(0.1), {"pattern": "("}, r"pattern '\(' is no regular expression"),
+        (optax.adam(0.1), {"pattern": "("}, r"pattern '\(' is not a regular expression"),
         (optax.adam(0.1), {"pattern": "trace"}, r"'trace' matches no path of the state's arrays \(0/mu/bias, "),
         (optax.sgd(0.1), {}, "state has no arrays that could lie on the host"),
         (optax.lamb(0.1), {}, r'mixes elements of a tensor \(reduce_sum\).* take run="host"'),
