@@ -361,9 +361,8 @@ def _revolve(first: int, count: int, slots: int) -> Nodes:
     """`revolve` for `count` stages from stage `first` on."""
     if count == 1:
         return (Save(first),)
-    head_count = count - 1 if slots == 1 else _head_count(count, slots)
-    tail = _revolve(first + head_count, count - head_count, max(slots - 1, 1))
-    return (Remat(_revolve(first, head_count, slots)), *tail)
+    head = count - 1 if slots == 1 else _head_count(count, slots)
+    return (Remat(_revolve(first, head, slots)), *_revolve(first + head, count - head, max(slots - 1, 1)))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -166,8 +166,8 @@ def _check_devices(leaves: Sequence[Array]) -> str:
     check_host_memory(devices, "offload_state")
     if len(devices) == 1 and rehearses(devices):
         raise UserError(
-            "offload_state: got a CPU of one device, on which a program that donates such a state may end the process. "
-            "Leave offload_state out (a CPU's memory is host memory anyway), rehearse it on more devices "
+            "offload_state: got a CPU of one device, on which a program that donates such a state may end the process; "
+            "leave offload_state out (a CPU's memory is host memory anyway), rehearse it on more devices "
             "(jax_num_cpu_devices), or use --plan.offload.optimizer-state streamed"
         )
     return next(iter(devices)).platform
@@ -227,7 +227,7 @@ def _check_any_on_host(state: Any, regex: re.Pattern[str]) -> None:
         )
     raise UserError(
         f"offload_state: pattern {regex.pattern!r} matches no path of the state's arrays "
-        f"({', '.join(array_names[:3])}{', ...' if len(array_names) > 3 else ''}); use one that matches, or none for all"
+        f"({', '.join(array_names[:3])}{', ...' if len(array_names) > 3 else ''}); use one that matches, or none"
     )
 
 
@@ -278,7 +278,7 @@ def _param_shardings(params: Params, shardings: Params | None) -> list[Any]:
             for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         ):
             raise UserError(
-                f"offload_state: {path_name(path)} lies on a mesh {dict(mesh.shape)}, and its sharding is unknown "
-                "during tracing: give shardings=jax.tree.map(lambda p: p.sharding, params), so that slices cut no sharded dim"
+                f"offload_state: {path_name(path)} lies on a mesh {dict(mesh.shape)}, and its sharding is unknown in "
+                "tracing: give shardings=jax.tree.map(lambda p: p.sharding, params), so that slices cut no sharded dim"
             )
     return leaf_shardings

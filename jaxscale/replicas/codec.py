@@ -32,7 +32,7 @@ from jaxscale.trees import tree_bytes
 from jaxscale.typing import Array, Float, Int, Key
 
 CodecState = dict[str, Any]
-"""A codec's state for a leaf on one device of one replica: arrays by name. `residual` is float32, of the leaf's shape."""
+"""A codec's state for a leaf on one device: arrays by name. `residual` is float32, of the leaf's shape."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Codec(NamedCodec):
 
     @abc.abstractmethod
     def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
-        """The mean of one layer's gradient over the axis, and the layer's new state; `start` and warm-up do not apply."""
+        """The mean of one layer's gradient over the axis, and its new state; `start` and warm-up do not apply."""
 
     @abc.abstractmethod
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
@@ -246,7 +246,7 @@ def matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _keys(key: Key | None, layers: int, first: int) -> Key | None:
-    """A key for each of a leaf's layers, which depends only on the layer's number; `first` is that of the first layer."""
+    """A key for each layer, which depends only on the layer's number; `first` is that of the first layer."""
     return None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, first + jnp.arange(layers))
 
 

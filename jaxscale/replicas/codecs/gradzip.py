@@ -43,9 +43,7 @@ class GradZip(LowRank):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1e-6 <= self.ridge <= 1:
-            raise UserError(
-                f"ridge: got {self.ridge}, expected a number from 1e-6 (below it float32 is too inexact) to 1"
-            )
+            raise UserError(f"ridge: got {self.ridge}, expected 1e-6 (below it float32 is too inexact) to 1")
 
     def left(self, product: Float[Array, "rows rank"], q: Float[Array, "columns rank"], axis: str) -> Array:
         """The mean of the least-squares P, for a given Q."""
@@ -58,11 +56,11 @@ class GradZip(LowRank):
     def _least_squares(self, product: Array, factor: Array) -> Array:
         """product (factor^T factor + r I)^-1."""
         gram = times(factor.T, factor)
-        mean_square = jnp.trace(gram) / self.rank
+        power = jnp.trace(gram) / self.rank
         # scaled to a mean of 1, so that gradients of any magnitude stay within the range of float32
-        scaled_gram = gram / jnp.maximum(mean_square, 2.0**-100) + self.ridge * jnp.eye(self.rank)
+        scaled_gram = gram / jnp.maximum(power, 2.0**-100) + self.ridge * jnp.eye(self.rank)
         solution = _solved(scaled_gram, product.T).T
-        return solution / jnp.maximum(mean_square, 2.0**-100)
+        return solution / jnp.maximum(power, 2.0**-100)
 
 
 @one_by_one
