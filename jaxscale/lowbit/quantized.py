@@ -93,7 +93,7 @@ class StatePolicy:
                 raise UserError(f"field {name!r} must never be quantized: {NEVER[name]}; leave it out")
         overlap = sorted(set(self.signed) & set(self.unsigned))
         if overlap:
-            raise UserError(f"field {overlap[0]!r} is both in signed and in unsigned: list it in one")
+            raise UserError(f"field {overlap[0]!r} is both signed and unsigned: list it in only one of the two")
         if self.block is not None and self.block < 1:
             raise UserError(f"block: got {self.block}, expected a number of elements >= 1")
         try:
