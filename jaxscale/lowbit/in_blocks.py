@@ -1,9 +1,9 @@
-"""A rule's state after a step, on arrays reshaped to blocks, so that XLA for TPU keeps none of them in float32.
+"""Compute a rule's new state on arrays reshaped to blocks, so that XLA for TPU keeps none of them in float32.
 
-Scales of blocks are maxima over part of the second-minor dim. XLA for TPU fuses the operands of a maximum over a whole
-dim, but not through the reshape before a maximum over part of one: it writes 8 bytes for each number of each leaf whose
-shards have several blocks. A rule that treats each number by itself can take (.., rows, cols) as (.., blocks, block,
-cols) from the start, which avoids that reshape.
+The scale of a block is a maximum over part of the second-minor dim. XLA for TPU fuses the operands of a maximum over a
+whole dim. It does not fuse through the reshape before a maximum over part of a dim, but writes 8 bytes for each number
+of each leaf whose shards have several blocks. A rule that treats each number by itself can run on arrays of shape (..,
+blocks, block, cols) instead of (.., rows, cols) from the start, which avoids that reshape.
 """
 
 import dataclasses
@@ -22,23 +22,24 @@ from jaxscale.trees import shapes_of
 
 TreePath = tuple[Any, ...]
 IMPOSSIBLE = -4.0
-"""No scale is smaller, but the compiler cannot infer that."""
+"""A bound below every scale, which the compiler cannot infer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class InBlocks:
-    """Reshapes an update's trees so that each block is a dim, for the parameters with quantized state.
+    """Reshapes the trees of an update to blocks, for the parameters with quantized state.
 
     Args:
-        blocked_shapes: by the parameter's path, its shape with the second-minor dim cut into blocks.
-        whole_shapes: by the parameter's path, its shape.
+        blocked_shapes: by the path of each parameter with quantized state, its shape with the second-minor dim cut
+            into blocks.
+        whole_shapes: shape of every parameter, by its path.
     """
 
     blocked_shapes: dict[TreePath, tuple[int, ...]]
     whole_shapes: dict[TreePath, tuple[int, ...]]
 
     def cut(self, tree: Any) -> Any:
-        """A tree of gradients, parameters or state in blocks."""
+        """Reshape a tree of gradients, parameters or state to blocks."""
 
         def cut_leaf(path: TreePath, x: Any) -> Any:
             owner = owner_of(path, self.whole_shapes)
@@ -53,13 +54,13 @@ class InBlocks:
         return jax.tree_util.tree_map_with_path(cut_leaf, tree, is_leaf=is_quantized)
 
     def disguised(self, tree: Any, state: Any) -> Any:
-        """Gradients or parameters by an expression that XLA does not recognise as a reshape.
+        """The unchanged gradients or parameters, as an expression that XLA does not recognise as a reshape.
 
-        It would move a reshape below its consumers, and keep their results.
+        XLA would move a reshape below the operations that consume it, and keep their results.
 
         Args:
-            tree: in blocks.
-            state: in blocks.
+            tree: gradients or parameters, reshaped to blocks.
+            state: the rule's state, reshaped to blocks.
         """
         scales = {
             owner_of(path, self.whole_shapes): q.scale
@@ -74,15 +75,15 @@ class InBlocks:
 
 
 def views_of(rule: optax.GradientTransformation, gradients: Any, state: Any) -> InBlocks | None:
-    """The views that run a rule in blocks; `None` if the rule needs the arrays' original shapes.
+    """The reshapes to blocks under which a rule can run; `None` if the rule needs the arrays' original shapes.
 
-    It does if it mixes numbers of an array, or if its operations depend on shapes: a mask by `ndim`, a rate by fan-in,
-    a constant array.
+    A rule needs them if it mixes numbers of an array, or if its operations depend on shapes, as do a mask by `ndim`, a
+    rate by fan-in or a constant array.
 
     Args:
-        rule: of float32 state.
-        gradients: a tree like the parameters, of arrays or shapes.
-        state: the rule's, with quantized leaves.
+        rule: an optax transformation of float32 state.
+        gradients: tree like the parameters, of arrays or shapes.
+        state: the rule's state, with quantized leaves.
 
     Example:
         >>> from jaxscale.lowbit.quantize import zeros
@@ -108,24 +109,26 @@ def views_of(rule: optax.GradientTransformation, gradients: Any, state: Any) -> 
 
 
 def owner_of(path: TreePath, owners: Any) -> TreePath | None:
-    """The path of the parameter of a state's leaf: the longest suffix of its path that is a parameter's.
+    """The path of the parameter that a leaf of a state belongs to; `None` if there is none.
+
+    It is the longest suffix of the leaf's path that is the path of a parameter.
 
     Args:
-        path: of a leaf of a state.
-        owners: paths of parameters.
+        path: path of a leaf in the state.
+        owners: paths of the parameters.
     """
     return next((path[i:] for i in range(len(path) + 1) if path[i:] in owners), None)
 
 
 def _operations(rule: optax.GradientTransformation, shapes: Any) -> list[Any]:
-    """A rule's operations in order, with their constants."""
+    """The operations of a rule's update, in order, with their settings and constants."""
 
-    def number(value: Any) -> Any:
-        return id(value) if isinstance(value, Tracer) else np.asarray(value).item()
+    def comparable(constant: Any) -> Any:
+        return id(constant) if isinstance(constant, Tracer) else np.asarray(constant).item()
 
     program = jax.make_jaxpr(rule.update)(shapes, jax.eval_shape(rule.init, shapes), shapes)
     operations: list[Any] = []
     for eqn, _ in equations(program):
         settings = [x for x in eqn.params.values() if isinstance(x, int | float | str)]
-        operations.append((eqn.primitive.name, settings, [number(v.val) for v in eqn.invars if hasattr(v, "val")]))
-    return [*operations, *map(number, program.consts)]
+        operations.append((eqn.primitive.name, settings, [comparable(v.val) for v in eqn.invars if hasattr(v, "val")]))
+    return [*operations, *map(comparable, program.consts)]

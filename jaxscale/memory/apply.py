@@ -1,8 +1,8 @@
-"""Apply a memory plan, or a decision, to the blocks of a model: `jax.checkpoint` around them, from outside the model.
+"""Apply a memory plan or its decision to the blocks of a model: wrap them in `jax.checkpoint`, from outside the model.
 
-In a chain, `Remat(nodes)` becomes a checkpoint that keeps its inputs alone, `Save(i, option)` the block in that
-option's wrapper. The barriers of `prevent_cse` stay on there: blocks that are not scanned occur twice in one program,
-and XLA would merge the second run with the first, and keep the values that the plan recomputes.
+In a chain, `Remat(nodes)` becomes a checkpoint that keeps only its inputs, and `Save(i, option)` becomes block i in the
+wrapper of that option. The barriers of `prevent_cse` stay on in a chain: its blocks are not scanned and occur twice in
+one program, so XLA would otherwise merge the second run with the first and keep the values that the plan recomputes.
 """
 
 import dataclasses
@@ -23,18 +23,18 @@ from jaxscale.memory.save_set import EVERYTHING
 class KeepBy:
     """One of JAX's policies, by its name in `jax.checkpoint_policies`.
 
-    Its type distinguishes blocks that a plan wrapped from the user's checkpoints in a traced program.
+    The type distinguishes blocks that a plan wrapped from the user's checkpoints in a traced program.
     """
 
     name: str
 
     def __call__(self, primitive: Any, *inputs: Any, **params: Any) -> Any:
-        """Whether an operation's outputs are kept, for `jax.checkpoint`."""
+        """Whether to keep the outputs of an operation; `jax.checkpoint` calls this."""
         return getattr(jax.checkpoint_policies, self.name)(primitive, *inputs, **params)
 
 
 def policy_of(plan: MemoryPlan) -> Any:
-    """The policy under which a plan runs every block; `None` for a plan that is no policy.
+    """The `jax.checkpoint` policy that a plan applies to every block; `None` if the plan is not a policy.
 
     Example:
         >>> policy_of(MemoryPlan.parse("jax:dots_saveable"))
@@ -46,7 +46,7 @@ def policy_of(plan: MemoryPlan) -> Any:
 
 
 def wrapper(plan: MemoryPlan) -> Wrapper:
-    """The wrapper for `blocks.wrapping` that runs every block under a plan by a policy, or "none"."""
+    """The wrapper of every block, for `blocks.wrapping`, under a plan that is a policy or is `none`."""
     if plan.rule == "none":
         return as_it_is
     policy = policy_of(plan)
@@ -62,7 +62,7 @@ def treatment_for(decision: Decision, *, unroll: int = 1) -> Treatment:
     """The treatment of blocks under a decision, for `blocks.treating`.
 
     Args:
-        decision: of `decide`, or read from a file.
+        decision: the decision that `decide` returned or that was read from a file.
         unroll: layers per iteration of a scan over layers.
     """
     if decision.plan.rule in ("none", "dots", "full", "jax"):
@@ -82,8 +82,8 @@ def chain_treatment(nodes: Nodes, options: Sequence[Sequence[Wrapper]] | None = 
     """The treatment of a model's blocks under a plan of a chain.
 
     Args:
-        nodes: the plan.
-        options: for each stage a wrapper per option; by default one, which keeps everything.
+        nodes: the plan of the chain.
+        options: for each stage, a wrapper for each of its options; by default one option, which keeps everything.
 
     Example:
         >>> from jaxscale.memory.chain import revolve
@@ -103,7 +103,7 @@ def chain_treatment(nodes: Nodes, options: Sequence[Sequence[Wrapper]] | None = 
 def treatment_of_chain(decision: ChainDecision) -> Treatment:
     """The treatment of blocks under a decision for a chain."""
     options = [
-        [as_it_is if save.keep == (EVERYTHING,) else keeping([save]) for save in saves] for saves in decision.options
+        [as_it_is if save.keep == (EVERYTHING,) else keeping([save]) for save in sets] for sets in decision.options
     ]
     return chain_treatment(decision.nodes, options)
 
@@ -111,21 +111,21 @@ def treatment_of_chain(decision: ChainDecision) -> Treatment:
 def _run(
     nodes: Nodes, options: Sequence[Sequence[Wrapper]] | None, calls: Sequence[Call], x: Any
 ) -> tuple[Any, list[Any]]:
-    """The last `x` and each block's result, of the calls of these nodes, run in order."""
+    """Run the block calls of these nodes in order; return the last `x` and the second result of each block."""
     results, position = [], 0
     for node in nodes:
         if isinstance(node, Save):
             call = calls[position]
             wrapper = as_it_is if options is None else options[node.stage][node.option]
-            x, result = wrapper(call.block, False)(*call.before, x, *call.after)
-            results.append(result)
+            x, block_result = wrapper(call.block, False)(*call.before, x, *call.after)
+            results.append(block_result)
             position += 1
         else:
             count = sum(1 for _ in saves(node.nodes))
             inner = node.nodes
-            x, result = again(
+            x, inner_results = again(
                 calls[position : position + count], x, lambda calls, x, inner=inner: _run(inner, options, calls, x)
             )
-            results += result
+            results += inner_results
             position += count
     return x, results

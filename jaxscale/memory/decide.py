@@ -1,7 +1,7 @@
-"""Resolve a memory plan for a model's blocks to a decision, and a decision to a treatment of blocks.
+"""Resolve a memory plan for a model's blocks to a decision.
 
-Rules of this module: none, dots, full, jax, sqrt and periodic (of a scanned stack), save, greedy, dtr_static, file.
-Rules for chains of blocks and for offload are in `chain_decision.py` and `selectors`; `fit` is the planner's.
+This module has the rules none, dots, full, jax, sqrt and periodic (for a scanned stack), save, greedy, dtr_static and
+file. Rules for chains of blocks and for offload are in `chain_decision.py` and `selectors`; the planner resolves `fit`.
 """
 
 import dataclasses
@@ -25,19 +25,19 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
     """Resolve a memory plan for a model.
 
     Args:
-        plan: by any rule but `fit`.
-        calls: the model's blocks (`programs.collect`), per device and microbatch, with seconds where `chip` is given.
-        chip: its seconds are minimized if the plan specifies no objective.
+        plan: memory plan with any rule but `fit`.
+        calls: the model's blocks (`programs.collect`), per device and microbatch; with seconds if `chip` is given.
+        chip: chip whose seconds are minimized if the plan specifies no objective.
 
     Raises:
-        UserError: a budget below the least possible; segments of a model that is no scanned stack; no blocks.
+        UserError: the budget is below the least possible, the rule does not apply to this model, or it has no blocks.
     """
     if plan.rule == "file":
         return read_decision(plan.name)
     if not calls:
         raise UserError(
-            f"memory {plan}: this model shows no blocks; build it of layers.Stack or layers.Chain, bring it as a "
-            "ForeignModel, or leave memory out"
+            f"memory {plan}: this model shows no blocks; build it of layers.Stack or layers.Chain, wrap it in a "
+            "ForeignModel, or set no memory plan"
         )
     kinds = kinds_of(calls)
     objective = plan.objective or default_objective(chip)
@@ -65,7 +65,7 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
             return _uniform(plan, calls, [selector(graph, room, host) for graph, room in _rooms(plan, calls)])
         case _:
             rules = ", ".join(rule for rule in FORMS if rule != "fit")
-            raise UserError(f"memory {plan}: expected a plan by one of {rules}")
+            raise UserError(f"memory {plan}: expected a plan with one of the rules {rules}")
 
 
 def kinds_of(calls: Sequence[BlockCall]) -> dict[str, BlockGraph]:
@@ -74,7 +74,7 @@ def kinds_of(calls: Sequence[BlockCall]) -> dict[str, BlockGraph]:
 
 
 def host_bandwidth(chip: Chip | None) -> float:
-    """Bytes/s between a chip and its host, each way; if unknown, that of the slowest link of the tables.
+    """Bytes/s between a chip and its host, each way; if unknown, those of the slowest PCIe link in the chip tables.
 
     Example:
         >>> from jaxscale.platforms.platform import chips
@@ -85,31 +85,33 @@ def host_bandwidth(chip: Chip | None) -> float:
     return min(link.bandwidth for candidate in candidates for link in candidate.links if link.name == "pcie")
 
 
-def _rooms(plan: MemoryPlan, calls: Sequence[BlockCall], fewer: str = "") -> list[tuple[BlockGraph, int]]:
-    """Each kind of block with its part of the budget, which is proportional to the bytes it keeps without a plan.
+def _rooms(plan: MemoryPlan, calls: Sequence[BlockCall], alternatives: str = "") -> list[tuple[BlockGraph, int]]:
+    """Each kind of block with its room: the bytes of the budget that its values may take, besides the block's input.
+
+    The room is proportional to the bytes that the block keeps without a plan.
 
     Args:
-        plan: its budget includes the inputs of blocks.
+        plan: memory plan whose budget includes the inputs of blocks.
         calls: the model's blocks.
-        fewer: plans that keep fewer inputs, for the error if those alone exceed the budget.
+        alternatives: plans that keep fewer block inputs, for the error if the inputs alone exceed the budget.
     """
-    budget, inputs = plan.budget or 0, sum(call.count * call.input_bytes for call in calls)
-    if budget < inputs:
-        raise too_small(budget, inputs, fewer)
+    budget, inputs_bytes = plan.budget or 0, sum(call.count * call.input_bytes for call in calls)
+    if budget < inputs_bytes:
+        raise too_small(budget, inputs_bytes, alternatives)
     full_bytes = sum(call.count * call.graph.needed_bytes for call in calls)
-    share_kept = min(1.0, (budget - inputs) / full_bytes) if full_bytes else 1.0
-    return [(graph, int(graph.needed_bytes * share_kept)) for graph in kinds_of(calls).values()]
+    kept_fraction = min(1.0, (budget - inputs_bytes) / full_bytes) if full_bytes else 1.0
+    return [(graph, int(graph.needed_bytes * kept_fraction)) for graph in kinds_of(calls).values()]
 
 
 def _scanned(calls: Sequence[BlockCall]) -> bool:
-    """Whether the model is one scanned stack of alike blocks."""
+    """Whether the model is one scanned stack of identical blocks."""
     return len(calls) == 1 and calls[0].rolled and calls[0].count > 1
 
 
 def _stack_optimum(
     plan: MemoryPlan, calls: Sequence[BlockCall], objective: SaveSetObjective, host: Host | None
 ) -> Decision:
-    """The optimum of a scanned stack: one save set for all its layers, two groups, or two levels."""
+    """The optimum of a scanned stack: one save set for all layers, two groups of layers, or segments that run again."""
     [call] = calls
     stack = plan_stack(call.graph, call.count, plan.budget or 0, objective=objective, host=host)
     if len(stack.groups) == 1 and stack.segment is None:
@@ -119,14 +121,14 @@ def _stack_optimum(
 
 def _uniform(plan: MemoryPlan, calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Decision:
     """The decision that keeps one save set for each kind of block."""
-    sums = dataclasses.asdict(totals(calls, saves))
-    return Decision(plan, tuple(saves), blocks=tuple(kinds_of(calls)), **sums)
+    sum_by_field = dataclasses.asdict(totals(calls, saves))
+    return Decision(plan, tuple(saves), blocks=tuple(kinds_of(calls)), **sum_by_field)
 
 
 def _stacked(plan: MemoryPlan, call: BlockCall, stack: StackDecision) -> Decision:
-    """The decision for a scanned stack by groups of layers or segments."""
-    sums = dataclasses.asdict(stack_totals(call.graph, stack))
-    return Decision(plan, stack=stack, blocks=(call.fingerprint,), **sums)
+    """The decision for a scanned stack that has groups of layers or segments."""
+    sum_by_field = dataclasses.asdict(stack_totals(call.graph, stack))
+    return Decision(plan, stack=stack, blocks=(call.fingerprint,), **sum_by_field)
 
 
 def _segments(plan: MemoryPlan, calls: Sequence[BlockCall]) -> Decision:
@@ -134,5 +136,5 @@ def _segments(plan: MemoryPlan, calls: Sequence[BlockCall]) -> Decision:
     [call] = calls
     segment = square_root(call.count) if plan.count is None else plan.count
     if segment > call.count:
-        raise UserError(f"memory {plan}: segments of {segment} blocks, and the model has {call.count}")
+        raise UserError(f"memory {plan}: segments of {segment} blocks, and the model has {call.count}: choose fewer")
     return _stacked(plan, call, StackDecision((Group(call.count),), segment))

@@ -1,16 +1,16 @@
 """The optimal save set of a block: values to keep, offload or recompute, at least cost within a byte budget.
 
-Checkmate's question (Jain et al. 2020, arXiv:1910.02653) for one block whose backward pass follows its whole forward
-pass, which leaves a small integer program. With k, o in {0, 1} per value (kept, on the host) and r per equation (run
-again in the backward pass):
+This is Checkmate's problem (Jain et al. 2020, arXiv:1910.02653) for one block whose backward pass follows its whole
+forward pass, which makes the integer program small. For each value, k and o in {0, 1} are 1 if the value is kept on the
+device or on the host; for each equation, r in {0, 1} is 1 if it runs again in the backward pass:
 
     least    sum_e cost_e r_e (+ seconds of copies that nothing hides)
     where    k_v + o_v + r_producer(v) >= 1      for every value v that the backward pass reads
              k_u + o_u + r_producer(u) >= r_e    for every value u that equation e reads
              sum_v bytes_v k_v <= budget,  sum_v bytes_v o_v <= host budget
 
-and of the sets of least cost, the smallest. With a host budget the program is POFO's choice (Beaumont et al. 2021) for
-one block.
+Of the sets of least cost, the smallest is chosen. With a host budget the program makes POFO's choice (Beaumont et al.
+2021) for one block. Values that can only be kept together have one name in the traced program, their mark.
 
 Left out: when within the backward pass a value is recomputed (Checkmate's schedule). JAX recomputes a block as a whole,
 so the memory of the recomputation differs between save sets only by the bytes they keep.
@@ -34,13 +34,13 @@ def solve(graph: BlockGraph, budget: int, *, objective: SaveSetObjective = "flop
     """The save set of least cost within a budget, and of several such sets the smallest.
 
     Args:
-        graph: of the block, with seconds (a chip) where `objective` is "seconds" or there is a `host`.
-        budget: bytes kept on the device, besides the block's inputs.
+        graph: graph of the block; it needs seconds (a chip) if `objective` is "seconds" or `host` is given.
+        budget: most bytes kept on the device, besides the block's inputs.
         objective: the cost to minimize: recomputed FLOP of matrix products, or modelled seconds.
         host: host memory for offloaded values; requires the objective "seconds".
 
     Raises:
-        UserError: a negative budget; the objective "seconds" for a graph without a chip.
+        UserError: the budget is negative, or the objective is "seconds" and the graph has no chip.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -57,9 +57,9 @@ def smallest(graph: BlockGraph, max_cost: float, *, objective: SaveSetObjective 
     """The smallest save set of a block whose cost is at most `max_cost`.
 
     Args:
-        graph: of the block, with seconds where `objective` is "seconds".
-        max_cost: recomputed FLOP of matrix products, or modelled seconds.
-        objective: which of the two `max_cost` is.
+        graph: graph of the block; it needs seconds if `objective` is "seconds".
+        max_cost: most recomputed FLOP of matrix products, or most modelled seconds.
+        objective: unit of `max_cost`, FLOP or seconds.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -82,11 +82,11 @@ def menu(
     """The curve of cost against memory: optimal save sets, the first of which keeps nothing.
 
     Args:
-        graph: of the block.
+        graph: graph of the block.
         points: number of budgets to solve for, each in the middle of the gap that is widest in bytes and cost; or the
             budgets, in bytes.
-        objective: as in `solve`.
-        host: as in `solve`.
+        objective: the cost to minimize, as in `solve`.
+        host: host memory for offloaded values, as in `solve`.
 
     Returns:
         Save sets by rising bytes and falling cost, without duplicates.
@@ -94,45 +94,49 @@ def menu(
     if isinstance(points, int):
         return _menu(graph, points, objective, host)
     program = _Program(graph, objective, host)
-    save_by_bytes = {size.bytes: size for size in map(program.at, points)}
+    save_by_bytes = {save.bytes: save for save in map(program.at, points)}
     return tuple(save_by_bytes[size] for size in sorted(save_by_bytes))
 
 
 @functools.lru_cache(maxsize=64)
 def _menu(graph: BlockGraph, points: int, objective: SaveSetObjective, host: Host | None) -> tuple[SaveSet, ...]:
-    """Cached, because several budgets of one model, and several rules, need the same curve."""
+    """`menu` for a number of points; cached, because several budgets and rules need the same curve of a model."""
     program = _Program(graph, objective, host)
     saves = [program.at(0), program.at(graph.needed_bytes)]
     saves = saves[:1] if saves[0].bytes == saves[1].bytes else saves
     # (lower save set, higher save set, start and stop of the budgets between them that were not tried yet)
     gaps = [(saves[0], saves[1], saves[0].bytes + 1, saves[1].bytes)] if len(saves) > 1 else []
 
-    def area(gap: tuple[SaveSet, SaveSet, int, int]) -> float:
+    def gap_area(gap: tuple[SaveSet, SaveSet, int, int]) -> float:
         return (gap[3] - gap[2]) * (cost_of(gap[0], objective) - cost_of(gap[1], objective))
 
     for _ in range(points - 2):
         gaps = [gap for gap in gaps if gap[2] < gap[3]]
         if not gaps:
             break
-        low, high, start, stop = gap = max(gaps, key=area)
+        low_save, high_save, start, stop = gap = max(gaps, key=gap_area)
         gaps.remove(gap)
         budget = (start + stop) // 2
-        middle = program.at(budget)
-        if middle.bytes > low.bytes:
-            saves.append(middle)
-            gaps += [(low, middle, start, middle.bytes), (middle, high, budget + 1, stop)]
+        middle_save = program.at(budget)
+        if middle_save.bytes > low_save.bytes:
+            saves.append(middle_save)
+            gaps += [(low_save, middle_save, start, middle_save.bytes), (middle_save, high_save, budget + 1, stop)]
         else:
-            gaps.append((low, high, budget + 1, stop))
+            gaps.append((low_save, high_save, budget + 1, stop))
     return tuple(sorted(saves, key=lambda save: save.bytes))
 
 
 class _Program:
-    """The integer program of a graph, built once for all budgets."""
+    """The integer program of a graph, built once for all budgets.
+
+    Its columns are variables: ("keep", mark), ("host", mark) and ("run", equation) are 0 or 1; ("out", "") and
+    ("back", "") are the exposed seconds of copies to and from the host.
+    """
 
     def __init__(self, graph: BlockGraph, objective: SaveSetObjective, host: Host | None) -> None:
         if objective == "flop" and host is not None:
             raise UserError(
-                "a save set solved for flop takes nothing to the host: copies cost seconds; ask for seconds"
+                "the objective 'flop' does not support a host, because copies to it cost seconds; ask for seconds"
             )
         check_request(graph, 0, objective)
         self.graph, self.host = graph, host
@@ -145,33 +149,37 @@ class _Program:
             assert mark is not None, "candidates have a name"
             self.groups.setdefault(mark, []).append(index)
         self.marks = list(self.groups)
-        self.size = {mark: sum(graph.values[i].bytes for i in self.groups[mark]) for mark in self.marks}
+        self.mark_bytes = {mark: sum(graph.values[i].bytes for i in self.groups[mark]) for mark in self.marks}
         self._build()
 
     def _cost(self, equation: int) -> float:
+        """The cost of running the equation with this index."""
         return cost_of(self.graph.equations[equation], self.objective)
 
     def _candidates(self) -> list[int]:
-        """Values worth keeping: not those that follow at no cost from a smaller value or the block's inputs."""
+        """Indices of the values worth keeping.
+
+        A value is not worth keeping if it follows at no cost from a smaller value or from the block's inputs.
+        """
         graph = self.graph
-        free = {index for index, value in enumerate(graph.values) if value.producer < 0}
+        free_indices = {index for index, value in enumerate(graph.values) if value.producer < 0}
         candidates = []
-        for equation in self.equations:
-            step = graph.equations[equation]
-            costless = self._cost(equation) == 0
-            if costless and all(index in free for index in step.inputs):
-                free.update(step.outputs)
+        for number in self.equations:
+            equation = graph.equations[number]
+            costless = self._cost(number) == 0
+            if costless and all(index in free_indices for index in equation.inputs):
+                free_indices.update(equation.outputs)
                 continue
-            for index in step.outputs:
+            for index in equation.outputs:
                 value = graph.values[index]
-                source = graph.values[step.inputs[0]] if len(step.inputs) == 1 else None
+                source = graph.values[equation.inputs[0]] if len(equation.inputs) == 1 else None
                 redundant = costless and source is not None and source.mark is not None and source.bytes <= value.bytes
                 if value.mark is not None and not redundant:
                     candidates.append(index)
         return candidates
 
     def _build(self) -> None:
-        """The rows, columns and costs of the integer program."""
+        """Build the rows, columns and costs of the integer program."""
         import numpy as np
         from scipy.sparse import csr_array
 
@@ -184,13 +192,13 @@ class _Program:
                 if host.names is None or any(graph.values[i].name in host.names for i in self.groups[mark])
             ]
             column |= {("host", mark): len(column) + i for i, mark in enumerate(host_marks)}
-        self.whole = len(column)
+        self.choice_count = len(column)
         column |= {("run", equation): len(column) + i for i, equation in enumerate(self.equations)}
         if host is not None:
             column |= {("out", ""): len(column), ("back", ""): len(column) + 1}
         self.column = column
         scale = max((self._cost(equation) for equation in self.equations), default=0.0) or 1.0
-        self.unit = max(self.size.values(), default=0) or 1
+        self.unit = max(self.mark_bytes.values(), default=0) or 1
         cost = np.zeros(len(column))
         for equation in self.equations:
             cost[column["run", equation]] = self._cost(equation) / scale
@@ -199,6 +207,7 @@ class _Program:
         mark_of = {index: mark for mark, indices in self.groups.items() for index in indices}
 
         def availability(index: int) -> dict[int, float]:
+            """Terms of the sum that is at least 1 if a value is kept, on the host, or recomputed."""
             terms = {column["run", graph.values[index].producer]: 1.0}
             if index in mark_of:
                 columns = [column.get((kind, mark_of[index])) for kind in ("keep", "host")]
@@ -211,7 +220,7 @@ class _Program:
                 if graph.values[index].producer >= 0:
                     rows.append(({**availability(index), column["run", equation]: -1.0}, 0.0))
         if host is not None:
-            copies = {column["host", mark]: self.size[mark] for kind, mark in column if kind == "host"}
+            copies = {column["host", mark]: self.mark_bytes[mark] for kind, mark in column if kind == "host"}
             hidden_forward, hidden_backward = hidden_seconds(graph, host)
             cost[column["out", ""]] = cost[column["back", ""]] = 1.0
             copy_seconds = {number: -size / host.bandwidth / scale for number, size in copies.items()}
@@ -233,18 +242,18 @@ class _Program:
         self.cost, self.scale = cost, scale
         self.bytes = np.zeros(len(column))
         for mark in marks:
-            self.bytes[column["keep", mark]] = self.size[mark] / self.unit
+            self.bytes[column["keep", mark]] = self.mark_bytes[mark] / self.unit
 
     def at(self, budget: int) -> SaveSet:
         """The optimum for a budget in bytes."""
         check_request(self.graph, budget, self.objective)
         best = self._solve(self.cost, budget)
         if best is None:
-            raise RuntimeError(f"the integer program of block {self.graph.fingerprint} has no answer")
-        spent = float(self.cost @ best)
-        # the smallest set of this cost, if the solver's tolerance lets it find one
-        small = self._solve(self.bytes, budget, spent * (1 + 1e-9) + 1e-9)
-        solutions = (self._set(solution) for solution in (best, small) if solution is not None)
+            raise RuntimeError(f"the integer program of block {self.graph.fingerprint} has no solution")
+        least_cost = float(self.cost @ best)
+        # the smallest set of this cost, if the solver's tolerance admits one
+        smallest = self._solve(self.bytes, budget, least_cost * (1 + 1e-9) + 1e-9)
+        solutions = (self._set(solution) for solution in (best, smallest) if solution is not None)
         save = min(solutions, key=lambda save: (cost_of(save, self.objective), save.bytes))
         everything = budget >= self.graph.needed_bytes and cost_of(save, self.objective) > 0
         return save_set(self.graph, (EVERYTHING,)) if everything else save
@@ -254,50 +263,53 @@ class _Program:
         everything = save_set(self.graph, (EVERYTHING,))
         if cost_of(self.at(self.graph.needed_bytes), self.objective) > max_cost:
             return everything
-        room = max_cost / self.scale
-        solution = self._solve(self.bytes, self.graph.needed_bytes, room * (1 + 1e-9) + 1e-9)
+        scaled_cost = max_cost / self.scale
+        solution = self._solve(self.bytes, self.graph.needed_bytes, scaled_cost * (1 + 1e-9) + 1e-9)
         if solution is None:
             return everything
         save = self._set(solution)
         return save if cost_of(save, self.objective) <= max_cost * (1 + 1e-9) else everything
 
     def _set(self, solution: Any) -> SaveSet:
-        """The save set of a solution."""
+        """The save set that a solution of the integer program describes."""
         names: dict[str, list[str]] = {"keep": [], "host": []}
         for (kind, mark), number in self.column.items():
             if kind in names and solution[number] > 0.5:
                 names[kind] += [self.graph.values[index].name for index in self.groups[str(mark)]]
         return save_set(self.graph, names["keep"], names["host"], self.host)
 
-    def _solve(self, objective: Any, budget: int, spent: float = math.inf) -> Any:
-        """The choices that minimize an objective within bytes and cost; `None` if there are none."""
+    def _solve(self, weights: Any, budget: int, max_cost: float = math.inf) -> Any:
+        """The variables that minimize the sum with these weights, within a budget in bytes and a scaled cost.
+
+        Returns `None` if no choice satisfies both limits.
+        """
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         count = len(self.column)
-        if not self.whole or not count:
+        if not self.choice_count or not count:
             return np.ones(count)  # nothing to choose: every equation runs
         upper = np.ones(count)
         for key in (("out", ""), ("back", "")):
             if key in self.column:
                 upper[self.column[key]] = np.inf
-        integral = np.zeros(count)
-        # runs are integral if the choices are; declaring it makes HiGHS faster, and it prints no repaired solutions
-        integral[: self.whole + len(self.equations)] = 1
+        integrality = np.zeros(count)
+        # runs are integral if the choices are; declaring them integral makes HiGHS faster, and it prints no repairs
+        integrality[: self.choice_count + len(self.equations)] = 1
         lower: Any = np.zeros(count)
         bounds = Bounds(lower, cast(Any, upper))
-        limit = float(budget)
+        limit_bytes = float(budget)
         while True:
             constraints = [LinearConstraint(self.matrix, cast(Any, self.least), np.inf)]
-            constraints.append(LinearConstraint(self.bytes[None, :], -np.inf, limit / self.unit))
-            if math.isfinite(spent):
-                constraints.append(LinearConstraint(self.cost[None, :], -np.inf, spent))
+            constraints.append(LinearConstraint(self.bytes[None, :], -np.inf, limit_bytes / self.unit))
+            if math.isfinite(max_cost):
+                constraints.append(LinearConstraint(self.cost[None, :], -np.inf, max_cost))
             optimum = milp(
-                objective, integrality=integral, bounds=bounds, constraints=constraints, options={"mip_rel_gap": 0}
+                weights, integrality=integrality, bounds=bounds, constraints=constraints, options={"mip_rel_gap": 0}
             )
             if optimum.x is None:
                 return None
-            kept_bytes = sum(self.size[mark] for mark in self.marks if optimum.x[self.column["keep", mark]] > 0.5)
+            kept_bytes = sum(self.mark_bytes[mark] for mark in self.marks if optimum.x[self.column["keep", mark]] > 0.5)
             if kept_bytes <= budget:
                 return optimum.x
-            limit -= kept_bytes - budget  # the solver's tolerance let a little too much through
+            limit_bytes -= kept_bytes - budget  # the solver's tolerance allowed slightly too many bytes

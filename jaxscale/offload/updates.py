@@ -1,17 +1,19 @@
-"""Updates of an optimizer's state in host memory.
+"""Update an optimizer's state in host memory.
 
-Two ways to apply an optax rule, of one signature, that hold at most a slice of the state on the device:
+Two functions apply an optax rule with at most a slice of the state on the device, and return functions of one
+signature:
 
 * `streamed`: slices of state and weights come to the device, are updated there, and go back (ZeRO-Infinity, Rajbhandari
   et al. 2021, arXiv 2104.07857, without its NVMe; L2L, Pudipeddi et al. 2020, arXiv 2002.05645). For rules that treat
   each number by itself.
 * `on_host`: gradients go to the host, whose CPU updates state and weights (ZeRO-Offload, Ren et al. 2021, arXiv
-  2101.06840, without its one step of delay). For any rule.
+  2101.06840, without its delay of one step). For any rule.
 
-`plainly` applies it without offload. All three take the norm for clipping, and whether the step is good, since a later
-`where` over old and new state would need both whole on the device.
+`plainly` applies a rule without offload. The functions that all three return also take the gradients' norm, for
+clipping, and whether the step is good (its gradients are finite): a later `where` over old and new state would need
+both whole on the device.
 
-Plans use these functions. For custom training loops there is `wrapper.offload_state`, a wrapper of a rule.
+Plans use these functions. For custom training loops `wrapper.offload_state` wraps a rule.
 """
 
 import functools
@@ -33,10 +35,10 @@ from jaxscale.trees import shapes_of
 from jaxscale.typing import Array, Float, Params
 
 Advance = Callable[[Params, Any, Params, Any, Any], tuple[Params, Any]]
-"""One step of an optimizer, `(gradients, state, params, norm, good) -> (params, state)`, each leaf in its old memory.
+"""One step of an optimizer, `(gradients, state, params, norm, good) -> (params, state)`.
 
-Gradients, state and parameters may lie in device or host memory; `norm` is the global norm of the gradients, and if
-`good` is false, state and parameters are returned unchanged.
+Gradients, state and parameters may lie in device or host memory, and each leaf stays where it lies. `norm` is the
+global norm of the gradients. If `good` is false, state and parameters are returned unchanged.
 """
 
 
@@ -44,7 +46,7 @@ def plainly(optimizer: optax.GradientTransformation) -> Advance:
     """Apply an optax transformation to whole trees on the device.
 
     Args:
-        optimizer: with clipping.
+        optimizer: optax transformation, clipping included.
     """
 
     def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
@@ -62,18 +64,18 @@ def streamed(
     elementwise: optax.GradientTransformation | None = None,
     layers: Params | None = None,
 ) -> Advance:
-    """Apply a rule slice by slice, on the device, to state, weights and gradients that may lie on the host.
+    """Apply a rule slice by slice on the device; state, weights and gradients may lie on the host.
 
     Args:
-        rule: an optax transformation that treats each number by itself, or each layer of a stack. Its state, whose
-            arrays have the parameters' shapes, may be quantized: slices cut no block.
+        rule: an optax transformation that treats each number, or each layer of a stack, by itself. The arrays of its
+            state have the parameters' shapes. They may be quantized; slices then contain whole blocks.
         params: shapes of the parameters, with the sharding of the optimizer's state if there is a mesh.
         clip: global norm that gradients are clipped to; the state is then that of `chain(clip_by_global_norm, rule)`.
-        slice_bytes: largest slice of one tensor on each device, as far as its dims allow.
+        slice_bytes: bytes of the largest slice of one tensor on each device, as far as its dims allow.
         elementwise: the rule within `rule` that must treat each number by itself, if `rule` shares scales in blocks;
             `rule` by default.
-        layers: for each parameter, whether its first dim is of layers that the rule treats one by one: slices are then
-            whole layers, and other parameters are not cut. `None`: the rule treats each number by itself.
+        layers: for each parameter, whether its first dim is stacked layers that the rule treats one by one. Slices are
+            then whole layers, and other parameters are not cut. `None` if the rule treats each number by itself.
 
     Raises:
         UserError: the rule mixes elements, and `layers` is `None`.
@@ -104,12 +106,12 @@ def streamed(
 def on_host(rule: optax.GradientTransformation, *, clip: float | None = None) -> Advance:
     """Apply a rule on the host's CPU: gradients are sent there; state and weights are updated in place.
 
-    Not for a TPU and a state in few bits: libtpu 0.0.51 assigns two tilings to an array of 8 or 4 bits and two dims or
-    more that the host's CPU reads, and crashes; arrays of 16 and 32 bits, or of one dim, work.
+    Do not use it with a TPU and a state in few bits: libtpu 0.0.51 assigns two tilings to an array of 8 or 4 bits and
+    two dims or more that the host's CPU reads, and crashes; arrays of 16 and 32 bits, or of one dim, work.
 
     Args:
         rule: any optax transformation.
-        clip: global norm that gradients are clipped to, on the host; the state is then that of
+        clip: global norm to which gradients are clipped on the host; the state is then that of
             `chain(clip_by_global_norm, rule)`.
     """
 
@@ -124,21 +126,27 @@ def on_host(rule: optax.GradientTransformation, *, clip: float | None = None) ->
 
 
 def by_host_cpu(function: Callable[..., Any], args: Any, like: Any) -> Any:
-    """Run a function on the host's CPU on arguments moved there; its results, a tree like `like`, stay there."""
+    """Run a function on the host's CPU, on arguments moved to host memory; its results stay there.
+
+    Args:
+        function: function to run.
+        args: arguments, in device or host memory.
+        like: tree of the structure of the function's results.
+    """
     return compute_on_host(function, jax.tree.map(lambda _: jax.memory.Space.Host, like))(*to_host(args))
 
 
 def with_host_constants(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of arrays in host memory whose constants lie there too, also within loops.
+    """The same function of arrays in host memory, with its constants in host memory too, also inside loops.
 
-    JAX would place them on the device.
+    JAX would place the constants on the device.
     """
 
     def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        value_of_variable = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
         def value_of(atom: Any) -> Any:
-            return atom.val if hasattr(atom, "val") else values[atom]
+            return atom.val if hasattr(atom, "val") else value_of_variable[atom]
 
         for eqn in jaxpr.eqns:
             operands = [value_of(atom) for atom in eqn.invars]
@@ -151,7 +159,7 @@ def with_host_constants(function: Callable[..., Any]) -> Callable[..., Any]:
                 if any(lies_on_host(x) for x in operands):
                     operands = [x if jax.numpy.ndim(x) == 0 else to_host(x) for x in operands]
                 outputs = rebind(eqn, operands)
-            values |= dict(zip(eqn.outvars, outputs, strict=True))
+            value_of_variable |= dict(zip(eqn.outvars, outputs, strict=True))
         return [value_of(atom) for atom in jaxpr.outvars]
 
     def loop(params: Any, operands: Sequence[Any]) -> list[Any]:
@@ -181,13 +189,13 @@ def cuts_of(
     slice_bytes: int,
     layers: Params | None = None,
 ) -> list[SliceCut]:
-    """The cut of each parameter and of its state."""
+    """The cut of each parameter, by which its state is also cut; the arguments are those of `streamed`."""
     leaves, units = jax.tree.leaves(params), _units(rule, params)
     if layers is not None:
-        stacked = jax.tree.leaves(layers)
+        stacked_flags = jax.tree.leaves(layers)
         units = [
             (unit[0], *leaf.shape[1:]) if is_stacked else leaf.shape
-            for leaf, unit, is_stacked in zip(leaves, units, stacked, strict=True)
+            for leaf, unit, is_stacked in zip(leaves, units, stacked_flags, strict=True)
         ]
     cuts = [
         cut(leaf.shape, leaf.dtype.itemsize, sharding, slice_bytes, unit)
@@ -205,18 +213,18 @@ def in_slices(
 ) -> tuple[Params, Any]:
     """Run `step` on slices of trees like the parameters and of a rule's state, on the device.
 
-    Leaves cut into equally many pieces form a group; `step` runs on one group at a time, with empty leaves in place of
-    all others.
+    Leaves cut into the same number of pieces form a group; `step` runs on one group at a time, with empty leaves in
+    place of all other leaves.
 
     Args:
-        rule: the rule of the state.
-        cuts: of each parameter.
-        step: `(read, (written, state)) -> (written, state)`.
-        read: a tree like the parameters; `None` is passed on.
-        old: a tree like the parameters and their state, in device or host memory.
+        rule: optax transformation to which the state belongs.
+        cuts: the cut of each parameter.
+        step: function from slices of `read` and of `old` to the new slices of `old`.
+        read: tree like the parameters that is only read; `None` is passed to `step` as it is.
+        old: pair of a tree like the parameters and the rule's state, in device or host memory, both to be replaced.
 
     Returns:
-        The new pair of written tree and state, each leaf in its old memory.
+        The new pair of tree and state, with each leaf in its old memory space.
     """
     treedef = jax.tree.structure(old[0])
     leaves, read_leaves = treedef.flatten_up_to(old[0]), [] if read is None else treedef.flatten_up_to(read)
@@ -257,10 +265,10 @@ def in_slices(
 
 
 def global_norm(gradients: Params, shardings: Params | None = None) -> Float[Array, ""]:
-    """Global norm of gradients in device or host memory; those on the host are read slice by slice.
+    """Global norm of gradients in device or host memory; gradients on the host are read slice by slice.
 
     Args:
-        gradients: any tree.
+        gradients: any tree of arrays.
         shardings: tree of `NamedSharding` like the gradients; `None` for one device.
     """
     leaves, treedef = jax.tree.flatten(gradients)
@@ -269,12 +277,13 @@ def global_norm(gradients: Params, shardings: Params | None = None) -> Float[Arr
     leaf_shardings = [None] * len(leaves) if shardings is None else treedef.flatten_up_to(shardings)
     total = jnp.zeros((), jnp.float32)
     for leaf, sharding in zip(leaves, leaf_shardings, strict=True):
-        slicing = cut(leaf.shape, leaf.dtype.itemsize, sharding)
-        _, total = sweep(_add_squares, slicing.pieces, [(leaf, slicing.dim)], [], total)
+        slice_cut = cut(leaf.shape, leaf.dtype.itemsize, sharding)
+        _, total = sweep(_add_squares, slice_cut.pieces, [(leaf, slice_cut.dim)], [], total)
     return jnp.sqrt(total)
 
 
 def _add_squares(read: list[Array], written: list[Array], total: Array) -> tuple[list[Array], Array]:
+    """A body of `sweep` that adds the sum of squares of a slice to a total."""
     return written, total + jnp.sum(jnp.square(read[0].astype(jnp.float32)))
 
 
@@ -289,7 +298,7 @@ def _step(
     """The new weights and state, or the old ones if the step is not good."""
 
     def clipped(gradient: Array) -> Array:
-        """As by `optax.clip_by_global_norm`, to the bit."""
+        """Clip a gradient, bit for bit like `optax.clip_by_global_norm`."""
         return jnp.where(norm < clip, gradient, (gradient / norm.astype(gradient.dtype)) * clip)
 
     params, state = old
@@ -299,7 +308,7 @@ def _step(
 
 
 def owners_of(rule: optax.GradientTransformation, state: Any, treedef: Any) -> Any:
-    """For each leaf of a state, the number of its parameter; -1 for none."""
+    """For each leaf of a state, the index of the parameter that it belongs to; -1 if there is none."""
     return optax.tree.map_params(
         rule,
         lambda leaf, number: jax.tree.map(lambda _: number, leaf),
@@ -311,7 +320,7 @@ def owners_of(rule: optax.GradientTransformation, state: Any, treedef: Any) -> A
 
 
 def _units(rule: optax.GradientTransformation, params: Params) -> list[tuple[int, ...]]:
-    """For each dim of each parameter, a divisor of slice lengths: the blocks of its quantized state."""
+    """For each dim of each parameter, the number that must divide slice lengths so that no quantized block is cut."""
     leaves, treedef = jax.tree.flatten(params)
     units = [[1] * len(leaf.shape) for leaf in leaves]
     state = jax.eval_shape(rule.init, params)
@@ -323,7 +332,10 @@ def _units(rule: optax.GradientTransformation, params: Params) -> list[tuple[int
 
 
 def _only_at(leaves: list[Array], indices: list[int], slices: list[Array]) -> list[Array]:
-    """`slices` at `indices`; empty leaves elsewhere, without columns but with all rows, which blocks must divide."""
+    """A list like `leaves` with these slices at the indices, and empty arrays elsewhere.
+
+    The empty arrays have no columns but all rows, because blocks must divide the number of rows.
+    """
     arrays: list[Any] = [jnp.zeros((*leaf.shape[:-1], 0), leaf.dtype) for leaf in leaves]
     for i, array in zip(indices, slices, strict=True):
         arrays[i] = array

@@ -1,4 +1,4 @@
-"""Gradients over a slow axis in few bytes: codecs, their messages, and formulas for the bytes.
+"""Average gradients over a slow mesh axis in few bytes: codecs, their messages, and formulas for the bytes.
 
 Importing this package imports no JAX: each name below loads at its first use.
 """
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxscale.lazy import lazy_names
 
-_WHERE = {
+_MODULE_OF_NAME = {
     "CODECS": "codecs",
     "DGC": "codecs.dgc",
     "QSGD": "codecs.qsgd",
@@ -39,4 +39,4 @@ __all__ = [
     "TopK",
 ]  # fmt: skip
 
-__getattr__ = lazy_names(__name__, {name: f"{__name__}.{module}" for name, module in _WHERE.items()})
+__getattr__ = lazy_names(__name__, {name: f"{__name__}.{module}" for name, module in _MODULE_OF_NAME.items()})

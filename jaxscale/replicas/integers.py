@@ -1,9 +1,9 @@
-"""Floats as integers, with a float32 scale for each block: the arithmetic that int8, int4 and QSGD share.
+"""Encode floats as integers with a float32 scale for each block; the codecs int8, int4 and QSGD share this arithmetic.
 
 With L = 2^(bits-1) - 1 levels on each side, a block x of scale s = max|x| has the codes round(x L / s) and decodes to
-codes * s / L: no element is off by more than s / 2L. Codes of 4 bits or fewer lie two in a byte, for XLA sends a whole
-byte for each int4. A kernel rounds to the nearest in 8 or 4 bits if the chip has one (`pallas_kernels.quantize`, of the
-same definition). Left out: entropy coding.
+codes * s / L, with an error of at most s / 2L. Codes of 4 bits or fewer are stored two in a byte, because XLA sends a
+whole byte for each int4. If the chip has a kernel (`pallas_kernels.quantize`, of the same definition), it rounds to the
+nearest in 8 or 4 bits. Left out: entropy coding.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ class Coded(NamedTuple):
     """Blocks as integers.
 
     Args:
-        codes: int8; of 4 bits or fewer, two in a byte.
+        codes: int8 codes; those of 4 bits or fewer are stored two in a byte.
         scale: largest magnitude of each block.
     """
 
@@ -34,11 +34,11 @@ def encode(x: Float[Array, "... elements"], bits: int, block: int, key: Key | No
     """Codes and scales of each block of the last dim.
 
     Args:
-        x: float32, whose last dim the block divides.
-        bits: of each code, 2 to 8.
-        block: elements that share a scale; even if codes lie two in a byte.
-        key: rounds at random, up with the probability of the fractional part, so that the mean is right; `None`
-            rounds to the nearest.
+        x: float32 array, whose last dim `block` divides.
+        bits: number of bits of each code, 2 to 8.
+        block: number of elements that share a scale; even if codes are stored two in a byte.
+        key: key for rounding at random, up with the probability of the fractional part, so that the mean is exact;
+            `None` rounds to the nearest.
 
     Example:
         >>> decode(encode(jnp.array([7.0, -3.4, 0.0, 1.0]), 4, 4, None), 4)
@@ -64,17 +64,18 @@ def encode(x: Float[Array, "... elements"], bits: int, block: int, key: Key | No
 
 
 def decode(coded: Coded, bits: int) -> Float[Array, "... elements"]:
-    """The decoded blocks, float32."""
+    """The float32 numbers that blocks encode; `bits` are those of each code."""
     codes = _one_in_a_byte(coded.codes) if bits <= 4 else coded.codes
     blocks = codes.astype(jnp.float32) * (coded.scale / levels(bits))[..., None]
     return blocks.reshape(*blocks.shape[:-2], -1)
 
 
 def _two_in_a_byte(codes: Array) -> Array:
-    """The first half of each block in the low nibbles, the second in the high ones: no lane moves within a half."""
+    """Pack codes: the first half of each block in the low four bits of bytes, the second half in the high four."""
     low, high = jnp.split(codes, 2, axis=-1)
     return (low & 15) | (high << 4)
 
 
 def _one_in_a_byte(packed: Array) -> Array:
+    """The inverse of `_two_in_a_byte`."""
     return jnp.concatenate([(packed << 4) >> 4, packed >> 4], axis=-1)

@@ -1,12 +1,12 @@
-"""The reduce stage: from each replica's gradients to their mean, equal on all replicas, before optax sees it.
+"""The reduce stage averages the replicas' gradients, before optax uses the mean; the mean is equal on all replicas.
 
-It runs in a `jax.shard_map` that is manual over every axis: each device holds its shard of its replica's gradients, and
-a codec sends an encoding of that shard over the slow axis alone. Leaves too small for a codec, and leaves that it
-refuses (norms, biases), are sent uncompressed in one message. NaN or Inf in a gradient would corrupt the residuals and
-scales of one replica unseen by the others: all devices agree on finiteness by one number, the mean becomes NaN, so that
-the guard skips the step, and the states are unchanged to the bit.
+The stage runs in a `jax.shard_map` that is manual over every axis: each device has its shard of its replica's
+gradients, and a codec sends an encoding of that shard only over the slow axis. Leaves too small for a codec, and leaves
+to which it does not apply (norms, biases), are sent uncompressed in one message. NaN or Inf in a gradient would corrupt
+the residuals and scales of one replica, unnoticed by the others. All devices therefore agree by one number on whether
+the gradients are finite. If not, the mean becomes NaN, so that the guard skips the step, and the states do not change.
 
-Left out: clipping and norms, which apply to the mean afterwards, and the reduction inside a replica, which XLA has done
+Left out: clipping and norms, which apply to the mean afterwards, and the reduction inside a replica, which XLA does
 before.
 """
 
@@ -29,12 +29,16 @@ from jaxscale.sharding.partition import axes_of, dim_axes, shard_count
 from jaxscale.typing import Array, Float, Int, Key
 
 SMALL = 256
-"""Elements on a device below which a gradient is sent uncompressed."""
+"""Number of elements on a device below which a gradient is sent uncompressed."""
 
 RESIDUAL = "residual"
+"""Name of the residual among the states of a codec."""
 
 CodecStates = dict[str, dict[str, Any]]
-"""By gradient and state name: residuals (replicas, *shape); all else (replicas, shards, *shape on a device)."""
+"""Arrays by the name of the gradient and of the state.
+
+Residuals have the shape (replicas, *shape), all other states (replicas, shards, *shape on a device).
+"""
 
 
 def squared_residuals(states: CodecStates) -> Float[Array, ""]:
@@ -43,7 +47,7 @@ def squared_residuals(states: CodecStates) -> Float[Array, ""]:
 
 
 def _indexed(states: CodecStates, index: int | None) -> CodecStates:
-    """States indexed along the dim of replicas, and along that of shards if they have one."""
+    """Index states along the dim of replicas, and along the dim of shards if they have one; `None` adds these dims."""
     return {
         name: {key: array[index] if key == RESIDUAL else array[index, index] for key, array in state.items()}
         for name, state in states.items()
@@ -56,9 +60,10 @@ class GradientLeaf:
 
     Args:
         shape: global shape.
-        spec: placement of its shards, without the slow axis.
-        layers: its first dim is stacked layers.
-        stack: name of the whole stack, if these layers are a part of it: random draws do not depend on the parts.
+        spec: partition of its dims over mesh axes, without the slow axis.
+        layers: whether its first dim is stacked layers.
+        stack: name of the whole stack if these layers are a part of it, so that random draws do not depend on how the
+            stack is divided.
         first: number of its first layer in the stack.
     """
 
@@ -78,8 +83,8 @@ class Reduced(NamedTuple):
     """Result of the stage.
 
     Args:
-        mean: of the gradients over the replicas, by name, float32.
-        states: of the codec, after the step.
+        mean: mean of each gradient over the replicas, by name, float32.
+        states: states of the codec after the step.
         residual_norm: root of the mean over replicas of the residuals' squared norm.
     """
 
@@ -93,12 +98,12 @@ class GradientExchange:
     """A codec applied to the gradients of a model.
 
     Args:
-        codec: for all gradients that are not too small.
-        mesh: of devices.
-        leaves: the gradients, by name.
-        axis: the slow mesh axis.
-        seed: of the codec's random draws.
-        small: elements on a device below which a gradient is sent uncompressed.
+        codec: codec for all gradients that are not too small.
+        mesh: mesh of devices.
+        leaves: descriptions of the gradients, by name.
+        axis: name of the slow mesh axis.
+        seed: seed of the codec's random draws.
+        small: number of elements on a device below which a gradient is sent uncompressed.
 
     Raises:
         UserError: the axis has one device, or the codec accepts none of the gradients.
@@ -121,14 +126,14 @@ class GradientExchange:
 
     def __post_init__(self) -> None:
         if self.coded:
-            _ = self._sent_bytes  # message sizes are traced here, so that no step notes the kernels of that trace
+            _ = self._sent_bytes  # traced here, so that the trace of a step does not record the kernels of this trace
             return
         largest = max(self.leaves, key=lambda name: math.prod(self.local(name)), default=None)
         if largest is None or self.replicas < 2:
             raise UserError(f"reduce {self.codec}: the mesh has no {self.axis} axis to reduce over; add {self.axis}:N")
         reason = self.codec.refusal(self.local(largest), self.replicas, layers=self.leaves[largest].layers)
         elements = math.prod(self.local(largest))
-        reason = reason or f"its {elements} elements on a device are too few, or take no more bytes uncompressed"
+        reason = reason or f"its {elements} elements on a device are too few, or take no more bytes without the codec"
         raise UserError(
             f"reduce {self.codec}: it applies to none of this model's gradients. The largest is {largest}: {reason}; "
             "leave reduce out"
@@ -138,7 +143,7 @@ class GradientExchange:
 
     @property
     def replicas(self) -> int:
-        """Devices on the slow axis."""
+        """Number of devices on the slow axis."""
         return self.mesh.shape[self.axis]
 
     def local(self, name: str) -> tuple[int, ...]:
@@ -153,15 +158,16 @@ class GradientExchange:
 
     @functools.cached_property
     def coded(self) -> tuple[str, ...]:
-        """Gradients that the codec compresses."""
+        """Names of the gradients that the codec compresses."""
         return tuple(name for name in self.leaves if self._is_coded(name))
 
     @functools.cached_property
     def plain(self) -> tuple[str, ...]:
-        """Gradients that are sent uncompressed, in one message."""
+        """Names of the gradients that are sent uncompressed, in one message."""
         return tuple(name for name in self.leaves if name not in self.coded)
 
     def _is_coded(self, name: str) -> bool:
+        """Whether the codec compresses a gradient: it applies to the gradient and sends fewer bytes."""
         shape, layers, n = self.local(name), self.leaves[name].layers, self.replicas
         if n < 2 or len(shape) - layers < 2 or math.prod(shape) < self.small:
             return False
@@ -171,7 +177,7 @@ class GradientExchange:
 
     @property
     def _plain_bytes(self) -> int:
-        """Bytes that one device sends of the uncompressed gradients."""
+        """Bytes that one device sends for the uncompressed gradients."""
         return wire.all_reduce(wire.FLOAT32 * sum(math.prod(self.local(name)) for name in self.plain), self.replicas)
 
     @property
@@ -185,18 +191,18 @@ class GradientExchange:
         return sum(self._sent_bytes) + self._plain_bytes
 
     def wire_bytes_at(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        """Bytes that one device sends in the step after `step` updates."""
+        """Bytes that one device sends in the step that follows `step` updates."""
         starts = jnp.array([first for first, _ in self.codec.timetable])
         step_bytes = jnp.array([sent + self._plain_bytes for sent in self._sent_bytes], jnp.float32)
         return step_bytes[jnp.sum(step >= starts) - 1]
 
     @functools.cached_property
     def _sent_bytes(self) -> tuple[int, ...]:
-        """Bytes of the compressed gradients under each codec of the timetable."""
+        """Bytes that one device sends for the compressed gradients, under each codec of the timetable."""
         return tuple(self._coded_bytes(codec) for _, codec in self.codec.timetable)
 
     def _coded_bytes(self, codec: Codec | None) -> int:
-        """Bytes of the compressed gradients; the codec `None` sends them in float32."""
+        """Bytes that one device sends for the compressed gradients under a codec; the codec `None` sends float32."""
         shapes = ((self.local(name), self.leaves[name].layers) for name in self.coded)
         if codec is None:
             return sum(wire.exact(shape, self.replicas) for shape, _ in shapes)
@@ -204,23 +210,24 @@ class GradientExchange:
 
     @property
     def exact_bytes(self) -> int:
-        """Bytes that one device would send in float32."""
+        """Bytes that one device would send for all gradients in float32."""
         return sum(wire.exact(self.local(name), self.replicas) for name in self.leaves)
 
     # -- states --------------------------------------------------------------------------------------------------------
 
     def _init(self, name: str, key: Key) -> dict[str, Array]:
+        """The initial state of a gradient on one device, by name."""
         leaf = self.leaves[name]
         return self.codec.init(self.local(name), key, self.replicas, layers=leaf.layers, first=leaf.first)
 
     @functools.cached_property
     def _state_shapes(self) -> dict[str, dict[str, Any]]:
-        """Shapes of the states of one device and replica."""
+        """Shapes of the states of one device of one replica, by gradient and state name."""
         key = jax.eval_shape(lambda: jax.random.key(0))
         return {name: jax.eval_shape(functools.partial(self._init, name), key) for name in self.coded}
 
     def abstract(self, *, one: bool = False) -> Any:
-        """Shapes, dtypes and placements of the states of all replicas, or of the one state that `merged` returns."""
+        """Shapes, dtypes and shardings of all replicas' states; with `one`, of the one state that `merged` returns."""
         return {
             name: {
                 key: self._abstract_state(name, key, state, one)
@@ -231,6 +238,7 @@ class GradientExchange:
         }
 
     def _abstract_state(self, name: str, key: str, state: Any, one: bool) -> jax.ShapeDtypeStruct:
+        """Shape, dtype and sharding of one state of a gradient; `state` is its shape on one device."""
         leaf = self.leaves[name]
         shape, spec = (self.shards(name), *state.shape), (leaf.axes or None,)
         if key == RESIDUAL:
@@ -240,14 +248,15 @@ class GradientExchange:
         return jax.ShapeDtypeStruct(shape, state.dtype, sharding=NamedSharding(self.mesh, PartitionSpec(*spec)))
 
     def shardings(self, *, merged: bool = False) -> Any:
-        """Placements of the states."""
+        """Shardings of the states of all replicas, or of the state that `merged` returns."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract(one=merged))
 
     def _specs(self, *, merged: bool = False) -> Any:
+        """`PartitionSpec`s of the states."""
         return jax.tree.map(lambda sharding: sharding.spec, self.shardings(merged=merged))
 
     def init(self) -> CodecStates:
-        """States before the first step; jit it with `out_shardings`."""
+        """The states before the first step; to be run under `jax.jit` with `out_shardings`."""
 
         def local() -> CodecStates:
             return self._with_leading_dims(self.start())
@@ -264,20 +273,20 @@ class GradientExchange:
         return tuple(key for key, state in self._state_shapes[name].items() if state.shape == grown_shapes[key].shape)
 
     def merged(self, states: CodecStates) -> CodecStates:
-        """One state in place of all replicas', with their mean residual; any number of replicas can resume from it."""
+        """Merge the states of all replicas into one, with their mean residual, for any number of replicas to resume."""
 
         def local(states: CodecStates) -> CodecStates:
             merged: CodecStates = {}
             for name, state in self._without_leading_dims(states).items():
                 gathered_state = jax.tree.map(lambda array: lax.all_gather(array, self.axis), state)
-                single = self.codec.resize(gathered_state, self.local(name), 1, layers=self.leaves[name].layers)
-                merged[name] = {key: single[key][0] if key == RESIDUAL else single[key] for key in self.lasting(name)}
+                one_state = self.codec.resize(gathered_state, self.local(name), 1, layers=self.leaves[name].layers)
+                merged[name] = {k: one_state[k][0] if k == RESIDUAL else one_state[k] for k in self.lasting(name)}
             return merged
 
         return self._shard_mapped(local, (self._specs(),), self._specs(merged=True))(states)
 
     def spread(self, merged: CodecStates) -> CodecStates:
-        """The inverse of `merged`, for the replicas of this mesh; missing states take their initial values."""
+        """The states of this mesh's replicas from one merged state; missing states get their initial values."""
 
         def local(merged: CodecStates) -> CodecStates:
             initial = self.start()
@@ -291,10 +300,11 @@ class GradientExchange:
         return self._shard_mapped(local, (specs,), self._specs())(merged)
 
     def _with_leading_dims(self, states: CodecStates) -> CodecStates:
-        """States of a device with leading dims for replicas and shards."""
+        """States of one device with leading dims of size 1 for replicas and shards."""
         return _indexed(states, None)
 
     def _without_leading_dims(self, states: CodecStates) -> CodecStates:
+        """The inverse of `_with_leading_dims`."""
         return _indexed(states, 0)
 
     # -- the stage -----------------------------------------------------------------------------------------------------
@@ -303,9 +313,9 @@ class GradientExchange:
         """Average gradients over the replicas.
 
         Args:
-            gradients: by name, float32 (replicas, *shape).
-            states: of the codec.
-            step: updates made before this one.
+            gradients: gradients by name, float32 (replicas, *shape).
+            states: states of the codec.
+            step: number of updates made before this one.
         """
 
         def local(gradients: dict[str, Array], states: CodecStates, step: Array) -> Reduced:
@@ -317,8 +327,8 @@ class GradientExchange:
         gradient_specs = {name: PartitionSpec(self.axis, *leaf.spec) for name, leaf in self.leaves.items()}
         mean_specs = {name: leaf.spec for name, leaf in self.leaves.items()}
         out_specs: Any = Reduced(*(mean_specs, self._specs(), replicated))  # pyright: ignore[reportArgumentType]
-        in_order = {name: gradients[name] for name in self.leaves}
-        return self._shard_mapped(local, (gradient_specs, self._specs(), replicated), out_specs)(in_order, states, step)
+        run = self._shard_mapped(local, (gradient_specs, self._specs(), replicated), out_specs)
+        return run({name: gradients[name] for name in self.leaves}, states, step)
 
     def inside(
         self, gradients: Mapping[str, Array], states: CodecStates, step: Int[Array, ""], agreeing: Sequence[str]
@@ -326,10 +336,11 @@ class GradientExchange:
         """The mean of gradients over the replicas and the new states, in a region that is manual over the axes.
 
         Args:
-            gradients: by name, float32: shards of this device and replica.
-            states: of this device and replica.
-            step: updates made before this one.
-            agreeing: axes whose devices agree on whether the gradients are finite; all of them run this.
+            gradients: this device's shards of its replica's gradients, by name, float32.
+            states: states of this device.
+            step: number of updates made before this one.
+            agreeing: names of the axes whose devices agree on whether the gradients are finite; all of these devices
+                must call this function.
         """
         squared_norm = sum((jnp.sum(jnp.square(gradient)) for gradient in gradients.values()), jnp.zeros(()))
         finite = jnp.isfinite(lax.psum(squared_norm, agreeing))
@@ -350,12 +361,12 @@ class GradientExchange:
         return {name: means[name] for name in self.leaves}, new_states
 
     def start(self) -> CodecStates:
-        """States of one device and replica before the first step, in a region that is manual over the axes."""
+        """The states of one device before the first step, in a region that is manual over the axes."""
         key = jax.random.key(self.seed)
         return {name: self._init(name, self._shard_key(key, name)) for name in self.coded}
 
     def _exact_means(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
-        """Means of the uncompressed gradients, sent together; NaN or Inf stays in its own leaf."""
+        """Means of the uncompressed gradients, sent in one message; NaN or Inf in one leaf does not reach others."""
         if not self.plain:
             return {}
         flat = jnp.concatenate([gradients[name].reshape(-1) for name in self.plain])
@@ -368,6 +379,7 @@ class GradientExchange:
         return means
 
     def _residual_norm(self, states: CodecStates) -> Array:
+        """Root of the mean over replicas of the residuals' squared norm."""
         squares = jnp.zeros(())
         for name, state in states.items():
             copies = self.mesh.size // (self.replicas * self.shards(name))
@@ -375,7 +387,7 @@ class GradientExchange:
         return jnp.sqrt(lax.psum(squares, self.mesh.axis_names) / self.replicas)
 
     def _shard_key(self, key: Key, name: str) -> Key:
-        """Key of a gradient's shard: equal on all replicas, and on all devices that hold that shard."""
+        """Random key of a gradient's shard, equal on all replicas and on all devices that have the same shard."""
         leaf = self.leaves[name]
         key = jax.random.fold_in(key, zlib.crc32((leaf.stack or name).encode()) & 0x7FFFFFFF)
         shard = jnp.int32(0)
@@ -384,5 +396,6 @@ class GradientExchange:
         return jax.random.fold_in(key, shard)
 
     def _shard_mapped(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+        """A function mapped over the shards of all devices of the mesh."""
         # replicas are equal because all compute the same from the same inputs, which the types cannot express
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -1,8 +1,8 @@
-"""Two-phase codecs: reduce-scatter and all-gather, each of coded chunks, with the sum between them in float32.
+"""Two-phase codecs: a reduce-scatter and an all-gather of encoded chunks, with the sum between them in float32.
 
-Every device owns a chunk of the leaf. All devices send it their codes of that chunk (all-to-all); it decodes and
-averages them, encodes the mean and sends it to all (all-gather): bytes do not grow with the number of devices. The
-owner keeps the error of this second encoding as the *server's* residual (1-bit Adam: Tang et al., 2021,
+Every device owns a chunk of the leaf. All devices send the owner their codes of that chunk (all-to-all). The owner
+decodes and averages them, encodes the mean and sends it to all (all-gather). Bytes do not grow with the number of
+devices. The owner keeps the error of this second encoding as the *server's* residual (1-bit Adam: Tang et al., 2021,
 arXiv:2102.02888), so that
 
     sum of residuals + n * (server's residuals) + n * mean = sum of gradients + both residual terms before.
@@ -30,24 +30,24 @@ class TwoPhase(Codec):
 
     @abc.abstractmethod
     def encode(self, chunks: Array, filled: Array, key: Key | None) -> Any:
-        """The message of each chunk: arrays whose first dim is the chunks'.
+        """The messages of some chunks: a tree of arrays whose first dim is that of the chunks.
 
         Args:
-            chunks: float32 (chunks, elements); zeros after the filled elements.
-            filled: number of each chunk's elements that are the leaf's.
-            key: of this device, if `random`.
+            chunks: float32 (chunks, elements); a chunk has zeros after its filled elements, which are the leaf's.
+            filled: number of filled elements of each chunk.
+            key: random key of this device, if the codec is `random`.
         """
 
     @abc.abstractmethod
     def decode(self, message: Any, elements: int) -> Array:
-        """The chunks of a message: float32 (chunks, elements); arbitrary after the filled elements."""
+        """The chunks that messages encode: float32 (chunks, elements), arbitrary after the filled elements."""
 
     @abc.abstractmethod
     def multiple(self, elements: int) -> int:
-        """The number that must divide the length of a chunk which holds at least `elements`."""
+        """The number that must divide the length of a chunk, if the chunk has at least this many elements."""
 
     def chunk(self, elements: int, n: int) -> int:
-        """Length of each of n chunks that together hold `elements`."""
+        """Length of each of the n chunks of a leaf with this many elements."""
         min_length = math.ceil(elements / n)
         multiple = self.multiple(min_length)
         return math.ceil(min_length / multiple) * multiple
@@ -90,7 +90,7 @@ class TwoPhase(Codec):
         return wire.all_to_all(message, n) + wire.all_gather(message // n, n)
 
     def _resize(self, states: CodecState, shape: tuple[int, ...], n: int) -> CodecState:
-        """Each replica takes the mean of the residuals plus the servers' residuals."""
+        """Each new replica gets the mean of the residuals plus the server's residuals of all chunks."""
         if not self.feedback:
             return {}
         owed = jnp.mean(states["residual"], 0) + _unpadded(states["server"], shape)
@@ -99,8 +99,10 @@ class TwoPhase(Codec):
 
 
 def _padded(flat: Array, length: int) -> Array:
+    """An array with zeros appended up to a length."""
     return flat if flat.size == length else jnp.pad(flat, (0, length - flat.size))
 
 
 def _unpadded(chunks: Array, shape: tuple[int, ...]) -> Array:
+    """The leaf of a shape whose elements lie in chunks."""
     return chunks.reshape(-1)[: math.prod(shape)].reshape(shape)

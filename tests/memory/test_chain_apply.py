@@ -203,7 +203,7 @@ def test_every_rule_gives_a_plan():
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("dots", "not one of a chain of blocks: take none, full"),
+        ("dots", "is not for a chain of blocks: expected one of none, full"),
         ("chain:3B", "a budget of 3B kept .* the least possible is 6B"),
     ],
 )

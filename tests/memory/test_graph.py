@@ -218,9 +218,9 @@ def test_mistakes_are_named(llama):
     without = dataclasses.replace(
         llama, equations=tuple(dataclasses.replace(equation, seconds=0.0) for equation in llama.equations)
     )
-    with pytest.raises(UserError, match="need a chip"):
+    with pytest.raises(UserError, match="needs a chip"):
         solve(without, 0, objective="seconds")
-    with pytest.raises(UserError, match="need a chip"):
+    with pytest.raises(UserError, match="needs a chip"):
         greedy(without, 0, objective="seconds")
     with pytest.raises(UserError, match="ask for seconds"):
         solve(llama, 0, host=Host(1, 1.0))

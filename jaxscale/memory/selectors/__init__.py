@@ -1,4 +1,4 @@
-"""Rules that select a block's values for host memory: each from a block's graph, a budget and a host to a SaveSet.
+"""Rules that select a block's values for host memory: functions of a block's graph, a budget and a host.
 
 | rule | chooses | module |
 |---|---|---|
@@ -9,9 +9,9 @@
 | autoswap | the largest product of bytes and idle time | `orders` |
 | swapadvisor | by genetic search | `swapadvisor` |
 
-The last four recompute nothing. They were designed from 2016 to 2020 for GPUs of 12 TFLOP/s on links of 12 GB/s; a v5p
-computes 40 times as fast on a similar link, which hides a tenth of their copies: they are here for comparison.
-`experiments/benchmarks/offload.py` shows all of them on one block.
+The last four rules recompute nothing. They were designed from 2016 to 2020 for GPUs of 12 TFLOP/s on links of 12 GB/s.
+A v5p computes 40 times as fast over a similar link, so that only a tenth of their copies is hidden. They are here for
+comparison. `experiments/benchmarks/offload.py` shows all of them on one block.
 """
 
 import functools
@@ -27,7 +27,7 @@ from jaxscale.memory.selectors.swapadvisor import swapadvisor
 from jaxscale.programs.block import BlockGraph
 
 SelectorFunction = Callable[[BlockGraph, int, Host], SaveSet]
-"""From a block with seconds, its budget of bytes on the device, and the host, to its save set."""
+"""Function of a block's graph with seconds, its budget of bytes on the device, and the host; returns a save set."""
 
 SELECTORS: Mapping[str, SelectorFunction] = {
     "pofo": pofo,
@@ -37,4 +37,4 @@ SELECTORS: Mapping[str, SelectorFunction] = {
     "autoswap": functools.partial(swap, order=autoswap),
     "swapadvisor": swapadvisor,
 }
-"""The rules, by the word of `MemoryPlan.selector`."""
+"""The rules, by the name in `MemoryPlan.selector`."""
