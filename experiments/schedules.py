@@ -31,6 +31,9 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
+from jaxscale.figures.axes import ticks
+from jaxscale.figures.frame import Frame, svg, svg_text
+from jaxscale.figures.markup import element
 from jaxscale.pipeline.charts.draw import Chart, drawable, page
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import Simulation, simulate
@@ -109,37 +112,23 @@ def simulations(case: Case, *, short: bool = False) -> list[tuple[str, Simulatio
 
 def curves(ranks: int, counts: Sequence[int], price: Pricing) -> str:
     """Time of a microbatch beyond its work, over the number of microbatches: an SVG image."""
-    width, height, left, bottom = 1000, 420, 60, 40
-    lines: dict[str, list[tuple[int, float]]] = {}
+    bubbles: dict[str, list[float]] = {}
     for count in counts:
-        for text, found in simulations(Case("", ranks, count, price)):
-            lines.setdefault(text.partition(":")[0] + text.partition(",")[2], []).append((count, found.bubble))
-    top = max(bubble for line in lines.values() for _, bubble in line)
-    low, high = math.log(counts[0]), math.log(counts[-1])
-
-    def place(count: int, bubble: float) -> str:
-        across = left + (math.log(count) - low) / (high - low) * (width - left - 180)
-        return f"{across:.1f},{height - bottom - bubble / top * (height - bottom - 20):.1f}"
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif"'
-        f' font-size="12" fill="#777"><path d="M{left} 20V{height - bottom}H{width - 180}" fill="none" stroke="#888"/>'
-    ]
-    for count in counts:
-        across = place(count, 0).partition(",")[0]
-        parts.append(f'<text x="{across}" y="{height - 22}" text-anchor="middle">{count}</text>')
-    parts.append(f'<text x="{width - 180}" y="{height - 6}" text-anchor="end">microbatches</text>')
-    for step in range(5):
-        y = place(counts[0], top * step / 4).partition(",")[2]
-        parts.append(f'<text x="{left - 6}" y="{y}" text-anchor="end">{top * step / 4:.0%}</text>')
-    for number, (name, line) in enumerate(sorted(lines.items(), key=lambda one: -one[1][-1][1])):
-        color = f"hsl({number * 360 // len(lines)} 65% 45%)"
-        points = " ".join(place(*point) for point in line)
-        parts.append(
-            f'<g><title>{escape(name)}</title><polyline points="{points}" fill="none" stroke="{color}" '
-            f'stroke-width="2"/></g><text x="{width - 165}" y="{30 + 18 * number}" fill="{color}">{escape(name)}</text>'
-        )
-    return "".join([*parts, "</svg>"])
+        for text_form, simulation in simulations(Case("", ranks, count, price)):
+            name = text_form.partition(":")[0] + text_form.partition(",")[2]
+            bubbles.setdefault(name, []).append(simulation.bubble)
+    top = max(map(max, bubbles.values()))
+    frame = Frame((math.log(counts[0]), math.log(counts[-1])), (0, top), right=180)
+    places = [frame.x_of(math.log(count)) for count in counts]
+    parts = [frame.grid(ticks(0, top, 5), "{:.0%}".format), frame.title("microbatches")]
+    parts.append(frame.labels([math.log(count) for count in counts], lambda power: f"{math.exp(power):.0f}"))
+    for number, (name, line) in enumerate(sorted(bubbles.items(), key=lambda entry: -entry[1][-1])):
+        color = f"hsl({number * 360 // len(bubbles)} 65% 45%)"
+        points = " ".join(f"{x:.1f},{frame.y_of(bubble):.1f}" for x, bubble in zip(places, line, strict=True))
+        curve = element("polyline", points=points, fill="none", stroke=color, stroke_width=2)
+        parts.append(element("g", element("title", name), curve))
+        parts.append(svg_text(frame.width - 165, 30 + 18 * number, name, fill=color))
+    return svg(frame.width, max(frame.height, 30 + 18 * len(bubbles)), "bubbles over microbatches", parts)
 
 
 def section(case: Case) -> tuple[str, Chart]:

@@ -3,8 +3,9 @@
 Importing this package imports neither JAX nor Flax: each name loads on first use.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxscale.lazy import lazy_names
 
 __version__ = "0.1.0"
 
@@ -21,6 +22,7 @@ _WHERE = {
     "fit": "jaxscale.planning.fit",
     "menu": "jaxscale.planning.menu",
 }
+"""Module of each public name."""
 
 if TYPE_CHECKING:
     from jaxscale.errors import UserError
@@ -40,13 +42,7 @@ __all__ = [
     "menu", "train",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'jaxscale' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, _WHERE)
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,8 @@
 
 A model is *embed, a sequence of blocks, head*. `layers.Stack` and `layers.Chain` call each block through `wrap`, and
 the train step decides, with a `Treatment`, which values of each block are kept, offloaded or recomputed, and in which
-groups and segments. The model file never names a technique.
+groups and segments. The model file never names a technique. A scan over layers is *rolled* if each iteration runs one
+layer.
 """
 
 import contextlib
@@ -10,7 +11,7 @@ import contextvars
 import dataclasses
 import itertools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 
 from jaxscale.errors import UserError
 from jaxscale.held_back import held_back
+from jaxscale.scoped import scoped
 from jaxscale.typing import Array, Float, Int, Key, Shaped
 
 
@@ -30,9 +32,9 @@ class Context:
         key: PRNG key of the step; `None` for a deterministic pass (evaluation, generation).
         examples: index of every row in the global batch, so that a mask does not depend on mesh or microbatches.
         dtype: type to compute in, as a name ("bfloat16"); `None` computes in the type of the parameters.
-        matmul: precision of matrix products, a name in `low_precision.RECIPES` ("int8"); `None` multiplies in `dtype`.
+        matmul: recipe of matrix products, a name in `lowbit.products.RECIPES`; `None` multiplies in `dtype`.
         attention: implementation of attention: "auto", "plain", "chunked" or "splash".
-        loss_chunk: target positions of one row scored at a time by the loss; `None` scores all at once.
+        loss_chunk: number of target positions of a row that the loss scores at a time; `None` scores all at once.
         loss: implementation of the loss: "auto", "chunked", "reference" or "tpu".
     """
 
@@ -51,7 +53,7 @@ class Context:
         return dataclasses.replace(self, key=jax.random.fold_in(self.key, layer))
 
     def keys(self, site: str, rows: int) -> Key:
-        """One key per row for the random choice named `site`: a function of seed, step, layer, site, example alone."""
+        """One key for each of `rows` rows, for the random choice `site`; set by seed, step, layer, site and example."""
         if self.key is None:
             raise ValueError("a deterministic context has no keys: give Context(key=...)")
         examples = jnp.arange(rows) if self.examples is None else self.examples
@@ -92,11 +94,11 @@ class Model(Protocol):
 
 BlockFunction = Callable[..., Any]
 Wrapper = Callable[[BlockFunction, bool], BlockFunction]
-"""From a block and whether it is the body of a rolled scan to the block as it should run."""
+"""`wrapper(block, rolled)` returns the block as it should run; `rolled`: the block is the body of a rolled scan."""
 
 
 class Call(NamedTuple):
-    """A block and its arguments: `block(*before, x, *after)` returns `(x, result)`.
+    """A block and its arguments: `block(*before, x, *after)` returns the next `x` and the block's result.
 
     Args:
         block: a pure function.
@@ -110,11 +112,11 @@ class Call(NamedTuple):
 
 
 Runner = Callable[[Sequence[Call], Any], tuple[Any, list[Any]]]
-"""Runs blocks outside a scan: from the blocks and `x` to the last `x`, and each block's result."""
+"""`runner(calls, x)` runs blocks outside a scan and returns the last `x` and the result of each block."""
 
 
 def one_after_another(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
-    """Blocks in sequence, each once.
+    """Run blocks in sequence, each once: returns the last `x` and the result of each block.
 
     Example:
         >>> double = Call(lambda weight, x: (weight * x, "left"), (2,))
@@ -133,16 +135,16 @@ def again(calls: Sequence[Call], x: Any, runner: Runner = one_after_another) -> 
 
     Args:
         calls: the blocks.
-        x: input of the first.
-        runner: runs them, both times.
+        x: input of the first block.
+        runner: runs the blocks, in the forward and in the backward pass.
     """
 
-    def part(arguments: list[tuple[Any, Any]], x: Any) -> tuple[Any, list[Any]]:
+    def run_calls(arguments: list[tuple[Any, Any]], x: Any) -> tuple[Any, list[Any]]:
         return runner(
-            [Call(call.block, *call_arguments) for call, call_arguments in zip(calls, arguments, strict=True)], x
+            [Call(call.block, *before_and_after) for call, before_and_after in zip(calls, arguments, strict=True)], x
         )
 
-    return run_again(part, rolled=False)([(call.before, call.after) for call in calls], x)
+    return run_again(run_calls, rolled=False)([(call.before, call.after) for call in calls], x)
 
 
 def as_it_is(block: BlockFunction, rolled: bool) -> BlockFunction:
@@ -158,16 +160,16 @@ def keep_nothing(primitive: Any, *inputs: Any, **params: Any) -> bool:
 def run_again(function: Callable[..., Any], *, rolled: bool, policy: Any = keep_nothing) -> Callable[..., Any]:
     """A part of a model that keeps only its inputs and runs again in the backward pass.
 
-    Inside a rolled scan XLA cannot undo the recomputation, and the barriers of `prevent_cse` only cost; elsewhere XLA
-    undoes it without them, and on some backends even with them (`held_back.py`).
+    Inside a rolled scan XLA cannot undo the recomputation, and the barriers of `prevent_cse` only cost time; elsewhere
+    XLA undoes it without the barriers, and on some backends even with them (`held_back.py`).
 
     Args:
-        function: of pytrees of arrays.
-        rolled: it is the body of a rolled `lax.scan`.
-        policy: of `jax.checkpoint`; selects the values kept besides the inputs.
+        function: the part of the model, a function of pytrees of arrays.
+        rolled: whether the part is the body of a rolled `lax.scan`.
+        policy: policy of `jax.checkpoint`; selects the values kept besides the inputs.
     """
     checkpointed = jax.checkpoint(function, policy=policy, prevent_cse=not rolled)
-    # in a pipeline, the forward and backward passes of a stage are in different ticks
+    # in a pipeline, the two passes of a stage are in different ticks (steps of the schedule)
     waits = _treatment.get().held and not rolled and cut() is None
     return held_back(checkpointed) if waits else checkpointed
 
@@ -177,17 +179,16 @@ class Treatment:
     """What a plan does to the blocks of a model while it is traced.
 
     Args:
-        wrapper: every block `f` runs as `wrapper(f, rolled)`; `rolled`: it is the body of a rolled `lax.scan`.
-        unroll: layers per iteration of a scan over layers.
-        segment: number of blocks of a scanned stack per segment, of which only the first one's input is kept: a scan
-            over segments, each of which is a scan over its blocks that runs again in the backward pass; a last,
-            shorter one follows.
-        groups: neighbouring layers of a stack, as their number and their wrapper, in order; they must add up to the
-            layers of the stack. Empty: `wrapper` for all.
-        sequence: runs the blocks of a chain, and those of a stack, which is then not scanned: nested checkpoints.
+        wrapper: every block `f` runs as `wrapper(f, rolled)`; `rolled`: the block is the body of a rolled `lax.scan`.
+        unroll: number of layers per iteration of a scan over layers.
+        segment: number of blocks in each segment of a scanned stack; the last segment may be shorter. Only the input of
+            a segment's first block is kept, and the backward pass runs the segment again. `None`: no segments.
+        groups: number of layers and wrapper of each group of neighbouring layers of a stack, in order; the numbers must
+            add up to the layers of the stack. If empty, `wrapper` is for all layers.
+        sequence: runner of the blocks of a chain or a stack, for nested checkpoints; a stack is then not scanned.
         hosted: names (`checkpoint_name`) of values that blocks keep on the device, and that a pipeline keeps on the
             host from a stage's forward to its backward.
-        held: recomputation outside loops waits for its gradient, on a backend that would run it early.
+        held: whether recomputation outside loops waits for its gradient, on a backend that would run it early.
 
     Example:
         >>> Treatment(unroll=2).segment is None
@@ -206,8 +207,13 @@ class Treatment:
         if self.segment is not None and self.segment < 1:
             raise UserError(f"segment: got {self.segment}, expected a whole number of layers >= 1")
         if any(layers < 1 for layers, _ in self.groups):
-            shown = ", ".join(str(layers) for layers, _ in self.groups)
-            raise UserError(f"groups of {shown} layers: expected at least one in each")
+            counts_text = ", ".join(str(layers) for layers, _ in self.groups)
+            raise UserError(f"groups: got {counts_text} layers, expected at least one layer in each group")
+
+    def with_wrappers(self, change: Callable[[Wrapper], Wrapper]) -> "Treatment":
+        """This treatment with every wrapper changed."""
+        groups = tuple((layers, change(wrapper)) for layers, wrapper in self.groups)
+        return dataclasses.replace(self, wrapper=change(self.wrapper), groups=groups)
 
     def runs(self, layers: int) -> list[tuple[int, int, Wrapper]]:
         """Start, stop and wrapper of each group of a stack with this number of layers.
@@ -219,8 +225,8 @@ class Treatment:
             return [(0, layers, self.wrapper)]
         ends = list(itertools.accumulate(count for count, _ in self.groups))
         if ends[-1] != layers:
-            shown = " + ".join(str(count) for count, _ in self.groups)
-            raise UserError(f"a plan of {shown} layers for a stack of {layers}: make the plan again for this model")
+            counts = " + ".join(str(count) for count, _ in self.groups)
+            raise UserError(f"the plan has {counts} layers, the stack {layers}: make the plan again for this model")
         return [(end - count, end, wrapper) for end, (count, wrapper) in zip(ends, self.groups, strict=True)]
 
 
@@ -228,14 +234,9 @@ _PLAIN = Treatment()
 _treatment: contextvars.ContextVar[Treatment] = contextvars.ContextVar("blocks", default=_PLAIN)
 
 
-@contextlib.contextmanager
-def treating(treatment: Treatment) -> Iterator[None]:
-    """Blocks traced inside get this treatment."""
-    token = _treatment.set(treatment)
-    try:
-        yield
-    finally:
-        _treatment.reset(token)
+def treating(treatment: Treatment) -> contextlib.AbstractContextManager[None]:
+    """While tracing inside, blocks get this treatment."""
+    return scoped(_treatment, treatment)
 
 
 def wrapping(wrapper: Wrapper, *, unroll: int = 1) -> contextlib.AbstractContextManager[None]:
@@ -258,30 +259,23 @@ def wrap(block: BlockFunction, *, rolled: bool) -> BlockFunction:
 
 
 def run(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
-    """Run unlike blocks in sequence under the current plan: the last `x`, and each block's result."""
+    """Run unlike blocks in sequence under the current plan; returns the last `x` and each block's result."""
     return (_treatment.get().sequence or one_after_another)(calls, x)
-
-
-def unroll() -> int:
-    """Layers per iteration of a scan over layers, under the current plan."""
-    return _treatment.get().unroll
 
 
 _grouping: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("grouping", default=())
 
 
-@contextlib.contextmanager
-def grouping(layers: tuple[int, ...]) -> Iterator[None]:
+def grouping(layers: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
     """While a model is built inside, a stack of `sum(layers)` blocks keeps its parameters as a stack for each group.
 
     Layers with different treatments need separate stacks: to slice a stack inside the step takes a copy of it. The
-    parameters and the canonical form of a train state are those of one stack. `()` builds one stack.
+    values of the parameters, and the form of a train state that checkpoints store, are those of one stack.
+
+    Args:
+        layers: number of layers in each group; `()` builds one stack.
     """
-    token = _grouping.set(tuple(layers))
-    try:
-        yield
-    finally:
-        _grouping.reset(token)
+    return scoped(_grouping, tuple(layers))
 
 
 def groups_of(layers: int) -> tuple[int, ...]:
@@ -291,9 +285,10 @@ def groups_of(layers: int) -> tuple[int, ...]:
 
 
 Between = Callable[[Callable[..., Any], Any], Any]
-"""From a function that runs a stage's blocks, and the first block's input, to the last block's output.
+"""`between(run_blocks, x)` runs a stage's blocks on the first block's input `x`, and returns the last block's output.
 
-A stack passes a function of `x`; a chain passes one of (start, stop, parameters of each block) that returns it.
+The `run_blocks` of a stack is a function of `x`; that of a chain is a function of (start, stop, parameters of each
+block) that returns a function of `x`.
 """
 
 
@@ -304,9 +299,9 @@ class Cut:
     Args:
         numbers: layer number of each row of the stack's parameters; -1 for a padding row.
         starts: the first layer of every stage.
-        padded: some stage has padding rows.
-        between: runs in place of the blocks.
-        gather: gathers a block's parameters, right before it runs, from the device's shards.
+        padded: whether some stage has padding rows.
+        between: called in place of the stage's blocks, with a function that runs them and the first block's input.
+        gather: gathers a block's parameters from the shards on the devices, right before the block runs.
     """
 
     numbers: Int[Array, "K"]
@@ -319,14 +314,9 @@ class Cut:
 _cut: contextvars.ContextVar[Cut | None] = contextvars.ContextVar("cut", default=None)
 
 
-@contextlib.contextmanager
-def cutting(cut: Cut) -> Iterator[None]:
-    """The model's stack is cut in this way while tracing inside."""
-    token = _cut.set(cut)
-    try:
-        yield
-    finally:
-        _cut.reset(token)
+def cutting(cut: Cut) -> contextlib.AbstractContextManager[None]:
+    """While tracing inside, the model's stack is cut in this way."""
+    return scoped(_cut, cut)
 
 
 def cut() -> Cut | None:

@@ -1,4 +1,4 @@
-"""Differences between the supported JAX versions, and nothing else: one small function each."""
+"""The differences between the supported JAX versions, in one small function each, and nothing else."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ def compute_on_host(function: Callable[..., Any], spaces: Any) -> Callable[..., 
     """`function`, run on the CPU of the device's host when called under `jit`.
 
     Args:
-        function: of arrays in host memory.
-        spaces: `jax.memory.Space` of each result, a tree (or a prefix of one) of the results' structure.
+        function: a function of arrays in host memory.
+        spaces: `jax.memory.Space` of each result, as a tree with the structure of the results, or a prefix of it.
 
     References:
         `jax.experimental.compute_on`: `compute_on2` up to JAX 0.10, `compute_on` from 0.11.
@@ -31,19 +31,19 @@ def rebind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Run one equation of a jaxpr on values (tracers or arrays), with its settings and source information.
 
     Args:
-        eqn: of a jaxpr.
-        values: one per input.
+        eqn: equation of a jaxpr.
+        values: values of the equation's inputs.
 
     Returns:
-        One value per output.
+        Values of the equation's outputs.
 
     References:
         `jax.core.eval_jaxpr`; before JAX 0.11 an equation's functions are separate from its params.
     """
     bind_params = eqn.primitive.get_bind_params(eqn.params)
     functions, params = ((), bind_params) if isinstance(bind_params, dict) else bind_params
-    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
         outputs = eqn.primitive.bind(*functions, *values, **params)
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
@@ -52,12 +52,12 @@ def rebind_checkpoint(eqn: Any, function: Callable[..., Any], values: Sequence[A
     """Run a function under the settings of a differentiated `jax.checkpoint`, in place of its program.
 
     Args:
-        eqn: of the checkpoint.
-        function: of arrays, to a tree of them.
-        values: one per argument.
+        eqn: equation of the checkpoint.
+        function: a function of arrays that returns a tree of arrays.
+        values: arguments of the function.
 
     Returns:
-        What the function returns.
+        The function's tree of results.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*values)
     jaxpr: Any = partial_eval.convert_constvars_jaxpr(closed.jaxpr)
@@ -70,7 +70,7 @@ def source_line(eqn: Any) -> str:
     """The user's source line of an equation: "file.py:12 (function)"; empty if unknown.
 
     Args:
-        eqn: of a jaxpr.
+        eqn: equation of a jaxpr.
     """
     frame = source_info_util.user_frame(eqn.source_info.traceback)
     if frame is None:
@@ -82,7 +82,8 @@ def scan_counts(params: Any) -> tuple[int, int]:
     """The number of a scan's constant inputs and of its initial carries; the scanned inputs follow them.
 
     Args:
-        params: of the equation; before JAX 0.12 `num_consts` and `num_carry`, then a tree of all inputs.
+        params: parameters of the scan's equation: before JAX 0.12 with `num_consts` and `num_carry`, from 0.12 on with
+            a tree of all inputs.
     """
     if "num_carry" in params:
         return params["num_consts"], params["num_carry"]
@@ -105,9 +106,9 @@ def all_gather_alike(value: Any, axis: str) -> Any:
     """The values of all devices of an axis, concatenated along the first dim, with a type that does not vary over it.
 
     Args:
-        value: of one device.
-        axis: a manual mesh axis, or an axis of `jax.vmap`, where values have no varying type and up to JAX 0.10 the
-            invarying gather fails.
+        value: the value of one device.
+        axis: a manual mesh axis, or an axis of `jax.vmap`. Over the latter no value varies by its type, and JAX up to
+            0.10 fails on an invarying gather.
     """
     return jax.lax.all_gather(value, axis, tiled=True, to="invarying" if axis in varying_axes(value) else "varying")
 
@@ -119,7 +120,7 @@ def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
     one of its threads: with as many kernels as threads they deadlock. A single matrix is not distributed.
 
     Args:
-        function: uses decompositions of `jnp.linalg`, on arrays without a batch.
+        function: a function of matrices, without a batch dim, that uses decompositions of `jnp.linalg`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -139,14 +140,14 @@ def prune(closed: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
     """A program without the equations that only unused results need, in its calls and scans too.
 
     Args:
-        closed: a closed jaxpr.
+        closed: the program, a closed jaxpr.
         used: for each result, whether it is used.
 
     Returns:
         The program of the used results, and for each input whether the program still has it.
     """
-    jaxpr, inputs = partial_eval.dce_jaxpr(closed.jaxpr, list(used))
-    return jex.ClosedJaxpr(jaxpr, closed.consts), inputs
+    jaxpr, used_inputs = partial_eval.dce_jaxpr(closed.jaxpr, list(used))
+    return jex.ClosedJaxpr(jaxpr, closed.consts), used_inputs
 
 
 def runs_recomputation_early() -> bool:
@@ -162,11 +163,11 @@ def backend_runs() -> bool:
 def filter_compile_cache(keeps: Callable[[str, Any], bool]) -> None:
     """Filter the programs that JAX's persistent compile cache writes and reads.
 
-    A rejected program is not written; one that was read is discarded and compiled. The filter lasts as long as the
-    process. In a JAX whose cache cannot be filtered, the cache is disabled.
+    A rejected program is not written; if it was read, it is discarded and compiled again. The filter lasts as long as
+    the process. In a JAX whose cache cannot be filtered, the cache is disabled.
 
     Args:
-        keeps: whether to accept a program, from its name ("" when read) and its `jaxlib` LoadedExecutable.
+        keeps: returns whether to accept a program, from its name ("" if it was read) and jaxlib's LoadedExecutable.
 
     References:
         `jax._src.compiler.compile_or_get_cached`, which calls both wrapped functions by their names in
@@ -178,15 +179,15 @@ def filter_compile_cache(keeps: Callable[[str, Any], bool]) -> None:
         jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()  # JAX checks only once whether there is a cache
         return
-    names = inspect.signature(write)
+    write_signature = inspect.signature(write)
 
     def filtered_read(*args: Any, **kwargs: Any) -> Any:
         executable, seconds = read(*args, **kwargs)
         return (executable, seconds) if executable is None or keeps("", executable) else (None, None)
 
     def filtered_write(*args: Any, **kwargs: Any) -> None:
-        values = names.bind(*args, **kwargs).arguments
-        if keeps(values["module_name"], values["executable"]):
+        arguments = write_signature.bind(*args, **kwargs).arguments
+        if keeps(arguments["module_name"], arguments["executable"]):
             write(*args, **kwargs)
 
     compilation_cache.get_executable_and_time = filtered_read

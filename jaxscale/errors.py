@@ -1,4 +1,4 @@
-"""Errors for the user, whose message alone suffices to mend the mistake.
+"""Errors for the user, whose messages suffice to correct the mistake.
 
 Every message names the given value, the expected one, and what to do. This module does not import JAX, so that a typo
 is reported before JAX is imported.
@@ -21,7 +21,7 @@ class Preempted(Exception):
 
 
 def near_miss(word: str, known: Iterable[str]) -> str:
-    """The suggestion to append to an error about an unknown word; empty without a near word.
+    """The suggestion to append to an error about an unknown word; empty if no known word is near.
 
     Example:
         >>> near_miss("tarin", ["train", "generate"])

@@ -3,8 +3,8 @@
 `jax.checkpoint` ties recomputation to the gradient by an `optimization_barrier`. XLA:CPU up to jaxlib 0.10 drops the
 barrier before it orders a program: outside loops the recomputation then directly follows the forward pass, its results
 are kept, and it only costs FLOP. A true dependence survives: the inputs of the recomputation are selected, row by row
-of the batch, by a condition on the gradient that never holds, which a compiler cannot prove. There is no branch, no bit
-changes, and rows stay on their devices.
+of the batch, by a condition on the gradient that never holds, which a compiler cannot prove. The program has no
+branch for it, no bit changes, and rows stay on their devices.
 
 Left out: inputs without rows (weights, the number of a layer), and loops, whose forward and backward passes are
 separate.
@@ -25,7 +25,8 @@ def held_back(checkpointed: Callable[..., Any]) -> Callable[..., Any]:
     """A function under `jax.checkpoint` that is recomputed only once the gradient of its result is available.
 
     Args:
-        checkpointed: from pytrees of arrays to a pytree. Arrays that it closes over are differentiated too.
+        checkpointed: a function of pytrees of arrays that returns a pytree. Arrays that it closes over are
+            differentiated too.
 
     Example:
         >>> square = held_back(jax.checkpoint(lambda x: x * x))
@@ -47,10 +48,10 @@ def held_back(checkpointed: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _backward(backward: Any, gradients: list[Any]) -> Any:
-    """The gradients of the inputs, from a backward pass, which is a pytree of its residuals."""
-    batched = [gradient for gradient in gradients if jnp.issubdtype(gradient.dtype, jnp.floating) and gradient.ndim]
-    if batched:
-        never = _never(max(batched, key=lambda gradient: gradient.size))
+    """The gradients of the inputs, from a backward pass: a function that is also a pytree of its residuals."""
+    with_rows = [gradient for gradient in gradients if jnp.issubdtype(gradient.dtype, jnp.floating) and gradient.ndim]
+    if with_rows:
+        never = _never(max(with_rows, key=lambda gradient: gradient.size))
         backward = jax.tree.map(lambda leaf: _made_dependent(never, leaf), backward)
     return backward(gradients)
 
@@ -62,7 +63,7 @@ def _never(gradient: Array) -> Bool[Array, "B"]:
 
 
 def _made_dependent(never: Bool[Array, "B"], leaf: Any) -> Any:
-    """A value with the same rows, made to depend on `never`; any other value unchanged."""
+    """`leaf`, made to depend on `never` if both have the same rows; otherwise `leaf` unchanged."""
     condition_type, leaf_type = jax.typeof(never), jax.typeof(leaf)
     if (
         leaf_type.shape[:1] != condition_type.shape

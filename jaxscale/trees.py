@@ -6,26 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
-
-SEPARATOR = "/"
 
 
 def path_name(path: tuple[Any, ...]) -> str:
     """A key path as one name, its parts joined by "/"."""
-    return SEPARATOR.join(_part(key) for key in path)
-
-
-def _part(key: Any) -> str:
-    match key:
-        case DictKey(key=part) | FlattenedIndexKey(key=part):
-            return str(part)
-        case GetAttrKey(name=part):
-            return part
-        case SequenceKey(idx=part):
-            return str(part)
-        case _:
-            return str(key)
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -39,7 +24,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def filled(tree: Any, by_name: Mapping[str, Any]) -> Any:
-    """A tree of the same structure with the leaf of each name.
+    """A tree with the structure of `tree`, whose leaves are those of `by_name`.
 
     Example:
         >>> filled({"mlp": {"up": 1}, "norm": [2, 3]}, {"mlp/up": "a", "norm/0": "b", "norm/1": "c"})
@@ -48,16 +33,18 @@ def filled(tree: Any, by_name: Mapping[str, Any]) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: by_name[path_name(path)], tree)
 
 
+def shapes_of(tree: Any) -> Any:
+    """A tree of the shapes and dtypes of arrays, without their shardings."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
 def leaf_bytes(leaf: Any) -> int:
     """Bytes of an array or of its abstract shape on a device; int4 counts half a byte per element."""
-    dtype = jnp.dtype(leaf.dtype) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else None
-    if dtype is None:
-        return math.prod(leaf.shape) * 8
-    if jnp.issubdtype(dtype, jnp.integer):
-        return math.ceil(math.prod(leaf.shape) * jnp.iinfo(dtype).bits / 8)
-    if jnp.issubdtype(dtype, jnp.floating):
-        return math.ceil(math.prod(leaf.shape) * jnp.finfo(dtype).bits / 8)
-    return math.prod(leaf.shape) * dtype.itemsize
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        bits = 64
+    else:  # the gradient of an integer has no bits
+        bits = 0 if leaf.dtype == jax.dtypes.float0 else jax.dtypes.itemsize_bits(leaf.dtype)
+    return math.ceil(math.prod(leaf.shape) * bits / 8)
 
 
 def tree_bytes(tree: Any) -> int:
@@ -66,5 +53,5 @@ def tree_bytes(tree: Any) -> int:
 
 
 def count(tree: Any) -> int:
-    """Elements of all leaves of a tree."""
+    """Number of elements of all leaves of a tree."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))

@@ -1,9 +1,9 @@
-"""Chips that need not be here: their compilers, what these say of a program, and libtpu's schedule of its kernels.
+"""Chips that need not be here: their compilers, reports of these on a program, and libtpu's schedule of its kernels.
 
 libtpu compiles for chips by name and dumps its final schedule as text: one VLIW bundle issues in a cycle, and code that
-runs under a condition is a region that a branch leaps over. CUDA's plugin compiles for a GPU of which it is told what
-the driver would say; ptxas tells the bytes of registers that it spills. Neither says how long a program takes: waits
-for DMA, for instance, are not seen.
+runs under a condition is a region that a branch leaps over. CUDA's plugin compiles for a GPU that is described to it;
+ptxas reports the bytes of registers that it spills. Neither reports how long a program takes: waits for DMA, for
+instance, are not seen.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} runtime_version {
 device_description_str: "NVIDIA {name}"
 """
 _SPILLS = re.compile(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
-"""A kernel's, in ptxas's line on its stack frame: a warning says the same numbers again."""
+"""A kernel's, in ptxas's line on its stack frame: a warning repeats the same numbers."""
 _BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ +(\w\w)? *: (>*)(.*)")
 _BRANCH = re.compile(r"sbr\.rel .*?target = \$region(\d+)")
 
@@ -44,13 +44,13 @@ _BRANCH = re.compile(r"sbr\.rel .*?target = \$region(\d+)")
 def prepare() -> None:
     """Set the environment that compilers of chips which are not here must find when they are loaded.
 
-    Flags of XLA for other platforms are dropped, for a compiler ends the process at one that it does not know.
+    Flags of XLA for other platforms are dropped, because a compiler ends the process at an unknown flag.
     """
     of_others = ("--xla_force_host_platform_device_count", "--xla_cpu_")
-    kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(of_others)]
-    os.environ["XLA_FLAGS"] = " ".join(kept)
-    told = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true", "MOSAIC_GPU_DUMP_PTXAS": "1"}
-    for name, value in told.items():
+    other_flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(of_others)]
+    os.environ["XLA_FLAGS"] = " ".join(other_flags)
+    defaults = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
@@ -95,12 +95,12 @@ def device(chip: str) -> tuple[Any, bool]:
     from jax.experimental import topologies
 
     if kind == "tpu":
-        described: Any = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[chip])
+        topology: Any = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[chip])
     else:
         memory, bandwidth = GPUS[chip]
         config = _H100.format(memory=memory, bandwidth=bandwidth, name=chip.upper())
-        described = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
-    return described.devices[0], False
+        topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+    return topology.devices[0], False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,31 +154,31 @@ def compiled(
 
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,), devices=[at])
     place = NamedSharding(mesh, jax.P())
-    given = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), tuple(shapes))
+    placed_shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), tuple(shapes))
     try:
-        with quoted() as words, jax.set_mesh(mesh):
-            made: Any = jax.jit(function, donate_argnums=donated).lower(*given).compile()
+        with quoted() as output, jax.set_mesh(mesh):
+            program: Any = jax.jit(function, donate_argnums=donated).lower(*placed_shapes).compile()
     except Exception as error:  # a refusal is an answer
         return Compiled(refused=f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")
-    return Compiled(made, None, made.memory_analysis().temp_size_in_bytes, "".join(words))
+    return Compiled(program, None, program.memory_analysis().temp_size_in_bytes, "".join(output))
 
 
 @contextlib.contextmanager
 def quoted() -> Iterator[list[str]]:
     """What this process's compilers print to standard output, ptxas among them, as text when the context ends."""
     words: list[str] = []
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as file:
         sys.stdout.flush()
-        kept = os.dup(1)
-        os.dup2(said.fileno(), 1)
+        stdout = os.dup(1)
+        os.dup2(file.fileno(), 1)
         try:
             yield words
         finally:
             sys.stdout.flush()
-            os.dup2(kept, 1)
-            os.close(kept)
-            said.seek(0)
-            words.append(said.read().decode("utf-8", "replace"))
+            os.dup2(stdout, 1)
+            os.close(stdout)
+            file.seek(0)
+            words.append(file.read().decode("utf-8", "replace"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +228,7 @@ def schedule(text: str) -> Schedule:
         ... ''')
         Schedule(always=2, regions=(2,), loops=(), outside=1, busy={})
     """
-    lines = [(found[1], len(found[2]), found[3]) for found in map(_BUNDLE.match, text.splitlines()) if found]
+    lines = [(match[1], len(match[2]), match[3]) for match in map(_BUNDLE.match, text.splitlines()) if match]
     body = [words for _, depth, words in lines if depth]
     always, regions = _regions(body, 0, len(body))
     loops: list[int] = []
@@ -241,7 +241,7 @@ def schedule(text: str) -> Schedule:
 
 def _regions(lines: Sequence[str], at: int, stop: int) -> tuple[int, list[int]]:
     """Bundles that always run, and those of each region; one that mostly holds regions is as good as always run."""
-    found: list[int] = []
+    regions: list[int] = []
     always = 0
     while at < stop:
         branch = _BRANCH.search(lines[at])
@@ -252,12 +252,12 @@ def _regions(lines: Sequence[str], at: int, stop: int) -> tuple[int, list[int]]:
         end = next((i for i in range(at, min(stop + 1, len(lines))) if name.search(lines[i])), None)
         if end is None:  # backwards: the loop over the grid
             continue
-        own, inner = _regions(lines, at, end)
-        outer = sum(inner) > own
-        always += own if outer else 0
-        found += inner if outer else [end - at]
+        inner_always, inner = _regions(lines, at, end)
+        holds_regions = sum(inner) > inner_always
+        always += inner_always if holds_regions else 0
+        regions += inner if holds_regions else [end - at]
         at = end
-    return always, found
+    return always, regions
 
 
 def busy(text: str) -> Mapping[str, float]:
@@ -268,21 +268,23 @@ def busy(text: str) -> Mapping[str, float]:
         {'MATMUL': 0.75, 'SALU': 0.25}
     """
     _, units, limits, _, *rows = (line for line in text.splitlines() if line.strip())
-    asked = zip(*([int(word) for word in row.split()] for row in rows), strict=True)
-    able = (int(word) * len(rows) for word in limits.split())
-    return {unit: sum(one) / most for unit, one, most in zip(units.split(", "), asked, able, strict=True)}
+    loads = zip(*([int(word) for word in row.split()] for row in rows), strict=True)
+    capacities = (int(word) * len(rows) for word in limits.split())
+    return {
+        unit: sum(load) / capacity for unit, load, capacity in zip(units.split(", "), loads, capacities, strict=True)
+    }
 
 
 def schedules(folder: pathlib.Path) -> Mapping[str, Schedule]:
     """Schedules of the kernels that were compiled since the folder was read last, by their names; it is emptied."""
-    units, found = {}, {}
+    loads, by_kernel = {}, {}
     for file in folder.glob("*-final_hlo-static-per-bundle-utilization.txt"):
-        units[re.sub(r"-\d+-final_hlo.*$", "", file.name)] = busy(file.read_text())
+        loads[re.sub(r"-\d+-final_hlo.*$", "", file.name)] = busy(file.read_text())
     for file in sorted(folder.glob("*-final_bundles.txt")):
         if "schedule-analysis" not in file.name:
             kernel = re.sub(r"-\d+-final_bundles.*$", "", file.name)
-            made = dataclasses.replace(schedule(file.read_text()), busy=units.get(kernel, {}))
-            found[re.sub(r"^\d+-|\.\d+$", "", kernel)] = made
+            kernel_schedule = dataclasses.replace(schedule(file.read_text()), busy=loads.get(kernel, {}))
+            by_kernel[re.sub(r"^\d+-|\.\d+$", "", kernel)] = kernel_schedule
     shutil.rmtree(folder)
     folder.mkdir()
-    return found
+    return by_kernel

@@ -13,13 +13,13 @@ def static(kernel: str, **options: Any) -> None:
         options: by name.
 
     Raises:
-        ValueError: as it says.
+        ValueError: an option is traced.
 
     Example:
         >>> static("top_k", k=3, block=None)
     """
-    for name, value in options.items():
-        if isinstance(value, Tracer):
+    for name, option in options.items():
+        if isinstance(option, Tracer):
             raise ValueError(
                 f"{kernel}: got a traced value as {name}, expected a Python number: mark it static, as by "
                 f"jax.jit(.., static_argnames={name!r})"
@@ -34,14 +34,14 @@ def arrays(kernel: str, **given: Any) -> None:
         given: by name: arrays of JAX or NumPy, or `jax.ShapeDtypeStruct`.
 
     Raises:
-        ValueError: as it says.
+        ValueError: a value is no array.
 
     Example:
         >>> arrays("grouped_matmul", sizes=[3, 5])
         Traceback (most recent call last):
         ValueError: grouped_matmul: got sizes of type list, expected an array: take jnp.asarray(sizes)
     """
-    for name, one in given.items():
-        if one is not None and not (hasattr(one, "shape") and hasattr(one, "dtype")):
-            kind = type(one).__name__
+    for name, array in given.items():
+        if array is not None and not (hasattr(array, "shape") and hasattr(array, "dtype")):
+            kind = type(array).__name__
             raise ValueError(f"{kernel}: got {name} of type {kind}, expected an array: take jnp.asarray({name})")

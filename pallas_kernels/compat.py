@@ -15,7 +15,7 @@ Interpret = bool | Literal["races"]
 def interpreter(platform: str, interpret: Interpret) -> Any:
     """What a Pallas call takes as `interpret`.
 
-    Under `jax.shard_map` the TPU's wants check_vma=False: on JAX 0.10 and 0.12 it mixes types that vary over mesh axes
+    Under `jax.shard_map` the TPU's needs check_vma=False: on JAX 0.10 and 0.12 it mixes types that vary over mesh axes
     with its own, which do not.
 
     Args:
@@ -63,12 +63,14 @@ def varying_alike(*operands: Any) -> tuple[Any, ...]:
     Args:
         operands: arrays, or None.
     """
-    axes = frozenset[str]().union(*(_varying(one) for one in operands if one is not None))
+    axes = frozenset[str]().union(*(_varying(operand) for operand in operands if operand is not None))
     if not axes:
         return operands
     return tuple(
-        one if one is None or _varying(one) == axes else jax.lax.pcast(one, tuple(axes - _varying(one)), to="varying")
-        for one in operands
+        operand
+        if operand is None or _varying(operand) == axes
+        else jax.lax.pcast(operand, tuple(axes - _varying(operand)), to="varying")
+        for operand in operands
     )
 
 
@@ -76,7 +78,7 @@ def varying_like(value: Any, *operands: Any) -> Any:
     """`value`, known to vary over every manual mesh axis that an operand varies over.
 
     Args:
-        value: an array: a Mosaic GPU kernel's result, whose type says nothing of axes.
+        value: an array: a Mosaic GPU kernel's result, whose type carries no axes.
         operands: arrays that it was made of.
     """
     axes = frozenset[str]().union(*(_varying(one) for one in operands)) - _varying(value)
@@ -95,7 +97,7 @@ def filled(shape: tuple[int, ...], dtype: Any, value: float, *operands: Any) -> 
 
 
 def varies(one: Any) -> bool:
-    """Whether an array's type says that it varies over manual mesh axes (`jax.shard_map`, unless check_vma=False)."""
+    """Whether an array varies over manual mesh axes by its type (`jax.shard_map`, unless check_vma=False)."""
     return bool(_varying(one))
 
 
@@ -112,8 +114,8 @@ def finite_inverse(x: Any) -> Any:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    moved = hasattr(pltpu, "reciprocal")  # from JAX 0.12 on
-    reciprocal: Any = pltpu.reciprocal if moved else pl.reciprocal  # pyright: ignore[reportAttributeAccessIssue]
+    in_tpu_module = hasattr(pltpu, "reciprocal")  # from JAX 0.12 on
+    reciprocal: Any = pltpu.reciprocal if in_tpu_module else pl.reciprocal  # pyright: ignore[reportAttributeAccessIssue]
     return reciprocal(x, full_range=False)
 
 
@@ -129,8 +131,8 @@ def product_precision(operand: Any) -> Any:
     if operand.dtype != jnp.float32:
         return jax.lax.Precision.DEFAULT
     config: Any = jax.config
-    asked = config.jax_default_matmul_precision
-    return jax.lax.Precision.HIGHEST if asked in ("high", "bfloat16_3x", "tensorfloat32") else None
+    precision = config.jax_default_matmul_precision
+    return jax.lax.Precision.HIGHEST if precision in ("high", "bfloat16_3x", "tensorfloat32") else None
 
 
 def estimate(flop: int, ins: Sequence[Any], outs: Sequence[Any], transcendentals: int = 0) -> Any:
@@ -143,11 +145,11 @@ def estimate(flop: int, ins: Sequence[Any], outs: Sequence[Any], transcendentals
     """
     from jax.experimental import pallas as pl
 
-    moved = sum(math.prod(one.shape) * jnp.dtype(one.dtype).itemsize for one in (*ins, *outs))
-    return pl.CostEstimate(flops=flop, transcendentals=transcendentals, bytes_accessed=moved)
+    bytes_accessed = sum(math.prod(array.shape) * jnp.dtype(array.dtype).itemsize for array in (*ins, *outs))
+    return pl.CostEstimate(flops=flop, transcendentals=transcendentals, bytes_accessed=bytes_accessed)
 
 
 def accepted(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
     """Those options that a function of this JAX version has a parameter for."""
-    known = inspect.signature(function).parameters
-    return {name: value for name, value in options.items() if name in known}
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in options.items() if name in parameters}

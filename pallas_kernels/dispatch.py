@@ -6,7 +6,7 @@ and `by_platform` lets lowering decide (`jax.lax.platform_dependent`): no backen
 a machine that is not here has the kernels of that machine. A custom_vjp calls `by_platform` inside its forward and
 inside its backward, with the same `Choice`: around it every branch's residuals would be kept.
 
-An implementation that the caller names runs, or raises and says why it cannot. Only a named one may be interpreted.
+An implementation that the caller names runs, or raises an error with the reason. Only a named one may be interpreted.
 What calls inside a program take can be named from outside it (`naming`), and listened to (`noting`): the answer to "am
 I on the fast path?" is what was chosen while the program was traced.
 """
@@ -82,8 +82,8 @@ class Implementation:
                     return "it needs compute capability 9.0 (H100, H200), and the chip is not known: pass platform="
                 return f"it needs compute capability 9.0 (H100, H200), and the target is {target.chip}"
             if self.platform == "tpu" and target.chip not in (None, *self.chips):
-                known = f"{', '.join(self.chips[:-1])} and {self.chips[-1]}"
-                return f"it was compiled for TPU {known} alone, and the target is {target.chip}"
+                chips = f"{', '.join(self.chips[:-1])} and {self.chips[-1]}"
+                return f"it was compiled for TPU {chips} alone, and the target is {target.chip}"
         return self.supports(target, case)
 
 
@@ -150,7 +150,7 @@ def _choose(
     implementation: str | None,
     interpret: bool = False,
 ) -> Choice:
-    names = [one.name for one in implementations]
+    names = [candidate.name for candidate in implementations]
     if implementation is None:
         if interpret:
             raise ValueError(f"{kernel}: interpret needs a named implementation, one of {', '.join(names)}")
@@ -159,9 +159,9 @@ def _choose(
     if implementation not in names:
         near = _near(implementation, names)
         raise ValueError(f"{kernel}: unknown implementation {implementation!r}: expected None or one of {names}{near}")
-    one = implementations[names.index(implementation)]
-    at = target if target.platform and not interpret else target.on(one.platform or "cpu")
-    reason = one.why_not(at, case, interpret=interpret)
+    candidate = implementations[names.index(implementation)]
+    place = target if target.platform and not interpret else target.on(candidate.platform or "cpu")
+    reason = candidate.why_not(place, case, interpret=interpret)
     if reason:
         raise CannotRun(
             f"{kernel}: implementation {implementation!r} cannot run: {reason}. "
@@ -281,10 +281,10 @@ def explain(
     if target.platform is None:
         raise ValueError(f"{kernel}: explain needs a platform, such as 'gpu h200' or 'tpu v5e'")
     choice = _choose(kernel, implementations, case, target, implementation)
-    found = _explained(kernel, implementations, case, target, implementation, choice)
+    explanation = _explained(kernel, implementations, case, target, implementation, choice)
     if implementation is None:
-        note(found, case)
-    return found
+        note(explanation, case)
+    return explanation
 
 
 def _explained(
@@ -301,15 +301,15 @@ def _explained(
     chosen, reasons = choice.default, {}
     for one in implementations:
         if one.name != chosen:
-            at = target if target.platform else target.on(one.platform or "cpu")
-            said = one.why_not(at, case) or ("it runs only where it is named" if one.named else None)
-            reasons[one.name] = said or (f"{chosen} is named" if implementation else f"{chosen} comes before it")
+            place = target if target.platform else target.on(one.platform or "cpu")
+            reason = one.why_not(place, case) or ("it runs only where it is named" if one.named else None)
+            reasons[one.name] = reason or (f"{chosen} is named" if implementation else f"{chosen} comes before it")
     kernels = [one for one in implementations if one.platform is not None]
     if chosen in [one.name for one in kernels]:
         return Explanation(kernel, target, chosen, reasons)
-    own = [one.name for one in kernels if target.platform in (None, one.platform) and not one.named]
-    why = reasons[own[0]] if own else None
-    if not own and any(not one.named for one in kernels):
+    platform_kernels = [one.name for one in kernels if target.platform in (None, one.platform) and not one.named]
+    why = reasons[platform_kernels[0]] if platform_kernels else None
+    if not platform_kernels and any(not one.named for one in kernels):
         why = "kernels are for " + " and ".join(sorted({f"{one.platform}".upper() for one in kernels})[::-1])
     return Explanation(kernel, target, chosen, reasons, why)
 

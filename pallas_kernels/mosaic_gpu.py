@@ -2,7 +2,7 @@
 between JAX 0.10, 0.11 and 0.12.
 
 All of them are written for Lane semantics, in which a warpgroup's code works on its own registers (the default became
-Warpgroup in 0.11). JAX's interpreter knows neither wgmma on registers nor `run_state`: where it runs a kernel, `plain`
+Warpgroup in 0.11). JAX's interpreter lacks wgmma on registers and `run_state`: where it runs a kernel, `plain`
 is True and products are `jnp.dot`. Importing this module imports Mosaic GPU (and absl): import it where it is used.
 """
 
@@ -61,7 +61,7 @@ def launch(
         grid, grid_names: blocks, and the names of their axes (`jax.lax.axis_index`).
         name: of the kernel, in profiles and in the compiled program.
         scratch: shared memory and barriers.
-        warpgroups: per block, told apart by the axis "wg"; one that has no name by default.
+        warpgroups: per block, distinguished by the axis "wg"; one that has no name by default.
         approx_math: the fast versions of exp2, tanh, ...
         cost: FLOP and bytes, for who counts them.
         interpret: see `compat.interpreter`.
@@ -105,7 +105,7 @@ def _estimated(
 
     Args:
         body, mesh, name, scratch, cost, settings: of the kernel.
-        plain: the kernel without an estimate, which knows `jax.vmap`.
+        plain: the kernel without an estimate, which supports `jax.vmap`.
     """
     axes = mesh.thread_name or ()
 
@@ -147,10 +147,10 @@ def launch_in_place(
         The changed state.
     """
     more = {"interpret": interpreter("gpu", interpret)} if interpret else {}
-    refs = [jax.new_ref(one) for one in state]
+    refs = [jax.new_ref(array) for array in state]
 
-    def scoped(*given: Any) -> None:
-        pl.run_scoped(lambda *own: body(*given, *own), *scratch, collective_axes=())
+    def scoped(*operand_refs: Any) -> None:
+        pl.run_scoped(lambda *scratch_refs: body(*operand_refs, *scratch_refs), *scratch, collective_axes=())
 
     pl.kernel(
         scoped,
@@ -161,7 +161,7 @@ def launch_in_place(
         cost_estimate=cost,
         **more,
     )(*args, *refs)
-    return tuple(jax.freeze(one) for one in refs)
+    return tuple(jax.freeze(array) for array in refs)
 
 
 def wide(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
@@ -195,14 +195,14 @@ def over_lanes(width: int, *, lone: bool = False) -> Any:
 
 
 def load_rows(ref: Any, layout: Any) -> Any:
-    """What a reference to HBM holds, in registers of a layout (JAX 0.10 wants an index)."""
+    """What a reference to HBM holds, in registers of a layout (JAX 0.10 requires an index)."""
     index = inspect.signature(plgpu.load).parameters.get("idx")
     more: dict[str, Any] = {"idx": None} if index is not None and index.default is index.empty else {}
     return plgpu.load(ref, **more, layout=layout, optimized=False)
 
 
 def store(ref: Any, value: Any) -> None:
-    """Registers to untiled shared memory, whatever bank conflicts that has (JAX 0.11 and newer want to be told)."""
+    """Registers to untiled shared memory, whatever bank conflicts that has (JAX 0.11 and newer require the flag)."""
     write: Any = getattr(plgpu, "store", None)
     if write is None:
         ref[...] = value

@@ -31,8 +31,12 @@ def overview(platform: str) -> tuple[Explanation, ...]:
     cases = {name: importlib.import_module(f"pallas_kernels.{name}.cases").CASES for name in KERNELS}
     q, k = (jax.ShapeDtypeStruct((2, 4096, heads, 128), jnp.bfloat16) for heads in (16, 4))
     # blocks of codecs lie along rows
-    along = {name: [case for case in known if getattr(case, "axis", -1) == -1] for name, known in cases.items()}
-    everyday = {name: next(case for case in known if "aot" in case.tags) for name, known in along.items()}
+    row_cases = {
+        name: [case for case in kernel_cases if getattr(case, "axis", -1) == -1] for name, kernel_cases in cases.items()
+    }
+    everyday = {
+        name: next(case for case in kernel_cases if "aot" in case.tags) for name, kernel_cases in row_cases.items()
+    }
     others = [apis[name].explain(case, platform) for name, case in everyday.items()]
     # two kernels of one folder
     others.append(apis["norm"].explain(dataclasses.replace(everyday["norm"], center=True), platform))

@@ -51,7 +51,7 @@ class Target:
 
     Args:
         platform: "tpu", "gpu", "cpu"; None where lowering decides.
-        chip: "v5e", "h200", ..; None where nobody said.
+        chip: "v5e", "h200", ..; None where it is not given.
 
     Raises:
         ValueError: an unknown platform.
@@ -87,7 +87,7 @@ def target(platform: str | None = None, *arrays: Any) -> Target:
     """The target of what is being traced, or run at once.
 
     A TPU of which no chip is named is taken for one for which kernels were compiled (`PROVED`): where programs are
-    lowered for a TPU that is not here, nothing tells which. A GPU of which none is named is not taken for a Hopper.
+    lowered for a TPU that is not here, its chip is not known. A GPU without a named chip is not taken for a Hopper.
 
     Args:
         platform: "tpu v5e", "gpu h200", "gpu", "cpu"; in place of the chip JAX's `device_kind`, which need not be a
@@ -116,20 +116,20 @@ def target(platform: str | None = None, *arrays: Any) -> Target:
 
 def _device(arrays: Sequence[Any]) -> Any:
     """Where these arrays are computed with; None where something is being traced: it may be for another machine."""
-    if not arrays or any(isinstance(one, Tracer) for one in arrays):
+    if not arrays or any(isinstance(array, Tracer) for array in arrays):
         return None
     if isinstance(lax.neg(0.0), Tracer):  # the arrays are constants of a program
         return None
-    placed = [one for one in arrays if isinstance(one, jax.Array)]
-    if placed:
-        return next(iter(placed[0].sharding.device_set))
+    device_arrays = [array for array in arrays if isinstance(array, jax.Array)]
+    if device_arrays:
+        return next(iter(device_arrays[0].sharding.device_set))
     config: Any = jax.config
     default = config.jax_default_device
     return default if isinstance(default, jax.Device) else jax.devices(default)[0]
 
 
 def _named(platform: str) -> Target:
-    """The target of a name that somebody gave."""
+    """The target of a platform's name."""
     if platform.lower() in _TPUS:
         return Target("tpu", _TPUS[platform.lower()])
     kind, _, chip = platform.partition(" ")
@@ -137,15 +137,15 @@ def _named(platform: str) -> Target:
     if kind not in ("tpu", "gpu") or not chip:
         return Target(kind)
     name = _chip(chip)
-    known = _GPUS if kind == "gpu" else tuple(dict.fromkeys(_TPUS.values()))
-    printed = re.match("tpu" if kind == "tpu" else "nvidia |tesla |quadro |amd |gfx", chip.lower())
-    familiar = kind == "gpu" and (f"{name}".partition("-")[0] in known or _FAMILIES.match(chip.lower()))
-    if not (printed or name in known or familiar):
-        near = difflib.get_close_matches(chip.lower(), known, n=1)
+    known_chips = _GPUS if kind == "gpu" else tuple(dict.fromkeys(_TPUS.values()))
+    is_device_kind = re.match("tpu" if kind == "tpu" else "nvidia |tesla |quadro |amd |gfx", chip.lower())
+    is_known_family = kind == "gpu" and (f"{name}".partition("-")[0] in known_chips or _FAMILIES.match(chip.lower()))
+    if not (is_device_kind or name in known_chips or is_known_family):
+        near = difflib.get_close_matches(chip.lower(), known_chips, n=1)
         hint = f"; did you mean {kind + ' ' + near[0]!r}?" if near else ""
         raise ValueError(
-            f"platform {platform!r}: unknown chip {chip!r}, expected one of {', '.join(known)}, the device_kind that "
-            f"JAX prints, or {kind!r} alone{hint}"
+            f"platform {platform!r}: unknown chip {chip!r}, expected one of {', '.join(known_chips)}, the device_kind "
+            f"that JAX prints, or {kind!r} alone{hint}"
         )
     return Target(kind, name)
 

@@ -1,13 +1,12 @@
-"""Tiles of a kernel on a chip: what was tuned, from `tiles/<chip>.json`, else what the kernel's own rule says.
+"""Tiles of a kernel on a chip: the tuned ones, from `tiles/<chip>.json`, else those of the kernel's own rule.
 
-A file is a list of entries; an entry says for which kernel and case it was found, the tiles, and how that was measured:
+A file is a list of entries; an entry holds the kernel and the case, the tiles, and how they were measured:
 
     {"kernel": "attention.forward", "case": {"dtype": "bfloat16", "T": 4096, "H": 128, "mask": "causal"},
      "tiles": {"q": 512, "kv": 512}, "measured": "...", "date": "2026-11-22", "jax": "0.12.0.1", "command": "..."}
 
 Lookup: the nearest entry with the same texts and every number within a factor of two (by the sum of distances in
-powers of two), else the rule: of how a chip behaves farther away an entry says nothing. Nothing is tuned while a
-program runs.
+powers of two), else the rule: an entry is no evidence for cases farther away. Nothing is tuned while a program runs.
 """
 
 import dataclasses
@@ -43,7 +42,7 @@ class Tiles:
 
 
 def check(kernel: str, tiles: T, implementation: str | None, allowed: Sequence[T]) -> None:
-    """Refuse tiles that were given and that a case cannot take, or nobody would.
+    """Refuse tiles that a case cannot use, or that no kernel would read.
 
     Args:
         kernel: its name, for the message.
@@ -52,7 +51,7 @@ def check(kernel: str, tiles: T, implementation: str | None, allowed: Sequence[T
         allowed: those that can run the case.
 
     Raises:
-        ValueError: as it says.
+        ValueError: tiles of no named TPU kernel, or not among those allowed.
 
     Example:
         >>> check("quantize", Tiles(96, 128), "tpu", [Tiles(128, 128)])
@@ -104,14 +103,14 @@ def tiles(
     """
     near: list[tuple[float, Mapping[str, Any]]] = []
     for entry in entries(chip) if chip else ():
-        found = entry["case"]
-        if entry["kernel"] == kernel and found.keys() == case.keys():
-            away = sum(_distance(found[name], case[name]) for name in case)
+        facts = entry["case"]
+        if entry["kernel"] == kernel and facts.keys() == case.keys():
+            away = sum(_distance(facts[name], case[name]) for name in case)
             near += [(away, entry["tiles"])] if math.isfinite(away) else []
-    for _, found in sorted(near, key=lambda one: one[0]):
-        made = make(**{name: tuple(v) if isinstance(v, list) else v for name, v in found.items()})
-        if fits(made):
-            return made
+    for _, facts in sorted(near, key=lambda one: one[0]):
+        candidate = make(**{name: tuple(v) if isinstance(v, list) else v for name, v in facts.items()})
+        if fits(candidate):
+            return candidate
     return rule()
 
 

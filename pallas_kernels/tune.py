@@ -138,13 +138,13 @@ def best(tried: Sequence[Tried]) -> Tried | None:
         >>> best([Tried("a", seconds=2.0), Tried("b", seconds=1.0)]).tiles
         'b'
     """
-    left = [one for one in tried if one.refused is None]
-    timed = [one for one in left if one.seconds is not None]
-    return min(timed, key=lambda one: one.seconds or 0.0) if timed else (left[0] if left else None)
+    compiled = [one for one in tried if one.refused is None]
+    timed_ones = [one for one in compiled if one.seconds is not None]
+    return min(timed_ones, key=lambda one: one.seconds or 0.0) if timed_ones else (compiled[0] if compiled else None)
 
 
 def entry(kernel: str, facts: dict[str, int | str], tiles: Any, measured: str, command: str) -> dict[str, Any]:
-    """What `tiles/<chip>.json` says of a case.
+    """The entry of `tiles/<chip>.json` for a case.
 
     Args:
         kernel: its name.
@@ -187,15 +187,15 @@ def written(entries: Sequence[Mapping[str, Any]], more: Sequence[Mapping[str, An
     def key(one: Mapping[str, Any]) -> str:
         return json.dumps([one["kernel"], one["case"]], sort_keys=True)
 
-    found = {key(one): one for one in entries}
+    by_case = {key(one): one for one in entries}
     for one in more:
-        before = found.get(key(one))
-        if before is None or before["measured"].startswith("static") or not one["measured"].startswith("static"):
-            found[key(one)] = one
-    return [one for one in found.values() if one["tiles"] is not None]
+        earlier = by_case.get(key(one))
+        if earlier is None or earlier["measured"].startswith("static") or not one["measured"].startswith("static"):
+            by_case[key(one)] = one
+    return [one for one in by_case.values() if one["tiles"] is not None]
 
 
-def _timed(shapes: tuple[Any, ...], made: Sequence[Any], device: Any, donated: tuple[int, ...] = ()) -> list[float]:
+def _timed(shapes: tuple[Any, ...], programs: Sequence[Any], device: Any, donated: tuple[int, ...] = ()) -> list[float]:
     """Median seconds of each compiled kernel, in turns on the same random numbers."""
     import jax
     import jax.numpy as jnp
@@ -208,21 +208,21 @@ def _timed(shapes: tuple[Any, ...], made: Sequence[Any], device: Any, donated: t
         return jax.device_put(jnp.asarray(rng.uniform(low, high, a.shape)).astype(a.dtype), device)
 
     args = list(jax.tree.map(random, shapes))
-    times: list[list[float]] = [[] for _ in made]
+    times: list[list[float]] = [[] for _ in programs]
     for turn in range(ROUNDS + 1):
-        for i, run in enumerate(made):
+        for i, run in enumerate(programs):
             start = time.perf_counter()
             out = jax.block_until_ready(run(*args))
             times[i].append(time.perf_counter() - start)
-            for position, new in zip(donated, out, strict=False):
-                args[position] = new
+            for position, changed in zip(donated, out, strict=False):
+                args[position] = changed
         if turn == 0:
-            times = [[] for _ in made]
-    return [statistics.median(one) for one in times]
+            times = [[] for _ in programs]
+    return [statistics.median(seconds) for seconds in times]
 
 
 def tune(kernel: str, chip: str, command: str, only: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Try every tiling of every case, and say what came of it.
+    """Try every tiling of every case, and print the results.
 
     Args:
         kernel: a name of `NAMES`.
@@ -231,7 +231,7 @@ def tune(kernel: str, chip: str, command: str, only: Sequence[str] = ()) -> list
         only: names of cases; all of them by default.
 
     Returns:
-        Entries of the chip's file; one with tiles `None` says that the rule's are the ones to take.
+        Entries of the chip's file; one with tiles `None` means that the rule's tiles are best.
 
     Raises:
         ValueError: an unknown kernel, chip or case; a chip that is not here, and whose compiler is not installed.
@@ -245,50 +245,54 @@ def tune(kernel: str, chip: str, command: str, only: Sequence[str] = ()) -> list
             "fixed by registers"
         )
     cases = importlib.import_module(f"pallas_kernels.{kernel}.cases").CASES
-    cases = {one.name: one for one in cases if {"bench", "aot"} & set(one.tags)}
+    cases = {case.name: case for case in cases if {"bench", "aot"} & set(case.tags)}
     for name in only:
         _known("case", name, tuple(cases))
-    asked = [one for name, one in cases.items() if not only or name in only]
+    selected_cases = [case for name, case in cases.items() if not only or name in only]
     dumping = ahead.dumping() if platform == "tpu" and kernel == "attention" else contextlib.nullcontext()
     with dumping as folder:
         device, here = ahead.device(chip)
         if kernel == "attention":
-            found = [_attention(case, chip, device, folder if not here else None, command, here) for case in asked]
+            tuned_entries = [
+                _attention(case, chip, device, folder if not here else None, command, here) for case in selected_cases
+            ]
         else:
-            found = [_one_pass(kernel, case, chip, device, command, here) for case in asked]
-    return [one for one in found if one is not None]
+            tuned_entries = [_one_pass(kernel, case, chip, device, command, here) for case in selected_cases]
+    return [tuned_entry for tuned_entry in tuned_entries if tuned_entry is not None]
 
 
-def _known(what: str, given: str, names: Sequence[str]) -> None:
-    if given not in names:
-        near = difflib.get_close_matches(given, names, n=1)
+def _known(what: str, name: str, names: Sequence[str]) -> None:
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"tune: got {what} {given!r}, expected one of {', '.join(names)}{hint}")
+        raise ValueError(f"tune: got {what} {name!r}, expected one of {', '.join(names)}{hint}")
 
 
 def _one_pass(kernel: str, case: Any, chip: str, device: Any, command: str, here: bool) -> dict[str, Any] | None:
     """Of a kernel of `KERNELS`."""
     tuned, module = KERNELS[kernel](), importlib.import_module(f"pallas_kernels.{kernel}.tpu")
-    lacks = module.supports(Target("tpu", chip), case)
-    if lacks is not None:
-        print(f"{kernel} {case.name} on {chip}: {lacks}", flush=True)
+    refusal = module.supports(Target("tpu", chip), case)
+    if refusal is not None:
+        print(f"{kernel} {case.name} on {chip}: {refusal}", flush=True)
         return None
-    every, shapes = tuned.tilings(case, chip), tuned.shapes(case)
-    made = [ahead.compiled(tuned.run(case, tiles), shapes, device, donated=tuned.donated) for tiles in every]
-    why = [one.refused or (f"{one.temporary} bytes of temporary memory" if one.temporary else None) for one in made]
-    works = [one.program for one, refused in zip(made, why, strict=True) if refused is None]
-    seconds = iter(_timed(shapes, works, device, tuned.donated) if here else [None] * len(works))
+    tilings, shapes = tuned.tilings(case, chip), tuned.shapes(case)
+    results = [ahead.compiled(tuned.run(case, tiles), shapes, device, donated=tuned.donated) for tiles in tilings]
+    refusals = [
+        one.refused or (f"{one.temporary} bytes of temporary memory" if one.temporary else None) for one in results
+    ]
+    programs = [one.program for one, refused in zip(results, refusals, strict=True) if refused is None]
+    seconds = iter(_timed(shapes, programs, device, tuned.donated) if here else [None] * len(programs))
     tried = [
         Tried(tiles, refused) if refused else Tried(tiles, seconds=next(seconds))
-        for tiles, refused in zip(every, why, strict=True)
+        for tiles, refused in zip(tilings, refusals, strict=True)
     ]
     chosen = best(tried)
     for one in tried:
-        said = one.refused or ("compiles; not timed" if one.seconds is None else f"{one.seconds * 1e6:.1f} us")
-        print(f"{kernel} {case.name} on {chip}: {one.tiles}: {said}{' <-' if one is chosen else ''}", flush=True)
+        outcome = one.refused or ("compiles; not timed" if one.seconds is None else f"{one.seconds * 1e6:.1f} us")
+        print(f"{kernel} {case.name} on {chip}: {one.tiles}: {outcome}{' <-' if one is chosen else ''}", flush=True)
     if chosen is None:
         return None
-    return entry(kernel, tuned.facts(case), chosen.tiles, measured(chosen, len(every)), command)
+    return entry(kernel, tuned.facts(case), chosen.tiles, measured(chosen, len(tilings)), command)
 
 
 def _attention(case: Any, chip: str, device: Any, folder: Any, command: str, here: bool) -> dict[str, Any] | None:
@@ -298,32 +302,32 @@ def _attention(case: Any, chip: str, device: Any, folder: Any, command: str, her
     platform = "tpu" if chip in ahead.TPUS else "gpu"
     if tuning.supports(case, platform) is not None:
         return None
-    asked = tuning.problem(case, platform)
-    tried = tuning.candidates(asked, platform)
+    problem = tuning.problem(case, platform)
+    tried = tuning.candidates(problem, platform)
     unit = "us" if here else "cycles" if platform == "tpu" else "bytes spilled"
     costs = tuning.timed(case, tried, device, platform, _timed) if here else []
-    for i, one in enumerate(tried):
-        cost = costs[i] if here else tuning.static(case, one, device, platform, folder)
+    for i, candidate in enumerate(tried):
+        cost = costs[i] if here else tuning.static(case, candidate, device, platform, folder)
         costs += [] if here else [cost]
-        for name, sizes in one.passes.items():
-            said = cost if isinstance(cost, str) else f"{cost[name] * (1e6 if here else 1):,.0f} {unit}"
-            print(f"attention {case.name} on {chip}: {name} {sizes}: {said}", flush=True)
-    tiles, told = tuning.best(tried, costs, platform, 0.0 if here else tuning.GAIN)
+        for name, sizes in candidate.passes.items():
+            cost_text = cost if isinstance(cost, str) else f"{cost[name] * (1e6 if here else 1):,.0f} {unit}"
+            print(f"attention {case.name} on {chip}: {name} {sizes}: {cost_text}", flush=True)
+    tiles, costs_by_pass = tuning.best(tried, costs, platform, 0.0 if here else tuning.GAIN)
     how = ", ".join(
         f"{name} {cost * (1e6 if here else 1):.0f} (by rule {rule * (1e6 if here else 1):.0f}) {unit}"
-        for name, (cost, rule) in told.items()
+        for name, (cost, rule) in costs_by_pass.items()
     )
-    way = (
+    method = (
         f"median of {ROUNDS}, the fastest"
         if here
         else "static: cycles of the compiler's schedule, the fewest"
         if platform == "tpu"
         else "static: bytes that ptxas spills, the fewest"
     )
-    kept = tiles == tried[0].tiles
-    print(f"attention {case.name} on {chip}: {tiles}{', the rule' if kept else ''}: {how} <-", flush=True)
-    made = entry("attention", asked.case, tiles, f"{way} of {len(tried)} tilings: {how}", command)
-    return made | ({"tiles": None} if kept and not here else {})
+    rule_is_best = tiles == tried[0].tiles
+    print(f"attention {case.name} on {chip}: {tiles}{', the rule' if rule_is_best else ''}: {how} <-", flush=True)
+    tuned_entry = entry("attention", problem.case, tiles, f"{method} of {len(tried)} tilings: {how}", command)
+    return tuned_entry | ({"tiles": None} if rule_is_best and not here else {})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -337,26 +341,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--chip", required=True, help=f"one of {', '.join(CHIPS)}; a GPU for attention alone")
     parser.add_argument("--case", action="append", default=[], help="of the kernel's cases.py; may be repeated; all")
     parser.add_argument("--write", action="store_true", help="into tiles/CHIP.json")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     ahead.prepare()
     command = shlex.join(["python", "-m", "pallas_kernels.tune", *(sys.argv[1:] if arguments is None else arguments)])
     try:
-        found = tune(given.kernel, given.chip, command, given.case)
+        tuned_entries = tune(options.kernel, options.chip, command, options.case)
     except ValueError as error:
         parser.error(str(error))
-    if given.write:
-        write(given.chip, found)
+    if options.write:
+        write(options.chip, tuned_entries)
 
 
-def write(chip: str, found: Sequence[Mapping[str, Any]]) -> None:
-    """Put entries into a chip's file, and say what came of it.
+def write(chip: str, tuned_entries: Sequence[Mapping[str, Any]]) -> None:
+    """Write entries into a chip's file, and print whether it changed.
 
     Args:
         chip: its name.
-        found: by `tune`.
+        tuned_entries: by `tune`.
     """
     before = files.entries(chip)
-    after = written(before, found)
+    after = written(before, tuned_entries)
     if after == list(before):
         print(f"nothing to write: the rule's tiles are the best that was found on {chip}")
         return

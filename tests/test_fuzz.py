@@ -35,6 +35,9 @@ from jaxscale.values.annotations import field_types, members
 BATCH, CONTEXT = 8, 8
 QUIET = {"derandomize": True, "deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 
+# the run-time check of annotations draws which item of a container it checks
+pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
+
 Drawn = dict[str, dict[str, Any]]
 """Fields of each part of an experiment that is to be made."""
 

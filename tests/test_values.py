@@ -228,6 +228,10 @@ def test_refused_overrides(changes, message):
     assert message in str(error.value)
 
 
+def test_a_whole_number_may_be_longer_than_any_float():
+    assert override(Job("a", Net()), {"sizes": "1" + "0" * 400}).sizes == (10**400,)
+
+
 def test_nothing_inside_none():
     with pytest.raises(UserError, match=r"model\.rope is none here"):
         override(Job("a", Net(rope=None)), {"model.rope.base": "1"})

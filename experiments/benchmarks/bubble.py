@@ -32,7 +32,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.clock.simulate import Machine, Network, Simulation
+from jaxscale.pipeline.clock.simulate import MachineModel, Simulation, simulate
 from jaxscale.pipeline.run.execute import At, execute
 from jaxscale.pipeline.run.tables import tabulate
 from jaxscale.pipeline.schedule import Schedule
@@ -48,9 +48,9 @@ def simulations(
     name: str, p: int, m: int, ratios: tuple[tuple[float, float, float], ...] = RATIOS, v: int | None = None
 ) -> Iterator[tuple[tuple[float, float, float], Simulation]]:
     """A schedule on the dataflow machine, under each of some ratios."""
-    network = Network(METHODS[name].schedule(p, m, v))
+    schedule = METHODS[name].schedule(p, m, v)
     for ratio in ratios:
-        yield ratio, network.run(Costs.alike(network.schedule, *ratio), "dataflow")
+        yield ratio, simulate(schedule, Costs.alike(schedule, *ratio), "dataflow")
 
 
 def one_stage_a_device(name: str, p: int, counts: list[int]) -> float:
@@ -119,12 +119,12 @@ def closed_forms(ranks: tuple[int, ...], most: int) -> list[Figure]:
 
 def waiting(p: int, m: int) -> list[Figure]:
     """Bubbles of both machines, F = I = W."""
-    machines: tuple[Machine, ...] = ("neighbour", "dataflow")
+    machines: tuple[MachineModel, ...] = ("neighbour", "dataflow")
     figures = []
     for name in NAMES:
-        network = Network(METHODS[name].schedule(p, m))
+        schedule = METHODS[name].schedule(p, m)
         for machine in machines:
-            found = network.run(Costs.alike(network.schedule), machine)
+            found = simulate(schedule, Costs.alike(schedule), machine)
             figures.append(Figure(f"{name}_{p}x{m}_{machine}", 100 * found.bubble, "% bubble"))
     return figures
 
@@ -184,7 +184,7 @@ def executed(p: int, m: int, unit: float) -> list[Figure]:
         schedule = METHODS[name].schedule(p, m)
         costs = Costs.alike(schedule)
         units = step_seconds(schedule, costs, unit) / unit
-        off = units / Network(schedule).run(costs).seconds - 1
+        off = units / simulate(schedule, costs).seconds - 1
         figures.append(Figure(f"{name}_{p}x{m}_executed", units, "units"))
         figures.append(Figure(f"{name}_{p}x{m}_executed_off_neighbour", abs(100 * off), "%", 5))
     return figures

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from figures import Figure, show
 
 from jaxscale.replicas import Codec
+from jaxscale.replicas.codec import computed_once
 from jaxscale.replicas.one_phase import OnePhase
 from jaxscale.replicas.two_phase import TwoPhase
 
@@ -50,10 +51,10 @@ def there_and_back(codec: Codec) -> Callable[[Any, Any], Any]:
         if isinstance(codec, TwoPhase):
             length = codec.chunk(x.size, REPLICAS)
             chunks = jnp.pad(x.reshape(-1), (0, REPLICAS * length - x.size)).reshape(REPLICAS, length)
-            message = codec.message(chunks, jnp.full(REPLICAS, length), key)
+            message = computed_once(codec.encode(chunks, jnp.full(REPLICAS, length), key))
             return message, codec.decode(message, length)
         assert isinstance(codec, OnePhase)
-        message = codec.message(x.reshape(-1), key)
+        message = computed_once(codec.encode(x.reshape(-1), key))
         return message, codec.decode(message, x.size)
 
     return run

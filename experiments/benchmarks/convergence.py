@@ -127,7 +127,8 @@ from figures import Figure, show
 
 from jaxscale.lowbit.quantized import quantize_state
 from jaxscale.optim.muon import muon
-from jaxscale.optim.one_bit import Messages, one_bit_adam, over_replicas
+from jaxscale.optim.one_bit import Messages, one_bit_adam
+from jaxscale.optim.replica_updates import over_replicas
 from jaxscale.replicas import Codec, OneBit
 from jaxscale.replicas.diloco import diloco
 

@@ -11,7 +11,7 @@ microbatch and memory plan. Both kinds of program are in the recording, so that 
 
 Recording needs libtpu and the CUDA plugin (extras aot-tpu and aot-gpu), no device, and about a minute of one core per
 program, half of it per piece; stopped, it goes on where it was. The factor by which compilers pack buffers is fitted to
-two of the models and judged on the others. What `planning/timeline.py` says of compilers (what is fused, which
+two of the models and judged on the others. What `planning/fusion.py` says of compilers (what is fused, which
 products run around a ring, which scatters are kept) was learnt from programs of all models; the last cases
 (from "recorded when" on, among them all save sets, offload and float32) were recorded after it. A verdict counts as
 right where estimate and compiler stand on the same side of a limit; limits are the chip's own, and four made from what
@@ -56,9 +56,8 @@ from jaxscale.compiler.compile import compile_report
 from jaxscale.compiler.usable import usable_bytes
 from jaxscale.planning import accuracy
 from jaxscale.planning.accuracy import MARGIN, NEARER_MARGIN
+from jaxscale.planning.compile_pieces import Piece, piece_bytes
 from jaxscale.planning.estimate import Estimate, of_step
-from jaxscale.planning.piece_compile import piece_bytes
-from jaxscale.planning.pieces import Piece
 from jaxscale.planning.program import described_step, lowered_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.plan import Plan

@@ -54,8 +54,9 @@ from jaxscale.compiler.compile import compile_report
 from jaxscale.compiler.report import CompileReport
 from jaxscale.layers.rotary import Rotary
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import Host, save_set, solve
+from jaxscale.memory.graph import solve
 from jaxscale.memory.keep_named import keeping
+from jaxscale.memory.save_set import Host, save_set
 from jaxscale.memory.selectors import SELECTORS
 from jaxscale.offload.updates import Advance, global_norm, on_host, plainly, streamed
 from jaxscale.offload.weights import Streamed

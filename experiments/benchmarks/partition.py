@@ -19,7 +19,7 @@ import time
 from figures import Figure, show
 
 from jaxscale.pipeline.choose.partition import ModelPrices, Partition, partition
-from jaxscale.pipeline.choose.price import Device, Price
+from jaxscale.pipeline.choose.price import PipelineDevice, Price
 from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
@@ -37,7 +37,7 @@ def unlike(rng: random.Random, blocks: int) -> ModelPrices:
     return ModelPrices(prices, first=Price(0.1, 0.0, 0.1, weight_bytes=100), last=head)
 
 
-def equal(model: ModelPrices, schedule: Schedule, devices: list[Device]) -> float:
+def equal(model: ModelPrices, schedule: Schedule, devices: list[PipelineDevice]) -> float:
     """Seconds of stages of as many blocks each, told by a model of exactly that many blocks as stages."""
     each = len(model.blocks) // schedule.stages
     merged = []
@@ -45,7 +45,7 @@ def equal(model: ModelPrices, schedule: Schedule, devices: list[Device]) -> floa
         part = model.blocks[stage * each : (stage + 1) * each]
         seconds = (sum(getattr(one, name) for one in part) for name in ("forward", "input_gradient", "weight_gradient"))
         merged.append(Price(*seconds, message_bytes=part[-1].message_bytes))
-    links = [Device(link=device.link) for device in devices]
+    links = [PipelineDevice(link=device.link) for device in devices]
     return partition(ModelPrices(tuple(merged), model.first, model.last), schedule, links).seconds
 
 
@@ -62,7 +62,7 @@ def main() -> None:
         live = max(schedule.live) / schedule.chunks if name != "chimera" else max(schedule.live)
         # enough for equal stages and their head, and a tenth more
         memory = 1.1 * (blocks / ranks * (10 * (2 if name == "chimera" else 1) + 4 * live) + 250)
-        devices = [Device(memory_bytes=memory, link=10.0) for _ in range(ranks)]
+        devices = [PipelineDevice(memory_bytes=memory, link=10.0) for _ in range(ranks)]
         found, seconds = timed(model, schedule, devices)
         assert abs(simulate(schedule, found.costs).seconds - found.seconds) < 1e-6
         figures.append(Figure(f"{name}_search", seconds, "s", 1.0))
@@ -71,7 +71,7 @@ def main() -> None:
     show(figures, f"{blocks} blocks on {ranks} devices, {microbatches} microbatches")
 
 
-def timed(model: ModelPrices, schedule: Schedule, devices: list[Device]) -> tuple[Partition, float]:
+def timed(model: ModelPrices, schedule: Schedule, devices: list[PipelineDevice]) -> tuple[Partition, float]:
     """A partition and the processor seconds it took, the best of 3."""
     taken = []
     for _ in range(3):

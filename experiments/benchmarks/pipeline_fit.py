@@ -48,9 +48,10 @@ class Case:
     @property
     def overrides(self) -> dict[str, str]:
         """Fields of the experiment."""
-        given = dict(word.split("=") for word in self.fields.split())
-        given |= {"mesh": self.mesh, "pipeline": self.pipeline}
-        return {f"plan.{name}": text for name, text in given.items()}
+        texts = dict(word.split("=") for word in self.fields.split())
+        # recorded when the stash was a field of the plan; it is an option of the pipeline today
+        texts |= {"mesh": self.mesh, "pipeline": f"{self.pipeline},stash={texts.pop('stash')}"}
+        return {f"plan.{name}": text for name, text in texts.items()}
 
     def load(self) -> tuple[Experiment, Any]:
         """The experiment, and how to make it anew."""

@@ -41,7 +41,8 @@ from jaxscale.compiler.compile import compile_report
 from jaxscale.compiler.hlo_program import ARRAY, HloProgram
 from jaxscale.pipeline.run.execute import At, StageFunction, execute
 from jaxscale.pipeline.run.held import held
-from jaxscale.pipeline.run.tables import Stash, tabulate
+from jaxscale.pipeline.run.lifetimes import Stash
+from jaxscale.pipeline.run.tables import tabulate
 from jaxscale.pipeline.schedules import METHODS
 from jaxscale.trees import tree_bytes
 

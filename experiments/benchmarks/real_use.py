@@ -30,8 +30,8 @@ from jaxscale.compiler.hlo_flop import program_flop
 from jaxscale.compiler.hlo_program import HloProgram
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models import Decoder
-from jaxscale.planning.cheapest import cheapest_fit
 from jaxscale.planning.estimate import estimate
+from jaxscale.planning.memory_search import cheapest_fit
 from jaxscale.planning.program import compiled_bytes
 from jaxscale.platforms.detect import detect
 from jaxscale.recipe.experiment import Experiment

@@ -31,7 +31,7 @@ from jaxscale.blocks import Context, Treatment
 from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.graph import menu, smallest, solve
 from jaxscale.memory.keep_named import keeping
-from jaxscale.memory.policy_sets import policy_set
+from jaxscale.memory.save_set import policy_set
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.resnet import ResNet
 from jaxscale.models.vit import ViT

@@ -75,15 +75,15 @@ from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.replicas import Codec, wire
-from jaxscale.replicas.codec import State
+from jaxscale.replicas.codec import CodecState
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.state.batches import batch_shapes
 from jaxscale.state.train_state import TrainState
 from jaxscale.step.build import build
+from jaxscale.step.compiled_checks import NoEffect, bytes_over, check_codec
 from jaxscale.step.gradients import LossAndGradients
 from jaxscale.step.synchronous import SynchronousStep
 from jaxscale.step.train_step import TrainStep
-from jaxscale.step.wire_checks import NoEffect, check_codec, slow_bytes
 from jaxscale.typing import Array, Batch, Key
 
 BARS: dict[tuple[str, int], float | None] = {
@@ -113,7 +113,7 @@ class Exact(Codec):
     name: ClassVar[str] = "exact"
     feedback: bool = dataclasses.field(default=False, kw_only=True)
 
-    def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
+    def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
         return jax.lax.pmean(gradient, axis), state
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
@@ -276,7 +276,9 @@ def counted(case: Case, platform: Platform) -> Counted:
     stage = step.codec
     assert stage is not None, "the plan has a codec"
     single = [one for one in report.collectives if one.bytes < NUMBERS]
-    slow, numbers = (slow_bytes(found, stage, slices=platform.slices) for found in (report.collectives, single))
+    slow, numbers = (
+        bytes_over(sends, stage.axis, stage.replicas, slices=platform.slices) for sends in (report.collectives, single)
+    )
     return Counted(step, slow, stage.wire_bytes, numbers, within(report.collectives))
 
 

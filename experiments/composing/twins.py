@@ -20,8 +20,8 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.pipeline.plan import PipelinePlan
+from jaxscale.planning.automatic_choices import resolve_choices
 from jaxscale.planning.program import described_step
-from jaxscale.planning.settle import settled
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
@@ -206,7 +206,7 @@ def built(draw: Draw) -> TrainStep:
 
 @functools.lru_cache(maxsize=1)
 def _built(experiment: Experiment, changes: tuple[tuple[str, str], ...]) -> TrainStep:
-    return build(experiment, settled(experiment, plan_of(dict(changes))))
+    return build(experiment, resolve_choices(experiment, plan_of(dict(changes))))
 
 
 @functools.lru_cache(maxsize=16)
@@ -304,7 +304,7 @@ def lower(draw: Draw, platform: str) -> float:
     start = time.perf_counter()
     target = Platform.parse(platform)
     experiment = experiment_of(draw)
-    step = described_step(experiment, target, settled(experiment, plan_of(draw.plan)))
+    step = described_step(experiment, target, resolve_choices(experiment, plan_of(draw.plan)))
     traced = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment)))
     step.check_kernels()
     traced.lower(lowering_platforms=({"gpu": "cuda"}.get(target.chip.kind, target.chip.kind),))

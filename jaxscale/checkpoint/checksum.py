@@ -1,4 +1,4 @@
-"""A checksum per array that does not depend on its sharding. Orbax loads a flipped byte without an error.
+"""Checksums of arrays that do not depend on sharding, since Orbax loads a flipped byte without an error.
 
 The bits of an array are read as unsigned numbers ``b_i`` in the order of its elements, and summed with odd weights
 modulo 2^32: ``s = sum_i b_i w_i``. An odd number is invertible modulo 2^32, so a change of any one element changes the
@@ -21,13 +21,13 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
-    """Both sums of one array of any dtype of up to 64 bits.
+    """The sums of an array, of any dtype of up to 64 bits, with two different weights.
 
     Args:
-        x: any shape; bool, integers, floats and typed PRNG keys.
+        x: array of any shape, of bools, integers, floats or typed PRNG keys.
 
     Returns:
-        Two sums modulo 2^32.
+        The two sums modulo 2^32.
 
     Example:
         >>> x = jnp.zeros((2, 3))
@@ -49,12 +49,13 @@ def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
 
 
 def _bits(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
+    """The bits of each element as uint32; elements of 64 bits become a new last dim of two halves."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     try:
         width = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).bits
     except ValueError as error:
-        raise TypeError(f"no checksum for arrays of {x.dtype}") from error
+        raise TypeError(f"checksum: got an array of {x.dtype}, expected bools, numbers or PRNG keys") from error
     if width < 8:  # int4 and the like: widening keeps values distinct
         return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     if width == 64:  # the new last dim holds the two halves
@@ -64,19 +65,22 @@ def _bits(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
 
 @jax.jit
 def _device_checksums(arrays: dict[str, Any]) -> dict[str, UInt32[Array, "2"]]:
+    """Sums of each array by name, in one program."""
     return {name: checksum(array) for name, array in arrays.items()}
 
 
 @jax.jit
 def _host_checksum(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
+    """Sums of an array in host memory."""
     return checksum(to_device(x))
 
 
 def checksums(arrays: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """The sums of each array, on the host: in one program for arrays on devices, one by one for arrays in host memory.
+    """The two sums of each array by name, as Python integers.
 
-    One program would copy all arrays in host memory to the device at once (24 arrays of 64 MiB: 1,539 MiB of temporary
-    bytes, compiled for v5e), where there is no room for them.
+    Arrays on devices are summed in one program, and arrays in host memory one by one. One program for all would copy
+    all arrays in host memory to the device at once (24 arrays of 64 MiB: 1,539 MiB of temporary bytes, compiled for
+    v5e), and a device may have no room for them.
 
     Example:
         >>> checksums({"a": jnp.arange(3, dtype=jnp.int32)})["a"][0]

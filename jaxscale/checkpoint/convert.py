@@ -1,14 +1,14 @@
-"""A run's newest checkpoint with its optimizer state in other bits, as a separate run that can be continued.
+"""Conversion of a run's optimizer state to another number of bits, in a copy of the run that can be continued.
 
-A run converts by itself when it is continued under another `--plan.state.moments`. This module writes the converted
-files: float32 for a version or a tool that reads nothing else, few bits for the archive.
+A run that is continued with another `--plan.state.moments` converts its state without this module. The copy serves
+versions and tools that read only float32, or an archive of few bits.
 """
 
 import dataclasses
 import shutil
 from typing import Any
 
-from jaxscale.checkpoint.restore import TOKENIZER
+from jaxscale.checkpoint.restore import TOKENIZER, restore_newest
 from jaxscale.checkpoint.store import Checkpoints
 from jaxscale.errors import UserError
 from jaxscale.records import directory as place
@@ -16,18 +16,19 @@ from jaxscale.records.storage import is_remote, run_path
 
 
 def convert_state(run: Any, to: Any, out: Any = None) -> str:
-    """Write a run directory whose checkpoint is the newest one of a run, with its optimizer state in other bits.
+    """Write a new run directory, with the newest checkpoint of a run and its optimizer state in another format.
 
     Args:
         run: the run directory.
-        to: bits of the moments, a value of `StatePlan.moments`.
-        out: the directory to make; the run's name and `to` by default.
+        to: format of the moments, a value of `StatePlan.moments`.
+        out: the directory to create; its default name is that of the run and `to`.
 
     Returns:
-        A line for each kind of change.
+        Text with a line for each kind of change.
 
     Raises:
-        UserError: no run or checkpoint there, the new directory exists, or the optimizer takes no such state.
+        UserError: `run` has no run or checkpoint, the new directory exists, or the optimizer does not support the
+            format.
     """
     import jax
 
@@ -39,9 +40,8 @@ def convert_state(run: Any, to: Any, out: Any = None) -> str:
     folder = run_path(run)
     target = run_path(f"{str(run).rstrip('/')}-{to}" if out is None else out)
     if is_remote(folder) or is_remote(target):
-        raise UserError(f"convert-state {run}: both directories must be on a disk; copy the run to one")
-    if not (folder / place.EXPERIMENT).exists():
-        raise UserError(f"{folder} holds no run: expected {place.EXPERIMENT} there; give the directory of a run")
+        raise UserError(f"convert-state {run}: got a bucket, expected both directories on a disk; copy the run to one")
+    place.existing_run(folder)
     if target.exists():
         raise UserError(f"{target} exists: give another directory (--out)")
     experiment = load_experiment(folder)
@@ -49,9 +49,7 @@ def convert_state(run: Any, to: Any, out: Any = None) -> str:
     mesh, zero = MeshSpec(fsdp=count), 3 if count > 1 else 0
     step_plan = Plan(mesh=mesh, zero=zero, precision=plan.precision, state=StatePlan(to, plan.state.master))
     step = build(dataclasses.replace(experiment, batch=count, plan=step_plan), step_plan)
-    restored = Checkpoints(folder / place.CHECKPOINTS, write=False).restore(step.canonical_abstract())
-    if restored is None:
-        raise UserError(f"{folder} has no checkpoint yet: train it until its first save")
+    restored = restore_newest(folder, step)
     plan = dataclasses.replace(plan, state=dataclasses.replace(plan.state, moments=to))
     with place.writing(target):
         target.mkdir(parents=True)

@@ -10,7 +10,7 @@ from jaxscale.records.directory import EXPERIMENT
 def export(
     run: Any, folder: Any, *, best: bool = False, dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 ) -> Path:
-    """Write the model of a run as config.json, safetensors and, if it is a subword tokenizer, its tokenizer.
+    """Write the model of a run as config.json and safetensors, with its tokenizer if that is a subword tokenizer.
 
     Args:
         run: the run directory.
@@ -22,7 +22,7 @@ def export(
         The folder.
 
     Raises:
-        UserError: no run or checkpoint there, or a model without an equivalent architecture in transformers.
+        UserError: `run` has no run or checkpoint, or transformers has no equivalent of the model.
     """
     if (Path(folder) / EXPERIMENT).exists():
         raise UserError(f"{folder} is the directory of a run: give a folder to create beside it")
@@ -31,7 +31,7 @@ def export(
 
     trained = restore_parameters(run, best=best)
     model = trained.experiment.model
-    model = getattr(model, "model", model)  # the model that a pretrained folder was read as
+    model = getattr(model, "model", model)  # a pretrained model holds the model that its folder was read as
     arrays = trained.step.to_canonical(trained.state)
     params = {
         name.partition("/")[2].replace("/", "."): array for name, array in arrays.items() if name.startswith("params/")

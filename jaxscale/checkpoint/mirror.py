@@ -1,15 +1,15 @@
-"""Checkpoints in a bucket that Orbax cannot reach: it writes to a local folder, which is copied to the bucket.
+"""Checkpoints in a bucket that Orbax cannot reach, through a local folder that is copied to and from the bucket.
 
 Orbax supports local folders and gs://. For other buckets (s3://) a checkpoint is written to a temporary folder (TMPDIR)
-and uploaded in the background, its commit file last; to be read it is downloaded. Several processes are not supported:
-their parts are on the disks of several machines, where Orbax cannot join them.
+and uploaded in the background, its commit file last. To be read, it is downloaded. Several processes are not supported:
+their shards are on the disks of several machines, where Orbax cannot join them.
 """
 
 import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,41 +29,36 @@ def is_mirrored(path: Any) -> bool:
     return is_remote(path) and not str(path).startswith("gs://")
 
 
-class Upload:
-    """A save to a local folder that is then uploaded to a bucket.
+def upload(save: Any, local: Path, target: Any) -> Future[None]:
+    """Upload the local folder of a save to a bucket, in the background.
 
     Args:
-        response: Orbax's response to the save; `result()` waits for it.
-        local: the folder it writes; removed in the end.
-        target: path in the bucket.
+        save: Orbax's response to the save; `result()` waits for it.
+        local: the folder that Orbax writes; it is removed after the upload.
+        target: path of the checkpoint in the bucket.
+
+    Returns:
+        A future that ends with the upload.
     """
 
-    def __init__(self, response: Any, local: Path, target: Any) -> None:
-        self._response, self._local, self._target = response, local, target
-        thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
-        self._done = thread.submit(self._run)
-        thread.shutdown(wait=False)  # accepts no further tasks; the submitted one continues
-
-    def _run(self) -> None:
+    def wait_and_upload() -> None:
+        """Wait for the save, upload its files, and remove them."""
         try:
-            self._response.result()
-            files = [file for file in self._local.rglob("*") if file.is_file()]
+            save.result()
+            files = [file for file in local.rglob("*") if file.is_file()]
             for file in sorted(files, key=lambda file: file.name == COMMITTED):
-                _copy(file, self._target / file.relative_to(self._local).as_posix())
+                _copy(file, target / file.relative_to(local).as_posix())
         finally:
-            shutil.rmtree(self._local.parent, ignore_errors=True)
+            shutil.rmtree(local.parent, ignore_errors=True)
 
-    def result(self, timeout: float | None = None) -> None:
-        """Wait for the upload.
-
-        Raises:
-            TimeoutError: the upload is still running.
-        """
-        self._done.result(timeout)
+    thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
+    future = thread.submit(wait_and_upload)
+    thread.shutdown(wait=False)  # accepts no further tasks; the submitted one continues
+    return future
 
 
 def staging(path: Any) -> Path:
-    """A new local path with the name of `path`, for `Upload`."""
+    """A new local path with the name of `path`, for `upload`."""
     return Path(tempfile.mkdtemp(prefix="jaxscale-checkpoint-")) / path.name
 
 
@@ -73,7 +68,7 @@ def local_copy(path: Any, *, arrays: bool = True) -> Iterator[Any]:
 
     Args:
         path: path of the checkpoint.
-        arrays: copy the arrays' data too, and not only their description.
+        arrays: whether to copy the arrays' data too, and not only their description.
     """
     from etils import epath
 
@@ -87,14 +82,16 @@ def local_copy(path: Any, *, arrays: bool = True) -> Iterator[Any]:
 
 
 def _download(source: Any, target: Path, arrays: bool) -> None:
+    """Copy a folder of a bucket to a local one; without `arrays`, leave the arrays' data out."""
     target.mkdir(parents=True)
-    for item in source.iterdir():
-        if not item.is_dir():
-            _copy(item, target / item.name)
-        elif arrays or item.name != "d":  # the folder of array data in Orbax's store
-            _download(item, target / item.name, arrays)
+    for path in source.iterdir():
+        if not path.is_dir():
+            _copy(path, target / path.name)
+        elif arrays or path.name != "d":  # the folder of array data in Orbax's store
+            _download(path, target / path.name, arrays)
 
 
 def _copy(source: Any, target: Any) -> None:
+    """Copy a file to another path; both may be local or in a bucket."""
     with source.open("rb") as reader, target.open("wb") as writer:
         shutil.copyfileobj(reader, writer, 1 << 24)

@@ -1,20 +1,19 @@
 """The trained parameters of a run, restored from its directory for generation, evaluation and export.
 
-The optimizer's state stays on the disk. The rebuilt step computes as the run did, on the devices of this machine.
+The optimizer's state is not read. The train step is rebuilt for the devices of this machine, and computes as the run.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
-from jaxscale.checkpoint.store import Checkpoints, Description
+from jaxscale.checkpoint.store import Checkpoints, Description, Restored
 from jaxscale.errors import UserError
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.records import directory as place
 from jaxscale.records.storage import run_path
 
 TOKENIZER = "tokenizer.json"
-"""The tokenizer of a run's data, so that its model can be used without the data."""
+"""File with the tokenizer of a run's data, so that its model can be used without the data."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +34,9 @@ class Trained:
     state: Any
     description: Description
 
-    def tokenizer(self) -> Any:
-        """The tokenizer of the run's data, or `None`."""
-        return read_tokenizer(self.directory)
-
 
 def read_tokenizer(directory: Any) -> Any:
-    """The tokenizer in a run's directory, or `None` where its data is not text.
+    """The tokenizer in a run's directory, or `None` if its data is not text.
 
     Raises:
         UserError: the file is damaged.
@@ -66,13 +61,28 @@ def write_tokenizer(directory: Any, tokenizer: Any) -> None:
         (run_path(directory) / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
 
 
+def restore_newest(directory: Any, step: Any) -> Restored:
+    """A run's newest checkpoint that is not damaged, with its optimizer state.
+
+    Args:
+        directory: the run directory.
+        step: the train step, which defines layout and dtypes of the arrays.
+
+    Raises:
+        UserError: the run has no checkpoint, or every checkpoint is damaged.
+    """
+    restored = Checkpoints(run_path(directory) / place.CHECKPOINTS, write=False).restore(step.canonical_abstract())
+    if restored is None:
+        raise UserError(f"{directory} has no checkpoint yet: train it until its first save")
+    return restored
+
+
 def restore_parameters(
     directory: Any,
     *,
     experiment: Experiment | None = None,
     best: bool = False,
     split: bool = False,
-    devices: Sequence[Any] | None = None,
 ) -> Trained:
     """The parameters of a run's newest checkpoint, or of its best one.
 
@@ -80,18 +90,15 @@ def restore_parameters(
         directory: the run directory.
         experiment: the trained experiment; rebuilt from the directory by default.
         best: take the checkpoint with the least held-out loss.
-        split: shard batch and parameters (ZeRO 3) over the devices, for evaluation, in the run's microbatches; else
-            one device holds everything, if it fits there.
-        devices: devices to run on; all by default.
+        split: shard batch and parameters (ZeRO 3) over the devices, in the run's microbatches, for evaluation;
+            otherwise one device holds everything, if it fits.
 
     Raises:
-        UserError: no run, no checkpoint, or none that verifies.
+        UserError: the directory has no run, or no checkpoint that is not damaged.
     """
     import jax
 
-    folder = run_path(directory)
-    if not (folder / place.EXPERIMENT).exists():
-        raise UserError(f"{folder} holds no run: expected {place.EXPERIMENT} there; give the directory of a run")
+    folder = place.existing_run(directory)
     if experiment is None:
         from jaxscale.records.source import load_experiment
 
@@ -101,7 +108,7 @@ def restore_parameters(
     if not checkpoints.steps() or (best and checkpoint_step is None):
         condition = "with a held-out loss " if best and checkpoints.steps() else ""
         raise UserError(f"{folder} has no checkpoint {condition}yet: train it until its first save")
-    step = _step(experiment, list(jax.devices() if devices is None else devices), split)
+    step = _step(experiment, jax.devices(), split)
     abstract = step.canonical_abstract()
     trained_leaves = {name: leaf for name, leaf in abstract.items() if name.split("/")[0] in ("params", "rest")}
     restored = checkpoints.restore(trained_leaves, step=checkpoint_step)
@@ -116,6 +123,7 @@ def restore_parameters(
 
 
 def _step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
+    """A step with the run's model and precision on these devices, without the run's optimizer."""
     from jaxscale.layers.loss import CHUNK
     from jaxscale.optim.optimizer import Optimizer
     from jaxscale.recipe.kernels import Kernels

@@ -1,5 +1,8 @@
-"""A first reading of the command line, before heavy imports: it refuses unknown names and values that do not fit, with
-the near miss. A valid command line goes to tyro (`usage.py`).
+"""The parser of the command line. It rejects unknown names (and suggests near ones) and values of a wrong type, before
+anything heavy is imported.
+
+A library's parser would need every flag in advance, and fields of the experiment (`--model.embed 256`) are
+known only after the experiment's file has been imported, with JAX.
 """
 
 import dataclasses
@@ -8,14 +11,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxscale import values
-from jaxscale.cli.commands import COMMANDS, Command
+from jaxscale.cli.commands import COMMANDS, TAKES_FIELDS
+from jaxscale.cli.flags import words_of
 from jaxscale.errors import UserError, near_miss, unknown
 
 HELP = ("-h", "--help")
 SHORT = {"-o": "--out"}
-"""Flags of one letter."""
+"""The flag for which each flag of one letter stands."""
 NAMED = {"optimizer": "optimizer.name"}
-"""Fields of the experiment that a flag of their group's name sets: `--optimizer muon`."""
+"""The field of the experiment that a flag with the name of the field's group sets: `--optimizer muon`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,28 +28,26 @@ class Arguments:
 
     Args:
         command: name of the subcommand; `None` for the help of the whole program.
-        own: words for the subcommand itself.
-        fields: fields of the experiment to set: text by dotted path.
-        help: show help.
-        early: the subcommand's fields, for its checks before tyro is imported.
+        values: values of the subcommand's fields, by name.
+        fields: fields of the experiment to set, as text by dotted path.
+        help: whether to show help.
     """
 
     command: str | None
-    own: tuple[str, ...] = ()
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
     help: bool = False
-    early: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
 
 def read(argv: Sequence[str]) -> Arguments:
-    """Check a command line.
+    """Parse a command line.
 
     Raises:
         UserError: an unknown subcommand or flag, a missing or surplus word, a value of the wrong type.
 
     Example:
         >>> read(["train", "a.py", "--steps", "5", "--model.embed=256"])
-        Arguments(command='train', own=('a.py', '--steps=5'), fields={'model.embed': '256'}, help=False)
+        Arguments(command='train', values={'steps': 5, 'file': 'a.py'}, fields={'model.embed': '256'}, help=False)
         >>> read(["train", "a.py", "--optimizer", "muon", "--optimizer.rank", "4"]).fields
         {'optimizer.name': 'muon', 'optimizer.rank': '4'}
         >>> read(["tarin"])  # doctest: +ELLIPSIS
@@ -57,13 +59,12 @@ def read(argv: Sequence[str]) -> Arguments:
     name, *words = argv
     if name not in COMMANDS:
         raise unknown("subcommand", name, COMMANDS)
-    cls = COMMANDS[name]
-    hints = typing.get_type_hints(cls)
-    flags = {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.name not in cls.positional}
-    takes_fields = getattr(cls, "takes_fields", False)
-    options: list[str] = []
+    flags = typing.get_type_hints(COMMANDS[name])
+    for field in words_of(COMMANDS[name]):
+        del flags[field.name]
+    takes_fields = issubclass(COMMANDS[name], TAKES_FIELDS)
     positionals: list[str] = []
-    early: dict[str, Any] = {}
+    flag_values: dict[str, Any] = {}
     fields: dict[str, str] = {}
     wants_help = False
     while words:
@@ -72,9 +73,9 @@ def read(argv: Sequence[str]) -> Arguments:
         if word in HELP:
             wants_help = True
         elif word == "--":
-            raise UserError("'--' stands alone: give words by place, and flags as --name value")
+            raise UserError("'--' stands alone: expected the name of a flag after it, as in --name value")
         elif not word.startswith("--"):
-            if word.startswith("-") and len(word) > 1 and not _is_number(word):
+            if word.startswith("-") and len(word) > 1 and not word[1:].replace(".", "", 1).isdigit():
                 raise UserError(f"unknown flag {word!r}{_near_flag(word, flags)}")
             positionals.append(word)
         else:
@@ -83,15 +84,14 @@ def read(argv: Sequence[str]) -> Arguments:
             path = NAMED.get(path, path) if takes_fields else path
             is_field = takes_fields and "." in path
             if path not in flags and not is_field:
-                paths = "; fields of the experiment are set by path, such as --model.embed 256" if takes_fields else ""
-                raise UserError(f"unknown flag '--{flag}' of {name}{_near_flag('--' + flag, flags)}{paths}")
-            if path in early or path in fields:
+                hint = "; fields of the experiment are set by path, such as --model.embed 256" if takes_fields else ""
+                raise UserError(f"unknown flag '--{flag}' of {name}{_near_flag('--' + flag, flags)}{hint}")
+            if path in flag_values or path in fields:
                 raise UserError(f"--{flag} is given twice: give it once")
             if not is_field and flags[path] is bool:
                 if equals:
                     raise UserError(f"--{flag} takes no value: give it, or leave it out")
-                options.append(f"--{flag}")
-                early[path] = True
+                flag_values[path] = True
                 continue
             if not equals:
                 if not words or (words[0].startswith("--") and len(words[0]) > 2):
@@ -101,25 +101,20 @@ def read(argv: Sequence[str]) -> Arguments:
             if is_field:
                 fields[path] = text
             else:
-                early[path] = values.parse(text, flags[path], f"--{flag}")
-                options.append(f"--{flag}={early[path]}")
-    if not wants_help:
-        _check_positionals(name, cls, positionals)
-    early |= dict(zip(cls.positional, positionals, strict=False))
-    return Arguments(name, (*positionals, *options), fields, wants_help, early)
+                flag_values[path] = values.parse(text, flags[path], f"--{flag}")
+    return Arguments(name, flag_values | _word_values(name, positionals, wants_help), fields, wants_help)
 
 
-def _check_positionals(name: str, cls: type[Command], positionals: Sequence[str]) -> None:
-    required = [
-        field.name
-        for field in dataclasses.fields(cls)
-        if field.name in cls.positional and field.default is dataclasses.MISSING
-    ]
-    for missing in required[len(positionals) :]:
-        raise UserError(f"{name} lacks its {missing.upper()}: {synopsis(name)}")
-    if len(positionals) > len(cls.positional):
-        surplus = " ".join(map(repr, positionals[len(cls.positional) :]))
+def _word_values(name: str, positionals: Sequence[str], wants_help: bool) -> dict[str, str]:
+    """Values of the fields that words set; with `wants_help`, words may be missing."""
+    fields = words_of(COMMANDS[name])
+    missing = [field.name for field in fields[len(positionals) :] if field.default is dataclasses.MISSING]
+    if missing and not wants_help:
+        raise UserError(f"{name} lacks its {missing[0].upper()}: {synopsis(name)}")
+    if len(positionals) > len(fields) and not wants_help:
+        surplus = " ".join(map(repr, positionals[len(fields) :]))
         raise UserError(f"{name} does not take {surplus}: {synopsis(name)}")
+    return {field.name: word for field, word in zip(fields, positionals, strict=False)}
 
 
 def synopsis(name: str) -> str:
@@ -129,19 +124,11 @@ def synopsis(name: str) -> str:
         >>> synopsis("generate")
         'jaxscale generate RUN_DIR [flags]'
     """
-    words = [field.metadata["metavar"] for field in dataclasses.fields(COMMANDS[name]) if "metavar" in field.metadata]
-    words = words[: len(COMMANDS[name].positional)]
+    words = [field.metadata["metavar"] for field in words_of(COMMANDS[name])]
     return " ".join(["jaxscale", name, *words, "[flags]"])
 
 
 def _near_flag(word: str, flags: Iterable[str]) -> str:
+    """The nearest flag as a suggestion, or the list of all."""
     flag_names = [f"--{flag.replace('_', '-')}" for flag in flags]
     return near_miss(word, flag_names) or f"; there are {', '.join([*flag_names, '--help'])}"
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True

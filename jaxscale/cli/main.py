@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxscale.cli import arguments
-from jaxscale.cli.commands import COMMANDS, Draw, Explain, Fit, Train
+from jaxscale.cli.commands import COMMANDS, TAKES_FIELDS
+from jaxscale.cli.experiment_commands import load_experiment
 from jaxscale.errors import Diverged, Preempted, UserError
 
 MISTAKE, DIVERGED, PREEMPTED, INTERRUPTED = 2, 4, 75, 130
+CODES = {UserError: MISTAKE, Diverged: DIVERGED, Preempted: PREEMPTED, KeyboardInterrupt: INTERRUPTED}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,18 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # without the line of code
     try:
         return _run(arguments.read(sys.argv[1:] if argv is None else argv))
-    except UserError as error:
-        _print_error(error)
-        return MISTAKE
-    except Diverged as error:
-        _print_error(error)
-        return DIVERGED
-    except Preempted as error:
-        _print_error(error)
-        return PREEMPTED
-    except KeyboardInterrupt as error:
-        _print_error(str(error) or "interrupted")
-        return INTERRUPTED
+    except tuple(CODES) as error:
+        print(f"jaxscale: {str(error) or 'interrupted'}", file=sys.stderr)
+        return next(code for kind, code in CODES.items() if isinstance(error, kind))
     except SystemExit as system_exit:  # help was shown
         return system_exit.code if isinstance(system_exit.code, int) else 0
     finally:
@@ -42,32 +35,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(request: arguments.Arguments) -> int:
+    """Show the help, or run the subcommand; returns the exit code."""
     if request.help:
         _show_help(request)
         return 0
     assert request.command is not None
-    COMMANDS[request.command](**request.early).check()
-    from jaxscale.cli.usage import parse
-
-    command = parse(request.command, request.own)
-    code = command.run(request.fields) if isinstance(command, Train | Fit | Explain | Draw) else command.run()
-    return code or 0
+    command = COMMANDS[request.command](**request.values)
+    return (command.run(request.fields) if isinstance(command, TAKES_FIELDS) else command.run()) or 0
 
 
 def _show_help(request: arguments.Arguments) -> None:
+    """Show the help of the program, of a subcommand, or of a subcommand with its experiment's fields."""
     from jaxscale.cli import usage
 
     if request.command is None:
         return usage.show_all()
-    if getattr(COMMANDS[request.command], "takes_fields", False) and "file" in request.early:
+    if "file" in request.values:
         from jaxscale.records.outline import outline
 
-        command: Any = COMMANDS[request.command](**request.early)
+        command: Any = COMMANDS[request.command](**request.values)
         file = outline(command.file, command.variant)
-        experiment, _ = command.load(request.fields)
+        experiment, _ = load_experiment(command, request.fields)
         return usage.show(request.command, experiment, file.variants)
     return usage.show(request.command)
-
-
-def _print_error(message: object) -> None:
-    print(f"jaxscale: {message}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The subcommands' dataclasses for tyro, which parses the words that `arguments.py` has checked and writes the help.
+"""The help, which tyro lays out from the subcommands' dataclasses and their docstrings.
 
 For `train FILE --help` the experiment's fields join the subcommand's flags: as dataclasses with the file's values as
 defaults, each leaf shown with its type and its default.
@@ -6,23 +6,15 @@ defaults, each leaf shown with its type and its default.
 
 import collections.abc
 import dataclasses
-import re
 import typing
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import docstring_parser
 import tyro
 
 from jaxscale import values
 from jaxscale.cli.commands import COMMANDS, Command
-
-_MARKERS = (tyro.conf.FlagCreatePairsOff,)
-
-
-def parse(name: str, words: Sequence[str]) -> Command:
-    """The subcommand of a name and its words."""
-    return tyro.cli(_tyro_class(COMMANDS[name]), prog=f"jaxscale {name}", args=words, config=_MARKERS)
 
 
 def show_all() -> None:
@@ -38,68 +30,63 @@ def show_all() -> None:
 
 def show(name: str, experiment: Any = None, variants: dict[str, str] | None = None) -> None:
     """Print the help of a subcommand; with an experiment, its fields too."""
-    cls = COMMANDS[name]
-    typed_class = _tyro_class(cls, experiment)
+    typed_class = _tyro_class(COMMANDS[name], experiment)
     if variants:
         width = max(map(len, variants))
         lines = [f"  {variant:{width}}  {summary}".rstrip() for variant, summary in variants.items()]
         print("\n".join(["", "variants of this file:", *lines]))
-    # Never returns: tyro prints and exits with 0.
-    tyro.cli(typed_class, prog=f"jaxscale {name}", args=["--help"], config=_MARKERS)
+    # does not return: tyro prints the help and exits with 0
+    tyro.cli(typed_class, prog=f"jaxscale {name}", args=["--help"], config=(tyro.conf.FlagCreatePairsOff,))
 
 
 def _summary(cls: type) -> str:
+    """The first line of a class's docstring."""
     return (cls.__doc__ or "").partition("\n")[0]
 
 
-def _tyro_class(cls: type[Command], experiment: Any = None) -> type[Any]:
-    """A dataclass for tyro: positional arguments, metavars and help are in its annotations."""
+def _tyro_class(cls: type[Command], experiment: Any) -> type[Any]:
+    """A dataclass from which tyro prints a subcommand's help: its annotations have the names of values and the help."""
     hints, descriptions = typing.get_type_hints(cls), field_help(cls)
-    experiment_flags = getattr(cls, "of_experiment", ())
+    experiment_types = values.field_types(type(experiment))
     fields: list[Any] = []
     for field in dataclasses.fields(cls):
-        if experiment is not None and field.name in experiment_flags:
+        if field.name in experiment_types:
             continue
-        hint = Annotated[hints[field.name], _argument(field, descriptions.get(field.name, ""))]
-        if field.name in cls.positional:
-            hint = tyro.conf.Positional[hint]
-        default = {} if field.default is dataclasses.MISSING else {"default": field.default}
-        fields.append((field.name, hint, dataclasses.field(**default)))
+        is_word, note = "word" in field.metadata, field.metadata.get("default_text")
+        note = "(optional)" if is_word and field.default is None else note and f"(default: {note})"
+        argument = tyro.conf.arg(
+            help=descriptions[field.name], metavar=field.metadata.get("metavar"), help_behavior_hint=note
+        )
+        hint = Annotated[hints[field.name], argument]
+        hint = tyro.conf.Positional[hint] if is_word else hint
+        fields.append((field.name, hint, dataclasses.field(default=field.default)))
     if experiment is not None:
         fields += _fields(experiment)
-    base = cls if experiment is None else object
-    typed_class = dataclasses.make_dataclass(cls.__name__, fields, bases=(base,), frozen=True)
+    typed_class = dataclasses.make_dataclass(cls.__name__, fields, frozen=True)
     typed_class.__doc__ = (cls.__doc__ or "").partition("\n\n    Args:")[0]
     return typed_class
 
 
-def _argument(field: dataclasses.Field[Any], text: str) -> Any:
-    default = field.metadata.get("default")
-    hint = None if default is None else f"(default: {default})" if default else "(optional)"
-    return tyro.conf.arg(help=text, metavar=field.metadata.get("metavar"), help_behavior_hint=hint)
-
-
-def _fields(value: Any) -> list[Any]:
-    """A text field for each field of a value, with nested dataclasses."""
-    cls = type(value)
-    texts, fields = field_help(cls), []
-    hints = values.field_types(cls)
-    for name, hint in hints.items():
-        item = getattr(value, name)
-        if values.is_record(item):
-            nested = dataclasses.make_dataclass(type(item).__name__, _fields(item), frozen=True)
-            nested.__doc__ = _plain(_summary(type(item)) or texts.get(name, ""))
+def _fields(record: Any) -> list[Any]:
+    """Fields for `make_dataclass`, one of text for each field of a record; nested records are nested dataclasses."""
+    descriptions, fields = field_help(type(record)), []
+    for name, hint in values.field_types(type(record)).items():
+        value, description = getattr(record, name), descriptions.get(name, "")
+        if values.is_record(value):
+            nested = dataclasses.make_dataclass(type(value).__name__, _fields(value), frozen=True)
+            nested.__doc__ = _plain(_summary(type(value)) or description)
             fields.append((name, nested, dataclasses.field(default_factory=nested)))
         elif not _is_code(hint):
+            text = values.spell(value)
             argument = tyro.conf.arg(
-                metavar=_metavar(hint), help=_plain(texts.get(name, "")), help_behavior_hint=f"(default: {spell(item)})"
+                metavar=_metavar(hint), help=_plain(description), help_behavior_hint=f"(default: {text})"
             )
-            fields.append((name, Annotated[str, argument], dataclasses.field(default=spell(item))))
+            fields.append((name, Annotated[str, argument], dataclasses.field(default=text)))
     return fields
 
 
 def _is_code(hint: Any) -> bool:
-    """Whether only an experiment file can set such a field."""
+    """Whether only an experiment file can set a field of this type, because it holds a class or a function."""
     members = (hint, *typing.get_args(hint))
     return any((typing.get_origin(member) or member) in (type, collections.abc.Callable) for member in members)
 
@@ -109,22 +96,8 @@ def _plain(text: str) -> str:
     return text.replace("`None`", "none").replace("`", "")
 
 
-def spell(value: Any) -> str:
-    """A value, spelled for the command line.
-
-    Example:
-        >>> spell(None), spell(True), spell(("a", "b")), spell(0.5)
-        ('none', 'true', 'a, b', '0.5')
-    """
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple | list):
-        return ", ".join(map(spell, value)) or "()"
-    return repr(value) if isinstance(value, str) and not value.isprintable() else str(value)
-
-
 def _metavar(hint: Any) -> str:
-    """The type in capitals, or the literals."""
+    """The type of a field in capitals, or its literals, as a placeholder for the value in the help."""
     if typing.get_origin(hint) is typing.Literal:
         return "{" + ",".join(map(str, typing.get_args(hint))) + "}"
     inner = [member for member in typing.get_args(hint) if member is not type(None)]
@@ -145,14 +118,5 @@ def field_help(cls: type) -> dict[str, str]:
         >>> field_help(MeshSpec)["pipe"]
         'pipeline stages.'
     """
-    body = re.search(r"\n\s*Args:\n(.*?)(\n\s*\n\s*\w+:\n|\Z)", cls.__doc__ or "", re.S)
-    descriptions: dict[str, str] = {}
-    name = ""
-    for line in body[1].splitlines() if body else ():
-        match = re.match(r"\s{4,8}(\w+): (.*)", line)
-        if match and not line.startswith(" " * 9):
-            name = match[1]
-            descriptions[name] = match[2].strip()
-        elif name and line.strip():
-            descriptions[name] += " " + line.strip()
-    return descriptions
+    params = docstring_parser.parse(cls.__doc__ or "").params
+    return {param.arg_name: " ".join((param.description or "").split()) for param in params}

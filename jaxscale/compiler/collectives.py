@@ -5,44 +5,29 @@ the mesh (row-major), not by their id, and spells replica groups in three ways:
 
     {{0,1},{2,3}}      [2,2]<=[4]  (iota; [2,2]<=[2,2]T(1,0) transposed)      mesh['data'=2,'fsdp'=2] {'fsdp'}
 
-XLA:CPU never forms a reduce-scatter, and a TPU prints one as a fusion: an all-reduce of n devices whose every use takes
-1/n of it (copies, converts and tuples aside) is listed as a reduce-scatter. A collective that a TPU overlaps with
-products is printed in every fusion it overlaps, all under one channel, and is listed where it starts. Between TPU
-slices a program sends through the hosts (`platforms/megascale.py`): listed with the bytes that leave a device. Left
-out: transfers inside a kernel (remote copies of Pallas), and other host transfers.
+XLA:CPU never forms a reduce-scatter, and a TPU prints one as a fusion. So an all-reduce over n devices is listed as a
+reduce-scatter if every use takes 1/n of its result (apart from copies, converts and tuples). A collective that a TPU
+overlaps with products is printed in every fusion it overlaps, all under one channel, and is listed where it starts. A
+transfer between TPU slices goes through the hosts (`platforms/megascale.py`), and is listed with the bytes that leave a
+device. Left out: transfers inside a kernel (remote copies of Pallas), and other host transfers.
 """
 
 import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
 
-from jaxscale.compiler.hlo_program import (
-    ARRAY,
-    Computation,
-    HloProgram,
-    Op,
-    array_bytes,
-    called,
-    elements,
-    integers,
-    split,
-)
+import numpy as np
+
+from jaxscale.compiler.hlo_program import ARRAY, Computation, HloProgram, Op, array_bytes, called, integers, split
 from jaxscale.platforms import megascale
+from jaxscale.platforms.megascale import CollectiveKind
 
-Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
 Groups = frozenset[frozenset[int]]
 
-_KINDS = {
-    "all-reduce": "all-reduce",
-    "all-gather": "all-gather",
-    "reduce-scatter": "reduce-scatter",
-    "all-to-all": "all-to-all",
-    "ragged-all-to-all": "all-to-all",
-    "collective-permute": "collective-permute",
-}
+_KINDS: dict[str, Any] = {kind: kind for kind in get_args(CollectiveKind)} | {"ragged-all-to-all": "all-to-all"}
 # ops that move or convert a whole value, and compute nothing
 _MOVES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier", "optimization-barrier", "pad"}
 _MOVES |= {"reshape", "transpose", "all-reduce-done", "async-done"}
@@ -55,18 +40,18 @@ class Collective:
     """One collective of a compiled program.
 
     Args:
-        kind: its operation; a reduce-scatter may be printed as an all-reduce whose result is sliced.
+        kind: kind of the operation; a reduce-scatter may be printed as an all-reduce whose result is sliced.
         axes: the mesh axes along which devices communicate, in mesh order; None if no set of axes matches its groups.
-        bytes: bytes per device and execution of the whole array: an all-reduce's sum, an all-gather's result, a
+        bytes: bytes of the whole array, per device and execution: an all-reduce's sum, an all-gather's result, a
             reduce-scatter's operand, the data sent by an all-to-all or a permute.
-        count: executions in one run of the program, loops counted.
+        count: number of executions in one run of the program, iterations of loops included.
         dtype: type of the elements, as XLA spells it ("f32", "bf16").
-        computation: the computation it is in.
-        in_loop: it is inside a while loop.
-        trips_known: every loop around it has a known trip count; else `count` assumes one trip for the others.
+        computation: name of the computation that contains it.
+        in_loop: whether it is inside a while loop.
+        trips_known: whether every loop around it has a known trip count; `count` assumes one trip of any other loop.
     """
 
-    kind: Kind
+    kind: CollectiveKind
     axes: tuple[str, ...] | None
     bytes: int
     count: int
@@ -76,14 +61,14 @@ class Collective:
     trips_known: bool = True
 
 
-def collectives(text: str, mesh: Any) -> list[Collective]:
+def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
     """The collectives of a compiled program, in the order of its text.
 
     A tuple all-reduce (several arrays in one op) counts once per kind and type. Groups of one device send nothing and
     are left out.
 
     Args:
-        text: `compiled.as_text()`.
+        program: `compiled.as_text()`, or the program read from it.
         mesh: the mesh it was compiled for, or a mapping from axis name to size.
 
     Example:
@@ -96,55 +81,53 @@ def collectives(text: str, mesh: Any) -> list[Collective]:
         >>> [(c.kind, c.axes, c.bytes) for c in collectives(program, {"data": 2, "fsdp": 2})]
         [('all-reduce', ('data',), 16)]
     """
-    sizes, crossing = megascale.split(
-        dict(mesh if isinstance(mesh, Mapping) else mesh.shape), megascale.slices_of(text)
-    )
+    program = HloProgram(program) if isinstance(program, str) else program
+    mesh_sizes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
+    sizes, slice_axes = megascale.split(mesh_sizes, megascale.slices_of(program.text))
     devices = math.prod(sizes.values())
-    axes_of = {groups_of(sizes, axes): axes for axes in _subsets(sizes)}
-    program = HloProgram(text)
+    axes_of = {groups_of(sizes, axes): axes for axes in _axis_subsets(sizes)}
     continuations = _continuations(program)
-    results = []
-    for computation in program.computations.values():
+    records = []
+    for computation, op in program.instructions():
         runs, in_loop, trips_known = program.runs(computation.name)
-        for op in computation.instructions.values():
-            kind = _KINDS.get(op.opcode.removesuffix("-start"))
-            transfer = megascale.kind_of(op.attributes) if op.opcode == "send" else None
-            if transfer is not None and runs:
-                dtype = ARRAY.findall(op.type)[0][0]
-                results += [
-                    Collective(transfer, crossing, size, runs, dtype, computation.name, in_loop, trips_known)
-                    for size in _message_sizes(computation, op)
-                ]
-            if kind is None or not runs or (computation.name, op.name) in continuations:
-                continue
-            if kind == "collective-permute":
-                pairs = _pairs(op.attributes)
-                axes = _permuted_axes(pairs, sizes)
-                members = 0 if all(a == b for a, b in pairs) else devices
-            else:
-                groups = parse_groups(op.attributes, devices)
-                axes = axes_of.get(groups)
-                members = max(map(len, groups))
-            if members < 2:
-                continue
-            for (part_kind, dtype), size in _parts(program, computation, op, kind, members).items():
-                results.append(Collective(part_kind, axes, size, runs, dtype, computation.name, in_loop, trips_known))
-    return results
+        kind = _KINDS.get(op.opcode.removesuffix("-start"))
+        if not runs or (computation.name, op.name) in continuations:
+            continue
+        axes, group_size = None, 0
+        bytes_by_kind: Iterable[tuple[tuple[Any, str], int]] = ()
+        if op.opcode == "send" and (transfer_kind := megascale.kind_of(op.attributes)):
+            axes, dtype = slice_axes, op.arrays[0][0]
+            bytes_by_kind = [((transfer_kind, dtype), size) for size in _message_sizes(computation, op)]
+        elif kind == "collective-permute":
+            pairs = _pairs(op)
+            axes, group_size = _permuted_axes(pairs, sizes), 0 if all(a == b for a, b in pairs) else devices
+        elif kind is not None:
+            groups = parse_groups(op.attributes, devices)
+            axes, group_size = axes_of.get(groups), max(map(len, groups))
+        if kind is not None and group_size > 1:
+            bytes_by_kind = _bytes_by_kind(program, computation, op, kind, group_size).items()
+        for (array_kind, dtype), size in bytes_by_kind:
+            records.append(Collective(array_kind, axes, size, runs, dtype, computation.name, in_loop, trips_known))
+    return records
 
 
 def groups_of(sizes: Mapping[str, int], axes: Iterable[str]) -> Groups:
-    """The groups of devices that communicate along `axes` of a mesh, by their place in it.
+    """The groups of devices that communicate along `axes` of a mesh, as positions in the mesh.
 
     Example:
         >>> sorted(map(sorted, groups_of({"data": 2, "fsdp": 2}, ["data"])))
         [[0, 2], [1, 3]]
     """
     axes = set(axes)
-    groups: dict[tuple[int, ...], set[int]] = {}
-    for device, indices in enumerate(itertools.product(*(range(size) for size in sizes.values()))):
-        fixed_indices = tuple(0 if axis in axes else index for axis, index in zip(sizes, indices, strict=True))
-        groups.setdefault(fixed_indices, set()).add(device)
-    return frozenset(map(frozenset, groups.values()))
+    positions = [position for position, axis in enumerate(sizes) if axis in axes]
+    devices = np.moveaxis(_device_array([*sizes.values()]), positions, range(len(positions)))
+    group_size = math.prod(size for axis, size in sizes.items() if axis in axes)
+    return frozenset(map(frozenset, devices.reshape(group_size, -1).T.tolist()))
+
+
+def _device_array(shape: Sequence[int]) -> np.ndarray:
+    """Device numbers 0, 1, ... in this shape."""
+    return np.arange(math.prod(shape)).reshape(shape)
 
 
 def parse_groups(attributes: str, devices: int) -> Groups:
@@ -155,158 +138,152 @@ def parse_groups(attributes: str, devices: int) -> Groups:
         [[0, 1], [2, 3]]
     """
     match = re.search(r"replica_groups=(.*)", attributes)
-    text = match[1] if match else ""
-    if text.startswith("mesh["):
-        return _mesh_groups(text)
-    if text.startswith("["):
-        iota = re.match(r"\[([\d,]+)\](<=\[[\d,]+\](?:T\([\d,]+\))?)", text)
-        assert iota is not None, f"replica groups in an unknown spelling: {text[:80]}"
-        width = integers(iota[1])[-1]
-        order = _iota(iota[2][2:])
-        return frozenset(frozenset(order[i : i + width]) for i in range(0, len(order), width))
-    lists = re.match(r"\{((?:\{[\d,\s]*\},?\s*)*)\}", text)
-    groups = [integers(group) for group in re.findall(r"\{([\d,\s]*)\}", lists[1])] if lists else []
+    groups_text = match[1] if match else ""
+    if groups_text.startswith("mesh["):
+        return _mesh_groups(groups_text)
+    if groups_text.startswith("["):
+        iota_match = re.match(r"\[([\d,]+)\](<=\[[\d,]+\](?:T\([\d,]+\))?)", groups_text)
+        assert iota_match is not None, f"replica groups in an unknown spelling: {groups_text[:80]}"
+        group_size = integers(iota_match[1])[-1]
+        device_order = _iota(iota_match[2][2:])
+        return frozenset(frozenset(device_order[i : i + group_size]) for i in range(0, len(device_order), group_size))
+    nested_braces = re.match(r"\{((?:\{[\d,\s]*\},?\s*)*)\}", groups_text)
+    groups = [integers(group) for group in re.findall(r"\{([\d,\s]*)\}", nested_braces[1])] if nested_braces else []
     return frozenset(map(frozenset, groups)) if groups else frozenset([frozenset(range(devices))])
 
 
 def _mesh_groups(text: str) -> Groups:
-    """Groups of `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}`; an axis may be a part, `'a':(2)2`."""
+    """Groups of `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}`; an axis may be named in part, `'a':(2)2`."""
     match = re.match(r"mesh\[([^\]]*)\](?:, device_ids=\(((?:[^()]|\([^()]*\))*)\))? \{([^}]*)\}", text)
     assert match is not None, f"replica groups in an unknown spelling: {text[:80]}"
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", match[1])}
-    order = _iota(match[2]) if match[2] else range(math.prod(sizes.values()))
-    # an axis of which only a part is named is split in three: the dims before the part, the part, the dims after it
-    split: dict[str, int] = {}
-    chosen = set()
+    device_order = _iota(match[2]) if match[2] else range(math.prod(sizes.values()))
+    # an axis named in part, as 'NAME':(MAJOR)SIZE, is split into three: MAJOR, the part of SIZE, and the rest
+    split_sizes: dict[str, int] = {}
     parts = {name: (int(major), int(size)) for name, major, size in re.findall(r"'([^']*)':\((\d+)\)(\d+)", match[3])}
-    named_axes = set(re.findall(r"'([^']*)'", match[3]))
     for name, size in sizes.items():
         major, part_size = parts.get(name, (1, size))
-        split |= {f"{name}<": major, name: part_size, f"{name}>": size // (major * part_size)}
-        if name in named_axes:
-            chosen.add(name)
-    return frozenset(frozenset(order[position] for position in group) for group in groups_of(split, chosen))
+        split_sizes |= {f"{name}<": major, name: part_size, f"{name}>": size // (major * part_size)}
+    groups = groups_of(split_sizes, re.findall(r"'([^']*)'", match[3]))
+    return frozenset(frozenset(device_order[position] for position in group) for group in groups)
 
 
 def _iota(text: str) -> list[int]:
     """Device numbers of "[2,4]T(1,0)": 0, 1, ... in that shape, transposed, read row by row."""
-    shape_text, _, permutation_text = text.partition("T")
-    shape = integers(shape_text)
-    permutation = integers(permutation_text) or list(range(len(shape)))
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    ranges = (range(shape[axis]) for axis in permutation)
-    return [
-        sum(i * strides[axis] for i, axis in zip(indices, permutation, strict=True))
-        for indices in itertools.product(*ranges)
-    ]
+    shape_text, is_transposed, permutation = text.partition("T")
+    devices = _device_array(integers(shape_text))
+    return (devices.transpose(integers(permutation)) if is_transposed else devices).ravel().tolist()
 
 
-def _subsets(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+def _axis_subsets(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Every set of mesh axes with several devices each, without the empty set."""
     axes = [axis for axis, size in sizes.items() if size > 1]
     return [subset for count in range(1, len(axes) + 1) for subset in itertools.combinations(axes, count)]
 
 
-def _pairs(attributes: str) -> list[tuple[int, int]]:
-    match = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
-    return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", match[1])] if match else []
+def _pairs(op: Op) -> list[tuple[int, int]]:
+    """Source and target device of each transfer of a collective-permute."""
+    pairs = op.attribute(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}") or ""
+    return [(int(source), int(target)) for source, target in re.findall(r"\{(\d+),(\d+)\}", pairs)]
 
 
 def _permuted_axes(pairs: list[tuple[int, int]], sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The axes along which a source and its target differ."""
-    differing = set()
+    differing_axes = set()
     for source, target in pairs:
         for axis, size in reversed(list(sizes.items())):
-            (source, a), (target, b) = divmod(source, size), divmod(target, size)
-            if a != b:
-                differing.add(axis)
-    return tuple(axis for axis in sizes if axis in differing)
+            (source, source_index), (target, target_index) = divmod(source, size), divmod(target, size)
+            if source_index != target_index:
+                differing_axes.add(axis)
+    return tuple(axis for axis in sizes if axis in differing_axes)
 
 
 def _continuations(program: HloProgram) -> set[tuple[str, str]]:
-    """Collectives, as (computation, name), that another fusion has started: they are of the same channel."""
+    """Collectives that a different fusion starts, under the same channel, as pairs (computation, instruction)."""
     places: dict[str, list[tuple[str, str]]] = {}
-    started: dict[str, list[tuple[str, str]]] = {}
+    starts: dict[str, list[tuple[str, str]]] = {}
     for computation in program.computations.values():
         if not any(caller.opcode == "fusion" for _, caller in program.callers.get(computation.name, [])):
             continue
-        first = any(_STARTS in op.attributes for op in computation.instructions.values())
+        is_start = any(_STARTS in op.attributes for op in computation.instructions.values())
         for op in computation.instructions.values():
-            channel = re.search(r"\bchannel_id=(\d+)", op.attributes) if op.opcode in _KINDS else None
+            channel = op.attribute(r"\bchannel_id=(\d+)") if op.opcode in _KINDS else None
             if channel:
-                (started if first else places).setdefault(channel[1], []).append((computation.name, op.name))
-    return {place for channel in started for place in places.get(channel, [])}
+                (starts if is_start else places).setdefault(channel, []).append((computation.name, op.name))
+    return {place for channel in starts for place in places.get(channel, [])}
 
 
 def _message_sizes(computation: Computation, send: Op) -> list[int]:
-    """Bytes of a message between slices: of its arrays; and apart, of single numbers that XLA has packed with them, and
-    of what fills up the tile of 4096 that a TPU sends for these.
+    """Bytes of each part of a message between slices: the arrays, single numbers that XLA packs with them, and the
+    padding of these numbers to the tile of 4096 that a TPU sends.
     """
-    total_bytes = array_bytes(ARRAY.findall(send.type)[0])
+    total_bytes = send.bytes
     op = computation.instructions[send.operands[0]]
     while op.opcode in ("bitcast", "copy", "reshape") or 'custom_call_target="ZeroCrop"' in op.attributes:
         op = computation.instructions[op.operands[0]]
-    part_types = [computation.instructions[name].type for name in op.operands] if op.opcode == "concatenate" else []
-    sums = [0, 0]
-    for part_type in part_types:
-        sums[elements(part_type) == 1] += array_bytes(ARRAY.findall(part_type)[0])
+    sums = [0, 0]  # bytes of arrays, and of single numbers
+    for name in op.operands if op.opcode == "concatenate" else []:
+        operand = computation.instructions[name]
+        sums[math.prod(operand.shape) == 1] += operand.bytes
     return [size for size in (*sums, total_bytes - sum(sums)) if size] if all(sums) else [total_bytes]
 
 
-def _parts(
-    program: HloProgram, computation: Computation, op: Op, kind: str, members: int
+def _bytes_by_kind(
+    program: HloProgram, computation: Computation, op: Op, kind: str, group_size: int
 ) -> dict[tuple[Any, str], int]:
-    """Bytes of each (kind, type) of a collective: one entry, unless a tuple mixes types or is sliced in part."""
-    leaves, result_type = ARRAY.findall(op.type), op.type
+    """Bytes of a collective by kind and type: one entry, unless a tuple mixes types or only some of it is sliced."""
+    arrays, result_type = op.arrays, op.type
     if op.opcode.endswith("-start") and (kind != "all-reduce" or op.type.startswith("((")):
         # the tuple of a start holds operands, results and irrelevant contexts; that of an all-reduce may not
-        operands, results = [*split(op.type[1:-1]), ""][:2]
-        larger = max(operands, results, key=lambda part: sum(map(array_bytes, ARRAY.findall(part))))
-        result_type = results if kind == "all-reduce" else larger
-        leaves = ARRAY.findall(result_type)
+        operand_types, result_types = [*split(op.type[1:-1]), ""][:2]
+        larger_types = max(operand_types, result_types, key=lambda types: sum(map(array_bytes, ARRAY.findall(types))))
+        result_type = result_types if kind == "all-reduce" else larger_types
+        arrays = ARRAY.findall(result_type)
     elif kind == "reduce-scatter":
-        leaves = [(dtype, f"{shape},{members}" if shape else str(members)) for dtype, shape in leaves]
-    parts: dict[tuple[Any, str], int] = {}
-    for index, leaf in enumerate(leaves):
-        part_kind = kind
+        arrays = [(dtype, f"{shape},{group_size}" if shape else str(group_size)) for dtype, shape in arrays]
+    bytes_by_kind: dict[tuple[Any, str], int] = {}
+    for index, array in enumerate(arrays):
+        array_kind = kind
         if kind == "all-reduce":
-            element = index if result_type.startswith("(") else None
+            tuple_index = index if result_type.startswith("(") else None
             is_scatter = "all-reduce-scatter" in computation.name
-            if is_scatter or _scattered(program, computation, op.name, element, members):
-                part_kind = "reduce-scatter"
-        parts[part_kind, leaf[0]] = parts.get((part_kind, leaf[0]), 0) + array_bytes(leaf)
-    return parts
+            if is_scatter or _is_scattered(program, computation, op.name, tuple_index, group_size):
+                array_kind = "reduce-scatter"
+        bytes_by_kind[array_kind, array[0]] = bytes_by_kind.get((array_kind, array[0]), 0) + array_bytes(array)
+    return bytes_by_kind
 
 
-def _scattered(program: HloProgram, computation: Computation, name: str, index: int | None, members: int) -> bool:
-    """Whether every use of a value (element `index` of a tuple) takes 1/members of it."""
+def _is_scattered(program: HloProgram, computation: Computation, name: str, index: int | None, group_size: int) -> bool:
+    """Whether every use of a value (if `index` is set, of this element of a tuple) takes 1/`group_size` of it."""
     op = computation.instructions[name]
     uses = computation.uses(name)
     if op.is_root:
         if computation.is_entry:
             return False
         for caller, call in program.callers.get(computation.name, []):
-            if call.opcode not in _CALLS or not _scattered(program, caller, call.name, index, members):
+            if call.opcode not in _CALLS or not _is_scattered(program, caller, call.name, index, group_size):
                 return False
     elif not uses:
         return False
-    return all(_slices(program, computation, use, position, index, members) for use, position in uses)
+    return all(_takes_slice(program, computation, use, position, index, group_size) for use, position in uses)
 
 
-def _slices(
-    program: HloProgram, computation: Computation, use: Op, position: int, index: int | None, members: int
+def _takes_slice(
+    program: HloProgram, computation: Computation, use: Op, position: int, index: int | None, group_size: int
 ) -> bool:
+    """Whether one use of a value, as the operand at `position`, takes 1/group_size of it."""
     if use.opcode == "get-tuple-element":
-        element = re.search(r"index=(\d+)", use.attributes)
-        unused = element is not None and index is not None and int(element[1]) != index
-        return unused or _scattered(program, computation, use.name, None, members)
+        element = use.attribute(r"index=(\d+)")
+        is_other_element = element is not None and index is not None and int(element) != index
+        return is_other_element or _is_scattered(program, computation, use.name, None, group_size)
     if use.opcode == "tuple":
-        return _scattered(program, computation, use.name, position, members)
+        return _is_scattered(program, computation, use.name, position, group_size)
     if use.opcode in _MOVES:
-        return _scattered(program, computation, use.name, index, members)
+        return _is_scattered(program, computation, use.name, index, group_size)
     if use.opcode == "dynamic-slice":
         operand = computation.instructions[use.operands[0]]
-        return position == 0 and elements(operand.type) == members * elements(use.type)
+        return position == 0 and math.prod(operand.shape) == group_size * math.prod(use.shape)
     if use.opcode in _CALLS:
-        inner = program.computations[called(use.attributes)[0]]
-        return _scattered(program, inner, inner.parameter(position), index, members)
+        callee = program.computations[called(use.attributes)[0]]
+        return _is_scattered(program, callee, callee.parameter(position), index, group_size)
     return False

@@ -1,13 +1,14 @@
 """Compile a program with the platform's own compiler, for a machine that need not be attached, and report on it.
 
 libtpu compiles for TPU v4, v5e, v5p, v6e and 7x, the CUDA plugin for A100, H100, H200 and B200, on any Linux machine
-without the device. Every compilation runs in a child process, because libtpu dies by a signal on some programs: a
-crash, a time-out or a machine out of memory becomes a report of it, and the caller goes on. A program reaches the child
-as a *recipe*, a function that both processes can import. Reports are cached on disk, so that a repeated request costs
-only its tracing.
+without the device. Every compilation runs in a child process, because libtpu dies by a signal on some programs. After
+a crash, a time-out or a lack of memory the caller gets a report of the failure, and continues. A program reaches the
+child as a *recipe*, a function that both processes can import. Reports are cached on disk, so that a repeated request
+costs only its tracing.
 
-Attached devices of the platform are compiled for directly; else they are described. The bytes that libtpu reports are
-trusted from 0.0.51 on: 0.0.42 and 0.0.50, which `jax[tpu]` installs, report up to half too much.
+If the platform's devices are attached, programs are compiled for them directly; otherwise the compiler gets a
+description of the devices. The bytes that libtpu reports are trusted from 0.0.51 on: 0.0.42 and 0.0.50, which
+`jax[tpu]` installs, report up to half too much.
 """
 
 import contextlib
@@ -47,8 +48,8 @@ class ProgramRecipe:
     compile: a `jax.stages.Lowered` or `jax.stages.Traced` whose arguments have shardings over these devices.
 
     Args:
-        function: its "module:name".
-        args: further arguments; they must pickle.
+        function: module and name of the function, as "module:name".
+        args: arguments of the function after the devices; they must pickle.
     """
 
     function: str
@@ -67,16 +68,16 @@ class ProgramRecipe:
         """
         module, _, name = self.function.partition(":")
         try:
-            target: Any = importlib.import_module(module)
+            attribute: Any = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise
             raise UserError(f"recipe {self.function!r}: there is no module {error.name!r} to import") from None
-        for part in name.split("."):
-            if not hasattr(target, part):
-                raise UserError(f"recipe {self.function!r}: {module} has no {name!r}{near_miss(name, vars(target))}")
-            target = getattr(target, part)
-        return target(devices, *self.args)
+        for attribute_name in name.split("."):
+            if not hasattr(attribute, attribute_name):
+                raise UserError(f"recipe {self.function!r}: {module} has no {name!r}{near_miss(name, vars(attribute))}")
+            attribute = getattr(attribute, attribute_name)
+        return attribute(devices, *self.args)
 
 
 class RecipeFailed(RuntimeError):
@@ -96,15 +97,16 @@ def compile_report(
 
     Args:
         recipe: a `ProgramRecipe`, or a function of the devices that pickles (one of a module, or a `functools.partial`
-            of one). It runs in another process, before which JAX has seen no device.
+            of one). It runs in another process.
         platform: a `Platform` or its text; "local" and "cpu x N" compile for N virtual CPU devices.
-        options: compiler options, `compile(compiler_options=...)`.
-        explain: also list the buffers alive at the peak, and the timeline.
-        cache: read and store the report in `$JAXSCALE_CACHE/reports` (else `~/.cache/jaxscale/reports`).
+        options: compiler options, passed to `compile(compiler_options=...)`.
+        explain: whether the report also lists the buffers alive at the peak, and the timeline.
+        cache: whether to read and store the report in `$JAXSCALE_CACHE/reports`, or `~/.cache/jaxscale/reports` if the
+            variable is not set.
         timeout: seconds after which the child is stopped.
 
     Returns:
-        The report. A program that does not fit, a compiler that dies and a time-out are reports too.
+        The report, also of a program that does not fit, of a compiler that dies and of a time-out.
 
     Raises:
         UserError: the platform cannot be compiled for (its compiler is missing or untrusted, its hardware is unknown),
@@ -118,7 +120,7 @@ def compile_report(
     """
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
     pickled = _pickled(recipe)
-    destination = target(platform, accelerators())
+    child_target = target(platform, accelerators())
     request: dict[str, Any] = {
         "recipe": pickled,
         "main": _main_file(pickled),
@@ -127,40 +129,40 @@ def compile_report(
         "explain": explain,
         "cache": str(folder) if cache and (folder := _cache_folder()) is not None else None,
     }
-    _check_libtpu(destination, timeout)
-    report = _run(platform, request, destination, timeout)
+    _check_libtpu(child_target, timeout)
+    report = _run(platform, request, child_target, timeout)
     if report is None:  # another process holds the devices, or they are not those of the platform
-        destination = target(platform, frozenset())
-        report = _run(platform, request, destination, timeout)
+        child_target = target(platform, frozenset())
+        report = _run(platform, request, child_target, timeout)
     assert report is not None, "a described device is always available"
     return report
 
 
-def _check_libtpu(destination: Target, timeout: float) -> None:
-    """Raise for a libtpu that reports wrong bytes; an untested version is tested once, and the verdict stored.
+def _check_libtpu(child_target: Target, timeout: float) -> None:
+    """Check that libtpu reports the right bytes; an untested version is tested once, and its bytes are stored.
 
     Raises:
-        UserError: its bytes for a known program are wrong or missing.
+        UserError: the bytes that libtpu reports for a known program are wrong or missing.
     """
-    identity = destination.compiler.get("libtpu", trust.TRUSTED)
+    identity = child_target.compiler.get("libtpu", trust.TRUSTED)
     if identity == trust.TRUSTED:
         return
     folder = _cache_folder()
-    file = None if folder is None else trust.verdict_file(folder, identity)
-    device_bytes = None if file is None else trust.read_verdict(file)
+    verdict_file = None if folder is None else trust.verdict_file(folder, identity)
+    device_bytes = None if verdict_file is None else trust.read_verdict(verdict_file)
     if device_bytes is None:
-        described = Platform.parse("tpu v5e:2x2")
-        request: dict[str, Any] = {"recipe": pickle.dumps(trust.program), "main": None, "platform": described}
+        test_platform = Platform.parse("tpu v5e:2x2")
+        request: dict[str, Any] = {"recipe": pickle.dumps(trust.program), "main": None, "platform": test_platform}
         request |= {"options": {}, "explain": False, "cache": None}
-        report = _run(described, request, target(described, frozenset()), timeout)
+        report = _run(test_platform, request, target(test_platform, frozenset()), timeout)
         device_bytes = None if report is None else report.device_bytes
         if device_bytes is None:
             raise UserError(
                 f"libtpu {identity} is not trusted: {report}; install libtpu=={trust.TRUSTED} (jaxscale[aot-tpu])"
             )
-        if file is not None:
+        if verdict_file is not None:
             with contextlib.suppress(OSError):
-                file.write_text(json.dumps({"libtpu": identity, "device_bytes": device_bytes}))
+                verdict_file.write_text(json.dumps({"libtpu": identity, "device_bytes": device_bytes}))
     if not trust.agrees(device_bytes):
         raise UserError(
             f"libtpu {identity} is not trusted: it reports {device_bytes / trust.MIB:.0f} MiB for a program of "
@@ -168,28 +170,28 @@ def _check_libtpu(destination: Target, timeout: float) -> None:
         )
 
 
-def _run(platform: Platform, request: Mapping[str, Any], destination: Target, timeout: float) -> CompileReport | None:
+def _run(platform: Platform, request: Mapping[str, Any], child_target: Target, timeout: float) -> CompileReport | None:
     """The report of a child process on a request; None if the attached devices are not available."""
     with tempfile.TemporaryDirectory(prefix="jaxscale-compile-") as folder:
         path = pathlib.Path(folder)
-        (path / "request").write_bytes(pickle.dumps({**request, "target": destination}))
-        code = _child(path, destination.environment, timeout)
-        if code is None:
-            return CompileReport(str(platform), crashed=f"not done in {timeout:g} s: give it a longer timeout")
+        (path / "request").write_bytes(pickle.dumps({**request, "target": child_target}))
+        exit_code = _child(path, child_target.environment, timeout)
+        if exit_code is None:
+            return CompileReport(str(platform), crashed=f"not done in {timeout:g} s: pass a longer timeout")
         try:
-            result = json.loads((path / "result").read_bytes())
+            reply = json.loads((path / "result").read_bytes())
         except (FileNotFoundError, json.JSONDecodeError):
             log = (path / "log").read_text("utf-8", "replace")
-            return CompileReport(str(platform), crashed=_death(code, log))
-    if "mistake" in result:
-        raise UserError(result["mistake"])
-    if "failed" in result:
-        raise RecipeFailed(f"the recipe failed while it made a program for {platform}:\n{result['failed']}")
-    return None if "elsewhere" in result else CompileReport.from_json(result["report"], "the compiler's child process")
+            return CompileReport(str(platform), crashed=_cause_of_failure(exit_code, log))
+    if "mistake" in reply:
+        raise UserError(reply["mistake"])
+    if "failed" in reply:
+        raise RecipeFailed(f"the recipe failed while it made a program for {platform}:\n{reply['failed']}")
+    return None if "elsewhere" in reply else CompileReport.from_json(reply["report"], "the compiler's child process")
 
 
 def _child(folder: pathlib.Path, environment: Mapping[str, str], timeout: float) -> int | None:
-    """Run the child on the request in a folder: its exit code, or None after a time-out."""
+    """Run the child on the request in a folder; returns its exit code, or None after a time-out."""
     paths = json.dumps([path or os.getcwd() for path in sys.path])
     with (folder / "log").open("wb") as log:
         child = subprocess.Popen(
@@ -212,39 +214,41 @@ def _child(folder: pathlib.Path, environment: Mapping[str, str], timeout: float)
             return None
 
 
-def _death(code: int, log: str) -> str:
+def _cause_of_failure(exit_code: int, log: str) -> str:
     """Why a child ended without a result."""
     lines = [line for line in log.splitlines() if line.strip()]
-    tail = "\n".join(lines[-8:])
-    if code < 0:
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        cause = "; this machine ran out of memory, most likely" if -code == signal.SIGKILL else ""
-        return f"the compiler died by {name}{cause}" + (f"; its last words:\n{tail}" if tail else "")
-    return f"the compiler's process ended with {code}" + (f"; its last words:\n{tail}" if tail else "")
+    last_lines = "\n".join(lines[-8:])
+    log_text = f"; the last lines of its log:\n{last_lines}" if last_lines else ""
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
+        cause = "; most likely this machine ran out of memory" if -exit_code == signal.SIGKILL else ""
+        return f"the compiler died by {name}{cause}{log_text}"
+    return f"the compiler's process ended with exit code {exit_code}{log_text}"
 
 
 def _pickled(recipe: Any) -> bytes:
+    """The recipe, pickled; a `UserError` if it does not pickle."""
     try:
         return pickle.dumps(recipe)
     except Exception as error:  # a value that does not pickle may raise anything
         raise UserError(
             f"recipe {recipe!r} cannot be sent to another process: {error}; expected a function of a module, a "
-            "functools.partial of one, or a Recipe, with arguments that pickle"
+            "functools.partial of one, or a ProgramRecipe, with arguments that pickle"
         ) from None
 
 
 def _main_file(pickled: bytes) -> str | None:
-    """File of the running script, if the recipe refers to it: the child runs it again, as a module."""
+    """File of the running script, if the recipe refers to it; the child runs the file again, as a module."""
     if b"__main__" not in pickled:
         return None
     path = getattr(sys.modules["__main__"], "__file__", None)
     if path is None:
-        raise UserError("a recipe defined in a notebook or at the prompt: put it in a module, another process runs it")
+        raise UserError("another process cannot import a recipe of a notebook or the prompt: put it in a module")
     return os.path.abspath(path)
 
 
 def _cache_folder() -> pathlib.Path | None:
-    """Folder of reports; None if it is not writable."""
+    """Folder of the cached reports; None if it is not writable."""
     base = os.environ.get("JAXSCALE_CACHE")
     try:
         folder = (pathlib.Path(base) if base else pathlib.Path.home() / ".cache" / "jaxscale") / "reports"

@@ -1,7 +1,7 @@
 """The compiler's process: builds a recipe's program, compiles it and writes a report.
 
 The parent (`compiler/compile.py`) has set the environment that JAX must find when it is first imported, and reads one
-file: a report, a user's mistake, or the recipe's error. If the file is missing, the process died.
+file, with a report, a user's mistake or the recipe's error. If the file is missing, the process died.
 """
 
 import importlib.metadata
@@ -33,20 +33,20 @@ def main() -> None:
     folder = pathlib.Path(sys.argv[2])
     request = pickle.loads((folder / "request").read_bytes())
     try:
-        result = {"report": answer(request).json()}
+        reply = {"report": answer(request).json()}
     except UserError as error:
-        result = {"mistake": str(error)}
+        reply = {"mistake": str(error)}
     except _Elsewhere:
-        result = {"elsewhere": True}
+        reply = {"elsewhere": True}
     except Exception:  # the recipe may raise anything
-        result = {"failed": traceback.format_exc()}
+        reply = {"failed": traceback.format_exc()}
     partial_file = folder / "result.part"
-    partial_file.write_text(json.dumps(result))
+    partial_file.write_text(json.dumps(reply))
     partial_file.rename(folder / "result")
 
 
 def answer(request: Mapping[str, Any]) -> CompileReport:
-    """The report on a request, from the cache or from the compiler."""
+    """The report that a request asks for, from the cache or from the compiler."""
     platform: Platform = request["platform"]
     if request["main"] is not None:
         _import_main(request["main"])
@@ -66,15 +66,15 @@ def answer(request: Mapping[str, Any]) -> CompileReport:
         cached_report = report_cache.find(pathlib.Path(request["cache"]), key)
         if cached_report is not None:
             return cached_report
-    facts = {"platform": str(platform), "versions": versions, "attached": target.attached, "key": key}
-    report = _compile(lowered, devices, facts, request["options"], request["explain"])
+    fields = {"platform": str(platform), "versions": versions, "attached": target.attached, "key": key}
+    report = _compile(lowered, devices, fields, request["options"], request["explain"])
     if request["cache"] is not None and report.crashed is None:
         report_cache.keep(pathlib.Path(request["cache"]), report)
     return report
 
 
 def example(devices: Sequence[Any]) -> Any:
-    """A recipe: a (256, 128) array, its rows over all devices, times a (128, 64) one."""
+    """A recipe: the product of a (256, 128) array, whose rows are split over all devices, and a (128, 64) array."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -89,7 +89,7 @@ def example(devices: Sequence[Any]) -> Any:
 def _import_main(path: str) -> None:
     """Run the parent's script as the module in which pickles look up its functions."""
     spec = importlib.util.spec_from_file_location("__mp_main__", path)
-    assert spec is not None, f"the parent ran {path}"
+    assert spec is not None, f"the parent has run {path}, so it can be imported"
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
@@ -127,39 +127,42 @@ def _devices(platform: Platform, target: Target) -> list[Any]:
 
 
 def _compile(
-    lowered: Any, devices: Sequence[Any], facts: dict[str, Any], options: Mapping[str, Any], explain: bool
+    lowered: Any, devices: Sequence[Any], fields: dict[str, Any], options: Mapping[str, Any], explain: bool
 ) -> CompileReport:
+    """Compile a program and report on it; `fields` are the fields of the report that are set already."""
     import jax
 
     with tempfile.TemporaryDirectory(prefix="jaxscale-dump-") as dump_folder:
         dump_options = {"xla_dump_to": dump_folder, "xla_dump_hlo_as_text": True} if explain else {}
         start = time.perf_counter()
         try:
-            compiled = lowered.compile(compiler_options={**options, **dump_options} or None)
+            compiled, message = lowered.compile(compiler_options={**options, **dump_options} or None), ""
         except jax.errors.JaxRuntimeError as error:
-            facts["seconds"] = time.perf_counter() - start
-            return _failure_report(str(error), facts, options, _live(dump_folder, devices) if explain else None)
-        facts["seconds"] = time.perf_counter() - start
+            compiled, message = None, str(error)
+        fields["seconds"] = time.perf_counter() - start
         live = _live(dump_folder, devices) if explain else None
+    live_fields = {} if live is None else {"live": live.tensors, "timeline": live.timeline}
+    if compiled is None:
+        return _failure_report(message, fields, options, live_fields)
     memory = compiled.memory_analysis()
     names = ("argument", "output", "alias", "temp")
     return CompileReport(
-        **facts,
+        **fields,
         **{f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes") for name in names},
         **{f"host_{name}_bytes": getattr(memory, f"host_{name}_size_in_bytes") for name in names},
         **_read(compiled, _mesh(compiled, devices)),
-        **_listing(live),
+        **live_fields,
     )
 
 
 def _read(compiled: Any, mesh: Any) -> dict[str, Any]:
-    """FLOP and collectives, read from a program's text."""
+    """The report's fields that are read from a program's text: FLOP and collectives, or why they are missing."""
     import jax
 
     try:
-        text = compiled.as_text()
-        flop = program_flop(HloProgram(text))
-        collective_list = tuple(collectives(text, mesh))
+        program = HloProgram(compiled.as_text())
+        flop = program_flop(program)
+        collective_list = tuple(collectives(program, mesh))
     except (AssertionError, LookupError, ValueError, jax.errors.JaxRuntimeError) as error:
         # text in a new spelling, or that XLA fails to print, must not prevent the report
         return {"unread": f"the program's text could not be read: {error!r}"}
@@ -171,37 +174,34 @@ def _read(compiled: Any, mesh: Any) -> dict[str, Any]:
     }
 
 
-def _listing(live: Live | None) -> dict[str, Any]:
-    return {} if live is None else {"live": live.tensors, "timeline": live.timeline}
-
-
-def _live(dump: str, devices: Sequence[Any]) -> Live | None:
+def _live(dump_folder: str, devices: Sequence[Any]) -> Live | None:
+    """The live buffers, from the folder of a dump; None if XLA did not write them, or in an unknown spelling."""
     try:
-        return live_at_the_peak(pathlib.Path(dump), devices[0].platform)
+        return live_at_the_peak(pathlib.Path(dump_folder), devices[0].platform)
     except (AssertionError, LookupError, ValueError):  # as above
         return None
 
 
 def _failure_report(
-    message: str, facts: dict[str, Any], options: Mapping[str, Any], live: Live | None
+    message: str, fields: dict[str, Any], options: Mapping[str, Any], live_fields: Mapping[str, Any]
 ) -> CompileReport:
-    """The report of a program that was not compiled."""
-    if unknown := re.search(r"No such compile option: '([^']*)'", message):
-        raise UserError(f"the compiler of {facts['platform']} has no option {unknown[1]!r}; leave it out")
+    """The report of a program that was not compiled; `live_fields` has the fields for its live buffers."""
+    if match := re.search(r"No such compile option: '([^']*)'", message):
+        raise UserError(f"the compiler of {fields['platform']} has no option {match[1]!r}; leave it out")
     if options and "INVALID_ARGUMENT" in message and "option" in message:
-        raise UserError(f"the compiler of {facts['platform']} rejects an option: {message}")
+        raise UserError(f"the compiler of {fields['platform']} rejects an option: {message}")
     if "ptxas" in message:
         raise UserError(
-            f"{facts['platform']}: a kernel needs ptxas, which is not here; install jaxscale[aot-gpu]: {message}"
+            f"{fields['platform']}: a kernel needs ptxas, which is missing; install jaxscale[aot-gpu]: {message}"
         )
     oom = out_of_memory(message)
     if oom is None:
-        return CompileReport(**facts, crashed=f"the compiler gave up: {message.strip()}")
-    return CompileReport(**facts, oom=oom, **_listing(live))
+        return CompileReport(**fields, crashed=f"the compiler failed: {message.strip()}")
+    return CompileReport(**fields, oom=oom, **live_fields)
 
 
 def _mesh(compiled: Any, devices: Sequence[Any]) -> Any:
-    """The mesh over which a program's arguments and results are sharded.
+    """Axis sizes of the largest mesh over which a program's arguments and results are sharded; empty without a mesh.
 
     Raises:
         UserError: the program is for other devices than those passed to the recipe.
@@ -210,13 +210,13 @@ def _mesh(compiled: Any, devices: Sequence[Any]) -> Any:
     from jax.sharding import NamedSharding
 
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    allowed = set(devices)
-    used = {device for sharding in shardings for device in sharding.device_set}
-    if shardings and not used <= allowed:
-        kinds = ", ".join(sorted({device.device_kind for device in used - allowed}))
+    recipe_devices = set(devices)
+    program_devices = {device for sharding in shardings for device in sharding.device_set}
+    if shardings and not program_devices <= recipe_devices:
+        kinds = ", ".join(sorted({device.device_kind for device in program_devices - recipe_devices}))
         raise UserError(
-            f"the recipe made a program for other devices ({kinds}) than it was given ({devices[0].device_kind}): "
-            "give its arguments shardings over a mesh of the devices that it is called with"
+            f"the recipe made a program for other devices ({kinds}) than it received ({devices[0].device_kind}): "
+            "shard its arguments over a mesh of the devices passed to the recipe"
         )
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     return max(meshes, key=lambda mesh: mesh.size).shape if meshes else {}

@@ -15,8 +15,8 @@ class LoweredFor:
     """A program lowered over an abstract mesh, and the devices to compile it for.
 
     Args:
-        lowered: `jax.stages.Lowered`.
-        devices: as many as its mesh has, in its order.
+        lowered: the lowered program, a `jax.stages.Lowered`.
+        devices: devices to compile for, as many as the mesh has, in the mesh's order.
     """
 
     lowered: Any
@@ -32,7 +32,7 @@ class LoweredFor:
 
 
 def without_memories(devices: Sequence[Any]) -> bool:
-    """Whether JAX has no memories for these devices.
+    """Whether JAX lists no memories of these devices.
 
     Example:
         >>> import jax
@@ -43,7 +43,7 @@ def without_memories(devices: Sequence[Any]) -> bool:
 
 
 def abstract(device: Any) -> Any:
-    """A device in the form for `jax.sharding.AbstractMesh`."""
+    """The `AbstractDevice` of a device, for `jax.sharding.AbstractMesh`."""
     from jax.sharding import AbstractDevice
 
     return AbstractDevice(device.device_kind, None, device.platform)
@@ -53,8 +53,8 @@ def lower_for(devices: Sequence[Any], traced: Any) -> LoweredFor:
     """Lower a program that was traced over an abstract mesh.
 
     Args:
-        devices: of its mesh, in the mesh's order.
-        traced: `jax.stages.Traced`.
+        devices: devices to compile for, as many as the mesh has, in the mesh's order.
+        traced: the traced program, a `jax.stages.Traced`.
 
     Example:
         >>> import jax
@@ -68,5 +68,5 @@ def lower_for(devices: Sequence[Any], traced: Any) -> LoweredFor:
     import jax
 
     platform = {"gpu": "cuda"}.get(devices[0].platform, devices[0].platform)
-    with jax.default_device(devices[0]):  # its client compiles
+    with jax.default_device(devices[0]):  # the client of this device compiles
         return LoweredFor(traced.lower(lowering_platforms=(platform,)), tuple(devices))

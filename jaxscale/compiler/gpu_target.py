@@ -1,8 +1,9 @@
 """XLA's target configuration of a GPU, as text, to compile for a GPU that is not attached.
 
-The rows are what the driver reports of each card, as recorded in XLA's own specifications (openxla/xla,
-xla/backends/gpu/target_config/specs). Bandwidth is the chip table's. Left out: autotuning, which needs the card. XLA
-uses its defaults instead, so that such a program has the memory, but not the times, of a tuned one.
+The rows hold what the driver reports for each card, as recorded in XLA's own specifications (openxla/xla,
+xla/backends/gpu/target_config/specs). The memory bandwidth comes from the chip table (`platforms/gpu.py`). Left out:
+autotuning, which needs the card. XLA uses its defaults instead, so that a program takes the memory, but not the time,
+of a tuned one.
 """
 
 import dataclasses
@@ -19,10 +20,10 @@ class GpuTarget:
 
     Args:
         capability: CUDA compute capability (major, minor).
-        cores: streaming multiprocessors.
-        units: float32 units of one multiprocessor.
-        clock: GHz.
-        cache: bytes of L2.
+        cores: number of streaming multiprocessors.
+        units: number of float32 units of one multiprocessor.
+        clock: clock rate in GHz.
+        cache: bytes of the L2 cache.
         shared: bytes of shared memory of one multiprocessor; a block may ask for 1 KiB less.
         memory: bytes of device memory as the driver reports them.
         source: source of the numbers.
@@ -65,10 +66,10 @@ def target_config(chip: Chip) -> str:
     target = TARGETS.get(chip.name)
     if target is None:
         raise UserError(
-            f"programs cannot be compiled ahead of time for gpu {chip.name}: its insides are not in our table; "
+            f"programs cannot be compiled ahead of time for gpu {chip.name}: compiler/gpu_target.py lacks its data; "
             f"expected one of {', '.join(TARGETS)}"
         )
-    facts = {
+    device_info = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
         "shared_memory_per_block": 49152,
@@ -88,7 +89,7 @@ def target_config(chip: Chip) -> str:
         "registers_per_block_limit": 65536,
     }
     major, minor = target.capability
-    lines = "\n".join(f"  {name}: {value}" for name, value in facts.items())
+    lines = "\n".join(f"  {name}: {value}" for name, value in device_info.items())
     return (
         f"gpu_device_info {{\n{lines}\n  cuda_compute_capability {{ major: {major} minor: {minor} }}\n}}\n"
         'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 8 }\nruntime_version { major: 13 }\n'
@@ -97,18 +98,18 @@ def target_config(chip: Chip) -> str:
 
 
 def topology_text(platform: Platform) -> str:
-    """SLICES x HOSTS x GPUS of each host, in the CUDA plugin's format: "1x2x8" for 16 GPUs in hosts of 8.
+    """Slices, hosts and GPUs of each host, in the CUDA plugin's format: "1x2x8" for 16 GPUs in hosts of 8.
 
     Raises:
-        UserError: GPUs that do not fill their hosts.
+        UserError: the GPUs do not fill their hosts.
     """
-    per_host = platform.chip.chips_per_host or platform.chips
-    hosts, remainder = divmod(platform.chips, per_host)
+    gpus_per_host = platform.chip.chips_per_host or platform.chips
+    hosts, gpus_left_over = divmod(platform.chips, gpus_per_host)
     if hosts == 0:
         return f"1x1x{platform.chips}"
-    if remainder:
+    if gpus_left_over:
         raise UserError(
-            f"{platform}: {platform.chips} GPUs do not fill hosts of {per_host}: "
-            f"expected at most {per_host}, or a multiple of it"
+            f"{platform}: {platform.chips} GPUs do not fill hosts of {gpus_per_host}: "
+            f"expected at most {gpus_per_host}, or a multiple of it"
         )
-    return f"1x{hosts}x{per_host}"
+    return f"1x{hosts}x{gpus_per_host}"

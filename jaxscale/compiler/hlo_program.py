@@ -8,7 +8,7 @@ values of constants.
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 _COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+) = (.*)$", re.DOTALL)
@@ -20,7 +20,16 @@ _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)
 
 @dataclasses.dataclass
 class Op:
-    """One instruction: `type` is its result's, `operands` are names (a constant's value, a parameter's number)."""
+    """One instruction.
+
+    Args:
+        name: name of the instruction, without "%".
+        type: type of its result, as XLA prints it.
+        opcode: name of its operation, such as "dot".
+        operands: names of its operands; the value of a constant, or the number of a parameter.
+        attributes: the text after its operands.
+        is_root: whether its result is the computation's.
+    """
 
     name: str
     type: str
@@ -29,10 +38,36 @@ class Op:
     attributes: str
     is_root: bool
 
+    @property
+    def arrays(self) -> list[tuple[str, str]]:
+        """Each array of the result, as ("bf16", "4,8")."""
+        return ARRAY.findall(self.type)
+
+    @property
+    def shape(self) -> list[int]:
+        """Shape of the result; of its first array if it is a tuple."""
+        return integers(self.arrays[0][1]) if self.arrays else []
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the result; of its first array if it is a tuple."""
+        return array_bytes(self.arrays[0]) if self.arrays else 0
+
+    def attribute(self, pattern: str) -> str | None:
+        """The first group of a pattern in the attributes; `None` if it does not match."""
+        match = re.search(pattern, self.attributes)
+        return match[1] if match else None
+
 
 @dataclasses.dataclass
 class Computation:
-    """A computation and its instructions, by name in order."""
+    """A computation.
+
+    Args:
+        name: name of the computation.
+        is_entry: whether a run of the program starts with it.
+        instructions: its instructions by name, in order.
+    """
 
     name: str
     is_entry: bool
@@ -49,6 +84,12 @@ class Computation:
         """The instruction whose result is the computation's; `None` if the text does not show it."""
         return next((op for op in self.instructions.values() if op.is_root), None)
 
+    def behind(self, op: Op, opcodes: Collection[str]) -> Op:
+        """The first instruction, from `op` back along first operands, whose opcode is not one of these."""
+        while op.opcode in opcodes and op.operands[0] in self.instructions:
+            op = self.instructions[op.operands[0]]
+        return op
+
     def parameter(self, number: int) -> str:
         """Name of the parameter with this number."""
         return next(
@@ -64,56 +105,58 @@ class HloProgram:
     """
 
     def __init__(self, text: str) -> None:
+        self.text = text
         self.computations: dict[str, Computation] = {}
         self._runs: dict[str, tuple[int, bool, bool]] = {}
-        current = None
+        open_computation = None
         for line in _whole_lines(text):
-            if current is None:
+            if open_computation is None:
                 if (match := _COMPUTATION.match(line)) and not line.startswith((" ", "HloModule")):
-                    current = Computation(match[2], bool(match[1]), {})
-                    self.computations[match[2]] = current
+                    open_computation = Computation(match[2], bool(match[1]), {})
+                    self.computations[match[2]] = open_computation
             elif _END.match(line):
-                _name_elements(current)
-                current = None
+                _name_elements(open_computation)
+                open_computation = None
             elif match := _INSTRUCTION.match(line):
                 op = _instruction(match[2], match[3], bool(match[1]))
-                current.instructions[op.name] = op
+                open_computation.instructions[op.name] = op
         self.callers: dict[str, list[tuple[Computation, Op]]] = {}
-        for computation in self.computations.values():
-            for op in computation.instructions.values():
-                for inner in dict.fromkeys(called(op.attributes)):
-                    self.callers.setdefault(inner, []).append((computation, op))
+        for computation, op in self.instructions():
+            for callee in dict.fromkeys(called(op.attributes)):
+                self.callers.setdefault(callee, []).append((computation, op))
+
+    def instructions(self) -> Iterator[tuple[Computation, Op]]:
+        """Every instruction, with its computation."""
+        return (
+            (computation, op) for computation in self.computations.values() for op in computation.instructions.values()
+        )
 
     def runs(self, name: str) -> tuple[int, bool, bool]:
-        """Number of runs of a computation, whether inside a loop, and whether every trip count is known."""
+        """Number of runs of a computation, whether it is in a loop, and whether every trip count around it is known."""
         if name not in self._runs:
-            if self.computations[name].is_entry:
-                self._runs[name] = (1, False, True)
-                return self._runs[name]
-            total, any_in_loop, all_trips_known = 0, False, True
+            runs_by_call = [(1, False, True)] if self.computations[name].is_entry else []
             for caller, op in self.callers.get(name, []):
                 count, in_loop, trips_known = self.runs(caller.name)
                 if op.opcode == "while":
                     trips = self.trips(op)
                     count, in_loop, trips_known = count * (trips or 1), True, trips_known and trips is not None
-                total, any_in_loop, all_trips_known = (
-                    total + count,
-                    any_in_loop or in_loop,
-                    all_trips_known and trips_known,
-                )
-            self._runs[name] = (total, any_in_loop, all_trips_known)
+                runs_by_call.append((count, in_loop, trips_known))
+            self._runs[name] = (
+                sum(call_runs[0] for call_runs in runs_by_call),
+                any(call_runs[1] for call_runs in runs_by_call),
+                all(call_runs[2] for call_runs in runs_by_call),
+            )
         return self._runs[name]
 
     def trips(self, loop: Op) -> int | None:
-        """Trips of a while loop: the compiler's trip count, else the one bound that its condition compares with."""
-        trip_count = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
-        if trip_count:
-            return int(trip_count[1])
-        condition = re.search(r"condition=%?([\w.\-]+)", loop.attributes)
-        computations, bounds, directions = [condition[1]] if condition else [], set(), set()
-        for name in computations:
+        """Trips of a while loop: the compiler's count, or the only bound in its condition; None if unknown."""
+        if trip_count := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
+            return int(trip_count)
+        condition = loop.attribute(r"condition=%?([\w.\-]+)")
+        computation_names, bounds, directions = [condition] if condition else [], set(), set()
+        for name in computation_names:
             for op in self.computations[name].instructions.values():
-                computations += [inner for inner in called(op.attributes) if inner not in computations]
+                computation_names += [inner for inner in called(op.attributes) if inner not in computation_names]
                 if op.opcode == "constant" and re.match(r"[su]\d+\[\]", op.type):
                     bounds.add(int(op.operands[0]))
                 if op.opcode == "compare":
@@ -122,27 +165,27 @@ class HloProgram:
 
 
 def _whole_lines(text: str) -> Iterator[str]:
-    """Lines of a module, those of one instruction joined: a kernel's attributes may contain line breaks."""
-    pending: list[str] = []
+    """Lines of a module; those of one instruction are one text, since a kernel's attributes may contain line breaks."""
+    instruction_lines: list[str] = []
     for line in text.splitlines():
-        if pending and not (_INSTRUCTION.match(line) or _END.match(line)):
-            pending.append(line)
+        if instruction_lines and not (_INSTRUCTION.match(line) or _END.match(line)):
+            instruction_lines.append(line)
             continue
-        if pending:
-            yield "\n".join(pending)
-        pending = [line] if _INSTRUCTION.match(line) else []
-        if not pending:
+        if instruction_lines:
+            yield "\n".join(instruction_lines)
+        instruction_lines = [line] if _INSTRUCTION.match(line) else []
+        if not instruction_lines:
             yield line
-    if pending:
-        yield "\n".join(pending)
+    if instruction_lines:
+        yield "\n".join(instruction_lines)
 
 
 def _name_elements(computation: Computation) -> None:
-    """Add an instruction for each operand `tuple#2`, short for an element of a tuple without one."""
-    operands = [name for op in computation.instructions.values() for name in op.operands if "#" in name]
-    for name in dict.fromkeys(operands):
-        tuple_name, *path = name.split("#")
-        for index in path:
+    """Add a get-tuple-element for each operand such as `tuple#2`, which XLA prints instead of one."""
+    element_names = [name for op in computation.instructions.values() for name in op.operands if "#" in name]
+    for name in dict.fromkeys(element_names):
+        tuple_name, *indices = name.split("#")
+        for index in indices:
             type_ = split(computation.instructions[tuple_name].type[1:-1])[int(index)].strip()
             element = f"{tuple_name}#{index}"
             op = Op(element, type_, "get-tuple-element", [tuple_name], f", index={index}", False)
@@ -151,15 +194,15 @@ def _name_elements(computation: Computation) -> None:
 
 
 def _instruction(name: str, text: str, is_root: bool) -> Op:
-    """An instruction from the text after its "="."""
-    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
-    head = re.match(r"\s*([\w\-]+)\(", text[end:])
-    assert head is not None, f"an instruction in an unknown spelling: {text[:80]}"
-    opening = end + head.end() - 1
+    """The instruction with this name, from the text after its "="."""
+    type_end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+    opcode_match = re.match(r"\s*([\w\-]+)\(", text[type_end:])
+    assert opcode_match is not None, f"an instruction in an unknown spelling: {text[:80]}"
+    opening = type_end + opcode_match.end() - 1
     closing = _closing(text, opening)
-    arguments = re.sub(r"/\*index=\d+\*/", "", text[opening + 1 : closing])
-    operands = [part.split()[-1].lstrip("%") for part in split(arguments) if part.strip()]
-    return Op(name, text[:end], head[1], operands, text[closing + 1 :], is_root)
+    operands_text = re.sub(r"/\*index=\d+\*/", "", text[opening + 1 : closing])
+    operands = [operand.split()[-1].lstrip("%") for operand in split(operands_text) if operand.strip()]
+    return Op(name, text[:type_end], opcode_match[1], operands, text[closing + 1 :], is_root)
 
 
 def _closing(text: str, opening: int) -> int:
@@ -191,18 +234,12 @@ def called(attributes: str) -> list[str]:
     return names
 
 
-def elements(type_: str) -> int:
-    """Elements of the first array of a type."""
-    match = ARRAY.search(type_)
-    return math.prod(integers(match[2])) if match else 0
-
-
 def array_bytes(array: tuple[str, str]) -> int:
-    """Bytes of ("bf16", "4,8"); types narrower than a byte are rounded up as a whole."""
+    """Bytes of an array such as ("bf16", "4,8"); elements narrower than a byte are packed."""
     dtype, shape = array
-    bits = re.match(r"[a-z]+(\d+)", dtype)
-    width = 8 if bits is None else int(bits[1])  # "pred" takes a byte
-    return math.ceil(math.prod(integers(shape)) * width / 8)
+    bits_match = re.match(r"[a-z]+(\d+)", dtype)
+    element_bits = 8 if bits_match is None else int(bits_match[1])  # "pred" takes a byte
+    return math.ceil(math.prod(integers(shape)) * element_bits / 8)
 
 
 def integers(text: str) -> list[int]:

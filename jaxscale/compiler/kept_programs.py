@@ -4,7 +4,7 @@ XLA:CPU starts an instruction as soon as its operands are available, and a colle
 has reached it. Collectives must therefore run in one order on all devices. In a compiled program, all of them, and
 every loop that contains one, use one resource, which makes them start in that order (a loop need not have ended:
 `platforms/cpu_threads.py`). A loaded program has one resource for each sequence of instructions, so that a loop's
-collectives are not ordered with those outside it. They block the threads that each other's partners need, and the
+collectives are not ordered with those outside it. Each blocks threads that the other's partners need, and the
 program hangs; and if both have one channel, as all collectives of `jax.shard_map` have, devices join different
 collectives, and the program crashes. Collectives of the entry computation alone share one sequence, and stay in order.
 
@@ -13,6 +13,7 @@ References:
     for each nested sequence; thunk_executor.cc: the order of execution. Observed in jaxlib 0.10.2 and 0.12.0.
 """
 
+import functools
 import re
 from typing import Any
 
@@ -24,8 +25,8 @@ _COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|all-to-all|ragged-all-to-all|reduce-scatter|collective-permute|collective-broadcast"
     r"|send|recv)(-start)?\("
 )
-_filtered = False
 _left_out: list[str] = []
+"""Names of the compiled programs that the cache does not keep."""
 
 
 def stays_ordered(text: str) -> bool:
@@ -39,25 +40,23 @@ def stays_ordered(text: str) -> bool:
         >>> stays_ordered(loop), stays_ordered(loop.replace("%body", "ENTRY %main"))
         (False, True)
     """
-    entry = False
+    in_entry = False
     for line in text.splitlines():
         if line and not line[0].isspace():
-            entry = line.startswith("ENTRY")
-        elif not entry and _COLLECTIVE.search(line):
+            in_entry = line.startswith("ENTRY")
+        elif not in_entry and _COLLECTIVE.search(line):
             return False
     return True
 
 
+@functools.cache
 def keep_ordered_programs() -> None:
     """Make JAX's persistent compile cache neither write nor load a program that would lose its collectives' order.
 
     It applies to all later compilations of the process, in any cache folder; calls after the first have no effect.
-    Programs of one device, and those of TPUs and GPUs, are kept as before.
+    Programs of one device, and those of TPUs and GPUs, are cached as usual.
     """
-    global _filtered
-    if not _filtered:
-        _filtered = True
-        filter_compile_cache(_may_be_kept)
+    filter_compile_cache(_may_be_kept)
 
 
 def left_out() -> int:

@@ -12,11 +12,12 @@ import dataclasses
 import pathlib
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 
 from jaxscale.compiler.hlo_program import HloProgram, integers
 from jaxscale.compiler.hlo_source import Sources
-from jaxscale.compiler.live_names import ARGUMENT, Names, phase_of
-from jaxscale.compiler.report import KINDS, Kind, LiveBytes, LiveTensor
+from jaxscale.compiler.live_names import ValueNames, phase_of
+from jaxscale.compiler.report import KINDS, LiveBytes, LiveKind, LiveTensor, StepPhase
 
 MOMENTS = 400
 """Approximate number of moments of a timeline."""
@@ -43,7 +44,18 @@ class Live:
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """A value, its buffer (allocation and offset), and the first and last instruction that it is alive at."""
+    """A value of the program, and its buffer.
+
+    Args:
+        name: name of the instruction that computes it.
+        index: index of the value in a tuple that the instruction returns; `()` for a whole result.
+        place: the buffer, as the number of the allocation and the offset in it, in bytes.
+        bytes: bytes of the value.
+        shape: type and shape, as XLA prints them.
+        start: position in the schedule of the first instruction at which it is alive.
+        end: position of the last such instruction.
+        whole_run: kind of a value that is alive for the whole run; None for a temporary.
+    """
 
     name: str
     index: tuple[int, ...]
@@ -52,15 +64,15 @@ class _Value:
     shape: str
     start: int
     end: int
-    whole_run: Kind | None
+    whole_run: LiveKind | None
 
 
 def live_at_the_peak(folder: pathlib.Path, kind: str) -> Live | None:
     """The buffers alive at the peak of the program whose compilation was dumped to a folder; None without a dump.
 
     Args:
-        folder: the one passed to `xla_dump_to`, with `xla_dump_hlo_as_text`.
-        kind: "tpu", "gpu" or "cpu".
+        folder: folder of the dump, passed to `xla_dump_to`, with `xla_dump_hlo_as_text`.
+        kind: kind of the devices: "tpu", "gpu" or "cpu".
     """
     # a compilation may compile small helpers as well: the program has the longest text
     pattern = "after_optimizations-buffer-assignment.txt"
@@ -68,34 +80,36 @@ def live_at_the_peak(folder: pathlib.Path, kind: str) -> Live | None:
     if not files:
         return None
     stem = str(files[-1]).removesuffix("-buffer-assignment.txt")
-    texts = [pathlib.Path(f"{stem}{suffix}") for suffix in ("-buffer-assignment.txt", "-live-range.txt", ".txt")]
-    if not all(path.exists() for path in texts):
+    paths = [pathlib.Path(f"{stem}{suffix}") for suffix in ("-buffer-assignment.txt", "-live-range.txt", ".txt")]
+    if not all(path.exists() for path in paths):
         return None
-    assignment, ranges, text = (path.read_text("utf-8", "replace") for path in texts)
+    assignment, ranges, text = (path.read_text("utf-8", "replace") for path in paths)
     return _live(assignment, ranges, text, _SPACES[kind])
 
 
 def _live(assignment: str, ranges: str, text: str, spaces: set[int]) -> Live:
-    names = Names(HloProgram(text), Sources(text))
-    order, values = _values(assignment, ranges, spaces)
-    values = [_with_argument_name(value, names.arguments) for value in values]
+    """The live buffers, from the texts of the buffer assignment, of the live ranges and of the program."""
+    names = ValueNames(HloProgram(text), Sources(text))
+    order, values = _values(assignment, ranges, spaces, names.arguments)
     backward = next((index for index, name in enumerate(order) if "transpose(" in names.op_name(name)), len(order))
     last_uses = _last_uses(values)
-    kinds = {}
-    for value in values:
-        phase = phase_of(names.own(value.name, value.index))
+    phases: dict[_Value, StepPhase | None] = {
+        value: phase_of(names.writer_scopes(value.name, value.index)) for value in values
+    }
+    kinds: dict[_Value, LiveKind] = {}
+    for value, phase in phases.items():
         is_kept = phase == "forward" and last_uses[value.place, value.start] >= backward
         kinds[value] = value.whole_run or ("kept" if is_kept else "transient")
     peak, timeline = _sweep(order, values, kinds, names)
     tensors = [
         LiveTensor(
-            names.called(value.name, value.index),
+            names.user_name(value.name, value.index),
             value.bytes,
             kinds[value],
             value.shape.split("{")[0],
-            None if value.whole_run in ("argument", "constant") else phase_of(names.own(value.name, value.index)),
+            None if value.whole_run in ("argument", "constant") else phases[value],
             value.whole_run is None and names.in_loop(value.name),
-            names.place(value.name, value.index) if value.whole_run is None else None,
+            names.source_place(value.name, value.index) if value.whole_run is None else None,
         )
         for value in peak
     ]
@@ -104,8 +118,10 @@ def _live(assignment: str, ranges: str, text: str, spaces: set[int]) -> Live:
     return Live(tuple(sorted(tensors, key=lambda tensor: (-tensor.bytes, tensor.name))), timeline)
 
 
-def _values(assignment: str, ranges: str, spaces: set[int]) -> tuple[list[str], list[_Value]]:
-    """Instructions in the order of the schedule, and the values that lie in device memory."""
+def _values(
+    assignment: str, ranges: str, spaces: set[int], arguments: Mapping[str, str]
+) -> tuple[list[str], list[_Value]]:
+    """Names of the instructions in the order of the schedule, and the values in device memory."""
     order: list[str] = []
     lifetimes: dict[tuple[str, str], tuple[int, int]] = {}
     for line in ranges.splitlines():
@@ -116,19 +132,19 @@ def _values(assignment: str, ranges: str, spaces: set[int]) -> tuple[list[str], 
         elif line.startswith("  Live ranges at"):
             break
     values: list[_Value] = []
-    number, kind, size, on_device = -1, None, 0, False
+    allocation, kind, size, on_device = -1, None, 0, False
     for line in assignment.splitlines():
         if line.startswith("allocation "):
-            number += 1
+            allocation += 1
             color = re.search(r", color (\d+)", line)
             on_device = int(color[1] if color else 0) in spaces and "thread-local" not in line
             size = integers(line)[1]
             kind = _whole_run(line)
             if kind is not None and on_device:
                 parameter = re.search(r", parameter (\d+), shape \|(.*?)\|", line)
-                # a donated argument's buffer is reused by other values; any other is named after its first value
-                name, shape = (f"{ARGUMENT}{parameter[1]}", parameter[2]) if parameter else ("", "")
-                values.append(_Value(name, (), (number, 0), size, shape, 0, len(order), kind))
+                # other values reuse a donated argument's buffer; any other allocation is named after its first value
+                name, shape = (arguments[parameter[1]], parameter[2]) if parameter else ("", "")
+                values.append(_Value(name, (), (allocation, 0), size, shape, 0, len(order), kind))
         elif on_device and (match := _VALUE.match(line)):
             name, index, _, bytes_, offset, shape = match.groups()
             path = tuple(integers(index or ""))
@@ -136,83 +152,77 @@ def _values(assignment: str, ranges: str, spaces: set[int]) -> tuple[list[str], 
                 if not values[-1].name:
                     values[-1] = dataclasses.replace(values[-1], name=name, index=path, shape=shape)
             elif (lifetime := lifetimes.get((name, index or "{}"))) and not shape.startswith("("):
-                values.append(_Value(name, path, (number, int(offset)), int(bytes_), shape, *lifetime, None))
-        elif not line.strip() and number >= 0:
+                values.append(_Value(name, path, (allocation, int(offset)), int(bytes_), shape, *lifetime, None))
+        elif not line.strip() and allocation >= 0:
             break
     return order, values
 
 
-def _with_argument_name(value: _Value, arguments: dict[str, str]) -> _Value:
-    """The value, named after the argument's instruction instead of its number."""
-    return dataclasses.replace(value, name=arguments.get(value.name, value.name))
-
-
-def _whole_run(allocation: str) -> Kind | None:
-    """The kind of an allocation that lasts the whole run; None for temporaries."""
-    if ", parameter " in allocation:
+def _whole_run(allocation_text: str) -> LiveKind | None:
+    """The kind of an allocation that lasts the whole run, from XLA's line for it; None for temporaries."""
+    if ", parameter " in allocation_text:
         return "argument"
-    if "constant" in allocation:
+    if "constant" in allocation_text:
         return "constant"
-    return "output" if "output shape" in allocation or "maybe-live-out" in allocation else None
+    return "output" if "output shape" in allocation_text or "maybe-live-out" in allocation_text else None
 
 
 def _last_uses(values: list[_Value]) -> dict[tuple[tuple[int, int], int], int]:
-    """The last use of the buffer of each (place, start); adjoining values of one shape count as one."""
-    places: dict[tuple[tuple[int, int], str], list[_Value]] = defaultdict(list)
+    """The last use of each value, by (place, start); values of one shape that adjoin in a buffer count as one."""
+    values_by_buffer: dict[tuple[tuple[int, int], str], list[_Value]] = defaultdict(list)
     for value in values:
-        places[value.place, value.shape].append(value)
+        values_by_buffer[value.place, value.shape].append(value)
     last_uses: dict[tuple[tuple[int, int], int], int] = {}
-    for chain in places.values():
-        chain.sort(key=lambda value: value.start, reverse=True)
-        starts: list[tuple[int, int]] = []  # (start, last use) of the values after this one
-        for value in chain:
-            last = value.end
-            for start, end in reversed(starts):  # the nearest first
+    for buffer_values in values_by_buffer.values():
+        buffer_values.sort(key=lambda value: value.start, reverse=True)
+        later_spans: list[tuple[int, int]] = []  # (start, last use) of the values after this one
+        for value in buffer_values:
+            last_use = value.end
+            for start, end in reversed(later_spans):  # the nearest first
                 if start > value.end:
                     break
-                last = max(last, end)
-            starts.append((value.start, last))
+                last_use = max(last_use, end)
+            later_spans.append((value.start, last_use))
             key = (value.place, value.start)
-            last_uses[key] = max(last, last_uses.get(key, 0))
+            last_uses[key] = max(last_use, last_uses.get(key, 0))
     return last_uses
 
 
 def _sweep(
-    order: list[str], values: list[_Value], kinds: dict[_Value, Kind], names: Names
+    order: list[str], values: list[_Value], kinds: dict[_Value, LiveKind], names: ValueNames
 ) -> tuple[list[_Value], tuple[LiveBytes, ...]]:
     """The values alive at the peak, one per buffer, and the timeline."""
-    begins: dict[int, list[_Value]] = defaultdict(list)
-    ends: dict[int, list[_Value]] = defaultdict(list)
+    values_by_start: dict[int, list[_Value]] = defaultdict(list)
+    values_by_end: dict[int, list[_Value]] = defaultdict(list)
     for value in values:
-        begins[value.start].append(value)
-        ends[value.end + 1].append(value)
-    alive: dict[tuple[int, int], list[_Value]] = defaultdict(list)
-    totals: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+        values_by_start[value.start].append(value)
+        values_by_end[value.end + 1].append(value)
+    values_by_place: dict[tuple[int, int], list[_Value]] = defaultdict(list)
+    bytes_by_kind: dict[LiveKind, int] = dict.fromkeys(KINDS, 0)
     moments: list[LiveBytes] = []
     peak_bytes, peak = -1, []
 
     def change(value: _Value, added: bool) -> None:
-        occupants = alive[value.place]
+        """Add a value to its buffer or remove it, and update the bytes by kind."""
+        occupants = values_by_place[value.place]
         if occupants:
             largest = max(occupants, key=_rank)
-            totals[kinds[largest]] -= largest.bytes
+            bytes_by_kind[kinds[largest]] -= largest.bytes
         occupants.append(value) if added else occupants.remove(value)
         if occupants:
             largest = max(occupants, key=_rank)
-            totals[kinds[largest]] += largest.bytes
+            bytes_by_kind[kinds[largest]] += largest.bytes
 
     for index in range(len(order) + 1):
-        for value in ends[index]:
+        for value in values_by_end[index]:
             change(value, False)
-        for value in begins[index]:
+        for value in values_by_start[index]:
             change(value, True)
         phase = phase_of(names.op_name(order[index])) if index < len(order) else None
-        moments.append(LiveBytes(index, {kind: count for kind, count in totals.items() if count}, phase))
-        if sum(totals.values()) > peak_bytes:
-            peak_bytes, peak = (
-                sum(totals.values()),
-                [max(occupants, key=_rank) for occupants in alive.values() if occupants],
-            )
+        moments.append(LiveBytes(index, {kind: count for kind, count in bytes_by_kind.items() if count}, phase))
+        if moments[-1].total > peak_bytes:
+            peak_bytes = moments[-1].total
+            peak = [max(occupants, key=_rank) for occupants in values_by_place.values() if occupants]
     return peak, _sampled(moments)
 
 
@@ -222,7 +232,7 @@ def _rank(value: _Value) -> tuple[int, int]:
 
 
 def _sampled(moments: list[LiveBytes]) -> tuple[LiveBytes, ...]:
-    """The fullest moment of each stretch: peaks stay, and the list stays short."""
+    """The moment with most bytes of each of about `MOMENTS` stretches, so that all peaks stay."""
     stretch = -(-len(moments) // MOMENTS)
     return tuple(
         max(moments[i : i + stretch], key=lambda moment: moment.total) for i in range(0, len(moments), stretch or 1)

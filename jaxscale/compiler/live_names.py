@@ -1,21 +1,22 @@
 """Names for the values of a compiled program, in the user's terms.
 
-An argument is named by its path, a result by its scopes (`jax.named_scope`), or without scopes by the modules that it
-belongs to. A value carried by a loop is named after the value that the loop's body writes there; a scan's stacked
+An argument is named by its path; a result, by its scopes (`jax.named_scope`), or without scopes by the modules that
+compute it. A value carried by a loop is named after the value that the loop's body writes there; a scan's stacked
 outputs, and slices of them, after the value that was stacked.
 """
 
 import re
-from typing import Literal
 
-from jaxscale.compiler.hlo_program import ARRAY, Computation, HloProgram, Op, array_bytes, called
+from jaxscale.compiler.hlo_program import Computation, HloProgram, Op, called
 from jaxscale.compiler.hlo_source import Sources
+from jaxscale.compiler.report import StepPhase
 
-Phase = Literal["forward", "backward", "recompute"]
+BufferIndex = tuple[int, ...]
+Element = tuple[str, BufferIndex]
+"""An instruction, and the index of one element of its result; `()` for the whole result."""
 
-ARGUMENT = "argument "
-"""Prefix of an argument's number; no instruction has such a name."""
-
+# index of the operand that is written into a stack, or of the stack that is read from
+_SLICE_OPERAND = {"dynamic-update-slice": 1, "dynamic-slice": 0}
 # scopes that JAX adds to an operation
 _ADDED = re.compile(
     r"while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint|rematted_computation|remat\d?|pjit|core_call"
@@ -52,7 +53,7 @@ def has_scopes(op_name: str) -> bool:
     return False
 
 
-def phase_of(op_name: str) -> Phase | None:
+def phase_of(op_name: str) -> StepPhase | None:
     """The pass of an operation, from its scopes."""
     if "rematted_computation" in op_name:
         return "recompute"
@@ -61,130 +62,121 @@ def phase_of(op_name: str) -> Phase | None:
     return "forward" if "jvp(" in op_name else None
 
 
-def _bytes(computation: Computation, name: str) -> int:
-    op = computation.instructions.get(name)
-    array = ARRAY.search(op.type) if op is not None else None
-    return array_bytes((array[1], array[2])) if array else 0
+class ValueNames:
+    """Names for the values of a program, in the user's terms.
 
-
-class Names:
-    """Names for the values of a program, in the user's terms."""
+    Attributes:
+        arguments: instruction of each argument, by the argument's number.
+        ops: each instruction, by its name, with its computation.
+    """
 
     def __init__(self, program: HloProgram, sources: Sources) -> None:
         self.program = program
         self.sources = sources
+        self.ops = {op.name: (computation, op) for computation, op in program.instructions()}
         self.arguments = {
-            f"{ARGUMENT}{op.operands[0]}": op.name
-            for computation in program.computations.values()
-            if computation.is_entry
-            for op in computation.instructions.values()
-            if op.opcode == "parameter"
-        }
-        self.ops: dict[str, tuple[Computation, Op]] = {
-            op.name: (computation, op)
-            for computation in program.computations.values()
-            for op in computation.instructions.values()
+            op.operands[0]: op.name
+            for computation, op in program.instructions()
+            if computation.is_entry and op.opcode == "parameter"
         }
 
     def op_name(self, name: str) -> str:
-        """An instruction's scopes, as JAX recorded them; empty if there are none."""
-        if name not in self.ops:
-            return ""
-        metadata = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.ops[name][1].attributes)
-        return metadata[1].replace("\\'", "'").replace('\\"', '"') if metadata else ""
+        """An instruction's scopes, as JAX recorded them; empty without any."""
+        metadata = self.ops[name][1].attribute(r'op_name="((?:[^"\\]|\\.)*)"') if name in self.ops else None
+        return (metadata or "").replace("\\'", "'").replace('\\"', '"')
 
     def in_loop(self, name: str) -> bool:
         """Whether an instruction is inside a loop."""
         return name in self.ops and self.program.runs(self.ops[name][0].name)[1]
 
-    def own(self, name: str, index: tuple[int, ...]) -> str:
-        """Scopes of the operation that writes a value, or those of the loop for a loop's carry."""
-        writer = self._source(name, index, through_stacks=False)
+    def writer_scopes(self, name: str, index: BufferIndex) -> str:
+        """Scopes of the operation that writes a value; if it has none, those of the value's own instruction."""
+        writer = self._origin(name, index, through_stacks=False)
         return self.op_name(writer) or self.op_name(name)
 
-    def called(self, name: str, index: tuple[int, ...]) -> str:
-        """The name of a value, for the user."""
-        source = self._source(name, index, through_stacks=True)
-        op = source if self.op_name(source) else name
-        cleaned = clean_name(self.op_name(op))
-        if not cleaned:
-            return source
-        if self.ops[op][1].opcode == "parameter" or has_scopes(self.op_name(op)):
-            return cleaned
-        return "/".join((*self.sources.chain(self.ops[op][1]), cleaned))
+    def user_name(self, name: str, index: BufferIndex) -> str:
+        """The name of a value, in the user's terms."""
+        origin = self._origin(name, index, through_stacks=True)
+        named_op = origin if self.op_name(origin) else name
+        name = clean_name(self.op_name(named_op))
+        if not name:
+            return origin
+        if self.ops[named_op][1].opcode == "parameter" or has_scopes(self.op_name(named_op)):
+            return name
+        return "/".join((*self.sources.module_names(self.ops[named_op][1]), name))
 
-    def place(self, name: str, index: tuple[int, ...]) -> str | None:
-        """Source file and line of a value."""
-        source = self._source(name, index, through_stacks=True)
-        return self.sources.place(self.ops[source][1]) if source in self.ops else None
+    def source_place(self, name: str, index: BufferIndex) -> str | None:
+        """Source file and line of the operation that computes a value; None if unknown."""
+        origin = self._origin(name, index, through_stacks=True)
+        return self.sources.place(self.ops[origin][1]) if origin in self.ops else None
 
-    def _source(self, name: str, index: tuple[int, ...], through_stacks: bool) -> str:
+    def _origin(self, name: str, index: BufferIndex, through_stacks: bool) -> str:
         """The instruction that computes a value, behind copies, tuples, loop carries, and stacking if requested."""
         visited = set()
         while name in self.ops and (name, index) not in visited:
             visited.add((name, index))
             computation, op = self.ops[name]
-            previous = self._step(computation, op, index, through_stacks)
+            previous = self._predecessor(computation, op, index, through_stacks)
             if previous is None:
                 break
             name, index = previous
         return name
 
-    def _step(
-        self, computation: Computation, op: Op, index: tuple[int, ...], through_stacks: bool
-    ) -> tuple[str, tuple[int, ...]] | None:
-        """The value that an instruction passes on; None if the instruction computes it."""
+    def _predecessor(
+        self, computation: Computation, op: Op, index: BufferIndex, through_stacks: bool
+    ) -> Element | None:
+        """The value that an instruction passes on; None if it computes its result itself."""
         if op.opcode == "get-tuple-element":
-            element = re.search(r"index=(\d+)", op.attributes)
-            assert element is not None, "the attributes specify the element"
-            return op.operands[0], (int(element[1]), *index)
+            element_index = op.attribute(r"index=(\d+)")
+            assert element_index is not None, "the attributes specify the element"
+            return op.operands[0], (int(element_index), *index)
         if op.opcode == "tuple" and index:
             return op.operands[index[0]], index[1:]
         if op.opcode == "while" and index:
-            body = re.search(r"body=%?([\w.\-]+)", op.attributes)
+            body = op.attribute(r"body=%?([\w.\-]+)")
             assert body is not None, "a loop has a body"
-            root = self.program.computations[body[1]].root
+            root = self.program.computations[body].root
             if root is None:
                 return None
-            unchanged = root.opcode == "tuple" and self._is_element(root.operands[index[0]], index[0])
+            is_unchanged = root.opcode == "tuple" and self._is_unchanged_element(root.operands[index[0]], index[0])
             # a carry that the loop leaves unchanged comes from the loop's input
-            return (op.operands[0], index) if unchanged else (root.name, index)
+            return (op.operands[0], index) if is_unchanged else (root.name, index)
         if op.opcode == "parameter" and not computation.is_entry:
-            return self._argument(computation, op, index)
+            return self._caller_operand(computation, op, index)
         passing = ("bitcast", "copy", "copy-start", "copy-done", "optimization-barrier", "opt-barrier", "reshape")
         unnamed = bool(op.operands) and not self.op_name(op.name)
         if op.opcode in passing or (unnamed and op.opcode.endswith(("-start", "-done", "convert"))):
             return op.operands[0], ()
         if unnamed and op.opcode == "fusion":
-            widest = max(op.operands, key=lambda name: _bytes(computation, name))
-            return (self._stacked(op, index) if through_stacks else None) or self._root(op) or (widest, ())
+            ops = computation.instructions
+            widest = max(op.operands, key=lambda name: ops[name].bytes if name in ops else 0)
+            return (self._stacked_slice(op, index) if through_stacks else None) or self._last_named(op) or (widest, ())
         if not through_stacks:
             return None
-        if op.opcode in ("dynamic-update-slice", "dynamic-slice"):
-            return op.operands[1 if op.opcode == "dynamic-update-slice" else 0], ()
+        if op.opcode in _SLICE_OPERAND:
+            return op.operands[_SLICE_OPERAND[op.opcode]], ()
         if op.opcode in ("async-done", "async-update"):
             return op.operands[0], ()
-        return self._stacked(op, index) if op.opcode in ("fusion", "async-start", "call") else None
+        return self._stacked_slice(op, index) if op.opcode in ("fusion", "async-start", "call") else None
 
-    def _is_element(self, name: str, index: int) -> bool:
+    def _is_unchanged_element(self, name: str, index: int) -> bool:
         """Whether a value is an unchanged element of its computation's one parameter."""
         if name not in self.ops:
             return False
         computation, op = self.ops[name]
-        while op.opcode in ("bitcast", "copy") and op.operands[0] in computation.instructions:
-            op = computation.instructions[op.operands[0]]
+        op = computation.behind(op, ("bitcast", "copy"))
         if op.opcode != "get-tuple-element" or not op.attributes.lstrip(", ").startswith(f"index={index}"):
             return False
         return computation.instructions[op.operands[0]].opcode == "parameter"
 
-    def _argument(self, computation: Computation, op: Op, index: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+    def _caller_operand(self, computation: Computation, op: Op, index: BufferIndex) -> Element | None:
         """The caller's operand of a parameter; for a loop, the result of the previous iteration."""
         call = next((call for _, call in self.program.callers.get(computation.name, [])), None)
         if call is None or call.opcode not in ("while", "fusion", "call", "async-start"):
             return None
         return (call.name if call.opcode == "while" else call.operands[int(op.operands[0])]), index
 
-    def _root(self, op: Op) -> tuple[str, tuple[int, ...]] | None:
+    def _last_named(self, op: Op) -> Element | None:
         """The last named instruction of a fusion without a name."""
         inner = self.program.computations[called(op.attributes)[0]].instructions
         named_ops = [
@@ -192,7 +184,7 @@ class Names:
         ]
         return (named_ops[-1], ()) if named_ops else None
 
-    def _stacked(self, op: Op, index: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+    def _stacked_slice(self, op: Op, index: BufferIndex) -> Element | None:
         """The source of the slice that an operation writes into a stack, or reads from one."""
         inner = self.program.computations[called(op.attributes)[0]]
         root = inner.root
@@ -200,15 +192,10 @@ class Names:
             return None
         if root.opcode == "tuple" and index:
             root, index = inner.instructions[root.operands[index[0]]], index[1:]
-        while root.opcode in ("bitcast", "copy", "convert") and root.operands[0] in inner.instructions:
-            root = inner.instructions[root.operands[0]]
+        root = inner.behind(root, ("bitcast", "copy", "convert"))
         if root.opcode == "fusion":
-            return self._stacked(root, index)
-        if root.opcode not in ("dynamic-update-slice", "dynamic-slice"):
+            return self._stacked_slice(root, index)
+        if root.opcode not in _SLICE_OPERAND:
             return None
-        slice_op = inner.instructions[root.operands[1 if root.opcode == "dynamic-update-slice" else 0]]
-        while (
-            slice_op.opcode in ("bitcast", "copy", "reshape", "convert") and slice_op.operands[0] in inner.instructions
-        ):
-            slice_op = inner.instructions[slice_op.operands[0]]
-        return slice_op.name, ()
+        slice_op = inner.instructions[root.operands[_SLICE_OPERAND[root.opcode]]]
+        return inner.behind(slice_op, ("bitcast", "copy", "reshape", "convert")).name, ()

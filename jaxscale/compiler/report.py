@@ -4,16 +4,18 @@ Bytes are per device. Two numbers of compilers are left out because they are wro
 TPU it adds on-chip and host memory) and the FLOP of `cost_analysis()` (a loop's body counts once).
 """
 
+import collections
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jaxscale.compiler.collectives import Collective
 from jaxscale.values import from_json, to_json
 
-Kind = Literal["argument", "output", "kept", "transient", "constant"]
-KINDS: tuple[Kind, ...] = ("argument", "output", "kept", "transient", "constant")
+LiveKind = Literal["argument", "output", "kept", "transient", "constant"]
+KINDS: tuple[LiveKind, ...] = get_args(LiveKind)
+StepPhase = Literal["forward", "backward", "recompute"]
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NUMBER = r"([\d.]+)([KMGTB]?)"
@@ -33,9 +35,9 @@ class OutOfMemory:
     """A compiler's out-of-memory error.
 
     Args:
-        required: bytes that the whole program needs, arguments included; of a kernel's buffers where `memory` is
-            "on-chip".
-        available: bytes of that memory.
+        required: bytes that the whole program needs, arguments included; if `memory` is "on-chip", bytes that the
+            buffers of a kernel need.
+        available: bytes that the memory has.
         memory: "device" (HBM), or "on-chip" (a kernel asks for more VMEM than a core has).
         message: the compiler's message.
     """
@@ -51,7 +53,7 @@ class OutOfMemory:
 
 
 def out_of_memory(message: str) -> OutOfMemory | None:
-    """The two numbers of a compiler's out-of-memory message; None for any other message.
+    """The error of a compiler's out-of-memory message; None for any other message.
 
     Example:
         >>> out_of_memory("RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory "
@@ -75,24 +77,24 @@ class LiveTensor:
     """One buffer that is alive at the peak of device memory.
 
     Args:
-        name: in the user's terms: an argument's path ("params['layers']['up']"), else the scopes of the operation that
-            computes it, without those that JAX adds ("layers/mlp/dot_general"), or if it has none the modules it
-            belongs to ("Stack/Block/MLP/Linear/dot_general").
-        bytes: on the device, with the padding of its layout.
-        kind: "argument"; "output" that is no donated argument; "kept", computed in the forward pass and read in the
-            backward pass; "constant"; "transient", any other.
+        name: name in the user's terms: path of an argument ("params['layers']['up']"), or scopes of the operation that
+            computes the tensor, without those that JAX adds ("layers/mlp/dot_general"); without scopes, the operation's
+            modules ("Stack/Block/MLP/Linear/dot_general").
+        bytes: bytes on the device, with the padding of its layout.
+        kind: "argument"; "output", if it reuses no donated argument; "kept", computed in the forward pass and read in
+            the backward pass; "constant"; "transient", any other.
         shape: type and shape as XLA prints them, "bf16[8,16384,1024]".
         phase: the pass that computes it: "forward", "backward", or "recompute" (of the forward pass, in the backward
             pass); None for arguments, and in a program without gradients.
-        in_loop: it belongs to one iteration of a loop.
+        in_loop: whether it belongs to one iteration of a loop.
         source: file and line where the innermost module is called, "layers/mlp.py:96".
     """
 
     name: str
     bytes: int
-    kind: Kind
+    kind: LiveKind
     shape: str
-    phase: Literal["forward", "backward", "recompute"] | None = None
+    phase: StepPhase | None = None
     in_loop: bool = False
     source: str | None = None
 
@@ -104,12 +106,12 @@ class LiveBytes:
     Args:
         at: place in the schedule, in instructions from its start; a loop's body counts once.
         bytes: live bytes per kind (`KINDS`).
-        phase: pass of that instruction.
+        phase: pass of the instruction there.
     """
 
     at: int
     bytes: Mapping[str, int]
-    phase: Literal["forward", "backward", "recompute"] | None = None
+    phase: StepPhase | None = None
 
     @property
     def total(self) -> int:
@@ -126,24 +128,24 @@ class CompileReport:
 
     Args:
         platform: text of the `Platform` it was compiled for.
-        argument_bytes, output_bytes, alias_bytes, temp_bytes: device memory; aliased outputs reuse the buffers
-            of donated arguments.
-        host_argument_bytes, host_output_bytes, host_alias_bytes, host_temp_bytes: memory of the host. Always 0 on a
-            CPU, which has no other memory.
-        flop: FLOP of matrix products, convolutions and kernels, loops counted; None without a program.
-        unknown_loops: loops whose trip count the program does not specify; `flop` counts their bodies once.
-        silent_kernels: custom kernels that do not declare their cost; they are missing from `flop`.
+        argument_bytes, output_bytes, alias_bytes, temp_bytes: bytes of device memory of the arguments, of the outputs,
+            of the outputs that reuse the buffers of donated arguments, and of temporaries.
+        host_argument_bytes, host_output_bytes, host_alias_bytes, host_temp_bytes: bytes of host memory, likewise.
+            Always 0 on a CPU, whose device memory is the host's.
+        flop: FLOP of matrix products, convolutions and kernels, iterations of loops included; None without a program.
+        unknown_loops: number of loops whose trip count the program does not specify; `flop` counts their bodies once.
+        silent_kernels: number of custom kernels that do not declare their cost; they are missing from `flop`.
         collectives: transfers between devices, by kind, mesh axes and bytes.
         unread: why `flop` and `collectives` of a compiled program are missing.
         oom: the compiler's out-of-memory error.
-        crashed: why there is no program, other than memory: a signal, a time-out, an internal error.
+        crashed: why the compiler failed, if not for lack of memory: a signal, a time-out or an internal error.
         live: buffers alive at the peak, largest first; None without `explain`.
         timeline: live bytes along the schedule, a few hundred moments at most, with the peak; None without `explain`.
         seconds: seconds that the compiler took.
-        versions: of jax, jaxlib and the compiler.
-        attached: it was compiled for an attached device, not for a described one.
+        versions: versions of jax, jaxlib and the compiler, by package.
+        attached: whether it was compiled for an attached device, not for a described one.
         key: hash of program, platform, versions and options, the key of the cache.
-        cached: it comes from the cache.
+        cached: whether the report comes from the cache.
     """
 
     platform: str
@@ -192,7 +194,7 @@ class CompileReport:
         return self.oom is None and self.crashed is None and needed is not None and needed <= limit
 
     def sent(self, axis: str | None = None, kind: str | None = None) -> int:
-        """Bytes of the arrays of all collectives in one run, loops counted.
+        """Bytes of the arrays of all collectives in one run, iterations of loops included.
 
         Args:
             axis: count only collectives whose groups span this mesh axis.
@@ -234,10 +236,10 @@ class CompileReport:
             lines += [f"  {name:22}{_bytes_text(count):>12}" for name, count in rows.items() if count is not None]
         if self.flop is not None:
             lines.append(f"  {'FLOP per device':22}{self.flop:>12.4g}")
-        sums: dict[tuple[str, str], int] = {}
+        sums: collections.Counter[tuple[str, str]] = collections.Counter()
         for collective in self.collectives:
             axes = "+".join(collective.axes) if collective.axes is not None else "other groups"
-            sums[collective.kind, axes] = sums.get((collective.kind, axes), 0) + collective.bytes * collective.count
+            sums[collective.kind, axes] += collective.bytes * collective.count
         lines += [f"  {f'{kind} {axes}':38}{_bytes_text(count):>12}" for (kind, axes), count in sums.items()]
         if self.live:
             lines.append("  alive at the peak:")
@@ -246,6 +248,7 @@ class CompileReport:
 
 
 def _sum(temp: int | None, argument: int | None, output: int | None, alias: int | None) -> int | None:
+    """Bytes that a run takes: temp + argument + output - alias; None if one of them is unknown."""
     if temp is None or argument is None or output is None or alias is None:
         return None
     return temp + argument + output - alias

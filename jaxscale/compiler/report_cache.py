@@ -32,12 +32,12 @@ def key(
     """The name of a report: the SHA-256 of everything that determines it.
 
     Args:
-        lowered: the program, `jax.stages.Lowered`; with `explain`, the names in it count too.
-        platform: the target.
-        versions: of the compiler and of JAX.
-        options: the compiler's.
-        explain: the report lists live buffers.
-        attached: the devices are attached.
+        lowered: the program, `jax.stages.Lowered`; with `explain`, its names and source lines determine the report too.
+        platform: platform that the program is compiled for.
+        versions: versions of the compiler and of JAX, by package.
+        options: options of the compiler.
+        explain: whether the report lists live buffers.
+        attached: whether the devices are attached.
     """
     facts = {
         "format": FORMAT,
@@ -56,8 +56,8 @@ def key(
 def find(folder: pathlib.Path, name: str) -> CompileReport | None:
     """The report stored under a key; None if there is none, or it is unreadable."""
     try:
-        data = json.loads((folder / f"{name}.json").read_bytes())
-        report = CompileReport.from_json(data, str(folder))
+        report_json = json.loads((folder / f"{name}.json").read_bytes())
+        report = CompileReport.from_json(report_json, str(folder))
     except (OSError, ValueError, UserError):  # missing, truncated, or of another version of jaxscale
         return None
     return dataclasses.replace(report, cached=True) if report.key == name else None
@@ -67,12 +67,12 @@ def keep(folder: pathlib.Path, report: CompileReport) -> None:
     """Store a report under its key, unless the disk is full or not writable."""
     try:
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:
-            draft = pathlib.Path(file.name)
+            unfinished_file = pathlib.Path(file.name)
             try:
                 json.dump(report.json(), file)
                 file.flush()
-                os.replace(draft, folder / f"{report.key}.json")
+                os.replace(unfinished_file, folder / f"{report.key}.json")
             finally:
-                draft.unlink(missing_ok=True)
+                unfinished_file.unlink(missing_ok=True)
     except OSError:
         return

@@ -26,9 +26,9 @@ class Target:
 
     Args:
         backend: name of JAX's backend.
-        environment: the child's whole environment, which JAX must find when it is first imported.
-        attached: the devices are on this machine; else `arguments` describe them.
-        arguments: of `jax.experimental.topologies.get_topology_desc`, after `platform`.
+        environment: whole environment of the child process; JAX reads it when it is first imported.
+        attached: whether the devices are on this machine; if not, `arguments` describe them.
+        arguments: arguments of `jax.experimental.topologies.get_topology_desc`, after `platform`.
         compiler: versions of the compiler, by package.
     """
 
@@ -47,12 +47,12 @@ def target(platform: Platform, attached: Collection[str]) -> Target:
         attached: kinds of accelerators that this machine has ("tpu", "gpu").
 
     Raises:
-        UserError: the platform's compiler is missing, of another version than jaxlib, or cannot describe the card.
+        UserError: the platform's compiler is missing, has another version than jaxlib, or cannot describe the devices.
     """
     environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     kind = platform.chip.kind
     flags = environment.get("XLA_FLAGS", "").split()
-    # a compiler dies of a flag of another compiler
+    # a compiler aborts at a flag of another compiler
     foreign_prefixes = tuple(f"--xla_{backend}_" for backend in ("cpu", "gpu", "tpu") if backend != kind)
     dropped_prefixes = ("--xla_force_host_platform_device_count", *foreign_prefixes)
     environment["XLA_FLAGS"] = " ".join(flag for flag in flags if not flag.startswith(dropped_prefixes))
@@ -63,15 +63,16 @@ def target(platform: Platform, attached: Collection[str]) -> Target:
 
 
 def _tpu(platform: Platform, environment: dict[str, str], is_attached: bool) -> Target:
-    compiler = trust.libtpu(environment)
-    if compiler is None:
+    """How to get TPUs in another process with this environment."""
+    libtpu_version = trust.libtpu(environment)
+    if libtpu_version is None:
         raise UserError(
             f"{platform}: its compiler is missing here; install jaxscale[aot-tpu] (libtpu, 600 MB unpacked)"
         )
     if is_attached:
-        return Target("tpu", environment | {"JAX_PLATFORMS": "tpu,cpu"}, True, compiler={"libtpu": compiler})
+        return Target("tpu", environment | {"JAX_PLATFORMS": "tpu,cpu"}, True, compiler={"libtpu": libtpu_version})
     if platform.topology is None:
-        raise UserError(f"{platform}: its chips form no box, so it cannot be described to the compiler; name a slice")
+        raise UserError(f"{platform}: its chips form no box, so the compiler has no description of it; name a slice")
     environment |= {
         "JAX_PLATFORMS": "cpu",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # several processes may load libtpu: none uses a chip
@@ -80,35 +81,37 @@ def _tpu(platform: Platform, environment: dict[str, str], is_attached: bool) -> 
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     }
     chip = platform.chip.name
-    name = "tpu7x" if chip == "7x" else chip
-    arguments: dict[str, Any] = {"topology_name": f"{name}:{'x'.join(map(str, platform.topology))}"}
+    chip_name = "tpu7x" if chip == "7x" else chip
+    arguments: dict[str, Any] = {"topology_name": f"{chip_name}:{'x'.join(map(str, platform.topology))}"}
     if platform.slices > 1:
         arguments["num_slices"] = platform.slices
     if chip == "v4":
-        arguments["chip_config_name"] = "megacore"  # else two devices per chip
-    return Target("tpu", environment, False, arguments, {"libtpu": compiler})
+        arguments["chip_config_name"] = "megacore"  # without it, a chip is two devices
+    return Target("tpu", environment, False, arguments, {"libtpu": libtpu_version})
 
 
 def _gpu(platform: Platform, environment: dict[str, str], is_attached: bool) -> Target:
-    plugin = next((version for name in _PLUGINS if (version := _installed(name))), None)
+    """How to get GPUs in another process with this environment."""
+    plugin_version = next((version for name in _PLUGINS if (version := _installed(name))), None)
     if is_attached:
         # a run may hold the card's memory already
         environment |= {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        return Target("cuda", environment, True, compiler={"cuda plugin": plugin or "of the system"})
+        return Target("cuda", environment, True, compiler={"cuda plugin": plugin_version or "of the system"})
     arguments = {"target_config": target_config(platform.chip), "topology": topology_text(platform)}
-    if plugin is None:
+    if plugin_version is None:
         raise UserError(
             f"{platform}: its compiler is missing here; install jaxscale[aot-gpu] (the CUDA plugin, 400 MB)"
         )
-    jaxlib = _installed("jaxlib")
-    if plugin != jaxlib:
+    jaxlib_version = _installed("jaxlib")
+    if plugin_version != jaxlib_version:
         raise UserError(
-            f"{platform}: the CUDA plugin is {plugin} and jaxlib {jaxlib}; install the plugin of the same version"
+            f"{platform}: the CUDA plugin is {plugin_version}, jaxlib is {jaxlib_version}; install the same version"
         )
-    return Target("cuda", environment | {"JAX_PLATFORMS": "cpu"}, False, arguments, {"cuda plugin": plugin})
+    return Target("cuda", environment | {"JAX_PLATFORMS": "cpu"}, False, arguments, {"cuda plugin": plugin_version})
 
 
 def _installed(package: str) -> str | None:
+    """The installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -20,11 +20,11 @@ from jaxscale.errors import UserError
 TRUSTED = "0.0.51"
 MIB = 2**20
 KNOWN_BYTES = 1696 * MIB
-"""Device bytes of `program`: 12 arrays of 128 MiB, 16 MiB of weights and as much of their gradient, and the input."""
+"""Device bytes of `program`: 12 arrays of 128 MiB, 16 MiB of weights, 16 MiB of their gradient, and the input."""
 
 
 def libtpu(environment: Mapping[str, str]) -> str | None:
-    """The libtpu that a process in this environment loads: its version, or its file if the user specifies one.
+    """The libtpu that a process in this environment loads: its version, or the user's file; None if there is none.
 
     Raises:
         UserError: the user specifies a missing file.
@@ -37,13 +37,13 @@ def libtpu(environment: Mapping[str, str]) -> str | None:
         try:
             status = os.stat(path)
         except OSError as error:
-            raise UserError(f"TPU_LIBRARY_PATH: {error}; name libtpu.so, or unset it") from None
+            raise UserError(f"TPU_LIBRARY_PATH: {error}; set it to the path of libtpu.so, or unset it") from None
         return f"{path} ({status.st_size} bytes of {int(status.st_mtime)})"
     return None if folder is None else importlib.metadata.version("libtpu")
 
 
 def program(devices: Sequence[Any]) -> Any:
-    """A recipe: loss and gradient of eight layers that keep their inputs alone, on one device."""
+    """A recipe: loss and gradient of eight layers that keep only their inputs, on one device."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
@@ -65,12 +65,12 @@ def agrees(device_bytes: int | None) -> bool:
 
 
 def verdict_file(folder: pathlib.Path, identity: str) -> pathlib.Path:
-    """The file with the verdict on a libtpu."""
+    """The file with the bytes that a libtpu reported; `identity` is the text that `libtpu` returned."""
     return folder / f"libtpu-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
 
 
 def read_verdict(file: pathlib.Path) -> int | None:
-    """The stored bytes of a libtpu; None if it was not tested."""
+    """The bytes that a libtpu reported for `program`, from its file; None if it was not tested."""
     try:
         device_bytes = json.loads(file.read_bytes())["device_bytes"]
     except (OSError, ValueError, KeyError, TypeError):

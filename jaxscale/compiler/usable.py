@@ -13,12 +13,12 @@ POOL = 0.75
 def usable_bytes(platform: Platform) -> int | None:
     """Bytes of device memory that a program may use on one device of a platform.
 
-    On a TPU libtpu's "available HBM"; on a GPU JAX's pool, by default 75 % of the memory
-    (`XLA_PYTHON_CLIENT_MEM_FRACTION`); on a CPU an equal share of main memory. For attached devices (`detect`) the
-    limit of their allocator.
+    On a TPU this is the "available HBM" that libtpu reports; on a GPU, JAX's pool, by default 75 % of the memory
+    (`XLA_PYTHON_CLIENT_MEM_FRACTION`); on a CPU, an equal share of main memory. For attached devices
+    (`platforms/detect.py`) it is the limit of their allocator.
 
     Raises:
-        UserError: `XLA_PYTHON_CLIENT_MEM_FRACTION` is no number above 0.
+        UserError: `XLA_PYTHON_CLIENT_MEM_FRACTION` is not a number above 0.
 
     Example:
         >>> usable_bytes(Platform.parse("tpu v5e:4x4")) / 2**30
@@ -38,7 +38,7 @@ def usable_bytes(platform: Platform) -> int | None:
 
 
 def host_share(platform: Platform) -> int | None:
-    """Bytes of host memory for each device of a platform; `None` if the chip's table lacks it.
+    """Bytes of host memory for each device of a platform; `None` if unknown.
 
     Example:
         >>> host_share(Platform.parse("tpu v5e:4x4")) / 2**30
@@ -51,6 +51,7 @@ def host_share(platform: Platform) -> int | None:
 
 
 def _fraction() -> float:
+    """Share of a GPU's memory in JAX's pool: `XLA_PYTHON_CLIENT_MEM_FRACTION`, by default `POOL`."""
     name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
     text = os.environ.get(name) or str(POOL)
     try:

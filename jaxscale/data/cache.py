@@ -26,7 +26,7 @@ from jaxscale.data.documents import DocumentRecipe
 from jaxscale.data.tokenizer import Encoded, Tokenizer
 from jaxscale.errors import UserError
 
-_VERSION = 1
+_VERSION = 1  # of the format of an entry
 SPLITS = ("train", "held_out")
 
 
@@ -36,8 +36,8 @@ class Tokens:
 
     Args:
         ids: [tokens] unsigned, mapped into memory.
-        learned: [tokens] bool, False for a target of weight 0; `None` if all count.
-        starts: [documents + 1] int64, where each document begins; the last entry is the number of tokens.
+        learned: [tokens] bool, False for a target of weight 0; `None` if all have weight 1.
+        starts: [documents + 1] int64, first token of each document; the last entry is the number of tokens.
     """
 
     ids: np.ndarray
@@ -47,7 +47,7 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """An entry of the cache, open.
+    """An entry of the cache, opened.
 
     Args:
         train: the training split.
@@ -92,21 +92,21 @@ def open_corpus(files: list[str], vocabulary: Tokenizer, recipe: DocumentRecipe)
         except OSError as error:
             failures.append(f"{folder}: {error.strerror or error}")
     raise UserError(
-        f"no folder to keep tokens in ({'; '.join(failures)}): set JAXSCALE_CACHE to one with room that can be written"
+        f"no folder to keep tokens in ({'; '.join(failures)}): set JAXSCALE_CACHE to a writable folder with free space"
     )
 
 
 def _folders() -> list[pathlib.Path]:
     """The folders for entries, the preferred one first."""
     home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path("~/.cache").expanduser())
-    best = pathlib.Path(os.environ.get("JAXSCALE_CACHE") or home / "jaxscale")
-    last = pathlib.Path(tempfile.gettempdir()) / f"jaxscale-{os.getuid()}"
-    return [best / "tokens", last / "tokens"]
+    preferred = pathlib.Path(os.environ.get("JAXSCALE_CACHE") or home / "jaxscale")
+    fallback = pathlib.Path(tempfile.gettempdir()) / f"jaxscale-{os.getuid()}"
+    return [preferred / "tokens", fallback / "tokens"]
 
 
 @contextlib.contextmanager
 def _exclusive(folder: pathlib.Path, key: str) -> Iterator[None]:
-    """A lock against other processes of this machine that write this entry, if the disk has locks."""
+    """A lock that keeps other processes of this machine from writing this entry, if the disk supports locks."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with open(folder / f"{key}.lock", "w") as lock:
         with contextlib.suppress(OSError):
@@ -118,6 +118,7 @@ def _exclusive(folder: pathlib.Path, key: str) -> Iterator[None]:
 
 
 def _write(folder: pathlib.Path, key: str, files: list[str], vocabulary: Tokenizer, recipe: DocumentRecipe) -> None:
+    """Encode files into a temporary folder, and rename it to the entry `key` once complete."""
     draft = pathlib.Path(tempfile.mkdtemp(prefix=f".{key}.", dir=folder))
     try:
         facts = _encode(draft, files, vocabulary, recipe)
@@ -136,11 +137,12 @@ def _write(folder: pathlib.Path, key: str, files: list[str], vocabulary: Tokeniz
 
 
 def _encode(draft: pathlib.Path, files: list[str], vocabulary: Tokenizer, recipe: DocumentRecipe) -> dict[str, Any]:
+    """Encode files into the folder `draft`, and return the entry's facts."""
     facts = documents.survey(files, recipe)
     cut = int((1 - recipe.held_out) * facts["documents" if recipe.whole else "characters"])
     dtype = np.dtype(np.uint8 if vocabulary.size <= 2**8 else np.uint16 if vocabulary.size <= 2**16 else np.uint32)
     with contextlib.ExitStack() as stack:
-        splits = [stack.enter_context(_Split(draft, name, dtype, recipe.prompt_end is not None)) for name in SPLITS]
+        writers = [stack.enter_context(_Writer(draft, name, dtype, recipe.prompt_end is not None)) for name in SPLITS]
         advance = stack.enter_context(_progress("encoding " + _file_names(files), facts["characters"]))
         labels: list[tuple[int, bool, bool]] = []
 
@@ -155,18 +157,25 @@ def _encode(draft: pathlib.Path, files: list[str], vocabulary: Tokenizer, recipe
                 encoded.texts - encoded.texts[0]
             ].T
             continued = np.diff(encoded.texts, prepend=last_text) == 0  # a later part of the same text
-            for number, target in enumerate(splits):
-                target.add(encoded, split == number, learned, begins * ~continued)
+            for number, writer in enumerate(writers):
+                writer.add(encoded, split == number, learned, begins * ~continued)
             last_text = encoded.texts[-1]
             advance(encoded.characters)
     facts.update(dtype=dtype.name, masked=recipe.prompt_end is not None, vocabulary=vocabulary.size)
-    for name, split in zip(SPLITS, splits, strict=True):
-        facts[name] = {"tokens": split.tokens, "documents": len(split.starts)}
+    for name, writer in zip(SPLITS, writers, strict=True):
+        facts[name] = {"tokens": writer.tokens, "documents": len(writer.starts)}
     return facts
 
 
-class _Split:
-    """The open files of one split."""
+class _Writer:
+    """Writes the files of one split of an entry.
+
+    Args:
+        draft: folder of the entry.
+        name: name of the split.
+        dtype: type of the stored ids.
+        masked: whether to store which tokens are learned.
+    """
 
     def __init__(self, draft: pathlib.Path, name: str, dtype: np.dtype, masked: bool) -> None:
         self.tokens = 0
@@ -177,7 +186,7 @@ class _Split:
         self._learned = (draft / f"{name}.learned").open("wb") if masked else None
 
     def add(self, encoded: Encoded, selected: np.ndarray, learned: np.ndarray, begins: np.ndarray) -> None:
-        """Append the selected parts."""
+        """Append the selected parts; `learned` and `begins` (a document begins with it) are bools per part."""
         lengths = encoded.lengths[selected]
         self._ids.write(encoded.ids[np.repeat(selected, encoded.lengths)].astype(self._dtype).tobytes())
         if self._learned is not None:
@@ -186,7 +195,7 @@ class _Split:
         self.starts += first_ids[begins[selected].astype(np.bool_)].tolist()
         self.tokens += int(lengths.sum())
 
-    def __enter__(self) -> "_Split":
+    def __enter__(self) -> "_Writer":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -197,7 +206,7 @@ class _Split:
 
 
 def _load(folder: pathlib.Path) -> Corpus | None:
-    """The entry in a folder; `None` if there is none, or a file has another length than when written."""
+    """The entry in a folder; `None` if it is missing, or if a file has another length than when it was written."""
     try:
         facts = json.loads((folder / "facts.json").read_text())
         dtype = np.dtype(facts["dtype"])
@@ -214,6 +223,7 @@ def _load(folder: pathlib.Path) -> Corpus | None:
 
 
 def _mapped(path: pathlib.Path, dtype: np.dtype, length: int) -> np.ndarray:
+    """The array in a file, mapped into memory."""
     if path.stat().st_size != length * dtype.itemsize:
         raise ValueError(f"{path} is truncated")
     if length == 0:  # nothing can be mapped
@@ -223,12 +233,13 @@ def _mapped(path: pathlib.Path, dtype: np.dtype, length: int) -> np.ndarray:
 
 
 def _file_names(files: Iterable[str]) -> str:
+    """The first file's name and the number of other files, for the progress bar."""
     first, *rest = [os.path.basename(file) for file in files]
     return first + (f" and {len(rest)} more" if rest else "")
 
 
 @contextlib.contextmanager
-def _progress(description: str, total: int) -> Iterator[Any]:
+def _progress(description: str, characters: int) -> Iterator[Any]:
     """A progress bar on the terminal's error stream; yields the function that moves it."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -241,5 +252,5 @@ def _progress(description: str, total: int) -> Iterator[Any]:
         TimeRemainingColumn(elapsed_when_finished=True),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(description, total=total)
-        yield lambda amount: progress.update(task, advance=amount)
+        task = progress.add_task(description, total=characters)
+        yield lambda characters: progress.update(task, advance=characters)

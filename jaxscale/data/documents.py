@@ -1,8 +1,8 @@
 """The documents of some files, and the start of the held-out part.
 
-With whole documents held out, the cut falls between two of them; else it falls on a character of their concatenation,
-and a document may lie on both sides. A prompt and its answer are encoded separately, so that the prompt's ids are those
-it will have when a model continues it.
+If whole documents are held out, the cut between the two parts falls between documents; otherwise it falls on a
+character of their concatenation, and a document may lie on both sides. A prompt and its answer are encoded separately,
+so that the prompt's ids are those it will have when a model continues it.
 """
 
 import dataclasses
@@ -21,9 +21,10 @@ class DocumentRecipe:
         separator: text between documents, which is dropped; `None` makes each file one document.
         beginning: text put before every document.
         ending: text put after every document.
-        prompt_end: marker up to whose end the tokens of a document have weight 0, as does a document without one.
+        prompt_end: marker that ends a prompt; tokens up to its end have weight 0, as have all tokens of a document
+            without it. With `None`, all tokens have weight 1.
         held_out: share of the text, at its end, that is not trained on, from 0 to 1.
-        whole: hold out whole documents; else the cut falls on a character, as in nanoGPT.
+        whole: whether to hold out whole documents; otherwise the cut falls on a character, as in nanoGPT.
     """
 
     separator: str | None
@@ -34,11 +35,11 @@ class DocumentRecipe:
     whole: bool
 
     def documents(self, text: str) -> list[str]:
-        """The documents of one file, those without a character left out."""
+        """The documents of one file, without empty ones."""
         return [text] if self.separator is None else [document for document in text.split(self.separator) if document]
 
     def parts(self, document: str) -> Iterator[tuple[str, bool]]:
-        """The texts to encode separately, and whether each is learned: a prompt gets the ids that it has alone."""
+        """Parts of a document that are encoded separately, each with whether it is learned (has tokens of weight 1)."""
         if self.prompt_end is None:
             if self.beginning:
                 yield self.beginning, True
@@ -57,13 +58,20 @@ class DocumentRecipe:
 
 
 def survey(files: list[str], recipe: DocumentRecipe) -> dict[str, Any]:
-    """Counts that determine the start of the held-out part; every file is checked before any is encoded."""
-    documents = characters = size = with_prompt_end = 0
+    """Check every file, and count what determines where the held-out part starts.
+
+    Returns:
+        Numbers of "files", "bytes", "characters", "documents", and of "marked" documents, which hold a `prompt_end`.
+
+    Raises:
+        UserError: a file that is no text, no document, or no document with a `prompt_end`.
+    """
+    documents = characters = total_bytes = with_prompt_end = 0
     added_characters = len(recipe.beginning) + len(recipe.ending)
     for file in files:
         content = source.read(file)
         file_documents = recipe.documents(source.decode(content, file))
-        size += len(content)
+        total_bytes += len(content)
         documents += len(file_documents)
         characters += sum(map(len, file_documents)) + added_characters * len(file_documents)
         with_prompt_end += (
@@ -80,7 +88,7 @@ def survey(files: list[str], recipe: DocumentRecipe) -> dict[str, Any]:
         )
     return {
         "files": len(files),
-        "bytes": size,
+        "bytes": total_bytes,
         "characters": characters,
         "documents": documents,
         "marked": with_prompt_end,
@@ -88,8 +96,17 @@ def survey(files: list[str], recipe: DocumentRecipe) -> dict[str, Any]:
 
 
 def texts(files: list[str], recipe: DocumentRecipe, cut: int) -> Iterator[tuple[int, bool, bool, str]]:
-    """Every text to encode: its split, whether a document begins with it, whether it is learned; and the text."""
-    position = 0
+    """Every text to encode, as (split, begins, learned, text).
+
+    Split 0 is for training, 1 is held out; `begins` is true if a document begins with the text; `learned` if its tokens
+    have weight 1.
+
+    Args:
+        files: paths of the files.
+        recipe: how files become documents.
+        cut: index of the first held-out document if the recipe holds out whole ones, otherwise of the first character.
+    """
+    position = 0  # of a document if whole ones are held out, otherwise of a character
     for file in files:
         for document in recipe.documents(source.decode(source.read(file), file)):
             if recipe.whole:
@@ -103,8 +120,8 @@ def texts(files: list[str], recipe: DocumentRecipe, cut: int) -> Iterator[tuple[
             split_begun = [False, False]
             for text, learned in recipe.parts(document):
                 cut_in_text = min(max(cut - position, 0), len(text))
-                for split, part in enumerate((text[:cut_in_text], text[cut_in_text:])):
-                    if part:
-                        yield split, not split_begun[split], learned, part
+                for split, split_text in enumerate((text[:cut_in_text], text[cut_in_text:])):
+                    if split_text:
+                        yield split, not split_begun[split], learned, split_text
                         split_begun[split] = True
                 position += len(text)

@@ -22,9 +22,9 @@ class Images:
 
     Args:
         path: an .npz file; gs:// and s3:// too.
-        held_out: share of the images for evaluation instead of training; their choice depends on their number alone.
-        scale: value that becomes 1.0.
-        images: name of the array of images, [N, height, width] or [N, height, width, C], any numbers.
+        held_out: share of the images for evaluation instead of training; the choice depends on their number alone.
+        scale: pixel value that becomes 1.0.
+        images: name of the array of images, numbers of shape [N, height, width] or [N, height, width, C].
         labels: name of the array of classes, [N], whole numbers from 0.
 
     Raises:
@@ -50,13 +50,13 @@ class Images:
             raise UserError(f"scale: got {self.scale!r}, expected the positive value that becomes 1.0")
 
     def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
-        """The batches.
+        """Open the file, and return its batches.
 
         Args:
-            batch: images of the global batch.
-            seed: of their order.
+            batch: number of images of the global batch.
+            seed: seed of the order of the images.
             process: index of this process.
-            processes: how many share the batch; each gets its contiguous rows.
+            processes: number of processes that share the batch; each gets contiguous rows.
 
         Returns:
             Opened data without a tokenizer; `facts["classes"]` is one more than the largest label.
@@ -65,8 +65,8 @@ class Images:
             UserError: a file or sizes unfit for training.
         """
         check_share(batch, process, processes)
-        (name,) = source.find((str(self.path),))
-        content = source.read(name)
+        (file,) = source.find((str(self.path),))
+        content = source.read(file)
         pixels, labels = self._arrays(content)
         # the order of a fixed generator's raw bits is the same in every version of numpy
         order = np.argsort(np.random.PCG64(0).random_raw(len(labels)), kind="stable")
@@ -74,9 +74,9 @@ class Images:
         if cut == 0 or (self.held_out and cut == len(labels)):
             raise UserError(
                 f"{self.path} holds {len(labels)} images: held_out {self.held_out:g} leaves none "
-                f"to {'evaluate' if cut else 'train'} on"
+                f"to {'evaluate' if cut else 'train'} on; change held_out"
             )
-        train, held_out = (Labelled(pixels[part], labels[part], self.scale) for part in (order[:cut], order[cut:]))
+        train, held_out = (Labelled(pixels[rows], labels[rows], self.scale) for rows in (order[:cut], order[cut:]))
         facts = {
             "kind": "images",
             "shape": list(train.shape),
@@ -90,6 +90,7 @@ class Images:
         return Opened((train,), (1.0,), (held_out,), batch, seed, process, processes, None, facts)
 
     def _arrays(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
+        """The images, [N, height, width, C], and their labels, checked."""
         try:
             loaded = np.load(BytesIO(content), allow_pickle=False)
             if isinstance(loaded, np.ndarray):
@@ -106,7 +107,7 @@ class Images:
             raise
         except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
             raise UserError(
-                f"{self.path} is not a whole .npz file of numbers ({error}): write it with numpy.savez"
+                f"{self.path} is not a complete .npz file of numbers ({error}): write it with numpy.savez"
             ) from error
         if pixels.ndim not in (3, 4) or pixels.dtype.kind not in "uifb":
             raise UserError(
@@ -126,9 +127,9 @@ class Labelled:
     """Images and their labels as rows.
 
     Args:
-        pixels: [N, height, width, C].
-        labels: [N].
-        scale: value that becomes 1.0.
+        pixels: images [N, height, width, C].
+        labels: class of each image, [N].
+        scale: pixel value that becomes 1.0.
     """
 
     pixels: np.ndarray
@@ -146,11 +147,11 @@ class Labelled:
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        """Of one image: height, width, channels."""
+        """Height, width and channels of one image."""
         return self.pixels.shape[1:]
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows by their number in the endless sequence of epochs."""
+        """The rows with these numbers in the endless sequence of epochs."""
         epoch_rows = rows % len(self)
         images = self.pixels[epoch_rows].astype(np.float32) / np.float32(self.scale)
         return {"images": images, "labels": self.labels[epoch_rows].astype(np.int32)}

@@ -3,7 +3,7 @@
 A tokenizer of the `tokenizers` library finds special tokens first, and encodes the texts between them separately: the
 ids of "a<|eos|>b" are those of "a", that of the token, and those of "b". One call for several short texts saves the
 overhead per call. A tokenizer that looks beyond its special tokens (one that marks only the beginning of the whole
-text) is detected on the first texts, and then gets each separately.
+text) is detected on the first texts, and then encodes each text separately.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,8 +16,8 @@ class JoinedTexts(NamedTuple):
     """Texts that are encoded by one call.
 
     Args:
-        text: the texts, joined by the marker.
-        parts: number of texts.
+        text: texts joined by the marker.
+        parts: number of these texts.
     """
 
     text: str
@@ -25,7 +25,7 @@ class JoinedTexts(NamedTuple):
 
 
 class Marker(NamedTuple):
-    """A special token between texts."""
+    """A special token between texts: its spelling and its id."""
 
     text: str
     id: int
@@ -39,11 +39,11 @@ def marker_of(model: Any) -> Marker | None:
     return None
 
 
-def pieces(texts: Iterable[str], marker: Marker | None, characters: int) -> Iterator[JoinedTexts]:
-    """The texts, short ones joined up to `characters`; a text that contains the marker stays alone.
+def join_texts(texts: Iterable[str], marker: Marker | None, characters: int) -> Iterator[JoinedTexts]:
+    """The texts, of which short ones are joined up to `characters`; a text that contains the marker stays alone.
 
     Example:
-        >>> [tuple(piece) for piece in pieces(["a", "b", "c|", "d", "long"], Marker("|", 0), 3)]
+        >>> [tuple(piece) for piece in join_texts(["a", "b", "c|", "d", "long"], Marker("|", 0), 3)]
         [('a|b', 2), ('c|', 1), ('d', 1), ('long', 1)]
     """
     if marker is None:
@@ -65,33 +65,31 @@ def pieces(texts: Iterable[str], marker: Marker | None, characters: int) -> Iter
         yield JoinedTexts(marker.text.join(pending), len(pending))
 
 
-def taken_apart(
-    encoded: Sequence[Sequence[int]], pieces_encoded: Sequence[JoinedTexts], marker: Marker | None
-) -> tuple[Any, Any]:
+def separate(encoded: Sequence[Sequence[int]], joined: Sequence[JoinedTexts], marker: Marker | None) -> tuple[Any, Any]:
     """Ids of all texts, one after another, and how many each has.
 
     Args:
-        encoded: ids of each piece.
-        pieces_encoded: the pieces.
-        marker: the token between the texts of a piece.
+        encoded: ids of each of the joined texts.
+        joined: the joined texts that were encoded.
+        marker: special token between texts; `None` if none are joined.
 
     Example:
         >>> calls = [JoinedTexts("a|b", 2), JoinedTexts("|", 1)]
-        >>> ids, lengths = taken_apart([[5, 6, 0, 7], [0]], calls, Marker("|", 0))
+        >>> ids, lengths = separate([[5, 6, 0, 7], [0]], calls, Marker("|", 0))
         >>> ids.tolist(), lengths.tolist()
         ([5, 6, 7, 0], [2, 1, 1])
     """
     ids: list[np.ndarray] = []
     lengths: list[np.ndarray] = []
-    for piece_ids, piece in zip(encoded, pieces_encoded, strict=True):
-        array = np.array(piece_ids, np.int32)
-        if piece.parts == 1 or marker is None:
-            ids.append(array)
-            lengths.append(np.array([len(array)]))
+    for joined_ids, texts in zip(encoded, joined, strict=True):
+        id_array = np.array(joined_ids, np.int32)
+        if texts.parts == 1 or marker is None:
+            ids.append(id_array)
+            lengths.append(np.array([len(id_array)]))
             continue
-        is_marker = array == marker.id
+        is_marker = id_array == marker.id
         marker_index = np.flatnonzero(is_marker)
-        assert len(marker_index) == piece.parts - 1, "a special token was not found where it was written"
-        ids.append(array[~is_marker])
-        lengths.append(np.diff(marker_index, prepend=-1, append=len(array)) - 1)
+        assert len(marker_index) == texts.parts - 1, "a special token was not found where it was written"
+        ids.append(id_array[~is_marker])
+        lengths.append(np.diff(marker_index, prepend=-1, append=len(id_array)) - 1)
     return np.concatenate(ids), np.concatenate(lengths).astype(np.int64)

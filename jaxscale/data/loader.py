@@ -1,5 +1,5 @@
-"""Batches from rows: Grain shuffles, mixes by weight, shards over processes and prefetches; rows are read whole
-batches at a time.
+"""Batches from rows: Grain shuffles, mixes by weight, shards over processes and prefetches; rows are read a whole batch
+at a time.
 
 Grain handles row numbers only (about 10 microseconds a row), numpy reads the rows. Batch k is a function of the seed
 and k alone, so the state of an iterator is k, however far a thread has read ahead, and is valid for every number of
@@ -17,7 +17,7 @@ import numpy as np
 from jaxscale.data.shuffle import derive
 from jaxscale.errors import UserError
 
-Arrays = dict[str, np.ndarray]
+NumpyBatch = dict[str, np.ndarray]
 """A batch, or this process's rows of one: arrays by name, whose first dim is the row."""
 
 _AHEAD = 4
@@ -38,8 +38,8 @@ class EpochRows(Protocol):
         """Targets of one epoch."""
         ...
 
-    def read(self, rows: np.ndarray) -> Arrays:
-        """Rows by their number in the endless sequence of epochs: row r is row `r % len` of epoch `r // len`."""
+    def read(self, rows: np.ndarray) -> NumpyBatch:
+        """The rows with these numbers, counted over all epochs: number r is row `r % len` of epoch `r // len`."""
         ...
 
 
@@ -48,14 +48,14 @@ class Opened:
     """Opened data.
 
     Args:
-        parts: the training data.
+        parts: training rows (`EpochRows`) of each text of a mixture; a single entry for other data.
         weights: shares of the parts in the training rows.
-        held_out: the evaluation data, read in order.
-        batch: rows of the global batch.
-        seed: of the order.
+        held_out: evaluation rows of each part, read in order.
+        batch: number of rows of the global batch.
+        seed: seed of the order of rows.
         process: index of this process.
-        processes: how many share the batch.
-        tokenizer: of texts; `None` for images.
+        processes: number of processes that share the batch.
+        tokenizer: tokenizer of the texts; `None` for images.
         facts: facts for the report, as JSON values; `facts["hash"]` identifies the content.
     """
 
@@ -92,41 +92,44 @@ class Opened:
         local_batches = rows.batch(self.batch // self.processes)[self.process :: self.processes]
         return local_batches.map(self._read)
 
-    def _read(self, numbers: np.ndarray) -> Arrays:
-        rows, part = np.divmod(numbers, len(self.parts))
+    def _read(self, numbers: np.ndarray) -> NumpyBatch:
+        """The batch of rows with these numbers, which `_numbered` computes from part, epoch and row."""
+        rows, part_index = np.divmod(numbers, len(self.parts))
         if len(self.parts) == 1:
             return self.parts[0].read(rows)
-        batch: Arrays = {}
-        for index, source in enumerate(self.parts):
-            positions = np.flatnonzero(part == index)
+        batch: NumpyBatch = {}
+        for index, part in enumerate(self.parts):
+            positions = np.flatnonzero(part_index == index)
             if not len(positions):
                 continue
-            for name, values in _weighted(source.read(rows[positions]), self._masked).items():
+            for name, values in _weighted(part.read(rows[positions]), self._masked).items():
                 batch.setdefault(name, np.empty((len(numbers), *values.shape[1:]), values.dtype))[positions] = values
         return batch
 
     @functools.cached_property
     def _masked(self) -> bool:
+        """Whether the rows of some part have weights."""
         return any("weights" in part.read(np.zeros(1, np.int64)) for part in self.parts)
 
 
 def _numbered(part: int, parts: int, length: int) -> Callable[[int, int], int]:
+    """From index and row of part number `part`, of `length` rows, to one number that encodes epoch, row and part."""
     return lambda index, row: (index // length * length + row) * parts + part
 
 
-def _weighted(batch: Arrays, masked: bool) -> Arrays:
-    """The batch, with weights of 1 if it has none and other parts have weights."""
+def _weighted(batch: NumpyBatch, masked: bool) -> NumpyBatch:
+    """The batch, with weights of 1 added if it has no weights and `masked` requires them."""
     if not masked or "weights" in batch:
         return batch
     shape = batch["targets"].shape if "targets" in batch else batch["labels"].shape
     return {**batch, "weights": np.ones(shape, np.float32)}
 
 
-class Batches(Iterator[Arrays]):
-    """Endless batches, read ahead by one thread. Close it, or use it in a `with`, to end the thread.
+class Batches(Iterator[NumpyBatch]):
+    """Endless batches, read ahead by one thread, which `close` or the end of a `with` statement ends.
 
     Args:
-        dataset: builds Grain's dataset of batches.
+        dataset: function that builds Grain's dataset of batches.
         content: hash of the data, stored in the state.
         start: initial state; `None` for the first batch.
     """
@@ -140,7 +143,7 @@ class Batches(Iterator[Arrays]):
         if start is not None:
             self.set_state(start)
 
-    def __next__(self) -> Arrays:
+    def __next__(self) -> NumpyBatch:
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
@@ -151,12 +154,12 @@ class Batches(Iterator[Arrays]):
         """Continue after the batch at which `get_state` was called.
 
         Raises:
-            UserError: the state is of other data.
+            UserError: the state belongs to other data.
         """
         if state.get("content") != self._content:
             raise UserError(
-                f"the data is not what this run has read before: its content is {self._content}, expected "
-                f"{state.get('content')}; bring the old files and settings back, or start a new run"
+                f"the data is not what this run has read before: its hash is {self._content}, expected "
+                f"{state.get('content')}; restore the old files and settings, or start a new run"
             )
         self._iterator.set_state({"next_index": state["next"]})
 
@@ -175,16 +178,15 @@ class Batches(Iterator[Arrays]):
 class HeldOut:
     """The held-out rows, each once, in batches of one shape: the last is padded with rows of weight 0.
 
-    The rows come in a fixed order in which the first N batches, for every N, are spread evenly over all rows. In their
-    stored order, the first rows would be a biased sample: packed rows are sorted by the length of their documents, and
-    parts follow one another. Place k has the row whose rank is that of frac(k phi) among all places, phi the golden
-    section.
+    The rows come in a fixed order (`spread`) whose first N batches, for every N, are spread evenly over all rows.
+    In their stored order, the first rows would be a biased sample: packed rows are sorted by the length of their
+    documents, and parts follow one another.
 
     Args:
-        parts: the held-out rows.
-        batch: rows of the global batch.
+        parts: held-out rows of each part.
+        batch: number of rows of the global batch.
         process: index of this process.
-        processes: how many share the batch.
+        processes: number of processes that share the batch.
     """
 
     parts: tuple[Any, ...]
@@ -194,21 +196,23 @@ class HeldOut:
 
     @functools.cached_property
     def _order(self) -> np.ndarray:
+        """The row, counted over all parts, at each place of the order."""
         return spread(sum(map(len, self.parts)))
 
     def __len__(self) -> int:
         return -(-sum(map(len, self.parts)) // self.batch)
 
-    def __iter__(self) -> Iterator[Arrays]:
+    def __iter__(self) -> Iterator[NumpyBatch]:
         local_rows = self.batch // self.processes
         for number in range(len(self)):
             start = number * self.batch + self.process * local_rows
             yield self._read(np.arange(start, start + local_rows))
 
-    def _read(self, places: np.ndarray) -> Arrays:
+    def _read(self, places: np.ndarray) -> NumpyBatch:
+        """The batch of the rows at these places of the order; places beyond the last row are padding."""
         count = len(self._order)
         rows = np.where(places < count, self._order[np.minimum(places, count - 1)], count)
-        batch: Arrays = {}
+        batch: NumpyBatch = {}
         first_row = 0
         for part in self.parts:
             positions = np.flatnonzero((rows >= first_row) & (rows < first_row + len(part)))
@@ -224,10 +228,10 @@ def spread(count: int) -> np.ndarray:
     """An order of the numbers below `count` whose first N, for every N, are spread evenly over all.
 
     Args:
-        count: whole number.
+        count: how many numbers to order.
 
     Returns:
-        [count] int64, each number once.
+        [count] int64, each number once: entry k is the rank of frac(k phi) among all k, with phi the golden section.
 
     Example:
         >>> spread(5)

@@ -1,10 +1,10 @@
-"""Documents packed into rows with little padding, none of them seeing another.
+"""Documents packed into rows with little padding, where no document sees another.
 
 A document of m tokens has m - 1 targets: its first token is never a target, its last never an input. Every other token
 is a target exactly once per epoch. A document of more than `context` targets is split, and each piece is a separate
 segment whose positions restart at 0. Rows are filled by best fit on the histogram of lengths, longest first (Krell et
-al. 2021, "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027): the work grows with the kinds of
-rows, not with the documents.
+al. 2021, "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027): the work grows with the
+number of kinds of rows (rows whose pieces have the same lengths are of one kind), not of documents.
 
 The packing is computed once, from the lengths alone, so that row i is the same for every reader; only the order of the
 rows changes with the epoch. (Grain's packers fill rows from a stream: their state contains half-filled rows, and the
@@ -21,11 +21,11 @@ from jaxscale.data.cache import Tokens
 
 
 class Packing(NamedTuple):
-    """The pieces of each row.
+    """The pieces of documents in each row.
 
     Args:
         pieces: [pieces] int64, indices of the pieces, row by row.
-        rows: [rows + 1] int64, where each row begins in `pieces`.
+        rows: [rows + 1] int64, index in `pieces` at which each row begins; the last entry is the number of pieces.
     """
 
     pieces: np.ndarray
@@ -33,11 +33,11 @@ class Packing(NamedTuple):
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
-    """Pack pieces in rows of `capacity`: each, longest first, goes to the fullest row with room for it.
+    """Pack pieces into rows: each piece, longest first, goes to the fullest row with room for it.
 
     Args:
-        lengths: [pieces] whole numbers from 1 to `capacity`.
-        capacity: of a row.
+        lengths: [pieces] whole numbers from 1 to `capacity`, length of each piece.
+        capacity: largest sum of the lengths of a row.
 
     Returns:
         The packing; every piece is in exactly one row.
@@ -54,55 +54,61 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
     kinds = _kinds(counts, capacity)
 
     order = np.argsort(lengths, kind="stable")
-    next_of = np.concatenate([[0], np.cumsum(counts)])[:-1]  # the next piece of each length, in `order`
-    pieces, sizes = [], []
-    for count, kind in kinds:
-        columns = np.empty((count, len(kind)), np.int64)
-        for column, length in enumerate(kind):
-            columns[:, column] = order[next_of[length] : next_of[length] + count]
-            next_of[length] += count
-        pieces.append(columns.reshape(-1))
-        sizes.append(np.full(count, len(kind), np.int64))
+    next_by_length = np.concatenate([[0], np.cumsum(counts)])[:-1]  # place in `order` of the next piece of each length
+    pieces, pieces_per_row = [], []
+    for rows, row_lengths in kinds:
+        row_pieces = np.empty((rows, len(row_lengths)), np.int64)
+        for column, length in enumerate(row_lengths):
+            row_pieces[:, column] = order[next_by_length[length] : next_by_length[length] + rows]
+            next_by_length[length] += rows
+        pieces.append(row_pieces.reshape(-1))
+        pieces_per_row.append(np.full(rows, len(row_lengths), np.int64))
     if not kinds:
         return Packing(np.zeros(0, np.int64), np.zeros(1, np.int64))
-    return Packing(np.concatenate(pieces), np.concatenate([[0], np.cumsum(np.concatenate(sizes))]))
+    return Packing(np.concatenate(pieces), np.concatenate([[0], np.cumsum(np.concatenate(pieces_per_row))]))
 
 
 def _kinds(counts: list[int], capacity: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Kinds of rows, as their number and their lengths, from the number of pieces of each length."""
-    open_rows: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(capacity + 1)]  # by room left
+    """The kinds of rows, each as (number of such rows, lengths of their pieces).
+
+    Args:
+        counts: number of pieces of each length, from 0 to `capacity`.
+        capacity: largest sum of the lengths of a row.
+    """
+    open_rows: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(capacity + 1)]  # kinds by free room
     for length in range(capacity, 0, -1):
         pieces_left = counts[length]
         while pieces_left:
             room = next((room for room in range(length, capacity) if open_rows[room]), capacity)
             per_row = room // length  # after the first piece the row is the fullest, so it gets the next as well
-            count, kind = open_rows[room].pop() if room < capacity else (-(-pieces_left // per_row), ())
-            full_rows = min(count, pieces_left // per_row)
-            count, pieces_left = count - full_rows, pieces_left - full_rows * per_row
+            rows, row_lengths = open_rows[room].pop() if room < capacity else (-(-pieces_left // per_row), ())
+            full_rows = min(rows, pieces_left // per_row)
+            rows, pieces_left = rows - full_rows, pieces_left - full_rows * per_row
             if full_rows:
-                open_rows[room - per_row * length].append((full_rows, kind + (length,) * per_row))
-            if count and pieces_left:  # the pieces left do not fill a row
-                open_rows[room - pieces_left * length].append((1, kind + (length,) * pieces_left))
-                count, pieces_left = count - 1, 0
-            if count:
-                open_rows[room].append((count, kind))
-    return [row for rows in open_rows for row in rows]
+                open_rows[room - per_row * length].append((full_rows, row_lengths + (length,) * per_row))
+            if rows and pieces_left:  # the pieces left do not fill a row
+                open_rows[room - pieces_left * length].append((1, row_lengths + (length,) * pieces_left))
+                rows, pieces_left = rows - 1, 0
+            if rows:
+                open_rows[room].append((rows, row_lengths))
+    return [kind for kinds in open_rows for kind in kinds]
 
 
 def split(starts: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Documents in pieces of at most `context` targets.
+    """Split documents into pieces of at most `context` targets.
 
     Args:
-        starts: [documents + 1] int64, where each document begins; the last entry is the number of tokens.
-        context: targets of a row.
+        starts: [documents + 1] int64, first token of each document; the last entry is the number of tokens.
+        context: number of targets of a row.
 
     Returns:
-        First token and number of targets of each piece, int64. A document of one token has none.
+        Index of the first token, and number of targets, of each piece, int64. A document of one token has no piece.
     """
     targets = np.maximum(np.diff(starts) - 1, 0)
-    pieces = -(-targets // context)
-    document = np.repeat(np.arange(len(targets)), pieces)
-    offset = (np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * context
+    piece_counts = -(-targets // context)
+    document = np.repeat(np.arange(len(targets)), piece_counts)  # of each piece
+    pieces_before = np.cumsum(piece_counts) - piece_counts
+    offset = (np.arange(len(document)) - np.repeat(pieces_before, piece_counts)) * context
     return starts[:-1][document] + offset, np.minimum(targets[document] - offset, context)
 
 
@@ -111,8 +117,8 @@ class Packed:
     """Rows of packed documents.
 
     Args:
-        tokens: the documents.
-        context: targets per row, padding included.
+        tokens: tokens of the documents.
+        context: number of targets per row, padding included.
     """
 
     tokens: Tokens
@@ -120,11 +126,11 @@ class Packed:
 
     @functools.cached_property
     def _layout(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """First token and number of targets of the pieces, row by row; where each row begins among them."""
+        """First token and number of targets of the pieces, row by row; index of the first piece of each row."""
         first, length = split(self.tokens.starts, self.context)
         if self.tokens.learned is not None:
-            learned = np.concatenate([[0], np.cumsum(self.tokens.learned, dtype=np.int64)])
-            has_targets = learned[first + length + 1] > learned[first + 1]
+            learned_before = np.concatenate([[0], np.cumsum(self.tokens.learned, dtype=np.int64)])
+            has_targets = learned_before[first + length + 1] > learned_before[first + 1]
             first, length = first[has_targets], length[has_targets]
         packing = best_fit(length, self.context)
         return first[packing.pieces], length[packing.pieces], packing.rows
@@ -135,38 +141,38 @@ class Packed:
 
     @property
     def targets(self) -> int:
-        """Targets of one epoch, those of weight 0 included, padding not."""
+        """Targets of one epoch, including those of weight 0 but not padding."""
         return int(self._layout[1].sum())
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows by their number in the endless sequence of epochs.
+        """The rows with these numbers in the endless sequence of epochs.
 
         Args:
-            rows: [B] int64.
+            rows: [B] int64, numbers of the rows.
 
         Returns:
             `tokens`, `targets`, `segments` (from 1; 0 is padding) and `positions` (from 0 in each segment), int32
-            [B, context]; `weights`, float32, 0 at padding and where prompts weigh 0.
+            [B, context]; `weights`, float32, 0 for padding and for targets in prompts of weight 0.
         """
-        first, length, begins = self._layout
+        first, length, row_starts = self._layout
         epoch_rows = rows % len(self)
-        pieces = begins[epoch_rows + 1] - begins[epoch_rows]  # of each row
-        piece_index = _ranges(begins[epoch_rows], pieces)
-        segment = _ranges(np.zeros_like(pieces), pieces)
-        size = length[piece_index]
-        position = _ranges(np.zeros_like(size), size)
-        token_index = np.repeat(first[piece_index], size) + position
+        piece_counts = row_starts[epoch_rows + 1] - row_starts[epoch_rows]  # of each row
+        piece_index = _ranges(row_starts[epoch_rows], piece_counts)
+        piece_in_row = _ranges(np.zeros_like(piece_counts), piece_counts)
+        piece_lengths = length[piece_index]
+        position = _ranges(np.zeros_like(piece_lengths), piece_lengths)
+        token_index = np.repeat(first[piece_index], piece_lengths) + position
         # place of a target in the flat batch: the start of its row plus the number of earlier targets in the row
-        row = np.repeat(np.arange(len(rows)), pieces)
-        per_row = np.bincount(row, weights=size, minlength=len(rows)).astype(np.int64)
-        target_place = _ranges(np.arange(len(rows)) * self.context, per_row)
+        row = np.repeat(np.arange(len(rows)), piece_counts)
+        row_targets = np.bincount(row, weights=piece_lengths, minlength=len(rows)).astype(np.int64)
+        target_place = _ranges(np.arange(len(rows)) * self.context, row_targets)
 
         ids = self.tokens.ids
         weights = 1 if self.tokens.learned is None else self.tokens.learned[token_index + 1]
         columns = {
             "tokens": (ids[token_index], np.int32),
             "targets": (ids[token_index + 1], np.int32),
-            "segments": (np.repeat(segment + 1, size), np.int32),
+            "segments": (np.repeat(piece_in_row + 1, piece_lengths), np.int32),
             "positions": (position, np.int32),
             "weights": (weights, np.float32),
         }
@@ -179,6 +185,6 @@ class Packed:
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """`start, start + 1, ...` of each length, one after another."""
+    """The ranges `start, start + 1, ...`, each of its length, one after another."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)

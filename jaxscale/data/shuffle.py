@@ -1,10 +1,10 @@
-"""Seeds from seeds: every random choice of the data is a function of the experiment's seed and its purpose."""
+"""Derived seeds: every random choice of the data is a function of the experiment's seed and of its purpose."""
 
 import hashlib
 
 
 def derive(seed: int, *words: str | int) -> int:
-    """A whole number below 2**32, the same in every version of Python and numpy.
+    """A seed below 2**32 for the purpose that `words` name, the same in every version of Python and numpy.
 
     Example:
         >>> derive(0, "offset", 1) == derive(0, "offset", 1), derive(0, "offset", 1) == derive(1, "offset", 0)

@@ -1,4 +1,4 @@
-"""The files of a path, and their text, checked.
+"""Find the files of a path, and read their text, with checks.
 
 A path is a file, a glob, or either of them with a scheme (`gs://`, `s3://`), which is opened by etils.epath. One file
 at a time is in memory whole. Bytes are unchanged: no newline is translated, no byte order mark is dropped.
@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxscale.errors import UserError, near_miss
 
-_WILD = "*?["
+_WILDCARDS = "*?["
 
 
 def locate(path: str) -> Any:
@@ -36,24 +36,25 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 def find(paths: tuple[str, ...]) -> list[str]:
-    """The files of paths and globs, in their order, those of one glob sorted by name.
+    """The files of paths and globs, in the order of the paths; the files of one glob are sorted by name.
 
     Raises:
-        UserError: no such file (a similar name in its folder is suggested), a folder, or a glob without a match.
+        UserError: a path is no file (the message suggests a similar name), is a folder, or is a glob without a match.
     """
     return [name for path in paths for name in _expand(path)]
 
 
 def _expand(path: str) -> list[str]:
+    """The files of one path or glob."""
     location = locate(path)
     if _remote(path, location.is_file):
         return [path]
     if _remote(path, location.is_dir):
         raise UserError(f"{path} is a folder, expected text files: give a glob such as {path}/*.txt")
-    if any(sign in path for sign in _WILD):
+    if any(wildcard in path for wildcard in _WILDCARDS):
         names = sorted(name for name in _glob(path) if locate(name).is_file())
         if not names:
-            raise UserError(f"no file matches {path}: expected at least one; check the folder and the ending")
+            raise UserError(f"no file matches {path}: expected at least one; check the folder and the pattern")
         return names
     folder = location.parent
     siblings = [entry.name for entry in folder.iterdir()] if _remote(path, folder.is_dir) else []
@@ -62,17 +63,18 @@ def _expand(path: str) -> list[str]:
 
 
 def _glob(path: str) -> list[str]:
+    """The paths that match a glob, with or without a scheme."""
     if "://" not in path:
         return glob.glob(path, recursive=True)
     scheme, _, pattern = path.partition("://")
     parts = pattern.split("/")
-    first = next(i for i, part in enumerate(parts) if any(sign in part for sign in _WILD))
-    root = locate(f"{scheme}://{'/'.join(parts[:first])}")
-    return [os.fspath(name) for name in root.glob("/".join(parts[first:]))]
+    wild_index = next(i for i, part in enumerate(parts) if any(wildcard in part for wildcard in _WILDCARDS))
+    root = locate(f"{scheme}://{'/'.join(parts[:wild_index])}")
+    return [os.fspath(name) for name in root.glob("/".join(parts[wild_index:]))]
 
 
 def _remote(path: str, action: Any) -> Any:
-    """`action()`; a missing client of a remote file system raises an error that names the package to install."""
+    """The result of `action()`; without the client of a remote file system, an error that names the missing package."""
     try:
         return action()
     except ImportError as error:

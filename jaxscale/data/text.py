@@ -18,7 +18,7 @@ from jaxscale.data.windows import Windows
 from jaxscale.errors import UserError, near_miss
 from jaxscale.values import check_types
 
-Layout = Literal["windows", "packed"]
+RowLayout = Literal["windows", "packed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +28,15 @@ class Text:
     Args:
         path: a file, a glob, or several of them; gs:// and s3:// too.
         tokenizer: "byte", "char" (the alphabet of these files), or the path of a Hugging Face tokenizer.json.
-        context: targets per row.
-        layout: "windows" cuts the concatenated documents into rows; "packed" puts whole documents into rows, where none
-            sees another (`segments`, `positions`).
+        context: number of targets per row.
+        layout: "windows" cuts the concatenated documents into rows; "packed" puts whole documents into rows, where no
+            document sees another (`segments`, `positions`).
         held_out: share of the text for evaluation instead of training: its last characters (documents, if packed).
-        separator: text between two documents; none makes each file one document.
+        separator: text between two documents; `None` makes each file one document.
         beginning: text put before every document, such as "<|bos|>".
         ending: text put after every document, such as "<|eos|>": without it a packed model never learns to stop.
-        prompt_end: marker up to whose end the targets of a document weigh 0 (fine-tuning on answers alone); a document
-            without it weighs 0 whole.
+        prompt_end: marker that ends a prompt, to train on answers alone: targets up to its end have weight 0, as have
+            all targets of a document without it.
 
     Raises:
         UserError: a value out of range; on `open`, a file that is missing, empty, binary, not UTF-8 or too short.
@@ -51,7 +51,7 @@ class Text:
     path: str | Path | tuple[str | Path, ...] = dataclasses.field(metadata={"place": "content"})
     tokenizer: str | Path = dataclasses.field(default="byte", metadata={"place": "content"})
     context: int = 64
-    layout: Layout = "windows"
+    layout: RowLayout = "windows"
     held_out: float = 0.1
     separator: str | None = None
     beginning: str = ""
@@ -73,7 +73,7 @@ class Text:
             raise UserError(f"held_out: got {self.held_out!r}, expected a share of the text, 0 <= held_out < 1")
         for name in ("separator", "prompt_end"):
             if getattr(self, name) == "":
-                raise UserError(f"{name}: got an empty text, expected a marker; leave it out for none")
+                raise UserError(f"{name}: got an empty text, expected a marker; leave it out to have none")
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -81,13 +81,13 @@ class Text:
         return tuple(map(str, self.path if isinstance(self.path, tuple) else (self.path,)))
 
     def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
-        """The batches, from the token cache if these files were encoded before.
+        """Open the files, and return their batches, from the token cache if these files were encoded before.
 
         Args:
-            batch: rows of the global batch.
-            seed: of the order of rows.
+            batch: number of rows of the global batch.
+            seed: seed of the order of rows.
             process: index of this process.
-            processes: how many share the batch; each gets its contiguous rows.
+            processes: number of processes that share the batch; each gets contiguous rows.
 
         Returns:
             Opened data: `train()`, `evaluation()`, `tokenizer`, `facts`.
@@ -104,24 +104,24 @@ class Text:
             >>> Text("a.txt", context=64).shapes(8)["tokens"]
             ((8, 64), 'int32')
         """
-        names = {"tokens": "int32", "targets": "int32"}
+        dtypes = {"tokens": "int32", "targets": "int32"}
         if self.layout == "packed":
-            names |= {"segments": "int32", "positions": "int32", "weights": "float32"}
+            dtypes |= {"segments": "int32", "positions": "int32", "weights": "float32"}
         elif self.prompt_end is not None:
-            names |= {"weights": "float32"}
-        return {name: ((batch, self.context), dtype) for name, dtype in names.items()}
+            dtypes |= {"weights": "float32"}
+        return {name: ((batch, self.context), dtype) for name, dtype in dtypes.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """Several texts in one batch, in given shares.
+    """Several texts in one batch, mixed by weight.
 
-    Every part is repeated as often as its share needs, each in a separate order. All of their held-out parts are
+    Every part is repeated as often as its share requires, in an order of its own. The held-out texts of all parts are
     evaluated. Grain rounds shares to a hundredth of the smallest.
 
     Args:
-        parts: texts of one context, layout and tokenizer; "char" has the characters of all.
-        weights: share of each part in the rows of training, relative to their sum.
+        parts: texts with the same context, layout and tokenizer; the alphabet of "char" is that of all parts.
+        weights: weight of each part; its share of the training rows is this weight divided by their sum.
 
     Raises:
         UserError: parts that differ in context, layout or tokenizer, or a weight that is not positive.
@@ -142,11 +142,11 @@ class Mixture:
             )
         for weight in self.weights:
             if not 0 < weight < float("inf"):
-                raise UserError(f"weights: got {weight!r}, expected a positive number; leave out a part of no weight")
+                raise UserError(f"weights: got {weight!r}, expected a positive number; leave the part out instead")
         for name in ("context", "layout", "tokenizer"):
-            values = sorted({str(getattr(part, name)) for part in self.parts})
-            if len(values) > 1:
-                raise UserError(f"the parts of a mixture have {name} {' and '.join(values)}: expected the same in all")
+            settings = sorted({str(getattr(part, name)) for part in self.parts})
+            if len(settings) > 1:
+                raise UserError(f"parts of a mixture have {name} {' and '.join(settings)}: expected the same in all")
 
     @property
     def context(self) -> int:
@@ -154,7 +154,7 @@ class Mixture:
         return self.parts[0].context
 
     def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
-        """The batches; arguments, result and errors are those of `Text.open`."""
+        """Open the files, and return their batches; arguments, result and errors are those of `Text.open`."""
         return _open(self.parts, self.weights, batch, seed, process, processes)
 
     def shapes(self, batch: int) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -163,7 +163,7 @@ class Mixture:
 
 
 def _stored_tokenizer(name: str) -> str:
-    """The tokenizer as stored: its kind, or the absolute path of its file."""
+    """The value to store for a tokenizer that the user names: its kind, or the absolute path of its file."""
     if name in tokenizer.KINDS:
         return name
     if os.sep not in name and "." not in name:
@@ -187,6 +187,7 @@ def check_share(batch: int, process: int, processes: int) -> None:
 def _open(
     parts: tuple[Text, ...], weights: tuple[float, ...], batch: int, seed: int, process: int, processes: int
 ) -> Opened:
+    """Opened data of one text, or of the parts of a mixture."""
     check_share(batch, process, processes)
     files = [source.find(part.paths) for part in parts]
     vocabulary = _vocabulary(parts, files)
@@ -211,33 +212,37 @@ def _open(
 
 
 def _recipe(part: Text) -> DocumentRecipe:
+    """How the files of a text become documents; packed layouts hold out whole ones."""
     packed = part.layout == "packed"
     return DocumentRecipe(part.separator, part.beginning, part.ending, part.prompt_end, part.held_out, packed)
 
 
 def _vocabulary(parts: tuple[Text, ...], files: list[list[str]]) -> Tokenizer:
-    kind = str(parts[0].tokenizer)
-    if kind == "byte":
+    """The tokenizer of all parts, given with the files of each part."""
+    name = str(parts[0].tokenizer)
+    if name == "byte":
         return Bytes()
-    if kind == "char":
+    if name == "char":
         texts = (source.decode(source.read(file), file) for part_files in files for file in part_files)
         return Characters.of([*(part.beginning + part.ending for part in parts), *map(_alphabet, texts)])
-    return tokenizer.load(kind)
+    return tokenizer.load(name)
 
 
 def _alphabet(text: str) -> str:
+    """The characters of a text, each once."""
     return "".join(set(text))
 
 
 def _too_short(split: str, part: Text, facts: dict[str, Any]) -> UserError:
-    sizes = f"the {split} part of {part.paths[0]} has {facts['tokens']} tokens in {facts['documents']} documents"
+    """The error for a split ("training", "held-out") of a text that has no row."""
+    size = f"the {split} part of {part.paths[0]} has {facts['tokens']} tokens in {facts['documents']} documents"
     if part.layout == "packed":
         return UserError(
-            f"{sizes}, and no target to learn: expected documents of two tokens or more. Whole documents are held out "
-            f"(held_out {part.held_out:g}): give more of them, or the separator that stands between them"
+            f"{size}, and no target to learn: expected documents of two tokens or more. Whole documents are held out "
+            f"(held_out {part.held_out:g}): give more documents, or the separator between them"
         )
     return UserError(
-        f"{sizes}, too few for a row of {part.context} targets, which needs {part.context + 1}: give a context of at "
+        f"{size}, too few for a row of {part.context} targets, which needs {part.context + 1}: give a context of at "
         f"most {max(facts['tokens'] - 1, 0)}, more text, or another held_out (now {part.held_out:g})"
     )
 
@@ -245,6 +250,7 @@ def _too_short(split: str, part: Text, facts: dict[str, Any]) -> UserError:
 def _facts(
     parts: tuple[Text, ...], corpora: list[Corpus], training: list[Any], held_out: list[Any], vocabulary: Tokenizer
 ) -> dict[str, Any]:
+    """The facts of `Opened`: counts over all parts, the share of places filled with targets, and hashes."""
     total = functools.partial(_total, corpora)
     targets = sum(rows.targets for rows in training)
     return {
@@ -270,4 +276,5 @@ def _facts(
 
 
 def _total(corpora: list[Corpus], name: str) -> int:
+    """The sum of the counts with this name over all corpora."""
     return sum(corpus.facts[name] for corpus in corpora)

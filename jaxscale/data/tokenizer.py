@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, SupportsInt, runtime_che
 import numpy as np
 
 from jaxscale.data import source
-from jaxscale.data.joined import JoinedTexts, Marker, marker_of, pieces, taken_apart
+from jaxscale.data.joined import JoinedTexts, Marker, join_texts, marker_of, separate
 from jaxscale.errors import UserError, unknown
 
 KINDS = ("byte", "char")
@@ -29,19 +29,19 @@ _CHUNK = 1024
 _GROUP = 2_000_000
 """Characters encoded between two updates of the progress bar."""
 _CUT = re.compile(r"\S\n(?=\S)")
-"""A long text is cut after a single newline between two other characters, where usual pre-tokenizers cut too."""
-_PROVED = 16
-"""Number of cuts checked to leave the ids unchanged before all others are trusted."""
+"""A long text is cut after a single newline between two visible characters, where usual pre-tokenizers cut too."""
+_CHECKED = 16
+"""Number of cuts, and of texts around a marker, whose ids are checked before all others are trusted."""
 
 
 class Encoded(NamedTuple):
     """Ids of some texts, or of parts of them; the parts of a text follow one another.
 
     Args:
-        ids: int32, of all parts, one after another.
-        lengths: [parts] int64, ids of each part.
-        texts: [parts] int64, the number of the text of each part.
-        characters: in all parts.
+        ids: int32, ids of all parts, one part after another.
+        lengths: [parts] int64, number of ids of each part.
+        texts: [parts] int64, index of the text of each part.
+        characters: number of characters in all parts.
     """
 
     ids: np.ndarray
@@ -59,7 +59,7 @@ class Tokenizer(Protocol):
 
     @property
     def size(self) -> int:
-        """Every id is less than this: the vocabulary a model needs."""
+        """Size of the vocabulary that a model needs: every id is less than this number."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
@@ -80,7 +80,7 @@ class Tokenizer(Protocol):
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """SHA-256 of everything that determines the ids."""
+    """SHA-256 of everything that determines the ids, in hexadecimal."""
     return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
 
 
@@ -107,7 +107,7 @@ class Bytes:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
-        """The text of ids; bytes that are no UTF-8, such as half a character, become U+FFFD."""
+        """The text of ids; bytes that are not UTF-8, such as half a character, become U+FFFD."""
         return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
@@ -136,7 +136,7 @@ class Characters:
 
     def __post_init__(self) -> None:
         if not self.alphabet or list(self.alphabet) != sorted(set(self.alphabet)):
-            raise UserError("alphabet: expected sorted characters, each once, at least one")
+            raise UserError(f"alphabet: got {self.alphabet!r}, expected sorted characters, each once, at least one")
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> "Characters":
@@ -150,9 +150,10 @@ class Characters:
 
     @functools.cached_property
     def _ids(self) -> np.ndarray:
-        points = np.frombuffer(self.alphabet.encode("utf-32-le"), np.uint32)
-        ids = np.full(int(points[-1]) + 2, -1, np.int32)  # the last entry is for all larger code points
-        ids[points] = np.arange(len(points), dtype=np.int32)
+        """The id of every code point up to one beyond the alphabet; -1 for characters that the alphabet lacks."""
+        code_points = np.frombuffer(self.alphabet.encode("utf-32-le"), np.uint32)
+        ids = np.full(int(code_points[-1]) + 2, -1, np.int32)  # the last entry is for all larger code points
+        ids[code_points] = np.arange(len(code_points), dtype=np.int32)
         return ids
 
     def encode(self, text: str) -> np.ndarray:
@@ -161,13 +162,13 @@ class Characters:
         Raises:
             UserError: a character that the alphabet lacks.
         """
-        points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        ids = self._ids[np.minimum(points, len(self._ids) - 1)]
+        code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        ids = self._ids[np.minimum(code_points, len(self._ids) - 1)]
         if len(ids) and ids.min() < 0:
             missing = sorted({text[i] for i in np.flatnonzero(ids < 0).tolist()})
             raise UserError(
-                f"the text holds {', '.join(map(repr, missing[:5]))}, unknown to this alphabet of {self.size}: "
-                "leave it out, or train with a byte tokenizer, which encodes every text"
+                f"the text contains {', '.join(map(repr, missing[:5]))}, unknown to this alphabet of {self.size} "
+                "characters: remove them from the text, or train with a byte tokenizer, which encodes every text"
             )
         return ids
 
@@ -199,12 +200,13 @@ class Subwords:
 
     @functools.cached_property
     def _model(self) -> Any:
+        """The library's tokenizer, without truncation and padding."""
         import tokenizers
 
         try:
             model = tokenizers.Tokenizer.from_str(self.definition)
         except Exception as error:  # the library raises bare Exception
-            raise UserError(f"not a tokenizer of the tokenizers library: {error}; give its tokenizer.json") from error
+            raise UserError(f"not a tokenizer.json of the tokenizers library ({error}); give one") from error
         model.no_truncation()
         model.no_padding()
         return model
@@ -236,30 +238,29 @@ class Subwords:
                 if group:
                     _, parts = zip(*group, strict=True)
                     if not marker_checked:
-                        marker_checked, marker = True, self._marker(parts[:_PROVED])
-                    joined = list(pieces(parts, marker, _CHUNK))
+                        marker_checked, marker = True, self._marker(parts[:_CHECKED])
+                    joined = list(join_texts(parts, marker, _CHUNK))
                     # the fast variant omits the offsets of tokens in the text, which are not needed
                     encode = self._model.encode_batch_fast
-                    encoding = executor.submit(encode, [piece.text for piece in joined], add_special_tokens=False)
-                    pending.append((group, joined, encoding))
+                    encodings = executor.submit(encode, [piece.text for piece in joined], add_special_tokens=False)
+                    pending.append((group, joined, encodings))
                 if pending and (len(pending) == 2 or not group):
-                    finished_group, joined, encoding = pending.pop(0)
-                    yield _encoded(
-                        finished_group, *taken_apart([piece.ids for piece in encoding.result()], joined, marker)
-                    )
+                    finished_group, joined, encodings = pending.pop(0)
+                    piece_ids = [encoding.ids for encoding in encodings.result()]
+                    yield _encoded(finished_group, *separate(piece_ids, joined, marker))
 
     def _marker(self, texts: Sequence[str]) -> Marker | None:
-        """A special token that separates texts without changing their ids, checked on these texts."""
+        """A special token that separates texts without changing the ids of these texts; `None` if there is none."""
         marker = marker_of(self._model)
         if marker is None or any(marker.text in text for text in texts):
             return None
-        joined = self.encode(marker.text.join(texts))
-        separate = [ids for text in texts for ids in (self.encode(text), [marker.id])]
-        return marker if np.array_equal(joined, np.concatenate(separate)[:-1]) else None
+        joint_ids = self.encode(marker.text.join(texts))
+        separate_ids = [ids for text in texts for ids in (self.encode(text), [marker.id])]
+        return marker if np.array_equal(joint_ids, np.concatenate(separate_ids)[:-1]) else None
 
     def _parts(self, texts: Iterable[str]) -> Iterator[tuple[int, str]]:
-        """The texts, long ones cut, unless one of the first cuts changes the ids."""
-        unchecked_cuts: float = _PROVED
+        """Parts of texts, each with the index of its text: long texts are cut, unless a checked cut changes the ids."""
+        unchecked_cuts: float = _CHECKED
         for number, text in enumerate(texts):
             if len(text) <= 2 * _CHUNK:
                 yield number, text
@@ -275,6 +276,7 @@ class Subwords:
             yield number, text[start:]
 
     def _cut_keeps_ids(self, text: str, cut: int) -> bool:
+        """Whether the 256 characters on each side of a cut have the same ids when they are encoded separately."""
         text_before, text_after = text[max(cut - 256, 0) : cut], text[cut : cut + 256]
         return np.array_equal(
             self.encode(text_before + text_after), np.concatenate([self.encode(text_before), self.encode(text_after)])
@@ -286,24 +288,27 @@ class Subwords:
 
 
 def _encoded(group: list[tuple[int, str]], ids: np.ndarray, lengths: np.ndarray) -> Encoded:
+    """The ids of a group of (index of the text, part)."""
     numbers, parts = zip(*group, strict=True)
     return Encoded(ids, lengths, np.array(numbers, np.int64), sum(map(len, parts)))
 
 
 def _encode_each(tokenizer: "Bytes | Characters", texts: Iterable[str]) -> Iterator[Encoded]:
+    """Ids of many texts, encoded one by one on one core."""
     for group in _grouped(enumerate(texts)):
         ids = [tokenizer.encode(text) for _, text in group]
-        lengths = np.array([len(part) for part in ids], np.int64)
+        lengths = np.array([len(text_ids) for text_ids in ids], np.int64)
         numbers = np.array([number for number, _ in group], np.int64)
         yield Encoded(np.concatenate(ids), lengths, numbers, sum(len(text) for _, text in group))
 
 
 def _grouped(parts: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    """Groups of at least _GROUP characters of neighbouring (index of the text, part); the last may be smaller."""
     group: list[tuple[int, str]] = []
     characters = 0
-    for part in parts:
-        group.append(part)
-        characters += len(part[1])
+    for index, part in parts:
+        group.append((index, part))
+        characters += len(part)
         if characters >= _GROUP:
             yield group
             group, characters = [], 0
@@ -312,7 +317,7 @@ def _grouped(parts: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]
 
 
 def from_json(text: str) -> Tokenizer:
-    """The tokenizer from text of `to_json`.
+    """The tokenizer that `to_json` stored as `text`.
 
     Example:
         >>> from_json(Characters("abc").to_json())
@@ -330,7 +335,7 @@ def load(path: str) -> Subwords:
     """The tokenizer of a `tokenizer.json` file.
 
     Raises:
-        UserError: no such file, or not a tokenizer.
+        UserError: the file is missing, or holds no tokenizer.
     """
     (name,) = source.find((path,))
     tokenizer = Subwords(source.decode(source.read(name), name))

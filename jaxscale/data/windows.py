@@ -24,7 +24,7 @@ class Windows:
     Args:
         tokens: the sequence.
         context: targets per row.
-        seed: of the offset of each epoch; `None` begins at the first token and reads every target.
+        seed: seed of the offset of each epoch; with `None`, windows begin at the first token and cover every target.
     """
 
     tokens: Tokens
@@ -46,25 +46,26 @@ class Windows:
         return full_targets if self.seed is not None else min(full_targets, max(len(self.tokens.ids) - 1, 0))
 
     def offset(self, epoch: int) -> int:
-        """Where the first window of an epoch begins."""
+        """Index of the token at which the first window of an epoch begins."""
         if self.seed is None:
             return 0
-        room = len(self.tokens.ids) - 1 - self.targets
-        return derive(self.seed, "offset", epoch) % (min(self.context - 1, room) + 1)
+        spare_targets = len(self.tokens.ids) - 1 - self.targets
+        return derive(self.seed, "offset", epoch) % (min(self.context - 1, spare_targets) + 1)
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows by their number in the endless sequence of epochs.
+        """The rows with these numbers in the endless sequence of epochs.
 
         Args:
-            rows: [B] int64.
+            rows: [B] int64, numbers of the rows.
 
         Returns:
-            `tokens` and `targets`, int32 [B, context]; `weights`, float32, where prompts weigh 0 or a row is not full.
+            `tokens` and `targets`, int32 [B, context]; and `weights`, float32, if prompts have weight 0 or a
+            row may be incomplete.
         """
-        epochs, window = np.divmod(rows, len(self))
+        epochs, window_numbers = np.divmod(rows, len(self))
         distinct_epochs, epoch_index = np.unique(epochs, return_inverse=True)
         offsets = np.array([self.offset(int(epoch)) for epoch in distinct_epochs], np.int64)[epoch_index]
-        token_index = (offsets + window * self.context)[:, None] + np.arange(self.context + 1)[None, :]
+        token_index = (offsets + window_numbers * self.context)[:, None] + np.arange(self.context + 1)[None, :]
         in_range = token_index < len(self.tokens.ids)
         token_index = np.where(in_range, token_index, 0)
         ids = np.where(in_range, self.tokens.ids[token_index], 0).astype(np.int32)

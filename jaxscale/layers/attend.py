@@ -2,7 +2,7 @@
 
 | implementation | file | stores | for |
 |---|---|---|---|
-| plain | attention_plain | T x S scores per head | short sequences, decoding; the definition |
+| plain | attend | T x S scores per head | short sequences, decoding; the definition |
 | chunked | attention_chunked | chunk x chunk scores per head | long sequences anywhere |
 | tpu, gpu | attention_kernel | no scores | TPU; GPUs of compute capability 9.0 |
 | splash | attention_splash | no scores | TPU, for calls that our kernel does not support |
@@ -12,19 +12,23 @@
 import math
 from typing import Any, Literal, get_args
 
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
 from jaxscale.errors import UserError, unknown
 from jaxscale.layers.attention_chunked import attend_chunked
-from jaxscale.layers.attention_kernel import KERNELS, attend_kernel, place, why_not_kernel
-from jaxscale.layers.attention_plain import attend_plain
+from jaxscale.layers.attention_kernel import KERNELS, attend_kernel, why_not_kernel
 from jaxscale.layers.attention_splash import attend_splash, why_not_splash
-from jaxscale.layers.taken import took
-from jaxscale.layers.visibility import Visibility
+from jaxscale.layers.traced_device import note_selection, traced_device
 from jaxscale.typing import Array, Float, Int
+from pallas_kernels.attention.reference import UNSEEN, scores
+from pallas_kernels.attention.visibility import Visibility
 
-Implementation = Literal["auto", "plain", "chunked", "tpu", "gpu", "cudnn", "splash"]
+AttentionImplementation = Literal["auto", "plain", "chunked", "tpu", "gpu", "cudnn", "splash"]
 
 PLAIN_SCORES = 512 * 512
-"""Scores per head up to which "auto" selects plain. On a CPU chunks of 256 are as fast there and faster beyond."""
+"""Most scores per head for which "auto" selects plain. On a CPU, chunks of 256 are as fast there and faster beyond."""
 
 
 def attend(
@@ -49,20 +53,20 @@ def attend(
 
     Args:
         q, k, v: queries, keys, values. Scores and softmax are float32 for all types.
-        causal: a query sees no key of a later position.
-        q_positions, kv_positions: the index in the row by default.
-        q_segments, kv_segments: a query sees keys of the same segment; segment 0 is padding, which sees and is seen by
-            none.
-        window: a query sees keys with 0 <= q_position - kv_position < window.
-        soft_cap: the scores' bound c.
-        scale: of the scores; 1 / sqrt(H) by default.
-        implementation: "plain", "chunked"; "tpu", "gpu", "cudnn", "splash" on such a device; or "auto": our kernel of
-            the platform if it supports the call, else splash on a TPU if it does, else plain up to 512 * 512 scores per
-            head, else chunked.
-        chunk: queries and keys per chunk of "chunked".
+        causal: whether a query sees no key of a later position.
+        q_positions, kv_positions: positions of queries and of keys; the index in the row by default.
+        q_segments, kv_segments: segments of queries and of keys; a query sees keys of its segment only. Segment 0 is
+            padding, which sees no key and is seen by no query.
+        window: number of positions that a query sees: keys with 0 <= q_position - kv_position < window.
+        soft_cap: bound c of the scores; `None` for no bound.
+        scale: factor of the scores; 1 / sqrt(H) by default.
+        implementation: "plain" or "chunked"; "tpu", "gpu", "cudnn" or "splash" on a device that has it; or "auto", the
+            first of these that supports the call: our kernel of the platform, splash on a TPU, plain up to 512 * 512
+            scores per head, chunked.
+        chunk: number of queries and of keys in a chunk of "chunked".
 
     Returns:
-        In the type of `q`.
+        The attention output, in the type of `q`.
 
     Raises:
         UserError: an unknown implementation; incompatible sizes; a call that the named implementation does not support.
@@ -74,9 +78,9 @@ def attend(
         >>> attend(q, k, v)[0, :, 0, 0].tolist()
         [0.0, 0.5, 1.0]
     """
-    heads, groups = q.shape[2], k.shape[2]
-    if heads % groups:
-        raise UserError(f"attention: got {heads} query heads and {groups} key heads, expected a multiple")
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if heads % kv_heads:
+        raise UserError(f"attention: got {heads} query heads, expected a multiple of the {kv_heads} key heads")
     if (q_segments is None) != (kv_segments is None):
         raise UserError("attention: got segments of queries or of keys alone; give both")
     if window is not None and not causal:
@@ -91,25 +95,54 @@ def attend(
     selected, reason = _choose(implementation, q, k, v, visibility, settings)
     if selected in KERNELS:
         return attend_kernel(q, k, v, visibility, implementation=selected, **settings)
-    took("attention", selected, reason)
+    note_selection("attention", selected, reason)
+    if selected == "splash":
+        platform = traced_device()[0]
+        if platform != "tpu":
+            raise UserError(f"attention 'splash' is a TPU kernel, and this runs on {platform}: use 'chunked' or 'auto'")
+        return attend_splash(q, k, v, visibility, **settings)
     if selected == "plain":
-        return attend_plain(q, k, v, visibility, **settings)
-    if selected == "chunked":
-        return attend_chunked(q, k, v, visibility, chunk=chunk, **settings)
-    if place()[0] != "tpu":
-        raise UserError(f"attention 'splash' is a TPU kernel, and this runs on {place()[0]}: take 'chunked' or 'auto'")
-    return attend_splash(q, k, v, visibility, **settings)
+        return _attend_plain(q, k, v, visibility, scale, soft_cap)
+    q, remaining_scale = _scaled(q, scale)
+    return attend_chunked(q, k, v, visibility, scale=remaining_scale, soft_cap=soft_cap, chunk=chunk)
+
+
+def _scaled(q: Any, scale: float) -> tuple[Any, float]:
+    """`q` scaled, and the remaining scale of the scores: a narrow `q` is scaled only if that rounds nothing."""
+    if q.dtype == jnp.float32 or math.frexp(scale)[0] == 0.5:
+        return q * jnp.asarray(scale, q.dtype), 1.0
+    return q, scale
+
+
+def _attend_plain(q: Any, k: Any, v: Any, visibility: Visibility, scale: float, soft_cap: float | None) -> Any:
+    """Attention with all scores at once, differentiated by JAX, which keeps the probabilities in the type of `v`."""
+    batch, queries, heads, width = q.shape
+    keys, kv_heads = k.shape[1:3]
+    is_grouped = heads != kv_heads
+    q = q.reshape(batch, queries, kv_heads, heads // kv_heads, width) if is_grouped else q
+    q, remaining_scale = _scaled(q, scale)
+    attention_scores = scores(q, k, remaining_scale, soft_cap)
+    if visibility.trivial:
+        probabilities = jax.nn.softmax(attention_scores, -1)
+    else:
+        visible = visibility.mask(jnp.arange(queries), jnp.arange(keys))
+        visible = jnp.expand_dims(visible, (1, 2) if is_grouped else 1)
+        probabilities = jax.nn.softmax(jnp.where(visible, attention_scores, UNSEEN), -1)
+        if visibility.may_be_blind(queries, keys):
+            probabilities = jnp.where(jnp.any(visible, -1, keepdims=True), probabilities, 0.0)
+    output = jnp.einsum("bkgts,bskh->btkgh" if is_grouped else "bnts,bsnh->btnh", probabilities.astype(v.dtype), v)
+    return checkpoint_name(output.reshape(batch, queries, heads, width), "attention_out")
 
 
 def _choose(
     implementation: str, q: Any, k: Any, v: Any, visibility: Visibility, settings: dict[str, Any]
 ) -> tuple[str, str]:
     """The selected implementation, and why it is not the platform's kernel."""
-    if implementation not in get_args(Implementation):
-        raise unknown("implementation of attention", implementation, get_args(Implementation))
+    if implementation not in get_args(AttentionImplementation):
+        raise unknown("implementation of attention", implementation, get_args(AttentionImplementation))
     if implementation != "auto":
         return implementation, f"{implementation} is named"
-    platform, (queries, keys) = place()[0], (q.shape[1], k.shape[1])
+    platform, (queries, keys) = traced_device()[0], (q.shape[1], k.shape[1])
     reason = "kernels are for TPU and GPU"
     if platform in ("tpu", "gpu"):
         refusal = why_not_kernel(platform, q, k, v, visibility, **settings)

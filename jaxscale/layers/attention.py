@@ -22,29 +22,32 @@ from jaxscale.typing import Array, Float, Int
 __all__ = ["Attention", "attend"]
 
 _KEYS = ("batch", "kv_seq", "kv_heads", "head_dim")
+"""Logical axes of keys and values in `attend`."""
 _KEYS_ALONG_QUERIES = ("batch", "inner_seq", "kv_heads", "head_dim")
+"""Logical axes of keys and values as projected, sharded along the sequence like queries."""
 
 
 class Attention(nnx.Module):
     """Self-attention: `out(attend(q(x), k(x), v(x)))`.
 
-    Projections are named for remat ("attention_q", "attention_k", "attention_v"), as are the results of `attend`
-    ("attention_out", and "attention_lse" of the chunked one and of kernels).
+    Remat refers to the projections by the names "attention_q", "attention_k" and "attention_v", and to the results of
+    `attend` by "attention_out" and, for the chunked implementation and kernels, "attention_lse".
 
     Args:
         embed: width of input and output.
         heads: query heads, a multiple of `kv_heads`.
         kv_heads: key and value heads.
         head_dim: width of a head.
-        rotary: turns queries and keys by their positions; `None` leaves them unchanged.
+        rotary: rotation of queries and keys by their positions; `None` leaves them unchanged.
         bias: whether `q`, `k` and `v` have biases.
-        out_bias: whether `out` has one.
-        qk_norm: eps of an RMSNorm over each head of queries and keys, before they are turned; `None` has none.
-        soft_cap: bound of the scores.
-        window: a query sees itself and the `window - 1` positions before it; `None` for all.
-        scale: of the scores; 1 / sqrt(head_dim) by default.
+        out_bias: whether `out` has a bias.
+        qk_norm: eps of the RMSNorms over each head of queries and keys, before rotation; `None` for no norms.
+        soft_cap: bound of the scores; `None` for no bound.
+        window: number of positions that a query sees, the last of which is its own; `None` for all.
+        scale: factor of the scores; 1 / sqrt(head_dim) by default.
         dropout: rate of the dropout of the output.
-        init, out_init: initializers of `q`, `k`, `v`, and of `out`.
+        init: initializer of `q`, `k` and `v`.
+        out_init: initializer of `out`.
 
     Example:
         >>> from flax import nnx
@@ -73,9 +76,9 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         if heads % kv_heads:
-            raise UserError(f"attention: got {heads} query heads and {kv_heads} key heads, expected a multiple")
+            raise UserError(f"attention: got {heads} query heads, expected a multiple of the {kv_heads} key heads")
         if rotary is not None and rotary.head_dim != head_dim:
-            raise UserError(f"attention: got rotary positions for heads {rotary.head_dim} wide, expected {head_dim}")
+            raise UserError(f"attention: got a rotary head_dim of {rotary.head_dim}, expected {head_dim}")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.rotary, self.soft_cap, self.window, self.scale = rotary, soft_cap, window, scale
         projection_settings: dict[str, Any] = {"bias": bias, "init": init, "rngs": rngs}
@@ -101,15 +104,15 @@ class Attention(nnx.Module):
         """The layer's output, without the residual; with a cache, `(output, cache)`.
 
         Args:
-            x: input.
-            positions: of the tokens, for the rotary angles; the index in the row by default. Tokens of a segment must
-                lie in the order of their positions.
-            segments: tokens see only tokens of the same segment; 0 is padding.
-            context: of the forward pass; its `attention` selects the implementation.
-            causal: tokens see no later ones.
-            cache: keys and values of earlier tokens; these tokens, a prompt or the next one, are appended. Segments
-                then only mark padding (0), and positions are the cache's next ones by default.
-            window: replaces the layer's window, `None` for no window; "own" keeps it.
+            x: residual stream, normed.
+            positions: positions of the tokens, for the rotary angles; the index in the row by default. Tokens of a
+                segment must lie in the order of their positions.
+            segments: segment of each token, which sees only tokens of its segment; 0 is padding.
+            context: context of the forward pass; its `attention` selects the implementation.
+            causal: whether a token sees no later tokens.
+            cache: keys and values of earlier tokens, to which those of the tokens of `x` are appended. Segments then
+                only mark padding (0), and the default positions continue those of the cache.
+            window: window in place of the layer's, `None` for no window; "own" keeps the layer's.
         """
         batch, length, _ = x.shape
         if isinstance(window, str):
@@ -147,7 +150,7 @@ class Attention(nnx.Module):
             if context.attention not in ("plain", "chunked"):
                 settings["implementation"] = "auto"  # kernels support no cache, and a plan that names one still samples
         # under a sharded sequence, one gather of keys and values, and one scatter of their gradients
-        k, v = (move(x, _KEYS_ALONG_QUERIES, _KEYS) for x in (k, v))
+        k, v = (move(array, _KEYS_ALONG_QUERIES, _KEYS) for array in (k, v))
         y = attend(q, k, v, **settings)
         y = constrain(y, "batch", "inner_seq", "heads", "head_dim")
         y = self.out(y.reshape(batch, length, self.heads * self.head_dim), context)

@@ -1,57 +1,39 @@
 """Attention by JAX's splash kernel, on TPU: `jax.experimental.pallas.ops.tpu.splash_attention`.
 
-The compiler does not partition Mosaic kernels, so under a layout the kernel runs in a `shard_map`: batch, heads and
-query positions sharded by the rules, keys and values whole along the sequence. There must be as many queries as keys,
-ordered by their index. A width of heads that is no multiple of 128 is padded with zeros.
+Under a layout, rows, heads and query positions are sharded by the rules, and keys and values are whole along the
+sequence. There must be as many queries as keys, ordered by their index. Heads are padded with zeros to a width that is
+a multiple of 128.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxscale.errors import UserError
-from jaxscale.layers.visibility import Visibility
-from jaxscale.sharding.place import current, spec
+from jaxscale.layers.attention_kernel import why_not_static
+from jaxscale.layers.shards import axes_by_dim, key_heads_for_shards, on_each_device, shard_count
+from jaxscale.sharding.place import current
 from jaxscale.typing import Array, Float
+from pallas_kernels.attention.visibility import Visibility
 
 LANES = 128
 """Width of a TPU vector register: the kernel's tiles are multiples of it."""
 TILES = (512, 256, 128)
-"""Tile lengths to choose from, the longest that divides the sequence."""
+"""Tile lengths; the kernel gets the longest that divides a device's queries."""
 
 
 def why_not_splash(queries: int, keys: int, visibility: Visibility) -> str | None:
     """Why the kernel does not support this call, and what to do about it; `None` if it does."""
-    if not visibility.ordered_by_index:
-        return "got positions, expected queries and keys in the order of their index (no cache)"
-    if visibility.window is not None and not isinstance(visibility.window, int | np.integer):
-        return "got a traced window, expected a whole number: give windows by Stack's cycle"
+    if reason := why_not_static(visibility):
+        return reason
     if queries != keys:
-        return f"got {queries} queries and {keys} keys, expected as many"
-    if queries // _query_shards(queries) % LANES:
+        return f"got {queries} queries and {keys} keys, expected equal numbers"
+    if queries // shard_count(axes_by_dim((queries,), "inner_seq")[0]) % LANES:
         return f"got {queries} positions, expected a multiple of {LANES} on every device: pad the sequence"
     return None
-
-
-def _query_shards(queries: int) -> int:
-    """Devices along the query positions."""
-    layout = current()
-    if layout is None:
-        return 1
-    mesh, rules = layout
-    return _parts(mesh, spec((queries,), ("inner_seq",), mesh, rules), 0)
-
-
-def _parts(mesh: Any, partition: PartitionSpec, dim: int) -> int:
-    """The number of shards of a dim."""
-    axes = partition[dim] if dim < len(partition) else None
-    axes = (axes,) if isinstance(axes, str) else axes or ()
-    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def attend_splash(
@@ -64,13 +46,13 @@ def attend_splash(
     soft_cap: float | None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """`attend_plain`, by the TPU kernel.
+    """Attention by the TPU kernel.
 
     Args:
         q, k, v: queries, keys, values.
-        visibility: which keys a query sees.
-        scale: of the scores.
-        soft_cap: of the scores.
+        visibility: mask of the keys that each query sees.
+        scale: factor of the scores.
+        soft_cap: bound of the scores; `None` for no bound.
         interpret: run the kernel step by step in plain JAX, for tests.
 
     Raises:
@@ -78,22 +60,23 @@ def attend_splash(
     """
     reason = why_not_splash(q.shape[1], k.shape[1], visibility)
     if reason:
-        raise UserError(f"attention 'splash': {reason}; or take attention 'chunked'")
+        raise UserError(f"attention 'splash': {reason}; or use attention 'chunked'")
     width, dtype = q.shape[-1], q.dtype
     q = (q.astype(jnp.float32) * scale).astype(dtype)
     q, k, v = (_padded(jnp.swapaxes(x, 1, 2)) for x in (q, k, v))
     segments = None if visibility.q_segments is None else (visibility.q_segments, visibility.kv_segments)
     run = functools.partial(_on_devices, visibility=visibility, soft_cap=soft_cap, interpret=interpret)
-    out = jnp.swapaxes(run(q, k, v, segments), 1, 2)[..., :width]
+    output = jnp.swapaxes(run(q, k, v, segments), 1, 2)[..., :width]
     if visibility.q_segments is not None:
         # the kernel has no padding: its segment 0 is one more document
-        out = jnp.where((visibility.q_segments != 0)[:, :, None, None], out, jnp.zeros((), out.dtype))
-    return out
+        output = jnp.where((visibility.q_segments != 0)[:, :, None, None], output, jnp.zeros((), output.dtype))
+    return output
 
 
 def _padded(x: Any) -> Any:
-    pad = -x.shape[-1] % LANES
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, pad))) if pad else x
+    """`x` (B, N, T, H) with the last dim padded with zeros to a multiple of LANES."""
+    padding = -x.shape[-1] % LANES
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, padding))) if padding else x
 
 
 def _kernel(
@@ -105,7 +88,7 @@ def _kernel(
     soft_cap: float | None,
     interpret: bool,
 ) -> Any:
-    """The kernel for these masks; built while tracing, from static values."""
+    """The kernel for all heads of a row, with the mask of `visibility`; built while tracing, from static values."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape = (queries, queries)
@@ -116,19 +99,11 @@ def _kernel(
     else:
         mask = splash.FullMask(shape)
     tile = next(tile for tile in TILES if queries // q_shards % tile == 0)
-    tiles = splash.BlockSizes(
-        block_q=tile,
-        block_kv=tile,
-        block_kv_compute=tile,
-        block_q_dkv=tile,
-        block_kv_dkv=tile,
-        block_kv_dkv_compute=tile,
-        block_q_dq=tile,
-        block_kv_dq=tile,
-    )
+    arrays = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    block_lengths: dict[str, Any] = {f"block_{array}": tile for array in arrays}
     return splash.make_splash_mha(
         splash.MultiHeadMask([mask] * heads),
-        block_sizes=tiles,
+        block_sizes=splash.BlockSizes(**block_lengths),
         attn_logits_soft_cap=soft_cap,
         head_shards=head_shards,
         q_seq_shards=q_shards,
@@ -138,45 +113,34 @@ def _kernel(
 
 
 def _rows(kernel: Any, q: Any, k: Any, v: Any, segments: Any) -> Any:
-    """The kernel over the rows of a batch."""
+    """The kernel, applied to every row of a batch."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     if segments is None:
         return jax.vmap(lambda q, k, v: kernel(q, k, v))(q, k, v)
-    return jax.vmap(lambda q, k, v, s: kernel(q, k, v, splash.SegmentIds(*s)))(q, k, v, segments)
+    return jax.vmap(lambda q, k, v, row_segments: kernel(q, k, v, splash.SegmentIds(*row_segments)))(q, k, v, segments)
 
 
 def _on_devices(
     q: Any, k: Any, v: Any, segments: Any, *, visibility: Visibility, soft_cap: float | None, interpret: bool
 ) -> Any:
-    """(B, N, T, H) by the kernel, on every device of the current layout."""
+    """The attention output (B, N, T, H) by the kernel, on every device of the current layout."""
     heads, queries = q.shape[1:3]
     layout = current()
     if layout is None or layout[0].size == 1:
         return _rows(_kernel(visibility, heads, queries, 1, 1, soft_cap, interpret), q, k, v, segments)
-    mesh, rules = layout
-    q_spec = spec(q.shape, ("batch", "heads", "inner_seq", "head_dim"), mesh, rules)
-    q_spec = PartitionSpec(*q_spec, *(None,) * (4 - len(q_spec)))
-    head_shards, q_shards = _parts(mesh, q_spec, 1), _parts(mesh, q_spec, 2)
-    key_heads = k.shape[1]
-    if key_heads % head_shards:
-        # the key heads of a device's query heads must be on the same device
-        copies = head_shards // key_heads if head_shards % key_heads == 0 else heads // key_heads
-        k, v = jnp.repeat(k, copies, 1), jnp.repeat(v, copies, 1)
-    kv_spec = PartitionSpec(q_spec[0], q_spec[1], None, None)
+    mesh = layout[0]
+    row_axes, head_axes, position_axes, _ = axes_by_dim(q.shape, "batch", "heads", "inner_seq", "head_dim")
+    head_shards, q_shards = shard_count(head_axes), shard_count(position_axes)
+    k, v = key_heads_for_shards(k, v, heads, head_shards, dim=1)
     kernel = _kernel(visibility, heads, queries, head_shards, q_shards, soft_cap, interpret)
-    # within a region that is manual over some axes (a pipeline's), the kernel becomes manual over the others
-    axis_names = set(mesh.axis_names) - set(mesh.manual_axes)
-    auto = (AxisType.Auto,) * len(mesh.axis_names)
-    auto_mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto) if mesh.manual_axes else mesh
-    kernel_spec = kernel.manual_sharding_spec(NamedSharding(auto_mesh, PartitionSpec(q_spec[1], q_spec[2])))
-    segments_spec = None if segments is None else (PartitionSpec(q_spec[0], q_spec[2]), PartitionSpec(q_spec[0], None))
-    sharded = jax.shard_map(
-        _rows,
-        mesh=mesh,
-        in_specs=(kernel_spec, q_spec, kv_spec, kv_spec, segments_spec),
-        out_specs=q_spec,
-        axis_names=axis_names,
-        check_vma=False,
+    auto_axes = (AxisType.Auto,) * len(mesh.axis_names)
+    auto_mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto_axes) if mesh.manual_axes else mesh
+    kernel_spec = kernel.manual_sharding_spec(NamedSharding(auto_mesh, PartitionSpec(head_axes, position_axes)))
+    q_spec = PartitionSpec(row_axes, head_axes, position_axes, None)
+    kv_spec = PartitionSpec(row_axes, head_axes, None, None)
+    segments_spec = (
+        None if segments is None else (PartitionSpec(row_axes, position_axes), PartitionSpec(row_axes, None))
     )
-    return sharded(kernel, q, k, v, segments)
+    in_specs = (kernel_spec, q_spec, kv_spec, kv_spec, segments_spec)
+    return on_each_device(_rows, in_specs, q_spec)(kernel, q, k, v, segments)

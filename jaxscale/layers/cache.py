@@ -11,16 +11,18 @@ from jax import lax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """The slots of one attention layer, B rows of S. A `Stack`'s caches are one cache whose leaves have a leading L.
+    """The cache of one attention layer: B rows of S slots. The caches of a `Stack` are one cache whose leaves have a
+    leading dim L.
 
-    Rows may differ in position: prompts of unequal lengths, padded left or right, take equally many slots, and padded
-    ones are not `valid`. Appending beyond S silently overwrites the last slots: the caller must ensure room.
+    The rows of a slot may hold different positions: prompts of unequal lengths are padded, left or right, to the same
+    number of slots, and padding is not `valid`. Appending beyond S silently overwrites the last slots: the caller must
+    ensure room.
 
     Args:
-        k, v: float (B, S, K, H).
+        k, v: keys and values, float (B, S, K, H).
         positions: int32 (B, S), position of the token in each slot.
         valid: bool (B, S), whether the slot holds a token.
-        length: int32, slots filled.
+        length: int32, number of slots filled.
     """
 
     k: Any
@@ -40,28 +42,28 @@ class KVCache:
         *,
         layers: int | None = None,
     ) -> "KVCache":
-        """An empty cache; for all layers of a `Stack` at once if `layers` is given.
+        """An empty cache with `length` slots per row; one for all `layers` of a `Stack` if their number is given.
 
         Example:
             >>> KVCache.empty(2, 16, 4, 8, layers=3).k.shape
             (3, 2, 16, 4, 8)
         """
-        lead = () if layers is None else (layers,)
+        leading_dims = () if layers is None else (layers,)
         return cls(
-            k=jnp.zeros((*lead, batch, length, kv_heads, head_dim), dtype),
-            v=jnp.zeros((*lead, batch, length, kv_heads, head_dim), dtype),
-            positions=jnp.zeros((*lead, batch, length), jnp.int32),
-            valid=jnp.zeros((*lead, batch, length), bool),
-            length=jnp.zeros(lead, jnp.int32),
+            k=jnp.zeros((*leading_dims, batch, length, kv_heads, head_dim), dtype),
+            v=jnp.zeros((*leading_dims, batch, length, kv_heads, head_dim), dtype),
+            positions=jnp.zeros((*leading_dims, batch, length), jnp.int32),
+            valid=jnp.zeros((*leading_dims, batch, length), bool),
+            length=jnp.zeros(leading_dims, jnp.int32),
         )
 
     def append(self, k: Any, v: Any, positions: Any, valid: Any) -> "KVCache":
         """The cache with T more slots filled.
 
         Args:
-            k, v: float (B, T, K, H).
-            positions: int (B, T) or (1, T).
-            valid: bool (B, T) or (1, T).
+            k, v: new keys and values, float (B, T, K, H).
+            positions: positions of their tokens, int (B, T) or (1, T).
+            valid: bool (B, T) or (1, T), False for padding.
         """
 
         def write(slots: Any, entries: Any) -> Any:

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxscale.blocks import Context
 from jaxscale.errors import UserError
 from jaxscale.layers.linear import Initializer, add_bias
+from jaxscale.layers.norm import as_row
 from jaxscale.sharding.place import constrain
 from jaxscale.typing import Array, Float
 
@@ -25,24 +26,27 @@ Padding = str | int | Sequence[tuple[int, int]]
 
 _NHWC = ("NHWC", "HWIO", "NHWC")
 _TO_KERNEL = jax.lax.ConvDimensionNumbers(lhs_spec=(3, 0, 1, 2), rhs_spec=(3, 0, 1, 2), out_spec=(2, 3, 0, 1))
-"""The kernel's gradient is a convolution of the input, its channels as batch, with the output's gradient as kernel."""
+"""Dims of the convolution that gives the kernel's gradient: the input's channels serve as batch, and the output's
+gradient serves as kernel."""
 
 
-def _pads(padding: Padding, size: Sequence[int], window: Sequence[int], strides: Sequence[int]) -> Any:
-    """The padding as (low, high) per spatial dim."""
+def _pads(padding: Padding, image_size: Sequence[int], window: Sequence[int], strides: Sequence[int]) -> Any:
+    """Numbers of padding rows and columns, as (low, high) per spatial dim."""
     if isinstance(padding, str):
         if padding not in ("SAME", "VALID"):
             raise UserError(f"padding: got {padding!r}, expected SAME, VALID, a number or (low, high) per dim")
-        return tuple(jax.lax.padtype_to_pads(size, window, strides, padding))
+        return tuple(jax.lax.padtype_to_pads(image_size, window, strides, padding))
     return ((padding, padding),) * len(window) if isinstance(padding, int) else tuple(map(tuple, padding))
 
 
 def _convolve(x: Any, w: Any, strides: Any, pads: Any) -> Any:
+    """The cross-correlation of `x` with `w`, in the type of `x`, differentiated by JAX."""
     return jax.lax.conv_general_dilated(x, w.astype(x.dtype), strides, pads, dimension_numbers=_NHWC)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _mixed(x: Any, w: Any, strides: Any, pads: Any) -> Any:
+    """`_convolve` for `x` and `w` of different types; the gradient of `w` has the type of `w`."""
     return _convolve(x, w, strides, pads)
 
 
@@ -53,7 +57,8 @@ def _mixed_forward(x: Any, w: Any, strides: Any, pads: Any) -> Any:
 def _mixed_backward(strides: Any, pads: Any, residuals: Any, dy: Any) -> Any:
     x, w = residuals
     (dx,) = jax.linear_transpose(lambda x: _convolve(x, w, strides, pads), x)(dy)
-    # low padding as before; high padding so that the output has the size of the kernel, rows that no stride reaches cut
+    # low padding as in the forward pass; the high padding gives the output the size of the kernel, and is negative
+    # where strides do not reach the last rows
     dw_pads = [
         (pads[dim][0], w.shape[dim] + (dy.shape[1 + dim] - 1) * strides[dim] - x.shape[1 + dim] - pads[dim][0])
         for dim in range(2)
@@ -77,7 +82,7 @@ def convolve(
     Args:
         x: images (batch, height, width, channels).
         w: kernel (height, width, channels in, channels out), in any float type.
-        stride: s, of both dims.
+        stride: step s between output positions, in both dims.
         padding: zeros around the images; "SAME" gives ceil(size / stride) rows and columns.
 
     Example:
@@ -98,11 +103,11 @@ class Conv(nnx.Module):
         out_channels: channels of the output.
         window: height and width of the kernel.
         stride: step between output positions.
-        padding: zeros around the images: "SAME", "VALID", a number, or (low, high) per dim.
-        bias: whether there is a bias, zeros at first.
+        padding: zeros around the images, as "SAME", "VALID", a number, or (low, high) per dim.
+        bias: whether the layer has a bias, initially zeros.
         axes: logical axes of the kernel (height, width, in, out); the bias carries the last.
-        init: initializer of the kernel; by default He et al. 2015's normal of variance 2 / (window^2 * out_channels).
-        rngs: random streams; `params` is drawn from.
+        init: initializer of the kernel; by default normal with variance 2 / (window^2 * out_channels) (He et al. 2015).
+        rngs: random streams; the kernel is drawn from `params`.
 
     Example:
         >>> from flax import nnx
@@ -123,9 +128,9 @@ class Conv(nnx.Module):
         init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
-        for name, value in (("window", window), ("stride", stride)):
-            if value < 1:
-                raise UserError(f"convolution: got {name} {value}, expected at least 1")
+        for name, number in (("window", window), ("stride", stride)):
+            if number < 1:
+                raise UserError(f"convolution: got {name} {number}, expected at least 1")
         init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal") if init is None else init
         shape = (window, window, in_channels, out_channels)
         self.stride, self.padding = stride, padding
@@ -148,11 +153,11 @@ class BatchNorm(nnx.Module):
     the biased variance as in Flax (PyTorch's is the unbiased one). Evaluation uses the running statistics.
 
     Args:
-        size: channels.
+        size: number of channels.
         momentum: decay of the running statistics.
-        eps: added to the variance.
-        gain: initial `w`. Zeros in the last norm of a residual branch start the block as the identity (Goyal et al.
-            2017, arXiv:1706.02677).
+        eps: constant added to the variance.
+        gain: initial value of every entry of `w`. With 0 in the last norm of a residual branch, the block is initially
+            the identity (Goyal et al. 2017, arXiv:1706.02677).
 
     Example:
         >>> import jax
@@ -177,21 +182,18 @@ class BatchNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B C"], *, context: Context = Context()) -> Float[Array, "*B C"]:
         """`x` normalised per channel, in the type of `x`."""
-        wide = x.astype(jnp.float32)
-        over = tuple(range(x.ndim - 1))
-
-        def row(v: Array) -> Array:
-            return v.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + v.shape)
+        x_float32 = x.astype(jnp.float32)
+        other_dims = tuple(range(x.ndim - 1))
 
         if context.key is None:
             mean, var = self.mean[...], self.var[...]
         else:
-            mean = wide.mean(over)
-            var = jnp.square(wide - row(mean)).mean(over)
-            for running, batch in ((self.mean, mean), (self.var, var)):
-                running[...] = self.momentum * running[...] + (1 - self.momentum) * jax.lax.stop_gradient(batch)
+            mean = x_float32.mean(other_dims)
+            var = jnp.square(x_float32 - as_row(mean, x)).mean(other_dims)
+            for running, batch_stat in ((self.mean, mean), (self.var, var)):
+                running[...] = self.momentum * running[...] + (1 - self.momentum) * jax.lax.stop_gradient(batch_stat)
         scale = jax.lax.rsqrt(var + self.eps) * self.weight[...].astype(jnp.float32)
-        return ((wide - row(mean)) * row(scale) + row(self.bias[...])).astype(x.dtype)
+        return ((x_float32 - as_row(mean, x)) * as_row(scale, x) + as_row(self.bias[...], x)).astype(x.dtype)
 
 
 def max_pool(
@@ -205,7 +207,7 @@ def max_pool(
     """
     pads = _pads(padding, x.shape[1:3], (window, window), (stride, stride))
     # a NumPy number: under jit a JAX array is traced, and reduce_window has a derivative only for a constant
-    least = np.asarray(-np.inf, x.dtype)
+    minus_infinity = np.asarray(-np.inf, x.dtype)
     return jax.lax.reduce_window(
-        x, least, jax.lax.max, (1, window, window, 1), (1, stride, stride, 1), ((0, 0), *pads, (0, 0))
+        x, minus_infinity, jax.lax.max, (1, window, window, 1), (1, stride, stride, 1), ((0, 0), *pads, (0, 0))
     )

@@ -15,7 +15,7 @@ class Dropout(nnx.Module):
 
     Args:
         rate: share of the values zeroed, in [0, 1).
-        site: names the place inside a block; two sites of one block with one name would share their masks.
+        site: name of the place inside a block; two places of one block with the same name would share their masks.
 
     Example:
         >>> import jax
@@ -35,5 +35,5 @@ class Dropout(nnx.Module):
         """`x` with a share of its values zeroed."""
         if self.rate == 0 or context.key is None:
             return x
-        keep = 1 - self.rate
-        return jnp.where(dropout_mask(context, self.site, x.shape, keep), x / keep, jnp.zeros((), x.dtype))
+        keep_rate = 1 - self.rate
+        return jnp.where(dropout_mask(context, self.site, x.shape, keep_rate), x / keep_rate, jnp.zeros((), x.dtype))

@@ -11,12 +11,12 @@ from jax.sharding import PartitionSpec
 
 from jaxscale.layers.linear import Initializer
 from jaxscale.sharding import place
-from jaxscale.sharding.zero import placed_axes
+from jaxscale.sharding.partition import axes_of
 from jaxscale.typing import Array, Float, Int
 
 
 def _rows(table: Any, index: Any) -> Any:
-    """Rows of a table, whose gradients are summed in float32 for every type of the table.
+    """The rows of a table at `index`, whose gradients are summed in float32 for every type of the table.
 
     A frequent token's row sums thousands of gradients: in bfloat16 a sum of ones stops at 256. If some axes of the mesh
     are manual, those of the index become manual too: XLA aborts on a look-up in a table sharded over one axis by an
@@ -27,7 +27,7 @@ def _rows(table: Any, index: Any) -> Any:
     if rules is None or not getattr(mesh, "manual_axes", ()):
         return _looked_up(table, index)
     spec = place.spec(index.shape, ("batch", "seq", *(None,) * index.ndim)[: index.ndim], mesh, rules)
-    axes = placed_axes(spec)
+    axes = set(axes_of(spec))
     if not axes:
         return _looked_up(table, index)
     replicated = PartitionSpec()
@@ -37,6 +37,7 @@ def _rows(table: Any, index: Any) -> Any:
 
 
 def _looked_up(table: Any, index: Any) -> Any:
+    """The rows of a table at `index` on one device."""
     if table.dtype == jnp.float32:
         return jnp.take(table, index, axis=0, mode="clip")
     return _narrow_rows(table, index)
@@ -44,28 +45,29 @@ def _looked_up(table: Any, index: Any) -> Any:
 
 @jax.custom_vjp
 def _narrow_rows(table: Any, index: Any) -> Any:
+    """The rows of a table of a narrower type than float32, with a backward pass that sums in float32."""
     return jnp.take(table, index, axis=0, mode="clip")
 
 
-def _narrow_rows_backward(residuals: Any, gradient: Any) -> Any:
+def _narrow_rows_backward(residuals: Any, row_gradients: Any) -> Any:
     table, index = residuals
     index = jnp.clip(index, 0, table.shape[0] - 1)
-    total = jnp.zeros(table.shape, jnp.float32).at[index].add(gradient.astype(jnp.float32))
-    return total.astype(table.dtype), None
+    table_gradient = jnp.zeros(table.shape, jnp.float32).at[index].add(row_gradients.astype(jnp.float32))
+    return table_gradient.astype(table.dtype), None
 
 
 _narrow_rows.defvjp(lambda table, index: (_narrow_rows(table, index), (table, index)), _narrow_rows_backward)
 
 
 class Embedding(nnx.Module):
-    """A row per token, the number of rows padded with zeros to a multiple.
+    """A table with a row per token, padded with rows of zeros to a multiple.
 
     Args:
         vocab: number of tokens.
         size: width of a row.
-        vocab_multiple: rows are padded to a multiple of this, so that a mesh axis divides them. The random values of
-            the real rows do not depend on it.
-        init: initializer of the real rows; normal with standard deviation 0.02 by default.
+        vocab_multiple: number that divides the padded number of rows, so that a mesh axis may shard them. The random
+            values of the rows of tokens do not depend on it.
+        init: initializer of the rows of tokens; normal with standard deviation 0.02 by default.
 
     Example:
         >>> from flax import nnx
@@ -89,7 +91,7 @@ class Embedding(nnx.Module):
 
 
 class PositionTable(nnx.Module):
-    """A learned row per position (GPT-2, ViT).
+    """A table with a learned row per position (GPT-2, ViT).
 
     Args:
         length: number of positions.

@@ -6,8 +6,8 @@ and is reduced across devices in float32; with bfloat16 parameters it is bfloat1
 
 The gradient of `w` is the product of two activations, one of which must be transposed. Autodiff always transposes that
 of the output; here it is the narrower one. XLA:CPU recomputes the elementwise work that leads to a transposed operand,
-with strided memory access: with the wide one, an MLP's, that took a quarter of a step of `experiments/shakespeare.py`
-(`experiments/benchmarks/peer.py`).
+with strided memory access: for the wide operand, in an MLP, this took a quarter of the time of a training step of
+`experiments/shakespeare.py` (measured by `experiments/benchmarks/peer.py`).
 
 Left out: forward-mode differentiation (`jax.jvp`, `jax.linearize`), which functions with a custom backward pass lack.
 """
@@ -29,34 +29,35 @@ Initializer = Callable[..., Any]
 """`init(key, shape, dtype) -> array`, such as those of `nnx.initializers`."""
 
 
-def _contract(x: Any, w: Any, dim: int, result: Any) -> Any:
-    """`x` times `w` over the last dim of `x` and dim `dim` of `w`, computed in the type of `x`."""
+def _contract(x: Any, w: Any, w_dim: int, result_type: Any) -> Any:
+    """`x` times `w` over the last dim of `x` and dim `w_dim` of `w`, computed in the type of `x`."""
     return jax.lax.dot_general(
-        x, w.astype(x.dtype), (((x.ndim - 1,), (dim,)), ((), ())), preferred_element_type=jnp.dtype(result)
+        x, w.astype(x.dtype), (((x.ndim - 1,), (w_dim,)), ((), ())), preferred_element_type=jnp.dtype(result_type)
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _product(x: Any, w: Any, dim: int, result: Any) -> Any:
-    return _contract(x, w, dim, result)
+def _product(x: Any, w: Any, w_dim: int, result_type: Any) -> Any:
+    """`_contract`, with the backward pass that the module describes."""
+    return _contract(x, w, w_dim, result_type)
 
 
-def _product_forward(x: Any, w: Any, dim: int, result: Any) -> Any:
-    return _contract(x, w, dim, result), (x, w)
+def _product_forward(x: Any, w: Any, w_dim: int, result_type: Any) -> Any:
+    return _contract(x, w, w_dim, result_type), (x, w)
 
 
-def _product_backward(dim: int, result: Any, residuals: Any, dy: Any) -> Any:
+def _product_backward(w_dim: int, result_type: Any, residuals: Any, dy: Any) -> Any:
     x, w = residuals
     dy = dy.astype(x.dtype)
-    dx = _contract(dy, w, 1 - dim, x.dtype)
-    leading = tuple(range(x.ndim - 1))
+    dx = _contract(dy, w, 1 - w_dim, x.dtype)
+    leading_dims = tuple(range(x.ndim - 1))
     if x.dtype == w.dtype:
-        x_first = x.shape[-1] <= dy.shape[-1]
+        x_is_left = x.shape[-1] <= dy.shape[-1]
     else:
-        x_first = dim == 0  # XLA:CPU has no product of narrow types whose wide result is transposed
-    first, second = (x, dy) if x_first else (dy, x)
-    dw = jax.lax.dot_general(first, second, ((leading, leading), ((), ())), preferred_element_type=w.dtype)
-    return dx, (dw if x_first == (dim == 0) else dw.T).astype(w.dtype)
+        x_is_left = w_dim == 0  # XLA:CPU has no product of narrow types whose wide result is transposed
+    left, right = (x, dy) if x_is_left else (dy, x)
+    dw = jax.lax.dot_general(left, right, ((leading_dims, leading_dims), ((), ())), preferred_element_type=w.dtype)
+    return dx, (dw if x_is_left == (w_dim == 0) else dw.T).astype(w.dtype)
 
 
 _product.defvjp(_product_forward, _product_backward)
@@ -70,11 +71,11 @@ def matmul(
     Args:
         x: activations (*B, I).
         w: parameters (I, O), in any float type.
-        transposed: `w` is (O, I), and the product is `x @ w.T` without a transposed copy.
-        result: type of the product, which is its accumulator's when float32; the type of `x` by default.
+        transposed: whether `w` is (O, I); the product is then `x @ w.T`, without a transposed copy.
+        result: type of the product, the type of `x` by default; float32 returns the accumulator unrounded.
 
     Returns:
-        (*B, O).
+        The product (*B, O).
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -82,13 +83,13 @@ def matmul(
         >>> matmul(x, w).dtype, jax.grad(lambda w: matmul(x, w).sum())(w).dtype
         (dtype(bfloat16), dtype('float32'))
     """
-    result = jnp.dtype(x.dtype if result is None else result)
-    dim = 1 if transposed else 0
-    return _product(x, w, dim, result)
+    w_dim = 1 if transposed else 0
+    return _product(x, w, w_dim, jnp.dtype(x.dtype if result is None else result))
 
 
 @jax.custom_vjp
 def _add_narrow(x: Any, b: Any) -> Any:
+    """`x + b` for an `x` of another type than `b`."""
     return x + b.astype(x.dtype).reshape((1,) * (x.ndim - 1) + b.shape)
 
 
@@ -112,10 +113,10 @@ class Linear(nnx.Module):
     Args:
         in_size: width of the input.
         out_size: width of the output.
-        axes: logical axes of `W`'s dims; the bias carries the second.
-        bias: whether there is a `b`, zeros at first.
-        init: initializer of `W`; variance 1 / in_size by default.
-        rngs: random streams; `params` is drawn from.
+        axes: logical axes of the dims of `W`; the bias has the second.
+        bias: whether the layer has a `b`, initially zeros.
+        init: initializer of `W`; by default normal with variance 1 / in_size.
+        rngs: random streams; `W` is drawn from `params`.
 
     Example:
         >>> from flax import nnx
@@ -138,7 +139,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_size,), jnp.float32), out_sharding=(axes[1],)) if bias else None
 
     def __call__(self, x: Float[Array, "*B I"], context: Context = Context()) -> Float[Array, "*B O"]:
-        """`x` projected, in the type of `x`; the product is rounded by the context's recipe, if any."""
+        """`x` projected, in the type of `x`; the context's recipe, if any, rounds the operands of the product."""
         w = self.weight[...]
         y = matmul(x, w) if context.matmul is None else product(x, w, context.matmul)
         return y if self.bias is None else add_bias(y, self.bias[...])

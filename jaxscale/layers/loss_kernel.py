@@ -1,8 +1,7 @@
 """Cross-entropy by the TPU kernel of `pallas_kernels.cross_entropy`, which never stores logits.
 
-It computes each logit three times, where chunks compute it once: it saves memory, and is selected by name. A kernel is
-code of one device, so under a layout it runs in a `shard_map`: rows and positions, and the rows of the head, sharded by
-the rules.
+The kernel computes each logit three times, chunks only once: it saves memory, and runs only if it is named. Under a
+layout, rows and positions, and the rows of the head, are sharded by the rules.
 """
 
 from typing import Any
@@ -11,7 +10,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxscale.errors import UserError
-from jaxscale.sharding.place import current, spec
+from jaxscale.layers.shards import axes_by_dim, on_each_device
+from jaxscale.sharding.place import current
 
 
 def sums(
@@ -25,14 +25,14 @@ def sums(
     soft_cap: float | None,
     interpret: bool = False,
 ) -> tuple[Any, Any]:
-    """Total plus penalty, which carries the gradient of both, and the penalty.
+    """The total plus the penalty, which carries the gradient of both, and the penalty.
 
     Args:
-        hidden: (B, T, D).
-        head: (V, D).
-        targets: (B, T) integers.
-        weights: (B, T) float32.
-        vocab, z_loss, soft_cap: as of `loss.cross_entropy`.
+        hidden: last hidden states (B, T, D).
+        head: output projection (V, D).
+        targets: tokens to predict, (B, T) integers.
+        weights: weights of the targets, (B, T) float32.
+        vocab, z_loss, soft_cap: as in `loss.cross_entropy`.
         interpret: run the kernel step by step in plain JAX, for tests.
 
     Raises:
@@ -43,7 +43,7 @@ def sums(
     settings = {"vocab": vocab, "z_loss": z_loss, "soft_cap": soft_cap, "implementation": "tpu", "interpret": interpret}
 
     layout = current()
-    platform = jax.default_backend() if layout is None else None  # else the mesh determines it
+    platform = jax.default_backend() if layout is None else None  # otherwise the mesh determines it
 
     def run(hidden: Any, head: Any, targets: Any, weights: Any, vocab_axis: Any = None) -> tuple[Any, Any]:
         arrays = hidden.reshape(-1, hidden.shape[-1]), head, targets.reshape(-1), weights.reshape(-1)
@@ -51,34 +51,20 @@ def sums(
             return cross_entropy(*arrays, axis=vocab_axis, platform=platform, **settings)
         except (NotImplementedError, ValueError) as error:
             reason = str(error).removesuffix(". Pass implementation=None to take one that can.")
-            raise UserError(f"{reason}; or take no kernel, and a chunk") from error
+            raise UserError(f"{reason}; or use no kernel, and set a chunk") from error
 
     head = head.astype(hidden.dtype)
     if layout is None:
         return run(hidden, head, targets, weights)
-    mesh, rules = layout
-    row_spec = PartitionSpec(*spec(targets.shape, ("batch", "inner_seq"), mesh, rules))
-    vocab_spec = PartitionSpec(*spec(head.shape, ("vocab", None), mesh, rules))
-    sum_axes, vocab_axes = _axes(row_spec), _axes(vocab_spec)
+    rows, positions = axes_by_dim(targets.shape, "batch", "inner_seq")
+    vocab_axes = axes_by_dim(head.shape, "vocab", None)[0]
     if len(vocab_axes) > 1:
-        raise UserError(f"cross_entropy: words are sharded over {', '.join(vocab_axes)}, and the kernel takes one axis")
+        raise UserError(f"cross_entropy: got a vocabulary sharded over {', '.join(vocab_axes)}, expected one axis")
 
-    def local(*arrays: Any) -> tuple[Any, Any]:
+    def run_on_device(*arrays: Any) -> tuple[Any, Any]:
         local_sums = run(*arrays, vocab_axis=vocab_axes[0] if vocab_axes else None)
-        return jax.lax.psum(local_sums, sum_axes) if sum_axes else local_sums
+        return jax.lax.psum(local_sums, (*rows, *positions)) if rows or positions else local_sums
 
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(row_spec, vocab_spec, row_spec, row_spec),
-        out_specs=PartitionSpec(),
-        # within a region that is manual over some axes (a pipeline's), the kernel becomes manual over the others
-        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-        check_vma=False,
-    )(hidden, head, targets, weights)
-
-
-def _axes(partition: PartitionSpec) -> tuple[str, ...]:
-    """All mesh axes of a partition."""
-    entries = ((entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in partition)
-    return tuple(axis for entry in entries for axis in entry)
+    row_spec, vocab_spec = PartitionSpec(rows, positions), PartitionSpec(vocab_axes)
+    in_specs = (row_spec, vocab_spec, row_spec, row_spec)
+    return on_each_device(run_on_device, in_specs, PartitionSpec())(hidden, head, targets, weights)

@@ -14,12 +14,14 @@ from jaxscale.layers.linear import Initializer, Linear
 from jaxscale.sharding.place import constrain, move
 from jaxscale.typing import Array, Float
 
-Kind = Literal[
+Nonlinearity = Literal[
     "swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared", "silu"
 ]
 
 
 class _Form(NamedTuple):
+    """A kind of MLP: its nonlinearity, and whether it has a gate."""
+
     activation: Callable[[Any], Any]
     gated: bool
 
@@ -44,7 +46,7 @@ _FORMS: dict[str, _Form] = {
     "relu_squared": _Form(lambda x: jax.numpy.square(jax.nn.relu(x)), False),
     "silu": _Form(jax.nn.silu, False),
 }
-assert set(_FORMS) == set(get_args(Kind))
+assert set(_FORMS) == set(get_args(Nonlinearity))
 
 
 class MLP(nnx.Module):
@@ -56,10 +58,11 @@ class MLP(nnx.Module):
     Args:
         embed: width of input and output.
         mlp: hidden width.
-        kind: activation, and whether it is gated: swiglu, geglu (exact GELU), geglu_tanh, reglu are.
+        kind: name of the activation. The gated kinds are swiglu, geglu (exact GELU), geglu_tanh and reglu.
         bias: whether the projections have biases.
         dropout: rate of the dropout of the output.
-        init, out_init: initializers of `gate` and `up`, and of `down`.
+        init: initializer of `gate` and `up`.
+        out_init: initializer of `down`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -83,9 +86,9 @@ class MLP(nnx.Module):
         if kind not in _FORMS:
             raise unknown("kind of mlp", kind, _FORMS)
         self.kind = kind
-        inward: dict[str, Any] = {"axes": ("embed", "mlp"), "bias": bias, "init": init, "rngs": rngs}
-        self.gate = Linear(embed, mlp, **inward) if _FORMS[kind].gated else None
-        self.up = Linear(embed, mlp, **inward)
+        projection_settings: dict[str, Any] = {"axes": ("embed", "mlp"), "bias": bias, "init": init, "rngs": rngs}
+        self.gate = Linear(embed, mlp, **projection_settings) if _FORMS[kind].gated else None
+        self.up = Linear(embed, mlp, **projection_settings)
         self.down = Linear(mlp, embed, axes=("mlp", "embed"), bias=bias, init=out_init, rngs=rngs)
         self.dropout = Dropout(dropout, site="mlp")
 

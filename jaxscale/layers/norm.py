@@ -9,18 +9,18 @@ from flax import nnx
 from jaxscale.typing import Array, Float
 
 
-def _over_rows(gain: jax.Array, x: jax.Array) -> jax.Array:
-    """A vector in float32, with the rank of `x`."""
-    return gain.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + gain.shape)
+def as_row(vector: jax.Array, x: jax.Array) -> jax.Array:
+    """`vector`, which has one entry per index of the last dim of `x`, in float32 and reshaped to the rank of `x`."""
+    return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
 class RMSNorm(nnx.Module):
     """`x / sqrt(mean(x^2) + eps) * w`, or `* (1 + w)` as in Gemma.
 
     Args:
-        size: width normalised over.
-        eps: added to the mean square.
-        plus_one: multiply by `1 + w`, with `w` zeros at first; else by `w`, ones at first.
+        size: size of the last dim, which is normalised.
+        eps: constant added to the mean square.
+        plus_one: whether to multiply by `1 + w`, with `w` initially zeros, rather than by `w`, initially ones.
 
     Example:
         >>> from flax import nnx
@@ -30,25 +30,25 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, size: int, *, eps: float = 1e-6, plus_one: bool = False, rngs: nnx.Rngs | None = None):
         self.eps, self.plus_one = eps, plus_one
-        start = jnp.zeros if plus_one else jnp.ones
-        self.weight = nnx.Param(start((size,), jnp.float32), out_sharding=("norm",))
+        make_weight = jnp.zeros if plus_one else jnp.ones
+        self.weight = nnx.Param(make_weight((size,), jnp.float32), out_sharding=("norm",))
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """`x` normalised over its last dim, in the type of `x`."""
-        wide = x.astype(jnp.float32)
-        # not jnp.square, whose derivative keeps 2 * wide besides wide
-        y = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
-        gain = _over_rows(self.weight[...], x)
-        return (y * (1 + gain if self.plus_one else gain)).astype(x.dtype)
+        x_float32 = x.astype(jnp.float32)
+        # not jnp.square, whose derivative keeps 2 * x_float32 besides x_float32
+        normalised = x_float32 * jax.lax.rsqrt(jnp.mean(x_float32 * x_float32, -1, keepdims=True) + self.eps)
+        gain = as_row(self.weight[...], x)
+        return (normalised * (1 + gain if self.plus_one else gain)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
     """`(x - mean(x)) / sqrt(var(x) + eps) * w + b`.
 
     Args:
-        size: width normalised over.
-        eps: added to the variance.
-        bias: whether there is a `b`.
+        size: size of the last dim, which is normalised.
+        eps: constant added to the variance.
+        bias: whether the layer has a `b`.
 
     Example:
         >>> from flax import nnx
@@ -63,10 +63,10 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """`x` normalised over its last dim, in the type of `x`."""
-        wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, -1, keepdims=True)
-        y = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
-        y = y * _over_rows(self.weight[...], x)
+        x_float32 = x.astype(jnp.float32)
+        centred = x_float32 - jnp.mean(x_float32, -1, keepdims=True)
+        normalised = centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + self.eps)
+        y = normalised * as_row(self.weight[...], x)
         if self.bias is not None:
-            y = y + _over_rows(self.bias[...], x)
+            y = y + as_row(self.bias[...], x)
         return y.astype(x.dtype)

@@ -19,9 +19,9 @@ class Rotary:
 
     Args:
         head_dim: width of a head, even.
-        base: wavelengths run from 2 pi to 2 pi * base.
-        scaling: from frequencies, float64 (head_dim / 2,) in radians per position, to scaled ones; `None` leaves them
-            unchanged.
+        base: ratio of the longest wavelength (in the limit of wide heads) to the shortest, which is 2 pi positions.
+        scaling: function from frequencies, float64 (head_dim / 2,) in radians per position, to scaled frequencies;
+            `None` leaves them unchanged.
 
     Example:
         >>> x = jnp.ones((1, 2, 1, 4))
@@ -36,9 +36,9 @@ class Rotary:
 
     def __post_init__(self) -> None:
         if self.head_dim < 2 or self.head_dim % 2:
-            raise UserError(f"rotary positions turn pairs of dims: got head_dim {self.head_dim}, expected it even")
+            raise UserError(f"rotary head_dim: got {self.head_dim}, expected an even number >= 2")
         if not self.base > 0:
-            raise UserError(f"rotary base: got {self.base!r}, expected more than 0")
+            raise UserError(f"rotary base: got {self.base!r}, expected a number > 0")
 
     @property
     def frequencies(self) -> np.ndarray:
@@ -48,8 +48,9 @@ class Rotary:
         return np.asarray(frequencies if self.scaling is None else self.scaling(frequencies), np.float32)
 
     def apply(self, x: Float[Array, "B T N H"], positions: Int[Array, "#B T"]) -> Float[Array, "B T N H"]:
-        """`x` turned by its positions; angles and the rotation in float32, the result in the type of `x`."""
+        """`x` rotated by the angles of its positions, computed in float32 and returned in the type of `x`."""
         angles = positions.astype(jnp.float32)[:, :, None, None] * self.frequencies[None, None, None, :]
         cos, sin = jnp.cos(angles), jnp.sin(angles)
-        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+        first_half, second_half = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        halves = first_half * cos - second_half * sin, second_half * cos + first_half * sin
+        return jnp.concatenate(halves, -1).astype(x.dtype)

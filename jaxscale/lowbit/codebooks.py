@@ -1,12 +1,12 @@
 r"""The maps between codes of a few bits and numbers of at most 1, for quantized arrays.
 
-* `soft8`, `sqrt8`: companding by arithmetic (FlashOptim, Gonzalez Ortiz et al. 2026, arXiv 2602.23349), of first and
-  second moments. Ours has no zero among the second moment's levels, as Li et al. recommend: a root that
-  rounds to zero makes an update many times too long.
-* `dynamic8`, `dynamic8_unsigned`, `dynamic4`: decades, each with twice the levels of the one below (Dettmers et al.
-  2021, arXiv 2110.02861), value for value those of `bitsandbytes.functional.create_dynamic_map`.
-* `linear4_unsigned`: :math:`(k + 1) / 16`, four bits without zero (Li et al. 2023, arXiv 2309.01507).
-* `e4m3`, `sqrt_e4m3`: eight-bit floating point, of a first moment and of the root of a second.
+* `soft8` for first moments and `sqrt8` for second moments compress the range of numbers by arithmetic (FlashOptim,
+  Gonzalez Ortiz et al. 2026, arXiv 2602.23349). Unlike there, no level of `sqrt8` is zero, as Li et al. recommend: a
+  root that rounds to zero makes an update many times too long.
+* `dynamic8`, `dynamic8_unsigned` and `dynamic4` have decades (powers of ten), each with twice the levels of the one
+  below (Dettmers et al. 2021, arXiv 2110.02861); the values equal `bitsandbytes.functional.create_dynamic_map`.
+* `linear4_unsigned` has the values :math:`(k + 1) / 16`, four bits without zero (Li et al. 2023, arXiv 2309.01507).
+* `e4m3` and `sqrt_e4m3` are eight-bit floating point, for a first moment and for the root of a second moment.
 
 Every map is elementwise arithmetic: on TPU a table lookup is a gather, which costs three thousand times the traffic.
 The table is the definition: `Map.table`. Left out: quantile maps, which need a sort.
@@ -31,12 +31,12 @@ class Map:
 
     Args:
         name: key in `MAPS`.
-        dtype: of the codes.
-        signed: numbers from -1 to 1; else from 0.
-        zero: the code for an array of zeros (whose scale is 0, so that it need not decode to 0).
-        encode: from float32 numbers of at most 1 to the nearest codes; ties go to the lower code in dynamic maps, to
-            the even code in others.
-        decode: from codes to float32.
+        dtype: dtype of the codes.
+        signed: whether numbers are from -1 to 1; otherwise they are from 0 to 1.
+        zero: code for the elements of an array of zeros. It need not decode to 0, because the array's scale is 0.
+        encode: function from float32 numbers of at most 1 to the nearest codes; ties go to the lower code in dynamic
+            maps, to the even code in others.
+        decode: function from codes to float32 numbers.
 
     Example:
         >>> m = MAPS["dynamic8"]
@@ -53,23 +53,28 @@ class Map:
 
     @property
     def bits(self) -> int:
-        """Bits of a code."""
+        """Number of bits of a code."""
         return int(jnp.iinfo(self.dtype).bits if self.integer else jnp.finfo(self.dtype).bits)
 
     @property
     def integer(self) -> bool:
-        """Whether codes are integers, consecutive for neighbouring values."""
+        """Whether codes are integers, so that neighbouring values have consecutive codes."""
         return bool(jnp.issubdtype(self.dtype, jnp.integer))
 
     @property
+    def limits(self) -> tuple[int, int]:
+        """The lowest and the highest code of a map with integer codes."""
+        highest = int(jnp.iinfo(self.dtype).max)
+        return -highest if self.dtype == jnp.int8 else 0, highest
+
+    @property
     def table(self) -> np.ndarray:
-        """The numbers of all codes, ascending, float32; for dynamic maps, equal to bitsandbytes' to the bit."""
+        """The numbers of all codes, ascending, float32; for dynamic maps, bit for bit those of bitsandbytes."""
         if self.name.startswith("dynamic"):
             return dynamic_table(self.bits, self.signed)
         if self.integer:
-            limits = jnp.iinfo(self.dtype)
-            lowest = -int(limits.max) if self.signed else int(limits.min)
-            codes = np.arange(lowest, int(limits.max) + 1)
+            lowest, highest = self.limits
+            codes = np.arange(lowest, highest + 1)
         else:
             codes = np.arange(2**self.bits, dtype=np.uint8).view(self.dtype).astype(np.float32)
             codes = codes[np.isfinite(codes) & (codes >= (-np.inf if self.signed else 0))]
@@ -78,14 +83,15 @@ class Map:
 
 
 def dynamic_table(bits: int, signed: bool) -> np.ndarray:
-    r"""The dynamic map, ascending, in float32.
+    r"""The values of a dynamic map, ascending, in float32.
 
     Decade :math:`i = 0 \dots b - 2` of :math:`b` bits has :math:`n = 2^i` values (unsigned :math:`2^{i + 1}`), the
-    middles of :math:`n` equal parts of :math:`[0.1, 1]`, times :math:`10^{i - b + 2}`; also 0 and 1, and no -1.
+    middles of :math:`n` equal parts of :math:`[0.1, 1]`, times :math:`10^{i - b + 2}`. The values 0 and 1 are added,
+    but not -1.
 
     Args:
-        bits: of a code.
-        signed: half of the codes are for numbers below 0.
+        bits: number of bits of a code.
+        signed: whether half of the codes are for numbers below 0.
 
     Returns:
         `2**bits` values, equal to the bit to those of bitsandbytes, whose `torch.linspace` multiplies a float32 step by
@@ -109,7 +115,7 @@ def dynamic_table(bits: int, signed: bool) -> np.ndarray:
 
 
 def _dynamic(name: str, bits: int, signed: bool, dtype: type) -> Map:
-    """The dynamic map by arithmetic: a code's distance from zero is n + bin, for the n bins of its decade."""
+    """A dynamic map by arithmetic: a code's distance from the code of zero is n + bin, for the n bins of its decade."""
     table = dynamic_table(bits, signed)
     decades, first_exponent = bits - 1, 0 if signed else 1
     values = table[table > 0]  # the last is 1
@@ -140,10 +146,10 @@ def _dynamic(name: str, bits: int, signed: bool, dtype: type) -> Map:
         distance = jnp.abs(code) + first_exponent
         exponent = jax.lax.bitcast_convert_type(jnp.maximum(distance, 1).astype(jnp.float32), jnp.int32) >> 23
         inverse = jax.lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)  # 1 / n
-        ten = jnp.full(code.shape, tens[-1], jnp.float32)
+        decade_top = jnp.full(code.shape, tens[-1], jnp.float32)
         for i in range(decades - 2, -1, -1):
-            ten = jnp.where(exponent <= 127 + first_exponent + i, tens[i], ten)
-        value = ten * (0.1 + 0.9 * ((distance.astype(jnp.float32) + 0.5) * inverse - 1))
+            decade_top = jnp.where(exponent <= 127 + first_exponent + i, tens[i], decade_top)
+        value = decade_top * (0.1 + 0.9 * ((distance.astype(jnp.float32) + 0.5) * inverse - 1))
         value = jnp.where(code == top_code, 1.0, jnp.where(code == 0, 0.0, value))
         return jnp.where(code < 0, -value, value) if signed else value
 
@@ -207,10 +213,10 @@ MAPS: Mapping[str, Map] = {m.name: m for m in _ALL}
 
 
 def map_of(name: str) -> Map:
-    """A map by its name.
+    """The map with a name.
 
     Raises:
-        UserError: unknown name.
+        UserError: there is no map of this name.
     """
     if name not in MAPS:
         raise unknown("map", name, MAPS)
@@ -218,10 +224,10 @@ def map_of(name: str) -> Map:
 
 
 def encode_by_table(y: Array, map: Map) -> Array:
-    """Position of the nearest value in a map's table: the definition of `Map.encode`, by search.
+    """Index of the nearest value in a map's table, by search; this defines `Map.encode`.
 
     Args:
-        y: float32 of at most 1.
+        y: float32 numbers of at most 1.
         map: any map; ties go to the lower value.
     """
     bounds = (map.table[:-1] + map.table[1:]) / np.float32(2)
@@ -229,19 +235,19 @@ def encode_by_table(y: Array, map: Map) -> Array:
 
 
 def neighbour(map: Map, codes: Array, above: Array) -> Array:
-    """The next code up or down, if it exists: the alternative to the nearest in stochastic rounding.
+    """The next higher or lower codes, to which stochastic rounding may round instead of the nearest.
+
+    The highest and the lowest code are their own neighbours.
 
     Args:
-        map: with integer codes.
-        codes: of this map.
-        above: where to go up.
+        map: map with integer codes.
+        codes: codes of this map.
+        above: whether to take the next higher code, for each code.
 
     Raises:
-        UserError: a floating-point map.
+        UserError: the map has floating-point codes.
     """
     if not map.integer:
-        raise UserError(f"map {map.name!r} can't round stochastically: take one of integer codes, such as 'soft8'")
-    limits = jnp.iinfo(map.dtype)
-    lowest = -int(limits.max) if map.dtype == jnp.int8 else int(limits.min)
+        raise UserError(f"map {map.name!r} can't round stochastically: use a map with integer codes, such as 'soft8'")
     neighbours = codes.astype(jnp.int32) + jnp.where(above, 1, -1)
-    return jnp.clip(neighbours, lowest, int(limits.max)).astype(map.dtype)
+    return jnp.clip(neighbours, *map.limits).astype(map.dtype)

@@ -1,11 +1,11 @@
 r"""Arrays in a few bits: a code for each number, and a float32 scale for each block of a column.
 
-A block is `block` consecutive numbers along the second-minor dim. Codes have the array's shape, and so its sharding;
-scales have that dim divided by the block. On TPU, whose arrays lie in tiles of (8, 128) over the last two dims, XLA
-fuses this without a copy: the usual blocks along the last dim cost 16 bytes of temporary memory for each number
-(Dettmers et al. 2021, arXiv 2110.02861, flatten and take 256 in a row).
+A block is `block` consecutive numbers along the second-minor dim. Codes have the array's shape, and therefore its
+sharding; in the shape of scales that dim is divided by the block. On TPU, whose arrays lie in tiles of (8, 128) over
+the last two dims, XLA fuses this without a copy. The usual blocks along the last dim would cost 16 bytes of temporary
+memory for each number (Dettmers et al. 2021, arXiv 2110.02861, flatten the array and take 256 numbers in a row).
 
-    scale = max |x|     of a block; NaN and infinity count as 0, and become 0
+    scale = max |x| over a block; NaN and infinity count as 0, and become 0
     codes = nearest code to x / scale
 
 Left out: scales in fewer bits, a second level of scales, and the rank-1 scales of Li et al. 2023, which are maxima over
@@ -34,10 +34,10 @@ class Quantized:
     """An array in a few bits, as a pytree of two arrays.
 
     Args:
-        codes: of the array's shape, in the dtype of its map.
-        scale: float32, of that shape with the second-minor dim divided by the block.
-        map: name of the codes' map, in `maps.MAPS`.
-        block: numbers of a column that share a scale.
+        codes: codes of the array's shape, in the dtype of its map.
+        scale: float32 scales, of the array's shape with the second-minor dim divided by `block`.
+        map: name of the codes' map, in `codebooks.MAPS`.
+        block: number of neighbouring elements of a column that share a scale.
 
     Example:
         >>> q = encode(jnp.ones((2, 512, 3)), "soft8", 256)
@@ -57,12 +57,12 @@ class Quantized:
 
     @property
     def ndim(self) -> int:
-        """Dims of the decoded array."""
+        """Number of dims of the decoded array."""
         return self.codes.ndim
 
     @property
     def size(self) -> int:
-        """Elements of the decoded array."""
+        """Number of elements of the decoded array."""
         return math.prod(self.codes.shape)
 
     @property
@@ -72,22 +72,23 @@ class Quantized:
 
 
 def is_quantized(x: Any) -> bool:
-    """Whether a node of a tree is a quantized array; the `is_leaf` of tree functions."""
+    """Whether a node of a tree is a quantized array; for the `is_leaf` argument of tree functions."""
     return isinstance(x, Quantized)
 
 
 def encode(x: Array, map: str, block: int, key: Key | None = None, *, by_rows: bool = False) -> Quantized:
-    """An array in a few bits.
+    """Quantize an array.
 
     Args:
-        x: of two dims or more, any floating dtype. NaN and infinities become 0.
-        map: name of the codes' map, in `maps.MAPS`; an unsigned one needs x >= 0.
-        block: numbers of a column that share a scale; divides the second-minor dim.
-        key: rounds stochastically, so that the mean over keys is `x`; `None` rounds to the nearest.
-        by_rows: of `scales`.
+        x: array of two dims or more, of any floating dtype. NaN and infinities become 0.
+        map: name of the codes' map, in `codebooks.MAPS`; an unsigned one needs x >= 0.
+        block: number of elements of a column that share a scale; it must divide the second-minor dim.
+        key: key for stochastic rounding, so that the mean over keys is `x`; `None` rounds to the nearest.
+        by_rows: whether to take maxima row by row, as in `scales`.
 
     Raises:
-        UserError: the block does not divide, the array has no columns, or there is no such map.
+        UserError: the block does not divide the second-minor dim, the array has fewer than two dims, or there is no
+            such map.
 
     Example:
         >>> x = jnp.array([[0.5, -8.0], [1.0, 4.0]])
@@ -103,10 +104,11 @@ def scales(x: Array, map: str, block: int, *, by_rows: bool = False) -> Float[Ar
     """The scale of each block: the largest finite distance from zero.
 
     Args:
-        x: of two dims or more.
+        x: array of two dims or more.
         map: name of the codes' map.
-        block: numbers of a column that share a scale.
-        by_rows: takes the maximum in a loop over a block's rows. XLA for CPU would else read column by column.
+        block: number of elements of a column that share a scale.
+        by_rows: whether to take the maximum in a loop over a block's rows. XLA for CPU would otherwise read column by
+            column.
     """
     map_of(map)
     check_block(x.shape, block)
@@ -114,36 +116,37 @@ def scales(x: Array, map: str, block: int, *, by_rows: bool = False) -> Float[Ar
     if by_rows:
         blocked = _finite(x).reshape(blocked_shape)
 
-        def row(i: Any) -> Array:  # without a constant, which would not lie in host memory as `x` may
+        def row(i: Any) -> Array:
+            """Magnitudes of row i of every block; without a constant, which would not lie in host memory as `x` may."""
             return jnp.abs(jax.lax.dynamic_index_in_dim(blocked, i, x.ndim - 1, keepdims=False))
 
         largest = jax.lax.fori_loop(1, block, lambda i, running: jnp.maximum(running, row(i)), row(0))
     else:
         largest = jnp.max(jnp.abs(_finite(x)).reshape(blocked_shape), -2)
-    return jnp.minimum(largest, 1 / LEAST)  # the inverse of a larger one is flushed to zero
+    return jnp.minimum(largest, 1 / LEAST)  # the inverse of a larger scale is flushed to zero
 
 
 def codes(x: Array, scale: Array, map: str, block: int, key: Key | None = None, *, repeated: bool = False) -> Array:
     """The codes of an array for given scales; numbers beyond their scale get the last code.
 
     Args:
-        x: of two dims or more.
-        scale: of `scales`.
+        x: array of two dims or more.
+        scale: scale of each block, as `scales` returns them.
         map: name of the codes' map.
-        block: numbers of a column that share a scale.
-        key: rounds stochastically.
-        repeated: of `beside`.
+        block: number of elements of a column that share a scale.
+        key: key for stochastic rounding; `None` rounds to the nearest.
+        repeated: whether to broadcast scales to the array's shape, as in `beside`.
     """
-    m = MAPS[map]
+    code_map = MAPS[map]
     numbers, inverse = beside(_finite(x), 1 / jnp.maximum(scale, LEAST), repeated)
-    scaled = jnp.clip(numbers * inverse, -1.0 if m.signed else 0.0, 1.0)
-    nearest = m.encode(scaled)
+    ratios = jnp.clip(numbers * inverse, -1.0 if code_map.signed else 0.0, 1.0)
+    nearest = code_map.encode(ratios)
     if key is not None:
-        nearest_value = m.decode(nearest)
-        neighbours = neighbour(m, nearest, scaled > nearest_value)
-        gap = m.decode(neighbours) - nearest_value
-        probability = (scaled - nearest_value) / jnp.where(gap == 0, 1, gap)
-        nearest = jnp.where(jax.random.uniform(key, scaled.shape) < probability, neighbours, nearest)
+        nearest_value = code_map.decode(nearest)
+        neighbours = neighbour(code_map, nearest, ratios > nearest_value)
+        gap = code_map.decode(neighbours) - nearest_value
+        probability = (ratios - nearest_value) / jnp.where(gap == 0, 1, gap)
+        nearest = jnp.where(jax.random.uniform(key, ratios.shape) < probability, neighbours, nearest)
     return nearest.reshape(x.shape)
 
 
@@ -151,8 +154,8 @@ def decode(q: Quantized, *, repeated: bool = False) -> Float[Array, "..."]:
     """The float32 array that a quantized one encodes.
 
     Args:
-        q: codes and scales.
-        repeated: of `beside`.
+        q: the quantized array.
+        repeated: whether to broadcast scales to the array's shape, as in `beside`.
 
     Example:
         >>> decode(zeros((2, 2), "linear4_unsigned", 2)).tolist()
@@ -163,14 +166,14 @@ def decode(q: Quantized, *, repeated: bool = False) -> Float[Array, "..."]:
 
 
 def beside(x: Array, scale: Array, repeated: bool = False) -> tuple[Array, Array]:
-    """An array and its scales in shapes whose product pairs each number with its scale.
+    """An array and its scales in shapes that broadcast, so that each number is paired with its scale.
 
     Args:
-        x: (.., rows, cols).
-        scale: (.., blocks, cols).
-        repeated: broadcast scales to the shape of the array, instead of reshaping the array to (.., blocks, block,
-            cols). XLA for TPU fuses the former and keeps 16 bytes a number for the latter if a shard has several
-            blocks; on GPU it is the reverse.
+        x: array (.., rows, cols).
+        scale: scales (.., blocks, cols).
+        repeated: whether to broadcast scales to the shape of the array; otherwise the array is reshaped to (.., blocks,
+            block, cols). XLA for TPU fuses the broadcast, and keeps 16 bytes a number for the reshape if a shard has
+            several blocks; on GPU it is the reverse.
 
     Example:
         >>> [a.shape for a in beside(jnp.ones((6, 2)), jnp.ones((3, 2)))]
@@ -178,34 +181,34 @@ def beside(x: Array, scale: Array, repeated: bool = False) -> tuple[Array, Array
         >>> [a.shape for a in beside(jnp.ones((6, 2)), jnp.ones((3, 2)), repeated=True)]
         [(6, 2), (6, 2)]
     """
-    blocked = _blocked(x.shape, x.shape[-2] // scale.shape[-2])
+    blocked_shape = _blocked(x.shape, x.shape[-2] // scale.shape[-2])
     if repeated:
-        return x, jnp.broadcast_to(scale[..., None, :], blocked).reshape(x.shape)
-    return x.reshape(blocked), scale[..., None, :]
+        return x, jnp.broadcast_to(scale[..., None, :], blocked_shape).reshape(x.shape)
+    return x.reshape(blocked_shape), scale[..., None, :]
 
 
 def zeros(shape: tuple[int, ...], map: str, block: int) -> Quantized:
-    """A quantized array of zeros, without encoding: XLA would constant-fold that, for seconds a leaf.
+    """A quantized array of zeros, made without encoding, which XLA would constant-fold for seconds for each leaf.
 
     Args:
-        shape: of two dims or more.
+        shape: shape of the decoded array, of two dims or more.
         map: name of the codes' map.
-        block: divides the second-minor dim.
+        block: number of elements of a column that share a scale; it must divide the second-minor dim.
     """
-    m = map_of(map)
+    code_map = map_of(map)
     check_block(shape, block)
     scale = jnp.zeros((*shape[:-2], shape[-2] // block, shape[-1]), jnp.float32)
-    return Quantized(jnp.full(shape, m.zero, m.dtype), scale, map, block)
+    return Quantized(jnp.full(shape, code_map.zero, code_map.dtype), scale, map, block)
 
 
 def block_of(rows: int, most: int) -> int:
-    """Numbers of a column that share a scale.
+    """The block to use for an array: how many elements of a column share a scale.
 
-    The largest divisor of `rows` of at most `most`. If that is less than an eighth of `most`, scales would take more
-    than half a byte for each number in 8 bits: then the whole column, which is coarser but keeps the bytes low.
+    It is the largest divisor of `rows` that is at most `most`. If that is less than an eighth of `most`, scales would
+    take more than half a byte for each 8-bit number; the block is then the whole column, which is coarser but smaller.
 
     Args:
-        rows: of the second-minor dim on one device.
+        rows: size of the second-minor dim on one device.
         most: largest block.
 
     Example:
@@ -217,24 +220,26 @@ def block_of(rows: int, most: int) -> int:
 
 
 def check_block(shape: tuple[int, ...], block: int) -> None:
-    """Refuse a block that does not divide the columns of an array.
+    """Raise unless a block divides the second-minor dim of an array.
 
     Raises:
-        UserError: such a block, or an array of fewer than two dims.
+        UserError: the block does not divide that dim, or the array has fewer than two dims.
     """
     if len(shape) < 2:
-        raise UserError(f"an array of shape {shape} can't be quantized: blocks lie along the second-last dim of two")
+        raise UserError(f"an array of shape {shape} can't be quantized: expected two dims or more")
     if block < 1 or shape[-2] % block:
         raise UserError(
-            f"blocks of {block} do not divide the {shape[-2]} rows of {shape}: expected a divisor, such as "
+            f"blocks of {block} do not divide the {shape[-2]} rows of shape {shape}: expected a divisor, such as "
             f"{block_of(shape[-2], max(block, 1))}"
         )
 
 
 def _blocked(shape: tuple[int, ...], block: int) -> tuple[int, ...]:
+    """A shape whose second-minor dim is split into blocks."""
     return (*shape[:-2], shape[-2] // block, block, shape[-1])
 
 
 def _finite(x: Array) -> Array:
+    """An array in float32, with zeros in place of NaN and infinities."""
     x = x.astype(jnp.float32)
     return jnp.where(jnp.abs(x) < jnp.inf, x, 0)

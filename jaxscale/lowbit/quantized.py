@@ -1,14 +1,14 @@
 r"""Any optax transformation with its state in 8 or 4 bits.
 
-Between steps the moments are quantized arrays (`quantize.py`); a step decodes them, lets the rule update them in
-float32, takes the update from the unrounded moments, and encodes them again (Dettmers et al. 2021, arXiv 2110.02861;
-Li et al. 2023, arXiv 2309.01507). XLA fuses all of it, so that no float32 moment lies in memory. The state is the
-rule's with `Quantized` in place of some arrays, and works wherever an optax state does.
+Between steps the moments are quantized arrays (`quantize.py`). A step decodes them, updates them by the rule in
+float32, computes the update of the weights from the unrounded moments, and encodes the moments again (Dettmers et al.
+2021, arXiv 2110.02861; Li et al. 2023, arXiv 2309.01507). XLA fuses all of it, so that no float32 moment lies in
+memory. The state is the rule's with `Quantized` in place of some arrays, and works wherever an optax state does.
 
-Names select what is quantized: that of the state's field (`mu`, `nu`, ...: also whether it is signed, which never
-depends on the data) and that of the parameter (embedding, head, norms and small leaves stay float32, for a block of a
-column would mix frequent tokens with rare ones). AdamW's step as one kernel: `optim/fused.py`. Left out:
-separate rules such as `Adam8bit`.
+Two names select what is quantized. The name of the state's field (`mu`, `nu`, ...) also determines whether the map is
+signed, which never depends on the data. By the name of the parameter, embedding, head, norms and small leaves stay
+float32; in an embedding, a block of a column would mix frequent tokens with rare ones. AdamW's step as one kernel is in
+`optim/fused.py`. Left out: separate rules such as `Adam8bit`.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from jaxscale.lowbit.quantize import beside, block_of, codes, decode, encode, is
 from jaxscale.trees import leaf_bytes, path_name
 from jaxscale.typing import Params
 
-States = Literal["float32", "int8", "dynamic8", "int4", "fp8"]
+MomentsFormat = Literal["float32", "int8", "dynamic8", "int4", "fp8"]
 """Format of an optimizer's state between steps."""
 
 _MAPS: Mapping[str, tuple[str, str, int]] = {
@@ -38,12 +38,12 @@ _MAPS: Mapping[str, tuple[str, str, int]] = {
     "int4": ("dynamic4", "linear4_unsigned", 128),
     "fp8": ("e4m3", "sqrt_e4m3", 256),
 }
-"""Maps of signed and of unsigned fields, and the largest block of a column that shares a scale."""
+"""For each format: the map of signed fields, the map of unsigned fields, and the largest block."""
 
 SIGNED = ("mu", "trace", "momentum", "m", "m1", "m2", "exp_avg", "velocity")
-"""Names of first moments in optax states and elsewhere."""
+"""Names of state fields, in optax and elsewhere, that are first moments."""
 UNSIGNED = ("nu", "nu_max", "v", "exp_avg_sq")
-"""Names of second moments."""
+"""Names of state fields, in optax and elsewhere, that are second moments."""
 NEVER: Mapping[str, str] = {
     "acc_grads": "a sum of gradients, in which small ones would be lost",
     "z": "schedule-free's weights, not a moment",
@@ -60,7 +60,7 @@ NEVER: Mapping[str, str] = {
     "projector": "a basis, whose columns must stay orthogonal",
     "residual": "the error feedback of compression, which must be exact",
 }
-"""Fields that must never be quantized, and why."""
+"""Names of state fields that must never be quantized, with the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +68,10 @@ class StatePolicy:
     """Selects the leaves of an optimizer's state to quantize.
 
     Args:
-        skip: pattern searched in a parameter's path ("blocks/layers/mlp/up/weight"); matches stay float32.
-        least: smallest size of a parameter, with all its layers.
-        block: most numbers of a column that share a scale; `None` is 256, and 128 in 4 bits.
+        skip: regular expression searched in a parameter's path ("blocks/layers/mlp/up/weight"); the state of matching
+            parameters stays float32.
+        least: smallest number of elements of a parameter, in all its layers, whose state is quantized.
+        block: most elements of a column that share a scale; `None` for 256, or 128 in 4 bits.
         signed: names of state fields that are quantized as numbers of either sign.
         unsigned: names of state fields that are quantized as numbers >= 0.
 
@@ -92,43 +93,44 @@ class StatePolicy:
                 raise UserError(f"field {name!r} must never be quantized: {NEVER[name]}; leave it out")
         overlap = sorted(set(self.signed) & set(self.unsigned))
         if overlap:
-            raise UserError(f"field {overlap[0]!r} is both signed and unsigned: name it once")
+            raise UserError(f"field {overlap[0]!r} is both signed and unsigned: list it in only one of the two")
         if self.block is not None and self.block < 1:
-            raise UserError(f"block: got {self.block}, expected a number of rows >= 1")
+            raise UserError(f"block: got {self.block}, expected a number of elements >= 1")
         try:
             re.compile(self.skip)
         except re.error as error:
-            raise UserError(f"skip: {self.skip!r} is no regular expression: {error}") from None
+            raise UserError(f"skip: {self.skip!r} is not a regular expression: {error}") from None
 
 
 def quantize_state(
     rule: optax.GradientTransformation,
-    states: States = "int8",
+    states: MomentsFormat = "int8",
     policy: StatePolicy = StatePolicy(),
     *,
     local: Params | None = None,
     layers: Params | None = None,
     platform: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optax transformation whose moments have a few bits between steps.
+    """The same optax transformation with moments that have 8 or 4 bits between steps.
 
     `optax.tree.map_params` works on its state with `is_leaf=is_quantized`.
 
     Args:
         rule: any optax transformation, also chains, masks, `multi_transform` and `inject_hyperparams`.
-        states: "int8" (companded), "dynamic8" (bitsandbytes' map), "int4", "fp8"; "float32" returns the rule.
-        policy: selects leaves.
-        local: tree like the parameters of `Sharding`s, or of the shapes of one device's shards: blocks then divide
-            every shard. Without it blocks divide the global shape.
-        layers: tree of bools like the parameters: the first dim is stacked layers, along which no block lies. Without
-            it blocks lie along the second-last dim of any array of two or more.
-        platform: of the updates: "tpu", "gpu" or "cpu"; `None` decides when a program is compiled.
+        states: format of the moments: "int8" (`soft8` and `sqrt8`), "dynamic8" (bitsandbytes' map), "int4" or "fp8";
+            "float32" returns the rule unchanged.
+        policy: selects the leaves to quantize.
+        local: tree like the parameters, of their `Sharding`s or of the shapes of one device's shards; blocks then
+            divide every shard. Without it blocks divide the global shape.
+        layers: tree of bools like the parameters: whether the first dim is stacked layers, along which no block lies.
+            Without it blocks lie along the second-last dim of any array of two dims or more.
+        platform: platform on which updates run: "tpu", "gpu" or "cpu"; `None` chooses it when a program is compiled.
 
     Returns:
         The transformation. Its `init` raises `UserError` if no leaf would be quantized.
 
     Raises:
-        UserError: unknown `states`.
+        UserError: `states` is not a known format.
 
     Example:
         >>> params = {"up": jnp.ones((64, 64)), "norm": jnp.ones(64)}
@@ -137,14 +139,14 @@ def quantize_state(
         >>> mu["up"].map, mu["up"].scale.shape, mu["norm"].dtype.name
         ('soft8', (1, 64), 'float32')
     """
-    if states not in get_args(States):
-        raise unknown("states", states, get_args(States))
+    if states not in get_args(MomentsFormat):
+        raise unknown("states", states, get_args(MomentsFormat))
     inner = optax.with_extra_args_support(rule)
     if states == "float32":
         return inner
 
     def init(params: Any) -> Any:
-        if not jax.tree.leaves(params):  # a placeholder, of `optax.tree.map_params`
+        if not jax.tree.leaves(params):  # `optax.tree.map_params` passes placeholders
             return inner.init(params)
         shapes = jax.eval_shape(inner.init, params)
         choices = _choose_maps(shapes, params, states, policy, local, layers)
@@ -165,50 +167,50 @@ def quantize_state(
         def state_in_blocks(state: Any) -> Any:
             views = None if extra else views_of(inner, updates, state)
             if views is None:
-                return update_float32(_decoded(_disguised(state, -1.0, True), True))[1]
+                return update_float32(_disguised(state, -1.0, True))[1]
             state = views.cut(state)
             inputs = [views.disguised(views.cut(tree), state) for tree in (updates, params)]
-            return inner.update(inputs[0], _decoded(_disguised(state, -1.0, True), True), inputs[1])[1]
+            return inner.update(inputs[0], _disguised(state, -1.0, True), inputs[1])[1]
 
-        by_platform = {
+        update_by_platform = {
             "cpu": functools.partial(_update_once, update_float32),
             "tpu": functools.partial(_update_recomputed, update_float32, repeated=True, in_blocks=state_in_blocks),
             "default": functools.partial(_update_recomputed, update_float32, repeated=False),
         }
         if platform is not None:
-            return by_platform[platform if platform in by_platform else "default"](state)
-        return jax.lax.platform_dependent(state, **by_platform)
+            return update_by_platform[platform if platform in update_by_platform else "default"](state)
+        return jax.lax.platform_dependent(state, **update_by_platform)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def dequantize(state: Any) -> Any:
-    """A state with float32 arrays in place of quantized ones: the state of the wrapped rule."""
-    return _decoded(state)
+def dequantize(state: Any, *, repeated: bool = False) -> Any:
+    """A state with float32 arrays in place of quantized ones: the state of the wrapped rule.
+
+    Args:
+        state: state of `quantize_state`.
+        repeated: whether to broadcast scales, as in `quantize.beside`.
+    """
+    return _map_quantized(functools.partial(decode, repeated=repeated), state)
 
 
 def placed(state: Any, shardings: Any) -> Any:
-    """Shardings of a state, from a tree like it with one `Sharding` or `PartitionSpec` for each quantized array.
+    """Shardings of the codes and scales in a state, from a tree with one sharding for each quantized array.
 
     Codes have the parameter's shape, and blocks divide its shards: codes and scales share the parameter's sharding.
 
     Args:
-        state: with `Quantized` nodes, of arrays or shapes.
-        shardings: tree of shardings, one for each leaf and each quantized array.
+        state: state with `Quantized` nodes, of arrays or shapes.
+        shardings: tree like the state, with a `Sharding` or `PartitionSpec` for each leaf and each quantized array.
     """
-    return jax.tree.map(
-        lambda leaf, place: dataclasses.replace(leaf, codes=place, scale=place) if is_quantized(leaf) else place,
-        state,
-        shardings,
-        is_leaf=is_quantized,
-    )
+    return _map_quantized(lambda q, place: dataclasses.replace(q, codes=place, scale=place), state, shardings)
 
 
 def state_bytes(state: Any) -> tuple[int, int]:
     """Bytes of the quantized arrays of a state, and their number of elements.
 
     Args:
-        state: of arrays or shapes.
+        state: state with `Quantized` nodes, of arrays or shapes.
 
     Example:
         >>> state_bytes({"mu": zeros((256, 4), "soft8", 256), "count": jnp.zeros(())})
@@ -219,70 +221,70 @@ def state_bytes(state: Any) -> tuple[int, int]:
 
 
 def _update_once(update: Any, state: Any) -> tuple[Params, Any]:
-    """Decode, update, encode: for CPU, where arithmetic is the bottleneck and memory is not."""
-    updates, new_state = update(_decoded(state))
+    """Decode, update and encode a state: for CPU, on which arithmetic is the bottleneck and memory is not."""
+    updates, new_state = update(dequantize(state))
     return updates, _map_quantized(lambda q, new: encode(new, q.map, q.block, by_rows=True), state, new_state)
 
 
 def _update_recomputed(update: Any, state: Any, repeated: bool, in_blocks: Any = None) -> tuple[Any, Any]:
-    """`_update_once` with the rule run three times, for updates, scales and codes, so that no float32 moment is kept.
+    """Like `_update_once`, but run the rule three times: for updates, scales and codes. No float32 moment is then kept.
 
     XLA would keep float32 moments rather than recompute them: up to 3.5 bytes a parameter on H100 (dynamic map), 10 on
-    v5e (`int8`). It drops optimization barriers before common-subexpression elimination, so the three must differ.
+    v5e (`int8`). It drops optimization barriers before common-subexpression elimination, so the three
+    runs must differ as expressions.
 
     Args:
-        update: the rule, on a state in float32.
-        state: quantized.
-        repeated: of `beside`, for scales and codes.
-        in_blocks: a function from the quantized state to the new state that gives scales; `None` takes `update`.
+        update: function from a state in float32 to the updates and the new state.
+        state: quantized state.
+        repeated: whether to broadcast scales, as in `quantize.beside`.
+        in_blocks: function from the quantized state to the new state from which scales are computed; `None` for
+            `update`.
     """
-    updates, new_state = update(_decoded(state, repeated))
-    scale_state = in_blocks(state) if in_blocks else update(_decoded(_disguised(state, -1.0, repeated), repeated))[1]
-    code_state = update(_decoded(_disguised(state, -2.0, repeated), repeated))[1]
+    updates, new_state = update(dequantize(state, repeated=repeated))
+    scale_state = in_blocks(state) if in_blocks else update(_disguised(state, -1.0, repeated))[1]
+    code_state = update(_disguised(state, -2.0, repeated))[1]
 
-    def encode_leaf(q: Any, plain: Any, scale_state: Any, code_state: Any) -> Any:
-        if not is_quantized(q):
-            return plain
-        scale = scales(scale_state, q.map, q.block).reshape(q.scale.shape)
-        return dataclasses.replace(q, codes=codes(code_state, scale, q.map, q.block, repeated=repeated), scale=scale)
+    def encode_leaf(q: Any, scale_array: Any, code_array: Any, _: Any) -> Any:
+        scale = scales(scale_array, q.map, q.block).reshape(q.scale.shape)
+        return dataclasses.replace(q, codes=codes(code_array, scale, q.map, q.block, repeated=repeated), scale=scale)
 
-    return updates, jax.tree.map(encode_leaf, state, new_state, scale_state, code_state, is_leaf=is_quantized)
+    return updates, _map_quantized(encode_leaf, state, scale_state, code_state, new_state)
 
 
 def _disguised(state: Any, bound: float, repeated: bool) -> Any:
-    """The same state by another expression: codes change only where a scale is below `bound`, as none is."""
+    """The decoded state as another expression, in which codes change where a scale is below `bound`; no scale is."""
 
     def disguise(q: Any) -> Any:
-        if not is_quantized(q):
-            return q
         codes_array, scale = beside(q.codes, q.scale, repeated)
-        return dataclasses.replace(
-            q, codes=jnp.where(scale < bound, jnp.zeros((), codes_array.dtype), codes_array).reshape(q.shape)
-        )
+        codes_array = jnp.where(scale < bound, jnp.zeros((), codes_array.dtype), codes_array)
+        return dataclasses.replace(q, codes=codes_array.reshape(q.shape))
 
-    return jax.tree.map(disguise, state, is_leaf=is_quantized)
-
-
-def _map_quantized(function: Any, state: Any, new_state: Any) -> Any:
-    return jax.tree.map(lambda q, x: function(q, x) if is_quantized(q) else x, state, new_state, is_leaf=is_quantized)
+    return dequantize(_map_quantized(disguise, state), repeated=repeated)
 
 
-def _decoded(state: Any, repeated: bool = False) -> Any:
-    return jax.tree.map(
-        lambda leaf: decode(leaf, repeated=repeated) if is_quantized(leaf) else leaf, state, is_leaf=is_quantized
-    )
+def _map_quantized(function: Any, state: Any, *trees: Any) -> Any:
+    """Map a function over the quantized arrays of a state and the entries of further trees at the same places.
+
+    All other leaves are taken from the last tree.
+    """
+
+    def mapped(*entries: Any) -> Any:
+        return function(*entries) if is_quantized(entries[0]) else entries[-1]
+
+    return jax.tree.map(mapped, state, *trees, is_leaf=is_quantized)
 
 
 def _choose_maps(
     shapes: Any, params: Params, states: str, policy: StatePolicy, local: Params | None, layers: Params | None
 ) -> list[tuple[str, int] | None]:
-    """Map and block of each leaf of a state; `None` leaves it in float32."""
-    signed, unsigned, max_block = _MAPS[states]
+    """(map name, block) of each leaf of a state; `None` for a leaf that stays float32."""
+    signed_map, unsigned_map, max_block = _MAPS[states]
     max_block = policy.block or max_block
-    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
-    shardings: list[Any] = [None] * len(flat) if local is None else jax.tree.leaves(local, is_leaf=_is_local)
-    stacked_flags: list[Any] = [False] * len(flat) if layers is None else treedef.flatten_up_to(layers)
-    owners = {path: (leaf.shape, *facts) for (path, leaf), *facts in zip(flat, shardings, stacked_flags, strict=True)}
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+    shardings: list[Any] = [None] * len(leaves) if local is None else treedef.flatten_up_to(local)
+    stacked: list[Any] = [False] * len(leaves) if layers is None else treedef.flatten_up_to(layers)
+    # shape, sharding and whether the first dim is layers, by the path of the parameter
+    owners = {path: (leaf.shape, *facts) for (path, leaf), *facts in zip(leaves, shardings, stacked, strict=True)}
 
     def choice(path: tuple[Any, ...], leaf: Any) -> tuple[str, int] | None:
         owner = owner_of(path, owners)
@@ -290,22 +292,19 @@ def _choose_maps(
             return None
         shape, sharding, is_stacked = owners[owner]
         field = path_name(path[: len(path) - len(owner)][-1:])
-        map = signed if field in policy.signed else unsigned if field in policy.unsigned else None
-        if map is None or leaf.shape != shape or re.search(policy.skip, path_name(owner)):
+        map_name = signed_map if field in policy.signed else unsigned_map if field in policy.unsigned else None
+        if map_name is None or leaf.shape != shape or re.search(policy.skip, path_name(owner)):
             return None
         if len(shape) - is_stacked < 2 or math.prod(shape) < policy.least:
             return None
-        return map, block_of(_local_shape(shape, sharding)[-2], max_block)
+        return map_name, block_of(_local_shape(shape, sharding)[-2], max_block)
 
     state_leaves, _ = jax.tree_util.tree_flatten_with_path(shapes)
     return [choice(path, leaf) for path, leaf in state_leaves]
 
 
-def _is_local(x: Any) -> bool:
-    return isinstance(x, Sharding | tuple | jax.ShapeDtypeStruct)
-
-
 def _local_shape(shape: tuple[int, ...], local: Any) -> tuple[int, ...]:
+    """Shape of one device's shard, from the array's `Sharding` or the shard's shape; `None` for the whole shape."""
     if local is None:
         return shape
     if isinstance(local, Sharding):
@@ -314,6 +313,7 @@ def _local_shape(shape: tuple[int, ...], local: Any) -> tuple[int, ...]:
 
 
 def _refusal(shapes: Any, states: str) -> str:
+    """The message of the error for a state of which no leaf would be quantized."""
     leaves = jax.tree_util.tree_flatten_with_path(shapes)[0]
     names = sorted(path_name(path) for path, leaf in leaves if leaf.ndim > 0)
     reasons = {reason: name for path in names for name, reason in NEVER.items() if name in path.split("/")}
@@ -323,17 +323,18 @@ def _refusal(shapes: Any, states: str) -> str:
         + ")"
         + "".join(f"; {name}: {reason}" for reason, name in reasons.items())
         + "; expected moments (mu, nu, trace, ...) of matrices of 4096 numbers or more outside embedding, head and "
-        "norms: take states 'float32', or name what to quantize in StatePolicy(signed=..., unsigned=..., least=...)"
+        "norms: use states='float32', or specify what to quantize by StatePolicy(signed=..., unsigned=..., least=...)"
     )
 
 
 def _zero_leaves(init: Any, params: Params) -> list[bool]:
-    """Whether each leaf of a state starts as zeros, according to the program of `init`."""
-    closed = jax.make_jaxpr(init)(params)
-    return [_is_zero(closed.jaxpr, variable) for variable in closed.jaxpr.outvars]
+    """For each leaf of a state, whether it starts as zeros according to the traced program of `init`."""
+    traced = jax.make_jaxpr(init)(params)
+    return [_is_zero(traced.jaxpr, variable) for variable in traced.jaxpr.outvars]
 
 
 def _is_zero(jaxpr: Any, variable: Any) -> bool:
+    """Whether a variable of a program is a broadcast constant 0."""
     if hasattr(variable, "val"):
         return bool(jnp.size(variable.val) == 1 and variable.val == 0)
     equation = next((eqn for eqn in jaxpr.eqns if variable in eqn.outvars), None)

@@ -1,7 +1,7 @@
-r"""Stochastic rounding to bfloat16: up or down at random, so that the mean is the number itself.
+r"""Stochastic rounding to bfloat16: numbers are rounded up or down at random, so that the mean is the number itself.
 
 Rounding to the nearest always loses an update below half a unit in the last place of a bfloat16 weight; stochastic
-rounding keeps it on average (Gupta et al. 2015, arXiv 1502.02551; of weights in bfloat16, Zamirai et al. 2020, arXiv
+rounding keeps it on average (Gupta et al. 2015, arXiv 1502.02551; for weights in bfloat16, Zamirai et al. 2020, arXiv
 2010.06192). `split_weights.py` also avoids a float32 copy of the weights, and loses less.
 """
 
@@ -17,10 +17,10 @@ from jaxscale.typing import Array, Key
 
 
 def key_of(seed: int, step: Any, path: str) -> Key:
-    """The key of one leaf in one step: the same after a restart, on any mesh and for any order of leaves.
+    """The random key of one leaf in one step: the same after a restart, on any mesh and for any order of leaves.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
         step: number of the step, which may be traced.
         path: name of the leaf.
 
@@ -33,48 +33,48 @@ def key_of(seed: int, step: Any, path: str) -> Key:
 
 
 def stochastic_bfloat16(x: Array, key: Key) -> Array:
-    """Round float32 numbers to bfloat16, up with the probability that makes the mean right.
+    """Round float32 numbers to bfloat16, up with the probability that makes the mean the number itself.
 
     Args:
-        x: float32, any shape. NaN, infinities and numbers of bfloat16 are unchanged.
-        key: of the draw.
+        x: float32 array of any shape. NaN, infinities and numbers that bfloat16 represents are unchanged.
+        key: key of the random draws.
 
     Example:
-        >>> x = jnp.full(4096, 1 + 2**-10, jnp.float32)  # an eighth of the way from 1 to the next
+        >>> x = jnp.full(4096, 1 + 2**-10, jnp.float32)  # an eighth of the way from 1 to the next bfloat16
         >>> drawn = stochastic_bfloat16(x, jax.random.key(0)).astype(jnp.float32)
         >>> sorted(set(drawn.tolist())), bool(abs(drawn.mean() - x[0]) < 2e-4)
         ([1.0, 1.0078125], True)
     """
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    chance = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    rounded = jax.lax.bitcast_convert_type((bits + chance) & jnp.uint32(0xFFFF0000), jnp.float32)
+    random_bits = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    rounded = jax.lax.bitcast_convert_type((bits + random_bits) & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
 class StochasticState(NamedTuple):
-    """State of `stochastic_weights`: the updates made, and the rule's state."""
+    """State of `stochastic_weights`: the number of updates made, and the rule's state."""
 
     count: Any
     inner: Any
 
 
 def stochastic_weights(rule: optax.GradientTransformation, seed: int = 0) -> optax.GradientTransformationExtraArgs:
-    """A rule over stochastically rounded bfloat16 weights, without a float32 copy.
+    """An optax transformation that keeps weights in bfloat16 by stochastic rounding, without a float32 copy.
 
     Args:
         rule: any optax transformation; its weights, gradients and state are in float32.
-        seed: of the rounding, together with the number of the update and the weight's path.
+        seed: seed of the rounding, used together with the number of the update and the weight's path.
 
     Returns:
-        The transformation, of which `optax.apply_updates` gives the rounded weights. Weights of other dtypes are
-        updated by the rule alone.
+        The transformation. `optax.apply_updates` with its updates returns the rounded weights. The rule alone updates
+        weights of other dtypes.
 
     Example:
         >>> params = {"w": jnp.ones(4096, jnp.bfloat16)}
         >>> rule = stochastic_weights(optax.sgd(2.0**-10))
         >>> updates, _ = rule.update(params, rule.init(params), params)
         >>> moved = optax.apply_updates(params, updates)["w"].astype(jnp.float32)
-        >>> bool(abs(moved.mean() - (1 - 2**-10)) < 2e-4)  # to the nearest, none would have moved
+        >>> bool(abs(moved.mean() - (1 - 2**-10)) < 2e-4)  # rounding to the nearest would have left all unchanged
         True
     """
     inner = optax.with_extra_args_support(rule)

@@ -5,8 +5,9 @@ r"""Weights as bfloat16 and an 8-bit correction: three bytes, instead of six wit
 
 Together they give the float32 weight to a relative 1.54e-5 (2^-8 / 255; bfloat16 alone: 3.9e-3), so that updates far
 below bfloat16's precision still add up (FlashOptim, Gonzalez Ortiz et al. 2026, arXiv 2602.23349). With gradients in
-bfloat16 and moments in 8 bits that is 7 bytes a parameter, where mixed-precision Adam takes 16. Left out: corrections
-of other dtypes than bfloat16, and of 16 bits, which would be exact and save less. `rounding.py` needs no correction.
+bfloat16 and moments in 8 bits that is 7 bytes a parameter; mixed-precision Adam takes 16. Left out: corrections for
+weights of other dtypes, and corrections of 16 bits, which would be exact and save less. `rounding.py` does without
+corrections.
 """
 
 from typing import Any, NamedTuple
@@ -20,14 +21,14 @@ from jaxscale.lowbit.rounding import in_float32
 from jaxscale.typing import Array, Float
 
 _STEPS = 127.5
-"""Corrections from zero to half a unit in the last place; the largest, 127, does not reach the rounding boundary."""
+"""Correction that would be half a unit in the last place; the largest, 127, stays below this rounding boundary."""
 
 
 class SplitState(NamedTuple):
     """State of `split_weights`.
 
     Args:
-        correction: a tree like the parameters, int8; `optax.MaskedNode` where a parameter is not bfloat16.
+        correction: tree of int8 arrays like the parameters; `optax.MaskedNode` where a parameter is not bfloat16.
         inner: the rule's state.
     """
 
@@ -36,13 +37,13 @@ class SplitState(NamedTuple):
 
 
 def split(x: Float[Array, "..."]) -> tuple[Array, Array]:
-    """A float32 array as bfloat16 and a correction.
+    """Split a float32 array into bfloat16 numbers and corrections.
 
     Args:
-        x: float32, of any shape, below 3.39e38 (the largest bfloat16).
+        x: float32 numbers, of any shape, below 3.39e38 (the largest bfloat16).
 
     Returns:
-        The nearest bfloat16, and int8 of the same shape.
+        The nearest bfloat16 numbers, and int8 corrections of the same shape.
 
     Example:
         >>> weight, correction = split(jnp.array([1.001]))
@@ -59,18 +60,19 @@ def split(x: Float[Array, "..."]) -> tuple[Array, Array]:
 
 
 def join(weight: Array, correction: Array) -> Float[Array, "..."]:
-    """The float32 array of a bfloat16 one and its correction: `split`'s inverse, to a relative 1.54e-5."""
+    """The float32 array of bfloat16 numbers and corrections: the inverse of `split`, to a relative 1.54e-5."""
     return weight.astype(jnp.float32) + correction.astype(jnp.float32) * (1 / _STEPS) * _half_unit(weight)
 
 
 def split_params(params: Any) -> tuple[Any, Any]:
-    """Float32 parameters as bfloat16 ones to train and corrections for an initial `SplitState`.
+    """Split float32 parameters into bfloat16 parameters to train and corrections for an initial `SplitState`.
 
     Args:
         params: tree of float32 arrays.
 
     Returns:
-        Two trees like it. `rule.init(weights)._replace(correction=corrections)` starts from `params`.
+        Two trees like `params`: weights and corrections. `rule.init(weights)._replace(correction=corrections)` starts
+        from `params`.
     """
     pairs = jax.tree.map(split, params)
     return jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0)), pairs)
@@ -80,32 +82,35 @@ def joined(params: Any, state: SplitState) -> Any:
     """The float32 parameters that a step starts from.
 
     Args:
-        params: bfloat16 leaves are joined; others are unchanged.
-        state: of `split_weights`.
+        params: parameters, whose bfloat16 leaves are joined with their corrections; others are unchanged.
+        state: state of `split_weights`.
     """
-    return jax.tree.map(
-        lambda c, p: p if isinstance(c, optax.MaskedNode) else join(p, c), state.correction, params, is_leaf=_is_masked
-    )
+
+    def join_leaf(correction: Any, param: Array) -> Array:
+        return param if _is_masked(correction) else join(param, correction)
+
+    return jax.tree.map(join_leaf, state.correction, params, is_leaf=_is_masked)
 
 
 def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """A rule over bfloat16 weights whose state holds their rounding errors.
+    """An optax transformation of bfloat16 weights whose state contains their rounding errors.
 
     Args:
-        rule: any optax transformation, also `quantize_state` of one; its weights, gradients and state are in float32.
+        rule: any optax transformation, also one that `quantize_state` returned; its weights, gradients and state are in
+            float32.
 
     Returns:
         The transformation. Its updates are the differences of rounded weights, in float32, so that
-        `optax.apply_updates` gives these weights. Weights of other dtypes are updated by the rule alone.
+        `optax.apply_updates` returns these weights. The rule alone updates weights of other dtypes.
 
     Raises:
-        UserError: in `init`, if no parameter is bfloat16; in `update`, without parameters.
+        UserError: in `init`, no parameter is bfloat16; in `update`, `params` is `None`.
 
     Example:
         >>> params = {"w": jnp.ones((2, 2), jnp.bfloat16)}
         >>> rule = split_weights(optax.sgd(2.0**-11))
         >>> state = rule.init(params)
-        >>> for _ in range(4):  # each a quarter of the least change of a bfloat16 weight below 1
+        >>> for _ in range(4):  # each step is a quarter of the least change of a bfloat16 weight below 1
         ...     updates, state = rule.update(jax.tree.map(jnp.ones_like, params), state, params)
         ...     params = optax.apply_updates(params, updates)
         >>> params["w"].dtype.name, round(float(joined(params, state)["w"][0, 0]), 4), 1 - 4 * 2.0**-11
@@ -117,8 +122,8 @@ def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransform
         leaves = jax.tree.leaves(params)
         if leaves and not any(leaf.dtype == jnp.bfloat16 for leaf in leaves):
             raise UserError(
-                "split_weights: no parameter is bfloat16: cast them first, or take split_params(params), which keeps "
-                "the error of the cast"
+                "split_weights: no parameter is bfloat16: cast them first, or use split_params(params), which keeps "
+                "the rounding error of the cast"
             )
 
         def zero_correction(leaf: Any) -> Any:
@@ -133,24 +138,25 @@ def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransform
         steps, inner_state = inner.update(in_float32(updates), state.inner, weights, **extra)
 
         def split_leaf(correction: Any, old: Array, weights: Array, step: Array) -> tuple[Any, Any]:
-            if isinstance(correction, optax.MaskedNode):
+            if _is_masked(correction):
                 return step, correction
             weight, correction = split(weights + step)
             return weight.astype(jnp.float32) - old.astype(jnp.float32), correction
 
         pairs = jax.tree.map(split_leaf, state.correction, params, weights, steps, is_leaf=_is_masked)
         treedef = jax.tree.structure(params)
-        trees = [treedef.unflatten([pair[i] for pair in treedef.flatten_up_to(pairs)]) for i in (0, 1)]
-        return trees[0], SplitState(trees[1], inner_state)
+        new_updates, corrections = map(treedef.unflatten, zip(*treedef.flatten_up_to(pairs), strict=True))
+        return new_updates, SplitState(corrections, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _half_unit(weight: Array) -> Array:
-    """Half a unit in the last place of bfloat16 numbers, 2^(exponent - 8), float32; never below the least normal."""
+    """Half a unit in the last place of bfloat16 numbers, 2^(exponent - 8), but at least the least normal float32."""
     exponent = (jax.lax.bitcast_convert_type(weight, jnp.uint16) >> 7).astype(jnp.int32) & 255
     return jax.lax.bitcast_convert_type(jnp.maximum(exponent - 8, 1) << 23, jnp.float32)
 
 
 def _is_masked(x: Any) -> bool:
+    """Whether a node of a tree stands for a parameter without a correction."""
     return isinstance(x, optax.MaskedNode)

@@ -1,11 +1,11 @@
 """Chains: stages in sequence, plans of what to keep and what to recompute, and the cost of a plan.
 
 A plan is data, a tuple of nodes: `Save(i, option)` runs stage i and keeps the values of that option until its backward
-pass; `Remat(nodes)` runs its stages keeping only the input of the first, and runs them again, under its nodes, for
-their backward pass. `simulate` walks a plan and returns seconds, bytes and the forward runs of each stage: the
-definition that the solvers are tested against. This module has the plans that need no costs: `revolve`, optimal for
-alike stages and a number of slots (Griewank and Walther 2000, Algorithm 799), and `periodic` (Chen et al. 2016,
-arXiv:1604.06174). The plan for unlike stages and a budget in bytes is in `memory/rotor.py`.
+pass; `Remat(nodes)` runs its stages, keeps only the input of the first, and runs them again, under its nodes, for their
+backward pass. `simulate` walks a plan and returns its seconds, bytes and number of forward runs; the solvers are tested
+against it. This module has the plans that need no costs: `revolve`, optimal for identical stages and a number of slots
+(stage inputs kept at a time; Griewank and Walther 2000, Algorithm 799), and `periodic` (Chen et al. 2016,
+arXiv:1604.06174). The plan for different stages and a budget in bytes is in `memory/rotor.py`.
 
 Left out: plans that keep a value beyond the segment that computes it (non-persistent schedules), which nested
 `jax.checkpoint` cannot express.
@@ -20,10 +20,11 @@ from jaxscale.errors import UserError
 from jaxscale.values import check_types
 
 
-def _not_negative(value: object, *names: str) -> None:
+def _not_negative(record: object, *names: str) -> None:
+    """Raise if one of these fields of a dataclass is negative."""
     for name in names:
-        if getattr(value, name) < 0:
-            raise UserError(f"{name}: got {getattr(value, name)}, expected 0 or more")
+        if getattr(record, name) < 0:
+            raise UserError(f"{name}: got {getattr(record, name)}, expected 0 or more")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +32,10 @@ class Option:
     """One way to keep a stage from its forward pass to its backward pass.
 
     Args:
-        kept_bytes: kept besides the stage's input and output, which are always kept.
-        extra_seconds: of recomputing, in the backward pass, the values that were not kept.
-        working_bytes: further bytes while the backward pass of the stage runs.
-        name: shown in messages and reports.
+        kept_bytes: bytes kept besides the stage's input and output, which are always kept.
+        extra_seconds: seconds to recompute, in the backward pass, the values that were not kept.
+        working_bytes: further bytes in use while the backward pass of the stage runs.
+        name: name of the option in messages and reports.
     """
 
     kept_bytes: int = 0
@@ -52,13 +53,13 @@ class Stage:
     """The cost of one stage of a chain, per device and microbatch.
 
     Args:
-        forward_seconds: of its forward pass.
-        backward_seconds: of its backward pass if all values were kept.
-        output_bytes: of its output, `passed_bytes` included. A gradient has the bytes of its value.
-        options: ways to keep it.
-        working_bytes: further bytes while the forward pass of the stage runs.
-        passed_bytes: of the input arrays that its output contains unchanged (the skips of a U-Net): they take memory
-            once. They form a stack: a stage passes on the arrays that earlier stages passed on longest.
+        forward_seconds: seconds of its forward pass.
+        backward_seconds: seconds of its backward pass if all values were kept.
+        output_bytes: bytes of its output, `passed_bytes` included. The gradient of the output has the same bytes.
+        options: ways to keep the stage's values for its backward pass.
+        working_bytes: further bytes in use while the forward pass of the stage runs.
+        passed_bytes: bytes of the input arrays that its output contains unchanged (the skips of a U-Net), which take
+            memory only once. A stage that passes on fewer bytes than the one before it drops the arrays added last.
 
     Example:
         >>> Stage(1.0, 2.0, 8, (Option(40, name="all"), Option(8, 0.5, name="matrix products"))).options[1].name
@@ -76,10 +77,10 @@ class Stage:
         check_types(self)
         _not_negative(self, "forward_seconds", "backward_seconds", "output_bytes", "working_bytes", "passed_bytes")
         if not self.options:
-            raise UserError("a stage without options: give at least one way to keep it, Option()")
+            raise UserError("a stage without options: give at least one `Option`, a way to keep the stage's values")
         if self.passed_bytes > self.output_bytes:
             raise UserError(
-                f"passed_bytes: got {self.passed_bytes}, expected at most the {self.output_bytes} of the output"
+                f"passed_bytes: got {self.passed_bytes}, expected at most the {self.output_bytes} bytes of the output"
             )
 
 
@@ -88,8 +89,8 @@ class Save:
     """Run a stage and keep the values that its backward pass needs.
 
     Args:
-        stage: its index, from 0.
-        option: how to keep it, an index into its options.
+        stage: index of the stage, from 0.
+        option: index, into the stage's options, of the way to keep its values.
     """
 
     stage: int
@@ -102,10 +103,10 @@ class Save:
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
-    """Run neighbouring stages keeping only the first one's input; run them again, by `nodes`, for their backward pass.
+    """Run neighbouring stages, keep only the first one's input, and run them again for their backward pass.
 
     Args:
-        nodes: plan of these stages.
+        nodes: plan of these stages for their second run.
     """
 
     nodes: "tuple[Save | Remat, ...]"
@@ -113,7 +114,7 @@ class Remat:
     def __post_init__(self) -> None:
         check_types(self)
         if not self.nodes:
-            raise UserError("a segment of no stages: give Remat at least one node")
+            raise UserError("Remat: got no nodes, expected at least one `Save` or `Remat`")
 
 
 Nodes = tuple[Save | Remat, ...]
@@ -125,13 +126,13 @@ class ChainCost:
     """The cost of a plan of a chain.
 
     Args:
-        seconds: of the forward and the backward pass.
+        seconds: seconds of the forward and the backward pass.
         peak_bytes: most live bytes at any time, the chain's input included.
-        kept_bytes: most bytes kept for a backward pass at any time, the chain's input included: inputs of stages, and
-            the values that stages keep. Excluded are gradients, the working memory of the running stage, and the
-            output of the last stage of a list, which its backward pass reads at once.
-        forwards: number of forward runs of stages; L without recomputation.
-        peak_stage: the stage that runs at the peak.
+        kept_bytes: most bytes kept for a backward pass at any time: the chain's input, inputs of stages, and the values
+            that stages keep. Excluded are gradients, the working memory of the running stage, and the output of the
+            last stage of a list of nodes, which its backward pass reads at once.
+        forwards: number of forward runs of stages; without recomputation, the number of stages.
+        peak_stage: index of the stage that runs at the peak.
     """
 
     seconds: float
@@ -174,8 +175,8 @@ def check_nodes(nodes: Nodes, stages: int) -> None:
     if numbers != list(range(stages)):
         shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
         raise UserError(
-            f"a plan of {len(numbers)} stages ({shown}) for a chain of {stages}: expected each of them once, in order; "
-            "make the plan again for this model"
+            f"a plan of {len(numbers)} stages ({shown}) for a chain of {stages}: expected each stage once, in "
+            "order; make the plan again for this model"
         )
 
 
@@ -183,9 +184,9 @@ def simulate(nodes: Nodes, stages: Sequence[Stage], input_bytes: int) -> ChainCo
     """Walk a plan through a forward and a backward pass.
 
     Args:
-        nodes: the plan.
-        stages: of the chain.
-        input_bytes: of the first stage's input.
+        nodes: the plan of the chain.
+        stages: costs of the chain's stages.
+        input_bytes: bytes of the first stage's input.
 
     Raises:
         UserError: the plan is for another chain, or refers to an option that a stage does not have.
@@ -199,97 +200,101 @@ def simulate(nodes: Nodes, stages: Sequence[Stage], input_bytes: int) -> ChainCo
     for save in saves(nodes):
         if save.option >= len(stages[save.stage].options):
             raise UserError(
-                f"option {save.option} of stage {save.stage}, which has {len(stages[save.stage].options)}: "
-                "make the plan again for these stages"
+                f"option {save.option} of stage {save.stage}, and it has {len(stages[save.stage].options)} (numbered "
+                "from 0): make the plan again for these stages"
             )
     walk = _Walk(tuple(stages), input_bytes)
     walk.backward(nodes, stages[-1].output_bytes)
-    return ChainCost(walk.seconds, walk.peak, walk.most, walk.forwards, walk.peak_stage)
+    return ChainCost(walk.seconds, walk.peak, walk.most_held, walk.forwards, walk.peak_stage)
 
 
 class _Walk:
-    """Live and kept bytes while a plan runs. The input of a list of nodes counts as live while the list runs."""
+    """Bytes that are live, and bytes held (kept for a backward pass), while a plan runs.
+
+    The input of a list of nodes counts as live while the list runs.
+    """
 
     def __init__(self, stages: tuple[Stage, ...], input_bytes: int) -> None:
         self.stages = stages
+        # bytes of each stage's input, and of the last output
         self.bytes = [input_bytes, *(stage.output_bytes for stage in stages)]
-        self.live = self.held = self.most = input_bytes
+        self.live = self.held = self.most_held = input_bytes
         self.seconds, self.peak, self.forwards, self.peak_stage = 0.0, 0, 0, 0
 
-    def reach(self, more: int, stage: int) -> None:
-        """Record a peak of `more` bytes besides the live ones, while a stage runs."""
-        if self.live + more > self.peak:
-            self.peak, self.peak_stage = self.live + more, stage
+    def reach(self, added_bytes: int, stage: int) -> None:
+        """Record that a stage runs with `added_bytes` besides the live bytes, which may be a new peak."""
+        if self.live + added_bytes > self.peak:
+            self.peak, self.peak_stage = self.live + added_bytes, stage
 
-    def hold(self, more: int) -> None:
-        """Add `more` bytes to those kept for a backward pass; a negative number releases them."""
-        self.held += more
-        self.most = max(self.most, self.held)
+    def hold(self, added_bytes: int) -> None:
+        """Add to the bytes kept for a backward pass; a negative number releases bytes."""
+        self.held += added_bytes
+        self.most_held = max(self.most_held, self.held)
 
-    def new(self, start: int, stop: int) -> int:
+    def new_bytes(self, start: int, stop: int) -> int:
         """Bytes of the input of stage `stop` that are not part of the input of stage `start`."""
         return self.bytes[stop] - min(stage.passed_bytes for stage in self.stages[start:stop])
 
     def forward(self, stage: int) -> None:
-        """A stage runs forward."""
+        """Count the seconds of one forward run of a stage."""
         self.seconds += self.stages[stage].forward_seconds
         self.forwards += 1
 
     def forward_only(self, start: int, stop: int) -> None:
-        """Run stages keeping nothing but the input of the first and the output of the last."""
+        """Run the stages from `start` to `stop` - 1, keeping only the first one's input and the last one's output."""
         for index in range(start, stop):
-            input_bytes = self.new(start, index) if index > start else 0
-            self.reach(input_bytes + self.new(index, index + 1) + self.stages[index].working_bytes, index)
+            input_bytes = self.new_bytes(start, index) if index > start else 0
+            self.reach(input_bytes + self.new_bytes(index, index + 1) + self.stages[index].working_bytes, index)
             self.forward(index)
 
-    def backward(self, nodes: Nodes, gradient: int) -> None:
-        """Run nodes forward and backward, with a gradient of `gradient` bytes for their output."""
+    def backward(self, nodes: Nodes, gradient_bytes: int) -> None:
+        """Run nodes forward and backward; the gradient of their output has `gradient_bytes`."""
         if not nodes:
             return
         node, tail = nodes[0], nodes[1:]
         if isinstance(node, Save):
             stage = self.stages[node.stage]
             option = stage.options[node.option]
-            kept_bytes = option.kept_bytes + self.new(node.stage, node.stage + 1)
-            self.reach(gradient + kept_bytes + stage.working_bytes, node.stage)
+            kept_bytes = option.kept_bytes + self.new_bytes(node.stage, node.stage + 1)
+            self.reach(gradient_bytes + kept_bytes + stage.working_bytes, node.stage)
             self.forward(node.stage)
             held_bytes = kept_bytes if tail else option.kept_bytes
             self.live += kept_bytes
             self.hold(held_bytes)
-            self.backward(tail, gradient)
+            self.backward(tail, gradient_bytes)
             self.hold(-held_bytes)
-            gradients = self.bytes[node.stage + 1] + self.bytes[node.stage] - stage.passed_bytes
-            self.reach(gradients + option.working_bytes, node.stage)
+            gradients_bytes = self.bytes[node.stage + 1] + self.bytes[node.stage] - stage.passed_bytes
+            self.reach(gradients_bytes + option.working_bytes, node.stage)
             self.live -= kept_bytes
             self.seconds += stage.backward_seconds + option.extra_seconds
             return
         inner_stages = [save.stage for save in saves(node.nodes)]
         start, stop = inner_stages[0], inner_stages[-1] + 1
-        self.live += gradient
+        self.live += gradient_bytes
         self.forward_only(start, stop)
-        self.live -= gradient
+        self.live -= gradient_bytes
         if tail:
-            boundary = self.new(start, stop)
-            self.live += boundary
-            self.hold(boundary)
-            self.backward(tail, gradient)
-            self.hold(-boundary)
-            self.live -= boundary
+            boundary_bytes = self.new_bytes(start, stop)
+            self.live += boundary_bytes
+            self.hold(boundary_bytes)
+            self.backward(tail, gradient_bytes)
+            self.hold(-boundary_bytes)
+            self.live -= boundary_bytes
         self.backward(node.nodes, self.bytes[stop])
 
 
 def keep_all(stages: int) -> Nodes:
-    """The plan that keeps every stage by its first option and recomputes nothing."""
+    """The plan that keeps every stage under its first option and recomputes nothing."""
     return tuple(Save(stage) for stage in range(stages))
 
 
 def keep_inputs(stages: int) -> Nodes:
-    """The plan that keeps the input of each stage, and runs each a second time."""
+    """The plan that keeps only the input of each stage and runs each stage a second time."""
     return tuple(Remat((Save(stage),)) for stage in range(stages))
 
 
 def square_root(stages: int) -> int:
-    """The K that minimizes ceil(L / K) + K: the period of the rule `sqrt` for L stages.
+    """The K that minimizes ceil(L / K) + K, for L = `stages`; K is the period of the memory rule `sqrt`.
 
     Example:
         >>> square_root(16), square_root(32)
@@ -299,11 +304,11 @@ def square_root(stages: int) -> int:
 
 
 def periodic(stages: int, every: int) -> Nodes:
-    """The plan that keeps the input of every K-th stage, and all of the last segment, whose backward pass comes first.
+    """The plan that keeps the input of every K-th stage, and all values of the last segment, the first to run backward.
 
     Args:
-        stages: L.
-        every: K.
+        stages: number of stages.
+        every: K, the number of stages in a segment.
 
     Example:
         >>> periodic(3, 2)
@@ -316,12 +321,12 @@ def periodic(stages: int, every: int) -> Nodes:
 
 
 def revolve_cost(stages: int, slots: int) -> int:
-    """Least number of repeated forward passes of stages: r L - C(s + r, r - 1), C(s + r, r) >= L.
+    """Least number of repeated forward runs of stages: r L - C(s + r, r - 1), for the least r with C(s + r, r) >= L.
 
     Args:
-        stages: L, alike.
-        slots: s, states (inputs of stages) kept at a time, the chain's input among them, and beside them that of the
-            stage at work.
+        stages: L, the number of identical stages.
+        slots: s, the number of stage inputs kept at a time. The chain's input counts; the input of the running stage
+            does not.
 
     Example:
         >>> revolve_cost(32, 4), revolve_cost(16, 3), revolve_cost(8, 2)
@@ -335,12 +340,11 @@ def revolve_cost(stages: int, slots: int) -> int:
 
 
 def revolve(stages: int, slots: int) -> Nodes:
-    """The plan of least forward passes for alike stages, one of which at a time keeps what its backward pass needs.
+    """The plan of fewest forward runs for identical stages, if only one stage at a time keeps its values.
 
     Args:
-        stages: L.
-        slots: states (inputs of stages) kept at a time, the chain's input among them, and beside them that of the
-            stage at work.
+        stages: number of stages.
+        slots: number of stage inputs kept at a time. The chain's input counts; the input of the running stage does not.
 
     Example:
         >>> revolve(2, 1)
@@ -354,18 +358,20 @@ def revolve(stages: int, slots: int) -> Nodes:
 
 
 def _revolve(first: int, count: int, slots: int) -> Nodes:
+    """`revolve` for `count` stages from stage `first` on."""
     if count == 1:
         return (Save(first),)
-    head = count - 1 if slots == 1 else _head(count, slots)
+    head = count - 1 if slots == 1 else _head_count(count, slots)
     return (Remat(_revolve(first, head, slots)), *_revolve(first + head, count - head, max(slots - 1, 1)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _head(count: int, slots: int) -> int:
-    """Number of stages to run before the next state is kept."""
+def _head_count(count: int, slots: int) -> int:
+    """Number of stages to run before the next stage input is kept."""
     return min(range(1, count), key=lambda k: k + revolve_cost(k, slots) + revolve_cost(count - k, slots - 1))
 
 
 def _check_slots(stages: int, slots: int) -> None:
+    """Raise unless there is at least one stage and one slot."""
     if stages < 1 or slots < 1:
         raise UserError(f"revolve: got {stages} stages and {slots} slots, expected at least one of each")

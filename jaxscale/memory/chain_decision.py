@@ -1,49 +1,99 @@
-"""Decide a memory plan for a chain of blocks: from traced blocks to stages with options, to nodes, to a treatment.
+"""Decide a memory plan for a chain of blocks: traced blocks become stages with options, and a plan of nodes is chosen.
 
-Each block's menu is the lower convex hull of its optimal save sets (`graph.menu`), from keeping all to keeping nothing.
-A budget bounds the bytes kept for a later backward pass, as everywhere: inputs of blocks, and their kept values. The
-working memory of the running block and gradients are not included (`chain.simulate` returns both).
+The options of a block are its optimal save sets (`graph.menu`) on the lower convex hull of cost over bytes, from all
+values kept to none. A budget bounds the bytes kept for a later backward pass: inputs of blocks, and their kept
+values. It includes neither gradients nor the working memory of the running block (`chain.simulate` returns both).
 """
 
 from collections.abc import Sequence
 
-from jaxscale.blocks import Treatment, Wrapper, as_it_is
 from jaxscale.errors import UserError
-from jaxscale.memory.chain import Option, Stage, saves, simulate, times_run
-from jaxscale.memory.chain_apply import chain_nodes, chain_treatment
+from jaxscale.memory.chain import (
+    Nodes,
+    Option,
+    Stage,
+    keep_all,
+    keep_inputs,
+    periodic,
+    revolve,
+    saves,
+    simulate,
+    square_root,
+    times_run,
+)
 from jaxscale.memory.decision import ChainDecision, Decision, SaveSet
-from jaxscale.memory.graph import EVERYTHING, Objective, menu, save_set
-from jaxscale.memory.keep_named import keeping
-from jaxscale.memory.plan import MemoryPlan
+from jaxscale.memory.graph import menu
+from jaxscale.memory.plan import MemoryPlan, SaveSetObjective
+from jaxscale.memory.rotor import rotor
+from jaxscale.memory.save_set import EVERYTHING, cost_of, save_set
 from jaxscale.memory.stack_plan import hull
 from jaxscale.platforms.platform import Chip
 from jaxscale.programs import roofline
 from jaxscale.programs.block import BlockGraph
 from jaxscale.programs.collect import BlockCall
 
+CHAIN_RULES = ("none", "full", "sqrt", "periodic", "revolve", "chain")
+"""Rules of a `MemoryPlan` for chains."""
 POINTS = 8
-"""Save sets solved for each of several kinds of block."""
+"""Number of save sets solved for each kind of block if there are several kinds."""
 ALIKE_POINTS = 23
-"""Save sets solved if all blocks are of one kind, for which Rotor's table is small."""
+"""Number of save sets solved if all blocks are of one kind; Rotor's table is then small."""
 _TIE = 1e-6
-"""FLOP charged per recomputed byte of values that cost none."""
+"""FLOP charged per recomputed byte: of options with equal FLOP the one that recomputes fewer bytes is chosen."""
 
 
-def block_options(graph: BlockGraph, objective: Objective, points: int = POINTS) -> tuple[SaveSet, ...]:
-    """Ways to keep a block: everything first, then by falling bytes down to nothing."""
+def chain_nodes(plan: MemoryPlan, stages: Sequence[Stage], input_bytes: int) -> Nodes:
+    """Resolve a memory plan for a chain.
+
+    Args:
+        plan: memory plan whose rule is in `CHAIN_RULES`.
+        stages: cost of each block; rules other than `chain` use only the number of stages.
+        input_bytes: bytes of the first block's input.
+
+    Raises:
+        UserError: the budget is below the least possible.
+
+    Example:
+        >>> chain_nodes(MemoryPlan.parse("periodic:1"), [Stage(1.0, 2.0, 8)] * 2, 8)
+        (Remat(nodes=(Save(stage=0, option=0),)), Save(stage=1, option=0))
+    """
+    count = len(stages)
+    match plan.rule:
+        case "none":
+            return keep_all(count)
+        case "full":
+            return keep_inputs(count)
+        case "sqrt":
+            return periodic(count, square_root(count))
+        case "periodic" if plan.count is not None:
+            return periodic(count, plan.count)
+        case "revolve" if plan.count is not None:
+            return revolve(count, plan.count)
+        case "chain" if plan.budget is not None:
+            return rotor(stages, input_bytes, plan.budget, bound="kept").nodes
+    raise UserError(f"memory plan {plan} is not for a chain of blocks: expected one of {', '.join(CHAIN_RULES)}")
+
+
+def default_objective(chip: Chip | None) -> SaveSetObjective:
+    """The cost to minimize by default: seconds on a chip whose rates are known, otherwise FLOP."""
+    return "flop" if roofline.rate(chip, "bfloat16") is None else "seconds"
+
+
+def block_options(graph: BlockGraph, objective: SaveSetObjective, points: int = POINTS) -> tuple[SaveSet, ...]:
+    """Ways to keep a block, by falling bytes: from everything to nothing."""
     everything = save_set(graph, (EVERYTHING,))
     curve = hull(menu(graph, points, objective=objective), objective)
     return (everything, *(save for save in reversed(curve) if save.bytes < everything.bytes))
 
 
-def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: Objective) -> Stage:
-    """The cost of a block as a stage of a chain; without a chip, its seconds are FLOP.
+def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: SaveSetObjective) -> Stage:
+    """The cost of a block as a stage of a chain; for the objective "flop", its seconds are FLOP.
 
-    A backward pass takes twice the forward pass, and while it runs needs every value that it reads.
+    The backward pass counts twice the forward pass. While it runs, every value that it reads is in memory.
     """
-    seconds = graph.seconds if objective == "seconds" else float(graph.flop)
-    needed, inputs = set(graph.needed), set(graph.inputs)
-    needed_output_bytes = sum(graph.values[index].bytes for index in needed & set(graph.outputs))
+    seconds = float(cost_of(graph, objective))
+    needed_indices, input_indices = set(graph.needed), set(graph.inputs)
+    needed_output_bytes = sum(graph.values[index].bytes for index in needed_indices & set(graph.outputs))
 
     def option(save: SaveSet) -> Option:
         # the output is always kept, as the next block's input
@@ -53,9 +103,10 @@ def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: Object
         recomputed_bytes = max(0, graph.needed_bytes - needed_output_bytes - kept_bytes)
         # of plans of equal FLOP prefer the one that recomputes fewer values
         extra_seconds = save.seconds if objective == "seconds" else save.flop + _TIE * recomputed_bytes
-        return Option(kept_bytes, extra_seconds, recomputed_bytes, _name(save))
+        name = "everything" if save.keep == (EVERYTHING,) else ", ".join(save.keep) or "nothing"
+        return Option(kept_bytes, extra_seconds, recomputed_bytes, name)
 
-    passed_bytes = sum(graph.values[index].bytes for index in inputs & set(graph.outputs) & set(graph.carried))
+    passed_bytes = sum(graph.values[index].bytes for index in input_indices & set(graph.outputs) & set(graph.carried))
     return Stage(seconds, 2 * seconds, graph.output_bytes, tuple(map(option, options)), passed_bytes=passed_bytes)
 
 
@@ -63,52 +114,39 @@ def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None
     """Decide a memory plan for a model whose blocks are one chain, or one stack, which is then not scanned.
 
     Args:
-        plan: by a rule of `chain_apply.CHAIN_RULES`.
-        calls: the model's blocks (`costs.collect`), per device and microbatch, with seconds where `chip` is given.
-        chip: its seconds are minimized; without one, recomputed FLOP.
+        plan: memory plan whose rule is in `CHAIN_RULES`.
+        calls: the model's blocks (`programs.collect`), per device and microbatch; with seconds if `chip` is given.
+        chip: chip whose seconds are minimized; without one, recomputed FLOP are minimized.
 
     Raises:
-        UserError: a budget below the least possible; blocks that are no chain.
+        UserError: the budget is below the least possible, or the blocks do not form one chain.
     """
     if not calls or (len(calls) > 1 and any(call.count > 1 for call in calls)):
         raise UserError(
-            f"memory {plan}: this model's blocks are no chain ({len(calls)} calls of blocks, some in a loop); build it "
-            "of one layers.Chain or one layers.Stack, or take save:BYTES"
+            f"memory {plan}: this model's blocks are no single chain ({len(calls)} calls of blocks, some in a loop): "
+            "build the model of one layers.Chain or one layers.Stack, or use the memory plan save:BYTES"
         )
-    objective: Objective = "flop" if roofline.rate(chip, "bfloat16") is None else "seconds"
+    objective = default_objective(chip)
     graphs = {call.fingerprint: call.graph for call in calls}
     points = POINTS if len(graphs) > 1 else ALIKE_POINTS
     options = {kind: block_options(graph, objective, points) for kind, graph in graphs.items()}
-    kinds = {kind: block_stage(graph, options[kind], objective) for kind, graph in graphs.items()}
-    order = [call.fingerprint for call in calls for _ in range(call.count)]
-    stages = [kinds[kind] for kind in order]
+    stage_by_kind = {kind: block_stage(graph, options[kind], objective) for kind, graph in graphs.items()}
+    kind_of_stage = [call.fingerprint for call in calls for _ in range(call.count)]
+    stages = [stage_by_kind[kind] for kind in kind_of_stage]
     nodes = chain_nodes(plan, stages, calls[0].input_bytes)
     cost = simulate(nodes, stages, calls[0].input_bytes)
-    chosen = [options[order[save.stage]][save.option] for save in saves(nodes)]
+    save_sets = [options[kind_of_stage[save.stage]][save.option] for save in saves(nodes)]
     flop = sum(
         (runs - 1) * graphs[kind].flop + save.flop
-        for runs, kind, save in zip(times_run(nodes), order, chosen, strict=True)
+        for runs, kind, save in zip(times_run(nodes), kind_of_stage, save_sets, strict=True)
     )
-    least = sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
+    least_seconds = sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
     return Decision(
         plan,
-        chain=ChainDecision(nodes, tuple(options[kind] for kind in order)),
-        blocks=tuple(kinds),
+        chain=ChainDecision(nodes, tuple(options[kind] for kind in kind_of_stage)),
+        blocks=tuple(graphs),
         layers=len(stages),
         bytes=cost.kept_bytes,
         flop=flop,
-        seconds=max(0.0, cost.seconds - least) if objective == "seconds" else 0.0,
+        seconds=max(0.0, cost.seconds - least_seconds) if objective == "seconds" else 0.0,
     )
-
-
-def treatment_of_chain(decision: ChainDecision) -> Treatment:
-    """The treatment of blocks under a decision for a chain."""
-    return chain_treatment(decision.nodes, [[_wrapper(save) for save in menu] for menu in decision.options])
-
-
-def _wrapper(save: SaveSet) -> Wrapper:
-    return as_it_is if save.keep == (EVERYTHING,) else keeping([save])
-
-
-def _name(save: SaveSet) -> str:
-    return "everything" if save.keep == (EVERYTHING,) else ", ".join(save.keep) or "nothing"

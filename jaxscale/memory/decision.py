@@ -1,4 +1,4 @@
-"""Decision: a MemoryPlan resolved for one model, block by block, to names of values. Frozen, to and from JSON."""
+"""A decision is a memory plan resolved for one model: the names of the values that each block keeps. Stored as JSON."""
 
 import dataclasses
 import json
@@ -18,13 +18,13 @@ class SaveSet:
     The block's inputs are always kept. Bytes, FLOP and seconds are of one block, per device and microbatch.
 
     Args:
-        block: fingerprint of the block (`costs.block.BlockGraph`).
+        block: fingerprint of the block (`programs.block.BlockGraph`).
         keep: names of the values kept on the device.
         offload: names of the values kept in host memory.
-        bytes: of the values kept on the device.
-        host_bytes: of the values in host memory.
-        flop: recomputed in the backward pass, of matrix products and convolutions.
-        seconds: modelled, of recomputation and of copies that are not hidden; 0 without a chip.
+        bytes: bytes of the values kept on the device.
+        host_bytes: bytes of the values in host memory.
+        flop: FLOP of matrix products and convolutions that the backward pass recomputes.
+        seconds: modelled seconds of recomputation and of copies that are not hidden; 0 without a chip.
     """
 
     block: str
@@ -40,7 +40,7 @@ class SaveSet:
         duplicates = sorted(set(self.keep) & set(self.offload))
         if duplicates:
             raise UserError(
-                f"save set of block {self.block}: {', '.join(duplicates)} both kept and offloaded; choose one"
+                f"save set of block {self.block}: {', '.join(duplicates)} both kept and offloaded; list each value once"
             )
 
 
@@ -49,8 +49,8 @@ class Group:
     """Neighbouring layers of a stack with the same save set.
 
     Args:
-        layers: their number.
-        save: the save set of each; `None` keeps everything, unwrapped.
+        layers: number of layers.
+        save: the save set of each layer; `None` keeps everything, without a checkpoint.
     """
 
     layers: int
@@ -59,12 +59,12 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class StackDecision:
-    """The save sets of the layers of a stack of alike blocks.
+    """The save sets of the layers of a stack of identical blocks.
 
     Args:
         groups: neighbouring layers with one save set each; at most two, from the first layer on.
-        segment: k: only every k-th block's input is kept, and the values of `groups` only while their segment is
-            recomputed; `None` for one level.
+        segment: number of blocks in a segment. Only the first block's input of each segment is kept; the values of
+            `groups` are kept only while their segment is recomputed. `None` for a stack without segments.
     """
 
     groups: tuple[Group, ...]
@@ -79,7 +79,7 @@ class StackDecision:
 
     @property
     def layers(self) -> int:
-        """Layers of all groups."""
+        """Number of layers in all groups."""
         return sum(group.layers for group in self.groups)
 
 
@@ -88,7 +88,7 @@ class ChainDecision:
     """The save sets of the blocks of a chain, and the segments that run again.
 
     Args:
-        nodes: the plan.
+        nodes: the plan of the chain.
         options: ways to keep each block; `Save(stage, option)` chooses one.
     """
 
@@ -106,15 +106,15 @@ class Decision:
 
     Args:
         plan: the memory plan.
-        saves: one save set for each kind of block; empty if a policy of JAX selects the kept values.
-        stack: the groups and segments of the model's one scanned stack; `None`: all layers use `saves`.
+        saves: one save set for each kind of block; empty if `stack` or `chain` has the save sets.
+        stack: the groups and segments of the model's one scanned stack; `None` if all layers use `saves`.
         chain: the save sets and segments of the model's one chain; `None` for other plans.
         blocks: fingerprints of the model's kinds of blocks, in order of first appearance.
-        layers: blocks of the model.
-        bytes: kept on the device, of the whole model: inputs of blocks, and values of save sets; if segments run
-            again, the most that is kept at any one time.
-        host_bytes: in host memory, of the whole model.
-        flop: recomputed in one backward pass, of the whole model.
+        layers: number of blocks of the model.
+        bytes: bytes that the whole model keeps on the device: inputs of blocks, and values of save sets. If segments
+            run again, the most bytes kept at any one time.
+        host_bytes: bytes that the whole model keeps in host memory.
+        flop: FLOP that one backward pass of the whole model recomputes.
         seconds: modelled seconds of recomputation and copies, of the whole model; 0 without a chip.
 
     Example:
@@ -139,7 +139,7 @@ class Decision:
         check_types(self)
         kinds = [save.block for save in self.saves]
         if len(set(kinds)) < len(kinds):
-            raise UserError("a decision has one save set for each kind of block; got two for one")
+            raise UserError("a decision: got two save sets for one kind of block, expected one")
 
     @property
     def bytes_of_a_block(self) -> float:
@@ -152,9 +152,9 @@ class Decision:
 
 
 def read_decision(path: Any) -> Decision:
-    """The decision in a file of `Decision.write`.
+    """The decision in a file that `Decision.write` wrote.
 
     Raises:
-        UserError: no such file, not JSON, or not a decision.
+        UserError: there is no such file, it is not JSON, or it is not a decision.
     """
     return from_json(Decision, read_json(Path(path)), str(path))

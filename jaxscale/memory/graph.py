@@ -1,16 +1,16 @@
 """The optimal save set of a block: values to keep, offload or recompute, at least cost within a byte budget.
 
-Checkmate's question (Jain et al. 2020, arXiv:1910.02653) for one block whose backward pass follows its whole forward
-pass, which leaves a small integer program. With k, o in {0, 1} per value (kept, on the host) and r per equation (run
-again in the backward pass):
+This is Checkmate's problem (Jain et al. 2020, arXiv:1910.02653) for one block whose backward pass follows its whole
+forward pass, which makes the integer program small. For each value, k and o in {0, 1} are 1 if the value is kept on the
+device or on the host; for each equation, r in {0, 1} is 1 if it runs again in the backward pass:
 
     least    sum_e cost_e r_e (+ seconds of copies that nothing hides)
     where    k_v + o_v + r_producer(v) >= 1      for every value v that the backward pass reads
              k_u + o_u + r_producer(u) >= r_e    for every value u that equation e reads
              sum_v bytes_v k_v <= budget,  sum_v bytes_v o_v <= host budget
 
-and of the sets of least cost, the smallest. With a host budget the program is POFO's choice (Beaumont et al. 2021) for
-one block.
+Of the sets of least cost, the smallest is chosen. With a host budget the program makes POFO's choice (Beaumont et al.
+2021) for one block. Values that can only be kept together have one name in the traced program, their mark.
 
 Left out: when within the backward pass a value is recomputed (Checkmate's schedule). JAX recomputes a block as a whole,
 so the memory of the recomputation differs between save sets only by the bytes they keep.
@@ -18,146 +18,29 @@ so the memory of the recomputation differs between save sets only by the bytes t
 The solver is HiGHS, through scipy.
 """
 
-import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
-from jaxscale.errors import UserError, unknown
+from jaxscale.errors import UserError
 from jaxscale.memory.decision import SaveSet
+from jaxscale.memory.plan import SaveSetObjective
+from jaxscale.memory.save_set import EVERYTHING, Host, check_request, cost_of, hidden_seconds, recompute, save_set
 from jaxscale.programs.block import BlockGraph
 
-Objective = Literal["flop", "seconds"]
-EVERYTHING = "*"
-"""In place of names: every residual is kept, as without a plan."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Host:
-    """Host memory as a place for values of a block.
-
-    Args:
-        budget: bytes there, per device and microbatch of one block.
-        bandwidth: bytes/s between host and device, each way.
-        hidden_forward: seconds of the forward pass that hide copies to the host; by default the block's own.
-        hidden_backward: seconds of the backward pass that hide copies back; by default twice the forward pass.
-        names: of the values that may be offloaded; `None` for any.
-    """
-
-    budget: int
-    bandwidth: float
-    hidden_forward: float | None = None
-    hidden_backward: float | None = None
-    names: frozenset[str] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Recompute:
-    """The equations of a block that the backward pass recomputes.
-
-    Args:
-        flop: of matrix products, convolutions and kernels.
-        seconds: by roofline; 0 without a chip.
-        equations: their indices.
-    """
-
-    flop: int
-    seconds: float
-    equations: frozenset[int]
-
-
-def recompute(graph: BlockGraph, kept: Iterable[int]) -> Recompute:
-    """The equations to recompute when these values are kept: every equation that leads to a needed value.
-
-    Args:
-        graph: of the block.
-        kept: indices of values, on the device or on the host.
-    """
-    available_indices = set(kept)
-    runs: set[int] = set()
-    missing = [index for index in graph.needed if index not in available_indices]
-    while missing:
-        producer = graph.values[missing.pop()].producer
-        if producer >= 0 and producer not in runs:
-            runs.add(producer)
-            missing += [index for index in graph.equations[producer].inputs if index not in available_indices]
-    equations = [graph.equations[index] for index in sorted(runs)]
-    return Recompute(sum(e.flop for e in equations), sum(e.seconds for e in equations), frozenset(runs))
-
-
-def exposed_seconds(graph: BlockGraph, host: Host | None, host_bytes: int, recomputed: float) -> float:
-    """Seconds of copies to and from the host that the block's own work does not hide."""
-    if host is None or not host_bytes:
-        return 0.0
-    copy_seconds = host_bytes / host.bandwidth
-    hidden_forward, hidden_backward = _hidden_seconds(graph, host)
-    return max(0.0, copy_seconds - hidden_forward) + max(0.0, copy_seconds - hidden_backward - recomputed)
-
-
-def save_set(graph: BlockGraph, keep: Iterable[str], offload: Iterable[str] = (), host: Host | None = None) -> SaveSet:
-    """A save set of these names, with its bytes and its cost.
-
-    Args:
-        graph: of the block.
-        keep: names of values kept on the device.
-        offload: names of values in host memory.
-        host: sets the seconds of copies.
-
-    Raises:
-        UserError: the block has no such name, or the value cannot be kept by name.
-    """
-    keep, offload = tuple(keep), tuple(offload)
-    if keep == (EVERYTHING,):
-        return SaveSet(graph.fingerprint, keep, (), graph.needed_bytes, 0, 0, 0.0)
-    kept_indices, offloaded_indices = ([value_index(graph, name) for name in names] for names in (keep, offload))
-    recomputed = recompute(graph, (*kept_indices, *offloaded_indices))
-    size, host_size = (
-        sum(graph.values[index].bytes for index in indices) for indices in (kept_indices, offloaded_indices)
-    )
-    seconds = recomputed.seconds + exposed_seconds(graph, host, host_size, recomputed.seconds)
-    order = {graph.values[index].name: index for index in (*kept_indices, *offloaded_indices)}
-    by_order = [tuple(sorted(names, key=order.__getitem__)) for names in (keep, offload)]
-    return SaveSet(graph.fingerprint, by_order[0], by_order[1], size, host_size, recomputed.flop, seconds)
-
-
-def value_index(graph: BlockGraph, name: str) -> int:
-    """Index of the value with this name, which can be kept by name.
-
-    Raises:
-        UserError: there is none; the message suggests a near name.
-    """
-    index = graph.by_name.get(name)
-    if index is None or graph.values[index].mark is None:
-        names = [value.name for value in graph.values if value.mark is not None]
-        if index is None:
-            raise unknown(f"value of block {graph.fingerprint}", name, names)
-        raise UserError(
-            f"value {name!r} of block {graph.fingerprint} is inside an operation with its own derivative that does "
-            f"not name it: expected one of {', '.join(names[:8])}, ..."
-        )
-    return index
-
-
-def solve(
-    graph: BlockGraph,
-    budget: int,
-    *,
-    objective: Objective = "flop",
-    host: Host | None = None,
-    names: Iterable[str] | None = None,
-) -> SaveSet:
+def solve(graph: BlockGraph, budget: int, *, objective: SaveSetObjective = "flop", host: Host | None = None) -> SaveSet:
     """The save set of least cost within a budget, and of several such sets the smallest.
 
     Args:
-        graph: of the block, with seconds (a chip) where `objective` is "seconds" or there is a `host`.
-        budget: bytes kept on the device, besides the block's inputs.
+        graph: graph of the block; it needs seconds (a chip) if `objective` is "seconds" or `host` is given.
+        budget: most bytes kept on the device, besides the block's inputs.
         objective: the cost to minimize: recomputed FLOP of matrix products, or modelled seconds.
         host: host memory for offloaded values; requires the objective "seconds".
-        names: of the values that may be kept on the device; any by default.
 
     Raises:
-        UserError: a negative budget; the objective "seconds" for a graph without a chip.
+        UserError: the budget is negative, or the objective is "seconds" and the graph has no chip.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -167,16 +50,16 @@ def solve(
         >>> solve(graph, 0).flop, solve(graph, 128).flop, solve(graph, 128).keep
         (512, 0, ('dot_general',))
     """
-    return _Program(graph, objective, host, names).at(budget)
+    return _Program(graph, objective, host).at(budget)
 
 
-def smallest(graph: BlockGraph, most: float, *, objective: Objective = "flop") -> SaveSet:
-    """The smallest save set of a block whose cost is at most `most`.
+def smallest(graph: BlockGraph, max_cost: float, *, objective: SaveSetObjective = "flop") -> SaveSet:
+    """The smallest save set of a block whose cost is at most `max_cost`.
 
     Args:
-        graph: of the block, with seconds where `objective` is "seconds".
-        most: recomputed FLOP of matrix products, or modelled seconds.
-        objective: which of the two `most` is.
+        graph: graph of the block; it needs seconds if `objective` is "seconds".
+        max_cost: most recomputed FLOP of matrix products, or most modelled seconds.
+        objective: unit of `max_cost`, FLOP or seconds.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -186,108 +69,117 @@ def smallest(graph: BlockGraph, most: float, *, objective: Objective = "flop") -
         >>> smallest(graph, 0).bytes, smallest(graph, 512).bytes
         (128, 0)
     """
-    return _Program(graph, objective, None, None).within(most)
+    return _Program(graph, objective, None).within(max_cost)
 
 
 def menu(
-    graph: BlockGraph, points: int | Sequence[int] = 23, *, objective: Objective = "flop", host: Host | None = None
+    graph: BlockGraph,
+    points: int | Sequence[int] = 23,
+    *,
+    objective: SaveSetObjective = "flop",
+    host: Host | None = None,
 ) -> tuple[SaveSet, ...]:
     """The curve of cost against memory: optimal save sets, the first of which keeps nothing.
 
     Args:
-        graph: of the block.
+        graph: graph of the block.
         points: number of budgets to solve for, each in the middle of the gap that is widest in bytes and cost; or the
             budgets, in bytes.
-        objective: as in `solve`.
-        host: as in `solve`.
+        objective: the cost to minimize, as in `solve`.
+        host: host memory for offloaded values, as in `solve`.
 
     Returns:
         Save sets by rising bytes and falling cost, without duplicates.
     """
     if isinstance(points, int):
         return _menu(graph, points, objective, host)
-    program = _Program(graph, objective, host, None)
-    save_by_bytes = {size.bytes: size for size in map(program.at, points)}
+    program = _Program(graph, objective, host)
+    save_by_bytes = {save.bytes: save for save in map(program.at, points)}
     return tuple(save_by_bytes[size] for size in sorted(save_by_bytes))
 
 
 @functools.lru_cache(maxsize=64)
-def _menu(graph: BlockGraph, points: int, objective: Objective, host: Host | None) -> tuple[SaveSet, ...]:
-    """Cached, because several budgets of one model, and several rules, need the same curve."""
-    program = _Program(graph, objective, host, None)
+def _menu(graph: BlockGraph, points: int, objective: SaveSetObjective, host: Host | None) -> tuple[SaveSet, ...]:
+    """`menu` for a number of points; cached, because several budgets and rules need the same curve of a model."""
+    program = _Program(graph, objective, host)
     saves = [program.at(0), program.at(graph.needed_bytes)]
     saves = saves[:1] if saves[0].bytes == saves[1].bytes else saves
     # (lower save set, higher save set, start and stop of the budgets between them that were not tried yet)
     gaps = [(saves[0], saves[1], saves[0].bytes + 1, saves[1].bytes)] if len(saves) > 1 else []
+
+    def gap_area(gap: tuple[SaveSet, SaveSet, int, int]) -> float:
+        return (gap[3] - gap[2]) * (cost_of(gap[0], objective) - cost_of(gap[1], objective))
+
     for _ in range(points - 2):
         gaps = [gap for gap in gaps if gap[2] < gap[3]]
         if not gaps:
             break
-        low, high, start, stop = gap = max(gaps, key=lambda gap: (gap[3] - gap[2]) * program.saved(gap[0], gap[1]))
+        low_save, high_save, start, stop = gap = max(gaps, key=gap_area)
         gaps.remove(gap)
         budget = (start + stop) // 2
-        middle = program.at(budget)
-        if middle.bytes > low.bytes:
-            saves.append(middle)
-            gaps += [(low, middle, start, middle.bytes), (middle, high, budget + 1, stop)]
+        middle_save = program.at(budget)
+        if middle_save.bytes > low_save.bytes:
+            saves.append(middle_save)
+            gaps += [(low_save, middle_save, start, middle_save.bytes), (middle_save, high_save, budget + 1, stop)]
         else:
-            gaps.append((low, high, budget + 1, stop))
+            gaps.append((low_save, high_save, budget + 1, stop))
     return tuple(sorted(saves, key=lambda save: save.bytes))
 
 
-def _hidden_seconds(graph: BlockGraph, host: Host) -> tuple[float, float]:
-    forward = graph.seconds if host.hidden_forward is None else host.hidden_forward
-    return forward, 2 * graph.seconds if host.hidden_backward is None else host.hidden_backward
-
-
 class _Program:
-    """The integer program of a graph, built once for all budgets."""
+    """The integer program of a graph, built once for all budgets.
 
-    def __init__(self, graph: BlockGraph, objective: Objective, host: Host | None, names: Iterable[str] | None):
+    Its columns are variables: ("keep", mark), ("host", mark) and ("run", equation) are 0 or 1; ("out", "") and
+    ("back", "") are the exposed seconds of copies to and from the host.
+    """
+
+    def __init__(self, graph: BlockGraph, objective: SaveSetObjective, host: Host | None) -> None:
         if objective == "flop" and host is not None:
             raise UserError(
-                "a save set solved for flop takes nothing to the host: copies cost seconds; ask for seconds"
+                "the objective 'flop' does not support a host, because copies to it cost seconds; ask for seconds"
             )
-        if objective == "seconds" and graph.equations and not graph.seconds:
-            raise UserError("seconds of a block need a chip whose rates are known: give one, or solve for flop")
-        self.graph, self.objective, self.host = graph, objective, host
-        allowed = None if names is None else {value_index(graph, name) for name in names}
+        check_request(graph, 0, objective)
+        self.graph, self.host = graph, host
+        self.objective: SaveSetObjective = objective
         self.equations = sorted(recompute(graph, ()).equations)
         # values of one name are kept together or not at all
         self.groups: dict[str, list[int]] = {}
         for index in self._candidates():
             mark = graph.values[index].mark
             assert mark is not None, "candidates have a name"
-            if allowed is None or index in allowed:
-                self.groups.setdefault(mark, []).append(index)
+            self.groups.setdefault(mark, []).append(index)
         self.marks = list(self.groups)
-        self.size = {mark: sum(graph.values[i].bytes for i in self.groups[mark]) for mark in self.marks}
+        self.mark_bytes = {mark: sum(graph.values[i].bytes for i in self.groups[mark]) for mark in self.marks}
         self._build()
 
     def _cost(self, equation: int) -> float:
-        step = self.graph.equations[equation]
-        return step.flop if self.objective == "flop" else step.seconds
+        """The cost of running the equation with this index."""
+        return cost_of(self.graph.equations[equation], self.objective)
 
     def _candidates(self) -> list[int]:
-        """Values worth keeping: not those that follow at no cost from a smaller value or the block's inputs."""
+        """Indices of the values worth keeping.
+
+        A value is not worth keeping if it follows at no cost from a smaller value or from the block's inputs.
+        """
         graph = self.graph
-        free = {index for index, value in enumerate(graph.values) if value.producer < 0}
+        free_indices = {index for index, value in enumerate(graph.values) if value.producer < 0}
         candidates = []
-        for equation in self.equations:
-            step = graph.equations[equation]
-            costless = self._cost(equation) == 0
-            if costless and all(index in free for index in step.inputs):
-                free.update(step.outputs)
+        for number in self.equations:
+            equation = graph.equations[number]
+            costless = self._cost(number) == 0
+            if costless and all(index in free_indices for index in equation.inputs):
+                free_indices.update(equation.outputs)
                 continue
-            for index in step.outputs:
+            for index in equation.outputs:
                 value = graph.values[index]
-                source = graph.values[step.inputs[0]] if len(step.inputs) == 1 else None
+                source = graph.values[equation.inputs[0]] if len(equation.inputs) == 1 else None
                 redundant = costless and source is not None and source.mark is not None and source.bytes <= value.bytes
                 if value.mark is not None and not redundant:
                     candidates.append(index)
         return candidates
 
     def _build(self) -> None:
+        """Build the rows, columns and costs of the integer program."""
         import numpy as np
         from scipy.sparse import csr_array
 
@@ -300,128 +192,124 @@ class _Program:
                 if host.names is None or any(graph.values[i].name in host.names for i in self.groups[mark])
             ]
             column |= {("host", mark): len(column) + i for i, mark in enumerate(host_marks)}
-        self.whole = len(column)
+        self.choice_count = len(column)
         column |= {("run", equation): len(column) + i for i, equation in enumerate(self.equations)}
         if host is not None:
             column |= {("out", ""): len(column), ("back", ""): len(column) + 1}
         self.column = column
         scale = max((self._cost(equation) for equation in self.equations), default=0.0) or 1.0
-        self.unit = max(self.size.values(), default=0) or 1
+        self.unit = max(self.mark_bytes.values(), default=0) or 1
         cost = np.zeros(len(column))
         for equation in self.equations:
             cost[column["run", equation]] = self._cost(equation) / scale
-        rows: list[dict[int, float]] = []
-        least: list[float] = []
+        # the terms of a row by column, and the least value of their sum
+        rows: list[tuple[dict[int, float], float]] = []
         mark_of = {index: mark for mark, indices in self.groups.items() for index in indices}
 
         def availability(index: int) -> dict[int, float]:
+            """Terms of the sum that is at least 1 if a value is kept, on the host, or recomputed."""
             terms = {column["run", graph.values[index].producer]: 1.0}
             if index in mark_of:
                 columns = [column.get((kind, mark_of[index])) for kind in ("keep", "host")]
                 terms |= {number: 1.0 for number in columns if number is not None}
             return terms
 
-        for index in graph.needed:
-            rows.append(availability(index))
-            least.append(1.0)
+        rows += [(availability(index), 1.0) for index in graph.needed]
         for equation in self.equations:
             for index in graph.equations[equation].inputs:
                 if graph.values[index].producer >= 0:
-                    rows.append({**availability(index), column["run", equation]: -1.0})
-                    least.append(0.0)
+                    rows.append(({**availability(index), column["run", equation]: -1.0}, 0.0))
         if host is not None:
-            copies = {column["host", mark]: self.size[mark] for kind, mark in column if kind == "host"}
-            hidden_forward, hidden_backward = _hidden_seconds(graph, host)
+            copies = {column["host", mark]: self.mark_bytes[mark] for kind, mark in column if kind == "host"}
+            hidden_forward, hidden_backward = hidden_seconds(graph, host)
             cost[column["out", ""]] = cost[column["back", ""]] = 1.0
             copy_seconds = {number: -size / host.bandwidth / scale for number, size in copies.items()}
-            rows.append({**copy_seconds, column["out", ""]: 1.0})
-            least.append(-hidden_forward / scale)
+            rows.append(({**copy_seconds, column["out", ""]: 1.0}, -hidden_forward / scale))
             rerun_seconds = {column["run", equation]: self._cost(equation) / scale for equation in self.equations}
-            rows.append({**copy_seconds, **rerun_seconds, column["back", ""]: 1.0})
-            least.append(-hidden_backward / scale)
-            rows.append({number: -size / self.unit for number, size in copies.items()})
-            least.append(-host.budget / self.unit)
-            for number, mark in ((number, mark) for (kind, mark), number in column.items() if kind == "host"):
-                rows.append({number: -1.0, column["keep", mark]: -1.0})
-                least.append(-1.0)
-        entries = [(row, number, factor) for row, terms in enumerate(rows) for number, factor in terms.items()]
-        factors, indices = [f for _, _, f in entries], ([r for r, _, _ in entries], [n for _, n, _ in entries])
-        self.matrix = csr_array((factors, indices), shape=(len(rows), len(column)))
-        self.least = np.array(least)
+            rows.append(({**copy_seconds, **rerun_seconds, column["back", ""]: 1.0}, -hidden_backward / scale))
+            host_sizes = {number: -size / self.unit for number, size in copies.items()}
+            rows.append((host_sizes, -host.budget / self.unit))
+            rows += [
+                ({column["host", mark]: -1.0, column["keep", mark]: -1.0}, -1.0)
+                for kind, mark in column
+                if kind == "host"
+            ]
+        row_numbers = [row for row, (terms, _) in enumerate(rows) for _ in terms]
+        columns = [number for terms, _ in rows for number in terms]
+        factors = [factor for terms, _ in rows for factor in terms.values()]
+        self.matrix = csr_array((factors, (row_numbers, columns)), shape=(len(rows), len(column)))
+        self.least = np.array([least for _, least in rows])
         self.cost, self.scale = cost, scale
         self.bytes = np.zeros(len(column))
         for mark in marks:
-            self.bytes[column["keep", mark]] = self.size[mark] / self.unit
+            self.bytes[column["keep", mark]] = self.mark_bytes[mark] / self.unit
 
     def at(self, budget: int) -> SaveSet:
         """The optimum for a budget in bytes."""
-        if budget < 0:
-            raise UserError(f"save set: got a budget of {budget} bytes, expected 0 or more")
+        check_request(self.graph, budget, self.objective)
         best = self._solve(self.cost, budget)
         if best is None:
-            raise RuntimeError(f"the integer program of block {self.graph.fingerprint} has no answer")
-        spent = float(self.cost @ best)
-        # the smallest set of this cost, if the solver's tolerance lets it find one
-        small = self._solve(self.bytes, budget, spent * (1 + 1e-9) + 1e-9)
-        save = min((self._set(solution) for solution in (best, small) if solution is not None), key=self._price)
-        everything = budget >= self.graph.needed_bytes and self._price(save)[0] > 0
+            raise RuntimeError(f"the integer program of block {self.graph.fingerprint} has no solution")
+        least_cost = float(self.cost @ best)
+        # the smallest set of this cost, if the solver's tolerance admits one
+        smallest = self._solve(self.bytes, budget, least_cost * (1 + 1e-9) + 1e-9)
+        solutions = (self._set(solution) for solution in (best, smallest) if solution is not None)
+        save = min(solutions, key=lambda save: (cost_of(save, self.objective), save.bytes))
+        everything = budget >= self.graph.needed_bytes and cost_of(save, self.objective) > 0
         return save_set(self.graph, (EVERYTHING,)) if everything else save
 
-    def within(self, most: float) -> SaveSet:
-        """The smallest set whose cost is at most `most`."""
+    def within(self, max_cost: float) -> SaveSet:
+        """The smallest set whose cost is at most `max_cost`."""
         everything = save_set(self.graph, (EVERYTHING,))
-        if self._price(self.at(self.graph.needed_bytes))[0] > most:
+        if cost_of(self.at(self.graph.needed_bytes), self.objective) > max_cost:
             return everything
-        room = most / self.scale
-        solution = self._solve(self.bytes, self.graph.needed_bytes, room * (1 + 1e-9) + 1e-9)
+        scaled_cost = max_cost / self.scale
+        solution = self._solve(self.bytes, self.graph.needed_bytes, scaled_cost * (1 + 1e-9) + 1e-9)
         if solution is None:
             return everything
         save = self._set(solution)
-        return save if self._price(save)[0] <= most * (1 + 1e-9) else everything
-
-    def _price(self, save: SaveSet) -> tuple[float, int]:
-        return (save.flop if self.objective == "flop" else save.seconds), save.bytes
-
-    def saved(self, small: SaveSet, large: SaveSet) -> float:
-        """Cost that the larger of two sets saves over the smaller."""
-        return self._price(small)[0] - self._price(large)[0]
+        return save if cost_of(save, self.objective) <= max_cost * (1 + 1e-9) else everything
 
     def _set(self, solution: Any) -> SaveSet:
-        chosen = {kind: [] for kind in ("keep", "host")}
+        """The save set that a solution of the integer program describes."""
+        names: dict[str, list[str]] = {"keep": [], "host": []}
         for (kind, mark), number in self.column.items():
-            if kind in chosen and solution[number] > 0.5:
-                chosen[kind] += [self.graph.values[index].name for index in self.groups[str(mark)]]
-        return save_set(self.graph, chosen["keep"], chosen["host"], self.host)
+            if kind in names and solution[number] > 0.5:
+                names[kind] += [self.graph.values[index].name for index in self.groups[str(mark)]]
+        return save_set(self.graph, names["keep"], names["host"], self.host)
 
-    def _solve(self, objective: Any, budget: int, spent: float = math.inf) -> Any:
-        """The choices that minimize an objective within bytes and cost; `None` if there are none."""
+    def _solve(self, weights: Any, budget: int, max_cost: float = math.inf) -> Any:
+        """The variables that minimize the sum with these weights, within a budget in bytes and a scaled cost.
+
+        Returns `None` if no choice satisfies both limits.
+        """
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         count = len(self.column)
-        if not self.whole or not count:
+        if not self.choice_count or not count:
             return np.ones(count)  # nothing to choose: every equation runs
         upper = np.ones(count)
         for key in (("out", ""), ("back", "")):
             if key in self.column:
                 upper[self.column[key]] = np.inf
-        integral = np.zeros(count)
-        # runs are integral if the choices are; declaring it makes HiGHS faster, and it prints no repaired solutions
-        integral[: self.whole + len(self.equations)] = 1
+        integrality = np.zeros(count)
+        # runs are integral if the choices are; declaring them integral makes HiGHS faster, and it prints no repairs
+        integrality[: self.choice_count + len(self.equations)] = 1
         lower: Any = np.zeros(count)
         bounds = Bounds(lower, cast(Any, upper))
-        limit = float(budget)
+        limit_bytes = float(budget)
         while True:
             constraints = [LinearConstraint(self.matrix, cast(Any, self.least), np.inf)]
-            constraints.append(LinearConstraint(self.bytes[None, :], -np.inf, limit / self.unit))
-            if math.isfinite(spent):
-                constraints.append(LinearConstraint(self.cost[None, :], -np.inf, spent))
+            constraints.append(LinearConstraint(self.bytes[None, :], -np.inf, limit_bytes / self.unit))
+            if math.isfinite(max_cost):
+                constraints.append(LinearConstraint(self.cost[None, :], -np.inf, max_cost))
             optimum = milp(
-                objective, integrality=integral, bounds=bounds, constraints=constraints, options={"mip_rel_gap": 0}
+                weights, integrality=integrality, bounds=bounds, constraints=constraints, options={"mip_rel_gap": 0}
             )
             if optimum.x is None:
                 return None
-            kept_bytes = sum(self.size[mark] for mark in self.marks if optimum.x[self.column["keep", mark]] > 0.5)
+            kept_bytes = sum(self.mark_bytes[mark] for mark in self.marks if optimum.x[self.column["keep", mark]] > 0.5)
             if kept_bytes <= budget:
                 return optimum.x
-            limit -= kept_bytes - budget  # the solver's tolerance let a little too much through
+            limit_bytes -= kept_bytes - budget  # the solver's tolerance allowed slightly too many bytes

@@ -1,35 +1,37 @@
-"""Heuristics for the save set of a block: evict one value after the other until the rest fits the budget.
+"""Heuristics for the save set of a block: evict values one by one until the others fit the budget.
 
-* `ratio`: evicts the value of least recomputation cost per freed byte.
-* `dtr_static`: the score of Dynamic Tensor Rematerialization (Kirisame et al. 2021, arXiv:2006.09616), cost / (bytes *
-  staleness), where the staleness of a value is the time since its last read in the forward pass.
+* `ratio` evicts the value of least recomputation cost per freed byte.
+* `dtr_static` uses the score of Dynamic Tensor Rematerialization (DTR; Kirisame et al. 2021, arXiv:2006.09616), cost /
+  (bytes * staleness). The staleness of a value is the time since its last read in the forward pass.
 
-DTR evicts while a program runs; here its score chooses a save set in advance: a heuristic for comparison, not DTR.
-Left out of it: decisions at run time, the union-find of evicted neighbourhoods, and repeated eviction of recomputed
+DTR evicts while a program runs; here its score chooses a save set in advance, as a heuristic for comparison.
+Left out of DTR: decisions at run time, the union-find of evicted neighbourhoods, and repeated eviction of recomputed
 values.
 """
 
 from typing import Literal
 
-from jaxscale.errors import UserError
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import Objective, recompute, save_set
+from jaxscale.memory.plan import SaveSetObjective
+from jaxscale.memory.save_set import check_request, cost_of, recompute, save_set
 from jaxscale.programs.block import BlockGraph
 
-Score = Literal["ratio", "dtr_static"]
+EvictionScore = Literal["ratio", "dtr_static"]
 
 
-def greedy(graph: BlockGraph, budget: int, score: Score = "ratio", *, objective: Objective = "flop") -> SaveSet:
+def greedy(
+    graph: BlockGraph, budget: int, score: EvictionScore = "ratio", *, objective: SaveSetObjective = "flop"
+) -> SaveSet:
     """A save set within a budget, by eviction.
 
     Args:
-        graph: of the block.
-        budget: bytes kept on the device, besides the block's inputs.
-        score: the value of least score is evicted first.
+        graph: graph of the block.
+        budget: most bytes kept on the device, besides the block's inputs.
+        score: name of the score; the value of least score is evicted first.
         objective: the cost in the score: FLOP of matrix products, or modelled seconds.
 
     Raises:
-        UserError: a negative budget; seconds of a graph without a chip.
+        UserError: the budget is negative, or the objective is "seconds" and the graph has no chip.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -39,51 +41,49 @@ def greedy(graph: BlockGraph, budget: int, score: Score = "ratio", *, objective:
         >>> [greedy(graph, budget).flop for budget in (0, 128, 256)]
         [1024, 512, 0]
     """
-    if budget < 0:
-        raise UserError(f"save set: got a budget of {budget} bytes, expected 0 or more")
-    if objective == "seconds" and graph.equations and not graph.seconds:
-        raise UserError("seconds of a block need a chip whose rates are known: give one, or ask for flop")
+    check_request(graph, budget, objective)
 
     def cost(kept_indices: frozenset[int]) -> float:
-        recomputed = recompute(graph, kept_indices)
-        return recomputed.flop if objective == "flop" else recomputed.seconds
+        return cost_of(recompute(graph, kept_indices), objective)
 
     clock, last_read = 0.0, [0.0] * len(graph.values)
     for equation in graph.equations:
-        clock += equation.flop if objective == "flop" else equation.seconds
+        clock += cost_of(equation, objective)
         for index in equation.inputs:
             last_read[index] = clock
     kept_indices = _worth_keeping(graph)
     kept_cost = cost(kept_indices)
-    size = sum(graph.values[index].bytes for index in kept_indices)
-    while size > budget:
+    kept_bytes = sum(graph.values[index].bytes for index in kept_indices)
+    while kept_bytes > budget:
 
-        def badness(
+        def eviction_order(
             index: int, kept_indices: frozenset[int] = kept_indices, kept_cost: float = kept_cost
         ) -> tuple[float, int]:
             # of values of equal cost, the largest is evicted first
-            stale = clock - last_read[index] + clock * 1e-6 if score == "dtr_static" else 1.0
-            return (cost(kept_indices - {index}) - kept_cost) / (
-                graph.values[index].bytes * stale or 1.0
-            ), -graph.values[index].bytes
+            staleness = clock - last_read[index] + clock * 1e-6 if score == "dtr_static" else 1.0
+            value_bytes = graph.values[index].bytes
+            return (cost(kept_indices - {index}) - kept_cost) / (value_bytes * staleness or 1.0), -value_bytes
 
-        evicted = min(sorted(kept_indices), key=badness)
-        kept_indices -= {evicted}
-        kept_cost, size = cost(kept_indices), size - graph.values[evicted].bytes
+        evicted_index = min(sorted(kept_indices), key=eviction_order)
+        kept_indices -= {evicted_index}
+        kept_cost, kept_bytes = cost(kept_indices), kept_bytes - graph.values[evicted_index].bytes
     return save_set(graph, (graph.values[index].name for index in kept_indices))
 
 
 def _worth_keeping(graph: BlockGraph) -> frozenset[int]:
-    """The initial save set: the values that the backward pass reads, or the last named values before them."""
-    starting_set: set[int] = set()
+    """Indices of the values kept before eviction.
+
+    They are the named values that the backward pass reads; in place of an unnamed one, the last named values before it.
+    """
+    initial_indices: set[int] = set()
     pending = list(graph.needed)
     visited = set(pending)
     while pending:
         value = graph.values[index := pending.pop()]
         if value.mark is not None:
-            starting_set.add(index)
+            initial_indices.add(index)
         elif value.producer >= 0:
-            new = [i for i in graph.equations[value.producer].inputs if i not in visited]
-            visited.update(new)
-            pending += new
-    return frozenset(index for index in starting_set if graph.values[index].bytes)
+            unvisited = [i for i in graph.equations[value.producer].inputs if i not in visited]
+            visited.update(unvisited)
+            pending += unvisited
+    return frozenset(index for index in initial_indices if graph.values[index].bytes)

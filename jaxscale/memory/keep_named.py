@@ -1,9 +1,9 @@
-"""Apply save sets: name each chosen value in a block's traced program, and run it under `jax.checkpoint` with a policy
-of names.
+"""Apply save sets: name each chosen value in a block's traced program, and run the program under `jax.checkpoint` with
+a policy that keeps values by name.
 
 A policy of JAX sees operations, not values, so a name is the one robust way to select a value. The names are inserted
-in the traced program, and the user names nothing. A save set is valid for one program: applied to another (another
-model, another version of it, other shapes) it raises an error.
+into the traced program; the user names nothing. A save set is valid for one program: applied to another (a different
+model, version or shape) it raises an error.
 
 Left out: values inside an operation with its own derivative that does not name them.
 """
@@ -17,14 +17,15 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.blocks import BlockFunction, Wrapper, as_it_is, run_again
+from jaxscale.blocks import BlockFunction, run_again
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import EVERYTHING, value_index
+from jaxscale.memory.save_set import EVERYTHING, value_index
 from jaxscale.programs.block import MARK, graph_of
 from jaxscale.programs.inline import InlinedProgram, inline
 
 _LATER = f"{MARK}offloaded later:"
+"""Prefix of the names of values that are offloaded later."""
 
 
 class StaleGraph(UserError):
@@ -32,13 +33,13 @@ class StaleGraph(UserError):
 
 
 def keep_everything(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Policy of a save set of everything; it distinguishes our checkpoints from the user's."""
+    """Policy of `jax.checkpoint` that keeps every value; it distinguishes our checkpoints from the user's."""
     return True
 
 
 @dataclasses.dataclass(frozen=True)
 class KeepNamed:
-    """Policy of `jax.checkpoint`: values of these names are kept, on the device or on the host.
+    """Policy of `jax.checkpoint` that keeps the values with these names, on the device or on the host.
 
     Args:
         keep: names kept on the device.
@@ -50,6 +51,7 @@ class KeepNamed:
 
     @functools.cached_property
     def _policy(self) -> Callable[..., Any]:
+        """JAX's policy for these names."""
         policies = jax.checkpoint_policies
         if not self.offload:
             return policies.save_only_these_names(*sorted(self.keep))
@@ -61,7 +63,7 @@ class KeepNamed:
         )
 
     def __call__(self, primitive: Any, *inputs: Any, **params: Any) -> Any:
-        """Whether an operation's outputs are kept, for `jax.checkpoint`."""
+        """Whether to keep the outputs of an operation; `jax.checkpoint` calls this."""
         return self._policy(primitive, *inputs, **params)
 
 
@@ -71,10 +73,10 @@ class Keeping:
 
     Args:
         saves: save sets by the fingerprint of their block.
-        prepare: applied to a block's arguments, in the forward pass and again in the backward pass; `None` leaves them
-            unchanged. Save sets do not cover it.
-        everything: policy of a save set of everything.
-        later: offloaded values stay on the device, until all values of a stage move at once: see `hosted`.
+        prepare: function applied to a block's arguments, in the forward pass and again in the backward pass; `None`
+            leaves them unchanged. Save sets do not include the values inside it.
+        everything: policy for a save set that keeps everything.
+        later: whether offloaded values (`hosted`) stay on the device until all values of a stage move at once.
     """
 
     saves: Mapping[str, SaveSet]
@@ -89,26 +91,28 @@ class Keeping:
         return frozenset({_LATER + name for name in names} | {_residual_name(name) for name in names})
 
     def __call__(self, block: BlockFunction, rolled: bool) -> BlockFunction:
-        """The block as it runs."""
+        """The block under the policy of its save set."""
 
         def keeping_block(*args: Any) -> Any:
             prepare = self.prepare
-            prepared = args if prepare is None else jax.eval_shape(prepare, args)
-            closed, shapes = jax.make_jaxpr(block, return_shape=True)(*prepared)
-            program = inline(closed)
+            prepared_args = args if prepare is None else jax.eval_shape(prepare, args)
+            traced, result_shapes = jax.make_jaxpr(block, return_shape=True)(*prepared_args)
+            program = inline(traced)
             save = _matching_save(program, self.saves)
             tags = _tags(program, save, self.later)
-            policy = self.everything if save.keep == (EVERYTHING,) else _policy(closed, prepared, program, save)
+            policy = self.everything if save.keep == (EVERYTHING,) else _policy(traced, prepared_args, program, save)
             if self.later and isinstance(policy, KeepNamed):
                 policy = KeepNamed(policy.keep | self.hosted)
 
+            def name_kept(number: int, value: Any) -> Any:
+                return checkpoint_name(value, tags[number]) if number in tags else value
+
             def run(consts: Any, args: Any) -> list[Any]:
                 leaves = jax.tree.leaves(args if prepare is None else prepare(args))
-                inputs = (*consts, *leaves)
-                return program.run(inputs, lambda n, value: checkpoint_name(value, tags[n]) if n in tags else value)
+                return program.run((*consts, *leaves), name_kept)
 
             recomputed = run_again(run, rolled=rolled, policy=policy)
-            return jax.tree.unflatten(jax.tree.structure(shapes), recomputed(closed.consts, args))
+            return jax.tree.unflatten(jax.tree.structure(result_shapes), recomputed(traced.consts, args))
 
         return keeping_block
 
@@ -117,57 +121,54 @@ def keeping(saves: Sequence[SaveSet]) -> Keeping:
     """The wrapper of a `blocks.Treatment` that runs every block under its save set.
 
     Args:
-        saves: one for each kind of block, identified by fingerprint.
+        saves: one save set for each kind of block, which its fingerprint identifies.
 
     Raises:
-        StaleGraph: while tracing: a block that none of the sets was made for.
-        UserError: two different sets for one block; while tracing: a name that the block does not have.
+        StaleGraph: raised while tracing: none of the sets was made for the traced block.
+        UserError: two different sets are for one block; or, while tracing, the block does not have a value of a set.
     """
-    by_block: dict[str, SaveSet] = {}
+    save_by_block: dict[str, SaveSet] = {}
     for save in saves:
-        if by_block.setdefault(save.block, save) != save:
+        if save_by_block.setdefault(save.block, save) != save:
             raise UserError(f"block {save.block}: got two save sets, expected one")
 
-    return Keeping(by_block)
+    return Keeping(save_by_block)
 
 
-def _matching_save(program: InlinedProgram, by_block: Mapping[str, SaveSet]) -> SaveSet:
+def _matching_save(program: InlinedProgram, save_by_block: Mapping[str, SaveSet]) -> SaveSet:
+    """The save set that was made for the block of this program."""
     fingerprint = program.fingerprint()
-    if fingerprint not in by_block:
-        expected = ", ".join(sorted(by_block)) or "(none)"
+    if fingerprint not in save_by_block:
+        expected = ", ".join(sorted(save_by_block)) or "(none)"
         raise StaleGraph(
-            f"the memory plan was made for block {expected}, and this model has block {fingerprint}: another model, "
-            "another version of it, or other shapes; make the plan again"
+            f"the memory plan was made for block {expected}, and this model has block {fingerprint}: the model, "
+            "its version or its shapes differ; make the plan again"
         )
-    return by_block[fingerprint]
+    return save_by_block[fingerprint]
 
 
 def _tags(program: InlinedProgram, save: SaveSet, later: bool) -> dict[int, str]:
-    """The name to insert for each kept value that the block itself computes, by number."""
-    marks = {**dict.fromkeys(save.keep, MARK), **dict.fromkeys(save.offload, _LATER if later else MARK)}
-    return {number: marks[name] + name for number, name in program.names().items() if name in marks}
+    """The names to insert for the kept values that the block itself computes, by the number of the value."""
+    prefixes = {**dict.fromkeys(save.keep, MARK), **dict.fromkeys(save.offload, _LATER if later else MARK)}
+    return {number: prefixes[name] + name for number, name in program.names().items() if name in prefixes}
 
 
-def _policy(closed: Any, args: Sequence[Any], program: InlinedProgram, save: SaveSet) -> KeepNamed:
+def _policy(traced: Any, args: Sequence[Any], program: InlinedProgram, save: SaveSet) -> KeepNamed:
+    """The policy that keeps the values of a save set, after a check that the block has them."""
     block_names = set(program.names().values())
-    residuals = [name for name in (*save.keep, *save.offload) if name not in block_names]
-    if residuals:
-        # residuals of operations with their own derivative have the names given by those operations
-        graph = graph_of(closed, args)
-        for name in residuals:
+    residual_names = [name for name in (*save.keep, *save.offload) if name not in block_names]
+    if residual_names:
+        # an operation with its own derivative names its residuals itself
+        graph = graph_of(traced, args)
+        for name in residual_names:
             value_index(graph, name)
 
-    def marks(names: Sequence[str]) -> frozenset[str]:
+    def inserted(names: Sequence[str]) -> frozenset[str]:
         return frozenset(MARK + name if name in block_names else _residual_name(name) for name in names)
 
-    return KeepNamed(marks(save.keep), marks(save.offload))
+    return KeepNamed(inserted(save.keep), inserted(save.offload))
 
 
 def _residual_name(name: str) -> str:
-    """The name that an operation gives to its residual."""
+    """The name that an operation gave to its residual: without the number that makes names of a block unique."""
     return re.sub(r" \(\d+\)$", "", name)
-
-
-def keeping_or_not(save: SaveSet | None) -> Wrapper:
-    """The wrapper of one save set; for `None`, the one that returns blocks unchanged."""
-    return as_it_is if save is None else keeping([save])

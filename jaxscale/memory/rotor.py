@@ -1,4 +1,4 @@
-"""Rotor: the fastest plan of a chain of unlike stages within a budget of bytes.
+"""Rotor: the fastest plan of a chain of different stages within a budget of bytes.
 
 Dynamic programming over (first stage, last stage, free bytes) after Beaumont et al. 2019 (arXiv:1911.13214), with a
 menu of ways to keep each stage as in Rockmate (Zhao et al. 2023, arXiv:2307.01236):
@@ -7,15 +7,18 @@ menu of ways to keep each stage as in Rockmate (Zhao et al. 2023, arXiv:2307.012
                = min over options o of s   time(o) + C(s + 1, t, m - kept(o))
                      and segments s..c-1   forward(s..c-1) + C(c, t, m - x(c)) + C(s, c-1, m)
 
-A budget bounds either the bytes kept for a later backward pass (`kept`, as budgets do everywhere else) or, as in the
+with time(o) and kept(o) the seconds and the kept bytes of stage s under option o, and x(c) the bytes of c's input. The
+cut c is the first stage after a segment that runs again.
+
+A budget bounds either the bytes kept for a later backward pass (`kept`, as elsewhere in this package) or, as in the
 papers, all bytes alive at any time (`alive`), which include gradients and the working memory of the running stage.
 
-Free bytes lie on a grid. It is exact if all kept sizes are multiples of one unit and the budget has few enough units.
-Else kept sizes are rounded to the nearest slot, plans are read from the table from the top down, and the first whose
-true bytes (`chain.simulate`) are within the budget is taken: rounding errors cancel, where rounding up would add them.
-Alike stages need one table by length instead of one by (first, last).
+Free bytes are counted in slots of a grid. The grid is exact if all kept sizes are multiples of one unit and the budget
+has few enough units. Otherwise kept sizes are rounded to the nearest slot, plans are tried in order of cost, and the
+first whose true bytes (`chain.simulate`) are within the budget is taken. Errors of rounding to the nearest cancel;
+those of rounding up would add. Identical stages need a table by length instead of one by (first, last).
 
-Left out: plans that keep a value beyond its segment (non-persistent), and offload, which `memory/selectors.py` has.
+Left out: plans that keep a value beyond its segment (non-persistent), and offload (see `memory/selectors/`).
 """
 
 import dataclasses
@@ -29,10 +32,10 @@ from jaxscale.errors import UserError
 from jaxscale.memory.chain import ChainCost, Nodes, Remat, Save, Stage, simulate
 from jaxscale.values.byte_sizes import bytes_at_least, bytes_text
 
-Row = np.ndarray
+CostRow = np.ndarray
 Bound = Literal["alive", "kept"]
 """What a budget bounds: all live bytes at any time, or the bytes kept for a backward pass."""
-_EXTRA = 0.01  # of the grid lies beyond the budget: sizes that were rounded up can make a plan look too large
+_EXTRA = 0.01  # fraction of the grid beyond the budget, for plans that only rounded sizes put over the budget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +43,11 @@ class ChainPlan:
     """A plan of a chain, and its cost.
 
     Args:
-        nodes: the plan.
-        seconds: of the forward and the backward pass, from the table; `chain.simulate` gives the same.
+        nodes: the plan of the chain.
+        seconds: seconds of the forward and the backward pass, as `chain.simulate` returns them.
         peak_bytes: most live bytes at any time, the chain's input included.
         kept_bytes: most bytes kept for a backward pass at any time, the chain's input included.
-        exact: no plan is faster within the budget; else sizes were rounded to the grid.
+        exact: whether the plan is the fastest within the budget for certain; false if sizes were rounded to the grid.
     """
 
     nodes: Nodes
@@ -60,14 +63,14 @@ def rotor(
     """The fastest plan within a budget.
 
     Args:
-        stages: of the chain.
-        input_bytes: of the first stage's input.
-        budget: bytes, `input_bytes` included.
-        slots: fineness of the grid, where sizes have no common unit.
-        bound: what the budget bounds.
+        stages: costs of the chain's stages.
+        input_bytes: bytes of the first stage's input.
+        budget: most bytes, `input_bytes` included.
+        slots: number of slots of the grid if sizes have no common unit.
+        bound: which bytes the budget bounds.
 
     Raises:
-        UserError: no plan fits; the message gives the least budget that does, and what would lower it.
+        UserError: no plan fits; the message gives the least budget that suffices, and what would lower it.
 
     Example:
         >>> alike = [Stage(1.0, 2.0, 1)] * 4
@@ -78,10 +81,10 @@ def rotor(
         14.0
     """
     problem = _Problem(tuple(stages), input_bytes, bound)
-    least = problem.least()
-    if budget < least:
-        raise _infeasible(problem, budget, least)
-    table = problem.table(budget - input_bytes, slots)
+    least_bytes = problem.least()
+    if budget < least_bytes:
+        raise _infeasible(problem, budget, least_bytes)
+    table = _Table(problem, problem.grid(budget - input_bytes, slots))
     for slot in table.slots():
         nodes = table.nodes(0, problem.count - 1, slot)
         cost = simulate(nodes, stages, input_bytes)
@@ -106,27 +109,31 @@ def least_budget(stages: Sequence[Stage], input_bytes: int, bound: Bound = "aliv
     return _Problem(tuple(stages), input_bytes, bound).least()
 
 
-def _infeasible(problem: "_Problem", budget: int, least: int) -> UserError:
-    needs = [
+def _infeasible(problem: "_Problem", budget: int, least_bytes: int) -> UserError:
+    """The error for a budget below the least possible."""
+    needed_bytes = [
         min(problem.save_need(index, option, index) for option in range(len(stage.options)))
         for index, stage in enumerate(problem.stages)
     ]
-    stage_bytes = [need + input_bytes for need, input_bytes in zip(needs, problem.x, strict=False)]
+    stage_bytes = [need + input_bytes for need, input_bytes in zip(needed_bytes, problem.x, strict=False)]
     index = max(range(problem.count), key=stage_bytes.__getitem__)
-    meaning = "kept and alive" if problem.bound == "alive" else "kept"
     return UserError(
-        f"a budget of {bytes_text(budget)} {meaning} for a chain of {problem.count} stages: the least possible is "
-        f"{bytes_at_least(least)}, of which stage {index} alone takes {bytes_at_least(stage_bytes[index])}; "
-        "more microbatches, a smaller batch, or a cut of that stage in two would lower it"
+        f"a budget of {bytes_text(budget)} {problem.bound} for a chain of {problem.count} stages: the least possible "
+        f"is {bytes_at_least(least_bytes)}, of which stage {index} alone takes {bytes_at_least(stage_bytes[index])}; "
+        "more microbatches, a smaller batch, or splitting that stage in two would lower it"
     )
 
 
 class _Problem:
-    """A chain's costs as arrays: x[i] are the bytes of stage i's input, x[L] of the last one's output."""
+    """A chain's costs as arrays.
+
+    x[i] are the bytes of stage i's input, and x[L], for L stages, those of the last output; elapsed[i] are the forward
+    seconds of the stages before i.
+    """
 
     def __init__(self, stages: tuple[Stage, ...], input_bytes: int, bound: Bound) -> None:
         if not stages:
-            raise UserError("a chain of no stages: expected at least one")
+            raise UserError("a chain of no stages: expected at least one stage")
         self.stages, self.input_bytes, self.count, self.bound = stages, input_bytes, len(stages), bound
         self.x = [input_bytes, *(stage.output_bytes for stage in stages)]
         self.elapsed = np.concatenate([[0.0], np.cumsum([stage.forward_seconds for stage in stages])])
@@ -134,8 +141,8 @@ class _Problem:
         self.passes = any(stage.passed_bytes for stage in stages)
         # bytes of the gradient of x[i]
         self.gradients = self.x if bound == "alive" else [0] * len(self.x)
-        # kept[s][c - s - 1]: bytes of x[c] that x[s] does not hold
-        # run_need[s][c - s - 1]: bytes besides x[s] and a gradient to run s..c-1 keeping x[c] alone
+        # kept[s][c - s - 1]: bytes of the input of c that the input of s does not contain
+        # run_need[s][c - s - 1]: bytes to run stages s..c-1, besides the input of s and a gradient, keeping only x[c]
         self.kept: list[list[int]] = []
         self.run_need: list[list[int]] = []
         for start in range(self.count if not self.alike else 1):
@@ -153,60 +160,53 @@ class _Problem:
             self.kept, self.run_need = self.kept * self.count, self.run_need * self.count
 
     def bounded(self, cost: ChainCost) -> int:
-        """The bytes of a plan that the budget bounds."""
+        """The bytes, of a plan with this cost, that the budget bounds."""
         return cost.peak_bytes if self.bound == "alive" else cost.kept_bytes
 
-    def saved(self, stage: int, option: int) -> int:
-        """Bytes besides its input that a stage keeps until its backward pass."""
+    def saved_bytes(self, stage: int, option: int) -> int:
+        """Bytes besides its input that a stage keeps until its backward pass, its output included."""
         return self.stages[stage].options[option].kept_bytes + self.kept[stage][0]
 
     def save_need(self, index: int, option: int, last: int) -> int:
-        """Bytes besides its input that a stage takes forward and backward when stages up to `last` follow."""
+        """Most bytes that a stage takes forward and backward, besides its input, if stages up to `last` follow it."""
         stage = self.stages[index]
         if self.bound == "kept":
-            return self.saved(index, option) if index < last else stage.options[option].kept_bytes
+            return self.saved_bytes(index, option) if index < last else stage.options[option].kept_bytes
         forward = self.x[last + 1] + stage.working_bytes
         backward = self.x[index] + stage.output_bytes - stage.passed_bytes + stage.options[option].working_bytes
-        return self.saved(index, option) + max(forward, backward)
+        return self.saved_bytes(index, option) + max(forward, backward)
 
     def save_seconds(self, index: int, option: int) -> float:
-        """Seconds of a stage forward and backward."""
+        """Seconds of a stage's forward and backward pass under an option."""
         stage = self.stages[index]
         return stage.forward_seconds + stage.backward_seconds + stage.options[option].extra_seconds
 
     # -- the least memory ----------------------------------------------------------------------------------------------
 
     def least(self) -> int:
-        """Bytes of the plan that needs the least."""
+        """The least bytes that any plan of the chain needs."""
         if not hasattr(self, "_least"):
             self._least: dict[tuple[int, int], tuple[int, int]] = {}
             for first, last in self._spans():
-                choices = [
-                    (
-                        max(
-                            self.save_need(first, option, last),
-                            self.saved(first, option) + self._least_of(first + 1, last) if first < last else 0,
-                        ),
-                        -1 - option,
-                    )
-                    for option in range(len(self.stages[first].options))
-                ]
-                choices += [
-                    (
-                        max(
-                            self.gradients[last + 1] + self.run_need[first][c - first - 1],
-                            self.kept[first][c - first - 1] + self._least_of(c, last),
-                            self._least_of(first, c - 1),
-                        ),
-                        c,
-                    )
-                    for c in range(first + 1, last + 1)
-                ]
+                choices = self._least_choices(first, last)
                 self._least[self._key(first, last)] = min(choices, key=lambda choice: choice[0])
         return self.input_bytes + self._least_of(0, self.count - 1)
 
+    def _least_choices(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Pairs of the least bytes of stages first..last and how their plan begins.
+
+        A beginning of -1 - option saves the first stage; one of c reruns stages first..c-1.
+        """
+        for option in range(len(self.stages[first].options)):
+            later_bytes = self.saved_bytes(first, option) + self._least_of(first + 1, last) if first < last else 0
+            yield max(self.save_need(first, option, last), later_bytes), -1 - option
+        for cut in range(first + 1, last + 1):
+            run_bytes = self.gradients[last + 1] + self.run_need[first][cut - first - 1]
+            later_bytes = self.kept[first][cut - first - 1] + self._least_of(cut, last)
+            yield max(run_bytes, later_bytes, self._least_of(first, cut - 1)), cut
+
     def least_nodes(self, first: int, last: int) -> Nodes:
-        """The plan that needs the least memory."""
+        """The plan of stages first..last that needs the least memory."""
         self.least()
         if first > last:
             return ()
@@ -217,57 +217,48 @@ class _Problem:
         return (Remat(self.least_nodes(first, cut - 1)), *self.least_nodes(cut, last))
 
     def _least_of(self, first: int, last: int) -> int:
+        """The least bytes of stages first..last; 0 for no stages."""
         return self._least[self._key(first, last)][0] if first <= last else 0
 
     def _key(self, first: int, last: int) -> tuple[int, int]:
+        """Key of stages first..last in `_least`: for identical stages only their number counts."""
         return (0, last - first) if self.alike else (first, last)
 
     def _spans(self) -> Iterator[tuple[int, int]]:
+        """(first, last) of all runs of neighbouring stages, each after the shorter ones inside it."""
         for last in range(self.count):
             for first in (0,) if self.alike else range(last, -1, -1):
                 yield first, last
 
     # -- the least time ------------------------------------------------------------------------------------------------
 
-    def table(self, free: int, slots: int) -> "_Table":
-        """The solved table for `free` bytes besides the chain's input."""
-        grid = self._grid(free, slots)
-        return _Table(self, grid)
-
-    def _grid(self, free: int, slots: int) -> "_Grid":
-        kept_sizes = np.array(
-            sorted(
-                {
-                    self.saved(index, option)
-                    for index, stage in enumerate(self.stages)
-                    for option in range(len(stage.options))
-                }
-                | {size for row in self.kept for size in row}
-            ),
-            dtype=np.float64,
-        )
+    def grid(self, free_bytes: int, slots: int) -> "_Grid":
+        """The grid of a table for a budget of `free_bytes` besides the chain's input."""
+        sizes = {self.saved_bytes(i, k) for i, stage in enumerate(self.stages) for k in range(len(stage.options))}
+        sizes.update(size for row in self.kept for size in row)
+        kept_sizes = np.array(sorted(sizes), dtype=np.float64)
         unit = math.gcd(*(int(size) for size in kept_sizes)) or 1
         slots = 4 * slots if self.alike else slots
-        if free // unit <= slots:
-            count = free // unit
-            return _Grid(float(unit), count, float(free - count * unit), count + 1, True)
-        # of several grids the one that rounds this chain's kept sizes most accurately
+        if free_bytes // unit <= slots:
+            count = free_bytes // unit
+            return _Grid(float(unit), count, float(free_bytes - count * unit), count + 1, True)
+        # choose, of several grids, the one that rounds this chain's kept sizes most accurately
         counts = np.arange(slots, slots + slots // 5 + 1)
-        slot_sizes = kept_sizes[None, :] * (counts[:, None] / free)
+        slot_sizes = kept_sizes[None, :] * (counts[:, None] / free_bytes)
         rounding_errors = (np.abs(np.rint(slot_sizes) - slot_sizes) / counts[:, None]).sum(1)
         count = int(counts[np.argmin(rounding_errors)])
-        return _Grid(free / count, count, 0.0, count + 1 + math.ceil(_EXTRA * count), False)
+        return _Grid(free_bytes / count, count, 0.0, count + 1 + math.ceil(_EXTRA * count), False)
 
 
 class _Grid(NamedTuple):
-    """Free bytes by slot: remainder + unit * slot.
+    """The free bytes of each slot: remainder + unit * slot.
 
     Args:
         unit: bytes of a slot.
-        budget: slot of the whole budget.
-        remainder: bytes that fill no slot.
-        length: slots of the table, from 0.
-        exact: all kept sizes are whole slots.
+        budget: number of the slot of the whole budget.
+        remainder: bytes of the budget that do not fill a slot.
+        length: number of slots in the table.
+        exact: whether all kept sizes are whole numbers of slots.
     """
 
     unit: float
@@ -276,13 +267,13 @@ class _Grid(NamedTuple):
     length: int
     exact: bool
 
-    def size(self, count: int) -> int:
-        """A number of bytes in slots."""
-        return round(count / self.unit)
+    def size(self, byte_count: int) -> int:
+        """The nearest number of slots to a number of bytes."""
+        return round(byte_count / self.unit)
 
-    def first(self, need: float) -> int:
-        """The first slot with at least `need` free bytes."""
-        return max(0, math.ceil((need - self.remainder) / self.unit - 1e-9))
+    def first(self, needed_bytes: float) -> int:
+        """The first slot with at least `needed_bytes` free."""
+        return max(0, math.ceil((needed_bytes - self.remainder) / self.unit - 1e-9))
 
 
 class _Table:
@@ -296,86 +287,82 @@ class _Table:
         else:
             self._fill()
 
-    def row(self, first: int, last: int) -> Row:
+    def row(self, first: int, last: int) -> CostRow:
         """C(first, last, :)."""
         return self._rows[0][last - first] if self.problem.alike else self._rows[first][last - first]
 
     def slots(self) -> Iterator[int]:
-        """Slots of the plans to try, the cheapest plan first; one slot for each cost."""
+        """Slots of the plans to try, the fastest plan first; one slot for each number of seconds."""
         row = self.row(0, self.problem.count - 1)
-        seconds = -1.0
-        for slot in range(len(row) - 1, -1, -1):
-            if not np.isfinite(row[slot]):
-                return
-            if row[slot] != seconds:
-                seconds = float(row[slot])
-                # the least slot of this cost takes the least memory
-                yield int(np.argmax(row <= seconds))
+        for seconds in np.unique(row[np.isfinite(row)]):
+            yield int(np.argmax(row <= seconds))  # the least slot of these seconds takes the least memory
 
     def nodes(self, first: int, last: int, slot: int) -> Nodes:
-        """The plan that C(first, last, slot) is the cost of."""
+        """The plan whose cost is C(first, last, slot)."""
         problem, nodes = self.problem, []
         while first <= last:
             stage, choices = problem.stages[first], []
             for option in range(len(stage.options)):
-                slot_after = slot - self.grid.size(problem.saved(first, option))
-                fits = slot >= self.grid.first(problem.save_need(first, option, last))
-                fits = fits and (slot_after >= 0 or first == last)
-                seconds_after = (
-                    0.0 if first == last else float(self.row(first + 1, last)[slot_after]) if fits else math.inf
-                )
-                choices.append((problem.save_seconds(first, option) + seconds_after if fits else math.inf, -1 - option))
+                slot_after, seconds = slot - self.grid.size(problem.saved_bytes(first, option)), math.inf
+                if slot >= self.grid.first(problem.save_need(first, option, last)):
+                    if first == last:
+                        seconds = problem.save_seconds(first, option)
+                    elif slot_after >= 0:
+                        seconds = problem.save_seconds(first, option) + float(self.row(first + 1, last)[slot_after])
+                choices.append((seconds, -1 - option))
             for cut in range(first + 1, last + 1):
-                slot_after = slot - self._size(first, cut)
-                if slot_after < 0 or slot < self._run_first(first, cut, last):
+                slot_after = slot - self._slots_kept(first, cut)
+                if slot_after < 0 or slot < self._first_slot_to_run(first, cut, last):
                     continue
                 forward = problem.elapsed[cut] - problem.elapsed[first]
                 choices.append((forward + self.row(cut, last)[slot_after] + self.row(first, cut - 1)[slot], cut))
             choice = min(choices, key=lambda c: c[0])[1]
             if choice < 0:
                 nodes.append(Save(first, -1 - choice))
-                slot -= self.grid.size(problem.saved(first, -1 - choice))
+                slot -= self.grid.size(problem.saved_bytes(first, -1 - choice))
                 first += 1
             else:
                 nodes.append(Remat(self.nodes(first, choice - 1, slot)))
-                slot -= self._size(first, choice)
+                slot -= self._slots_kept(first, choice)
                 first = choice
         return tuple(nodes)
 
-    def _size(self, first: int, cut: int) -> int:
+    def _slots_kept(self, first: int, cut: int) -> int:
+        """Slots of the input of stage `cut`, without what the input of stage `first` contains."""
         return self.sizes[0 if self.problem.alike else first][cut - first - 1]
 
-    def _run_first(self, first: int, cut: int, last: int) -> int:
+    def _first_slot_to_run(self, first: int, cut: int, last: int) -> int:
+        """The first slot in which stages first..cut-1 can run without keeping values."""
         problem = self.problem
         return self.grid.first(problem.gradients[last + 1] + problem.run_need[first][cut - first - 1])
 
-    def _best_option(self, first: int, last: int) -> Row:
-        """The best over the options of the first stage."""
+    def _best_option(self, first: int, last: int) -> CostRow:
+        """The cost, by slot, of stages first..last if the first is saved under its best option."""
         problem, grid = self.problem, self.grid
         best = np.full(grid.length, np.inf)
         for option in range(len(problem.stages[first].options)):
-            size, seconds = grid.size(problem.saved(first, option)), problem.save_seconds(first, option)
+            size, seconds = grid.size(problem.saved_bytes(first, option)), problem.save_seconds(first, option)
             first_slot = grid.first(problem.save_need(first, option, last))
             first_slot = first_slot if first == last else max(first_slot, size)
             if first_slot < grid.length:
-                seconds_after = (
-                    0.0 if first == last else self.row(first + 1, last)[first_slot - size : grid.length - size]
-                )
+                later_slots = slice(first_slot - size, grid.length - size)
+                seconds_after = 0.0 if first == last else self.row(first + 1, last)[later_slots]
                 np.minimum(best[first_slot:], seconds_after + seconds, out=best[first_slot:])
         return best
 
-    def _shifted(self, row: Row, size: int) -> Row:
-        """C(c, t, m - size) over m."""
+    def _shifted(self, row: CostRow, size: int) -> CostRow:
+        """A row of the table with `size` slots taken away: infinite in the first `size` slots."""
         shifted = np.full(self.grid.length, np.inf)
         if size < self.grid.length:
             shifted[size:] = row[: self.grid.length - size]
         return shifted
 
     def _fill(self) -> None:
+        """Fill the table of different stages, by last and first stage."""
         problem, grid, count = self.problem, self.grid, self.problem.count
         self._rows = [np.empty((count - first, grid.length)) for first in range(count)]
-        work = np.empty((count, grid.length))
-        needs = [
+        workspace = np.empty((count, grid.length))
+        run_needs = [
             [np.array(problem.run_need[first][: last - first], dtype=np.float64) for last in range(count)]
             for first in range(count)
         ]
@@ -385,38 +372,39 @@ class _Table:
             for first in range(last, -1, -1):
                 best = self._best_option(first, last)
                 if last > first:
-                    candidates = work[: last - first]
+                    candidates = workspace[: last - first]
                     if problem.passes:
                         for cut in range(first + 1, last + 1):
-                            after_cut[cut] = self._shifted(self.row(cut, last), self._size(first, cut))
+                            after_cut[cut] = self._shifted(self.row(cut, last), self._slots_kept(first, cut))
                             after_cut[cut] += problem.elapsed[cut]
                     np.add(self._rows[first][: last - first], after_cut[first + 1 :], out=candidates)
-                    low_bytes = problem.gradients[last + 1] + needs[first][last] - grid.remainder
+                    low_bytes = problem.gradients[last + 1] + run_needs[first][last] - grid.remainder
                     first_slots = np.ceil(low_bytes / grid.unit - 1e-9)
                     for index, first_slot in enumerate(first_slots.astype(int).tolist()):
                         candidates[index, : max(first_slot, 0)] = np.inf
                     np.minimum(best, candidates.min(0) - problem.elapsed[first], out=best)
                 self._rows[first][last - first] = best
                 if not problem.passes and first:
-                    after_cut[first] = self._shifted(best, self._size(first - 1, first)) + problem.elapsed[first]
+                    after_cut[first] = self._shifted(best, self._slots_kept(first - 1, first)) + problem.elapsed[first]
 
     def _fill_alike(self) -> None:
+        """Fill the table of identical stages, by the number of stages."""
         problem, grid, count = self.problem, self.grid, self.problem.count
         self._rows = [np.empty((count, grid.length))]
         rows = self._rows[0]
         after_cut = np.empty((count, grid.length))
-        work = np.empty((count, grid.length))
+        workspace = np.empty((count, grid.length))
         size, seconds = self.sizes[0][0], problem.stages[0].forward_seconds
         forward_seconds = seconds * np.arange(1, count + 1)[:, None]
         for last in range(count):
             best = self._best_option(0, last)
             if last:
-                candidates = work[:last]
+                candidates = workspace[:last]
                 # segments of 1, 2, .. stages, and the stages after each
-                np.add(rows[:last], after_cut[last - 1 :: -1] if last else after_cut[:0], out=candidates)
+                np.add(rows[:last], after_cut[last - 1 :: -1], out=candidates)
                 candidates += forward_seconds[:last]
                 for index in range(last):
-                    candidates[index, : self._run_first(0, index + 1, last)] = np.inf
+                    candidates[index, : self._first_slot_to_run(0, index + 1, last)] = np.inf
                 np.minimum(best, candidates.min(0), out=best)
             rows[last] = best
             after_cut[last] = self._shifted(best, size)

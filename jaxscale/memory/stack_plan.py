@@ -1,10 +1,11 @@
-"""One budget for a model's blocks: a save set for each kind, and for a scanned stack two groups or two levels.
+"""One budget for all blocks of a model: a save set for each kind, and for a scanned stack two groups or two levels.
 
-* One save set for all layers is exact by `graph.solve`, at the budget's share of a layer.
-* L alike layers mix at most two *neighbouring* points of the lower convex hull of the curve of cost against bytes; two
-  groups of layers are used if they cost less by `GROUPS_GAIN` of a step.
-  * If not even the blocks' inputs fit, a scan over segments keeps every k-th block's input, at the cost of one more
-  forward pass: ceil(L / k) + k inputs.
+* One save set for all layers is the optimum of `graph.solve` for a layer's share of the budget.
+* Two groups of layers have save sets at two neighbouring points of the lower convex hull of the curve of cost against
+  bytes. They are used if that lowers the cost by more than `GROUPS_GAIN` of a step.
+* If not even the blocks' inputs fit, two levels are used: a scan over segments of k of the L layers keeps one input
+  for each segment, and the inputs inside a segment only while it runs again. That is ceil(L / k) + k inputs, at the
+  cost of one more forward pass.
 * Blocks of several kinds share a budget by an integer program over the points of their curves.
 
 Left out: more than two groups (the hull needs none), groups within a model of several kinds of blocks.
@@ -16,7 +17,9 @@ from collections.abc import Sequence
 
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import Group, SaveSet, StackDecision
-from jaxscale.memory.graph import Host, Objective, menu, solve
+from jaxscale.memory.graph import menu, solve
+from jaxscale.memory.plan import SaveSetObjective
+from jaxscale.memory.save_set import Host, cost_of
 from jaxscale.programs.block import BlockGraph
 from jaxscale.programs.collect import BlockCall
 from jaxscale.values.byte_sizes import bytes_at_least, bytes_text
@@ -25,47 +28,37 @@ GROUPS_GAIN = 0.005
 """Share of the cost of a step (three forward passes) that a second group must save: it is compiled separately."""
 
 
-def cost_of(save: SaveSet, objective: Objective) -> float:
-    """Recomputed FLOP or modelled seconds of a save set."""
-    return save.flop if objective == "flop" else save.seconds
-
-
-def work_of(graph: BlockGraph, objective: Objective) -> float:
-    """FLOP or modelled seconds of a block's forward pass."""
-    return graph.flop if objective == "flop" else graph.seconds
-
-
 def plan_stack(
-    graph: BlockGraph, layers: int, budget: int, *, objective: Objective = "flop", host: Host | None = None
+    graph: BlockGraph, layers: int, budget: int, *, objective: SaveSetObjective = "flop", host: Host | None = None
 ) -> StackDecision:
     """The save sets of the layers of a scanned stack within a budget.
 
     Args:
-        graph: of a block.
-        layers: L.
-        budget: bytes of the whole stack, inputs of blocks counted.
-        objective: what to make least.
-        host: host memory for offloaded values; requires seconds, and excludes a second level.
+        graph: graph of a block.
+        layers: number of layers.
+        budget: most bytes kept by the whole stack, inputs of blocks included.
+        objective: the cost to minimize.
+        host: host memory for offloaded values; requires the objective "seconds", and excludes a second level.
 
     Raises:
         UserError: the budget is too small even for two levels.
     """
-    inputs = layers * graph.carried_bytes
-    if budget < inputs and host is not None:
-        raise too_small(budget, inputs, "save:BYTES for a scanned stack, ")
-    if budget < inputs:
+    inputs_bytes = layers * graph.carried_bytes
+    if budget < inputs_bytes and host is not None:
+        raise too_small(budget, inputs_bytes, "save:BYTES for a scanned stack, ")
+    if budget < inputs_bytes:
         return _two_levels(graph, layers, budget, objective)
-    room = budget - inputs
+    room = budget - inputs_bytes
     uniform = solve(graph, room // layers, objective=objective, host=host)
-    mixed = _mixture(menu(graph, objective=objective, host=host), layers, room, objective)
-    gain = layers * cost_of(uniform, objective) - sum(g.layers * cost_of(g.save, objective) for g in mixed if g.save)
-    if len(mixed) > 1 and gain > GROUPS_GAIN * 3 * layers * work_of(graph, objective):
-        return StackDecision(mixed)
+    groups = _mixture(menu(graph, objective=objective, host=host), layers, room, objective)
+    gain = layers * cost_of(uniform, objective) - sum(g.layers * cost_of(g.save, objective) for g in groups if g.save)
+    if len(groups) > 1 and gain > GROUPS_GAIN * 3 * layers * cost_of(graph, objective):
+        return StackDecision(groups)
     return StackDecision((Group(layers, uniform),))
 
 
 def least_bytes(graph: BlockGraph, layers: int) -> int:
-    """The fewest bytes that a scanned stack can keep: min over k of (ceil(L / k) + k) inputs.
+    """The fewest bytes that a scanned stack can keep: (ceil(L / k) + k) inputs, for L layers and the best segment k.
 
     Example:
         >>> from jaxscale.programs.block import BlockGraph, Value
@@ -77,40 +70,40 @@ def least_bytes(graph: BlockGraph, layers: int) -> int:
 
 
 def _two_level_inputs(layers: int, segment: int) -> int:
-    """Block inputs alive at once: one of each segment, and those of the segment that runs again."""
+    """Number of block inputs alive at once: one of each segment, and those inside the segment that runs again."""
     return layers if segment == 1 else math.ceil(layers / segment) + segment
 
 
-def _two_levels(graph: BlockGraph, layers: int, budget: int, objective: Objective) -> StackDecision:
-    carried = graph.carried_bytes
+def _two_levels(graph: BlockGraph, layers: int, budget: int, objective: SaveSetObjective) -> StackDecision:
+    """The cheapest stack whose segments run again, within a budget smaller than the inputs of all blocks."""
+    input_bytes = graph.carried_bytes
     least_budget = least_bytes(graph, layers)
     if budget < least_budget:
         raise too_small(budget, least_budget)
     curve = menu(graph, objective=objective)
-    best: tuple[float, int, int] | None = None
+    candidates: list[tuple[float, int, int]] = []  # (cost, number of inputs, segment)
     for segment in range(2, layers + 1):
-        room = budget - _two_level_inputs(layers, segment) * carried
-        if room >= 0:
-            point = max((save for save in curve if save.bytes <= room // segment), key=lambda save: save.bytes)
-            candidate = (cost_of(point, objective), _two_level_inputs(layers, segment), segment)
-            best = candidate if best is None else min(best, candidate)
-    assert best is not None, "the least number of inputs fits"
-    segment = best[2]
-    room = budget - _two_level_inputs(layers, segment) * carried
-    return StackDecision((Group(layers, solve(graph, room // segment, objective=objective)),), segment)
+        inputs = _two_level_inputs(layers, segment)
+        if budget >= inputs * input_bytes:
+            room = (budget - inputs * input_bytes) // segment
+            point = max((save for save in curve if save.bytes <= room), key=lambda save: save.bytes)
+            candidates.append((cost_of(point, objective), inputs, segment))
+    _, inputs, segment = min(candidates)
+    save = solve(graph, (budget - inputs * input_bytes) // segment, objective=objective)
+    return StackDecision((Group(layers, save),), segment)
 
 
-def too_small(budget: int, least: int, fewer: str = "") -> UserError:
-    """The error for a budget below the least possible."""
+def too_small(budget: int, least: int, alternatives: str = "") -> UserError:
+    """The error for a budget below the least possible bytes; `alternatives` lists plans that need less."""
     return UserError(
         f"a memory budget of {bytes_text(budget)} is below the least possible, {bytes_at_least(least)}, which the "
-        f"inputs of blocks take; {fewer}more microbatches, a smaller batch, or a mesh that splits batch or sequence "
-        "further lower it"
+        f"inputs of blocks take; to lower it, use {alternatives}more microbatches, a smaller batch, or a mesh that "
+        "splits batch or sequence further"
     )
 
 
-def hull(points: Sequence[SaveSet], objective: Objective) -> tuple[SaveSet, ...]:
-    """The points of a curve that lie on its lower convex hull, by rising bytes."""
+def hull(points: Sequence[SaveSet], objective: SaveSetObjective) -> tuple[SaveSet, ...]:
+    """The save sets that lie on the lower convex hull of cost against bytes, by rising bytes."""
     hull_points: list[SaveSet] = []
     for point in sorted(points, key=lambda save: (save.bytes, cost_of(save, objective))):
         if hull_points and cost_of(point, objective) >= cost_of(hull_points[-1], objective):
@@ -121,17 +114,17 @@ def hull(points: Sequence[SaveSet], objective: Objective) -> tuple[SaveSet, ...]
     return tuple(hull_points)
 
 
-def _above(first: SaveSet, middle: SaveSet, last: SaveSet, objective: Objective) -> bool:
-    """Whether the middle point lies on or above the line between the first and the last."""
+def _above(first: SaveSet, middle: SaveSet, last: SaveSet, objective: SaveSetObjective) -> bool:
+    """Whether, in a plot of cost against bytes, the middle point is on or above the line from the first to the last."""
     middle_rise = (cost_of(middle, objective) - cost_of(first, objective)) * (last.bytes - first.bytes)
     line_rise = (cost_of(last, objective) - cost_of(first, objective)) * (middle.bytes - first.bytes)
     return middle_rise >= line_rise
 
 
-def _mixture(curve: Sequence[SaveSet], layers: int, room: int, objective: Objective) -> tuple[Group, ...]:
-    """The cheapest one or two groups of layers whose save sets lie on the hull."""
+def _mixture(curve: Sequence[SaveSet], layers: int, room: int, objective: SaveSetObjective) -> tuple[Group, ...]:
+    """The cheapest one or two groups of layers whose save sets lie on the hull and fit the bytes of `room`."""
     points = hull(curve, objective)
-    best: tuple[float, tuple[Group, ...]] | None = None
+    mixtures: list[tuple[float, tuple[Group, ...]]] = []
     for low, high in zip(points, (*points[1:], points[-1]), strict=True):
         if low.bytes * layers > room:
             break
@@ -139,70 +132,74 @@ def _mixture(curve: Sequence[SaveSet], layers: int, room: int, objective: Object
         count_high = layers if not extra_bytes else min(layers, (room - low.bytes * layers) // extra_bytes)
         groups = tuple(Group(count, save) for count, save in ((layers - count_high, low), (count_high, high)) if count)
         cost = sum(group.layers * cost_of(group.save, objective) for group in groups if group.save is not None)
-        if best is None or cost < best[0]:
-            best = (cost, groups)
-    assert best is not None, "keeping nothing takes no room"
-    return best[1]
+        mixtures.append((cost, groups))
+    return min(mixtures, key=lambda mixture: mixture[0])[1]
 
 
-def share(calls: Sequence[BlockCall], budget: int, *, objective: Objective = "flop") -> tuple[SaveSet, ...]:
-    """The cheapest choice within a budget of one save set per kind of block, from their curves.
+def share(calls: Sequence[BlockCall], budget: int, *, objective: SaveSetObjective = "flop") -> tuple[SaveSet, ...]:
+    """One save set for each kind of block, the cheapest choice within a budget from their curves of cost against bytes.
 
     Args:
-        calls: of the model.
-        budget: bytes of the whole model, inputs of blocks counted.
-        objective: what to make least.
+        calls: calls of blocks in the model.
+        budget: most bytes kept by the whole model, inputs of blocks included.
+        objective: the cost to minimize.
 
     Raises:
-        UserError: the inputs of blocks alone take more.
+        UserError: the inputs of blocks alone exceed the budget.
     """
-    inputs = sum(call.count * call.input_bytes for call in calls)
-    if budget < inputs:
-        raise too_small(budget, inputs, "chain:BYTES, which keeps the inputs of fewer blocks, ")
-    room = budget - inputs
-    counts: dict[str, int] = {}
+    inputs_bytes = sum(call.count * call.input_bytes for call in calls)
+    if budget < inputs_bytes:
+        raise too_small(budget, inputs_bytes, "chain:BYTES, which keeps the inputs of fewer blocks, ")
+    room = budget - inputs_bytes
+    count_by_kind: dict[str, int] = {}
     graphs = {call.fingerprint: call.graph for call in calls}
     for call in calls:
-        counts[call.fingerprint] = counts.get(call.fingerprint, 0) + call.count
+        count_by_kind[call.fingerprint] = count_by_kind.get(call.fingerprint, 0) + call.count
     if len(graphs) == 1:
         [(kind, graph)] = graphs.items()
-        return (solve(graph, room // counts[kind], objective=objective),)
+        return (solve(graph, room // count_by_kind[kind], objective=objective),)
     menus = {kind: menu(graph, objective=objective) for kind, graph in graphs.items()}
-    chosen = _choose([(counts[kind], menus[kind]) for kind in graphs], room, objective)
-    spare = room - sum(counts[save.block] * save.bytes for save in chosen)
-    # the curves have gaps: each kind in turn gets the spare bytes
+    points = _choose([(count_by_kind[kind], menus[kind]) for kind in graphs], room, objective)
+    spare_bytes = room - sum(count_by_kind[save.block] * save.bytes for save in points)
+    # the curves have gaps, so bytes are left over: each kind in turn may use them
     saves = []
-    for save in chosen:
-        count = counts[save.block]
-        better = solve(graphs[save.block], save.bytes + spare // count, objective=objective)
-        better = better if cost_of(better, objective) < cost_of(save, objective) else save
-        spare -= count * (better.bytes - save.bytes)
-        saves.append(better)
+    for save in points:
+        count = count_by_kind[save.block]
+        larger_save = solve(graphs[save.block], save.bytes + spare_bytes // count, objective=objective)
+        better_save = larger_save if cost_of(larger_save, objective) < cost_of(save, objective) else save
+        spare_bytes -= count * (better_save.bytes - save.bytes)
+        saves.append(better_save)
     return tuple(saves)
 
 
-def _choose(kinds: Sequence[tuple[int, Sequence[SaveSet]]], room: int, objective: Objective) -> list[SaveSet]:
-    """One point of each curve, by integer program: least total cost within a total of bytes."""
+def _choose(kinds: Sequence[tuple[int, Sequence[SaveSet]]], room: int, objective: SaveSetObjective) -> list[SaveSet]:
+    """One save set of each kind's curve, by integer program: the least total cost within `room` bytes.
+
+    Args:
+        kinds: for each kind of block, the number of its blocks and its curve.
+        room: most bytes that the values of all blocks may take.
+        objective: the cost to minimize.
+    """
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    flat = [(row, count, save) for row, (count, curve) in enumerate(kinds) for save in curve]
-    cost = np.array([count * cost_of(save, objective) for _, count, save in flat], float)
-    size = np.array([count * save.bytes for _, count, save in flat], float)
-    one_per_kind = np.array([[float(row == kind) for row, _, _ in flat] for kind in range(len(kinds))])
-    unit = float(size.max()) or 1.0
+    points = [(row, count, save) for row, (count, curve) in enumerate(kinds) for save in curve]
+    cost = np.array([count * cost_of(save, objective) for _, count, save in points], float)
+    point_bytes = np.array([count * save.bytes for _, count, save in points], float)
+    one_per_kind = np.array([[float(row == kind) for row, _, _ in points] for kind in range(len(kinds))])
+    unit = float(point_bytes.max()) or 1.0
     solution = milp(
         cost / (cost.max() or 1.0),
-        integrality=np.ones(len(flat)),
+        integrality=np.ones(len(points)),
         bounds=Bounds(0, 1),
         constraints=[
             LinearConstraint(one_per_kind, 1, 1),
-            LinearConstraint(size[None, :] / unit, -np.inf, room / unit),
+            LinearConstraint(point_bytes[None, :] / unit, -np.inf, room / unit),
         ],
         options={"mip_rel_gap": 0},
     )
-    assert solution.x is not None, "keeping nothing of any block takes no room"
-    return [save for (_, _, save), amount in zip(flat, solution.x, strict=True) if amount > 0.5]
+    assert solution.x is not None, "the choice to keep nothing of any block always fits"
+    return [save for (_, _, save), amount in zip(points, solution.x, strict=True) if amount > 0.5]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +214,7 @@ class Totals:
 
 
 def totals(calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Totals:
-    """Sums over all blocks of a model, one level."""
+    """The totals of a model whose blocks each keep the save set of their kind."""
     save_by_block = {save.block: save for save in saves}
     pairs = [(call, save_by_block[call.fingerprint]) for call in calls]
     return Totals(
@@ -231,15 +228,15 @@ def totals(calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Totals:
 
 def stack_totals(graph: BlockGraph, stack: StackDecision) -> Totals:
     """The totals of a scanned stack with groups or segments; a group without a save set keeps everything."""
-    layers, carried = stack.layers, graph.carried_bytes
+    layers, input_bytes = stack.layers, graph.carried_bytes
     everything = SaveSet(graph.fingerprint, bytes=graph.needed_bytes)
     groups = [(group.layers, group.save or everything) for group in stack.groups]
     flop = sum(count * save.flop for count, save in groups)
     seconds = sum(count * save.seconds for count, save in groups)
     host_bytes = sum(count * save.host_bytes for count, save in groups)
     if stack.segment is None:
-        kept_bytes = layers * carried + sum(count * save.bytes for count, save in groups)
+        kept_bytes = layers * input_bytes + sum(count * save.bytes for count, save in groups)
         return Totals(layers, kept_bytes, host_bytes, flop, seconds)
     segment = min(stack.segment, layers)
-    kept_bytes = _two_level_inputs(layers, segment) * carried + segment * max(save.bytes for _, save in groups)
+    kept_bytes = _two_level_inputs(layers, segment) * input_bytes + segment * max(save.bytes for _, save in groups)
     return Totals(layers, kept_bytes, host_bytes, flop + layers * graph.flop, seconds + layers * graph.seconds)

@@ -1,22 +1,24 @@
-"""Models as values, which build the module, score a batch, and name the sizes that a mesh divides.
+"""Models as values, which build the module, score a batch, and report the sizes that a mesh divides.
 
 | file | defines |
 |---|---|
-| decoder, decoder_module | `Decoder`: Llama, GPT-2, Qwen3, Gemma-2 by its fields |
+| decoder, decoder_module | `Decoder`, whose fields make it a Llama, GPT-2, Qwen3 or Gemma-2 |
 | vit, vit_module | `ViT` |
 | resnet, resnet_module | `ResNet` |
+| field_checks | checks of fields that these values share |
 | classify | cross-entropy and accuracy of image classifiers |
-| huggingface | `load`, `save`, `Pretrained`: folders of transformers |
+| huggingface | `load`, `save`, `Pretrained`: model folders of Hugging Face's transformers |
 | huggingface_config, huggingface_families, huggingface_tensors, safetensors_folder | the parts of `huggingface` |
 | foreign, foreign_blocks | `ForeignModel`, `linen_model`: foreign models, plain Flax NNX or Linen |
 
 The names of this module load on first use; a value imports neither JAX nor Flax.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_WHERE = {
+from jaxscale.lazy import lazy_names
+
+_MODULES = {
     "CrossEntropy": "jaxscale.models.foreign",
     "Decoder": "jaxscale.models.decoder",
     "ForeignModel": "jaxscale.models.foreign",
@@ -49,10 +51,4 @@ __all__ = [
     "linen_model",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'jaxscale.models' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, _MODULES)

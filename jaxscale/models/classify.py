@@ -1,7 +1,7 @@
 """Loss and accuracy of image classifiers: cross-entropy over classes with label smoothing, and correct rows.
 
-Label smoothing follows Szegedy et al. 2016 (arXiv:1512.00567), section 7: the target is (1 - a) of the label and a / V
-of every class, the label's own included.
+Label smoothing follows Szegedy et al. 2016 (arXiv:1512.00567), section 7: the target distribution gives a / V to each
+of V classes, and 1 - a more to the label.
 """
 
 from collections.abc import Callable
@@ -34,19 +34,19 @@ def cross_entropy(
         [40.0]
     """
     log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
-    picked = jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
+    label_log_p = jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
     if smoothing == 0.0:
-        return -picked
-    return -(1.0 - smoothing) * picked - smoothing * log_p.mean(-1)
+        return -label_log_p
+    return -(1.0 - smoothing) * label_log_p - smoothing * log_p.mean(-1)
 
 
 def weighted_sum(losses: Float[Array, "B ..."], batch: Batch) -> Loss:
-    """Sums of losses and of `batch["weights"]`; without weights every target counts 1.
+    """The weighted sum of the losses, and the sum of `batch["weights"]`; without weights every target has weight 1.
 
-    Weights of shape [B] weigh whole rows, weights of the shape of the losses single targets.
+    Weights have shape [B], one per row, or the shape of the losses, one per target.
 
     Raises:
-        UserError: the weights are of neither shape.
+        UserError: the weights have neither shape.
     """
     losses = losses.astype(jnp.float32)
     weights = batch.get("weights")
@@ -64,12 +64,12 @@ def weighted_sum(losses: Float[Array, "B ..."], batch: Batch) -> Loss:
 
 
 def correct(logits: Float[Array, "*rows V"], labels: Int[Array, "*rows"]) -> Float[Array, "*rows"]:
-    """1.0 where the label has the largest logit, else 0.0."""
+    """1.0 for each target whose label has the largest logit, 0.0 for the others."""
     return (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
 
 
 def image_loss(module: Callable[..., Any], batch: Batch, context: Context, smoothing: float) -> Loss:
-    """Sums of the cross-entropy of `module(batch["images"])` and `batch["labels"]`."""
+    """Sums of the cross-entropy between `module(batch["images"])` and `batch["labels"]`, and of the weights."""
     logits = module(jnp.asarray(batch["images"]), context=context)
     return weighted_sum(cross_entropy(logits, jnp.asarray(batch["labels"]), smoothing), batch)
 
@@ -77,7 +77,7 @@ def image_loss(module: Callable[..., Any], batch: Batch, context: Context, smoot
 def image_accuracy(
     module: Callable[..., Any], batch: Batch, context: Context
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Sum of the weights of the rows whose label has the largest logit, and of all rows."""
+    """The sum of the weights of the rows whose label has the largest logit, and of the weights of all rows."""
     logits = module(jnp.asarray(batch["images"]), context=context)
-    right = weighted_sum(correct(logits, jnp.asarray(batch["labels"])), batch)
-    return right.total, right.weight
+    correct_sum = weighted_sum(correct(logits, jnp.asarray(batch["labels"])), batch)
+    return correct_sum.total, correct_sum.weight

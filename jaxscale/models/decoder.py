@@ -1,9 +1,9 @@
 """Decoder: a decoder-only transformer as a value; its fields make it a Llama, a GPT-2, a Qwen3 or a Gemma-2.
 
-Each field is one independent choice; the papers that made it: Llama (arXiv:2302.13971, 2407.21783), GPT-2 (Radford et
-al., 2019), Qwen3 (arXiv:2505.09388), Gemma 2 (arXiv:2408.00118). Left out: experts, cross-attention, attention that
-shares or compresses keys beyond groups of heads, dropout of attention's weights. The module that a Decoder builds is in
-`decoder_module.py`; this file imports neither JAX nor Flax, so that a mistyped field is reported at once.
+Each field is one independent choice. The choices come from the papers on Llama (arXiv:2302.13971, 2407.21783), GPT-2
+(Radford et al., 2019), Qwen3 (arXiv:2505.09388) and Gemma 2 (arXiv:2408.00118). Left out: experts, cross-attention,
+attention that shares or compresses keys beyond groups of heads, dropout of attention weights. The module that a Decoder
+builds is in `decoder_module.py`; this file imports neither JAX nor Flax, so that a mistyped field is reported at once.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxscale.errors import UserError
+from jaxscale.models.field_checks import check_counts, check_positive, check_rates
 from jaxscale.values import check_types
 
 if TYPE_CHECKING:
@@ -23,19 +24,18 @@ if TYPE_CHECKING:
 
 MlpKind = Literal["swiglu", "geglu", "geglu_tanh", "reglu", "gelu", "gelu_tanh", "relu", "relu_squared", "silu"]
 GATED = frozenset({"swiglu", "geglu", "geglu_tanh", "reglu"})
-COUNTS = ("vocab", "context", "layers", "embed", "heads", "kv_heads", "head_dim", "mlp")
-POSITIVE = ("norm_eps", "rotary_base", "attention_soft_cap", "final_soft_cap", "attention_scale", "init_std")
 
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's change of the rotary frequencies for a longer context: slow ones are divided, fast ones kept.
+    """Llama 3.1's change of the rotary frequencies for a longer context: low frequencies are divided, high ones kept.
 
     Args:
-        factor: growth of the context.
-        low_freq_factor: wavelengths above original_context / low_freq_factor are divided.
-        high_freq_factor: wavelengths below original_context / high_freq_factor are kept; between the two, a blend.
-        original_context: context of the first training.
+        factor: divisor of low frequencies: the ratio of the longer context to the original one.
+        low_freq_factor: frequencies with a wavelength above original_context / low_freq_factor are divided.
+        high_freq_factor: frequencies with a wavelength below original_context / high_freq_factor are kept; between the
+            two wavelengths, the result is interpolated.
+        original_context: context of the original training, in positions.
 
     References:
         "The Llama 3 Herd of Models", arXiv:2407.21783; transformers, modeling_rope_utils.py,
@@ -49,13 +49,12 @@ class Llama3Scaling:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_context"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"rotary_scaling.{name}: got {getattr(self, name)!r}, expected a number > 0")
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
+        check_positive(self, names, "rotary_scaling.")
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
                 f"rotary_scaling: got low_freq_factor {self.low_freq_factor} and high_freq_factor "
-                f"{self.high_freq_factor}, expected the second to be the greater; swap them"
+                f"{self.high_freq_factor}, expected the latter to be greater; swap them"
             )
 
     def __call__(self, frequencies: "np.ndarray") -> "np.ndarray":
@@ -72,36 +71,38 @@ class Decoder:
 
     Args:
         vocab: size of the vocabulary.
-        context: most positions of a sequence.
-        layers: blocks.
+        context: largest number of positions of a sequence.
+        layers: number of blocks.
         embed: width of the residual stream.
-        heads: query heads.
-        kv_heads: key and value heads, each shared by heads / kv_heads query heads; `None` has one for each.
-        head_dim: width of a head; `None` is embed / heads.
-        mlp: hidden width of the feed-forward layers; `None` is 4 * embed.
-        norm: "rms", "layer", or "layer_no_bias" (a LayerNorm with a gain alone).
-        norm_plus_one: gains are stored minus one, as in Gemma.
-        norm_eps: added to the variance.
-        post_norms: a norm after attention and after mlp too, before each joins the residual stream (Gemma-2).
+        heads: number of query heads.
+        kv_heads: number of key and value heads, each shared by heads / kv_heads query heads; `None` means heads.
+        head_dim: width of a head; `None` means embed / heads.
+        mlp: hidden width of the feed-forward layers; `None` means 4 * embed.
+        norm: "rms", "layer", or "layer_no_bias" (a LayerNorm without a bias).
+        norm_plus_one: whether the stored weight of a norm is its gain minus one, as in Gemma.
+        norm_eps: constant added to the variance in norms.
+        post_norms: whether the outputs of attention and mlp are normed before they are added to the stream (Gemma-2).
         mlp_kind: "swiglu", "geglu", "geglu_tanh" and "reglu" are f(x W_gate) * (x W_up) with f the SiLU, the GELU, its
             tanh form, the ReLU; "silu", "gelu", "gelu_tanh", "relu" and "relu_squared" are f(x W_up).
         positions: "rotary", "learned" (a table added to the embeddings), or "none".
-        rotary_base: wavelengths of the rotary embedding grow up to 2 pi times this.
-        rotary_scaling: Llama 3.1's change of the rotary frequencies; `None` for none.
-        tied: the output projection is the transposed embedding.
-        attention_bias: biases in the projections of attention.
-        mlp_bias: biases in the feed-forward layers.
-        qk_norm: RMSNorm on each head of queries and keys (Qwen3).
-        attention_soft_cap: attention scores s become cap * tanh(s / cap); `None` leaves them unchanged.
-        final_soft_cap: the same for the logits.
-        windows: most recent positions that attention sees, repeated over the layers; `None` sees all: (4096, None)
-            alternates.
-        embedding_scale: embeddings are multiplied by sqrt(embed) (Gemma).
-        attention_scale: of the scores; `None` is 1 / sqrt(head_dim).
-        dropout: rate, after the embedding and where attention and mlp join the residual stream.
-        z_loss: weight of the square of log Z, added to the trained loss and not to the reported one.
+        rotary_base: base of the rotary wavelengths, which grow up to 2 pi * rotary_base positions.
+        rotary_scaling: Llama 3.1's change of the rotary frequencies; `None` leaves them unchanged.
+        tied: whether the output projection is the transposed embedding.
+        attention_bias: whether the projections of attention have biases.
+        mlp_bias: whether the feed-forward layers have biases.
+        qk_norm: whether each head of queries and keys has an RMSNorm (Qwen3).
+        attention_soft_cap: bound of the attention scores s, which become bound * tanh(s / bound); `None` for no bound.
+        final_soft_cap: bound of the logits, in the same way.
+        windows: number of most recent positions that each layer sees, `None` for all; the tuple repeats over the
+            layers, so that (4096, None) alternates.
+        embedding_scale: whether embeddings are multiplied by sqrt(embed) (Gemma).
+        attention_scale: factor of the attention scores; `None` means 1 / sqrt(head_dim).
+        dropout: rate of dropout after the embedding and where attention and mlp are added to the residual stream.
+        z_loss: weight of the square of log Z, which is added to the trained loss but not to the reported one; Z is the
+            sum of exp(logit).
         init_std: standard deviation of the initial weights.
-        scaled_init: projections into the residual stream start smaller, by 1 / sqrt(2 * layers) (GPT-2).
+        scaled_init: whether the initial weights of projections into the residual stream are divided by sqrt(2 * layers)
+            (GPT-2).
 
     Raises:
         UserError: a field out of range, or two incompatible fields.
@@ -147,16 +148,10 @@ class Decoder:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in COUNTS:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name}: got {value}, expected a whole number >= 1")
-        for name in POSITIVE:
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise UserError(f"{name}: got {value!r}, expected a number > 0")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"dropout: got {self.dropout!r}, expected a rate from 0 up to, and not including, 1")
+        check_counts(self, ("vocab", "context", "layers", "embed", "heads", "kv_heads", "head_dim", "mlp"))
+        positive = ("norm_eps", "rotary_base", "attention_soft_cap", "final_soft_cap", "attention_scale", "init_std")
+        check_positive(self, positive)
+        check_rates(self, ("dropout",))
         if not (self.z_loss >= 0 and math.isfinite(self.z_loss)):
             raise UserError(f"z_loss: got {self.z_loss!r}, expected a weight >= 0 (1e-4 is usual)")
         if self.head_dim is None and self.embed % self.heads:
@@ -167,7 +162,7 @@ class Decoder:
             raise UserError(f"kv_heads: got {self.kv_heads}, expected a divisor of heads {self.heads}")
         if self.positions == "rotary" and self.head_width % 2:
             raise UserError(
-                f"head_dim: got {self.head_width}, expected an even width: rotary positions turn pairs of dims"
+                f"head_dim: got {self.head_width}, expected an even width: rotary positions rotate pairs of dims"
             )
         if self.rotary_scaling is not None and self.positions != "rotary":
             raise UserError(
@@ -191,29 +186,29 @@ class Decoder:
 
     @property
     def head_width(self) -> int:
-        """Width of a head, given or implied."""
+        """Width of a head, set or implied."""
         return self.head_dim or self.embed // self.heads
 
     @property
     def kv_count(self) -> int:
-        """Key and value heads, given or implied."""
+        """Number of key and value heads, set or implied."""
         return self.kv_heads or self.heads
 
     @property
     def mlp_width(self) -> int:
-        """Hidden width of a feed-forward layer, given or implied."""
+        """Hidden width of a feed-forward layer, set or implied."""
         return self.mlp or 4 * self.embed
 
     @property
     def parameters(self) -> int:
-        """Trained numbers, the vocabulary not padded."""
+        """Number of trained numbers, without padding of the vocabulary."""
         norm = self.embed * (2 if self.norm == "layer" else 1)
         queries, keys = self.heads * self.head_width, self.kv_count * self.head_width
         attention = self.embed * (2 * queries + 2 * keys) + 2 * self.head_width * self.qk_norm
         attention += (queries + 2 * keys + self.embed) * self.attention_bias
-        inward = 2 if self.mlp_kind in GATED else 1
-        mlp = (1 + inward) * self.embed * self.mlp_width
-        mlp += (inward * self.mlp_width + self.embed) * self.mlp_bias
+        input_projections = 2 if self.mlp_kind in GATED else 1
+        mlp = (1 + input_projections) * self.embed * self.mlp_width
+        mlp += (input_projections * self.mlp_width + self.embed) * self.mlp_bias
         block = attention + mlp + (4 if self.post_norms else 2) * norm
         tables = self.vocab * self.embed * (1 if self.tied else 2) + self.context * self.embed * (
             self.positions == "learned"
@@ -235,9 +230,8 @@ class Decoder:
 
         Args:
             module: the result of `build`, or a copy with other parameters.
-            batch: int32 `tokens` and `targets` [B, T]; where there are any, `positions`, `segments` and float32
-                `weights`.
-            context: key, compute dtype, implementations.
+            batch: int32 `tokens` and `targets` [B, T]; optionally `positions`, `segments` and float32 `weights`.
+            context: context of the forward pass: key, compute dtype, implementations.
         """
         from jaxscale.models.decoder_module import decoder_loss
 

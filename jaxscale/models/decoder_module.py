@@ -86,7 +86,7 @@ class Block(nnx.Module):
         cache: KVCache | None = None,
         context: Context = Context(),
     ) -> Any:
-        """The residual stream after this block; with a cache, `(stream, cache)`."""
+        """The residual stream after this block; with a cache, a pair of the stream and the new cache."""
         settings = {"positions": positions, "segments": segments, "window": window, "context": context}
         y = self.attention(self.attention_norm(x), cache=cache, **settings)
         y, cache = (y, None) if cache is None else y
@@ -103,7 +103,7 @@ class DecoderModule(nnx.Module):
 
     Args:
         config: the model value.
-        vocab_multiple: rows of the embedding and the head are padded to a multiple of this.
+        vocab_multiple: number that divides the padded number of rows of the embedding and of the head.
 
     Example:
         >>> tiny = Decoder(vocab=5, context=8, layers=2, embed=8, heads=2)
@@ -119,15 +119,15 @@ class DecoderModule(nnx.Module):
 
     def __init__(self, config: Decoder, *, vocab_multiple: int = 1, rngs: nnx.Rngs):
         init = nnx.initializers.normal(config.init_std)
-        table = {"vocab_multiple": vocab_multiple, "init": init, "rngs": rngs}
+        table_settings = {"vocab_multiple": vocab_multiple, "init": init, "rngs": rngs}
         self.config = config
-        self.embedding = Embedding(config.vocab, config.embed, **table)
-        learned = config.positions == "learned"
-        self.positions = PositionTable(config.context, config.embed, init=init, rngs=rngs) if learned else None
+        self.embedding = Embedding(config.vocab, config.embed, **table_settings)
+        has_table = config.positions == "learned"
+        self.positions = PositionTable(config.context, config.embed, init=init, rngs=rngs) if has_table else None
         self.dropout = Dropout(config.dropout, site="embedding")
         self.blocks = Stack(lambda rngs: Block(config, rngs), config.layers, rngs=rngs)
         self.norm = make_norm(config)
-        self.head = None if config.tied else Embedding(config.vocab, config.embed, **table)
+        self.head = None if config.tied else Embedding(config.vocab, config.embed, **table_settings)
 
     def embed(
         self,
@@ -137,7 +137,7 @@ class DecoderModule(nnx.Module):
         cache: KVCache | None = None,
         context: Context = Context(),
     ) -> Float[Array, "B T D"]:
-        """The input of the first block."""
+        """The input of the first block: embedded tokens, plus learned positions if the model has them."""
         x = self.embedding.lookup(tokens, context.dtype)
         if self.config.embedding_scale:
             x = x * jnp.asarray(math.sqrt(self.config.embed), x.dtype)
@@ -149,7 +149,7 @@ class DecoderModule(nnx.Module):
         """Rows of the learned positions, (1 or B, T, D)."""
         if length > self.config.context:
             raise UserError(
-                f"a sequence of {length} tokens, and the model has {self.config.context} learned positions: cut it"
+                f"sequence: got {length} tokens, expected at most {self.config.context} (learned positions); shorten it"
             )
         if positions is None and cache is None:
             return table.weight[:length][None, :, :]
@@ -167,7 +167,7 @@ class DecoderModule(nnx.Module):
         cache: KVCache | None = None,
         context: Context = Context(),
     ) -> Any:
-        """The normed residual stream after the last block, (B, T, D); with a cache, `(stream, cache)`."""
+        """The normed residual stream after the last block, (B, T, D); with a cache, a pair of it and the new cache."""
         x = self.embed(tokens, positions=positions, cache=cache, context=context)
         settings = {"positions": positions, "segments": segments, "context": context}
         settings["cycle"] = [{"window": window} for window in self.config.windows]
@@ -195,14 +195,15 @@ class DecoderModule(nnx.Module):
         cache: KVCache | None = None,
         context: Context = Context(),
     ) -> Any:
-        """Logits of the token after each, (B, T, padded V); with a cache, `(logits, cache)`.
+        """Logits of the token after each token, (B, T, padded V); with a cache, a pair of logits and the new cache.
 
         Args:
-            tokens: their numbers.
-            positions: in their documents; the index in the row by default, or the next positions of the cache.
-            segments: document of each token in its row, from 1; 0 is padding.
+            tokens: ids of the tokens.
+            positions: positions of the tokens in their documents; the index in the row by default, or with a cache its
+                next positions.
+            segments: number of each token's document in its row, from 1; 0 is padding.
             cache: keys and values of earlier tokens (`Decoder.init_cache`).
-            context: key, compute dtype, implementations.
+            context: context of the forward pass: key, compute dtype, implementations.
         """
         settings = {"positions": positions, "segments": segments, "cache": cache, "context": context}
         if cache is None:

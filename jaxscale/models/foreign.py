@@ -1,7 +1,7 @@
 """Foreign models: an unmodified Flax NNX or Linen module as a model value that trains under any plan.
 
-The module keeps its class, its layers, its batch statistics and its dropout. Added from outside are training and
-evaluation mode, dropout keys that follow from seed and step, computation in the plan's type, and rematerialization of
+The module keeps its class, its layers, its batch statistics and its dropout. This file sets, from outside, training or
+evaluation mode, dropout keys that follow from seed and step, the plan's type for computation, and rematerialization of
 the submodules that repeat (`foreign_blocks.py`). Left out: packing (a foreign module takes no segment ids), padding of
 the vocabulary, generation.
 """
@@ -36,7 +36,7 @@ TRAINING_ARGUMENTS: Mapping[str, bool] = {
 Score = Callable[[Callable[..., Any], Batch], Any]
 """`score(module, batch)` returns one loss per row ([B]) or per target ([B, S]), in nats, neither summed nor averaged.
 
-It calls the module like any function (`module(batch["images"])`), with the mode already set.
+The function calls the module like any function (`module(batch["images"])`), with the mode already set.
 """
 
 
@@ -45,8 +45,8 @@ class CrossEntropy:
     """Softmax cross-entropy between `module(batch[inputs])` and `batch[labels]`: the score of most models.
 
     Args:
-        inputs: name of the array that the module is called with.
-        labels: name of the classes, integers of the shape of the logits without their last dim.
+        inputs: name of the batch's array that the module is called with.
+        labels: name of the batch's array of classes, integers of the shape of the logits without their last dim.
         smoothing: share of the target spread over all classes (label smoothing).
     """
 
@@ -60,14 +60,15 @@ class CrossEntropy:
         return cross_entropy(logits, labels, self.smoothing)
 
     def correct(self, module: Callable[..., Any], batch: Batch) -> Array:
-        """1.0 per label with the largest logit, else 0.0."""
+        """1.0 for each label that has the largest logit, 0.0 for the others."""
         return correct(*self._logits(module, batch))
 
     def _logits(self, module: Callable[..., Any], batch: Batch) -> tuple[Array, Array]:
+        """The module's logits and the batch's labels, with checked names and shapes."""
         for name in (self.inputs, self.labels):
             if name not in batch:
                 raise UserError(
-                    f"the score reads batch[{name!r}], and the batch has {', '.join(sorted(batch))}; "
+                    f"the score reads batch[{name!r}], but the batch has {', '.join(sorted(batch))}; "
                     "name the arrays as the data does: CrossEntropy(inputs=..., labels=...)"
                 )
         logits, labels = module(batch[self.inputs]), jnp.asarray(batch[self.labels])
@@ -75,7 +76,7 @@ class CrossEntropy:
         if shape[:-1] != labels.shape:
             raise UserError(
                 f"the module returned {shape} for labels of shape {labels.shape}; expected logits of shape "
-                f"{(*labels.shape, 'classes')}: return logits, or give ForeignModel a score of your own"
+                f"{(*labels.shape, 'classes')}: return logits, or pass ForeignModel another score"
             )
         return logits, labels
 
@@ -100,10 +101,10 @@ class ForeignModel:
 
     Args:
         make: builds the module from `nnx.Rngs`; it has the streams "params" and "dropout".
-        score: `score(module, batch)` gives one loss per row or per target; `classification()` and `language_model()`
-            are ready made.
-        blocks: paths of the submodules to rematerialize one by one ("layers/0"); by default those that repeat, and
-            where none does, as with `()`, the whole forward pass is one block.
+        score: `score(module, batch)` returns one loss per row or per target, such as `classification()` and
+            `language_model()`.
+        blocks: paths of the submodules to rematerialize one by one ("layers/0"), by default those that repeat. With
+            `()`, or if none repeats, the whole forward pass is one block.
 
     Example:
         >>> import jax
@@ -119,7 +120,7 @@ class ForeignModel:
     blocks: tuple[str, ...] | None = None
 
     foreign: ClassVar[bool] = True
-    """Options of a plan that need jaxscale's layers are rejected by name."""
+    """Marks a model for which a plan rejects options that need the layers of jaxscale."""
 
     def build(self, rngs: nnx.Rngs, *, vocab_multiple: int = 1) -> nnx.Module:
         """The user's module, without padding of the vocabulary: a dim that a mesh axis does not divide stays whole."""
@@ -127,7 +128,7 @@ class ForeignModel:
         if not isinstance(module, nnx.Module):
             raise UserError(
                 f"make returned {type(module).__name__}, expected an nnx.Module; "
-                "a Linen module goes through linen_model(...)"
+                "wrap a Linen module by linen_model(...)"
             )
         if not jax.tree.leaves(nnx.state(module, nnx.Param)):
             raise UserError(
@@ -137,20 +138,20 @@ class ForeignModel:
         return module
 
     def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
-        """Sums of the score over the batch. Training updates variables that are neither parameters nor rng state."""
+        """Sums of score and weights. Training updates variables that are neither parameters nor rng state."""
         losses = self._run(self.score, module, batch, context)
         rows = len(jax.tree.leaves(dict(batch))[0])
         if not getattr(losses, "shape", ()) or losses.shape[0] != rows:
             shape = getattr(losses, "shape", type(losses).__name__)
             raise UserError(
                 f"score returned {shape} for a batch of {rows} rows; expected "
-                "one loss per row or per target, shape (rows, ...): do not take the mean, weights and means are ours"
+                "one loss per row or per target, shape (rows, ...): do not take the mean: jaxscale computes it"
             )
         return weighted_sum(losses, batch)
 
     @property
     def accuracy(self) -> Callable[[nnx.Module, Batch, Context], tuple[Array, Array]] | None:
-        """`accuracy(module, batch, context)` returns (correct targets, all targets); `None` if the score has none."""
+        """`accuracy(module, batch, context)` returns (correct targets, all targets); `None` without `score.correct`."""
         correct_score = getattr(self.score, "correct", None)
         return None if correct_score is None else functools.partial(self._accuracy, correct_score)
 
@@ -161,10 +162,12 @@ class ForeignModel:
     def _accuracy(
         self, correct_score: Score, module: nnx.Module, batch: Batch, context: Context
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """The sum of the weights of the correct targets, and of the weights of all targets."""
         correct_sum = weighted_sum(self._run(correct_score, module, batch, context), batch)
         return correct_sum.total, correct_sum.weight
 
     def _run(self, score: Score, module: nnx.Module, batch: Batch, context: Context) -> Any:
+        """The losses that `score` returns for the module, with the mode, keys and type of the context."""
         # on a copy: the caller's module keeps its mode, types and rng state, and gets no variables from `sow`
         copy = nnx.clone(module)
         training = context.key is not None
@@ -188,10 +191,10 @@ class ForeignModel:
 
 @dataclasses.dataclass(frozen=True)
 class FromLinen:
-    """Builds the NNX module around a Linen one, its variables initialised by a forward pass over zeros.
+    """Builds the NNX module around a Linen module, whose variables a forward pass over zeros initialises.
 
     Args:
-        module: the Linen module.
+        module: Linen module.
         inputs: shapes and types of the arrays of one call.
     """
 
@@ -199,7 +202,7 @@ class FromLinen:
     inputs: tuple[jax.ShapeDtypeStruct, ...]
 
     def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
-        """The module, through `flax.nnx.bridge`."""
+        """The NNX module that `flax.nnx.bridge` makes."""
         module = nnx.bridge.ToNNX(self.module, rngs=rngs)
         zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.inputs]
         nnx.bridge.lazy_init(module, *zeros, **_mode_arguments(self.module, training=False))
@@ -207,15 +210,15 @@ class FromLinen:
 
 
 def linen_model(module: Any, *inputs: Any, score: Score) -> ForeignModel:
-    """A Flax Linen module as a model value, one block as a whole, because the bridge exposes no submodules.
+    """A Flax Linen module as a model value. The whole module is one block, because the bridge exposes no submodules.
 
     Collections that the module has after initialisation ("batch_stats", ...) are updated in training.
 
     Args:
-        module: the Linen module. Its `__call__` may take a `train` argument (`TRAINING_ARGUMENTS`).
+        module: Linen module. Its `__call__` may take a `train` argument (`TRAINING_ARGUMENTS`).
         inputs: shapes and types of the arrays of one call, as `jax.ShapeDtypeStruct` or NumPy arrays; JAX arrays in an
             experiment file would start the backend before the plan sets the number of devices.
-        score: as in `ForeignModel`.
+        score: function of module and batch that returns the losses, as in `ForeignModel`.
 
     Example:
         >>> import jax
@@ -241,12 +244,13 @@ def _in_mode(module: nnx.Module, training: bool) -> Callable[..., Any]:
 
 
 def _mode_arguments(module: Any, training: bool) -> dict[str, bool]:
-    known = inspect.signature(type(module).__call__).parameters
-    return {name: value == training for name, value in TRAINING_ARGUMENTS.items() if name in known}
+    """The mode arguments that the module's `__call__` has, with their values for training or evaluation."""
+    parameters = inspect.signature(type(module).__call__).parameters
+    return {name: flag == training for name, flag in TRAINING_ARGUMENTS.items() if name in parameters}
 
 
 def _reseed(module: nnx.Module, context: Context) -> None:
-    """Set the key of every generator of the module from the step, the microbatch and its path."""
+    """Set the key of every random stream of the module from the step, the microbatch and the path of the stream."""
     assert context.key is not None
     key = context.key if context.examples is None else jax.random.fold_in(context.key, context.examples[0])
     for path, stream in nnx.iter_graph(module):
@@ -259,10 +263,10 @@ def _reseed(module: nnx.Module, context: Context) -> None:
 
 
 def _compute_in(dtype: Any, module: nnx.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """Set `dtype` in layers without one, and cast parameters and the batch to it."""
+    """Set `dtype` in layers without one, and cast parameters to it; returns the batch, cast as well."""
     for _, node in nnx.iter_graph(module):
         if type(node).__module__.startswith("flax.") and getattr(node, "dtype", dtype) is None:
-            setattr(node, "dtype", dtype)  # noqa: B010 - Flax's layers have it, nnx.Module in general has not
+            setattr(node, "dtype", dtype)  # noqa: B010 - only Flax's layers have this attribute
         elif isinstance(node, nnx.Param) and jnp.issubdtype(node.dtype, jnp.floating):
             node.set_value(node[...].astype(dtype))  # node[...] = x would keep the old type
     return {
@@ -273,16 +277,16 @@ def _compute_in(dtype: Any, module: nnx.Module, batch: dict[str, Any]) -> dict[s
 
 def _update(module: nnx.Module, source: nnx.Module) -> None:
     """Copy variables other than parameters and rng state from `source` to `module`, keeping shapes and types."""
-    filter = nnx.All(nnx.Variable, nnx.Not(nnx.Param), nnx.Not(nnx.RngState))
-    values = dict(nnx.to_flat_state(nnx.state(source, filter)))
+    other_variables = nnx.All(nnx.Variable, nnx.Not(nnx.Param), nnx.Not(nnx.RngState))
+    source_variables = dict(nnx.to_flat_state(nnx.state(source, other_variables)))
     new_variables = {}
-    for path, old in nnx.to_flat_state(nnx.state(module, filter)):
-        if path in values:
-            new = values[path]
+    for path, old in nnx.to_flat_state(nnx.state(module, other_variables)):
+        if path in source_variables:
+            new = source_variables[path]
             if new.shape != old.shape:
                 raise UserError(
                     f"variable {'/'.join(map(str, path))}: the forward pass turned shape {old.shape} into {new.shape}; "
-                    "what is carried from step to step must keep its shape"
+                    "a variable that is kept from step to step must keep its shape"
                 )
             new_variables[path] = old.replace(new[...].astype(old.dtype))
     nnx.update(module, nnx.from_flat_state(new_variables))

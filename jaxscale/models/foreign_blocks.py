@@ -23,7 +23,7 @@ from flax import nnx
 from jaxscale import blocks
 from jaxscale.errors import UserError, unknown
 
-Path = tuple[Any, ...]
+ModulePath = tuple[Any, ...]
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 _patching = threading.RLock()
 
@@ -31,9 +31,9 @@ _patching = threading.RLock()
 def repeated_blocks(module: nnx.Module) -> tuple[str, ...]:
     """Paths of the outermost submodules that repeat: "layers/0", "layers/1", ...
 
-    Two submodules repeat when they lie in one list (or have one stem and a number), are of one class, and have
-    parameters of the same names, shapes and types; their unlike neighbours of the same class and list are blocks too.
-    Layers of Flax itself (`nnx.Linear`, ...) are too small to be blocks, containers (`nnx.Sequential`) are not.
+    Two submodules repeat if they lie in the same list (or have names of one stem and a number), are of the same class,
+    and have parameters of the same names, shapes and types. Other submodules of this class in this list are blocks too.
+    Layers of Flax itself (`nnx.Linear`, ...) are too small to be blocks, but containers (`nnx.Sequential`) may be.
 
     Example:
         >>> class Block(nnx.Module):
@@ -48,26 +48,26 @@ def repeated_blocks(module: nnx.Module) -> tuple[str, ...]:
         ('layers/0', 'layers/1', 'layers/2')
     """
     submodules = _submodules(module)
-    families: dict[tuple[Path, str, type], list[Path]] = defaultdict(list)
+    paths_by_family: dict[tuple[ModulePath, str, type], list[ModulePath]] = defaultdict(list)
     for path, node in submodules.items():
         stem = _stem(path[-1]) if path else None
         if stem is not None and _may_be_block(node):
-            families[(path[:-1], stem, type(node))].append(path)
-    chosen: list[Path] = []
-    for parent, stem, cls in sorted(families, key=lambda family: len(family[0])):
-        family = families[(parent, stem, cls)]
-        nested = any(parent[: len(block)] == block for block in chosen)
-        if not nested and len({_signature(submodules[path]) for path in family}) < len(family):
-            chosen += sorted(family, key=lambda path: int(re.findall(r"\d+", str(path[-1]))[-1]))
-    return tuple("/".join(map(str, path)) for path in chosen)
+            paths_by_family[(path[:-1], stem, type(node))].append(path)
+    block_paths: list[ModulePath] = []
+    for parent, stem, cls in sorted(paths_by_family, key=lambda family: len(family[0])):
+        paths = paths_by_family[(parent, stem, cls)]
+        in_block = any(parent[: len(block_path)] == block_path for block_path in block_paths)
+        if not in_block and len({_signature(submodules[path]) for path in paths}) < len(paths):
+            block_paths += sorted(paths, key=lambda path: int(re.findall(r"\d+", str(path[-1]))[-1]))
+    return tuple("/".join(map(str, path)) for path in block_paths)
 
 
 @contextlib.contextmanager
 def blocks_wrapped(module: nnx.Module, paths: Sequence[str]) -> Iterator[None]:
-    """While tracing inside, calls of the submodules at `paths` go through `blocks.wrap`.
+    """A context in which traced calls of the submodules at `paths` go through `blocks.wrap`.
 
     Raises:
-        UserError: there is no such submodule, or a plan treats blocks and no block was called.
+        UserError: a submodule does not exist, or a plan treats blocks and no block was called.
     """
     if not paths or _untreated():
         yield
@@ -86,7 +86,7 @@ def blocks_wrapped(module: nnx.Module, paths: Sequence[str]) -> Iterator[None]:
     if not called_ids:
         raise UserError(
             f"blocks {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''} were found, but the forward pass calls "
-            "none of them (another method than __call__?), so the plan's treatment of blocks would have no effect; "
+            "none of them (or a method other than __call__), so the plan's treatment of blocks would have no effect; "
             "give ForeignModel(blocks=()) to treat the whole forward pass as one block"
         )
 
@@ -102,11 +102,11 @@ def as_one_block(function: Callable[..., Any], *args: Any) -> Any:
     graphdef, params, state, arrays = nnx.split(args, nnx.Param, nnx.Variable, ...)
 
     def block(params: Any, state: Any, arrays: Any) -> Any:
-        inner = nnx.merge(graphdef, params, state, arrays, copy=True)
-        result = function(*inner)
-        return result, nnx.split(inner, nnx.Param, nnx.Variable, ...)[2]
+        inner_args = nnx.merge(graphdef, params, state, arrays, copy=True)
+        output = function(*inner_args)
+        return output, nnx.split(inner_args, nnx.Param, nnx.Variable, ...)[2]
 
-    result, new_state = blocks.wrap(block, rolled=False)(params, state, arrays)
+    output, new_state = blocks.wrap(block, rolled=False)(params, state, arrays)
     old_variables = dict(nnx.to_flat_state(state))
     updated, created = {}, {}
     for path, variable in nnx.to_flat_state(new_state):
@@ -114,24 +114,25 @@ def as_one_block(function: Callable[..., Any], *args: Any) -> Any:
     nnx.update(args, nnx.from_flat_state(updated))
     for path, variable in created.items():
         parent: Any = args
-        for part in path[:-1]:
-            parent = parent[part] if isinstance(part, int) or isinstance(parent, dict) else getattr(parent, part)
+        for key in path[:-1]:
+            parent = parent[key] if isinstance(key, int) or isinstance(parent, dict) else getattr(parent, key)
         setattr(parent, path[-1], variable)
-    return result
+    return output
 
 
 def _untreated() -> bool:
-    """Whether no plan treats blocks: then calls are left unchanged."""
+    """Whether no plan treats blocks, so that calls stay unchanged."""
     return blocks.wrap(_untreated, rolled=False) is _untreated
 
 
 @contextlib.contextmanager
 def _patched(cls: type, block_ids: set[int], called_ids: set[int]) -> Iterator[None]:
+    """A context in which instances of `cls` with these ids run as blocks, and are noted in `called_ids`."""
     original: Any = cls.__call__
     overridden = "__call__" in vars(cls)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(self) not in block_ids:  # inside the block the module is a copy with another id
+        if id(self) not in block_ids:  # another module, or its own copy inside the block
             return original(self, *args, **kwargs)
         called_ids.add(id(self))
         return as_one_block(lambda self, args, kwargs: original(self, *args, **kwargs), self, args, kwargs)
@@ -146,12 +147,13 @@ def _patched(cls: type, block_ids: set[int], called_ids: set[int]) -> Iterator[N
             del cls.__call__
 
 
-def _submodules(module: nnx.Module) -> dict[Path, nnx.Module]:
+def _submodules(module: nnx.Module) -> dict[ModulePath, nnx.Module]:
+    """The module and all its submodules, by path."""
     return {path: node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)}
 
 
 def _stem(name: Any) -> str | None:
-    """The common part of numbered names: "" for members of a list, "block" for block0; `None` without a number."""
+    """The name before its number: "" for members of a list, "block" for block0; `None` for a name without a number."""
     if isinstance(name, int):
         return ""
     match = _NUMBERED.fullmatch(str(name))
@@ -159,10 +161,12 @@ def _stem(name: Any) -> str | None:
 
 
 def _may_be_block(node: nnx.Module) -> bool:
+    """Whether a submodule is callable, has parameters, and is no layer of Flax itself."""
     foreign = not type(node).__module__.startswith("flax.") or isinstance(node, nnx.Sequential)
     return foreign and callable(node) and bool(jax.tree.leaves(nnx.state(node, nnx.Param)))
 
 
 def _signature(node: nnx.Module) -> Any:
+    """Names, shapes and types of the parameters of a submodule, which are equal for repeated ones."""
     leaves = nnx.to_flat_state(nnx.state(node, nnx.Param))
     return tuple((path, tuple(variable.shape), str(variable.dtype)) for path, variable in leaves)

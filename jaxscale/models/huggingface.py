@@ -1,6 +1,6 @@
-"""Read, write and train on from model folders of Hugging Face's transformers.
+"""Read and write model folders of Hugging Face's transformers, and continue training from them.
 
-`huggingface_config.py` reads config.json, `safetensors_folder.py` the weights, `huggingface_tensors.py` matches the two
+`huggingface_config.py` reads config.json, `safetensors_folder.py` the weights; `huggingface_tensors.py` matches the two
 by the tables of `huggingface_families.py`. Left out: pickled weights, quantized weights, architectures without a table.
 """
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from jaxscale.typing import Batch
 
 TRAINING_ONLY = ("dropout", "z_loss", "init_std", "scaled_init", "smoothing")
-"""Fields that do not affect a trained model's outputs: their values in a file may differ."""
+"""Fields that do not affect the outputs of a trained model, so that a file need not have the same values."""
 WRITTEN = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
-"""Types that `save` writes."""
+"""Types that `save` can write, by name."""
 SHARD_BYTES = 5_000_000_000
 """Most bytes of one file that `save` writes, as transformers does by default."""
 
@@ -39,19 +39,19 @@ def read_config(folder: str | Path, **settings: Any) -> tuple[Family, Any]:
     """The family of a folder's model, and the model as one of jaxscale's values.
 
     Args:
-        folder: contains config.json, of transformers 4 or 5.
-        settings: fields set by the caller (dropout, z_loss); one that the architecture lacks must be 0.
+        folder: folder that contains a config.json of transformers 4 or 5.
+        settings: fields set by the caller (dropout, z_loss); a field that the architecture lacks must be 0.
 
     Raises:
-        UserError: no file; an unknown architecture; a wrong or unsupported value.
+        UserError: a missing file, an unknown architecture, or a wrong or unsupported value.
     """
     file = ConfigFile.open(Path(folder))
-    names = file.values.get("architectures") or []
-    matching = [family for family in FAMILIES.values() if family.model_type == file.values.get("model_type")]
-    families = [FAMILIES[name] for name in names if name in FAMILIES] or ([] if names else matching)
+    architectures = file.values.get("architectures") or []
+    type_families = [family for family in FAMILIES.values() if family.model_type == file.values.get("model_type")]
+    families = [FAMILIES[key] for key in architectures if key in FAMILIES] or ([] if architectures else type_families)
     if not families:
-        name = str((list(names) or [file.values.get("model_type", "(none)")])[0])
-        raise UserError(f"{file.path}: {unknown('architecture', name, FAMILIES)}")
+        architecture = str((list(architectures) or [file.values.get("model_type", "(none)")])[0])
+        raise UserError(f"{file.path}: {unknown('architecture', architecture, FAMILIES)}")
     family = families[0]
     if file.values.get("quantization_config"):
         raise UserError(f"{file.path}: quantization_config: quantized weights are not supported; save them dequantized")
@@ -64,6 +64,7 @@ def read_config(folder: str | Path, **settings: Any) -> tuple[Family, Any]:
 
 
 def _from_file(family: Family, file: ConfigFile, settings: Mapping[str, Any]) -> Any:
+    """The model value that a config.json describes, with the fields of `settings`."""
     fields: dict[str, Any] = dict(family.settles)
     for piece in family.pieces:
         fields |= piece.read(file)
@@ -78,13 +79,13 @@ def _from_file(family: Family, file: ConfigFile, settings: Mapping[str, Any]) ->
 
 
 def load(folder: str | Path) -> tuple[Any, dict[str, Any]]:
-    """The model of a folder of transformers, and its parameters.
+    """The model of a folder that transformers saved, and its parameters.
 
     Args:
-        folder: contains config.json and safetensors, in one file or sharded, in any floating-point type.
+        folder: folder that contains config.json and safetensors, in one file or sharded, in any floating-point type.
 
     Returns:
-        The model (`Decoder`), and a nested dict of numpy arrays in the file's type, by the names of its module.
+        The model value, and its parameters as a nested dict of numpy arrays in the file's type, named as in its module.
 
     Raises:
         UserError: an invalid folder; the message names the file, field or tensor.
@@ -113,14 +114,14 @@ def describe(model: Any) -> tuple[Family, dict[str, Any], Any]:
     """The family of a model, its config.json, and the model that this config.json describes.
 
     Raises:
-        UserError: there is none; the message names the nearest family and the fields it lacks.
+        UserError: no family has this model; the message names the nearest family and the fields that it lacks.
     """
     differences: dict[str, list[str]] = {}
     for family in FAMILIES.values():
         if not isinstance(model, family.value):
             continue
         config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-        config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # else transformers puts its own
+        config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # otherwise transformers sets its own
         for piece in family.pieces:
             config |= piece.write(model)
         fields = _comparable(model)
@@ -138,11 +139,12 @@ def describe(model: Any) -> tuple[Family, dict[str, Any], Any]:
             return family, config, described
     if not differences:
         raise UserError(
-            f"no architecture of transformers is known for {type(model).__name__}: {', '.join(FAMILIES)} are"
+            f"no architecture of transformers is known for a {type(model).__name__}; expected a model of one of "
+            f"{', '.join(FAMILIES)}"
         )
     nearest = min(differences, key=lambda name: len(differences[name]))
     missing = ", ".join(f"{name}={getattr(model, name)!r}" for name in differences[nearest])
-    raise UserError(f"no known architecture of transformers has this model; the nearest, {nearest}, has no {missing}")
+    raise UserError(f"no known architecture of transformers fits this model; the nearest, {nearest}, has no {missing}")
 
 
 def save(
@@ -157,13 +159,13 @@ def save(
     """Write a folder for transformers: config.json, safetensors, and the tokenizer if there is one.
 
     Args:
-        folder: created if needed; must not contain a model.
-        model: a model value, such as a `Decoder`.
-        params: its parameters as `load` returns them, or flat by path with one array per layer
+        folder: folder to write, created if needed; it must not contain a model.
+        model: model value, such as a `Decoder`.
+        params: parameters of the model as `load` returns them, or flat by path with one array per layer
             ("blocks.layers.0.mlp.up.weight"); the vocabulary may be padded.
-        dtype: type to write: "float32", "bfloat16" or "float16".
-        tokenizer: a tokenizer.json to copy into the folder.
-        shard_bytes: most bytes of one file.
+        dtype: type of the weights to write, "float32", "bfloat16" or "float16".
+        tokenizer: path of a tokenizer.json to copy into the folder.
+        shard_bytes: largest number of bytes of one file.
 
     Raises:
         UserError: a model that no known architecture expresses; a folder that already contains a model.
@@ -175,7 +177,7 @@ def save(
     if folder.exists() and (
         not folder.is_dir() or (folder / "config.json").exists() or any(folder.glob("*.safetensors"))
     ):
-        raise UserError(f"{folder}: holds a model already, or is no folder; give a new one")
+        raise UserError(f"{folder}: holds a model already, or is no folder; give a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     tensors = their_tensors(family, target, params, WRITTEN[dtype])
     safetensors_folder.write(folder, tensors, shard_bytes=shard_bytes)
@@ -188,18 +190,18 @@ def save(
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """The model of a folder of transformers, to be trained further.
+    """The model of a folder that transformers saved, to be trained further.
 
     Training starts from `initial_params` instead of random ones. All other attributes (`vocab`, `init_cache`,
     `accuracy`) are those of the wrapped `model`.
 
     Args:
-        folder: contains config.json and safetensors; stored as an absolute path.
-        dropout: rate to train with, as in `Decoder` and `ViT`; the file's rates are ignored.
-        z_loss: as in `Decoder`.
+        folder: folder that contains config.json and safetensors; stored as an absolute path.
+        dropout: dropout rate to train with, as in `Decoder` and `ViT`; the rates in the file are ignored.
+        z_loss: weight of the z-loss, as in `Decoder`.
 
     Raises:
-        UserError: an invalid config.json. The weights are checked by `initial_params`.
+        UserError: an invalid config.json. `initial_params` checks the weights.
     """
 
     folder: str = dataclasses.field(metadata={"place": "name"})
@@ -213,6 +215,7 @@ class Pretrained:
 
     @functools.cached_property
     def _read(self) -> tuple[Family, Any]:
+        """The family and the model value of the folder."""
         return read_config(self.folder, dropout=self.dropout, z_loss=self.z_loss)
 
     @property
@@ -226,9 +229,9 @@ class Pretrained:
         return getattr(self.model, name)
 
     def initial_params(self) -> dict[str, Any]:
-        """Nested dict of memory-mapped array-likes in the file's type, the vocabulary not padded.
+        """Nested dict of memory-mapped array-likes in the file's type, without padding of the vocabulary.
 
-        A leaf has `shape`, `dtype` and `[index]`, which reads that part alone: for `jax.make_array_from_callback`.
+        A leaf has `shape`, `dtype` and `[index]`, which reads only these elements, for `jax.make_array_from_callback`.
         """
         family, model = self._read
         return open_params(self.folder, family, model)

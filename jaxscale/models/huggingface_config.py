@@ -1,7 +1,8 @@
-"""config.json of transformers 4 and 5 in the fields of our models: pieces that read some keys and write them.
+"""Pieces that translate between config.json of transformers 4 and 5 and the fields of our models.
 
-A family (`huggingface_families.py`) is a list of such pieces. A key that no piece reads is rejected by name, unless its
-value is empty or it is in `HARMLESS`: an unread key may change the mathematics.
+Each piece reads and writes some keys; a family (`huggingface_families.py`) is a list of pieces. `theirs` is a name in
+transformers, `ours` one in jaxscale. A key that no piece reads is rejected by name, unless its value is empty or
+it is in `HARMLESS`: an unread key may change the mathematics.
 """
 
 import dataclasses
@@ -15,67 +16,21 @@ from jaxscale.errors import UserError, unknown
 from jaxscale.models.decoder import Llama3Scaling
 
 REQUIRED: Any = object()
-"""Default of a required key."""
+"""Stands for the default of a required key, which has none."""
 
-HARMLESS = frozenset(
-    {
-        "architectures",
-        "model_type",
-        "transformers_version",
-        "torch_dtype",
-        "dtype",
-        "use_cache",
-        "_name_or_path",
-        "auto_map",
-        "tokenizer_class",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "sep_token_id",
-        "cls_token_id",
-        "decoder_start_token_id",
-        "label2id",
-        "problem_type",
-        "finetuning_task",
-        "task_specific_params",
-        "prefix",
-        "return_dict",
-        "output_hidden_states",
-        "output_attentions",
-        "torchscript",
-        "chunk_size_feed_forward",
-        "do_sample",
-        "max_length",
-        "min_length",
-        "temperature",
-        "top_k",
-        "top_p",
-        "repetition_penalty",
-        "num_beams",
-        "cache_implementation",
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "attn_implementation",
-        "is_llama_config",
-        "transformers.js_config",
-        "unsloth_version",
-        "unsloth_fixed",
-        "keys_to_ignore_at_inference",
-        "n_ctx",
-        "gradient_checkpointing",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-        "initializer_factor",
-        "reorder_and_upcast_attn",
-        "encoder_stride",
-        "pooler_act",
-        "pooler_output_size",
-    }
-)
-"""Keys without effect on the trained network: bookkeeping, generation, runtimes."""
+_BOOKKEEPING = ("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path")
+_BOOKKEEPING += ("auto_map", "tokenizer_class", "label2id", "problem_type", "finetuning_task", "task_specific_params")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id")
+_GENERATION = ("prefix", "do_sample", "max_length", "min_length", "temperature", "top_k", "top_p", "num_beams")
+_GENERATION += ("repetition_penalty", "use_cache", "cache_implementation", "keys_to_ignore_at_inference")
+_RUNTIME = ("return_dict", "output_hidden_states", "output_attentions", "torchscript", "chunk_size_feed_forward")
+_RUNTIME += ("_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "gradient_checkpointing")
+_RUNTIME += ("transformers.js_config", "unsloth_version", "unsloth_fixed", "is_llama_config")
+_GPT2 = ("n_ctx", "reorder_and_upcast_attn", "initializer_factor", "summary_activation", "summary_first_dropout")
+_GPT2 += ("summary_proj_to_labels", "summary_type", "summary_use_proj")
+_VIT = ("encoder_stride", "pooler_act", "pooler_output_size")
+HARMLESS = frozenset((*_BOOKKEEPING, *_TOKENS, *_GENERATION, *_RUNTIME, *_GPT2, *_VIT))
+"""Keys that do not affect the outputs of the network."""
 
 ROPE_KEYS = {
     "factor": "factor",
@@ -93,10 +48,10 @@ ACTIVATIONS = {
     "gelu": ("gelu", "geglu"),
     "relu": ("relu", "reglu"),
 }
-"""Names of activations in transformers, and of our feed-forward layers with them: plain, gated."""
+"""By the name of an activation in transformers: our kinds of feed-forward layers with it, (plain, gated)."""
 
 
-_KINDS: dict[type, tuple[type | tuple[type, ...], str]] = {
+_TYPES_AND_NOUNS: dict[type, tuple[type | tuple[type, ...], str]] = {
     int: (int, "a whole number"),
     float: ((int, float), "a number"),
     bool: (bool, "true or false"),
@@ -114,10 +69,10 @@ class ConfigFile:
 
     @classmethod
     def open(cls, folder: Path) -> "ConfigFile":
-        """The config.json of `folder`.
+        """Read the config.json of `folder`.
 
         Raises:
-            UserError: no such folder or file, or no JSON object in it.
+            UserError: the folder or file is missing, or the file holds no JSON object.
         """
         path = folder / "config.json"
         if not folder.is_dir():
@@ -129,13 +84,13 @@ class ConfigFile:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise UserError(f"{path}: expected JSON, and it is not ({error}); copy the file again") from error
+            raise UserError(f"{path}: expected JSON, got invalid JSON ({error}); copy the file again") from error
         if not isinstance(values, dict):
             raise UserError(f"{path}: expected a JSON object, got {type(values).__name__}; copy the file again")
         return cls(path, values)
 
     def error(self, key: str, expected: str) -> UserError:
-        """The error for a key's value."""
+        """The error for a key whose value is not as expected."""
         return UserError(f"{self.path}: {key}: got {self.values.get(key)!r}, expected {expected}")
 
     def get(self, key: str, default: Any = REQUIRED, kind: type | None = None) -> Any:
@@ -149,19 +104,19 @@ class ConfigFile:
         return default
 
     def checked(self, key: str, value: Any, kind: type) -> Any:
-        """The value of `key`, converted to `kind`."""
-        types, expected = _KINDS[kind]
+        """`value`, the value of `key`, converted to `kind`."""
+        types, expected = _TYPES_AND_NOUNS[kind]
         if not isinstance(value, types) or (isinstance(value, bool) and kind is not bool):
             raise self.error(key, expected)
         return kind(value)
 
     def refuse_unseen(self) -> None:
-        """Raise for a key that no piece has read, unless it is empty or harmless."""
+        """Raise UserError for a key that no piece has read, unless its value is empty or the key is harmless."""
         for key, value in self.values.items():
             if key not in self.seen | HARMLESS and value not in (None, False, 0, "", [], {}):
                 raise UserError(
                     f"{self.path}: {key}: {value!r} is not supported, and could change what the model computes; "
-                    "take the key out if it does not"
+                    "remove the key if it does not"
                 )
 
 
@@ -170,25 +125,25 @@ class ConfigPiece(Protocol):
     """Some keys of a config.json, and the equivalent fields of our models."""
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        """Our fields."""
+        """Our fields by name, from the file."""
         ...
 
     def write(self, model: Any) -> dict[str, Any]:
-        """Their keys; a model that they cannot express differs when the result is read back."""
+        """Their keys and values for a model; if they cannot express it, reading them back gives another model."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """One key whose value is one of our fields.
 
     Args:
-        theirs: the key.
-        ours: the field.
-        kind: its type.
-        default: used if the key is absent or null; transformers' default.
-        resolved: property with the field's value if the field may be `None`.
-        null: null is the value `None` instead of the default.
+        theirs: name of the key.
+        ours: name of our field.
+        kind: type of the value.
+        default: value if the key is absent or null, as in transformers.
+        resolved: name of the property that has the implied value of a field that may be `None`.
+        null: whether null means `None` instead of the default.
     """
 
     theirs: str
@@ -199,30 +154,30 @@ class Key:
     null: bool = False
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        """Our field."""
-        null = self.null and self.theirs in file.values
-        return {self.ours: file.get(self.theirs, None if null else self.default, self.kind)}
+        """Our field and its value."""
+        default = None if self.null and self.theirs in file.values else self.default
+        return {self.ours: file.get(self.theirs, default, self.kind)}
 
     def write(self, model: Any) -> dict[str, Any]:
-        """Their key."""
+        """Their key and its value."""
         return {self.theirs: getattr(model, self.resolved or self.ours)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Only:
-    """A key of which only some values are supported; the first is the default, and is written."""
+    """A key of which only the `values` are supported; the first is the default, and is written."""
 
     theirs: str
     values: tuple[Any, ...]
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        """No fields, or an error."""
+        """No fields; raise UserError for another value."""
         if file.get(self.theirs, self.values[0]) not in self.values:
             raise file.error(self.theirs, f"{' or '.join(map(repr, self.values))}: nothing else is supported")
         return {}
 
     def write(self, model: Any) -> dict[str, Any]:
-        """The first value."""
+        """Their key with the first value."""
         return {self.theirs: self.values[0]}
 
 
@@ -231,10 +186,10 @@ class Activation:
     """The activation of the feed-forward layers.
 
     Args:
-        theirs: the key.
-        gated: whether this architecture gates them.
-        prefer: name to write if several names mean the same.
-        older: the key in files older than `theirs`.
+        theirs: name of the key.
+        gated: whether the feed-forward layers of this architecture are gated.
+        prefer: activation name to write if several names mean the same.
+        older: name of the key in files that are older than `theirs`.
     """
 
     theirs: str
@@ -243,7 +198,7 @@ class Activation:
     older: str | None = None
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        """Our field `mlp_kind`."""
+        """Our field `mlp_kind` and its value."""
         older_name = file.get(self.older, None) if self.older else None
         name = file.get(self.theirs, REQUIRED if older_name is None else older_name)
         if name not in ACTIVATIONS:
@@ -251,45 +206,45 @@ class Activation:
         return {"mlp_kind": ACTIVATIONS[name][self.gated]}
 
     def write(self, model: Any) -> dict[str, Any]:
-        """Their key."""
+        """Their key and its value, `None` if there is no such activation."""
         names = [name for name, kinds in ACTIVATIONS.items() if kinds[self.gated] == model.mlp_kind]
         return {self.theirs: self.prefer if self.prefer in names else names[0] if names else None}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary frequencies: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of 4."""
+    """Rotary frequencies: `rope_parameters` in transformers 5, `rope_theta` and `rope_scaling` in 4."""
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         """Our `rotary_base` and `rotary_scaling`."""
         rope_parameters, rope_scaling = (file.get(key, None, dict) for key in ("rope_parameters", "rope_scaling"))
         theta = file.get("rope_theta", 10_000.0, float)
         key = "rope_parameters" if rope_parameters else "rope_scaling"
-        rope = dict(rope_parameters or rope_scaling or {})
-        base = rope.pop("rope_theta", theta)
-        kind = rope.pop("rope_type", rope.pop("type", "default"))
-        rope.pop("type", None)
-        if isinstance(kind, dict) or any(isinstance(value, dict) for value in rope.values()):
+        settings = dict(rope_parameters or rope_scaling or {})
+        base = settings.pop("rope_theta", theta)
+        rope_type = settings.pop("rope_type", settings.pop("type", "default"))
+        settings.pop("type", None)
+        if isinstance(rope_type, dict) or any(isinstance(value, dict) for value in settings.values()):
             raise file.error(key, "one set of frequencies for all layers: one per kind of layer is not supported")
-        if kind not in ("default", "llama3"):
-            raise file.error(key, f"rope_type default or llama3, got {kind!r}: other types are not supported")
-        if rope.pop("partial_rotary_factor", 1.0) != 1.0:
-            raise file.error(key, "partial_rotary_factor 1.0: turning a part of each head is not supported")
-        if kind == "default":
-            rope.pop("factor", None)
-        expected = set(ROPE_KEYS) if kind == "llama3" else set()
-        numbers = [base, *rope.values()]
+        if rope_type not in ("default", "llama3"):
+            raise file.error(key, f"rope_type default or llama3, got {rope_type!r}: other types are not supported")
+        if settings.pop("partial_rotary_factor", 1.0) != 1.0:
+            raise file.error(key, "partial_rotary_factor 1.0: rotating a part of each head is not supported")
+        if rope_type == "default":
+            settings.pop("factor", None)
+        expected_keys = set(ROPE_KEYS) if rope_type == "llama3" else set()
+        numbers = [base, *settings.values()]
         if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in numbers):
             raise file.error(key, "a number for each of rope_theta, " + ", ".join(ROPE_KEYS))
-        if set(rope) != expected:
-            raise file.error(
-                key, f"the keys {', '.join(sorted(expected)) or '(none)'} for rope_type {kind}, got {sorted(rope)}"
-            )
-        llama3_scaling = Llama3Scaling(**{ROPE_KEYS[name]: value for name, value in rope.items()}) if rope else None
+        if set(settings) != expected_keys:
+            keys = ", ".join(sorted(expected_keys)) or "(none)"
+            raise file.error(key, f"the keys {keys} for rope_type {rope_type}, got {sorted(settings)}")
+        llama3_fields = {ROPE_KEYS[name]: value for name, value in settings.items()}
+        llama3_scaling = Llama3Scaling(**llama3_fields) if settings else None
         return {"rotary_base": float(base), "rotary_scaling": llama3_scaling}
 
     def write(self, model: Any) -> dict[str, Any]:
-        """Both forms, so that either version reads them."""
+        """The keys of both versions, so that either reads them."""
         llama3_scaling = model.rotary_scaling
         scaling = None
         if llama3_scaling is not None:
@@ -305,8 +260,8 @@ class SlidingWindows:
     """The layers with a sliding window: `layer_types`, or the rule of older files.
 
     Args:
-        alternating: older files mean a window in every other layer, the first one included (Gemma-2).
-        default: window if an older file has none.
+        alternating: whether older files mean a window in every other layer, beginning with the first (Gemma-2).
+        default: window length if an older file has none.
     """
 
     alternating: bool = False
@@ -314,18 +269,15 @@ class SlidingWindows:
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         """Our field `windows`, as its shortest pattern."""
-        layers, window = file.get("num_hidden_layers", kind=int), file.get("sliding_window", self.default, int)
-        has_windows, first_window_layer = (
-            file.get("use_sliding_window", self.alternating, bool),
-            file.get("max_window_layers", 0, int),
-        )
+        layers = file.get("num_hidden_layers", kind=int)
+        window = file.get("sliding_window", self.default, int)
+        has_windows = file.get("use_sliding_window", self.alternating, bool)
+        first_window_layer = file.get("max_window_layers", 0, int)
         if self.alternating:
-            older_kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+            windowed = [layer % 2 == 0 for layer in range(layers)]
         else:
-            older_kinds = [
-                "sliding_attention" if has_windows and layer >= first_window_layer else "full_attention"
-                for layer in range(layers)
-            ]
+            windowed = [has_windows and layer >= first_window_layer for layer in range(layers)]
+        older_kinds = ["sliding_attention" if sliding else "full_attention" for sliding in windowed]
         kinds = file.get("layer_types", older_kinds, list)
         if len(kinds) != layers or not all(kind in ("full_attention", "sliding_attention") for kind in kinds):
             raise file.error("layer_types", f"full_attention or sliding_attention for each of {layers} layers")
@@ -334,7 +286,7 @@ class SlidingWindows:
         return {"windows": shortest_pattern(tuple(window if kind == "sliding_attention" else None for kind in kinds))}
 
     def write(self, model: Any) -> dict[str, Any]:
-        """`layer_types`, and the size of the sliding window."""
+        """`layer_types`, and the length of the sliding window."""
         windows = [model.windows[layer % len(model.windows)] for layer in range(model.layers)]
         sliding = next((window for window in windows if window is not None), None)
         kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
@@ -345,7 +297,7 @@ class SlidingWindows:
 
 
 def shortest_pattern(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The shortest tuple that, repeated, is `values`.
+    """The shortest tuple whose repetition gives `values`.
 
     Example:
         >>> shortest_pattern((6, None, 6, None)), shortest_pattern((None, None, 4))
@@ -380,8 +332,8 @@ class DropoutRates:
     """Rates of dropout, which are read from `Pretrained.dropout` instead of the file.
 
     Args:
-        attention: keys of the rate of attention's weights, which our models do not drop.
-        residual: keys of the rates after the embedding and the layers, as in our models.
+        attention: keys of the dropout rate of attention weights, which our models do not drop.
+        residual: keys of the dropout rates after the embedding and the layers, as in our models.
     """
 
     attention: tuple[str, ...]
@@ -393,18 +345,18 @@ class DropoutRates:
         return {}
 
     def write(self, model: Any) -> dict[str, Any]:
-        """Their keys."""
+        """Their keys and rates."""
         return dict.fromkeys(self.attention, 0.0) | dict.fromkeys(self.residual, model.dropout)
 
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """Number of classes: entries of `id2label`. Their names are not kept."""
+    """The number of classes, which is the number of entries of `id2label`. Names of classes are not kept."""
 
     ours: str
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        """Our field."""
+        """Our field and the number of classes."""
         return {self.ours: len(file.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"}, dict))}
 
     def write(self, model: Any) -> dict[str, Any]:

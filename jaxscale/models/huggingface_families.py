@@ -1,5 +1,7 @@
 """Hugging Face's architectures as tables of config keys and of tensor names, one per family.
 
+In names, `theirs` is of transformers and `ours` of jaxscale.
+
 Sources: the files that transformers 4.57.6 and 5.23.0 write, and their `configuration_*.py` for the defaults of absent
 keys. A new family is a new entry of `FAMILIES`: the fields that it fixes, the keys of the other fields, and the tensor
 of each parameter. `huggingface_tensors.py` reads and writes by the tables.
@@ -11,9 +13,9 @@ from typing import Any
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.huggingface_config import (
     Activation,
+    ConfigKey,
     ConfigPiece,
     DropoutRates,
-    Key,
     Labels,
     Only,
     QueryScale,
@@ -28,11 +30,12 @@ class TensorRule:
     """One of their tensors, and our parameters in it.
 
     Args:
-        theirs: the tensor's name, with `{layer}` if there is one per layer.
-        ours: paths of parameters; several are joined along the last dim, once dims are in our order.
-        order: their dims in our order: (1, 0) for torch's (out, in) matrices; `None`: unchanged.
-        shape: their shape in our order, if ours differs with the same size; a word is a field of the model, -1 the
-            remaining size.
+        theirs: name of the tensor, with `{layer}` if there is one per layer.
+        ours: paths of our parameters; several are joined along the last dim, once dims are in our order.
+        order: transposition of their dims into our order, such as (1, 0) for torch's (out, in) matrices; `None` if both
+            have the same order.
+        shape: their shape in our order, if our parameter has another shape of the same size. A word is the name of a
+            field of the model; -1 is the remaining size.
     """
 
     theirs: str
@@ -46,16 +49,16 @@ class Family:
     """An architecture of transformers.
 
     Args:
-        architecture: its class, as in `architectures` of config.json.
-        model_type: as in config.json.
+        architecture: name of its class, as in `architectures` of config.json.
+        model_type: name of its type, as in `model_type` of config.json.
         value: our dataclass for it.
-        pieces: keys of config.json and their meaning.
+        pieces: translations of the keys of config.json.
         settles: our fields that this architecture fixes to other values than the defaults.
-        rules: their tensors. A rule whose parameters a configuration lacks (a bias, a head) does not apply.
-        prefix: start of most names, absent in files that were saved from the model without its head.
-        ignored: endings of names of tensors without parameters.
-        copies: tensors that may repeat another one (a head tied to the embedding).
-        zeros: our fields that writing may enable, because they then add only zeros, such as biases of zero.
+        rules: rules for their tensors. A rule whose parameters a model lacks (a bias, a head) does not apply.
+        prefix: start of most tensor names, absent in files that were saved from the model without its head.
+        ignored: endings of the names of tensors that hold no parameter.
+        copies: tensors that may repeat another one (a head tied to the embedding): names of both.
+        zeros: our fields, with values that writing may set because they add only zeros, such as biases of zero.
     """
 
     architecture: str
@@ -70,22 +73,17 @@ class Family:
     zeros: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def _linear(theirs: str, ours: str) -> tuple[TensorRule, ...]:
-    """A torch Linear: weight (out, in), perhaps a bias."""
-    weight = TensorRule(f"{theirs}.weight", (f"{ours}.weight",), order=(1, 0))
-    return weight, TensorRule(f"{theirs}.bias", (f"{ours}.bias",))
-
-
-def _conv1d(theirs: str, *ours: str) -> tuple[TensorRule, ...]:
-    """GPT-2's Conv1D: weight (in, out), perhaps of several concatenated projections."""
+def _weight_and_bias(theirs: str, *ours: str, order: tuple[int, ...] | None = None) -> tuple[TensorRule, ...]:
+    """Rules for a norm, or GPT-2's Conv1D: a weight (in, out), or several concatenated ones, and an optional bias."""
     return (
-        TensorRule(f"{theirs}.weight", tuple(f"{path}.weight" for path in ours)),
+        TensorRule(f"{theirs}.weight", tuple(f"{path}.weight" for path in ours), order),
         TensorRule(f"{theirs}.bias", tuple(f"{path}.bias" for path in ours)),
     )
 
 
-def _norm(theirs: str, ours: str) -> tuple[TensorRule, ...]:
-    return TensorRule(f"{theirs}.weight", (f"{ours}.weight",)), TensorRule(f"{theirs}.bias", (f"{ours}.bias",))
+def _linear(theirs: str, ours: str) -> tuple[TensorRule, ...]:
+    """Rules for a torch Linear: a weight (out, in) and an optional bias."""
+    return _weight_and_bias(theirs, ours, order=(1, 0))
 
 
 _LLAMA_LAYER = "model.layers.{layer}."
@@ -98,20 +96,19 @@ _LLAMA_RULES = (
     *_linear(_LLAMA_LAYER + "mlp.gate_proj", "blocks.layers.mlp.gate"),
     *_linear(_LLAMA_LAYER + "mlp.up_proj", "blocks.layers.mlp.up"),
     *_linear(_LLAMA_LAYER + "mlp.down_proj", "blocks.layers.mlp.down"),
-    *_norm(_LLAMA_LAYER + "input_layernorm", "blocks.layers.attention_norm"),
-    *_norm("model.norm", "norm"),
+    *_weight_and_bias(_LLAMA_LAYER + "input_layernorm", "blocks.layers.attention_norm"),
+    *_weight_and_bias("model.norm", "norm"),
     TensorRule("lm_head.weight", ("head.weight",)),
 )
-_LLAMA_COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
 _LLAMA_KEYS = (
-    Key("vocab_size", "vocab"),
-    Key("max_position_embeddings", "context"),
-    Key("num_hidden_layers", "layers"),
-    Key("hidden_size", "embed"),
-    Key("intermediate_size", "mlp", resolved="mlp_width"),
-    Key("num_attention_heads", "heads"),
-    Key("attention_bias", "attention_bias", bool, False),
-    Key("initializer_range", "init_std", float, 0.02),
+    ConfigKey("vocab_size", "vocab"),
+    ConfigKey("max_position_embeddings", "context"),
+    ConfigKey("num_hidden_layers", "layers"),
+    ConfigKey("hidden_size", "embed"),
+    ConfigKey("intermediate_size", "mlp", resolved="mlp_width"),
+    ConfigKey("num_attention_heads", "heads"),
+    ConfigKey("attention_bias", "attention_bias", bool, False),
+    ConfigKey("initializer_range", "init_std", float, 0.02),
     DropoutRates(attention=("attention_dropout",)),
     Rope(),
 )
@@ -123,58 +120,55 @@ LLAMA = Family(
     settles={"scaled_init": False},
     pieces=(
         *_LLAMA_KEYS,
-        Key("num_key_value_heads", "kv_heads", int, None, "kv_count"),
-        Key("head_dim", "head_dim", int, None, "head_width"),
-        Key("rms_norm_eps", "norm_eps", float, 1e-6),
-        Key("tie_word_embeddings", "tied", bool, False),
-        Key("mlp_bias", "mlp_bias", bool, False),
+        ConfigKey("num_key_value_heads", "kv_heads", int, None, "kv_count"),
+        ConfigKey("head_dim", "head_dim", int, None, "head_width"),
+        ConfigKey("rms_norm_eps", "norm_eps", float, 1e-6),
+        ConfigKey("tie_word_embeddings", "tied", bool, False),
+        ConfigKey("mlp_bias", "mlp_bias", bool, False),
         Activation("hidden_act", gated=True),
         Only("pretraining_tp", (1,)),
     ),
-    rules=(*_LLAMA_RULES, *_norm(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.mlp_norm")),
+    rules=(*_LLAMA_RULES, *_weight_and_bias(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.mlp_norm")),
     prefix="model.",
     ignored=("rotary_emb.inv_freq",),
-    copies=_LLAMA_COPIES,
+    copies={"lm_head.weight": "model.embed_tokens.weight"},
 )
 
-QWEN3 = Family(
+QWEN3 = dataclasses.replace(
+    LLAMA,
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
-    value=Decoder,
     settles={"scaled_init": False, "qk_norm": True},
     pieces=(
         *_LLAMA_KEYS,
-        Key("num_key_value_heads", "kv_heads", int, 32, "kv_count"),
-        Key("head_dim", "head_dim", int, 128, "head_width"),
-        Key("rms_norm_eps", "norm_eps", float, 1e-6),
-        Key("tie_word_embeddings", "tied", bool, False),
+        ConfigKey("num_key_value_heads", "kv_heads", int, 32, "kv_count"),
+        ConfigKey("head_dim", "head_dim", int, 128, "head_width"),
+        ConfigKey("rms_norm_eps", "norm_eps", float, 1e-6),
+        ConfigKey("tie_word_embeddings", "tied", bool, False),
         Activation("hidden_act", gated=True),
         SlidingWindows(),
     ),
     rules=(
         *_LLAMA_RULES,
-        *_norm(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.mlp_norm"),
-        *_norm(_LLAMA_LAYER + "self_attn.q_norm", "blocks.layers.attention.q_norm"),
-        *_norm(_LLAMA_LAYER + "self_attn.k_norm", "blocks.layers.attention.k_norm"),
+        *_weight_and_bias(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.mlp_norm"),
+        *_weight_and_bias(_LLAMA_LAYER + "self_attn.q_norm", "blocks.layers.attention.q_norm"),
+        *_weight_and_bias(_LLAMA_LAYER + "self_attn.k_norm", "blocks.layers.attention.k_norm"),
     ),
-    prefix="model.",
-    ignored=("rotary_emb.inv_freq",),
-    copies=_LLAMA_COPIES,
 )
 
-GEMMA2 = Family(
+GEMMA2 = dataclasses.replace(
+    LLAMA,
     architecture="Gemma2ForCausalLM",
     model_type="gemma2",
-    value=Decoder,
     settles={"scaled_init": False, "norm_plus_one": True, "post_norms": True, "embedding_scale": True},
     pieces=(
         *_LLAMA_KEYS,
-        Key("num_key_value_heads", "kv_heads", int, 4, "kv_count"),
-        Key("head_dim", "head_dim", int, 256, "head_width"),
-        Key("rms_norm_eps", "norm_eps", float, 1e-6),
-        Key("tie_word_embeddings", "tied", bool, True),
-        Key("attn_logit_softcapping", "attention_soft_cap", float, 50.0, null=True),
-        Key("final_logit_softcapping", "final_soft_cap", float, 30.0, null=True),
+        ConfigKey("num_key_value_heads", "kv_heads", int, 4, "kv_count"),
+        ConfigKey("head_dim", "head_dim", int, 256, "head_width"),
+        ConfigKey("rms_norm_eps", "norm_eps", float, 1e-6),
+        ConfigKey("tie_word_embeddings", "tied", bool, True),
+        ConfigKey("attn_logit_softcapping", "attention_soft_cap", float, 50.0, null=True),
+        ConfigKey("final_logit_softcapping", "final_soft_cap", float, 30.0, null=True),
         Activation("hidden_activation", gated=True, older="hidden_act"),
         SlidingWindows(alternating=True, default=4096),
         QueryScale(),
@@ -182,13 +176,10 @@ GEMMA2 = Family(
     ),
     rules=(
         *_LLAMA_RULES,
-        *_norm(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.attention_post_norm"),
-        *_norm(_LLAMA_LAYER + "pre_feedforward_layernorm", "blocks.layers.mlp_norm"),
-        *_norm(_LLAMA_LAYER + "post_feedforward_layernorm", "blocks.layers.mlp_post_norm"),
+        *_weight_and_bias(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.attention_post_norm"),
+        *_weight_and_bias(_LLAMA_LAYER + "pre_feedforward_layernorm", "blocks.layers.mlp_norm"),
+        *_weight_and_bias(_LLAMA_LAYER + "post_feedforward_layernorm", "blocks.layers.mlp_post_norm"),
     ),
-    prefix="model.",
-    ignored=("rotary_emb.inv_freq",),
-    copies=_LLAMA_COPIES,
 )
 
 _GPT2_LAYER = "transformer.h.{layer}."
@@ -198,15 +189,15 @@ GPT2 = Family(
     value=Decoder,
     settles={"norm": "layer", "positions": "learned", "attention_bias": True, "mlp_bias": True},
     pieces=(
-        Key("vocab_size", "vocab"),
-        Key("n_positions", "context"),
-        Key("n_layer", "layers"),
-        Key("n_embd", "embed"),
-        Key("n_inner", "mlp", int, None, "mlp_width"),
-        Key("n_head", "heads"),
-        Key("layer_norm_epsilon", "norm_eps", float, 1e-5),
-        Key("initializer_range", "init_std", float, 0.02),
-        Key("tie_word_embeddings", "tied", bool, True),
+        ConfigKey("vocab_size", "vocab"),
+        ConfigKey("n_positions", "context"),
+        ConfigKey("n_layer", "layers"),
+        ConfigKey("n_embd", "embed"),
+        ConfigKey("n_inner", "mlp", int, None, "mlp_width"),
+        ConfigKey("n_head", "heads"),
+        ConfigKey("layer_norm_epsilon", "norm_eps", float, 1e-5),
+        ConfigKey("initializer_range", "init_std", float, 0.02),
+        ConfigKey("tie_word_embeddings", "tied", bool, True),
         Activation("activation_function", gated=False, prefer="gelu_new"),
         DropoutRates(attention=("attn_pdrop",), residual=("embd_pdrop", "resid_pdrop")),
         Only("scale_attn_weights", (True,)),
@@ -216,13 +207,13 @@ GPT2 = Family(
     rules=(
         TensorRule("transformer.wte.weight", ("embedding.weight",)),
         TensorRule("transformer.wpe.weight", ("positions.weight",)),
-        *_norm(_GPT2_LAYER + "ln_1", "blocks.layers.attention_norm"),
-        *_conv1d(_GPT2_LAYER + "attn.c_attn", *(f"blocks.layers.attention.{name}" for name in "qkv")),
-        *_conv1d(_GPT2_LAYER + "attn.c_proj", "blocks.layers.attention.out"),
-        *_norm(_GPT2_LAYER + "ln_2", "blocks.layers.mlp_norm"),
-        *_conv1d(_GPT2_LAYER + "mlp.c_fc", "blocks.layers.mlp.up"),
-        *_conv1d(_GPT2_LAYER + "mlp.c_proj", "blocks.layers.mlp.down"),
-        *_norm("transformer.ln_f", "norm"),
+        *_weight_and_bias(_GPT2_LAYER + "ln_1", "blocks.layers.attention_norm"),
+        *_weight_and_bias(_GPT2_LAYER + "attn.c_attn", *(f"blocks.layers.attention.{name}" for name in "qkv")),
+        *_weight_and_bias(_GPT2_LAYER + "attn.c_proj", "blocks.layers.attention.out"),
+        *_weight_and_bias(_GPT2_LAYER + "ln_2", "blocks.layers.mlp_norm"),
+        *_weight_and_bias(_GPT2_LAYER + "mlp.c_fc", "blocks.layers.mlp.up"),
+        *_weight_and_bias(_GPT2_LAYER + "mlp.c_proj", "blocks.layers.mlp.down"),
+        *_weight_and_bias("transformer.ln_f", "norm"),
         TensorRule("lm_head.weight", ("head.weight",)),
     ),
     prefix="transformer.",
@@ -239,16 +230,16 @@ VIT = Family(
     settles={"pooling": "token"},
     pieces=(
         Labels("classes"),
-        Key("image_size", "image"),
-        Key("patch_size", "patch"),
-        Key("num_channels", "channels"),
-        Key("num_hidden_layers", "layers"),
-        Key("hidden_size", "embed"),
-        Key("num_attention_heads", "heads"),
-        Key("intermediate_size", "mlp", resolved="mlp_width"),
-        Key("layer_norm_eps", "norm_eps", float, 1e-12),
-        Key("qkv_bias", "attention_bias", bool, True),
-        Key("initializer_range", "init_std", float, 0.02),
+        ConfigKey("image_size", "image"),
+        ConfigKey("patch_size", "patch"),
+        ConfigKey("num_channels", "channels"),
+        ConfigKey("num_hidden_layers", "layers"),
+        ConfigKey("hidden_size", "embed"),
+        ConfigKey("num_attention_heads", "heads"),
+        ConfigKey("intermediate_size", "mlp", resolved="mlp_width"),
+        ConfigKey("layer_norm_eps", "norm_eps", float, 1e-12),
+        ConfigKey("qkv_bias", "attention_bias", bool, True),
+        ConfigKey("initializer_range", "init_std", float, 0.02),
         Activation("hidden_act", gated=False),
         DropoutRates(attention=("attention_probs_dropout_prob",), residual=("hidden_dropout_prob",)),
     ),
@@ -262,15 +253,15 @@ VIT = Family(
             shape=("patch", "patch", "channels", "embed"),
         ),
         TensorRule("vit.embeddings.patch_embeddings.projection.bias", ("patches.bias",)),
-        *_norm(_VIT_LAYER + "layernorm_before", "blocks.layers.attention_norm"),
+        *_weight_and_bias(_VIT_LAYER + "layernorm_before", "blocks.layers.attention_norm"),
         *_linear(_VIT_LAYER + "attention.attention.query", "blocks.layers.attention.q"),
         *_linear(_VIT_LAYER + "attention.attention.key", "blocks.layers.attention.k"),
         *_linear(_VIT_LAYER + "attention.attention.value", "blocks.layers.attention.v"),
         *_linear(_VIT_LAYER + "attention.output.dense", "blocks.layers.attention.out"),
-        *_norm(_VIT_LAYER + "layernorm_after", "blocks.layers.mlp_norm"),
+        *_weight_and_bias(_VIT_LAYER + "layernorm_after", "blocks.layers.mlp_norm"),
         *_linear(_VIT_LAYER + "intermediate.dense", "blocks.layers.mlp.up"),
         *_linear(_VIT_LAYER + "output.dense", "blocks.layers.mlp.down"),
-        *_norm("vit.layernorm", "norm"),
+        *_weight_and_bias("vit.layernorm", "norm"),
         *_linear("classifier", "head"),
     ),
     prefix="vit.",

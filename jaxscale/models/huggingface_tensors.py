@@ -1,8 +1,9 @@
-"""Read and write tensors by the tables of their names.
+"""Read and write the tensors of model folders by the tables of `huggingface_families.py`.
 
-The expected tensors of a folder follow from its config.json: its module is traced abstractly, and each of its
-parameters is looked up under the names of its family. Files are mapped into memory; a parameter whose layers are
-separate on disk is stacked on reading, only the part that is read, so that each process reads its shards alone.
+The expected tensors of a folder ("their" tensors below) follow from its config.json: the model's module is traced
+abstractly, and the rules of its family name the tensor of each parameter ("our" parameters). Files are mapped into
+memory; a parameter whose layers are separate on disk is stacked on reading, only the part that is read, so that each
+process reads its shards alone.
 """
 
 import dataclasses
@@ -20,8 +21,6 @@ from jaxscale.models.huggingface_families import Family, TensorRule
 
 STACKED = ".layers."
 """Parameters below an attribute of this name (a `Stack`'s) have a leading dim of layers."""
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Stacked:
@@ -50,7 +49,7 @@ class Stacked:
 
 @dataclasses.dataclass(frozen=True)
 class Deferred:
-    """An array that is computed when it is written."""
+    """An array of known shape and type that `make` computes when it is written."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -71,63 +70,85 @@ def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Path ("blocks.layers.mlp.up.weight") and leaf of every leaf of a nested dict."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}.")
+    """Every leaf of a nested dict, after its path ("blocks.layers.mlp.up.weight")."""
+    for name, node in tree.items():
+        if isinstance(node, Mapping):
+            yield from flat(node, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", value
+            yield f"{prefix}{name}", node
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `flat`."""
     tree: dict[str, Any] = {}
-    for path, value in leaves.items():
+    for path, leaf in leaves.items():
         *parents, leaf_name = path.split(".")
-        functools.reduce(lambda node, name: node.setdefault(name, {}), parents, tree)[leaf_name] = value
+        functools.reduce(lambda node, name: node.setdefault(name, {}), parents, tree)[leaf_name] = leaf
     return tree
 
 
-def _rules(family: Family, shapes: Shapes) -> list[TensorRule]:
-    """The rules that apply to these parameters; together they name each parameter once."""
+@dataclasses.dataclass(frozen=True)
+class TensorPlace:
+    """One of their tensors of a model: a rule applied to one layer.
+
+    Args:
+        rule: rule for the tensor and its parameters.
+        layer: number of the layer; `None` for a tensor outside layers.
+        part_shapes: shape of each of the rule's parameters, in one layer.
+        ordered_shape: shape of the tensor with its dims in our order.
+    """
+
+    rule: TensorRule
+    layer: int | None
+    part_shapes: list[tuple[int, ...]]
+    ordered_shape: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of their tensor."""
+        order = self.rule.order or range(len(self.ordered_shape))
+        return tuple(self.ordered_shape[order.index(dim)] for dim in range(len(order)))
+
+    def split(self, tensor: np.ndarray) -> list[np.ndarray]:
+        """Our parameters in their tensor, as views if numpy can make them."""
+        ordered = tensor if self.rule.order is None else tensor.transpose(self.rule.order)
+        if self.rule.shape is not None:
+            return [ordered.reshape(self.part_shapes[0])]
+        ends = np.cumsum([shape[-1] for shape in self.part_shapes])[:-1].tolist()
+        return np.split(ordered, ends, axis=-1)
+
+    def join(self, parts: list[np.ndarray]) -> np.ndarray:
+        """The inverse of `split`."""
+        joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+        joined = joined.reshape(self.ordered_shape)
+        return joined if self.rule.order is None else joined.transpose(np.argsort(self.rule.order))
+
+
+def _places(family: Family, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorPlace]:
+    """Every tensor of a model in the family's format, by name.
+
+    Args:
+        family: family whose rules apply, if the model has their parameters; together they name each parameter once.
+        model: model value.
+        shapes: shapes of the parameters of the model, by path.
+    """
     rules = [rule for rule in family.rules if all(path in shapes for path in rule.ours)]
     covered = sorted(path for rule in rules for path in rule.ours)
     assert covered == sorted(shapes), f"{family.architecture}: no rule, or two, for {set(covered) ^ set(shapes)}"
-    return rules
-
-
-def _layers(rule: TensorRule, shapes: Shapes) -> int | None:
-    """The number of tensors that a rule names, one per layer; `None` if it names one, not in layers."""
-    return shapes[rule.ours[0]][0] if "{layer}" in rule.theirs else None
-
-
-def _layer_shapes(rule: TensorRule, shapes: Shapes) -> list[tuple[int, ...]]:
-    """Shapes of a rule's parameters, of one layer."""
-    return [shapes[path] if _layers(rule, shapes) is None else shapes[path][1:] for path in rule.ours]
-
-
-def _ordered_shape(rule: TensorRule, shapes: Shapes, model: Any) -> tuple[int, ...]:
-    """Shape of a rule's tensor, its dims in our order."""
-    if rule.shape is not None:
-        sizes = [getattr(model, size) if isinstance(size, str) else size for size in rule.shape]
-        known_size = math.prod(size for size in sizes if size != -1)
-        return tuple(math.prod(_layer_shapes(rule, shapes)[0]) // known_size if size == -1 else size for size in sizes)
-    parts = _layer_shapes(rule, shapes)
-    return (*parts[0][:-1], sum(part[-1] for part in parts))
-
-
-def _their_shape(rule: TensorRule, shapes: Shapes, model: Any) -> tuple[int, ...]:
-    ordered = _ordered_shape(rule, shapes, model)
-    return ordered if rule.order is None else tuple(ordered[rule.order.index(dim)] for dim in range(len(ordered)))
-
-
-def _expected(rules: list[TensorRule], shapes: Shapes, model: Any) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a model in the family's format."""
-    return {
-        rule.theirs.replace("{layer}", str(layer)): _their_shape(rule, shapes, model)
-        for rule in rules
-        for layer in range(_layers(rule, shapes) or 1)
-    }
+    places = {}
+    for rule in rules:
+        in_layers = "{layer}" in rule.theirs
+        part_shapes = [shapes[path][1:] if in_layers else shapes[path] for path in rule.ours]
+        if rule.shape is None:
+            ordered_shape = (*part_shapes[0][:-1], sum(shape[-1] for shape in part_shapes))
+        else:
+            sizes = [getattr(model, size) if isinstance(size, str) else size for size in rule.shape]
+            remaining_size = math.prod(part_shapes[0]) // math.prod(size for size in sizes if size != -1)
+            ordered_shape = tuple(remaining_size if size == -1 else size for size in sizes)
+        for layer in range(shapes[rule.ours[0]][0]) if in_layers else (None,):
+            name = rule.theirs.replace("{layer}", str(layer))
+            places[name] = TensorPlace(rule, layer, part_shapes, ordered_shape)
+    return places
 
 
 def open_params(folder: str | Path, family: Family, model: Any) -> dict[str, Any]:
@@ -139,45 +160,39 @@ def open_params(folder: str | Path, family: Family, model: Any) -> dict[str, Any
     folder = Path(folder)
     tensors = dict(safetensors_folder.read(folder))
     shapes = _shapes(model)
-    rules = _rules(family, shapes)
-    expected = _expected(rules, shapes, model)
+    expected = _places(family, model, shapes)
     if family.prefix and not any(name.startswith(family.prefix) for name in tensors):
         full_names = {name.removeprefix(family.prefix): name for name in expected}
         tensors = {full_names.get(name, name): tensor for name, tensor in tensors.items()}
     _check_names(folder, family, expected, tensors)
-    for name, shape in expected.items():
-        if tensors[name].shape != shape:
-            raise UserError(
-                f"{folder}: tensor {name} has shape {tensors[name].shape}, and config.json asks for {shape}"
-            )
-        if not (tensors[name].dtype.name == "bfloat16" or np.issubdtype(tensors[name].dtype, np.floating)):
-            raise UserError(f"{folder}: tensor {name} has dtype {tensors[name].dtype}, expected floating point numbers")
-    params: dict[str, Any] = {}
-    for rule in rules:
-        layers = _layers(rule, shapes)
-        parts = [
-            _split(tensors[rule.theirs.replace("{layer}", str(layer))], rule, _layer_shapes(rule, shapes))
-            for layer in range(layers or 1)
-        ]
-        for path, arrays in zip(rule.ours, zip(*parts, strict=True), strict=True):
-            params[path] = arrays[0] if layers is None else Stacked(list(arrays))
-    return nested({path: params[path] for path in shapes})
+    params: dict[str, list[np.ndarray]] = {path: [] for path in shapes}
+    for name, place in expected.items():
+        tensor = tensors[name]
+        if tensor.shape != place.shape:
+            raise UserError(f"{folder}: tensor {name} has shape {tensor.shape}, config.json requires {place.shape}")
+        if not (tensor.dtype.name == "bfloat16" or np.issubdtype(tensor.dtype, np.floating)):
+            raise UserError(f"{folder}: tensor {name} has dtype {tensor.dtype}, expected floating point numbers")
+        for path, layer_param in zip(place.rule.ours, place.split(tensor), strict=True):
+            params[path].append(layer_param)
+    in_layers = {path: place.layer is not None for place in expected.values() for path in place.rule.ours}
+    return nested({path: Stacked(arrays) if in_layers[path] else arrays[0] for path, arrays in params.items()})
 
 
 def _check_names(folder: Path, family: Family, expected: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
+    """Raise UserError unless a folder has exactly the expected tensors, besides those that a family ignores."""
     missing = [name for name in expected if name not in tensors]
     if missing:
         raise UserError(
             f"{folder}: tensor {missing[0]} is missing{_and_more(missing)}; {family.architecture} with this "
-            f"config.json has {len(expected)} tensors, and there are {len(tensors)}"
+            f"config.json has {len(expected)} tensors, the files have {len(tensors)}"
             f"{near_miss(missing[0], set(tensors) - set(expected))}"
         )
     extra = [name for name in tensors if name not in expected and not name.endswith(family.ignored or ("\0",))]
     for name in [name for name in extra if family.copies.get(name) in expected]:
         if not np.array_equal(tensors[name], tensors[family.copies[name]]):
             raise UserError(
-                f"{folder}: config.json ties {name} to {family.copies[name]}, and the two differ; set "
-                "tie_word_embeddings to false, or take one out"
+                f"{folder}: config.json ties {name} to {family.copies[name]}, but the two differ; set "
+                "tie_word_embeddings to false, or remove one"
             )
         extra.remove(name)
     if extra:
@@ -188,32 +203,17 @@ def _check_names(folder: Path, family: Family, expected: Mapping[str, Any], tens
 
 
 def _and_more(names: list[str]) -> str:
+    """How many names follow the first, for an error message."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def _split(tensor: np.ndarray, rule: TensorRule, shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
-    """One of their tensors as our parameters, as views if numpy can."""
-    ordered = tensor if rule.order is None else tensor.transpose(rule.order)
-    if rule.shape is not None:
-        return [ordered.reshape(shapes[0])]
-    ends = np.cumsum([shape[-1] for shape in shapes])[:-1].tolist()
-    return np.split(ordered, ends, axis=-1)
-
-
-def _join(arrays: list[np.ndarray], rule: TensorRule, ordered_shape: tuple[int, ...]) -> np.ndarray:
-    """The inverse of `_split`."""
-    joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
-    joined = joined.reshape(ordered_shape)
-    return joined if rule.order is None else joined.transpose(np.argsort(rule.order))
-
-
 def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: np.dtype) -> dict[str, Deferred]:
-    """Parameters of `model` under their names, each computed on access.
+    """The tensors of `model` by their names, each computed when it is converted to a numpy array.
 
     Args:
-        family: the family of the names.
-        model: a model value that the family expresses.
-        params: nested or flat; see `save`. Missing biases are zeros.
+        family: family that defines the tensors.
+        model: model value that the family expresses.
+        params: parameters, nested or flat as in `save`. Missing biases are zeros.
         dtype: type of the tensors.
     """
     shapes = _shapes(model)
@@ -227,24 +227,16 @@ def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: 
             leaf = np.asarray(leaves[path][layer])
         else:
             assert path.endswith(".bias"), f"no parameter {path}"
-            return np.zeros(shape, dtype)  # widened: `Family.zeros`
+            return np.zeros(shape, dtype)  # a bias that `Family.zeros` adds
         leaf = leaf[tuple(slice(size) for size in shape)]  # without the padding of the vocabulary
         assert leaf.shape == shape, f"parameter {path}: got shape {leaf.shape}, the model has {shape}"
         return leaf.astype(dtype)
 
-    def tensor(rule: TensorRule, layer: int | None) -> Deferred:
-        def make() -> np.ndarray:
-            parts = [
-                parameter(path, layer, shape)
-                for path, shape in zip(rule.ours, _layer_shapes(rule, shapes), strict=True)
-            ]
-            return _join(parts, rule, _ordered_shape(rule, shapes, model))
+    def tensor(place: TensorPlace) -> np.ndarray:
+        paths_and_shapes = zip(place.rule.ours, place.part_shapes, strict=True)
+        return place.join([parameter(path, place.layer, shape) for path, shape in paths_and_shapes])
 
-        return Deferred(_their_shape(rule, shapes, model), dtype, make)
-
-    tensors: dict[str, Deferred] = {}
-    for rule in _rules(family, shapes):
-        layers = _layers(rule, shapes)
-        for layer in range(layers or 1):
-            tensors[rule.theirs.replace("{layer}", str(layer))] = tensor(rule, None if layers is None else layer)
-    return tensors
+    return {
+        name: Deferred(place.shape, dtype, functools.partial(tensor, place))
+        for name, place in _places(family, model, shapes).items()
+    }

@@ -1,4 +1,4 @@
-"""ResNet: a residual convolutional network as a value (He et al. 2016, arXiv:1512.03385), for small images or large.
+"""ResNet: a residual convolutional network as a value (He et al. 2016, arXiv:1512.03385), for small or large images.
 
 Strides are in the 3x3 convolution of a bottleneck (torchvision's "v1.5"), and the last norm of each block starts at
 zero (Goyal et al. 2017, arXiv:1706.02677). Left out: wide and grouped variants, squeeze and excitation, stochastic
@@ -9,6 +9,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxscale.errors import UserError
+from jaxscale.models.field_checks import check_counts, check_rates
 from jaxscale.values import check_types
 
 if TYPE_CHECKING:
@@ -23,14 +24,15 @@ Stem = Literal["small", "imagenet"]
 
 @dataclasses.dataclass(frozen=True)
 class ResNet:
-    """A residual network that classifies images: ResNet-18 by default, ResNet-50 by (3, 4, 6, 3) and bottlenecks.
+    """A residual network that classifies images: ResNet-18 by default, ResNet-50 with bottlenecks and (3, 4, 6, 3).
 
     Args:
         classes: number of classes.
-        channels: of an image.
-        stages: blocks per stage; each stage after the first halves height and width, and doubles the width.
-        width: channels of the first stage, inside a bottleneck; the stage outputs 4 times as many with bottlenecks.
-        bottleneck: blocks of three convolutions (1x1, 3x3, 1x1), else of two (3x3).
+        channels: channels of an image.
+        stages: number of blocks of each stage. Each stage after the first halves height and width of the images, and
+            doubles the channels.
+        width: channels inside the blocks of the first stage, which outputs 4 times as many with bottlenecks.
+        bottleneck: whether blocks have three convolutions (1x1, 3x3, 1x1) instead of two (3x3).
         stem: "small" is one 3x3 convolution; "imagenet" a 7x7 of stride 2 and a max pooling of stride 2.
         momentum: decay of the running statistics of batch norms, per microbatch.
         smoothing: share of the target spread over all classes (label smoothing).
@@ -56,16 +58,13 @@ class ResNet:
 
     def __post_init__(self) -> None:
         check_types(self)
-        counts = {"classes": self.classes, "channels": self.channels, "width": self.width}
-        counts |= {f"stages[{stage}]": blocks for stage, blocks in enumerate(self.stages)}
-        for name, value in counts.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name}: got {value!r}, expected a whole number >= 1")
+        check_counts(self, ("classes", "channels", "width"))
+        for stage, block_count in enumerate(self.stages):
+            if block_count < 1:
+                raise UserError(f"stages[{stage}]: got {block_count!r}, expected a whole number >= 1")
         if not self.stages:
             raise UserError("stages: got (), expected the number of blocks of each stage, such as (2, 2, 2, 2)")
-        for name in ("momentum", "smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"{name}: got {getattr(self, name)!r}, expected at least 0 and less than 1")
+        check_rates(self, ("momentum", "smoothing"))
 
     @property
     def features(self) -> int:
@@ -87,15 +86,16 @@ class ResNet:
 
         Args:
             module: the result of `build`, or a copy with other parameters.
-            batch: float `images` [B, height, width, channels], int `labels` [B]; float `weights` [B] where rows differ.
-            context: key, compute dtype.
+            batch: float `images` [B, height, width, channels], int `labels` [B]; optionally float
+                `weights` [B].
+            context: context of the forward pass: key, compute dtype.
         """
         from jaxscale.models.classify import image_loss
 
         return image_loss(module, batch, context, self.smoothing)
 
     def accuracy(self, module: "ResNetModule", batch: "Batch", context: "Context") -> tuple[Any, Any]:
-        """Sum of the weights of the correctly classified rows, and of all rows."""
+        """The sum of the weights of the correctly classified rows, and of the weights of all rows."""
         from jaxscale.models.classify import image_accuracy
 
         return image_accuracy(module, batch, context)

@@ -21,9 +21,9 @@ class ConvNorm(nnx.Module):
         out_channels: channels of the output.
         window: height and width of the kernel.
         stride: step between output positions.
-        momentum: of the batch norm.
+        momentum: decay of the running statistics of the batch norm.
         gain: initial gain of the batch norm.
-        rngs: random streams; `params` is drawn from.
+        rngs: random streams; the weights are drawn from `params`.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class ConvNorm(nnx.Module):
 
 
 class ResidualBlock(nnx.Module):
-    """`relu(shortcut(x) + branch(x))`; the shortcut is a 1x1 convolution where shapes differ, else `x`.
+    """`relu(shortcut(x) + branch(x))`; the shortcut is a 1x1 convolution if input and output differ in shape, else `x`.
 
     Args:
         in_channels: channels of the input.
-        width: channels inside; a bottleneck outputs 4 times as many.
-        stride: of the block.
-        bottleneck: three convolutions in the branch, else two.
-        momentum: of the batch norms.
-        rngs: random streams; `params` is drawn from.
+        width: channels inside the branch; a bottleneck outputs 4 times as many.
+        stride: step between output positions of the block.
+        bottleneck: whether the branch has three convolutions instead of two.
+        momentum: decay of the running statistics of the batch norms.
+        rngs: random streams; the weights are drawn from `params`.
     """
 
     def __init__(self, in_channels: int, width: int, *, stride: int, bottleneck: bool, momentum: float, rngs: nnx.Rngs):
@@ -72,7 +72,7 @@ class ResidualBlock(nnx.Module):
         self.shortcut = None if is_identity else conv(in_channels, conv_out, 1, stride)
 
     def __call__(self, x: Float[Array, "B I J C"], *, context: Context = Context()) -> Float[Array, "B P Q O"]:
-        """The features after the block."""
+        """The output of the block."""
         y = x
         for index, layer in enumerate(self.branch):
             y = layer(jax.nn.relu(y) if index else y, context=context)
@@ -83,8 +83,8 @@ class ResNetModule(nnx.Module):
     """Images to logits.
 
     Args:
-        config: the model.
-        rngs: random streams; `params` is drawn from.
+        config: the model value.
+        rngs: random streams; the weights are drawn from `params`.
     """
 
     def __init__(self, config: ResNet, *, rngs: nnx.Rngs):
@@ -110,7 +110,7 @@ class ResNetModule(nnx.Module):
                 )
                 channels = width * (4 if config.bottleneck else 1)
         self.blocks = Chain(blocks)
-        # zeros: the first loss is log(classes), for all features
+        # zeros: the first loss is log(classes) for any features
         zeros = nnx.initializers.zeros_init()
         self.head = Linear(channels, config.classes, axes=("channels", None), bias=True, init=zeros, rngs=rngs)
 
@@ -119,12 +119,12 @@ class ResNetModule(nnx.Module):
 
         Args:
             images: pixels, scaled as in training.
-            context: of the forward pass.
+            context: context of the forward pass.
         """
         if images.shape[-1] != self.config.channels:
             raise UserError(
                 f"images: got shape {images.shape}, expected (B, height, width, {self.config.channels}): "
-                "set channels of the ResNet to the data's"
+                "set channels of the ResNet to those of the data"
             )
         dtype = self.head.weight[...].dtype if context.dtype is None else jnp.dtype(context.dtype)
         x = jax.nn.relu(self.stem(images.astype(dtype), context=context))

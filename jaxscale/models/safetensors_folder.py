@@ -49,7 +49,7 @@ class ArrayLike(Protocol):
 
     @property
     def dtype(self) -> np.dtype:
-        """Its type."""
+        """Type of the elements."""
         ...
 
     def __array__(self) -> np.ndarray: ...
@@ -59,11 +59,11 @@ def read(folder: Path) -> dict[str, np.ndarray]:
     """Every tensor of the folder by name, memory-mapped and read-only.
 
     Args:
-        folder: contains `model.safetensors`, or `model.safetensors.index.json` and its shards.
+        folder: folder that contains `model.safetensors`, or `model.safetensors.index.json` and its shards.
 
     Raises:
-        UserError: no files; an index or header that is no JSON; a missing shard; a tensor that is missing in its shard
-            or in the index, has the wrong number of bytes, or ends beyond its file.
+        UserError: no such files; an index or header that is no JSON; a missing shard; a tensor that is missing in its
+            shard or in the index, has the wrong number of bytes, or ends beyond its file.
     """
     if (folder / SINGLE).is_file():
         return _read_file(folder / SINGLE)
@@ -76,13 +76,11 @@ def read(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _shard_of_each(index: Path) -> dict[str, str]:
-    """The file of each tensor, from the index."""
+    """The file name of each tensor, from the index."""
     try:
         shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{index}: expected JSON with a weight_map, and it is not ({error}); copy the file again"
-        ) from error
+        raise UserError(f"{index}: expected JSON with a weight_map ({error}); copy the file again") from error
     if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
         raise UserError(f"{index}: expected a weight_map of tensor names to file names; copy the file again")
     for name, shard in shards.items():
@@ -92,6 +90,7 @@ def _shard_of_each(index: Path) -> dict[str, str]:
 
 
 def _read_shards(folder: Path, shards: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """Every tensor by name, read from the shard that the index names for it."""
     files: dict[str, dict[str, np.ndarray]] = {}
     for name, shard in shards.items():
         if not (folder / shard).is_file():
@@ -112,13 +111,14 @@ def _read_shards(folder: Path, shards: Mapping[str, str]) -> dict[str, np.ndarra
 
 
 def _read_file(path: Path) -> dict[str, np.ndarray]:
+    """Every tensor of one file by name, memory-mapped."""
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
         length_bytes = file.read(8)
         header_bytes = int.from_bytes(length_bytes, "little")
         if len(length_bytes) < 8 or header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
             raise UserError(
-                f"{path}: its header should take {header_bytes:,} bytes, and the file has {file_bytes:,}: it is cut "
+                f"{path}: its header should have {header_bytes:,} bytes, and the file has {file_bytes:,}: it is cut "
                 "short, or no safetensors file (a Git LFS pointer, perhaps); copy it again"
             )
         try:
@@ -135,7 +135,7 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
 
 
 def _view(path: Path, name: str, entry: Any, body: np.ndarray) -> np.ndarray:
-    """The tensor `name` of a file, as a view of the file's bytes."""
+    """The tensor that a header's `entry` describes, as a view of `body`, the bytes after the header."""
     try:
         dtype_name, shape, (start, stop) = (
             entry["dtype"],
@@ -167,33 +167,34 @@ def write(folder: Path, tensors: Mapping[str, ArrayLike], *, shard_bytes: int) -
     The bytes of arrays are computed one array at a time. Each file gets its final name when it is complete.
 
     Args:
-        folder: exists, and contains no safetensors.
+        folder: existing folder without safetensors.
         tensors: arrays by name; their order determines their shards.
-        shard_bytes: most bytes of one file; a larger tensor gets a separate file.
+        shard_bytes: largest number of bytes of one file; a larger tensor gets a separate file.
     """
     shards: list[list[str]] = [[]]
-    used = 0
+    used_bytes = 0
     for name, tensor in tensors.items():
         tensor_bytes = math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize
-        if shards[-1] and used + tensor_bytes > shard_bytes:
+        if shards[-1] and used_bytes + tensor_bytes > shard_bytes:
             shards.append([])
-            used = 0
+            used_bytes = 0
         shards[-1].append(name)
-        used += tensor_bytes
+        used_bytes += tensor_bytes
     if len(shards) == 1:
         _write_file(folder / SINGLE, tensors)
         return
     files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for file, names in zip(files, shards, strict=True):
         _write_file(folder / file, {name: tensors[name] for name in names})
-    total = sum(math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize for tensor in tensors.values())
+    total_size = sum(math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize for tensor in tensors.values())
     weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     with whole(folder / INDEX) as path:
         path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_file(path: Path, tensors: Mapping[str, ArrayLike]) -> None:
+    """Write one file with these tensors, in this order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
     offset = 0
     for name, tensor in tensors.items():
@@ -211,7 +212,7 @@ def _write_file(path: Path, tensors: Mapping[str, ArrayLike]) -> None:
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Yields a path to write to, which is renamed to `path` once complete."""
+    """Yield a temporary path to write to, which is renamed to `path` once the block ends."""
     partial = path.with_name(path.name + ".partial")
     try:
         yield partial

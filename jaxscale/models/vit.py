@@ -7,10 +7,10 @@ JAX nor Flax.
 """
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxscale.errors import UserError
+from jaxscale.models.field_checks import check_counts, check_positive, check_rates
 from jaxscale.values import check_types
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxscale.models.vit_module import ViTModule
     from jaxscale.typing import Batch
 
-MlpKind = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
+PlainMlpKind = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 Pooling = Literal["token", "mean"]
 
 
@@ -32,16 +32,16 @@ class ViT:
         classes: number of classes.
         image: height and width of an image, in pixels.
         patch: height and width of a patch, in pixels.
-        channels: of an image.
-        layers: blocks.
+        channels: channels of an image.
+        layers: number of blocks.
         embed: width of the residual stream.
-        heads: attention heads.
-        mlp: hidden width of the feed-forward layers; `None` is 4 * embed.
-        mlp_kind: their activation: "gelu" (exact), "gelu_tanh", "quick_gelu", "relu" or "silu".
-        pooling: input of the classifier: "token", a learned token before the patches, or "mean" of the patches.
-        attention_bias: biases of queries, keys and values; all other projections have biases.
-        norm_eps: added to the variance by LayerNorms.
-        dropout: rate, after the positions and where attention and mlp join the residual stream.
+        heads: number of attention heads.
+        mlp: hidden width of the feed-forward layers; `None` means 4 * embed.
+        mlp_kind: activation of the feed-forward layers, "gelu" (exact), "gelu_tanh", "quick_gelu", "relu" or "silu".
+        pooling: input of the classifier, "token" (a learned token before the patches) or "mean" (of the patches).
+        attention_bias: whether the projections to queries, keys and values have biases; all others have.
+        norm_eps: constant added to the variance in LayerNorms.
+        dropout: rate of dropout after the positions and where attention and mlp are added to the residual stream.
         smoothing: share of the target spread over all classes (label smoothing).
         init_std: standard deviation of the initial weights.
 
@@ -64,7 +64,7 @@ class ViT:
     embed: int = 768
     heads: int = 12
     mlp: int | None = None
-    mlp_kind: MlpKind = "gelu"
+    mlp_kind: PlainMlpKind = "gelu"
     pooling: Pooling = "token"
     attention_bias: bool = True
     norm_eps: float = 1e-6
@@ -74,32 +74,22 @@ class ViT:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("classes", "image", "patch", "channels", "layers", "embed", "heads", "mlp"):
-            value = getattr(self, name)
-            if value is None and name == "mlp":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name}: got {value!r}, expected a whole number >= 1")
+        check_counts(self, ("classes", "image", "patch", "channels", "layers", "embed", "heads", "mlp"))
         if self.image % self.patch:
             raise UserError(f"patch: got {self.patch}, expected a divisor of image {self.image}")
         if self.embed % self.heads:
             raise UserError(f"heads: got {self.heads}, expected a divisor of embed {self.embed}")
-        for name in ("dropout", "smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"{name}: got {getattr(self, name)!r}, expected at least 0 and less than 1")
-        for name in ("norm_eps", "init_std"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise UserError(f"{name}: got {value!r}, expected a number > 0")
+        check_rates(self, ("dropout", "smoothing"))
+        check_positive(self, ("norm_eps", "init_std"))
 
     @property
     def patches(self) -> int:
-        """Patches of an image."""
+        """Number of patches of an image."""
         return (self.image // self.patch) ** 2
 
     @property
     def mlp_width(self) -> int:
-        """Hidden width of a feed-forward layer, given or implied."""
+        """Hidden width of a feed-forward layer, set or implied."""
         return self.mlp or 4 * self.embed
 
     def logical_sizes(self) -> dict[str, int]:
@@ -117,15 +107,15 @@ class ViT:
 
         Args:
             module: the result of `build`, or a copy with other parameters.
-            batch: float `images` [B, image, image, channels], int `labels` [B]; float `weights` [B] where rows differ.
-            context: key, compute dtype, implementation of attention.
+            batch: float `images` [B, image, image, channels], int `labels` [B]; optionally float `weights` [B].
+            context: context of the forward pass: key, compute dtype, implementation of attention.
         """
         from jaxscale.models.classify import image_loss
 
         return image_loss(module, batch, context, self.smoothing)
 
     def accuracy(self, module: "ViTModule", batch: "Batch", context: "Context") -> tuple[Any, Any]:
-        """Sum of the weights of the correctly classified rows, and of all rows."""
+        """The sum of the weights of the correctly classified rows, and of the weights of all rows."""
         from jaxscale.models.classify import image_accuracy
 
         return image_accuracy(module, batch, context)

@@ -59,15 +59,15 @@ class ViTModule(nnx.Module):
     """Images to logits.
 
     Args:
-        config: the model.
-        rngs: random streams; `params` is drawn from.
+        config: the model value.
+        rngs: random streams; the weights are drawn from `params`.
     """
 
     def __init__(self, config: ViT, *, rngs: nnx.Rngs):
         init = nnx.initializers.truncated_normal(config.init_std)
         self.config = config
-        pixels = config.patch * config.patch * config.channels
-        self.patches = Linear(pixels, config.embed, axes=(None, "embed"), bias=True, init=init, rngs=rngs)
+        patch_size = config.patch * config.patch * config.channels
+        self.patches = Linear(patch_size, config.embed, axes=(None, "embed"), bias=True, init=init, rngs=rngs)
         token = init(rngs.params(), (config.embed,), jnp.float32) if config.pooling == "token" else None
         self.token = None if token is None else nnx.Param(token, out_sharding=("embed",))
         length = config.patches if token is None else config.patches + 1
@@ -75,17 +75,17 @@ class ViTModule(nnx.Module):
         self.dropout = Dropout(config.dropout, site="positions")
         self.blocks = Stack(lambda rngs: ViTBlock(config, rngs=rngs), config.layers, rngs=rngs)
         self.norm = LayerNorm(config.embed, eps=config.norm_eps, rngs=rngs)
-        # zeros: the first loss is log(classes), for all features
+        # zeros: the first loss is log(classes) for any features
         zeros = nnx.initializers.zeros_init()
         self.head = Linear(config.embed, config.classes, axes=("embed", None), bias=True, init=zeros, rngs=rngs)
 
     def embed(self, images: Float[Array, "B I I C"], *, context: Context = Context()) -> Float[Array, "B T D"]:
-        """The projected patches of images, row by row, after the token if there is one, with positions added."""
+        """The input of the first block: projected patches, after the learned token if there is one, plus positions."""
         image_size, patch = self.config.image, self.config.patch
         if images.shape[1:] != (image_size, image_size, self.config.channels):
             raise UserError(
                 f"images: got shape {images.shape}, expected (B, {image_size}, {image_size}, {self.config.channels}): "
-                "set image and channels of the ViT to the data's"
+                "set image and channels of the ViT to those of the data"
             )
         dtype = self.patches.weight[...].dtype if context.dtype is None else context.dtype
         batch, patches_per_side = images.shape[0], image_size // patch
@@ -103,7 +103,7 @@ class ViTModule(nnx.Module):
 
         Args:
             images: pixels, scaled as in training.
-            context: of the forward pass.
+            context: context of the forward pass.
         """
         x = self.blocks(self.embed(images, context=context), context=context)
         if self.token is not None:

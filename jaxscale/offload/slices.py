@@ -1,8 +1,8 @@
-"""Arrays in host memory, updated by the device slice by slice, in place.
+"""Update arrays in host memory slice by slice on the device, in place.
 
-The loop carries the arrays and writes each slice back in place. XLA then keeps one copy of a donated array on the host
-and a slice on the device; a scan that stacks its results would hold a second copy, and moving the whole array to the
-device would save nothing.
+A loop carries the arrays and writes each slice back in place. XLA then keeps one copy of a donated array on the host
+and a slice on the device. A scan that stacks its results would hold a second copy, and moving the whole array to the
+device would save no memory there.
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ from jaxscale.sharding.memory_space import on_host, to_device, to_host
 from jaxscale.typing import Array
 
 SLICE_BYTES = 16 * 2**20
-"""Largest slice on each device in bytes, as far as dims allow: a millisecond of PCIe."""
+"""Bytes of the largest slice on each device, as far as dims allow: about a millisecond of copying over PCIe."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SliceCut:
-    """A cut of an array into equal slices.
+    """How to cut an array into equal slices.
 
     Args:
-        dim: dim to cut.
+        dim: dim along which the array is cut.
         pieces: number of slices; 1 leaves the array whole.
     """
 
@@ -40,17 +40,17 @@ def cut(
     slice_bytes: int = SLICE_BYTES,
     units: Sequence[int] | None = None,
 ) -> SliceCut:
-    """The fewest equal parts of at most `slice_bytes` along the first dim that lies whole on each device.
+    """The cut into the fewest equal slices of at most `slice_bytes`, along the first dim that is not sharded.
 
-    If no dim gives parts so small, the dim with the smallest parts. A leading dim of layers is never sharded, and its
-    slices are contiguous in memory.
+    If no dim allows slices so small, the dim with the smallest slices is cut. A leading dim of layers is never sharded,
+    and its slices are contiguous in memory.
 
     Args:
-        shape: of the array.
+        shape: shape of the array.
         itemsize: bytes of an element.
-        sharding: of the array; `None` for one device.
-        slice_bytes: largest part on each device.
-        units: of each dim, a divisor of the slices' lengths; `None` cuts anywhere.
+        sharding: sharding of the array; `None` for one device.
+        slice_bytes: bytes of the largest slice on each device.
+        units: for each dim, a number that must divide the length of a slice; `None` allows any length.
 
     Example:
         >>> cut((16, 1024, 4096), 4, None)
@@ -76,6 +76,7 @@ def cut(
 
 
 Body = Callable[[list[Array], list[Array], Any], tuple[list[Array], Any]]
+"""The function that `sweep` runs: `(slices read, slices to replace, carry) -> (new slices, carry)`."""
 
 
 def sweep(
@@ -84,15 +85,15 @@ def sweep(
     """Run `body` on the slices of some arrays, one after another.
 
     Args:
-        body: a function from slices of the arrays read and written, all on the device, and the carry, to new slices of
-            the arrays written and the carry.
-        pieces: slices of each array; 1 passes the whole arrays to `body`, once.
-        read: (array, dim to cut) pairs.
-        written: such pairs; each array is returned with its slices replaced, in its memory.
+        body: function from slices of the arrays in `read`, slices of the arrays in `written` (all on the device) and
+            the carry, to new slices of the arrays in `written` and the new carry.
+        pieces: number of slices of each array; 1 passes the whole arrays to `body`, once.
+        read: arrays that are read, as (array, dim to cut) pairs.
+        written: arrays whose slices are replaced, as (array, dim to cut) pairs; they stay in their memory space.
         carry: initial carry, on the device.
 
     Returns:
-        The arrays written, and the last carry.
+        The arrays of `written` with their new slices, and the last carry.
     """
 
     def slice_of(array: Array, dim: int, number: Any) -> Array:
@@ -101,11 +102,11 @@ def sweep(
         length = array.shape[dim] // pieces
         return to_device(jax.lax.dynamic_slice_in_dim(array, number * length, length, dim))
 
-    def replaced(array: Array, dim: int, number: Any, new: Array) -> Array:
-        new = to_host(new) if on_host(array) else new
+    def replaced(array: Array, dim: int, number: Any, new_slice: Array) -> Array:
+        new_slice = to_host(new_slice) if on_host(array) else new_slice
         if pieces == 1:
-            return new
-        return jax.lax.dynamic_update_slice_in_dim(array, new, number * new.shape[dim], dim)
+            return new_slice
+        return jax.lax.dynamic_update_slice_in_dim(array, new_slice, number * new_slice.shape[dim], dim)
 
     dims = [dim for _, dim in written]
 
@@ -113,7 +114,8 @@ def sweep(
         arrays, carry = state
         slices = [slice_of(array, dim, number) for array, dim in zip(arrays, dims, strict=True)]
         new_slices, carry = body([slice_of(array, dim, number) for array, dim in read], slices, carry)
-        return [replaced(a, d, number, n) for a, d, n in zip(arrays, dims, new_slices, strict=True)], carry
+        replacements = zip(arrays, dims, new_slices, strict=True)
+        return [replaced(array, dim, number, new_slice) for array, dim, new_slice in replacements], carry
 
     initial = ([array for array, _ in written], carry)
     return step(0, initial) if pieces == 1 else jax.lax.fori_loop(0, pieces, step, initial)

@@ -1,19 +1,22 @@
-"""Updates of an optimizer's state in host memory.
+"""Update an optimizer's state in host memory.
 
-Two ways to apply an optax rule, of one signature, that hold at most a slice of the state on the device:
+Two functions apply an optax rule with at most a slice of the state on the device, and return functions of one
+signature:
 
 * `streamed`: slices of state and weights come to the device, are updated there, and go back (ZeRO-Infinity, Rajbhandari
   et al. 2021, arXiv 2104.07857, without its NVMe; L2L, Pudipeddi et al. 2020, arXiv 2002.05645). For rules that treat
   each number by itself.
 * `on_host`: gradients go to the host, whose CPU updates state and weights (ZeRO-Offload, Ren et al. 2021, arXiv
-  2101.06840, without its one step of delay). For any rule.
+  2101.06840, without its delay of one step). For any rule.
 
-`plainly` applies it without offload. All three take the norm for clipping, and whether the step is good, since a later
-`where` over old and new state would need both whole on the device.
+`plainly` applies a rule without offload. The functions that all three return also take the gradients' norm, for
+clipping, and whether the step is good (its gradients are finite): a later `where` over old and new state would need
+both whole on the device.
 
-Plans use these functions. For custom training loops there is `hosted.offload_state`, a wrapper of a rule.
+Plans use these functions. For custom training loops `wrapper.offload_state` wraps a rule.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,13 +31,14 @@ from jaxscale.offload.slices import SLICE_BYTES, SliceCut, cut, sweep
 from jaxscale.programs.elementwise import check_elementwise
 from jaxscale.sharding.memory_space import on_host as lies_on_host
 from jaxscale.sharding.memory_space import to_device, to_host
+from jaxscale.trees import shapes_of
 from jaxscale.typing import Array, Float, Params
 
 Advance = Callable[[Params, Any, Params, Any, Any], tuple[Params, Any]]
-"""One step of an optimizer, `(gradients, state, params, norm, good) -> (params, state)`, each leaf in its old memory.
+"""One step of an optimizer, `(gradients, state, params, norm, good) -> (params, state)`.
 
-Gradients, state and parameters may lie in device or host memory; `norm` is the global norm of the gradients, and if
-`good` is false, state and parameters are returned unchanged.
+Gradients, state and parameters may lie in device or host memory, and each leaf stays where it lies. `norm` is the
+global norm of the gradients. If `good` is false, state and parameters are returned unchanged.
 """
 
 
@@ -42,12 +46,11 @@ def plainly(optimizer: optax.GradientTransformation) -> Advance:
     """Apply an optax transformation to whole trees on the device.
 
     Args:
-        optimizer: with clipping.
+        optimizer: optax transformation, clipping included.
     """
 
     def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
-        updates, new_state = optimizer.update(gradients, state, params)
-        return _where(good, (optax.apply_updates(params, updates), new_state), (params, state))
+        return _step(optimizer, gradients, (params, state), norm, good)
 
     return advance
 
@@ -61,18 +64,18 @@ def streamed(
     elementwise: optax.GradientTransformation | None = None,
     layers: Params | None = None,
 ) -> Advance:
-    """Apply a rule slice by slice, on the device, to state, weights and gradients that may lie on the host.
+    """Apply a rule slice by slice on the device; state, weights and gradients may lie on the host.
 
     Args:
-        rule: an optax transformation that treats each number by itself, or each layer of a stack. Its state, whose
-            arrays have the parameters' shapes, may be quantized: slices cut no block.
+        rule: an optax transformation that treats each number, or each layer of a stack, by itself. The arrays of its
+            state have the parameters' shapes. They may be quantized; slices then contain whole blocks.
         params: shapes of the parameters, with the sharding of the optimizer's state if there is a mesh.
         clip: global norm that gradients are clipped to; the state is then that of `chain(clip_by_global_norm, rule)`.
-        slice_bytes: largest slice of one tensor on each device, as far as its dims allow.
+        slice_bytes: bytes of the largest slice of one tensor on each device, as far as its dims allow.
         elementwise: the rule within `rule` that must treat each number by itself, if `rule` shares scales in blocks;
             `rule` by default.
-        layers: for each parameter, whether its first dim is of layers that the rule treats one by one: slices are then
-            whole layers, and other parameters are not cut. `None`: the rule treats each number by itself.
+        layers: for each parameter, whether its first dim is stacked layers that the rule treats one by one. Slices are
+            then whole layers, and other parameters are not cut. `None` if the rule treats each number by itself.
 
     Raises:
         UserError: the rule mixes elements, and `layers` is `None`.
@@ -92,9 +95,7 @@ def streamed(
 
     def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
         def step(gradients: Params, old: tuple[Params, Any]) -> tuple[Params, Any]:
-            clipped = jax.tree.map(lambda g: _clipped(g, norm, clip), gradients)
-            updates, new_state = rule.update(clipped, old[1], old[0])
-            return _where(good, (optax.apply_updates(old[0], updates), new_state), old)
+            return _step(rule, gradients, old, norm, good, clip)
 
         weights, new_state = in_slices(rule, cuts, step, gradients, (params, state if clip is None else state[1]))
         return weights, new_state if clip is None else (state[0], new_state)
@@ -105,25 +106,19 @@ def streamed(
 def on_host(rule: optax.GradientTransformation, *, clip: float | None = None) -> Advance:
     """Apply a rule on the host's CPU: gradients are sent there; state and weights are updated in place.
 
-    Not for a TPU and a state in few bits: libtpu 0.0.51 assigns two tilings to an array of 8 or 4 bits and two dims or
-    more that the host's CPU reads, and crashes; arrays of 16 and 32 bits, or of one dim, work.
+    Do not use it with a TPU and a state in few bits: libtpu 0.0.51 assigns two tilings to an array of 8 or 4 bits and
+    two dims or more that the host's CPU reads, and crashes; arrays of 16 and 32 bits, or of one dim, work.
 
     Args:
         rule: any optax transformation.
-        clip: global norm that gradients are clipped to, on the host; the state is then that of
+        clip: global norm to which gradients are clipped on the host; the state is then that of
             `chain(clip_by_global_norm, rule)`.
     """
 
     def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
-        inner = state if clip is None else state[1]
-
-        def update(gradients: Params, old: tuple[Params, Any], norm: Any, good: Any) -> tuple[Params, Any]:
-            clipped = jax.tree.map(lambda g: _clipped(g, norm, clip), gradients)
-            updates, new_state = rule.update(clipped, old[1], old[0])
-            return _where(good, (optax.apply_updates(old[0], updates), new_state), old)
-
-        old = (params, inner)
-        new = by_host_cpu(constants_there(update), (gradients, old, norm, good), old)
+        old = (params, state if clip is None else state[1])
+        step = with_host_constants(functools.partial(_step, rule, clip=clip))
+        new = by_host_cpu(step, (gradients, old, norm, good), old)
         weights, new_state = jax.tree.map(lambda new, old: new if lies_on_host(old) else to_device(new), new, old)
         return weights, new_state if clip is None else (state[0], new_state)
 
@@ -131,23 +126,30 @@ def on_host(rule: optax.GradientTransformation, *, clip: float | None = None) ->
 
 
 def by_host_cpu(function: Callable[..., Any], args: Any, like: Any) -> Any:
-    """Run a function on the host's CPU on arguments moved there; its results, a tree like `like`, stay there."""
+    """Run a function on the host's CPU, on arguments moved to host memory; its results stay there.
+
+    Args:
+        function: function to run.
+        args: arguments, in device or host memory.
+        like: tree of the structure of the function's results.
+    """
     return compute_on_host(function, jax.tree.map(lambda _: jax.memory.Space.Host, like))(*to_host(args))
 
 
-def constants_there(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of arrays in host memory whose constants lie there too, also within loops.
+def with_host_constants(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of arrays in host memory, with its constants in host memory too, also inside loops.
 
-    JAX would place them on the device.
+    JAX would place the constants on the device.
     """
 
-    def struct(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
     def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        value_of_variable = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+        def value_of(atom: Any) -> Any:
+            return atom.val if hasattr(atom, "val") else value_of_variable[atom]
+
         for eqn in jaxpr.eqns:
-            operands = [x.val if hasattr(x, "val") else values[x] for x in eqn.invars]
+            operands = [value_of(atom) for atom in eqn.invars]
             inner = eqn.params.get("jaxpr")
             if eqn.primitive.name in ("jit", "pjit") and inner is not None:
                 outputs = run(inner.jaxpr, inner.consts, operands)
@@ -157,8 +159,8 @@ def constants_there(function: Callable[..., Any]) -> Callable[..., Any]:
                 if any(lies_on_host(x) for x in operands):
                     operands = [x if jax.numpy.ndim(x) == 0 else to_host(x) for x in operands]
                 outputs = rebind(eqn, operands)
-            values |= dict(zip(eqn.outvars, outputs, strict=True))
-        return [x.val if hasattr(x, "val") else values[x] for x in jaxpr.outvars]
+            value_of_variable |= dict(zip(eqn.outvars, outputs, strict=True))
+        return [value_of(atom) for atom in jaxpr.outvars]
 
     def loop(params: Any, operands: Sequence[Any]) -> list[Any]:
         body, (num_consts, num_carry) = params["jaxpr"], scan_counts(params)
@@ -172,13 +174,12 @@ def constants_there(function: Callable[..., Any]) -> Callable[..., Any]:
         last_carry, ys = jax.lax.scan(step, carry, xs, **settings)
         return [*last_carry, *ys]
 
-    def with_host_constants(*args: Any) -> Any:
-        shapes = jax.tree.map(struct, args)
-        program, out_shapes = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    def run_program(*args: Any) -> Any:
+        program, out_shapes = jax.make_jaxpr(function, return_shape=True)(*shapes_of(args))
         outputs = run(program.jaxpr, program.consts, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(out_shapes), outputs)
 
-    return with_host_constants
+    return run_program
 
 
 def cuts_of(
@@ -188,19 +189,19 @@ def cuts_of(
     slice_bytes: int,
     layers: Params | None = None,
 ) -> list[SliceCut]:
-    """The cut of each parameter and of its state."""
+    """The cut of each parameter, by which its state is also cut; the arguments are those of `streamed`."""
     leaves, units = jax.tree.leaves(params), _units(rule, params)
     if layers is not None:
-        stacked = jax.tree.leaves(layers)
+        stacked_flags = jax.tree.leaves(layers)
         units = [
             (unit[0], *leaf.shape[1:]) if is_stacked else leaf.shape
-            for leaf, unit, is_stacked in zip(leaves, units, stacked, strict=True)
+            for leaf, unit, is_stacked in zip(leaves, units, stacked_flags, strict=True)
         ]
     cuts = [
         cut(leaf.shape, leaf.dtype.itemsize, sharding, slice_bytes, unit)
         for leaf, sharding, unit in zip(leaves, shardings, units, strict=True)
     ]
-    return [c if c.pieces > 1 else SliceCut() for c in cuts]
+    return [slice_cut if slice_cut.pieces > 1 else SliceCut() for slice_cut in cuts]
 
 
 def in_slices(
@@ -212,27 +213,27 @@ def in_slices(
 ) -> tuple[Params, Any]:
     """Run `step` on slices of trees like the parameters and of a rule's state, on the device.
 
-    Leaves cut into equally many pieces form a group; `step` runs on one group at a time, with empty leaves in place of
-    all others.
+    Leaves cut into the same number of pieces form a group; `step` runs on one group at a time, with empty leaves in
+    place of all other leaves.
 
     Args:
-        rule: the rule of the state.
-        cuts: of each parameter.
-        step: `(read, (written, state)) -> (written, state)`.
-        read: a tree like the parameters; `None` is passed on.
-        old: a tree like the parameters and their state, in device or host memory.
+        rule: optax transformation to which the state belongs.
+        cuts: the cut of each parameter.
+        step: function from slices of `read` and of `old` to the new slices of `old`.
+        read: tree like the parameters that is only read; `None` is passed to `step` as it is.
+        old: pair of a tree like the parameters and the rule's state, in device or host memory, both to be replaced.
 
     Returns:
-        The new pair of written tree and state, each leaf in its old memory.
+        The new pair of tree and state, with each leaf in its old memory space.
     """
     treedef = jax.tree.structure(old[0])
     leaves, read_leaves = treedef.flatten_up_to(old[0]), [] if read is None else treedef.flatten_up_to(read)
     states, state_def = jax.tree.flatten(old[1])
     owners = jax.tree.leaves(owners_of(rule, old[1], treedef))
     shared_ids = [i for i, owner in enumerate(owners) if owner < 0]
-    result_leaves, result_states = list(leaves), list(states)
-    for pieces in sorted({c.pieces for c in cuts}):
-        param_ids = [i for i, c in enumerate(cuts) if c.pieces == pieces]
+    new_leaves, new_states = list(leaves), list(states)
+    for pieces in sorted({slice_cut.pieces for slice_cut in cuts}):
+        param_ids = [i for i, slice_cut in enumerate(cuts) if slice_cut.pieces == pieces]
         state_ids = [i for i, owner in enumerate(owners) if owner in param_ids]
 
         def step_slices(
@@ -242,34 +243,32 @@ def in_slices(
             param_ids: list[int] = param_ids,
             state_ids: list[int] = state_ids,
         ) -> tuple[list[Array], Any]:
-            old_leaves = _only_at(leaves, param_ids, written_slices[: len(param_ids)])
-            old_states = _only_at(states, state_ids, written_slices[len(param_ids) :])
+            leaf_slices = _only_at(leaves, param_ids, written_slices[: len(param_ids)])
+            state_slices = _only_at(states, state_ids, written_slices[len(param_ids) :])
             for i in shared_ids:
-                old_states[i] = to_device(states[i])
+                state_slices[i] = to_device(states[i])
             slices = treedef.unflatten(_only_at(read_leaves, param_ids, read_slices)) if read_leaves else None
-            output = step(slices, (treedef.unflatten(old_leaves), state_def.unflatten(old_states)))
-            new_leaves, new_states = treedef.flatten_up_to(output[0]), state_def.flatten_up_to(output[1])
-            new_slices = [new_leaves[i] for i in param_ids] + [new_states[i] for i in state_ids]
-            return new_slices, [new_states[i] for i in shared_ids]
+            stepped = step(slices, (treedef.unflatten(leaf_slices), state_def.unflatten(state_slices)))
+            leaf_slices, state_slices = treedef.flatten_up_to(stepped[0]), state_def.flatten_up_to(stepped[1])
+            new_slices = [leaf_slices[i] for i in param_ids] + [state_slices[i] for i in state_ids]
+            return new_slices, [state_slices[i] for i in shared_ids]
 
         reads = [(read_leaves[i], cuts[i].dim) for i in param_ids] if read_leaves else []
         writes = [(leaves[i], cuts[i].dim) for i in param_ids]
         writes += [(states[i], cuts[owners[i]].dim) for i in state_ids]
-        outputs, last_carry = sweep(step_slices, pieces, reads, writes, [to_device(states[i]) for i in shared_ids])
-        for i, output in zip(param_ids, outputs[: len(param_ids)], strict=True):
-            result_leaves[i] = output
-        for i, output in zip(state_ids, outputs[len(param_ids) :], strict=True):
-            result_states[i] = output
-        for i, output in zip(shared_ids, last_carry, strict=True):
-            result_states[i] = output
-    return treedef.unflatten(result_leaves), state_def.unflatten(result_states)
+        arrays, shared = sweep(step_slices, pieces, reads, writes, [to_device(states[i]) for i in shared_ids])
+        for i, array in zip(param_ids, arrays[: len(param_ids)], strict=True):
+            new_leaves[i] = array
+        for i, array in zip(state_ids + shared_ids, arrays[len(param_ids) :] + shared, strict=True):
+            new_states[i] = array
+    return treedef.unflatten(new_leaves), state_def.unflatten(new_states)
 
 
 def global_norm(gradients: Params, shardings: Params | None = None) -> Float[Array, ""]:
-    """Global norm of gradients in device or host memory; those on the host are read slice by slice.
+    """Global norm of gradients in device or host memory; gradients on the host are read slice by slice.
 
     Args:
-        gradients: any tree.
+        gradients: any tree of arrays.
         shardings: tree of `NamedSharding` like the gradients; `None` for one device.
     """
     leaves, treedef = jax.tree.flatten(gradients)
@@ -278,64 +277,65 @@ def global_norm(gradients: Params, shardings: Params | None = None) -> Float[Arr
     leaf_shardings = [None] * len(leaves) if shardings is None else treedef.flatten_up_to(shardings)
     total = jnp.zeros((), jnp.float32)
     for leaf, sharding in zip(leaves, leaf_shardings, strict=True):
-        slicing = cut(leaf.shape, leaf.dtype.itemsize, sharding)
-        _, total = sweep(_add_squares, slicing.pieces, [(leaf, slicing.dim)], [], total)
+        slice_cut = cut(leaf.shape, leaf.dtype.itemsize, sharding)
+        _, total = sweep(_add_squares, slice_cut.pieces, [(leaf, slice_cut.dim)], [], total)
     return jnp.sqrt(total)
 
 
 def _add_squares(read: list[Array], written: list[Array], total: Array) -> tuple[list[Array], Array]:
+    """A body of `sweep` that adds the sum of squares of a slice to a total."""
     return written, total + jnp.sum(jnp.square(read[0].astype(jnp.float32)))
 
 
-def _where(good: Any, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda new, old: jnp.where(good, new, old), new, old)
+def _step(
+    rule: optax.GradientTransformation,
+    gradients: Params,
+    old: tuple[Params, Any],
+    norm: Any,
+    good: Any,
+    clip: float | None = None,
+) -> tuple[Params, Any]:
+    """The new weights and state, or the old ones if the step is not good."""
 
+    def clipped(gradient: Array) -> Array:
+        """Clip a gradient, bit for bit like `optax.clip_by_global_norm`."""
+        return jnp.where(norm < clip, gradient, (gradient / norm.astype(gradient.dtype)) * clip)
 
-def _clipped(gradient: Array, norm: Array, clip: float | None) -> Array:
-    """A gradient clipped as by `optax.clip_by_global_norm`, to the bit."""
-    if clip is None:
-        return gradient
-    return jnp.where(norm < clip, gradient, (gradient / norm.astype(gradient.dtype)) * clip)
+    params, state = old
+    gradients = gradients if clip is None else jax.tree.map(clipped, gradients)
+    updates, new_state = rule.update(gradients, state, params)
+    return optax.tree.where(good, (optax.apply_updates(params, updates), new_state), old)
 
 
 def owners_of(rule: optax.GradientTransformation, state: Any, treedef: Any) -> Any:
-    """For each leaf of a state, the number of its parameter; -1 for none."""
-    return _of_params(
+    """For each leaf of a state, the index of the parameter that it belongs to; -1 if there is none."""
+    return optax.tree.map_params(
         rule,
         lambda leaf, number: jax.tree.map(lambda _: number, leaf),
         state,
         treedef.unflatten(range(treedef.num_leaves)),
-    )
-
-
-def _of_params(rule: optax.GradientTransformation, function: Callable[..., Any], state: Any, *trees: Any) -> Any:
-    """Map a function over a state's entries of parameters (arrays, quantized, empty nodes); other leaves give -1."""
-    return optax.tree.map_params(
-        rule,
-        function,
-        state,
-        *trees,
         transform_non_params=lambda _: -1,
         is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode) or is_quantized(leaf),
     )
 
 
 def _units(rule: optax.GradientTransformation, params: Params) -> list[tuple[int, ...]]:
-    """For each dim of each parameter, a divisor of slice lengths: the blocks of its quantized state."""
+    """For each dim of each parameter, the number that must divide slice lengths so that no quantized block is cut."""
     leaves, treedef = jax.tree.flatten(params)
     units = [[1] * len(leaf.shape) for leaf in leaves]
-
-    def note(leaf: Any, number: int) -> Any:
-        if is_quantized(leaf):
-            units[number][-2] = math.lcm(units[number][-2], leaf.block)
-        return leaf
-
-    _of_params(rule, note, jax.eval_shape(rule.init, params), treedef.unflatten(range(len(leaves))))
+    state = jax.eval_shape(rule.init, params)
+    trees = (state, owners_of(rule, state, treedef))
+    for entry, owner in zip(*(jax.tree.leaves(tree, is_leaf=is_quantized) for tree in trees), strict=True):
+        if is_quantized(entry):
+            units[owner.codes][-2] = math.lcm(units[owner.codes][-2], entry.block)
     return [tuple(unit) for unit in units]
 
 
 def _only_at(leaves: list[Array], indices: list[int], slices: list[Array]) -> list[Array]:
-    """`slices` at `indices`; empty leaves elsewhere, without columns but with all rows, which blocks must divide."""
+    """A list like `leaves` with these slices at the indices, and empty arrays elsewhere.
+
+    The empty arrays have no columns but all rows, because blocks must divide the number of rows.
+    """
     arrays: list[Any] = [jnp.zeros((*leaf.shape[:-1], 0), leaf.dtype) for leaf in leaves]
     for i, array in zip(indices, slices, strict=True):
         arrays[i] = array

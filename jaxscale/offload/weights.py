@@ -2,11 +2,12 @@
 
 L2L (Pudipeddi et al. 2020, "Training Large Neural Networks with Constant Memory using a New Execution Algorithm", arXiv
 2002.05645) and ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857): a block's weights come to the device when the
-block runs, in the forward pass and again in the backward pass, and are dropped behind it. A scan over layers reads the
-layer's slice of the stacked weights, and a `Chain` those of the block. Left out: NVMe, and prefetching a block ahead,
-which XLA's scheduler undoes.
+block runs, in the forward pass and again in the backward pass, and are freed after it. A scan over layers reads the
+layer's slice of the stacked weights; a `Chain` reads the block's own weights. Left out: NVMe, and prefetching a block
+ahead, which XLA's scheduler undoes.
 
-Activations are offloaded by name (`keep_named`), in a pipeline with the slot that a stage keeps them in.
+Activations are offloaded by name (`keep_named`). In a pipeline they move together with the slot, the buffer in which a
+stage keeps the residuals of one microbatch.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ FETCHED = "jaxscale:fetched"
 """Name of a weight that came from the host, for policies of `jax.checkpoint`."""
 
 _OF_BLOCKS = re.compile(r"(?:^|/)layers(?:_from_\d+)?(?:/|$)")
+"""Pattern found in the names of parameters of blocks."""
 
 
 def of_a_block(name: str) -> bool:
@@ -44,10 +46,12 @@ class Streamed:
     """A weight in host memory, which takes the place of an array in a module until its block runs.
 
     Args:
-        weight: float32, on the host; stacked or of one layer.
-        tie: zeros like it on the device, which get its gradient; `None` leaves the gradient on the host.
-        dtype: type of the fetched weight, as a name; `None` leaves it unchanged.
-        keep_type: the weight is rounded to `dtype` but keeps its type, so that its gradient is summed in that type.
+        weight: float32 array on the host, of one layer or of stacked layers.
+        tie: array of zeros like the weight, on the device, to which the weight's gradient goes; `None` leaves the
+            gradient on the host.
+        dtype: name of the fetched weight's dtype; `None` leaves it unchanged.
+        keep_type: whether the weight is rounded to `dtype` but stays in its own dtype, so that its gradient is summed
+            in its own dtype.
     """
 
     weight: Array
@@ -56,20 +60,20 @@ class Streamed:
     keep_type: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def fetch(self) -> Array:
-        """The weight on the device."""
+        """Return the weight on the device, in the specified dtype."""
         if self.tie is None:
             weight = to_device(self.weight)
         else:
             weight = _tied(to_device(jax.lax.stop_gradient(self.weight)), self.tie)
         if self.dtype is not None and jnp.issubdtype(weight.dtype, jnp.floating):
-            low = weight.astype(self.dtype)
-            weight = low.astype(weight.dtype) if self.keep_type else low
+            rounded = weight.astype(self.dtype)
+            weight = rounded.astype(weight.dtype) if self.keep_type else rounded
         return checkpoint_name(weight, FETCHED)
 
 
 @jax.custom_vjp
 def _tied(weight: Array, tie: Array) -> Array:
-    """The weight, whose gradient goes to `tie`."""
+    """Return the weight unchanged; its gradient goes to `tie` instead."""
     return weight
 
 
@@ -77,20 +81,20 @@ _tied.defvjp(lambda weight, tie: (weight, None), lambda _, gradient: (None, grad
 
 
 def keep_all_but_weights(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Policy of an otherwise untreated block: every residual is kept but weights, which are fetched again."""
+    """Policy for blocks without another one: keep every residual except weights, which are fetched again."""
     is_fetched = primitive.name == "name" and params["name"] == FETCHED
-    # a residual on the host would be copied there, layer by layer, at which the TPU's compiler fails
+    # a residual on the host would be copied within the host, layer by layer, on which the TPU's compiler fails
     on_host = any(getattr(leaf, "memory_space", None) == jax.memory.Space.Host for leaf in inputs)
     # a cast of a weight is a weight, and any other cast is cheap; a pipeline gathers fetched weights
     return not is_fetched and not on_host and primitive.name not in ("device_put", "convert_element_type", "all_gather")
 
 
 def streaming(treatment: Treatment) -> Treatment:
-    """The treatment of blocks, with every `Streamed` weight fetched when its block runs.
+    """A treatment of blocks that also fetches every `Streamed` weight when its block runs.
 
     Args:
-        treatment: the other treatment of blocks, which recomputes fetching too. It must have no segments of several
-            blocks, for which the stacked weights would be sliced first.
+        treatment: treatment of the blocks for other purposes; what it recomputes includes the fetching. It must have no
+            segments of several blocks, because the stacked weights would be sliced before they are fetched.
     """
 
     def fetching(wrapper: Wrapper) -> Wrapper:
@@ -107,41 +111,29 @@ def streaming(treatment: Treatment) -> Treatment:
 
         return wrapped
 
-    return dataclasses.replace(
-        treatment,
-        wrapper=fetching(treatment.wrapper),
-        groups=tuple((layers, fetching(wrapper)) for layers, wrapper in treatment.groups),
-    )
+    return treatment.with_wrappers(fetching)
 
 
 def offloading_later(treatment: Treatment) -> Treatment:
-    """The treatment of a pipeline's blocks, whose stages keep their residuals in slots.
+    """A treatment of a pipeline's blocks that moves offloaded values with the slot of their stage.
 
-    Offloaded values go to the host with the slot, after the stage's forward, and return at the start of its backward.
-    Offloaded by the block, they would move from host to host, which needs a program on the host.
+    They go to the host after the stage's forward pass, and return at the start of its backward pass. If each block
+    offloaded its own values, the slot would be filled from host to host, which needs a program on the host.
     """
     wrappers = (treatment.wrapper, *(wrapper for _, wrapper in treatment.groups))
-    keeping = [wrapper for wrapper in wrappers if isinstance(wrapper, Keeping)]
+    keeping_wrappers = [wrapper for wrapper in wrappers if isinstance(wrapper, Keeping)]
 
     def delayed(wrapper: Wrapper) -> Wrapper:
         return dataclasses.replace(wrapper, later=True) if isinstance(wrapper, Keeping) else wrapper
 
-    return dataclasses.replace(
-        treatment,
-        wrapper=delayed(treatment.wrapper),
-        groups=tuple((layers, delayed(wrapper)) for layers, wrapper in treatment.groups),
-        hosted=frozenset().union(*(wrapper.hosted for wrapper in keeping)),
-    )
+    hosted = frozenset().union(*(wrapper.hosted for wrapper in keeping_wrappers))
+    return dataclasses.replace(treatment.with_wrappers(delayed), hosted=hosted)
 
 
 def fetched(args: Any) -> Any:
     """The arguments of a block, with every `Streamed` weight on the device."""
-    return jax.tree.map(_fetch_leaf, args, is_leaf=_is_streamed)
 
+    def is_streamed(leaf: Any) -> bool:
+        return isinstance(leaf, Streamed)
 
-def _is_streamed(leaf: Any) -> bool:
-    return isinstance(leaf, Streamed)
-
-
-def _fetch_leaf(leaf: Any) -> Any:
-    return leaf.fetch() if _is_streamed(leaf) else leaf
+    return jax.tree.map(lambda leaf: leaf.fetch() if is_streamed(leaf) else leaf, args, is_leaf=is_streamed)

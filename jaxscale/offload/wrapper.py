@@ -1,19 +1,20 @@
 """A wrapper of any optax rule whose state lies in host memory between steps.
 
-An update returns the updates of all weights, so these lie on the device, in the memory of the gradients; the state is
-moved in slices to the device and back, as in `offloaded.streamed` (ZeRO-Infinity, Rajbhandari et al. 2021, arXiv
-2104.07857). Moving all of it at once saves nothing: the compiler keeps it on the device while the update runs.
+An optax update returns the updates of all weights, so they lie on the device, in the memory of the gradients. The state
+is moved in slices to the device and back, as in `updates.streamed` (ZeRO-Infinity, Rajbhandari et al. 2021, arXiv
+2104.07857). Moving the whole state at once would save nothing: the compiler keeps it on the device while the update
+runs.
 
-A step of AdamW over 192 MiB of weights, with its gradients, compiled for one chip (JAX 0.12.0.1, 2026-11-22; wrapped,
-as `tests/offload/test_updates.py -m slow` compiles it; plain, the same step without the wrapper), MiB on the device,
-plus MiB on the host:
+The table is for a step of AdamW over 192 MiB of weights, with its gradients, compiled for one chip (JAX 0.12.0.1,
+2026-11-22): MiB on the device + MiB on the host. The wrapped step is compiled by `tests/offload/test_updates.py -m
+slow`; the plain one is the same step without the wrapper.
 
     state         float32                  int8
                   plain       wrapped      plain       wrapped
     TPU v5e       832         384 + 384    483         393 + 98
     H100          752         384 + 384    548         368 + 98
 
-Left out: weights and gradients on the host, which a rule cannot move; a plan can (`weights="host"`).
+Left out: weights and gradients on the host, because a rule cannot move them; a plan can (`weights="host"`).
 """
 
 import functools
@@ -28,12 +29,14 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxscale.errors import UserError, unknown
-from jaxscale.lowbit.quantize import decode, is_quantized
+from jaxscale.lowbit.quantize import is_quantized
+from jaxscale.lowbit.quantized import dequantize
 from jaxscale.offload.slices import SLICE_BYTES, SliceCut
-from jaxscale.offload.updates import by_host_cpu, constants_there, cuts_of, in_slices, owners_of
+from jaxscale.offload.updates import by_host_cpu, cuts_of, in_slices, owners_of, with_host_constants
 from jaxscale.programs.elementwise import first_mixing
 from jaxscale.sharding.memory_space import HOST_KIND, check_host_memory, on_host, rehearses, to_device, to_host
-from jaxscale.trees import path_name
+from jaxscale.sharding.partition import dividing
+from jaxscale.trees import path_name, shapes_of
 from jaxscale.typing import Array, Params
 
 
@@ -47,29 +50,29 @@ def offload_state(
 ) -> optax.GradientTransformationExtraArgs:
     """An optax transformation whose state lies in host memory ("pinned_host") between steps.
 
-    The state is the rule's. On the device an update holds weights, gradients (whose memory the updates reuse if dtypes
-    agree) and slices.
+    The state has the structure of the rule's state. During an update the device holds weights, gradients (whose memory
+    the updates reuse if dtypes agree) and slices of the state.
 
-    Under `jax.jit` donate parameters and state, and return them in this order; or specify the memory of both by
-    `out_shardings`. On one device, and on Explicit axes, JAX pairs donated arrays with results by shape and dtype only:
+    Under `jax.jit` either donate parameters and state and return them in this order, or specify the memory of both by
+    `out_shardings`. On one device, and on Explicit axes, JAX pairs donated arrays with results only by shape and dtype:
     the memory of a state donated without its parameters would be reused for new parameters. That is an error when the
-    program runs, and on a CPU of one device it ends the process (JAX 0.10.2, 0.12.0.1). Such a CPU is refused where it
-    can be detected: inside `jax.jit`, only arrays under a mesh reveal their device.
+    program runs, and on a CPU of one device it ends the process (JAX 0.10.2, 0.12.0.1). The wrapper raises an error for
+    such a CPU if it can detect it: inside `jax.jit`, only arrays under a mesh have a known device.
 
     Args:
-        rule: any optax transformation, also `quantize_state` of one, which moves a quarter of the bytes.
-        pattern: searched in the path of each array of the state ("0/mu/blocks/up"); matches go to the host, all by
-            default. Scalars (counts, rates) stay on the device.
-        run: the place of updates: "streamed", on the device in slices, for rules that treat each number by itself;
+        rule: any optax transformation, also one that `quantize_state` returned, which moves a quarter of the bytes.
+        pattern: regular expression searched in the path of each array of the state ("0/mu/blocks/up"). Matching arrays
+            go to the host; by default all do. Scalars (counts, rates) stay on the device.
+        run: where updates run: "streamed", on the device in slices, for rules that treat each number by itself; or
             "host", on the host's CPU, for any rule: gradients and weights are sent there.
-        shardings: of the parameters, a tree like them, if they lie on several devices:
-            `jax.tree.map(lambda p: p.sharding, params)`. Slices then cut no sharded dim.
-        slice_bytes: largest slice of one tensor on each device, as far as its dims allow.
+        shardings: tree like the parameters of their shardings, needed if they lie on several devices:
+            `jax.tree.map(lambda p: p.sharding, params)`. No slice then cuts a sharded dim.
+        slice_bytes: bytes of the largest slice of one tensor on each device, as far as its dims allow.
 
     Raises:
-        UserError: `pattern` or `run` is invalid. In `init` and `update`, before tracing: a device without host memory,
-            a CPU of one device, a rule that mixes elements ("streamed"), nothing to put on the host, parameters over
-            several devices without `shardings`, a state that lies on the device.
+        UserError: `pattern` or `run` is invalid. `init` and `update` raise it before tracing if a device has no host
+            memory or is the only device of a CPU, if the rule mixes elements ("streamed"), if no array goes to the
+            host, if parameters lie on several devices without `shardings`, or if the state lies on the device.
 
     Example:
         >>> places = jax.sharding.NamedSharding(jax.make_mesh((2,), ("fsdp",)), jax.P("fsdp"))
@@ -88,33 +91,35 @@ def offload_state(
     try:
         regex = re.compile(pattern)
     except re.error as error:
-        raise UserError(f"offload_state: pattern {pattern!r} is no regular expression: {error}") from None
+        raise UserError(f"offload_state: pattern {pattern!r} is not a regular expression: {error}") from None
 
     def placed(state: Any) -> Any:
+        """The state with matching arrays on the host and all others on the device."""
         host_flags = _host_flags(state, regex)
         return jax.tree.map(lambda leaf, pinned: to_host(leaf) if pinned else to_device(leaf), state, host_flags)
 
-    def sliced(params: Params, extra: Mapping[str, Any]) -> list[SliceCut]:
+    def checked_cuts(params: Params, extra: Mapping[str, Any]) -> list[SliceCut]:
+        """The cut of each parameter, after a check that the rule can run slice by slice."""
         _check_sliceable(inner, params, extra)
-        return cuts_of(inner, _shapes(params), _param_shardings(params, shardings), slice_bytes)
+        return cuts_of(inner, shapes_of(params), _param_shardings(params, shardings), slice_bytes)
 
     def init(params: Any) -> Any:
         leaves = jax.tree.leaves(params)
-        if not leaves:  # a placeholder, of `optax.tree.map_params`
+        if not leaves:  # `optax.tree.map_params` passes placeholders
             return inner.init(params)
-        if not any(_is_traced(leaf) for leaf in leaves):
+        if not any(isinstance(leaf, Tracer) for leaf in leaves):
             params = jax.tree.map(jnp.asarray, params)
         platform = _check_devices(jax.tree.leaves(params))
         shapes = jax.eval_shape(inner.init, params)
         _check_any_on_host(shapes, regex)
         if run == "streamed":
-            sliced(params, {})
+            checked_cuts(params, {})
         elif platform == "tpu" and any(x.ndim > 1 and x.dtype.itemsize == 1 for x in jax.tree.leaves(shapes)):
             raise UserError(
-                'offload_state: run="host" with a quantized state, or split weights: the TPU compiler crashes on it; '
-                'take "streamed", or quantize_state(rule, "float32") without split_weights'
+                'offload_state: the TPU compiler crashes on run="host" with a quantized state or split weights: use '
+                'run="streamed", or quantize_state(rule, "float32") without split_weights'
             )
-        if any(_is_traced(leaf) for leaf in leaves):
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
             return placed(inner.init(params))
         return jax.jit(inner.init, out_shardings=_shardings(inner, params, shapes, _host_flags(shapes, regex)))(params)
 
@@ -124,32 +129,34 @@ def offload_state(
         _check_on_host(state, regex)
         state = placed(state)
         if run == "host":
-            update_on_cpu = constants_there(functools.partial(inner.update, **extra))
+            update_on_cpu = with_host_constants(functools.partial(inner.update, **extra))
             new_updates, new_state = by_host_cpu(update_on_cpu, (updates, state, params), (updates, state))
             return to_device(new_updates), placed(new_state)
-        cuts = sliced(updates if params is None else params, extra)
-        shapes, _ = jax.eval_shape(functools.partial(inner.update, **extra), *_shapes((updates, state, params)))
-        promoted = jax.tree.map(lambda g, s: g.astype(jnp.promote_types(g.dtype, s.dtype)), updates, shapes)
+        cuts = checked_cuts(updates if params is None else params, extra)
+        shapes, _ = jax.eval_shape(functools.partial(inner.update, **extra), *shapes_of((updates, state, params)))
+        promoted_gradients = jax.tree.map(lambda g, s: g.astype(jnp.promote_types(g.dtype, s.dtype)), updates, shapes)
 
-        def step(params: Any, old: tuple[Params, Any]) -> tuple[Params, Any]:
-            gradients = jax.tree.map(lambda x, g: x.astype(g.dtype), old[0], updates)
+        def step(params: Any, old: tuple[Params, Any]) -> tuple[Any, Any]:
+            gradients = optax.tree.cast_like(old[0], updates)
             new_updates, new_state = inner.update(gradients, old[1], params, **extra)
-            return jax.tree.map(lambda new, x: new.astype(x.dtype), new_updates, old[0]), new_state
+            return optax.tree.cast_like(new_updates, old[0]), new_state
 
-        new_updates, new_state = in_slices(inner, cuts, step, params, (promoted, state))
-        return jax.tree.map(lambda x, s: x.astype(s.dtype), new_updates, shapes), placed(new_state)
+        new_updates, new_state = in_slices(inner, cuts, step, params, (promoted_gradients, state))
+        return optax.tree.cast_like(new_updates, shapes), placed(new_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _check_devices(leaves: Sequence[Array]) -> str:
-    """The platform of some arrays, after a check for host memory; traced arrays reveal at most a mesh.
+    """The platform of some arrays, after a check that their devices have host memory.
+
+    Traced arrays have at most a mesh; without one the check is of all devices.
 
     Raises:
-        UserError: its devices have no host memory, or it is a CPU of one device.
+        UserError: the devices have no host memory, or they are one device of a CPU.
     """
-    meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves if _is_traced(leaf)]
-    mesh = next((m for m in meshes if not m.empty), None)
+    meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves if isinstance(leaf, Tracer)]
+    mesh = next((mesh for mesh in meshes if not mesh.empty), None)
     if mesh is not None and mesh.abstract_device is not None and mesh.abstract_device.platform != "cpu":
         return mesh.abstract_device.platform
     if meshes:
@@ -159,24 +166,26 @@ def _check_devices(leaves: Sequence[Array]) -> str:
     check_host_memory(devices, "offload_state")
     if len(devices) == 1 and rehearses(devices):
         raise UserError(
-            "offload_state: a CPU of one device, where a program that donates such a state may end the process; leave "
-            "offload_state out, for a CPU's memory is its host's, rehearse it on more devices (jax_num_cpu_devices), "
-            "or take --plan.offload.optimizer-state streamed"
+            "offload_state: got a CPU of one device, on which a program that donates such a state may end the process; "
+            "leave offload_state out (a CPU's memory is host memory anyway), rehearse it on more devices "
+            "(jax_num_cpu_devices), or use --plan.offload.optimizer-state streamed"
         )
     return next(iter(devices)).platform
 
 
 def _shardings(rule: optax.GradientTransformation, params: Params, state: Any, host_flags: Any) -> Any:
-    """Shardings of a new state: in host memory, on its parameter's devices, where flagged; `None` for all else.
+    """Shardings of the arrays of a new state that go to host memory; `None` for all other leaves.
+
+    They are sharded like their parameters, or replicated if their shape does not allow that.
 
     Args:
-        rule: the rule of the state.
-        params: arrays.
-        state: shapes.
+        rule: optax transformation to which the state belongs.
+        params: the parameters, as arrays.
+        state: shapes of the state.
         host_flags: for each leaf of the state, whether it goes to the host.
     """
     leaves, treedef = jax.tree.flatten(params)
-    flat, state_def = jax.tree.flatten(state)
+    state_leaves, state_def = jax.tree.flatten(state)
     owners = jax.tree.leaves(owners_of(rule, state, treedef))
 
     def sharding_of(leaf: Any, owner: int, goes_to_host: bool) -> Any:
@@ -187,27 +196,17 @@ def _shardings(rule: optax.GradientTransformation, params: Params, state: Any, h
             sharding = NamedSharding(sharding.mesh, PartitionSpec())
         return sharding.with_memory_kind(HOST_KIND)
 
-    return state_def.unflatten(map(sharding_of, flat, owners, jax.tree.leaves(host_flags)))
+    return state_def.unflatten(map(sharding_of, state_leaves, owners, jax.tree.leaves(host_flags)))
 
 
 def _divides(sharding: NamedSharding, leaf: Any, param: Array) -> bool:
-    """Whether an array divides over a mesh in the same way as its parameter."""
-    if leaf.ndim != param.ndim:
-        return False
-    shards = [dim // local for dim, local in zip(param.shape, sharding.shard_shape(param.shape), strict=True)]
-    return all(dim % count == 0 for dim, count in zip(leaf.shape, shards, strict=True))
-
-
-def _is_traced(x: Any) -> bool:
-    return isinstance(x, Tracer)
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    """Whether a sharding divides the dims of an array in the same way as those of its parameter."""
+    leaf_spec, param_spec = (dividing(sharding.spec, shape, sharding.mesh) for shape in (leaf.shape, param.shape))
+    return leaf.ndim == param.ndim and leaf_spec == param_spec
 
 
 def _host_flags(state: Any, regex: re.Pattern[str]) -> Any:
-    """For each leaf of a state, whether it goes to the host."""
+    """For each leaf of a state, whether it goes to the host, because the pattern matches its path."""
 
     def flags(path: tuple[Any, ...], leaf: Any) -> Any:
         goes_to_host = leaf.ndim > 0 and regex.search(path_name(path)) is not None
@@ -217,69 +216,69 @@ def _host_flags(state: Any, regex: re.Pattern[str]) -> Any:
 
 
 def _check_any_on_host(state: Any, regex: re.Pattern[str]) -> None:
-    """Refuse a pattern that sends nothing to the host."""
+    """Raise unless the pattern matches at least one array of the state."""
     if any(jax.tree.leaves(_host_flags(state, regex))):
         return
     leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)[0]
-    arrays = [path_name(path) for path, leaf in leaves if leaf.ndim > 0]
-    if not arrays:
+    array_names = [path_name(path) for path, leaf in leaves if leaf.ndim > 0]
+    if not array_names:
         raise UserError(
             "offload_state: this optimizer's state has no arrays that could lie on the host; leave offload_state out"
         )
     raise UserError(
         f"offload_state: pattern {regex.pattern!r} matches no path of the state's arrays "
-        f"({', '.join(arrays[:3])}{', ...' if len(arrays) > 3 else ''}); take one that matches, or leave it out for all"
+        f"({', '.join(array_names[:3])}{', ...' if len(array_names) > 3 else ''}); use one that matches, or none"
     )
 
 
 def _check_sliceable(rule: optax.GradientTransformationExtraArgs, params: Params, extra: Mapping[str, Any]) -> None:
-    """Refuse a rule that can't be run slice by slice; quantized arrays are decoded for the check."""
+    """Raise unless a rule can run slice by slice; quantized arrays are decoded for the check."""
 
-    def init(params: Any) -> Any:
-        return jax.tree.map(lambda x: decode(x) if is_quantized(x) else x, rule.init(params), is_leaf=is_quantized)
-
-    operation = first_mixing(optax.GradientTransformation(init, functools.partial(rule.update, **extra)), params)
+    float32_rule = optax.GradientTransformation(
+        lambda params: dequantize(rule.init(params)), functools.partial(rule.update, **extra)
+    )
+    operation = first_mixing(float32_rule, params)
     if operation is not None:
         raise UserError(
             f"offload_state: this optimizer's update mixes elements of a tensor ({operation}), so it can't be run "
-            'slice by slice; take run="host", or keep the mixing part out of the wrapped rule, as in '
+            'slice by slice; use run="host", or keep the mixing part out of the wrapped rule, as in '
             "optax.chain(optax.clip_by_global_norm(1.0), offload_state(optax.adamw(1e-3)))"
         )
 
 
 def _check_on_host(state: Any, regex: re.Pattern[str]) -> None:
-    """Refuse a state on the device, which would hold it between steps; `init` puts it on the host."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(state)
-    for (path, leaf), goes_to_host in zip(flat, jax.tree.leaves(_host_flags(state, regex)), strict=True):
+    """Raise if an array that belongs on the host lies on the device, which would hold it between steps."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    for (path, leaf), goes_to_host in zip(leaves, jax.tree.leaves(_host_flags(state, regex)), strict=True):
         if goes_to_host and not on_host(leaf):
             raise UserError(
-                f"offload_state: {path_name(path)} of the state lies on the device: put it back on the host, "
-                "jax.device_put(leaf, leaf.sharding.with_memory_kind('pinned_host')); under a plan, which places it, "
-                "take optimizer_state streamed in place of offload_state"
+                f"offload_state: {path_name(path)} of the state lies on the device: put it back on the host by "
+                "jax.device_put(leaf, leaf.sharding.with_memory_kind('pinned_host')); under a plan, which places the "
+                "state itself, use optimizer_state streamed instead of offload_state"
             )
 
 
 def _param_shardings(params: Params, shardings: Params | None) -> list[Any]:
-    """Shardings of the parameters: `shardings` if given, else those that JAX has."""
-    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    """Shardings of the parameters: those in `shardings`, or by default those of the arrays."""
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     if shardings is not None:
-        by_path = dict(jax.tree_util.tree_flatten_with_path(shardings)[0])
-        missing = [path_name(path) for path, _ in flat if path not in by_path]
+        sharding_by_path = dict(jax.tree_util.tree_flatten_with_path(shardings)[0])
+        missing = [path_name(path) for path, _ in leaves if path not in sharding_by_path]
         if missing:
             raise UserError(
-                f"offload_state: shardings: none for {missing[0]}; expected a tree like the parameters, "
+                f"offload_state: shardings has no sharding of {missing[0]}; expected a tree like the parameters, "
                 "jax.tree.map(lambda p: p.sharding, params)"
             )
-        return [by_path[path] for path, _ in flat]
-    leaf_shardings = [jax.typeof(leaf).sharding for _, leaf in flat]
-    for (path, _), sharding in zip(flat, leaf_shardings, strict=True):
+        return [sharding_by_path[path] for path, _ in leaves]
+    leaf_shardings = [jax.typeof(leaf).sharding for _, leaf in leaves]
+    for (path, _), sharding in zip(leaves, leaf_shardings, strict=True):
         mesh = sharding.mesh
         if any(
             mesh.shape[name] > 1 and kind != AxisType.Explicit
             for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         ):
             raise UserError(
-                f"offload_state: {path_name(path)} lies on a mesh {dict(mesh.shape)}, its sharding unknown while JAX "
-                "traces: give shardings=jax.tree.map(lambda p: p.sharding, params), so that slices cut no sharded dim"
+                f"offload_state: {path_name(path)} lies on a mesh {dict(mesh.shape)}, and its sharding is unknown in "
+                "tracing: give shardings=jax.tree.map(lambda p: p.sharding, params), so that slices cut no sharded dim"
             )
     return leaf_shardings

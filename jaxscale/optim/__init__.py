@@ -1,4 +1,4 @@
-"""Update rules and their wrappers: state in few bits or on the host, momentum exchanged in one bit a number.
+"""Update rules, and wrappers for state in few bits or on the host and for momentum exchanged in one bit a number.
 
 Importing this package imports no JAX: each name below loads at its first use. Import a rule with the name of its file
 from there: `from jaxscale.optim.muon import muon`, `.soap`, `.galore`.
@@ -6,8 +6,9 @@ from there: `from jaxscale.optim.muon import muon`, `.soap`, `.galore`.
 (`optimizer_state="streamed"` or `"host"`), by `offload.updates`.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxscale.lazy import lazy_names
 
 _WHERE = {
     "Optimizer": "jaxscale.optim.optimizer",
@@ -16,7 +17,7 @@ _WHERE = {
     "offload_state": "jaxscale.offload.wrapper",
     "one_bit_adam": "jaxscale.optim.one_bit",
     "one_bit_lamb": "jaxscale.optim.one_bit",
-    "over_replicas": "jaxscale.optim.one_bit",
+    "over_replicas": "jaxscale.optim.replica_updates",
     "quantize_state": "jaxscale.lowbit.quantized",
     "ramp_up": "jaxscale.optim.large_batch",
     "scaled": "jaxscale.optim.large_batch",
@@ -26,18 +27,13 @@ if TYPE_CHECKING:
     from jaxscale.lowbit.quantized import quantize_state
     from jaxscale.offload.wrapper import offload_state
     from jaxscale.optim.large_batch import lamb, lars, ramp_up, scaled
-    from jaxscale.optim.one_bit import one_bit_adam, one_bit_lamb, over_replicas
+    from jaxscale.optim.one_bit import one_bit_adam, one_bit_lamb
     from jaxscale.optim.optimizer import Optimizer
+    from jaxscale.optim.replica_updates import over_replicas
 
 __all__ = [
     "Optimizer", "lamb", "lars", "offload_state", "one_bit_adam", "one_bit_lamb", "over_replicas", "quantize_state",
     "ramp_up", "scaled",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, _WHERE)

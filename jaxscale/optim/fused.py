@@ -1,11 +1,10 @@
 r"""AdamW with moments in 8 bits, stepped by one kernel that updates weights and state in place.
 
-XLA decodes, updates and encodes a quantized state in one fusion each for updates, scales and codes, and reads the
-gradient and the codes in each: 55 to 108 bytes a parameter on a TPU v5e by XLA's count, where `pallas_kernels.adam8`
-moves 16, and 14 with a bfloat16 gradient (`benchmarks/kernel_bytes.py`). The state is that of
-`quantize_state(optax.adamw(...))`, so checkpoints and layouts are unchanged. The rule itself updates leaves that the
-kernel refuses (float32 moments, blocks of odd length, ...). Left out: other rules, split weights, and
-state in host memory.
+XLA compiles the update of a quantized state to three fusions (updates, scales, codes), each of which reads the gradient
+and the codes. By XLA's count they move 55 to 108 bytes a parameter on a TPU v5e; `pallas_kernels.adam8` moves 16,
+and 14 with a bfloat16 gradient (`benchmarks/kernel_bytes.py`). The state is that of `quantize_state(optax.adamw(...))`,
+so checkpoints and layouts are unchanged. Leaves that the kernel does not support (float32 moments, blocks of odd
+length, ...) are updated by the optax rule. Left out: other rules, split weights, and state in host memory.
 """
 
 import dataclasses
@@ -25,7 +24,7 @@ from jaxscale.typing import Array, Params
 from pallas_kernels.adam8.api import Settings, adam8, hyper, runs
 
 _MAPS = {("soft8", "sqrt8"): "soft8", ("dynamic8", "dynamic8_unsigned"): "dynamic8"}
-"""The kernel's name for the maps of first and second moments."""
+"""Name of the kernel's map, by the quantization maps of the first and the second moment."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +32,11 @@ class AdamW:
     """Arguments of `optax.adamw`.
 
     Args:
-        rate: learning rate by the number of updates made.
+        rate: learning rate as a function of the number of updates made.
         b1: decay of the first moment.
-        b2: decay of the second.
-        eps: added to the root of the second.
-        weight_decay: decoupled.
+        b2: decay of the second moment.
+        eps: number added to the root of the second moment.
+        weight_decay: factor of the decoupled weight decay.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
     """
 
@@ -57,14 +56,17 @@ def fused(
     places: Params | None = None,
     clip: float | None = None,
 ) -> Advance:
-    """Apply AdamW with a quantized state, by the kernel for every leaf that it supports.
+    """AdamW with a quantized state, computed by the kernel for every leaf that it supports.
 
     Args:
-        rule: `quantize_state` of `optax.adamw(adamw...)`.
-        adamw: its arguments.
-        platform: of the updates: "tpu v5e", "gpu h200", or a platform and JAX's device kind.
-        places: tree like the parameters, of the `NamedSharding` of each and its state; `None`: one device.
+        rule: the transformation `quantize_state(optax.adamw(...))`.
+        adamw: the arguments of that `optax.adamw`.
+        platform: platform of the updates: "tpu v5e", "gpu h200", or a platform and JAX's device kind.
+        places: tree like the parameters of the `NamedSharding` of each parameter and its state; `None` on one device.
         clip: global norm that gradients are clipped to; the state is then that of `chain(clip_by_global_norm, rule)`.
+
+    Returns:
+        A function that computes the new parameters and the new state; both stay unchanged where `good` is false.
 
     Example:
         >>> from jaxscale.lowbit.quantized import quantize_state
@@ -76,55 +78,53 @@ def fused(
         0.5
     """
 
-    plain = plainly(rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule))
+    advance_by_rule = plainly(rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule))
 
     def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
-        inner = state if clip is None else state[1]
+        rule_state = state if clip is None else state[1]
         weights, treedef = jax.tree.flatten(params)
-        adam, schedule_state = inner[0], inner[2]
+        adam_state, schedule_state = rule_state[0], rule_state[2]
 
-        def flat(tree: Any, default: Any) -> list[Any]:
+        def leaves_or(tree: Any, default: Any) -> list[Any]:
+            """The leaves of a tree like the parameters, or a default for each if there is no tree."""
             return [default] * len(weights) if tree is None else treedef.flatten_up_to(tree)
 
-        grads, mu, nu = (treedef.flatten_up_to(tree) for tree in (gradients, adam.mu, adam.nu))
-        shardings, decays = flat(places, None), flat(adamw.mask, True)
+        grads, mu, nu = (treedef.flatten_up_to(tree) for tree in (gradients, adam_state.mu, adam_state.nu))
+        shardings, decays = leaves_or(places, None), leaves_or(adamw.mask, True)
         uses_kernel = [_kernel_runs(*leaf, platform) for leaf in zip(weights, grads, mu, nu, shardings, strict=True)]
 
         if not any(uses_kernel):
-            return plain(gradients, state, params, norm, good)
+            return advance_by_rule(gradients, state, params, norm, good)
 
-        def rule_part(tree: list[Any]) -> Any:
-            return treedef.unflatten([optax.MaskedNode() if m else x for m, x in zip(uses_kernel, tree, strict=True)])
+        def rule_part(entries: list[Any]) -> Any:
+            """Tree of the entries that the rule updates; the kernel's are masked."""
+            pairs = zip(entries, uses_kernel, strict=True)
+            return treedef.unflatten([optax.MaskedNode() if by_kernel else entry for entry, by_kernel in pairs])
 
         factor = jnp.ones(()) if clip is None else jnp.where(norm < clip, 1.0, clip / norm)
-        old = (rule_part(weights), (adam._replace(mu=rule_part(mu), nu=rule_part(nu)), *inner[1:]))
-        clipped = [g if clip is None else g * factor.astype(g.dtype) for g in grads]
-        updates, new_state = rule.update(rule_part(clipped), old[1], old[0])
-        by_rule = jax.tree.map(
-            lambda new, old: jnp.where(good, new, old), (optax.apply_updates(old[0], updates), new_state), old
-        )
+        rule_inputs = (rule_part(weights), (adam_state._replace(mu=rule_part(mu), nu=rule_part(nu)), *rule_state[1:]))
+        clipped_gradients = [g if clip is None else g * factor.astype(g.dtype) for g in grads]
+        updates, new_state = rule.update(rule_part(clipped_gradients), rule_inputs[1], rule_inputs[0])
+        rule_outputs = optax.tree.where(good, (optax.apply_updates(rule_inputs[0], updates), new_state), rule_inputs)
         hyperparams = hyper(
             adamw.rate(schedule_state.count),
-            optax.safe_increment(adam.count),
+            optax.safe_increment(adam_state.count),
             Settings(b1=adamw.b1, b2=adamw.b2),
             factor=factor,
             go=good,
         )
-        weights, new_mu, new_nu = list(weights), *(list(tree) for tree in (mu, nu))
-        for i in (i for i, m in enumerate(uses_kernel) if m):
+        rule_trees = (rule_outputs[0], rule_outputs[1][0].mu, rule_outputs[1][0].nu)
+        new_weights, new_mu, new_nu = map(treedef.flatten_up_to, rule_trees)
+        for i in (number for number, by_kernel in enumerate(uses_kernel) if by_kernel):
             decay = adamw.weight_decay if decays[i] else 0.0
             settings = Settings(mu[i].block, adamw.b1, adamw.b2, adamw.eps, decay, _MAPS[mu[i].map, nu[i].map])
             step = functools.partial(adam8, settings=settings, platform=platform)
-            weights[i], new_mu[i], new_nu[i] = _step_leaf(
+            new_weights[i], new_mu[i], new_nu[i] = _step_leaf(
                 step, shardings[i], weights[i], grads[i], mu[i], nu[i], hyperparams
             )
-        rule_trees = [treedef.flatten_up_to(tree) for tree in (by_rule[0], by_rule[1][0].mu, by_rule[1][0].nu)]
-        merged = [
-            treedef.unflatten([k if m else r for m, k, r in zip(uses_kernel, kernel_leaves, rule_leaves, strict=True)])
-            for kernel_leaves, rule_leaves in zip((weights, new_mu, new_nu), rule_trees, strict=True)
-        ]
-        new_state = (by_rule[1][0]._replace(mu=merged[1], nu=merged[2]), *by_rule[1][1:])
-        return merged[0], new_state if clip is None else (state[0], new_state)
+        new_adam = rule_outputs[1][0]._replace(mu=treedef.unflatten(new_mu), nu=treedef.unflatten(new_nu))
+        new_state = (new_adam, *rule_outputs[1][1:])
+        return treedef.unflatten(new_weights), new_state if clip is None else (state[0], new_state)
 
     return advance
 
@@ -135,11 +135,11 @@ def _kernel_runs(weight: Array, gradient: Array, mu: Any, nu: Any, sharding: Any
         return False
     if weight.dtype != jnp.float32 or gradient.dtype not in (jnp.float32, jnp.bfloat16):
         return False
-    kind = _MAPS.get((mu.map, nu.map))
-    if kind is None or mu.block != nu.block:
+    kernel_map = _MAPS.get((mu.map, nu.map))
+    if kernel_map is None or mu.block != nu.block:
         return False
-    local = weight.shape if sharding is None else sharding.shard_shape(weight.shape)
-    return math.prod(local) > 0 and local[-2] % mu.block == 0 and runs(local, mu.block, platform, kind)
+    shape = weight.shape if sharding is None else sharding.shard_shape(weight.shape)
+    return math.prod(shape) > 0 and shape[-2] % mu.block == 0 and runs(shape, mu.block, platform, kernel_map)
 
 
 def _step_leaf(

@@ -15,7 +15,7 @@ import optax
 from optax import contrib
 
 from jaxscale.compat import one_by_one
-from jaxscale.optim.per_layer import Rule, by_kind, per_layer
+from jaxscale.optim.per_layer import UpdateRule, matrices_by, per_layer
 
 
 def galore(
@@ -29,7 +29,7 @@ def galore(
     weight_decay: float = 0.1,
     leaves: Any = None,
     mask: Any = None,
-) -> Rule:
+) -> UpdateRule:
     r"""Adam in a low-rank subspace: with P the first singular vectors of a gradient, recomputed every `every` updates,
 
     .. math:: w \leftarrow w - \eta \left(P \, \mathrm{adam}(P^\top g) + \lambda w\right)
@@ -38,11 +38,11 @@ def galore(
 
     Args:
         rate: learning rate, or a schedule.
-        rank: of the projection, at most the shorter dim of a matrix.
-        every: updates between new projections, each a singular value decomposition.
-        b1, b2, eps: Adam's.
-        weight_decay: lambda.
-        leaves: tree of `Leaf` like the parameters; `None` judges by shapes and paths.
+        rank: rank of the projection, at most the shorter dim of a matrix.
+        every: number of updates between new projections, each of which takes a singular value decomposition.
+        b1, b2, eps: Adam's constants.
+        weight_decay: lambda, the factor of weight decay.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
 
     Example:
@@ -53,23 +53,20 @@ def galore(
         >>> sorted({leaf.shape for leaf in optax.tree.get(state, "projector").values()})
         [(8, 1)]
     """
-    inner = contrib.scale_by_galore(rank, every, base_optimizer=optax.scale_by_adam(b1, b2, eps))
-    inner = optax.GradientTransformation(inner.init, _matrix_by_matrix(inner.update))
-    rules = {"matrix": per_layer(inner, leaves, matrices=True, whole=True), "rest": optax.scale_by_adam(b1, b2, eps)}
-    return optax.chain(
-        by_kind(rules, lambda leaf: "matrix" if leaf.kind == "matrix" else "rest", leaves),
-        optax.add_decayed_weights(weight_decay, mask=mask),
-        optax.scale_by_learning_rate(rate),
-    )
+    adam = optax.scale_by_adam(b1, b2, eps)
+    rule = contrib.scale_by_galore(rank, every, base_optimizer=adam)
+    rule = optax.GradientTransformation(rule.init, _matrix_by_matrix(rule.update))
+    return matrices_by(per_layer(rule, leaves, matrices=True, whole=True), adam, rate, weight_decay, leaves, mask)
 
 
 def _matrix_by_matrix(update: Callable[..., Any]) -> Callable[..., Any]:
-    """`update`, decomposing one matrix after the other on a CPU; counts, which layers share, are computed once."""
+    """An `update` that decomposes one matrix after the other on a CPU. Layers share counts, which are computed once."""
     update_one_by_one = one_by_one(update)
 
     def run(gradient: Any, state: Any, params: Any = None) -> Any:
-        counts = update(gradient, state, params)  # only its counts are used, and so computed
-        own_results = update_one_by_one(gradient, state, params)
-        return jax.tree.map(lambda array, count: array if jnp.ndim(array) else count, own_results, counts)
+        """The new gradient and state: arrays from one call, counts from the other."""
+        counts = update(gradient, state, params)  # XLA computes only the counts, since nothing else is used
+        outputs = update_one_by_one(gradient, state, params)
+        return jax.tree.map(lambda array, count: array if jnp.ndim(array) else count, outputs, counts)
 
     return run

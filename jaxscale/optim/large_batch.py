@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import optax
 
 from jaxscale.errors import UserError, unknown
-from jaxscale.optim.per_layer import Rule, by_kind, per_layer
+from jaxscale.optim.per_layer import UpdateRule, by_kind, per_layer
 
 if TYPE_CHECKING:
     from jaxscale.optim.optimizer import Optimizer
@@ -35,9 +35,9 @@ def scaled(
 
     Args:
         optimizer: the tuned optimizer.
-        ratio: new batch by old.
+        ratio: size of the new batch divided by that of the old one.
         rule: the learning rate scales with the ratio ("linear", SGD) or its square root ("sqrt", Adam).
-        warmup: updates of linear warm-up; by default the optimizer's.
+        warmup: number of updates of linear warm-up; `None` leaves the optimizer's.
 
     Example:
         >>> from jaxscale.optim.optimizer import Optimizer
@@ -48,7 +48,7 @@ def scaled(
     if rule not in _EXPONENTS:
         raise unknown("scaling rule", rule, _EXPONENTS)
     if not (ratio > 0 and math.isfinite(ratio)):
-        raise UserError(f"ratio: got {ratio!r}, expected new batch by old, a number above 0")
+        raise UserError(f"ratio: got {ratio!r}, expected the new batch size divided by the old, a number above 0")
     factor = ratio ** _EXPONENTS[rule]
     final = optimizer.final_learning_rate
     return dataclasses.replace(
@@ -61,11 +61,11 @@ def scaled(
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A part of a run at one batch.
+    """A part of a run with one batch size.
 
     Args:
-        steps: updates of the phase.
-        batch: rows of the global batch.
+        steps: number of updates in the phase.
+        batch: number of rows in the global batch.
     """
 
     steps: int
@@ -73,30 +73,30 @@ class Phase:
 
 
 def ramp_up(rows: int, start: int, end: int, over: int, *, factor: int = 2) -> tuple[Phase, ...]:
-    """The phases of a run whose batch grows by a factor at a time.
+    """The phases of a run whose batch is multiplied by `factor` from phase to phase.
 
-    All phases but the last take equal shares of the `over` rows.
+    All phases but the last train on equal shares of the first `over` rows.
 
     Args:
-        rows: training rows of the whole run.
-        start, end: rows of the first and the last batch; the last is the first times a power of `factor`.
-        over: rows before the last phase.
-        factor: growth of the batch from phase to phase.
+        rows: number of training rows of the whole run.
+        start, end: numbers of rows in the first and the last batch; `end` is `start` times a power of `factor`.
+        over: number of training rows before the last phase.
+        factor: batch size of a phase divided by that of the phase before it.
 
     Example:
         >>> ramp_up(10_000, 32, 128, over=2_048)
         (Phase(steps=32, batch=32), Phase(steps=16, batch=64), Phase(steps=62, batch=128))
     """
     if start < 1 or factor < 2 or rows < 1:
-        raise UserError(f"ramp_up: got {rows} rows, start {start} and factor {factor}, expected 1, 1 and 2 or more")
-    sizes = list(itertools.takewhile(lambda size: size <= end, (start * factor**n for n in itertools.count())))
-    if not sizes or sizes[-1] != end:
-        raise UserError(f"ramp_up: got {start} to {end} by {factor}, expected an end that is start times a power of it")
+        raise UserError(f"ramp_up: got {rows} rows, start {start}, factor {factor}, expected at least 1, 1 and 2")
+    batch_sizes = list(itertools.takewhile(lambda size: size <= end, (start * factor**n for n in itertools.count())))
+    if not batch_sizes or batch_sizes[-1] != end:
+        raise UserError(f"ramp_up: got start {start}, end {end}, expected end to be start times a power of {factor}")
     if not 0 <= over < rows:
-        raise UserError(f"ramp_up: got over {over} of {rows} rows, expected fewer than all")
-    growth = [Phase(steps, size) for size in sizes[:-1] if (steps := over // (len(sizes) - 1) // size)]
-    remaining_rows = rows - sum(phase.steps * phase.batch for phase in growth)
-    return (*growth, Phase(max(remaining_rows // end, 1), end))
+        raise UserError(f"ramp_up: got over {over}, expected 0 or more and fewer than all {rows} rows")
+    phases = [Phase(steps, size) for size in batch_sizes[:-1] if (steps := over // (len(batch_sizes) - 1) // size)]
+    remaining_rows = rows - sum(phase.steps * phase.batch for phase in phases)
+    return (*phases, Phase(max(remaining_rows // end, 1), end))
 
 
 def lars(
@@ -107,17 +107,18 @@ def lars(
     weight_decay: float = 1e-4,
     leaves: Any = None,
     mask: Any = None,
-) -> Rule:
+) -> UpdateRule:
     r"""Layer-wise adaptive rate scaling, of layers that may be stacked.
 
     .. math:: m \leftarrow \mu m - \eta \tau \frac{|w|}{|g + \lambda w|} (g + \lambda w), \quad w \leftarrow w + m
 
     Args:
         rate: learning rate, or a schedule.
-        momentum: mu.
-        trust: tau. The paper's 0.001 is for learning rates 20 times as large: only their product matters.
-        weight_decay: lambda.
-        leaves: tree of `Leaf` like the parameters; `None` judges by shapes.
+        momentum: mu, the decay of the momentum.
+        trust: tau, the trust coefficient. The paper's 0.001 is for learning rates 20 times as large; only the
+            product of both matters.
+        weight_decay: lambda, the factor of weight decay.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
 
     References:
@@ -148,7 +149,7 @@ def lamb(
     weight_decay: float = 0.01,
     leaves: Any = None,
     mask: Any = None,
-) -> Rule:
+) -> UpdateRule:
     r"""Adam whose update of each layer has the norm of its weights, of layers that may be stacked.
 
     .. math:: u = \frac{\hat m}{\sqrt{\hat v} + \epsilon} + \lambda w, \quad w \leftarrow w - \eta \frac{|w|}{|u|} u
@@ -157,9 +158,9 @@ def lamb(
 
     Args:
         rate: learning rate, or a schedule.
-        b1, b2, eps: Adam's.
-        weight_decay: lambda.
-        leaves: tree of `Leaf` like the parameters; `None` judges by shapes.
+        b1, b2, eps: Adam's constants.
+        weight_decay: lambda, the factor of weight decay.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
 
     References:
@@ -173,8 +174,8 @@ def lamb(
     )
 
 
-def _trusted(trust: float, leaves: Any) -> Rule:
-    """Each layer's update scaled to its weights' norm times `trust`; gains and biases by `trust` alone."""
+def _trusted(trust: float, leaves: Any) -> UpdateRule:
+    """Scales each layer's update to `trust` times the norm of its weights; multiplies that of vectors by `trust`."""
     ratio = per_layer(optax.scale_by_trust_ratio(trust_coefficient=trust), leaves)
     rules = {"scaled": ratio, "plain": optax.scale(trust)}
     return by_kind(rules, lambda leaf: "plain" if leaf.kind == "vector" else "scaled", leaves)

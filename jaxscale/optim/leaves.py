@@ -1,9 +1,9 @@
-"""ParamInfo: facts about a parameter for update rules, derived from its logical axes.
+"""ParamInfo: facts about a parameter that update rules need, derived from its logical axes.
 
 Layers of a stack lie in one array, layers first. A rule that treats each number by itself can ignore this; one that
 takes a norm, a row or a singular vector cannot (LARS and LAMB are "layer-wise", Muon and SOAP take matrices). The names
-of axes also distinguish matrices from tables, gains and biases. A parameter without names, as in a foreign module, is
-judged by its shape and its path.
+of axes also distinguish matrices from tables, gains and biases. A parameter without named axes, as in a foreign module,
+is classified by its shape and its path.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax
 from jaxscale.trees import path_name
 from jaxscale.typing import Params
 
-Kind = Literal["matrix", "table", "vector"]
+LeafKind = Literal["matrix", "table", "vector"]
 
 STACKED = ("layers", "expert")
 """Logical axes along which separate tensors of one shape are stacked."""
@@ -29,16 +29,17 @@ _FUSED = ("qkv", "c_attn", "in_proj")
 
 @dataclasses.dataclass(frozen=True)
 class ParamInfo:
-    """Facts about a parameter for update rules.
+    """Facts about a parameter that update rules need.
 
     Args:
         shape: global shape.
         kind: "matrix" for projections and convolutions; "table" for embeddings, positions and the head; "vector" for
-            gains, biases and all else of fewer than two dims.
-        stack: leading dims along which tensors of one shape are stacked.
-        decays: whether weight decay applies to it.
-        parts: matrices that lie side by side along the last dim: 3 in a fused projection of queries, keys and values.
-        sharding: `NamedSharding` of optimizer state of its shape; `None` on one device.
+            gains, biases and every other tensor of fewer than two dims.
+        stack: number of leading dims along which tensors of one shape are stacked.
+        decays: whether weight decay applies to the parameter.
+        parts: number of matrices that lie side by side along the last dim: 3 in a fused projection of queries,
+            keys and values.
+        sharding: `NamedSharding` of optimizer state of the parameter's shape; `None` on one device.
 
     Example:
         >>> leaf = leaf_of("blocks/layers/mlp/up/weight", ("layers", "embed", "mlp"), (2, 8, 24))
@@ -47,7 +48,7 @@ class ParamInfo:
     """
 
     shape: tuple[int, ...]
-    kind: Kind
+    kind: LeafKind
     stack: int = 0
     decays: bool = True
     parts: int = 1
@@ -60,12 +61,12 @@ class ParamInfo:
 
     @property
     def rows(self) -> int:
-        """Rows of one tensor as a matrix: (everything else, last dim)."""
+        """Number of rows of one tensor as the matrix (product of the other dims, last dim)."""
         return math.prod(self.shape[self.stack : -1])
 
     @property
     def columns(self) -> int:
-        """Columns of one tensor as a matrix."""
+        """Number of columns of that matrix."""
         return self.shape[-1] if len(self.shape) > self.stack else 1
 
 
@@ -73,25 +74,25 @@ def leaf_of(name: str, axes: Sequence[str | None] | None, shape: Sequence[int], 
     """The `ParamInfo` of a parameter.
 
     Args:
-        name: its path, joined by slashes.
-        axes: logical axis of each dim; `None` for a parameter without names.
-        shape: of the parameter.
-        sharding: of optimizer state of its shape.
+        name: path of the parameter, joined by slashes.
+        axes: logical axis of each dim; `None` for a parameter without named axes.
+        shape: global shape of the parameter.
+        sharding: `NamedSharding` of optimizer state of that shape; `None` on one device.
     """
     shape, modules = tuple(shape), name.lower().split("/")
     stack = 0
     if axes is not None:
         stack = next((dim for dim, axis in enumerate(axes) if axis not in STACKED), len(axes))
-    inner = () if axes is None else axes[stack:]
-    table = bool({"vocab", "position"} & set(inner)) or any(module in _TABLES for module in modules)
+    tensor_axes = () if axes is None else axes[stack:]
+    is_table = bool({"vocab", "position"} & set(tensor_axes)) or any(module in _TABLES for module in modules)
     if axes is None:
-        table = table or any("emb" in module for module in modules)
-    if len(shape) - stack < 2 or "norm" in inner:
-        kind: Kind = "vector"
+        is_table = is_table or any("emb" in module for module in modules)
+    if len(shape) - stack < 2 or "norm" in tensor_axes:
+        kind: LeafKind = "vector"
     else:
-        kind = "table" if table else "matrix"
-    fused = kind == "matrix" and shape[-1] % 3 == 0 and any(word in module for module in modules for word in _FUSED)
-    return ParamInfo(shape, kind, stack, decays(axes, shape), 3 if fused else 1, sharding)
+        kind = "table" if is_table else "matrix"
+    is_fused = kind == "matrix" and shape[-1] % 3 == 0 and any(word in module for module in modules for word in _FUSED)
+    return ParamInfo(shape, kind, stack, decays(axes, shape), 3 if is_fused else 1, sharding)
 
 
 def leaves_of(params: Params) -> Any:
@@ -110,24 +111,27 @@ def facts_of(leaves: Any, tree: Any) -> list[ParamInfo]:
     """The `ParamInfo` of each array of a tree, in order.
 
     Args:
-        leaves: tree of `ParamInfo` like it; `None` judges by shapes and paths.
-        tree: of arrays. An array of some of its leaf's layers has that kind; one of any other shape is a placeholder,
-            and counts as a vector.
+        leaves: tree of `ParamInfo` like `tree`; `None` derives it from shapes and paths.
+        tree: tree of arrays. An array that holds only some layers of its parameter has the parameter's kind; an array
+            of any other shape is a placeholder, and counts as a vector.
     """
-    leaf_list = jax.tree.structure(tree).flatten_up_to(leaves_of(tree) if leaves is None else leaves)
     shapes = [tuple(array.shape) for array in jax.tree.leaves(tree)]
+    if not shapes:  # the placeholder of `optax.tree.map_params`
+        return []
+    leaf_list = jax.tree.structure(tree).flatten_up_to(leaves_of(tree) if leaves is None else leaves)
 
     def leaf_for(leaf: ParamInfo, shape: tuple[int, ...]) -> ParamInfo:
+        """The `ParamInfo` of an array of this shape in the place of a parameter."""
         if leaf.shape == shape:
             return leaf
-        is_part = leaf.stack > 0 and leaf.shape[1:] == shape[1:] and len(leaf.shape) == len(shape)
-        return dataclasses.replace(leaf, shape=shape) if is_part else ParamInfo(shape, "vector", decays=False)
+        has_some_layers = leaf.stack > 0 and leaf.shape[1:] == shape[1:] and len(leaf.shape) == len(shape)
+        return dataclasses.replace(leaf, shape=shape) if has_some_layers else ParamInfo(shape, "vector", decays=False)
 
     return [leaf_for(leaf, shape) for leaf, shape in zip(leaf_list, shapes, strict=True)]
 
 
 def decays(axes: Sequence[str | None] | None, shape: Sequence[int]) -> bool:
-    """Whether weight decay applies to a parameter: to matrices and kernels, not to norms and biases."""
+    """Whether weight decay applies to a parameter: to matrices and kernels, and not to norms and biases."""
     if axes is None:
         return len(shape) > 1
     return sum(axis != "layers" for axis in axes) > 1 and "norm" not in axes

@@ -8,11 +8,12 @@ sqrt(max(n, m)), whose updates are as large as AdamW's and suit its learning rat
 
 For a sharded matrix, every product of the iteration would be reduced over the mesh. Instead an all-to-all moves whole
 layers to each device, which orthogonalises them, and another returns them: each device sends its shard only twice, in
-bfloat16 if configured. Layers that do not divide the mesh are padded; matrices of one shape of which none divides are
-stacked first. Left out: spreading layers over axes that replicate them (data), to save products for a gather.
+bfloat16 if configured. A stack whose number of layers is not a multiple of the number of shards is padded; such stacks
+of one shape are concatenated first. Left out: spreading layers over axes that replicate them (data), which would save
+products and cost a gather.
 
 Momentum has optax's form (a bias-corrected average, then Nesterov's step), so that updates equal those of
-`optax.contrib.muon`, which does not support stacked layers, and reduces.
+`optax.contrib.muon`, which does not support stacked layers and reduces every product over the mesh.
 """
 
 import collections
@@ -26,11 +27,12 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.optim.leaves import ParamInfo, facts_of
-from jaxscale.optim.per_layer import Rule, by_kind
+from jaxscale.optim.per_layer import UpdateRule, matrices_by
+from jaxscale.sharding.partition import axes_of, dim_axes, shard_count
 from jaxscale.typing import Array, Float, Params
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Jordan's quintic: five steps bring singular values from 0.005 on to between 0.7 and 1.2."""
+"""Coefficients of Jordan's quintic: five steps bring singular values from 0.005 on to between 0.7 and 1.2."""
 STEPS = 5
 _EPS = 1e-8
 """Added to the norm of a matrix, so that a zero matrix stays zero."""
@@ -51,18 +53,18 @@ def muon(
     weight_decay: float = 0.1,
     leaves: Any = None,
     mask: Any = None,
-) -> Rule:
-    """Muon for projections and kernels, AdamW for all else.
+) -> UpdateRule:
+    """Muon for projections and kernels, AdamW for all other parameters.
 
     Args:
-        rate: learning rate, or a schedule, of both.
+        rate: learning rate of both, or its schedule.
         momentum: decay of the average of gradients.
-        scale: of an orthogonal update.
-        precision: of the orthogonalisation and its messages between devices. Between bfloat16 and float32, updates of
-            Gaussian matrices differ by 4 %.
-        b1, b2, eps: AdamW's.
-        weight_decay: decoupled.
-        leaves: tree of `ParamInfo` like the parameters, with shardings where there is a mesh; `None` judges by shapes.
+        scale: rule for the scale of an orthogonal update, as in `factor`.
+        precision: dtype of the orthogonalisation and its messages between devices. Updates of Gaussian
+            matrices in bfloat16 differ from those in float32 by 4 %.
+        b1, b2, eps: AdamW's constants.
+        weight_decay: factor of the decoupled weight decay.
+        leaves: tree of `ParamInfo` like the parameters, with their shardings; `None` derives it from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
 
     Example:
@@ -73,19 +75,15 @@ def muon(
         >>> [round(float(x), 1) for x in jnp.diag(update["w"])]  # singular values 3 and 0.1
         [-0.7, -1.1]
     """
-    rules = {"matrix": scale_by_muon(momentum, scale, precision, leaves), "rest": optax.scale_by_adam(b1, b2, eps)}
-    return optax.chain(
-        by_kind(rules, lambda leaf: "matrix" if leaf.kind == "matrix" else "rest", leaves),
-        optax.add_decayed_weights(weight_decay, mask=mask),
-        optax.scale_by_learning_rate(rate),
-    )
+    rule = scale_by_muon(momentum, scale, precision, leaves)
+    return matrices_by(rule, optax.scale_by_adam(b1, b2, eps), rate, weight_decay, leaves, mask)
 
 
 class MuonState(NamedTuple):
     """State of `scale_by_muon`.
 
     Args:
-        step: updates made.
+        step: number of updates made.
         mu: average of gradients, like the parameters.
     """
 
@@ -95,14 +93,14 @@ class MuonState(NamedTuple):
 
 def scale_by_muon(
     momentum: float = 0.95, scale: Scale = "moonshot", precision: Dtype = "bfloat16", leaves: Any = None
-) -> Rule:
-    """Momentum, orthogonalised layer by layer; for leaves that are no matrices, the momentum itself.
+) -> UpdateRule:
+    """Momentum, orthogonalised layer by layer; for leaves that are not matrices, the momentum itself.
 
     Args:
         momentum: decay of the average of gradients.
-        scale: of an orthogonal update.
-        precision: of the orthogonalisation and its messages between devices.
-        leaves: tree of `ParamInfo` like the parameters; `None` judges by shapes and paths.
+        scale: rule for the scale of an orthogonal update, as in `factor`.
+        precision: dtype of the orthogonalisation and its messages between devices.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
     """
 
     def init(params: Any) -> MuonState:
@@ -112,15 +110,15 @@ def scale_by_muon(
         step = state.step + 1
         mu = optax.tree.update_moment(updates, state.mu, momentum, 1)
         next_mean = optax.tree.bias_correction(mu, momentum, step + 1)
-        corrected = optax.tree.bias_correction(updates, momentum, step)
-        nesterov = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, next_mean, corrected)
+        corrected_updates = optax.tree.bias_correction(updates, momentum, step)
+        nesterov = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, next_mean, corrected_updates)
         arrays, treedef = jax.tree.flatten(nesterov)
         facts = facts_of(leaves, updates)
-        members = [number for number, leaf in enumerate(facts) if leaf.kind == "matrix"]
-        matrices = orthogonal([arrays[n] for n in members], [facts[n] for n in members], precision)
-        for number, x in zip(members, matrices, strict=True):
-            leaf = facts[number]
-            arrays[number] = factor(leaf.rows, leaf.columns // leaf.parts, scale) * x.astype(arrays[number].dtype)
+        matrix_numbers = [number for number, leaf in enumerate(facts) if leaf.kind == "matrix"]
+        matrices = orthogonal([arrays[n] for n in matrix_numbers], [facts[n] for n in matrix_numbers], precision)
+        for number, matrix in zip(matrix_numbers, matrices, strict=True):
+            leaf, dtype = facts[number], arrays[number].dtype
+            arrays[number] = factor(leaf.rows, leaf.columns // leaf.parts, scale) * matrix.astype(dtype)
         return treedef.unflatten(arrays), MuonState(step, mu)
 
     return optax.GradientTransformation(init, update)
@@ -139,11 +137,11 @@ def factor(rows: int, columns: int, scale: Scale) -> float:
 
 
 def newton_schulz(x: Float[Array, "N R C"], steps: int = STEPS) -> Float[Array, "N R C"]:
-    """Matrices with the singular vectors of `x`, singular values near 1, and its dtype.
+    """Matrices with the singular vectors and the dtype of `x`, and singular values near 1.
 
     Args:
-        x: matrices.
-        steps: of the iteration.
+        x: matrices, stacked along the first dim.
+        steps: number of iterations.
     """
     a, b, c = COEFFICIENTS
     norms = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(1, 2), keepdims=True))
@@ -160,46 +158,47 @@ def newton_schulz(x: Float[Array, "N R C"], steps: int = STEPS) -> Float[Array, 
 
 
 def orthogonal(arrays: Sequence[Array], leaves: Sequence[ParamInfo], precision: Dtype = "bfloat16") -> list[Array]:
-    """`newton_schulz` of every matrix of some parameters, with whole matrices on each device.
+    """`newton_schulz` of every matrix of some parameters, each matrix computed on one device.
 
     Args:
-        arrays: like parameters of kind "matrix".
-        leaves: of each array; results return to its sharding.
-        precision: of products and messages.
+        arrays: arrays shaped like parameters of kind "matrix".
+        leaves: `ParamInfo` of each array.
+        precision: dtype of products and messages.
 
     Returns:
-        Arrays of the same shapes in that precision.
+        Arrays of the same shapes and shardings in that dtype.
     """
-    stacks: dict[Any, list[int]] = collections.defaultdict(list)
-    matrices = [_matrices(array.astype(precision), leaf) for array, leaf in zip(arrays, leaves, strict=True)]
-    for number, (stack, leaf) in enumerate(zip(matrices, leaves, strict=True)):
+    numbers_by_group: dict[Any, list[int]] = collections.defaultdict(list)
+    stacks = [_matrices(array.astype(precision), leaf) for array, leaf in zip(arrays, leaves, strict=True)]
+    for number, (stack, leaf) in enumerate(zip(stacks, leaves, strict=True)):
         axes = _axes(leaf)
-        divides = not axes or stack.shape[0] % _shard_count(leaf, axes) == 0
+        divides = not axes or stack.shape[0] % shard_count(leaf.sharding.mesh, axes) == 0
         # stacks of one shape that do not divide the mesh alone may do so together
         group = number if divides else (stack.shape[1:], axes, leaf.sharding.mesh, leaf.sharding.spec[leaf.stack :])
-        stacks[group].append(number)
+        numbers_by_group[group].append(number)
     orthogonals: list[Any] = [None] * len(arrays)
-    for members in stacks.values():
-        sizes = [matrices[number].shape[0] for number in members]
-        stack = jnp.concatenate([matrices[number] for number in members]) if len(members) > 1 else matrices[members[0]]
-        leaf = leaves[members[0]]
+    for numbers in numbers_by_group.values():
+        counts = [stacks[number].shape[0] for number in numbers]
+        stack = jnp.concatenate([stacks[number] for number in numbers]) if len(numbers) > 1 else stacks[numbers[0]]
+        leaf = leaves[numbers[0]]
         axes = _axes(leaf)
         if axes:
-            stack = jnp.pad(stack, ((0, -len(stack) % _shard_count(leaf, axes)), (0, 0), (0, 0)))
+            stack = jnp.pad(stack, ((0, -len(stack) % shard_count(leaf.sharding.mesh, axes)), (0, 0), (0, 0)))
             route = _route(leaf)
             stack = _move_along(newton_schulz(_move_along(stack, route)), route[::-1])
         else:
             stack = newton_schulz(stack)
         start = 0
-        for number, size in zip(members, sizes, strict=True):
-            array = _leaf_shaped(stack[start : start + size] if len(stack) > size else stack, leaves[number])
+        for number, count in zip(numbers, counts, strict=True):
+            array = _leaf_shaped(stack[start : start + count] if len(stack) > count else stack, leaves[number])
             if axes:
                 array = jax.lax.with_sharding_constraint(array, leaves[number].sharding)
-            orthogonals[number], start = array, start + size
+            orthogonals[number], start = array, start + count
     return orthogonals
 
 
 def _move_along(stack: Array, route: Sequence[NamedSharding]) -> Array:
+    """The stack, moved through the shardings of a route one after the other."""
     for sharding in route:
         stack = jax.lax.with_sharding_constraint(stack, sharding)
     return stack
@@ -208,22 +207,20 @@ def _move_along(stack: Array, route: Sequence[NamedSharding]) -> Array:
 def _route(leaf: ParamInfo) -> list[NamedSharding]:
     """Shardings through which a leaf's matrices move until each device has whole ones.
 
-    One dim at a time: XLA turns a move of several at once into a gather.
+    Each step moves the shards of one dim: XLA turns a move of several dims at once into a gather.
     """
     mesh, route = leaf.sharding.mesh, []
-    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in leaf.sharding.spec]
-    entries += [()] * (len(leaf.shape) - len(entries))
     if leaf.stack == 1 and len(leaf.shape) == 3 and leaf.parts == 1:
-        stacked, rows, columns = entries
-        route = [(stacked, rows, columns), ((*stacked, *columns), rows, ()), ((*stacked, *columns, *rows), (), ())]
-        route = [dims for number, dims in enumerate(route) if dims not in route[:number]]
+        layers, rows, columns = dim_axes(leaf.sharding.spec, 3)  # mesh axes of each dim
+        route = [(layers, rows, columns), ((*layers, *columns), rows, ()), ((*layers, *columns, *rows), (), ())]
+        route = [axes_of_dim for number, axes_of_dim in enumerate(route) if axes_of_dim not in route[:number]]
     else:
         route = [(_axes(leaf), (), ())]
-    return [NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims))) for dims in route]
+    return [NamedSharding(mesh, PartitionSpec(*(axes or None for axes in axes_of_dim))) for axes_of_dim in route]
 
 
 def _matrices(array: Array, leaf: ParamInfo) -> Array:
-    """A leaf as matrices along the first dim; fused projections become separate matrices."""
+    """A leaf as a stack of matrices along the first dim; fused projections become separate matrices."""
     stack = array.reshape(leaf.tensors, leaf.rows, leaf.columns)
     if leaf.parts == 1:
         return stack
@@ -239,12 +236,7 @@ def _leaf_shaped(stack: Array, leaf: ParamInfo) -> Array:
 
 
 def _axes(leaf: ParamInfo) -> tuple[str, ...]:
-    """Mesh axes over which the leaf is sharded."""
+    """Mesh axes of size 2 or more over which the leaf is sharded."""
     if leaf.sharding is None:
         return ()
-    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in leaf.sharding.spec]
-    return tuple(axis for entry in entries for axis in entry if leaf.sharding.mesh.shape[axis] > 1)
-
-
-def _shard_count(leaf: ParamInfo, axes: Sequence[str]) -> int:
-    return math.prod(leaf.sharding.mesh.shape[axis] for axis in axes)
+    return tuple(axis for axis in axes_of(leaf.sharding.spec) if leaf.sharding.mesh.shape[axis] > 1)

@@ -7,7 +7,7 @@ arXiv 2102.02888). So both rules run in two phases of n replicas, whose messages
     warm-up   each sends its gradient g_i; the exact mean updates m and v, as in Adam
     frozen    each sends m_i = b1 m + (1 - b1) g_i; the codec's mean of them is the next m; v is constant
 
-`Messages` computes a replica's message, the rules take the mean of messages, and `over_replicas` joins both with a
+`Messages` computes a replica's message, the rules take the mean of messages, and `replica_updates.py` joins both with a
 codec. 1-bit LAMB (Li et al. 2021, arXiv 2104.06069) also freezes the trust ratio of each layer, at its running mean,
 and corrects it by the ratio of the frozen variance to one estimated from the change of m, by a tenth a step at most.
 
@@ -19,41 +19,24 @@ Adam, which schedules its variance and the steps between messages.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from jaxscale.errors import UserError
 from jaxscale.lowbit.quantize import decode, is_quantized
 from jaxscale.optim.leaves import ParamInfo, facts_of
+from jaxscale.optim.per_layer import UpdateRule
 from jaxscale.typing import Array, Bool, Float, Int
-
-Rule = optax.GradientTransformation
-
-
-@runtime_checkable
-class MomentumCodec(Protocol):
-    """Averages messages over an axis, such as `compression.OneBit()`."""
-
-    def init(self, shape: Any, key: Any, n: int, *, layers: bool = False) -> Any:
-        """The state of one leaf on one of n devices."""
-        ...
-
-    def reduce(
-        self, gradient: Any, state: Any, axis: str, key: Any = None, step: Any = None, *, layers: bool = False
-    ) -> tuple[Any, Any]:
-        """The mean of a leaf over the axis, and the new state."""
-        ...
 
 
 class OneBitState(NamedTuple):
     """State of 1-bit Adam.
 
     Args:
-        count: updates made.
+        count: number of updates made.
         mu: the momentum, equal on all replicas.
         nu: the second moment, constant in the frozen phase.
     """
@@ -67,7 +50,7 @@ class OneBitLambState(NamedTuple):
     """State of 1-bit LAMB.
 
     Args:
-        count: updates made.
+        count: number of updates made.
         mu: the momentum, equal on all replicas.
         nu: the second moment, constant in the frozen phase.
         fresh: current estimate of the second moment, from the change of the momentum.
@@ -84,11 +67,11 @@ class OneBitLambState(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A replica's message.
+    """What a replica sends in an update.
 
     Args:
-        message: tree like the gradients.
-        norm: of the replica's gradient.
+        message: gradient or momentum, a tree like the gradients.
+        norm: norm of the replica's gradient.
         frozen: whether the message is a momentum.
     """
 
@@ -103,9 +86,9 @@ class Messages:
 
     Args:
         b1: decay of the momentum.
-        freeze: updates before the variance is frozen.
+        freeze: number of updates before the variance is frozen.
         clip: norm to which each replica clips its gradient before it enters a momentum; `None` never clips. In the
-            warm-up `clipped` clips the mean.
+            warm-up, the function `clipped` clips the mean instead.
 
     Example:
         >>> rule, messages = one_bit_adam(1e-3, 1), Messages(b1=0.9, freeze=1)
@@ -123,7 +106,7 @@ class Messages:
     clip: float | None = None
 
     def count(self, state: Any) -> Int[Array, ""]:
-        """Updates made, from a rule's state or a state that contains it."""
+        """Number of updates made, from a rule's state or a state that contains it."""
         return _rule_state(state).count
 
     def frozen(self, state: Any) -> Bool[Array, ""]:
@@ -134,13 +117,14 @@ class Messages:
         """A replica's message.
 
         Args:
-            gradients: of this replica.
-            state: the rule's, or a state that contains it; its momentum may be quantized.
+            gradients: gradients of this replica.
+            state: the rule's state, or a state that contains it; its momentum may be quantized.
         """
         frozen, norm = self.frozen(state), optax.tree.norm(gradients)
         scale = 1.0 if self.clip is None else jnp.where(norm < self.clip, 1.0, self.clip / norm)
 
         def message_of(g: Array, m: Any) -> Array:
+            """The gradient of a parameter in the warm-up, its momentum with this gradient afterwards."""
             m = decode(m) if is_quantized(m) else m
             return jnp.where(frozen, self.b1 * m + (1 - self.b1) * (g * scale), g)
 
@@ -156,7 +140,7 @@ def one_bit_adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     mask: Any = None,
-) -> Rule:
+) -> UpdateRule:
     r"""AdamW whose variance is frozen, so that replicas may send their momentum in a bit a number.
 
     .. math:: w \leftarrow w - \eta \Big(\frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^{\min(t, F)})} + \epsilon}
@@ -164,16 +148,16 @@ def one_bit_adam(
 
     Args:
         rate: learning rate, or a schedule.
-        freeze: F, the updates before the variance is frozen: 15 to 25 % of a run in the paper.
-        b1, b2, eps: Adam's.
-        weight_decay: lambda.
+        freeze: F, the number of updates before the variance is frozen; in the paper, 15 to 25 % of a run.
+        b1, b2, eps: Adam's constants.
+        weight_decay: lambda, the factor of weight decay.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
 
     Returns:
-        A transformation of the mean of messages from `Messages`: gradients, and from update F on momenta.
+        A transformation of the mean of the replicas' `Messages`: of gradients, and from update F on of momenta.
 
     Raises:
-        UserError: a freeze step below 1: no variance would be known.
+        UserError: `freeze` is below 1, so the variance would be frozen before its first estimate.
 
     References:
         Tang et al. 2021, arXiv 2102.02888.
@@ -191,8 +175,8 @@ def one_bit_adam(
         return OneBitState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params), optax.tree.zeros_like(params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OneBitState]:
-        new_state, corrected = _moments(updates, state, b1, b2, freeze)
-        return jax.tree.map(lambda m, v: _direction(m, v, eps), *corrected), new_state
+        new_state, corrected_moments = _moments(updates, state, b1, b2, freeze)
+        return jax.tree.map(lambda m, v: _direction(m, v, eps), *corrected_moments), new_state
 
     return optax.chain(
         optax.GradientTransformation(init, update),
@@ -214,7 +198,7 @@ def one_bit_lamb(
     smooth: float = 0.9,
     factors: tuple[float, float] = (0.5, 4.0),
     change: float = 0.1,
-) -> Rule:
+) -> UpdateRule:
     r"""LAMB whose variance is frozen, so that replicas may send their momentum in a bit a number.
 
     With u as in LAMB but over the frozen variance, c the running mean of the trust ratio |w| / |u| in the warm-up,
@@ -228,21 +212,21 @@ def one_bit_lamb(
 
     Args:
         rate: learning rate, or a schedule.
-        freeze: updates before the variance is frozen.
-        b1, b2, eps: Adam's.
-        weight_decay: lambda.
-        leaves: tree of `ParamInfo` like the parameters; `None` judges by shapes. Stacked layers are each a tensor, and
-            gains and biases have no ratio, as in `large_batch.lamb`.
+        freeze: number of updates before the variance is frozen.
+        b1, b2, eps: Adam's constants.
+        weight_decay: lambda, the factor of weight decay.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths. Each layer of a stack
+            is a tensor, and gains and biases have no ratio, as in `large_batch.lamb`.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
         smooth: decay of the mean of the trust ratio.
         factors: bounds of f.
         change: largest relative change of f in an update.
 
     Returns:
-        A transformation of the mean of messages from `Messages`; its update needs the parameters.
+        A transformation of the mean of the replicas' `Messages`; its update needs the parameters.
 
     Raises:
-        UserError: a freeze step below 1: no variance would be known.
+        UserError: `freeze` is below 1, so the variance would be frozen before its first estimate.
 
     References:
         Li et al. 2021, arXiv 2104.06069.
@@ -250,60 +234,61 @@ def one_bit_lamb(
     _check_freeze(freeze)
 
     def init(params: Any) -> OneBitLambState:
-        def per_tensor(value: float) -> Any:
-            if not jax.tree.leaves(params):  # a placeholder, of `optax.tree.map_params`
-                return params
-            facts = facts_of(leaves, params)
-            arrays = [jnp.full(_per_tensor_shape(leaf), value, jnp.float32) for leaf in facts]
-            return jax.tree.structure(params).unflatten(arrays)
+        def per_tensor(initial: float) -> Any:
+            """Tree like the parameters with a number for each tensor."""
+            shapes = [
+                (*leaf.shape[: leaf.stack], *(1,) * (len(leaf.shape) - leaf.stack)) for leaf in facts_of(leaves, params)
+            ]
+            return jax.tree.structure(params).unflatten([jnp.full(shape, initial, jnp.float32) for shape in shapes])
 
         mu, nu, fresh = (optax.tree.zeros_like(params) for _ in range(3))
         return OneBitLambState(jnp.zeros((), jnp.int32), mu, nu, fresh, per_tensor(0.0), per_tensor(1.0))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OneBitLambState]:
         if params is None:
-            raise UserError("one_bit_lamb: update(mean, state, params) needs the parameters, for their norms")
+            raise UserError("one_bit_lamb: got no parameters, expected update(mean, state, params), for their norms")
         frozen, treedef = state.count >= freeze, jax.tree.structure(updates)
         moments, (first_moments, second_moments) = _moments(updates, state, b1, b2, freeze)
 
         def fresh_variance(old_v: Array, m: Array, old_m: Array, v: Array) -> Array:
+            """The second moment, estimated in the frozen phase from the change of the momentum."""
             gradient = (m - b1 * old_m) / (1 - b1)
             return jnp.where(frozen, b2 * old_v + (1 - b2) * gradient**2, v)
 
         fresh = jax.tree.map(fresh_variance, state.fresh, moments.mu, state.mu, moments.nu)
         decay_flags = treedef.flatten_up_to(jax.tree.map(lambda _: True, params) if mask is None else mask)
         trees = (first_moments, second_moments, fresh, params, state.ratio, state.factor)
-        steps, new_ratios, new_factors = [], [], []
+        new_updates, new_ratios, new_factors = [], [], []
         for leaf, decayed, m, v, v_fresh, w, ratio, old_f in zip(
             facts_of(leaves, updates), decay_flags, *map(treedef.flatten_up_to, trees), strict=True
         ):
-            step = _direction(m, v, eps)
-            u = step + weight_decay * w if decayed else step
+            adam_step = _direction(m, v, eps)
+            u = adam_step + weight_decay * w if decayed else adam_step
             trust = _trust_ratio(w, u, leaf)
             ratio = jnp.where(frozen, ratio, smooth * ratio + (1 - smooth) * trust)
-            corrected = _corrected(v_fresh, b2, moments.count)
-            drift = _reduce_tensors((jnp.sqrt(v) + eps) / (jnp.sqrt(corrected) + eps), leaf, jnp.max)
-            share = jnp.minimum(1.0, _norms(step, leaf) / jnp.maximum(_norms(u, leaf), jnp.finfo(jnp.float32).tiny))
-            factor = jnp.clip(share * drift + 1 - share, *factors)
+            corrected_fresh = _corrected(v_fresh, b2, moments.count)
+            variance_ratio = _reduce_tensors((jnp.sqrt(v) + eps) / (jnp.sqrt(corrected_fresh) + eps), leaf, jnp.max)
+            r = jnp.minimum(1.0, _norms(adam_step, leaf) / jnp.maximum(_norms(u, leaf), jnp.finfo(jnp.float32).tiny))
+            factor = jnp.clip(r * variance_ratio + 1 - r, *factors)
             factor = jnp.where(frozen, jnp.clip(factor, (1 - change) * old_f, (1 + change) * old_f), old_f)
             # bias correction: the running mean of ratios started from zero
             mean_ratio = ratio / (1 - smooth ** jnp.minimum(moments.count, freeze))
             scale = jnp.where(frozen, mean_ratio * factor, trust) if leaf.kind != "vector" else jnp.ones_like(trust)
-            steps.append(u * scale)
+            new_updates.append(u * scale)
             new_ratios.append(ratio)
             new_factors.append(factor)
         new_state = OneBitLambState(*moments, fresh, treedef.unflatten(new_ratios), treedef.unflatten(new_factors))
-        return treedef.unflatten(steps), new_state
+        return treedef.unflatten(new_updates), new_state
 
     return optax.chain(optax.GradientTransformation(init, update), optax.scale_by_learning_rate(rate))
 
 
-def clipped(rule: Rule, messages: Messages) -> Rule:
+def clipped(rule: UpdateRule, messages: Messages) -> UpdateRule:
     """A rule that clips mean gradients to a global norm, and leaves mean momenta unchanged.
 
     Args:
         rule: `one_bit_adam` or `one_bit_lamb`, or a rule that contains it.
-        messages: with the norm and the freeze step.
+        messages: the replicas' messages, which define the norm and the freeze step.
 
     Returns:
         A transformation with the state of `optax.chain(optax.clip_by_global_norm(...), rule)`.
@@ -318,90 +303,16 @@ def clipped(rule: Rule, messages: Messages) -> Rule:
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         clipped_updates, clip_state = clip.update(updates, state[0], params)
         frozen = messages.frozen(state)
-        mean = jax.tree.map(lambda clipped_leaf, leaf: jnp.where(frozen, leaf, clipped_leaf), clipped_updates, updates)
-        steps, rule_state = rule.update(mean, state[1], params)
-        return steps, (clip_state, rule_state)
-
-    return optax.GradientTransformation(init, update)
-
-
-class OverReplicasState(NamedTuple):
-    """State of a replica.
-
-    Args:
-        rule: the rule's state, equal on all replicas.
-        owed: the codec's state of each parameter, in order; empty where the mean is exact.
-    """
-
-    rule: Any
-    owed: tuple[Any, ...]
-
-
-def over_replicas(
-    rule: Rule,
-    messages: Messages,
-    codec: MomentumCodec,
-    axis: str,
-    replicas: int,
-    *,
-    leaves: Any = None,
-    small: int = 256,
-) -> Rule:
-    """A rule that takes the gradients of one replica, inside a `jax.shard_map` or `jax.vmap` of that axis.
-
-    Our train step does the same by `compression.reduce.Stage`, which also supports several devices in a replica.
-
-    Args:
-        rule: `one_bit_adam` or `one_bit_lamb`.
-        messages: with the same b1 and freeze step.
-        codec: averages momenta, without random draws; in the warm-up means are exact.
-        axis: name of the replicas' axis.
-        replicas: number of replicas.
-        leaves: tree of `ParamInfo` like the parameters; the codec takes stacked layers one by one.
-        small: numbers of a layer below which its mean is exact; the means of gains and biases always are.
-
-    Example:
-        >>> from jaxscale.replicas import OneBit
-        >>> rule = over_replicas(one_bit_adam(0.1, 1), Messages(0.9, 1), OneBit(), "r", 2)
-        >>> params = {"w": jnp.ones((16, 16))}
-        >>> gradients = {"w": jnp.stack([jnp.ones((16, 16)), jnp.zeros((16, 16))])}
-        >>> step = jax.vmap(lambda g: rule.update(g, rule.init(params), params)[0], axis_name="r")
-        >>> print(step(gradients)["w"][:, 0, 0].round(3))
-        [-0.1 -0.1]
-    """
-
-    def stacked(leaf: ParamInfo) -> bool:
-        return leaf.stack > 0
-
-    def coded(leaf: ParamInfo) -> bool:
-        return leaf.kind != "vector" and leaf.rows * leaf.columns >= small
-
-    def init(params: Any) -> OverReplicasState:
-        pairs = zip(jax.tree.leaves(params), facts_of(leaves, params), strict=True)
-        owed = [codec.init(p.shape, None, replicas, layers=stacked(f)) if coded(f) else {} for p, f in pairs]
-        return OverReplicasState(rule.init(params), tuple(owed))
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OverReplicasState]:
-        message, norm, frozen = messages(updates, state.rule)
-        good = jnp.isfinite(lax.psum(norm, axis))  # one replica's NaN would stay in the residuals of the others
-        count, treedef = messages.count(state.rule), jax.tree.structure(updates)
-        means, owed = [], []
-        for leaf, x, old_owed in zip(facts_of(leaves, updates), jax.tree.leaves(message), state.owed, strict=True):
-            mean, new_owed = lax.pmean(x, axis), old_owed
-            if coded(leaf):
-                coded_mean, new_owed = codec.reduce(x, old_owed, axis, None, count, layers=stacked(leaf))
-                mean = jnp.where(frozen, coded_mean, mean)
-            means.append(jnp.where(good, mean, jnp.nan))
-            owed.append(jax.tree.map(lambda new, old: jnp.where(good & frozen, new, old), new_owed, old_owed))
-        steps, rule_state = rule.update(treedef.unflatten(means), state.rule, params)
-        return steps, OverReplicasState(rule_state, tuple(owed))
+        new_updates, rule_state = rule.update(optax.tree.where(frozen, updates, clipped_updates), state[1], params)
+        return new_updates, (clip_state, rule_state)
 
     return optax.GradientTransformation(init, update)
 
 
 def _check_freeze(freeze: int) -> None:
+    """Raise an error if the variance would be frozen before the first update."""
     if freeze < 1:
-        raise UserError(f"freeze: got {freeze}, expected 1 or more updates: before them no variance is known")
+        raise UserError(f"freeze: got {freeze}, expected 1 or more: update 1 gives the first variance")
 
 
 def _rule_state(state: Any) -> Any:
@@ -414,7 +325,7 @@ def _rule_state(state: Any) -> Any:
 
 
 def _moments(mean: Any, state: Any, b1: float, b2: float, freeze: int) -> tuple[OneBitState, tuple[Any, Any]]:
-    """The new moments, given a mean of gradients or momenta, and both with bias correction."""
+    """The new state for the mean of gradients or momenta, and both its moments with bias correction."""
     frozen, count = state.count >= freeze, jnp.asarray(optax.safe_increment(state.count))
     mu = jax.tree.map(
         lambda x, m, v: jnp.where(frozen, jnp.where(v > 0, x, 0.0), b1 * m + (1 - b1) * x), mean, state.mu, state.nu
@@ -426,24 +337,22 @@ def _moments(mean: Any, state: Any, b1: float, b2: float, freeze: int) -> tuple[
 
 
 def _corrected(moment: Array, decay: float, count: Array) -> Array:
+    """A moment with Adam's bias correction after `count` updates."""
     return moment / (1 - decay ** count.astype(jnp.float32))
 
 
 def _direction(m: Array, v: Array, eps: float) -> Array:
+    """Adam's update before the learning rate; 0 where the variance is zero."""
     return jnp.where(v > 0, m / (jnp.sqrt(v) + eps), 0.0)
 
 
-def _per_tensor_shape(leaf: ParamInfo) -> tuple[int, ...]:
-    """Shape of an array with one number for each tensor of a leaf."""
-    return (*leaf.shape[: leaf.stack], *(1,) * (len(leaf.shape) - leaf.stack))
-
-
 def _reduce_tensors(x: Array, leaf: ParamInfo, reduce: Callable[..., Array]) -> Array:
-    """`reduce` over each tensor of a leaf, keeping its dims."""
+    """`reduce` applied to each tensor of a leaf, whose dims remain with size 1."""
     return reduce(x, axis=tuple(range(leaf.stack, x.ndim)), keepdims=True)
 
 
 def _norms(x: Array, leaf: ParamInfo) -> Array:
+    """Norm of each tensor of a leaf."""
     return jnp.sqrt(_reduce_tensors(jnp.square(x), leaf, jnp.sum))
 
 

@@ -5,7 +5,7 @@ The update rules and their options are in `rules.py`. `custom` takes any other o
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from jaxscale.errors import UserError
@@ -16,7 +16,7 @@ Name = Literal[
     "adamw", "nadamw", "adan", "ademamix", "adopt", "lion", "sgd", "adafactor", "schedule_free", "lars", "lamb",
     "one_bit_adam", "one_bit_lamb", "muon", "soap", "galore",
 ]  # fmt: skip
-Schedule = Literal["cosine", "linear", "constant"]
+RateSchedule = Literal["cosine", "linear", "constant"]
 
 _POSITIVE = ("learning_rate", "clip", "trust", "rank", "every", "max_dim", "freeze")
 _NOT_NEGATIVE = ("final_learning_rate", "warmup", "weight_decay", "momentum", "eps", "alpha")
@@ -39,48 +39,48 @@ class Optimizer:
     | ademamix | AdamW with a second, slow momentum | b1 0.9, b2 0.999, b3 0.9999, alpha 5, eps 1e-08, decay 0.1 |
     | adopt | Adam that converges with any b2 | b1 0.9, b2 0.9999, eps 1e-06, decay 0.1 |
     | lion | sign of a momentum | b1 0.9, b2 0.95, decay 0.1 |
-    | sgd | descent | momentum 0, decay 0.1 |
+    | sgd | stochastic gradient descent | momentum 0, decay 0.1 |
     | adafactor | second moments factored into rows and columns | decay 0.1 |
     | schedule_free | AdamW that averages in place of a schedule | b1 0.9, b2 0.95, eps 1e-08, decay 0.1 |
     | lars | sgd for large batches | momentum 0.9, trust 0.02, decay 0.0001 |
     | lamb | Adam for large batches | b1 0.9, b2 0.999, eps 1e-06, decay 0.01 |
     | one_bit_adam | adamw whose replicas send a bit a number | those of adamw, freeze 0.25 |
-    | one_bit_lamb | lamb likewise | b1 0.9, b2 0.999, eps 1e-06, freeze 0.25, decay 0.01 |
+    | one_bit_lamb | lamb whose replicas send a bit a number | b1 0.9, b2 0.999, eps 1e-06, freeze 0.25, decay 0.01 |
     | muon | orthogonalised momentum | momentum 0.95, scale moonshot, precision bfloat16, and those of adamw |
     | soap | Adam in Shampoo's eigenbasis | b1 0.95, b2 0.95, eps 1e-08, every 10, max_dim 10000, decay 0.1 |
     | galore | AdamW in a low-rank subspace | b1 0.9, b2 0.95, eps 1e-08, rank 128, every 200, decay 0.1 |
 
     On the command line `--optimizer muon` is short for `--optimizer.name muon`. An option that the rule does not have
-    is refused; `None` takes the rule's default. lars, lamb, one_bit_lamb, muon, soap and galore treat each layer of a
-    stacked array as a tensor, and a kernel as the matrix (everything else, last dim). The last three update projections
-    and kernels; embeddings, head, gains and biases get AdamW, at the same learning rate. one_bit_adam and one_bit_lamb
-    need a replica axis in the mesh, over which `compression.OneBit` averages momenta once the variance is frozen; from
-    then on each replica clips its own gradient. schedule_free trains, and is evaluated, at a point between its average
-    and its fast iterate.
+    is an error; `None` stands for the rule's default. lars, lamb, one_bit_lamb, muon, soap and galore treat each layer
+    of a stacked array as a tensor, and a kernel as the matrix (everything else, last dim). The last three update
+    projections and kernels; embeddings, head, gains and biases get AdamW, at the same learning rate. one_bit_adam and
+    one_bit_lamb need a replica axis in the mesh, over which `replicas.OneBit` averages momenta once the variance is
+    frozen; from then on each replica clips its own gradient. schedule_free trains, and is evaluated, at a point between
+    its average and its fast iterate.
 
     Args:
         name: the update rule.
         learning_rate: peak learning rate.
         final_learning_rate: learning rate at the end; `None` is a tenth of the peak.
-        warmup: updates of linear warm-up.
-        schedule: of the rate after the warm-up; `None` is cosine, and constant for schedule_free.
+        warmup: number of updates of linear warm-up.
+        schedule: schedule of the rate after the warm-up; `None` is cosine, or constant for schedule_free.
         b1: decay of the first moment.
         b2: decay of the second moment.
-        b3: decay of the third (adan), of the slow first one (ademamix).
-        eps: added to the root of the second moment.
-        momentum: of sgd (0 has no state), lars and muon.
+        b3: decay of the third moment (adan) or of the slow first moment (ademamix).
+        eps: number added to the root of the second moment.
+        momentum: decay of the momentum of sgd (0 has no state), lars and muon.
         alpha: weight of the slow first moment (ademamix).
         trust: ratio of an update's norm to its weight's, at learning rate 1 (lars).
-        scale: of an orthogonal update of n rows and m columns: "keller" is sqrt(max(1, m / n)), "moonshot"
-            0.2 sqrt(max(n, m)), which suits AdamW's learning rates (muon).
-        precision: of the orthogonalisation and its messages between devices: bfloat16 or float32 (muon).
-        rank: of the projection (galore).
-        every: updates between new bases (soap, galore).
-        max_dim: larger dims are not rotated (soap).
-        freeze: updates before the variance is frozen and momenta are sent in one bit a number, or, below 1, their share
-            of the run (one_bit_adam, one_bit_lamb).
-        weight_decay: decoupled: every update subtracts this times the learning rate from a weight. lars and lamb
-            include it in their trust ratio.
+        scale: scale of an orthogonal update of n rows and m columns: sqrt(max(1, m / n)) for "keller", and for
+            "moonshot" 0.2 sqrt(max(n, m)), which suits AdamW's learning rates (muon).
+        precision: dtype of the orthogonalisation and its messages between devices: bfloat16 or float32 (muon).
+        rank: rank of the projection (galore).
+        every: number of updates between new bases (soap, galore).
+        max_dim: largest dim that is rotated (soap).
+        freeze: number of updates before the variance is frozen and momenta are sent in one bit a number; a value below
+            1 is a share of the run (one_bit_adam, one_bit_lamb).
+        weight_decay: factor of the decoupled weight decay, by which every update subtracts this factor times the
+            learning rate times a weight from that weight. lars and lamb include it in their trust ratio.
         decay: parameters that decay: "matrices" excludes norms, biases and other vectors; "all" excludes none.
         clip: global norm that gradients are clipped to; `None` never clips.
         custom: a function of the schedule (step to learning rate) that returns any optax transformation; replaces
@@ -91,14 +91,14 @@ class Optimizer:
         1e-05
         >>> Optimizer(name="lars", b1=0.9)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        jaxscale.errors.UserError: optimizer.b1: lars has none, got 0.9: leave it out, or none; lars takes ...
+        jaxscale.errors.UserError: optimizer.b1: got 0.9, and lars has no such option: leave it out; lars takes ...
     """
 
     name: Name = "adamw"
     learning_rate: float = 1e-3
     final_learning_rate: float | None = None
     warmup: int = 0
-    schedule: Schedule | None = None
+    schedule: RateSchedule | None = None
     b1: float | None = None
     b2: float | None = None
     b3: float | None = None
@@ -119,20 +119,11 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for field in _POSITIVE:
-            value = getattr(self, field)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise UserError(f"optimizer.{field}: got {value!r}, expected a number above 0")
-        for field in _NOT_NEGATIVE:
-            value = getattr(self, field)
-            if value is not None and not (value >= 0 and math.isfinite(value)):
-                raise UserError(f"optimizer.{field}: got {value!r}, expected 0 or more")
-        for field in _SHARES:
-            value = getattr(self, field)
-            if value is not None and not 0 <= value < 1:
-                raise UserError(f"optimizer.{field}: got {value!r}, expected a number from 0 up to, not including, 1")
+        self._check_range(_POSITIVE, lambda setting: 0 < setting < math.inf, "a number above 0")
+        self._check_range(_NOT_NEGATIVE, lambda setting: 0 <= setting < math.inf, "0 or more")
+        self._check_range(_SHARES, lambda setting: 0 <= setting < 1, "a number from 0 up to, not including, 1")
         if self.freeze is not None and self.freeze >= 1 and self.freeze != int(self.freeze):
-            raise UserError(f"optimizer.freeze: got {self.freeze!r}, expected whole updates, or a share below 1")
+            raise UserError(f"optimizer.freeze: got {self.freeze!r}, expected a whole number, or a share below 1")
         if self.custom is not None:
             unused = [name for name in OPTIONS if getattr(self, name) is not None]
             if unused:
@@ -145,11 +136,18 @@ class Optimizer:
             if self.schedule is not None and self.schedule not in RULES[self.name].schedules:
                 raise UserError(
                     f"optimizer.schedule: got {self.schedule}, and {self.name} takes "
-                    f"{' or '.join(RULES[self.name].schedules)}: it averages in place of a falling rate"
+                    f"{' or '.join(RULES[self.name].schedules)}: it averages weights in place of a falling rate"
                 )
 
+    def _check_range(self, fields: Sequence[str], in_range: Callable[[float], bool], expected: str) -> None:
+        """Raise an error if one of these fields is set to a number out of range."""
+        for field in fields:
+            setting = getattr(self, field)
+            if setting is not None and not in_range(setting):
+                raise UserError(f"optimizer.{field}: got {setting!r}, expected {expected}")
+
     def options(self) -> dict[str, Any]:
-        """Every option of the rule by name: the set fields, and defaults for the others.
+        """Value of every option of the rule by name; options that are not set have their defaults.
 
         Example:
             >>> Optimizer(name="lars", trust=0.01).options()
@@ -158,7 +156,9 @@ class Optimizer:
         return RULES[self.name].options(self.name, {option: getattr(self, option) for option in OPTIONS})
 
     def momentum_after(self) -> tuple[str, float] | None:
-        """The option that sets a running mean of gradients, and its decay; `None` without a known one.
+        """Name and value of the option that is the decay of the running mean of gradients.
+
+        `None` for a rule without such a mean, and for a `custom` one.
 
         Example:
             >>> Optimizer().momentum_after(), Optimizer(name="sgd").momentum_after()
@@ -170,7 +170,7 @@ class Optimizer:
         return next(((name, options[name]) for name in ("momentum", "b1") if options.get(name)), None)
 
     def schedule_fn(self, steps: int) -> Callable[[Any], Any]:
-        """Learning rate as an optax schedule: a function of the number of updates made."""
+        """Learning rate as an optax schedule, a function of the number of updates made, for a run of `steps`."""
         import optax
 
         peak = self.learning_rate
@@ -178,26 +178,26 @@ class Optimizer:
         decay_steps = max(steps - self.warmup, 1)
         schedule = self.schedule or ("cosine" if self.custom is not None else RULES[self.name].schedule)
         if schedule == "cosine":
-            decay = optax.cosine_decay_schedule(peak, decay_steps, alpha=final / peak)
+            after_warmup = optax.cosine_decay_schedule(peak, decay_steps, alpha=final / peak)
         elif schedule == "linear":
-            decay = optax.linear_schedule(peak, final, decay_steps)
+            after_warmup = optax.linear_schedule(peak, final, decay_steps)
         else:
-            decay = optax.constant_schedule(peak)
+            after_warmup = optax.constant_schedule(peak)
         if self.warmup == 0:
-            return decay
+            return after_warmup
         warmup = optax.linear_schedule(peak / (self.warmup + 1), peak, self.warmup)
-        return optax.join_schedules([warmup, decay], [self.warmup])
+        return optax.join_schedules([warmup, after_warmup], [self.warmup])
 
     def learning_rate_at(self, update: int, steps: int) -> float:
-        """Learning rate of update number `update`, counted from 0, in a run of `steps`."""
+        """Learning rate of update `update`, counted from 0, in a run of `steps` updates."""
         return float(self.schedule_fn(steps)(update))
 
     def build(self, steps: int, leaves: Any) -> Any:
-        """The optax transformation: clipping, then `rule`.
+        """The optax transformation that clips gradients and then applies `rule`.
 
         Args:
-            steps: updates of the run, for the schedule.
-            leaves: tree of `jaxscale.optim.leaves.Leaf` like the parameters.
+            steps: number of updates in the run, for the schedule.
+            leaves: tree of `jaxscale.optim.leaves.ParamInfo` like the parameters.
         """
         import optax
 
@@ -212,8 +212,8 @@ class Optimizer:
         """The optax transformation without clipping.
 
         Args:
-            steps: updates of the run, for the schedule.
-            leaves: tree of `jaxscale.optim.leaves.Leaf` like the parameters.
+            steps: number of updates in the run, for the schedule.
+            leaves: tree of `jaxscale.optim.leaves.ParamInfo` like the parameters.
         """
         import jax
 
@@ -221,13 +221,13 @@ class Optimizer:
         if self.custom is not None:
             return self.custom(rate)
         mask = jax.tree.map(lambda leaf: leaf.decays, leaves) if self.decay == "matrices" else None
-        return RULES[self.name].make(RuleSettings(rate, self.options(), leaves, mask, steps))
+        return RULES[self.name].make(RuleSettings(self.name, rate, self.options(), leaves, mask, steps))
 
     def messages(self, steps: int) -> Any:
-        """The replicas' messages, `one_bit.Messages`, if the rule takes their mean; else `None`.
+        """The replicas' `one_bit.Messages` if the rule takes their mean; otherwise `None`.
 
         Args:
-            steps: updates of the run.
+            steps: number of updates in the run.
         """
         if self.custom is not None or not RULES[self.name].over_replicas:
             return None

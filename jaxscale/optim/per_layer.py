@@ -1,9 +1,9 @@
 """per_layer: an optax rule applied to each layer of stacked parameters, and to each kernel as a matrix.
 
-`optax.lamb` takes one norm over all layers of a stacked array, `optax.contrib.muon` passes it to Adam, and
+Of an array of stacked layers, `optax.lamb` takes one norm over all layers, `optax.contrib.muon` passes it to Adam, and
 `optax.contrib.galore` does not project it. A wrapped rule sees every layer as a separate array; its state remains one
-array for all layers, in the parameter's shape if the rule's is, so that sharding, quantization and checkpoints treat it
-like Adam's. `by_kind` applies one rule to matrices and another to all else.
+array for all layers, and has the parameter's shape if the rule's state for a layer has the layer's shape. So sharding,
+quantization and checkpoints treat it like Adam's. `by_kind` applies one rule to matrices and another to all others.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.optim.leaves import ParamInfo, facts_of
 from jaxscale.typing import Array
 
-Rule = optax.GradientTransformation
+UpdateRule = optax.GradientTransformation
 
 
 @jax.tree_util.register_static
@@ -30,19 +30,19 @@ class _Placeholder:
 _PLACEHOLDER: Any = _Placeholder()
 
 
-def per_layer(rule: Rule, leaves: Any = None, *, matrices: bool = False, whole: bool = False) -> Rule:
-    """`rule` applied to each tensor of stacked parameters by itself.
+def per_layer(rule: UpdateRule, leaves: Any = None, *, matrices: bool = False, whole: bool = False) -> UpdateRule:
+    """The rule applied to each tensor of stacked parameters by itself.
 
     Args:
         rule: an optax transformation that treats each parameter by itself. State that is not like the parameters, such
             as a count, may not depend on gradients.
-        leaves: tree of `ParamInfo` like the parameters; `None` judges by shapes, and treats nothing as stacked.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes, with nothing stacked.
         matrices: pass tensors of kind "matrix" to the rule as matrices (everything else, last dim).
-        whole: gather each tensor first, for a rule that decomposes it; XLA would spread the products over axes that
-            replicate it, slow ones too.
+        whole: gather each tensor first, for a rule that decomposes it; otherwise XLA would spread the products over
+            axes that replicate the tensor, slow axes included.
 
     Returns:
-        A transformation whose state is the rule's, with the stacked dims in front.
+        A transformation whose state has the form of the rule's, with the stacked dims in front.
 
     Example:
         >>> from jaxscale.optim.leaves import leaf_of
@@ -54,69 +54,75 @@ def per_layer(rule: Rule, leaves: Any = None, *, matrices: bool = False, whole: 
     """
 
     def init(params: Any) -> Any:
-        if not jax.tree.leaves(params):  # a placeholder, of `optax.tree.map_params`
+        if not jax.tree.leaves(params):  # the placeholder of `optax.tree.map_params`
             return rule.init(params)
-        form, facts = _state_form(rule), facts_of(leaves, params)
-        columns: list[list[Any]] = []
-        for param, leaf in zip(jax.tree.leaves(params), facts, strict=True):
-            arrays = _as_tensors(param, leaf, matrices)
-            stacked = leaf.stack > 0
-            states = jax.vmap(lambda p: form.trees(rule.init(p)))(arrays) if stacked else form.trees(rule.init(arrays))
-            columns.append([jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), tree) for tree in states])
-        shared, treedef = form.shared(rule.init(_PLACEHOLDER)), jax.tree.structure(params)
-        return form.joined([treedef.unflatten(entries) for entries in zip(*columns, strict=True)], shared)
+        form, treedef = _state_form(rule), jax.tree.structure(params)
+
+        def init_tensor(param: Any) -> list[Any]:
+            """The state of one tensor, without what all parameters share."""
+            return form.split(rule.init(param))[0]
+
+        states_by_leaf: list[list[Any]] = []
+        for param, leaf in zip(jax.tree.leaves(params), facts_of(leaves, params), strict=True):
+            init_tensors = jax.vmap(init_tensor) if leaf.stack else init_tensor
+            states = init_tensors(_as_tensors(param, leaf, matrices))
+            states_by_leaf.append(jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), states))
+        _, shared = form.split(rule.init(_PLACEHOLDER))
+        return form.joined([treedef.unflatten(states) for states in zip(*states_by_leaf, strict=True)], shared)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         form, treedef = _state_form(rule), jax.tree.structure(updates)
         facts = facts_of(leaves, updates)
-        shared = form.shared(state)
-        param_trees = [treedef.flatten_up_to(tree) for tree in form.trees(state)]
+        state_trees, shared = form.split(state)
+        states_by_leaf = list(zip(*map(treedef.flatten_up_to, state_trees), strict=True)) or [()] * len(facts)
         param_leaves = [None] * len(facts) if params is None else treedef.flatten_up_to(params)
         new_updates: list[Any] = []
         new_states: list[list[Any]] = []
         new_shared: list[Any] = shared
-        for number, (leaf, update, param) in enumerate(zip(facts, jax.tree.leaves(updates), param_leaves, strict=True)):
 
-            def update_tensor(update: Array, state_trees: list[Any], param: Any) -> tuple[Any, list[Any], list[Any]]:
-                new_update, new_state = rule.update(update, form.joined(state_trees, shared), param)
-                return new_update, form.trees(new_state), form.shared(new_state)
+        def update_tensor(update: Array, states: list[Any], param: Any) -> tuple[Any, list[Any], list[Any]]:
+            """The new update of one tensor, its state, and the state that all parameters share."""
+            new_update, new_state = rule.update(update, form.joined(states, shared), param)
+            return new_update, *form.split(new_state)
 
-            arrays = update, [state_trees[number] for state_trees in param_trees], param
+        for leaf, update, states, param in zip(
+            facts, jax.tree.leaves(updates), states_by_leaf, param_leaves, strict=True
+        ):
+            arrays = update, list(states), param
             if whole:
-                arrays = _gathered(arrays, leaf)
+                arrays = _constrained(arrays, leaf, whole=True)
             tensors = jax.tree.map(lambda x, leaf=leaf: _as_tensors(x, leaf, matrices), arrays)
             update_tensors = jax.vmap(update_tensor, out_axes=(0, 0, None)) if leaf.stack else update_tensor
-            new_update, state_trees, new_shared = update_tensors(*tensors)
-            outputs = (
-                new_update.reshape(update.shape),
-                [jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), tree) for tree in state_trees],
-            )
+            new_update, leaf_states, new_shared = update_tensors(*tensors)
+            new_update = new_update.reshape(update.shape)
+            leaf_states = jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), leaf_states)
             if whole:
-                outputs = _resharded(_gathered(outputs, leaf), leaf)
-            new_updates.append(outputs[0])
-            new_states.append(outputs[1])
-        trees = [treedef.unflatten(entries) for entries in zip(*new_states, strict=True)]
+                whole_arrays = _constrained((new_update, leaf_states), leaf, whole=True)
+                new_update, leaf_states = _constrained(whole_arrays, leaf, whole=False)
+            new_updates.append(new_update)
+            new_states.append(leaf_states)
+        trees = [treedef.unflatten(states) for states in zip(*new_states, strict=True)]
         return treedef.unflatten(new_updates), form.joined(trees, new_shared)
 
     return optax.GradientTransformation(init, update)
 
 
 class ByKindState(NamedTuple):
-    """The state of each rule of `by_kind`, with an array of one number for each parameter of another rule."""
+    """State of each rule of `by_kind` by name; it has an array of one number for each parameter of another rule."""
 
     states: dict[str, Any]
 
 
-def by_kind(rules: Mapping[str, Rule], kind: Callable[[ParamInfo], str], leaves: Any = None) -> Rule:
-    """Each parameter updated by the rule of its kind.
+def by_kind(rules: Mapping[str, UpdateRule], kind: Callable[[ParamInfo], str], leaves: Any = None) -> UpdateRule:
+    """A rule that updates each parameter by the rule of its kind.
 
     The states of `optax.partition` have no array for a parameter of another rule, so they are not trees like the
-    parameters; these are.
+    parameters. The states of this rule are.
 
     Args:
-        rules: by name. Each must treat parameters one by one.
-        kind: returns the name of a leaf's rule.
-        leaves: tree of `ParamInfo` like the parameters; `None` judges by shapes and paths.
+        rules: rules by name. Each must treat parameters one by one.
+        kind: function that returns the name of a leaf's rule.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
 
     Example:
         >>> rule = by_kind({"m": optax.sgd(1.0), "v": optax.sgd(0.1)}, lambda leaf: leaf.kind[0])
@@ -126,15 +132,14 @@ def by_kind(rules: Mapping[str, Rule], kind: Callable[[ParamInfo], str], leaves:
     """
 
     def masked(tree: Any, name: str) -> Any:
+        """The tree, with an array of one number for each parameter of another rule than `name`."""
         arrays, treedef = jax.tree.flatten(tree)
-        flags = [kind(leaf) == name for leaf in facts_of(leaves, tree)]
+        uses_rule = [kind(leaf) == name for leaf in facts_of(leaves, tree)]
         return treedef.unflatten(
-            [array if flag else jnp.zeros((1,), array.dtype) for array, flag in zip(arrays, flags, strict=True)]
+            [array if used else jnp.zeros((1,), array.dtype) for array, used in zip(arrays, uses_rule, strict=True)]
         )
 
     def init(params: Any) -> ByKindState:
-        if not jax.tree.leaves(params):
-            return ByKindState({name: rule.init(params) for name, rule in rules.items()})
         return ByKindState({name: rule.init(masked(params, name)) for name, rule in rules.items()})
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -144,10 +149,30 @@ def by_kind(rules: Mapping[str, Rule], kind: Callable[[ParamInfo], str], leaves:
             masked_params = None if params is None else masked(params, name)
             new_updates, states[name] = rule.update(masked(updates, name), state.states[name], masked_params)
             updates_by_rule[name] = treedef.flatten_up_to(new_updates)
-        merged = [updates_by_rule[kind(leaf)][number] for number, leaf in enumerate(facts)]
-        return treedef.unflatten(merged), ByKindState(states)
+        updates_by_leaf = [updates_by_rule[kind(leaf)][number] for number, leaf in enumerate(facts)]
+        return treedef.unflatten(updates_by_leaf), ByKindState(states)
 
     return optax.GradientTransformation(init, update)
+
+
+def matrices_by(
+    rule: UpdateRule, adam: UpdateRule, rate: float | Callable[[Any], Any], weight_decay: float, leaves: Any, mask: Any
+) -> UpdateRule:
+    """A rule for matrices and Adam for all other parameters, with weight decay and a learning rate for both.
+
+    Args:
+        rule: rule for matrices.
+        adam: rule for all other parameters.
+        rate: learning rate, or a schedule.
+        weight_decay: factor of the decoupled weight decay.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
+        mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
+    """
+    return optax.chain(
+        by_kind({"matrix": rule, "rest": adam}, lambda leaf: "matrix" if leaf.kind == "matrix" else "rest", leaves),
+        optax.add_decayed_weights(weight_decay, mask=mask),
+        optax.scale_by_learning_rate(rate),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,75 +180,57 @@ class _StateForm:
     """Positions of trees like the parameters in the state of a rule.
 
     Args:
-        treedef: of the state, with such trees as leaves.
-        of_params: whether each of these leaves is such a tree.
+        treedef: structure of the state, with trees like the parameters as leaves.
+        of_params: for each of these leaves, whether it is such a tree.
     """
 
     treedef: Any
     of_params: tuple[bool, ...]
 
-    def trees(self, state: Any) -> list[Any]:
-        """The trees like the parameters."""
-        return [
-            part for part, is_tree in zip(self.treedef.flatten_up_to(state), self.of_params, strict=True) if is_tree
-        ]
-
-    def shared(self, state: Any) -> list[Any]:
-        """The state that all parameters share."""
-        return [
-            part for part, is_tree in zip(self.treedef.flatten_up_to(state), self.of_params, strict=True) if not is_tree
-        ]
+    def split(self, state: Any) -> tuple[list[Any], list[Any]]:
+        """The trees like the parameters, and the other leaves, which all parameters share."""
+        nodes = list(zip(self.treedef.flatten_up_to(state), self.of_params, strict=True))
+        return [node for node, is_tree in nodes if is_tree], [node for node, is_tree in nodes if not is_tree]
 
     def joined(self, trees: list[Any], shared: list[Any]) -> Any:
-        """The state from `trees` and `shared`."""
+        """The inverse of `split`."""
         tree_iter, shared_iter = iter(trees), iter(shared)
         return self.treedef.unflatten([next(tree_iter if is_tree else shared_iter) for is_tree in self.of_params])
 
 
-def _state_form(rule: Rule) -> _StateForm:
-    parts, treedef = jax.tree.flatten(rule.init(_PLACEHOLDER), is_leaf=lambda x: isinstance(x, _Placeholder))
-    return _StateForm(treedef, tuple(isinstance(part, _Placeholder) for part in parts))
+def _state_form(rule: UpdateRule) -> _StateForm:
+    """Positions of trees like the parameters in the state of `rule`."""
+    state_leaves, treedef = jax.tree.flatten(rule.init(_PLACEHOLDER), is_leaf=lambda x: isinstance(x, _Placeholder))
+    return _StateForm(treedef, tuple(isinstance(leaf, _Placeholder) for leaf in state_leaves))
 
 
-def _gathered(arrays: Any, leaf: ParamInfo) -> Any:
-    """Arrays with each tensor of a leaf whole on a device; layers keep their sharding."""
+def _constrained(arrays: Any, leaf: ParamInfo, *, whole: bool) -> Any:
+    """Constrains each array of a leaf to whole tensors on a device, or, if it has the leaf's shape, to its sharding."""
     if leaf.sharding is None:
         return arrays
-    sharding = _sharding(leaf, PartitionSpec(*leaf.sharding.spec[: leaf.stack]))
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), arrays)
+    spec = leaf.sharding.spec[: leaf.stack] if whole else leaf.sharding.spec  # layers keep their sharding
+    region_mesh = jax.sharding.get_abstract_mesh()  # the mesh of one replica, inside a manual region
+    sharding = NamedSharding(leaf.sharding.mesh if region_mesh.empty else region_mesh, PartitionSpec(*spec))
 
+    def constrain(x: Any) -> Any:
+        """The array with the sharding, unless it has another shape than the leaf."""
+        return jax.lax.with_sharding_constraint(x, sharding) if whole or x.shape == leaf.shape else x
 
-def _resharded(arrays: Any, leaf: ParamInfo) -> Any:
-    """Arrays with those of the leaf's shape in its sharding."""
-    if leaf.sharding is None:
-        return arrays
-    sharding = _sharding(leaf, leaf.sharding.spec)
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding) if x.shape == leaf.shape else x, arrays)
-
-
-def _sharding(leaf: ParamInfo, spec: PartitionSpec) -> NamedSharding:
-    """A sharding on the leaf's devices, or on those of the current region of one replica."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return NamedSharding(leaf.sharding.mesh if mesh.empty else mesh, spec)
-
-
-def _is_matrix(leaf: ParamInfo, matrices: bool) -> bool:
-    return matrices and leaf.kind == "matrix"
+    return jax.tree.map(constrain, arrays)
 
 
 def _as_tensors(x: Any, leaf: ParamInfo, matrices: bool) -> Any:
-    """An array of a leaf with its tensors along one dim, which an unstacked leaf lacks."""
-    if leaf.stack == 0 and not (_is_matrix(leaf, matrices) and x.shape == leaf.shape):
+    """An array of a leaf with its tensors along the first dim; that of an unstacked leaf is one tensor."""
+    becomes_matrix = matrices and leaf.kind == "matrix" and x.shape == leaf.shape
+    if leaf.stack == 0 and not becomes_matrix:
         return x
-    inner = x.shape[leaf.stack :]
-    if _is_matrix(leaf, matrices) and x.shape == leaf.shape:
-        inner = (leaf.rows, leaf.columns)
-    return x.reshape((leaf.tensors, *inner) if leaf.stack else inner)
+    tensor_shape = (leaf.rows, leaf.columns) if becomes_matrix else x.shape[leaf.stack :]
+    return x.reshape((leaf.tensors, *tensor_shape) if leaf.stack else tensor_shape)
 
 
 def _as_leaf(x: Any, leaf: ParamInfo, matrices: bool) -> Any:
     """The inverse of `_as_tensors`."""
-    inner = x.shape[1:] if leaf.stack else x.shape
-    if _is_matrix(leaf, matrices) and inner == (leaf.rows, leaf.columns):
-        inner = leaf.shape[leaf.stack :]
-    return x.reshape((*leaf.shape[: leaf.stack], *inner))
+    tensor_shape = x.shape[1:] if leaf.stack else x.shape
+    if matrices and leaf.kind == "matrix" and tensor_shape == (leaf.rows, leaf.columns):
+        tensor_shape = leaf.shape[leaf.stack :]
+    return x.reshape((*leaf.shape[: leaf.stack], *tensor_shape))

@@ -5,7 +5,7 @@ Each function imports optax itself: options are checked before JAX is imported.
 """
 
 import dataclasses
-import functools
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,34 +19,32 @@ class RuleSettings:
     """Inputs of a function that builds a rule.
 
     Args:
-        rate: learning rate by the number of updates made.
+        name: name of the rule, a key of `RULES`.
+        rate: learning rate as a function of the number of updates made.
         options: value of each option of the rule.
-        leaves: tree of `jaxscale.optim.leaves.Leaf` like the parameters; `None` judges by shapes.
+        leaves: tree of `jaxscale.optim.leaves.ParamInfo` like the parameters; `None` derives it from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
-        steps: updates of the run.
+        steps: number of updates in the run.
     """
 
+    name: str
     rate: Rate
     options: Mapping[str, Any]
     leaves: Any
     mask: Any
     steps: int
 
-    def __call__(self, *names: str) -> dict[str, Any]:
-        """The options of these names."""
-        return {name: self.options[name] for name in names}
-
 
 @dataclasses.dataclass(frozen=True)
 class UpdateRule:
-    """An update rule by name.
+    """An update rule.
 
     Args:
-        make: builds its optax transformation.
-        defaults: its options, fields of `Optimizer`, and their default values.
+        make: function that builds its optax transformation.
+        defaults: default value of each option of the rule; options are fields of `Optimizer`.
         schedule: default schedule of the learning rate.
-        schedules: schedules that it accepts.
-        over_replicas: it takes the mean of the replicas' messages, `one_bit.Messages`, and needs several replicas.
+        schedules: schedules that the rule accepts.
+        over_replicas: whether it takes the mean of `one_bit.Messages`, and so needs several replicas.
     """
 
     make: Callable[[RuleSettings], Any]
@@ -56,23 +54,23 @@ class UpdateRule:
     over_replicas: bool = False
 
     def options(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Every option of the rule: the set values, and defaults for the others.
+        """Value of every option of the rule by name; options that are not set have their defaults.
 
         Args:
-            name: of the rule, for messages.
-            settings: values of fields; `None` is not set.
+            name: name of the rule, for messages.
+            settings: values of options by name; `None` is not set.
 
         Raises:
-            UserError: a set option that the rule does not have.
+            UserError: an option is set that the rule does not have.
 
         Example:
             >>> RULES["sgd"].options("sgd", {"momentum": 0.9, "b1": None})
             {'momentum': 0.9, 'weight_decay': 0.1}
         """
-        for option, value in settings.items():
-            if value is not None and option not in self.defaults:
+        for option, setting in settings.items():
+            if setting is not None and option not in self.defaults:
                 raise UserError(
-                    f"optimizer.{option}: {name} has none, got {value!r}: leave it out, or none; {name} takes "
+                    f"optimizer.{option}: got {setting!r}, and {name} has no such option: leave it out; {name} takes "
                     f"{', '.join(self.defaults)}{near_miss(option, self.defaults)}"
                 )
         return {
@@ -81,49 +79,28 @@ class UpdateRule:
         }
 
 
-def _adam(settings: RuleSettings, make: str = "adamw") -> Any:
-    import optax
-
-    options = settings("b1", "b2", "eps", "weight_decay")
-    return getattr(optax, make)(settings.rate, **options, mask=settings.mask)
-
-
-def _adan(settings: RuleSettings) -> Any:
-    import optax
-
-    return optax.adan(settings.rate, **settings("b1", "b2", "b3", "eps", "weight_decay"), mask=settings.mask)
-
-
-def _lion(settings: RuleSettings) -> Any:
-    import optax
-
-    return optax.lion(settings.rate, **settings("b1", "b2", "weight_decay"), mask=settings.mask)
-
-
-def _ademamix(settings: RuleSettings) -> Any:
-    from optax import contrib
-
-    options = settings("b1", "b2", "b3", "alpha", "eps", "weight_decay")
-    return contrib.ademamix(settings.rate, **options, mask=settings.mask)
-
-
-def _adopt(settings: RuleSettings) -> Any:
+def _optax_rule(name: str) -> Callable[..., Any]:
+    """The rule of `optax` or `optax.contrib` with a name."""
     import optax
     from optax import contrib
 
-    return optax.chain(contrib.adopt(settings.rate, **settings("b1", "b2", "eps")), _decay(settings))
+    return getattr(optax if hasattr(optax, name) else contrib, name)
 
 
-def _sgd(settings: RuleSettings) -> Any:
+def _masked_decay(settings: RuleSettings) -> Any:
+    """A rule of optax that takes weight decay and its mask."""
+    return _optax_rule(settings.name)(settings.rate, **settings.options, mask=settings.mask)
+
+
+def _decay_behind(settings: RuleSettings) -> Any:
+    """A rule of optax without weight decay, followed by decoupled weight decay."""
     import optax
 
-    return optax.chain(optax.sgd(settings.rate, momentum=settings.options["momentum"] or None), _decay(settings))
-
-
-def _adafactor(settings: RuleSettings) -> Any:
-    import optax
-
-    return optax.chain(optax.adafactor(settings.rate), _decay(settings))
+    options = {option: setting for option, setting in settings.options.items() if option != "weight_decay"}
+    if settings.name == "sgd":
+        options["momentum"] = options["momentum"] or None  # a momentum of 0 has no state
+    rule = _optax_rule(settings.name)(settings.rate, **options)
+    return optax.chain(rule, decoupled_decay(settings.rate, settings.options["weight_decay"], settings.mask))
 
 
 def _schedule_free(settings: RuleSettings) -> Any:
@@ -140,103 +117,76 @@ def _schedule_free(settings: RuleSettings) -> Any:
     return contrib.schedule_free(inner, settings.rate, b1=settings.options["b1"])
 
 
-def _large_batch(settings: RuleSettings, make: str) -> Any:
-    from jaxscale.optim import large_batch
+def _by_layer(settings: RuleSettings) -> Any:
+    """A rule of this package that treats each layer of a stack by itself."""
+    module = "large_batch" if settings.name in ("lars", "lamb") else settings.name
+    rule = getattr(importlib.import_module(f"jaxscale.optim.{module}"), settings.name)
+    return rule(settings.rate, leaves=settings.leaves, mask=settings.mask, **settings.options)
 
-    return getattr(large_batch, make)(settings.rate, leaves=settings.leaves, mask=settings.mask, **settings.options)
 
-
-def _one_bit(settings: RuleSettings, make: str) -> Any:
+def _one_bit(settings: RuleSettings) -> Any:
+    """1-bit Adam or 1-bit LAMB, with the freeze step of a run."""
     from jaxscale.optim import one_bit
 
-    options = {name: value for name, value in settings.options.items() if name != "freeze"}
-    if make == "one_bit_lamb":
+    options = {**settings.options, "freeze": freeze_step(settings.options["freeze"], settings.steps)}
+    if settings.name == "one_bit_lamb":
         options["leaves"] = settings.leaves
-    freeze = freeze_step(settings.options["freeze"], settings.steps)
-    return getattr(one_bit, make)(settings.rate, freeze, **options, mask=settings.mask)
-
-
-def _muon(settings: RuleSettings) -> Any:
-    from jaxscale.optim.muon import muon
-
-    return muon(settings.rate, leaves=settings.leaves, mask=settings.mask, **settings.options)
-
-
-def _soap(settings: RuleSettings) -> Any:
-    from jaxscale.optim.soap import soap
-
-    return soap(settings.rate, leaves=settings.leaves, mask=settings.mask, **settings.options)
-
-
-def _galore(settings: RuleSettings) -> Any:
-    from jaxscale.optim.galore import galore
-
-    return galore(settings.rate, leaves=settings.leaves, mask=settings.mask, **settings.options)
-
-
-def _decay(settings: RuleSettings) -> Any:
-    return decoupled_decay(settings.rate, settings.options["weight_decay"], settings.mask)
+    return getattr(one_bit, settings.name)(settings.rate, **options, mask=settings.mask)
 
 
 _ADAM = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 RULES: Mapping[str, UpdateRule] = {
     # Loshchilov & Hutter 2019
-    "adamw": UpdateRule(_adam, _ADAM),
+    "adamw": UpdateRule(_masked_decay, _ADAM),
     # Dozat 2016, with AdamW's decay
-    "nadamw": UpdateRule(functools.partial(_adam, make="nadamw"), _ADAM),
+    "nadamw": UpdateRule(_masked_decay, _ADAM),
     # Xie et al. 2022, arXiv 2208.06677
-    "adan": UpdateRule(_adan, {"b1": 0.98, "b2": 0.92, "b3": 0.99, "eps": 1e-8, "weight_decay": 0.1}),
+    "adan": UpdateRule(_masked_decay, {"b1": 0.98, "b2": 0.92, "b3": 0.99, "eps": 1e-8, "weight_decay": 0.1}),
     # Pagliardini et al. 2024, arXiv 2409.03137
     "ademamix": UpdateRule(
-        _ademamix, {"b1": 0.9, "b2": 0.999, "b3": 0.9999, "alpha": 5.0, "eps": 1e-8, "weight_decay": 0.1}
+        _masked_decay,
+        {"b1": 0.9, "b2": 0.999, "b3": 0.9999, "alpha": 5.0, "eps": 1e-8, "weight_decay": 0.1},
     ),
     # Taniguchi et al. 2024, arXiv 2411.02853
-    "adopt": UpdateRule(_adopt, {"b1": 0.9, "b2": 0.9999, "eps": 1e-6, "weight_decay": 0.1}),
+    "adopt": UpdateRule(_decay_behind, {"b1": 0.9, "b2": 0.9999, "eps": 1e-6, "weight_decay": 0.1}),
     # Chen et al. 2023, arXiv 2302.06675
-    "lion": UpdateRule(_lion, {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}),
-    "sgd": UpdateRule(_sgd, {"momentum": 0.0, "weight_decay": 0.1}),
+    "lion": UpdateRule(_masked_decay, {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}),
+    "sgd": UpdateRule(_decay_behind, {"momentum": 0.0, "weight_decay": 0.1}),
     # Shazeer & Stern 2018, arXiv 1804.04235
-    "adafactor": UpdateRule(_adafactor, {"weight_decay": 0.1}),
+    "adafactor": UpdateRule(_decay_behind, {"weight_decay": 0.1}),
     # Defazio et al. 2024, arXiv 2405.15682
-    "schedule_free": UpdateRule(
-        _schedule_free, {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}, "constant", ("constant",)
-    ),
+    "schedule_free": UpdateRule(_schedule_free, _ADAM, "constant", ("constant",)),
     # You et al. 2017, arXiv 1708.03888
-    "lars": UpdateRule(
-        functools.partial(_large_batch, make="lars"), {"momentum": 0.9, "trust": 0.02, "weight_decay": 1e-4}
-    ),
+    "lars": UpdateRule(_by_layer, {"momentum": 0.9, "trust": 0.02, "weight_decay": 1e-4}),
     # You et al. 2020, arXiv 1904.00962
-    "lamb": UpdateRule(
-        functools.partial(_large_batch, make="lamb"), {"b1": 0.9, "b2": 0.999, "eps": 1e-6, "weight_decay": 0.01}
-    ),
+    "lamb": UpdateRule(_by_layer, {"b1": 0.9, "b2": 0.999, "eps": 1e-6, "weight_decay": 0.01}),
     # Tang et al. 2021, arXiv 2102.02888
-    "one_bit_adam": UpdateRule(
-        functools.partial(_one_bit, make="one_bit_adam"), {**_ADAM, "freeze": 0.25}, over_replicas=True
-    ),
+    "one_bit_adam": UpdateRule(_one_bit, {**_ADAM, "freeze": 0.25}, over_replicas=True),
     # Li et al. 2021, arXiv 2104.06069
     "one_bit_lamb": UpdateRule(
-        functools.partial(_one_bit, make="one_bit_lamb"),
+        _one_bit,
         {"b1": 0.9, "b2": 0.999, "eps": 1e-6, "freeze": 0.25, "weight_decay": 0.01},
         over_replicas=True,
     ),
     # Jordan et al. 2024, and Liu et al. 2025, arXiv 2502.16982
-    "muon": UpdateRule(_muon, {"momentum": 0.95, "scale": "moonshot", "precision": "bfloat16", **_ADAM}),
+    "muon": UpdateRule(_by_layer, {"momentum": 0.95, "scale": "moonshot", "precision": "bfloat16", **_ADAM}),
     # Vyas et al. 2024, arXiv 2409.11321
     "soap": UpdateRule(
-        _soap, {"b1": 0.95, "b2": 0.95, "eps": 1e-8, "every": 10, "max_dim": 10_000, "weight_decay": 0.1}
+        _by_layer,
+        {"b1": 0.95, "b2": 0.95, "eps": 1e-8, "every": 10, "max_dim": 10_000, "weight_decay": 0.1},
     ),
     # Zhao et al. 2024, arXiv 2403.03507
-    "galore": UpdateRule(_galore, {**_ADAM, "rank": 128, "every": 200}),
+    "galore": UpdateRule(_by_layer, {**_ADAM, "rank": 128, "every": 200}),
 }
 
 
 def freeze_step(freeze: float, steps: int) -> int:
-    """Updates before a variance is frozen.
+    """Number of updates before a variance is frozen.
 
     Args:
-        freeze: number of updates, or below 1 a share of the run.
-        steps: updates of the run.
+        freeze: number of updates, or, if below 1, their share of the run.
+        steps: number of updates in the run.
 
     Example:
         >>> freeze_step(0.25, 400), freeze_step(30, 400), freeze_step(0.25, 3)
@@ -246,11 +196,11 @@ def freeze_step(freeze: float, steps: int) -> int:
 
 
 def decoupled_decay(rate: Rate, decay: float, mask: Any) -> Any:
-    """Weight decay after an update rule: subtracts `rate * decay` of each weight from its update.
+    """Weight decay after an update rule; it subtracts `rate * decay` times each weight from its update.
 
     Args:
-        rate: learning rate by the number of updates made.
-        decay: share of a weight, in units of the learning rate.
+        rate: learning rate as a function of the number of updates made.
+        decay: factor of weight decay.
         mask: tree of bools like the parameters; `None` decays all.
     """
     import jax

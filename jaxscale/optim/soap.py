@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.compat import one_by_one
-from jaxscale.optim.per_layer import Rule, by_kind, per_layer
+from jaxscale.optim.per_layer import UpdateRule, matrices_by, per_layer
 from jaxscale.typing import Array, Params
 
 
@@ -34,16 +34,16 @@ def soap(
     weight_decay: float = 0.1,
     leaves: Any = None,
     mask: Any = None,
-) -> Rule:
-    """SOAP for projections and kernels, AdamW for all else.
+) -> UpdateRule:
+    """SOAP for projections and kernels, AdamW for all other parameters.
 
     Args:
-        rate: learning rate, or a schedule, of both.
-        b1, b2, eps: Adam's; b2 also decays the statistics.
-        every: updates between new bases.
+        rate: learning rate of both, or its schedule.
+        b1, b2, eps: Adam's constants; b2 also decays the statistics.
+        every: number of updates between new bases.
         max_dim: longest side that has a basis.
-        weight_decay: decoupled.
-        leaves: tree of `Leaf` like the parameters; `None` judges by shapes and paths.
+        weight_decay: factor of the decoupled weight decay.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
 
     Example:
@@ -52,20 +52,15 @@ def soap(
         >>> sorted(leaf.shape for leaf in jax.tree.leaves(state) if leaf.size == 9)  # statistics and basis of the rows
         [(3, 3), (3, 3)]
     """
-    matrix = per_layer(scale_by_soap(b1, b2, eps, every, max_dim), leaves, matrices=True, whole=True)
-    return optax.chain(
-        by_kind(
-            {"matrix": matrix, "rest": optax.scale_by_adam(b1, b2, eps)},
-            lambda leaf: "matrix" if leaf.kind == "matrix" else "rest",
-            leaves,
-        ),
-        optax.add_decayed_weights(weight_decay, mask=mask),
-        optax.scale_by_learning_rate(rate),
-    )
+    rule = per_layer(scale_by_soap(b1, b2, eps, every, max_dim), leaves, matrices=True, whole=True)
+    return matrices_by(rule, optax.scale_by_adam(b1, b2, eps), rate, weight_decay, leaves, mask)
 
 
 class Sides(NamedTuple):
-    """Trees like the parameters, of (n, n) and (m, m) arrays, or of one number for a side without a basis."""
+    """A tree like the parameters for each side of n x m matrices.
+
+    Leaves are (n, n) arrays for rows and (m, m) for columns, or arrays of one number for a side without a basis.
+    """
 
     rows: Params
     columns: Params
@@ -75,7 +70,7 @@ class SoapState(NamedTuple):
     """State of `scale_by_soap`.
 
     Args:
-        step: updates made; the first leaves the weights unchanged.
+        step: number of updates made; the first leaves the weights unchanged.
         mu: average of gradients.
         nu: average of squared gradients in the bases.
         GG: averages of g g' and g' g.
@@ -91,20 +86,22 @@ class SoapState(NamedTuple):
 
 def scale_by_soap(
     b1: float = 0.95, b2: float = 0.95, eps: float = 1e-8, every: int = 10, max_dim: int = 10_000
-) -> Rule:
-    """Adam in the eigenbasis of Shampoo's statistics, of matrices; arrays of other ranks get Adam.
+) -> UpdateRule:
+    """Adam in the eigenbasis of Shampoo's statistics for matrices, plain Adam for arrays of other ranks.
 
     Args:
-        b1, b2, eps: Adam's; b2 also decays the statistics.
-        every: updates between new bases.
+        b1, b2, eps: Adam's constants; b2 also decays the statistics.
+        every: number of updates between new bases.
         max_dim: longest side that has a basis.
     """
 
     def side(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+        """Shape of the statistics and basis of rows (dim 0) or columns (dim 1)."""
         return (shape[dim], shape[dim]) if len(shape) == 2 and shape[dim] <= max_dim else (1,)
 
     def init(params: Any) -> SoapState:
         def sides() -> Sides:
+            """Zeros of the shapes of statistics or bases."""
             return Sides(
                 *(jax.tree.map(lambda p, dim=dim: jnp.zeros(side(p.shape, dim), jnp.float32), params) for dim in (0, 1))
             )
@@ -133,35 +130,38 @@ def _update_array(
     statistics, bases = sides[:2], sides[2:]
     # an array without bases also moves in its first update
     delay = jnp.int32(any(basis.ndim == 2 for basis in bases))
-    number = jnp.maximum(updates_made + 1 - delay, 1)
+    update_number = jnp.maximum(updates_made + 1 - delay, 1)
     is_first = updates_made < delay
-    rotated = _rotated(g, bases)
+    rotated_gradient = _rotated(g, bases)
     new_mu = b1 * mu + (1 - b1) * g
-    new_nu = b2 * nu + (1 - b2) * jnp.square(rotated)
-    corrected = _rotated(new_mu, bases) / (1 - b1**number)
-    step = _rotated(corrected / (jnp.sqrt(new_nu / (1 - b2**number)) + eps), bases, back=True)
+    new_nu = b2 * nu + (1 - b2) * jnp.square(rotated_gradient)
+    corrected_mean = _rotated(new_mu, bases) / (1 - b1**update_number)
+    step = _rotated(corrected_mean / (jnp.sqrt(new_nu / (1 - b2**update_number)) + eps), bases, back=True)
     mu, nu = jnp.where(is_first, mu, new_mu), jnp.where(is_first, nu, new_nu)
-    products = (lambda: _product(g, g.T), lambda: _product(g.T, g))
+    grams = (lambda: _product(g, g.T), lambda: _product(g.T, g))
     statistics = tuple(
-        b2 * GG + (1 - b2) * product() if GG.ndim == 2 else GG for GG, product in zip(statistics, products, strict=True)
+        b2 * GG + (1 - b2) * gram() if GG.ndim == 2 else GG for GG, gram in zip(statistics, grams, strict=True)
     )
 
     def first_bases() -> tuple[Array, ...]:
+        """The second moment, and the first eigenvectors for the bases."""
         return nu, *(_eigenvectors(GG)[:, ::-1] if GG.ndim == 2 else GG for GG in statistics)
 
     def refined_bases() -> tuple[Array, ...]:
+        """The second moment in the order of the new bases, and these after a power iteration."""
         sorted_nu, new_bases = nu, []
         for dim, (GG, Q) in enumerate(zip(statistics, bases, strict=True)):
             if GG.ndim == 2:
-                rank = -jnp.sum(Q * _product(GG, Q), axis=0)
-                sorted_nu = _sorted_along(sorted_nu, rank, dim)
-                Q = _orthogonal(_product(GG, _sorted_along(Q, rank, 1)))
+                # negated estimates of the eigenvalues, so that the largest comes first
+                keys = -jnp.sum(Q * _product(GG, Q), axis=0)
+                sorted_nu = _sorted_along(sorted_nu, keys, dim)
+                Q = _orthogonal(_product(GG, _sorted_along(Q, keys, 1)))
             new_bases.append(Q)
         return sorted_nu, *new_bases
 
     if any(basis.ndim == 2 for basis in bases):
-        branch = jnp.where(is_first, 0, jnp.where(number % every == 0, 1, 2))
-        nu, *bases = jax.lax.switch(branch, [first_bases, refined_bases, lambda: (nu, *bases)])
+        branch_index = jnp.where(is_first, 0, jnp.where(update_number % every == 0, 1, 2))
+        nu, *bases = jax.lax.switch(branch_index, [first_bases, refined_bases, lambda: (nu, *bases)])
     return jnp.where(is_first, jnp.zeros_like(g), step).astype(g.dtype), mu, nu, *statistics, *bases
 
 
@@ -169,14 +169,17 @@ _eigenvectors = one_by_one(lambda matrix: jnp.linalg.eigh(matrix)[1])
 _orthogonal = one_by_one(lambda matrix: jnp.linalg.qr(matrix)[0])
 
 
-def _sorted_along(x: Array, rank: Array, dim: int) -> Array:
-    """A matrix sorted along `dim` by `rank`: XLA aborts on a gather from one over several axes in a replica region."""
-    keys = jax.lax.broadcast_in_dim(rank, x.shape, (dim,))
-    return jax.lax.sort((keys, x), dimension=dim, num_keys=1)[1]
+def _sorted_along(x: Array, keys: Array, dim: int) -> Array:
+    """A matrix with its rows (dim 0) or columns (dim 1) in the order of increasing `keys`.
+
+    It is a sort, since XLA aborts on a gather from a matrix that is sharded over several axes in a replica region.
+    """
+    key_of_number = jax.lax.broadcast_in_dim(keys, x.shape, (dim,))
+    return jax.lax.sort((key_of_number, x), dimension=dim, num_keys=1)[1]
 
 
 def _rotated(x: Array, bases: Any, *, back: bool = False) -> Array:
-    """A matrix rotated into the bases, or back."""
+    """A matrix rotated into the bases of its rows and columns, or back out of them."""
     left_basis, right_basis = bases
     if left_basis.ndim == 2:
         x = _product(left_basis if back else left_basis.T, x)
@@ -186,4 +189,5 @@ def _rotated(x: Array, bases: Any, *, back: bool = False) -> Array:
 
 
 def _product(a: Array, b: Array) -> Array:
+    """Matrix product in full float32."""
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

@@ -4,9 +4,9 @@ The text form is PyTorch's: `0F3` is the forward of microbatch 3 on stage 0. PyT
 asynchronous schedule.
 """
 
-import dataclasses
 import enum
 import re
+from typing import NamedTuple
 
 from jaxscale.errors import UserError
 
@@ -26,20 +26,21 @@ class Kind(enum.StrEnum):
     """Update of a stage's weights inside the schedule (asynchronous schedules only)."""
 
 
+KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
+"""The kinds of passes, in the order of their codes in tables and searches."""
 GRADIENT = (Kind.B, Kind.I)
 """The kinds that make the input gradient."""
 
 _CELL = re.compile(r"(\d+)([FBIWU])(\d+)")
 
 
-@dataclasses.dataclass(frozen=True, order=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One pass of a microbatch through a stage.
 
     Args:
-        kind: forward, backward, or a part of it.
-        stage: place in the network, 0 beside the embedding.
-        microbatch: its number; for `U`, the last of the microbatches whose gradients it applies.
+        kind: kind of the pass.
+        stage: number of the stage, from 0, the stage with the embedding.
+        microbatch: number of the microbatch; for `U`, of the last microbatch whose gradient the update applies.
 
     Example:
         >>> str(Action(Kind.F, stage=0, microbatch=3))
@@ -57,10 +58,10 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The action of its text.
+        """Parse the text form of an action, such as `0F3`.
 
         Raises:
-            UserError: text that is not a stage, one letter of F, B, I, W, U and a microbatch.
+            UserError: the text is not a stage number, one of the letters F, B, I, W, U and a microbatch number.
         """
         match = _CELL.fullmatch(text)
         if not match:

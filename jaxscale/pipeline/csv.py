@@ -1,9 +1,9 @@
 """CSV: schedules as PyTorch and torchtitan write and read them (torch.distributed.pipelining, torch 2.13).
 
-A line is a rank, a cell an action: `0F0`, `7I0`, `7W0`, `0B0`, or `(0F7;7B3)OVERLAP_F_B` for two. Cells are an order,
-not times: empty ones are dropped, and actions run as soon as their inputs arrive. The lowered form has messages too:
-they are checked, then dropped. UNSHARD, RESHARD and REDUCE_GRAD are ignored. The file has neither the ranks of stages
-nor the number of microbatches: both follow from the ranks' actions.
+A line is a rank, a cell an action: `0F0`, `7I0`, `7W0`, `0B0`, or `(0F7;7B3)OVERLAP_F_B` for two. The cells of a line
+are an order, not times: empty cells are dropped, and actions run as soon as their inputs arrive. The lowered form has
+messages too, which are checked and then dropped. UNSHARD, RESHARD and REDUCE_GRAD are ignored. The file has neither the
+ranks of stages nor the number of microbatches: both follow from the ranks' actions.
 
 Left out: the updates of asynchronous schedules, which PyTorch's format lacks.
 """
@@ -18,10 +18,10 @@ from pathlib import Path
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Action, Kind
 from jaxscale.pipeline.check import Fault
+from jaxscale.pipeline.infer_routes import count_microbatches, infer_routes
 from jaxscale.pipeline.messages import Message, check_messages, lowered
-from jaxscale.pipeline.places import count_microbatches, find_routes
 from jaxscale.pipeline.schedule import Schedule
-from jaxscale.pipeline.ticks import rows
+from jaxscale.pipeline.ticks import rows, ticks
 
 _PASS = re.compile(r"\d+[FBIW]\d+", re.ASCII)
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B", re.ASCII)
@@ -32,66 +32,62 @@ _EXPECTED = (
 )
 
 
-def _parts(text: str) -> Iterator[Action | Message]:
-    # the content of one cell: nothing, one or two passes, or a message
+def _cell_contents(text: str) -> Iterator[Action | Message]:
+    """What a cell holds: nothing, one or two passes, or a message."""
     text = text.strip()
-    if not text or _IGNORED.fullmatch(text):
-        return
     if match := _MESSAGE.fullmatch(text):
         stage, verb, kind, microbatch = match.groups()
-        yield Message("SEND" if verb == "SEND" else "RECV", "F" if kind == "F" else "B", int(stage), int(microbatch))
-        return
-    overlap = _OVERLAP.fullmatch(text)
-    for cell in overlap[1].split(";") if overlap else [text]:
-        if not _PASS.fullmatch(cell.strip()):
-            raise UserError(f"got {text!r}, {_EXPECTED}")
-        yield Action.parse(cell.strip())
+        yield Message(verb, kind, int(stage), int(microbatch))
+    elif text and not _IGNORED.fullmatch(text):
+        overlap = _OVERLAP.fullmatch(text)
+        for cell in overlap[1].split(";") if overlap else [text]:
+            if not _PASS.fullmatch(cell.strip()):
+                raise UserError(f"got {text!r}, {_EXPECTED}")
+            yield Action.parse(cell.strip())
 
 
 def parse_csv(text: str, name: str = "csv") -> Schedule:
-    """The schedule of a CSV.
+    """The schedule that a CSV text describes.
 
-    If the columns are those of a lock-step schedule (each column of one kind, inputs in columns before), its ticks stay
-    of one kind.
+    If every column has passes of one kind, after the columns of their inputs, the schedule is a lock-step one, whose
+    ticks are of one kind each.
 
     Args:
-        text: of the file, compute-only or lowered.
-        name: of the schedule, and of the file in messages.
+        text: text of the file, with passes alone (PyTorch's compute-only form) or with messages (the lowered form).
+        name: name of the schedule, and of the file in error messages.
 
     Raises:
-        Fault: an invalid cell; an action or message that is missing, doubled, misplaced, or waits for ever; with the
-            rank and the cell in the file, both from 0.
+        Fault: a cell is invalid, or an action or message is missing, occurs twice, is misplaced or waits for ever; the
+            error has the rank and the cell in the file, both from 0.
 
     Example:
         >>> schedule = parse_csv("0F0,0F1,,0B0,0B1\\n,1F0,1B0,1F1,1I1,1W1")
         >>> schedule.ranks, schedule.microbatches, schedule.live, schedule.split
         (2, 2, (2, 1), True)
     """
-    orders: list[list[Action]] = []
-    columns: list[list[int]] = []
+    cell_rows = list(csv.reader(io.StringIO(text.rstrip())))
+    orders: list[list[Action]] = [[] for _ in cell_rows]
+    columns: list[list[int]] = [[] for _ in cell_rows]
     messages: list[tuple[int, int, Message]] = []
-    table = list(csv.reader(io.StringIO(text.rstrip())))
-    for rank, row in enumerate(table):
-        orders.append([])
-        columns.append([])
-        for column, cell in enumerate(row):
+    for rank, cells in enumerate(cell_rows):
+        for column, cell in enumerate(cells):
             try:
-                parts = list(_parts(cell))
+                cell_contents = list(_cell_contents(cell))
             except UserError as error:
                 raise Fault(name, str(error), rank, column) from None
-            for part in parts:
-                if isinstance(part, Message):
-                    messages.append((rank, column, part))
+            for cell_content in cell_contents:
+                if isinstance(cell_content, Message):
+                    messages.append((rank, column, cell_content))
                 else:
-                    orders[rank].append(part)
+                    orders[rank].append(cell_content)
                     columns[rank].append(column)
         if not orders[rank]:
-            raise Fault(name, "computes nothing: a line is a rank, its cells what it does", rank)
+            raise Fault(name, "computes nothing, expected one pass or more: each line holds the passes of a rank", rank)
     if not orders:
         raise UserError(f"schedule {name}: got an empty file, expected a line for each rank")
     try:
         microbatches = count_microbatches(name, orders)
-        routes, route = find_routes(name, orders, microbatches)
+        routes, route = infer_routes(name, orders, microbatches)
         schedule = Schedule(name, tuple(map(tuple, orders)), len(routes[0]), microbatches, routes, route)
     except Fault as fault:
         raise fault.renumbered(columns) from None
@@ -105,22 +101,22 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
 
 
 def _as_lockstep(schedule: Schedule, column_of: Mapping[Action, int]) -> Schedule:
-    # a lock-step schedule, if the columns are the ticks of one
-    kinds: dict[int, Kind] = {}
+    """The schedule as a lock-step one if its columns are the ticks of one, otherwise unchanged."""
+    kind_of_column: dict[int, Kind] = {}
     for action, column in column_of.items():
         misplaced = any(column_of[source] >= column for source in schedule.inputs(action))
-        if misplaced or kinds.setdefault(column, action.kind) is not action.kind:
+        if misplaced or kind_of_column.setdefault(column, action.kind) is not action.kind:
             return schedule
-    cycle = tuple(dict.fromkeys(kinds[column] for column in sorted(kinds)))
+    cycle = tuple(dict.fromkeys(kind_of_column[column] for column in sorted(kind_of_column)))
     lockstep = dataclasses.replace(schedule, cycle=cycle)
-    return lockstep if len(rows(lockstep)) <= len(kinds) else schedule
+    return lockstep if max(ticks(lockstep).values()) < len(kind_of_column) else schedule
 
 
 def read_csv(path: str | Path) -> Schedule:
-    """The schedule of a file, named after it.
+    """Read a schedule from a file; the schedule has the name of the file.
 
     Raises:
-        UserError: no such file, or an error of `parse_csv`.
+        UserError: the file cannot be read, or `parse_csv` raises an error.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -130,14 +126,15 @@ def read_csv(path: str | Path) -> Schedule:
 
 
 def to_csv(schedule: Schedule, *, lower: bool = False) -> str:
-    """The text of a schedule for PyTorch's reader (which refuses Chimera, with a stage on two ranks).
+    """A schedule as CSV for PyTorch's reader, which refuses Chimera because its stages are on two ranks each.
 
     Args:
-        schedule: a synchronous one.
-        lower: whether to write the form with messages (`compute_comms`); else a column for each tick, empty if idle.
+        schedule: a synchronous schedule.
+        lower: whether to write the lowered form, with messages (PyTorch's `compute_comms`); otherwise the CSV has a
+            column for each tick, with an empty cell if the rank is idle.
 
     Raises:
-        UserError: an asynchronous schedule.
+        UserError: the schedule is asynchronous.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -147,7 +144,8 @@ def to_csv(schedule: Schedule, *, lower: bool = False) -> str:
     """
     if schedule.versions is not None:
         raise UserError(f"schedule {schedule.name}: it updates weights inside the schedule, which CSV cannot express")
-    ticks = [[str(action or "") for action in cells] for cells in zip(*rows(schedule), strict=True)]
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(lowered(schedule) if lower else ticks)
-    return out.getvalue()
+    actions_by_rank = zip(*rows(schedule), strict=True)
+    cells = lowered(schedule) if lower else [[str(action or "") for action in row] for row in actions_by_rank]
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(cells)
+    return text.getvalue()

@@ -1,25 +1,31 @@
-"""Messages of a lowered schedule (PyTorch's form with SEND and RECV): checked, and written.
+"""The messages (SEND and RECV) of a lowered schedule, PyTorch's form with communication: checking and writing them.
 
 `0SEND_F3` follows the forward of microbatch 3 on stage 0; `1RECV_F3`, on the rank of stage 1, precedes the forward on
 stage 1. `SEND_B` and `RECV_B` take gradients to the stage before. Stages of one rank send no messages to each other.
 """
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from jaxscale.pipeline.action import GRADIENT, Action, Kind
 from jaxscale.pipeline.check import Fault
 from jaxscale.pipeline.schedule import Schedule
-from jaxscale.pipeline.ticks import rows
+from jaxscale.pipeline.ticks import ticks
 
 
-@dataclasses.dataclass(frozen=True)
-class Message:
-    """A SEND or a RECV, with its stage."""
+class Message(NamedTuple):
+    """One end of a message.
 
-    verb: Literal["SEND", "RECV"]
-    kind: Literal["F", "B"]
+    Args:
+        verb: SEND or RECV.
+        kind: F for activations, B for gradients.
+        stage: stage at this end of the message.
+        microbatch: number of the microbatch.
+    """
+
+    verb: str
+    kind: str
     stage: int
     microbatch: int
 
@@ -27,21 +33,20 @@ class Message:
         return f"{self.stage}{self.verb}_{self.kind}{self.microbatch}"
 
 
-def _messages_of(schedule: Schedule, action: Action) -> tuple[tuple[int, Message], ...]:
-    # (rank, SEND) and (rank, RECV) that take an action's result to another rank
-    if action.kind is Kind.F:
-        kind, neighbour = "F", action.stage + 1
-    elif action.kind in GRADIENT:
-        kind, neighbour = "B", action.stage - 1
+def _messages_of(schedule: Schedule, action: Action) -> list[tuple[int, Message, Action]]:
+    """The SEND of an action's result to another rank and its RECV, each with its rank and the action beside it."""
+    kind, stage, microbatch = action
+    if kind is Kind.F and stage + 1 < schedule.stages:
+        letter, reader = "F", Action(Kind.F, stage + 1, microbatch)
+    elif kind in GRADIENT and stage > 0:
+        letter, reader = "B", schedule.gradient(stage - 1, microbatch)
     else:
-        return ()
-    if not 0 <= neighbour < schedule.stages:
-        return ()
-    source, target = schedule.rank(action), schedule.rank(Action(Kind.F, neighbour, action.microbatch))
-    if source == target:
-        return ()
-    send = Message("SEND", kind, action.stage, action.microbatch)
-    return (source, send), (target, Message("RECV", kind, neighbour, action.microbatch))
+        return []
+    source_rank, target_rank = schedule.rank(action), schedule.rank(reader)
+    if source_rank == target_rank:
+        return []
+    send, receive = (Message(verb, letter, end.stage, microbatch) for verb, end in (("SEND", action), ("RECV", reader)))
+    return [(source_rank, send, action), (target_rank, receive, reader)]
 
 
 def check_messages(
@@ -51,37 +56,31 @@ def check_messages(
 
     Args:
         schedule: the actions of the ranks.
-        messages: (rank, column, message).
-        columns: the column of each action.
+        messages: (rank, column, message) of every message in the file.
+        columns: the column of each action in the file.
 
     Raises:
-        Fault: with the rank and the column.
+        Fault: a message is missing, occurs twice or is misplaced; the error has the rank and the column.
     """
     name = schedule.name
-    expected: dict[Message, tuple[int, Action]] = {}
+    expected: dict[Message, tuple[int, Action]] = {}  # the rank of each message, and the action end_action it
     for order in schedule.orders:
         for action in order:
-            pair = _messages_of(schedule, action)
-            if pair:
-                (source, send), (target, receive) = pair
-                forward = action.kind is Kind.F
-                reader = Action(Kind.F, receive.stage, action.microbatch)
-                expected[send] = source, action
-                expected[receive] = target, reader if forward else schedule.gradient(receive.stage, action.microbatch)
+            expected |= {message: (rank, end_action) for rank, message, end_action in _messages_of(schedule, action)}
     message_columns: dict[Message, int] = {}
     for rank, column, message in messages:
         if message not in expected:
             raise Fault(name, f"{message} carries no result to another rank", rank, column)
-        home, action = expected[message]
-        if home != rank:
-            raise Fault(name, f"{message} belongs on rank {home}", rank, column)
+        home_rank, action = expected[message]
+        if home_rank != rank:
+            raise Fault(name, f"{message} belongs on rank {home_rank}", rank, column)
         if message in message_columns:
             raise Fault(name, f"{message} occurs twice, first in cell {message_columns[message]}", rank, column)
         message_columns[message] = column
         is_send = message.verb == "SEND"
         if (column > columns[action]) != is_send:
-            word = "before" if is_send else "after"
-            raise Fault(name, f"{message} stands {word} {action} (cell {columns[action]})", rank, column)
+            wrong_side = "before" if is_send else "after"
+            raise Fault(name, f"{message} stands {wrong_side} {action} (cell {columns[action]})", rank, column)
     for message, (rank, action) in expected.items():
         if message not in message_columns:
             reason = "which another rank waits for" if message.verb == "SEND" else "which it needs"
@@ -93,25 +92,21 @@ def lowered(schedule: Schedule) -> list[list[str]]:
 
     A SEND follows its action at once, and its RECV stands as early as the message can arrive.
     """
-    cells: list[list[str]] = [
-        [f"{stage}UNSHARD" for stage in schedule.stages_of(rank)] for rank in range(schedule.ranks)
-    ]
-    remaining = {
-        (rank, stage): sum(a.stage == stage and a.kind in (Kind.B, Kind.W) for a in order)
+    cells = [[f"{stage}UNSHARD" for stage in schedule.stages_of(rank)] for rank in range(schedule.ranks)]
+    last_kinds = (Kind.B, Kind.W)
+    remaining_backwards = Counter(
+        (rank, action.stage)
         for rank, order in enumerate(schedule.orders)
-        for stage in schedule.stages_of(rank)
-    }
-    for rank, action in _actions_by_tick(schedule):
+        for action in order
+        if action.kind in last_kinds
+    )
+    for action in ticks(schedule):
+        rank = schedule.rank(action)
         cells[rank].append(str(action))
-        for message_rank, message in _messages_of(schedule, action):
+        for message_rank, message, _ in _messages_of(schedule, action):
             cells[message_rank].append(str(message))
-        if action.kind in (Kind.B, Kind.W):
-            remaining[rank, action.stage] -= 1
-            if not remaining[rank, action.stage]:
+        if action.kind in last_kinds:
+            remaining_backwards[rank, action.stage] -= 1
+            if not remaining_backwards[rank, action.stage]:
                 cells[rank] += [f"{action.stage}REDUCE_GRAD", f"{action.stage}RESHARD"]
     return cells
-
-
-def _actions_by_tick(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    for row in rows(schedule):
-        yield from ((rank, action) for rank, action in enumerate(row) if action is not None)

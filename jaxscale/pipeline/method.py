@@ -12,13 +12,15 @@ class Method:
     """A named way to make a schedule.
 
     Args:
-        name: the word of the text form: `1f1b`.
+        name: name in the text form of a plan, such as `1f1b`.
         title: one line for tables and charts.
-        make: from (ranks, microbatches), chunks if it interleaves, and updates if it steps, to the schedule.
-        chunks: stages a rank holds; the default of v if `interleaves`.
-        interleaves: whether the user may choose `chunks`: `v=`.
-        steps: whether the weights are updated inside the schedule (asynchronous).
-        streams: whether each microbatch is an update, so the text form has no microbatches: `pipedream:4`.
+        make: function that makes the schedule from (ranks, microbatches), with the keyword `chunks` if `interleaves`
+            and the keyword `updates` if `steps`.
+        chunks: number of stages per rank; the default of v if `interleaves`.
+        interleaves: whether the user may choose `chunks`, by `v=` in the text form.
+        steps: whether the weights are updated inside the schedule, which makes it asynchronous.
+        streams: whether there is an update for each microbatch, so that the text form has no number of microbatches, as
+            in `pipedream:4`.
     """
 
     name: str
@@ -33,13 +35,13 @@ class Method:
         """The schedule for some devices and microbatches.
 
         Args:
-            ranks: p, devices on the pipe axis.
-            microbatches: m, per update of the weights.
-            chunks: v, stages a device; `None`: the method's.
+            ranks: p, number of devices on the pipe axis.
+            microbatches: m, number of microbatches per update of the weights.
+            chunks: v, number of stages per device; `None`: the default of the method.
             updates: number of updates of an asynchronous schedule.
 
         Raises:
-            UserError: numbers for which the method is not defined; the message has the expected ones.
+            UserError: the method is not defined for these numbers; the message has the expected ones.
 
         Example:
             >>> from jaxscale.pipeline.schedules import METHODS
@@ -58,7 +60,7 @@ class Method:
             raise UserError(f"schedule {self.name}: got v={chunks}, but {rule}; interleaved and lockstep take v")
         if self.streams and microbatches != 1:
             raise UserError(
-                f"schedule {self.name}: got {microbatches} microbatches per update, expected 1; 2bw has more"
+                f"schedule {self.name}: got {microbatches} microbatches per update, expected 1; 2bw takes more"
             )
         if not self.steps and updates != 1:
             raise UserError(f"schedule {self.name}: got {updates} updates, expected 1: it is synchronous")

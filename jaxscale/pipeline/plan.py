@@ -15,6 +15,7 @@ from jaxscale.values.annotations import field_types
 
 
 def _form(method: Method) -> str:
+    """The text form of a method, such as `1f1b:PxM`."""
     sizes = "P" if method.streams else "PxM"
     return f"{method.name}:{sizes}" + ("[,v=V]" if method.interleaves else "")
 
@@ -23,24 +24,19 @@ FORMS = {**{name: _form(method) for name, method in METHODS.items()}, "auto": "a
 """The text form of each name."""
 
 OPTIONS = ("v", "stages", "stash", "lowering", "anneal", "correction", "synchronous_steps")
-"""Options of the text form: stages a device, and the fields of `PipelinePlan`."""
+"""Options of the text form: v, the number of stages per device, and fields of `PipelinePlan`."""
 _SIZE = re.compile(r"(\d+)(?:x(\d+))?")
-
-
-def _option(text: str, key: str, value: str) -> Any:
-    """The value of an option, parsed by its field's type."""
-    hint = int | None if key == "v" else field_types(PipelinePlan)[key]
-    return parse(value.replace("+", ","), hint, f"pipeline {text!r}: {key}")
 
 
 @functools.lru_cache(maxsize=128)
 def _schedule(name: str, ranks: int, microbatches: int, chunks: int | None, updates: int) -> Schedule:
+    """The schedule of a method, from a cache."""
     return METHODS[name].schedule(ranks, microbatches, chunks, updates)
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelinePlan:
-    """A schedule with its numbers of devices and microbatches, by its text form.
+    """A request for a schedule on a number of devices and microbatches, with a text form.
 
     | text form | schedule |
     |---|---|
@@ -54,22 +50,22 @@ class PipelinePlan:
     Options follow the form, such as `1f1b:4x8,stash=input,stages=3+2+2+1`.
 
     Args:
-        name: of a method, or auto or file.
-        ranks: P, devices on the pipe axis; `None` for a file.
-        microbatches: M, per update of the weights; `None` if the form has none.
-        chunks: V; `None`: the method's own.
-        path: of the file.
-        stages: blocks of each stage, in order; `None`: equally many for each.
-        stash: what a stage keeps from a forward to its backward: "residuals" by the memory plan of each block, or only
-            its "input", and the forward runs again.
-        lowering: of the table: "switch", a branch for each kind of action, so idle devices do nothing; or "phased",
-            kinds unrolled one after the other without branches, if every tick is of one kind (lockstep, gpipe): idle
-            devices then compute on zeros, and their results are dropped.
+        name: name of a method, or `auto` or `file`.
+        ranks: P, number of devices on the pipe axis; `None` for a file.
+        microbatches: M, number of microbatches per update of the weights; `None` if the text form has none.
+        chunks: V, number of stages per device; `None`: the default of the method.
+        path: path of the file.
+        stages: number of blocks of each stage, in order; `None`: every stage has the same number.
+        stash: what a stage keeps from a forward to its backward: "residuals", as the memory plan of each block selects
+            them, or "input", the stage's input alone, from which the backward runs the forward again.
+        lowering: how the schedule becomes a program: "switch", with a branch for each kind of action, so that idle
+            devices do nothing; or "phased", with the kinds written out one after the other without branches. "phased"
+            needs ticks of one kind each (lockstep, gpipe); idle devices compute on zeros and drop the results.
         anneal: updates over which the smaller rates of an asynchronous pipeline's stale stages fade (PipeMare's
-            rescheduling); 0: none; `None`: a quarter of the run for pipemare, else none.
-        correction: of the weights that pipemare's backwards read: the share of a change that is left after the delay,
-            below 1; 0: none; `None`: exp(-2) = 0.135.
-        synchronous_steps: warm-up steps before an asynchronous pipeline fills.
+            rescheduling); 0: the rates are not made smaller; `None`: a quarter of the run for pipemare, otherwise 0.
+        correction: strength of the correction of the weights that pipemare's backwards read: the share of a change of
+            the weights that the correction keeps after the delay, below 1; 0: no correction; `None`: exp(-2) = 0.135.
+        synchronous_steps: number of synchronous training steps before an asynchronous pipeline is filled.
 
     Example:
         >>> plan = PipelinePlan.parse("interleaved:4x8,v=2")
@@ -115,7 +111,7 @@ class PipelinePlan:
                 hint = "; each microbatch is an update, 2bw takes more of them" if method and method.streams else ""
                 raise UserError(f"pipeline {self.name} {verb} {field}: write {FORMS[self.name]}{hint}")
         if method is not None:
-            self.schedule()  # refuses numbers without a schedule
+            self.schedule()  # raises an error if no schedule has these numbers
         elif self.chunks is not None:
             raise UserError(f"pipeline {self.name} takes no v: write {FORMS[self.name]}")
         elif self.ranks is not None and self.ranks < 1:
@@ -123,45 +119,47 @@ class PipelinePlan:
 
     @classmethod
     def parse(cls, text: str) -> "PipelinePlan":
-        """The plan of its text form.
+        """Parse the text form of a plan.
 
         Raises:
-            UserError: an unknown name, with the nearest; numbers that are missing, too many, or without a schedule.
+            UserError: the name is unknown (the message has the nearest one), numbers are missing or superfluous, or no
+                schedule has them.
         """
-        head, colon, arguments = text.strip().partition(":")
-        name = head.lower()
+        name_text, colon, arguments = text.strip().partition(":")
+        name = name_text.lower()
         if name not in FORMS:
             raise unknown("pipeline schedule", name, FORMS)
-        size, *words = arguments.split(",")
+        size, *option_words = arguments.split(",")
         if name == "file":  # whose path may have commas
-            while words and words[0].partition("=")[0].strip() not in OPTIONS:
-                size += f",{words.pop(0)}"
+            while option_words and option_words[0].partition("=")[0].strip() not in OPTIONS:
+                size += f",{option_words.pop(0)}"
         options: dict[str, Any] = {}
-        for word in words:
-            key, _, value = (part.strip() for part in word.partition("="))
-            if key in options or key not in OPTIONS:
-                hint = "" if key in options else near_miss(key, OPTIONS)
+        for option_word in option_words:
+            option, _, setting = (part.strip() for part in option_word.partition("="))
+            if option in options or option not in OPTIONS:
+                hint = "" if option in options else near_miss(option, OPTIONS)
                 raise UserError(
-                    f"pipeline {text!r}: got {word.strip()!r}, expected {FORMS[name]}, with "
+                    f"pipeline {text!r}: got {option_word.strip()!r}, expected {FORMS[name]}, with "
                     f"{', '.join(OPTIONS[1:])} as options, each once{hint}"
                 )
-            options[key] = _option(text, key, value)
+            option_type = int | None if option == "v" else field_types(cls)[option]
+            options[option] = parse(setting.replace("+", ","), option_type, f"pipeline {text!r}: {option}")
         chunks = options.pop("v", None)
         if name == "file":
             return cls(name, path=size or None, chunks=chunks, **options)
-        sizes = _SIZE.fullmatch(size.strip().lower())
-        if not sizes:
+        size_match = _SIZE.fullmatch(size.strip().lower())
+        if not size_match:
             reason = f"got {size!r}" if colon else "got no numbers"
             raise UserError(f"pipeline {text!r}: {reason}, expected {FORMS[name]}: P devices, M microbatches")
-        ranks, microbatches = sizes.groups()
+        ranks, microbatches = size_match.groups()
         return cls(name, int(ranks), None if microbatches is None else int(microbatches), chunks, **options)
 
     def __str__(self) -> str:
         options = ""
         for name in OPTIONS[1:]:
-            value = getattr(self, name)
-            if value != getattr(type(self), name):
-                options += f",{name}={'+'.join(map(str, value)) if isinstance(value, tuple) else value}"
+            setting = getattr(self, name)
+            if setting != getattr(type(self), name):
+                options += f",{name}={'+'.join(map(str, setting)) if isinstance(setting, tuple) else setting}"
         return self.form + options
 
     @property
@@ -174,14 +172,14 @@ class PipelinePlan:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether the schedule updates the weights inside."""
+        """Whether the weights are updated inside the schedule."""
         return self.name in METHODS and METHODS[self.name].steps
 
     def shape(self) -> tuple[int, int]:
-        """Devices on the pipe axis, and microbatches of a batch.
+        """The number of devices on the pipe axis, and the number of microbatches of a batch.
 
         Raises:
-            UserError: a file that is missing or wrong; `auto`, before it has been chosen.
+            UserError: the file is missing or invalid, or the schedule of `auto` has not been chosen yet.
 
         Example:
             >>> PipelinePlan.parse("pipedream:4").shape()
@@ -193,15 +191,15 @@ class PipelinePlan:
         return schedule.ranks, schedule.microbatches
 
     def schedule(self, updates: int = 1, ranks: int | None = None) -> Schedule:
-        """The schedule.
+        """Make the schedule of the plan.
 
         Args:
             updates: number of updates of an asynchronous schedule.
-            ranks: devices on the pipe axis of a mesh, to compare; `None`: no comparison.
+            ranks: number of devices on the pipe axis of the mesh, which the schedule must match; `None`: any number.
 
         Raises:
-            UserError: a file that is missing or wrong; a schedule for another number of devices; `auto`, before it
-                has been chosen.
+            UserError: the file is missing or invalid, the schedule is for another number of devices, or the schedule of
+                `auto` has not been chosen yet.
         """
         if self.name == "auto":
             raise UserError(f"pipeline {self}: its schedule is still to be chosen; give one by name to draw or run it")
@@ -214,6 +212,6 @@ class PipelinePlan:
         if ranks not in (None, schedule.ranks):
             raise UserError(
                 f"pipeline {self}: a schedule for {schedule.ranks} devices, but the pipe axis has {ranks}; "
-                "give the mesh as many, or another schedule"
+                f"give the axis {schedule.ranks} devices, or choose another schedule"
             )
         return schedule

@@ -23,8 +23,10 @@ class Versions:
 
     Args:
         group: microbatches per update: 1 (PipeDream, PipeMare) or the M of 2BW.
-        backward: the weights a backward linearises at: those its forward read, or the newest on its stage.
-        lag: a forward of group g reads version max(0, g - lag); `None`: the newest on its stage.
+        backward: the weights at which a backward linearises (differentiates) its stage: "forward", those that its
+            forward read, or "newest", the newest of its stage.
+        lag: number of updates that the weights of a forward are behind: a forward of group g reads version
+            max(0, g - lag); `None`: it reads the newest version of its stage.
     """
 
     group: int
@@ -40,24 +42,25 @@ class Versions:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Ordered actions of each rank; an invalid one cannot be made.
+    """The actions of each rank, in order. The constructor refuses an invalid schedule.
 
     Args:
-        name: of the schedule.
+        name: name of the schedule.
         orders: the actions of each rank, in order.
-        stages: stages of the network.
-        microbatches: m, numbered from 0.
+        stages: number of stages of the network.
+        microbatches: m, number of microbatches; they are numbered from 0.
         routes: `routes[r][stage]` is the rank that runs the stage for microbatches of route r; only bidirectional
             schedules have several routes.
-        route: the route of each microbatch.
-        versions: the weights of an asynchronous schedule; `None`: one update at the end.
-        cycle: the kinds of successive ticks (lock-step schedules: every tick is of one kind on all ranks); `None`:
-            kinds share ticks.
-        bound: activations, of one stage and one microbatch each, that a rank may hold at most.
+        route: number of the route of each microbatch.
+        versions: the weights that an asynchronous schedule computes with; `None`: the schedule is synchronous, and the
+            weights are updated once, after it.
+        cycle: the kinds of successive ticks of a lock-step schedule, in which every tick is of one kind on all ranks;
+            the cycle repeats. `None`: a tick may have several kinds.
+        bound: the most activations that each rank may hold; an activation is of one stage and one microbatch.
 
     Raises:
-        check.Fault: an action that is missing, doubled, on another rank than its route's, or that waits for ever; more
-            activations than the bound; with the rank and the cell.
+        check.Fault: an action is missing, occurs twice, is on the wrong rank or waits for ever, or a rank holds more
+            activations than its bound; the error has the rank and the cell.
 
     Example:
         >>> orders = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
@@ -88,21 +91,21 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """Devices on the pipe axis."""
+        """Number of devices on the pipe axis."""
         return len(self.orders)
 
     @functools.cached_property
     def chunks(self) -> int:
-        """Stages whose weights one rank holds, at most: v of interleaved schedules, 2 of Chimera."""
+        """The most stages whose weights one rank holds: v of interleaved schedules, 2 of Chimera."""
         return max(len(stages) for stages in self._stages_of_ranks)
 
     @functools.cached_property
     def _stages_of_ranks(self) -> tuple[tuple[int, ...], ...]:
-        by_rank: list[list[int]] = [[] for _ in range(self.ranks)]
+        """The stages of each rank, in the order of routes."""
+        by_rank: list[dict[int, None]] = [{} for _ in range(self.ranks)]
         for route in self.routes:
             for stage, rank in enumerate(route):
-                if stage not in by_rank[rank]:
-                    by_rank[rank].append(stage)
+                by_rank[rank][stage] = None
         return tuple(map(tuple, by_rank))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -110,7 +113,7 @@ class Schedule:
         return self._stages_of_ranks[rank]
 
     def place(self, route: int, stage: int) -> tuple[int, int]:
-        """(rank, chunk) of a stage on a route: its device, and the index of its weights there."""
+        """(rank, chunk) of a stage on a route; chunk is the index of the stage among those of the rank."""
         rank = self.routes[route][stage]
         return rank, self._stages_of_ranks[rank].index(stage)
 
@@ -125,11 +128,11 @@ class Schedule:
 
     @functools.cached_property
     def fused(self) -> frozenset[tuple[int, int]]:
-        """The (stage, microbatch) whose backward is one action B."""
+        """The pairs (stage, microbatch) whose backward is one action B instead of I and W."""
         return frozenset((a.stage, a.microbatch) for order in self.orders for a in order if a.kind is Kind.B)
 
     def gradient(self, stage: int, microbatch: int) -> Action:
-        """The action that makes the input gradient of a stage: B, or I where the two are apart."""
+        """The action that makes the input gradient of a stage: B, or I if the backward is split."""
         return Action(Kind.B if (stage, microbatch) in self.fused else Kind.I, stage, microbatch)
 
     def inputs(self, action: Action) -> tuple[Action, ...]:
@@ -144,12 +147,29 @@ class Schedule:
 
     @functools.cached_property
     def live(self) -> tuple[int, ...]:
-        """The most activations that each rank holds: of one stage and microbatch, from F until B (or W) is done."""
-        peaks = []
-        for order in self.orders:
-            live = peak = 0
-            for action in order:
-                live += {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(action.kind, 0)
-                peak = max(peak, live)
-            peaks.append(peak)
-        return tuple(peaks)
+        """The most activations that each rank holds at once; one is held from its F until its B (or W) is done."""
+        return tuple(
+            max((sum(counts[: len(counts) // 2]) for counts in self.waiting(rank)), default=0)
+            for rank in range(self.ranks)
+        )
+
+    def waiting(self, rank: int) -> set[tuple[int, ...]]:
+        """The different counts of activations that a rank holds, stage by stage, in the course of its order.
+
+        A tuple has two counts for each stage of the rank: first, stage by stage, the activations that are between F
+        and the end of B (or W), then, stage by stage, those of them that are between I and W.
+        """
+        index_of_stage = {stage: index for index, stage in enumerate(self.stages_of(rank))}
+        counts = [0] * (2 * len(index_of_stage))
+        moments = set()
+        for action in self.orders[rank]:
+            index = index_of_stage[action.stage]
+            if action.kind is Kind.F:
+                counts[index] += 1
+            elif action.kind is Kind.I:
+                counts[index + len(index_of_stage)] += 1
+            moments.add(tuple(counts))
+            if action.kind in (Kind.B, Kind.W):
+                counts[index] -= 1
+                counts[index + len(index_of_stage)] -= action.kind is Kind.W
+        return moments

@@ -6,12 +6,23 @@ tick is of one kind on all ranks: kinds come in turn, and a turn without any act
 schedule belongs to the tick of the backward before it.
 """
 
+from collections import deque
+
 from jaxscale.pipeline.action import Action, Kind
 from jaxscale.pipeline.schedule import Schedule
 
 
-def ticks(schedule: Schedule) -> dict[Action, int]:
+def ticks(schedule: Schedule, *, forward_only: bool = False, pace: int = 0) -> dict[Action, int]:
     """The tick of each action, as early as its inputs and the order of its rank allow.
+
+    Args:
+        schedule: the actions of each rank, in order.
+        forward_only: whether to leave out all actions but forwards (evaluation).
+        pace: number of ticks between the entries of two microbatches (a pipeline that never drains); 0: microbatches
+            enter as early as possible.
+
+    Returns:
+        The tick of each action, from 0; the dictionary is sorted by tick, then by rank.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -20,35 +31,30 @@ def ticks(schedule: Schedule) -> dict[Action, int]:
         >>> [(str(action), tick_of[action]) for action in schedule.orders[1]]
         [('1F0', 1), ('1F1', 2), ('1B0', 3), ('1B1', 4)]
     """
+    queues = [deque(a for a in order if a.kind is Kind.F or not forward_only) for order in schedule.orders]
+    cycle = schedule.cycle or (None,)
     tick_of: dict[Action, int] = {}
-    position = [0] * schedule.ranks
-    remaining = sum(map(len, schedule.orders))
     tick = turn = 0
-    while remaining:
-        kind = schedule.cycle[turn % len(schedule.cycle)] if schedule.cycle else None
+
+    def can_start(action: Action) -> bool:
+        """Whether an action's microbatch has entered and its inputs have arrived."""
+        has_entered = action.kind is not Kind.F or action.stage > 0 or tick >= pace * action.microbatch
+        return has_entered and all(source in tick_of for source in schedule.inputs(action))
+
+    while any(queues):
+        kind = cycle[turn % len(cycle)]
         turn += 1
-        cells = []
-        for rank, order in enumerate(schedule.orders):
-            if position[rank] == len(order):
-                continue
-            action = order[position[rank]]
-            if kind in (None, action.kind) and all(source in tick_of for source in schedule.inputs(action)):
-                cells.append((rank, action))
-        for rank, action in cells:
-            order = schedule.orders[rank]
-            while True:
-                tick_of[action] = tick
-                position[rank] += 1
-                remaining -= 1
-                if position[rank] == len(order) or order[position[rank]].kind is not Kind.U:
-                    break
-                action = order[position[rank]]
-        tick += bool(cells)
+        starting_queues = [queue for queue in queues if queue and kind in (None, queue[0].kind) and can_start(queue[0])]
+        for queue in starting_queues:
+            tick_of[queue.popleft()] = tick
+            while queue and queue[0].kind is Kind.U:
+                tick_of[queue.popleft()] = tick
+        tick += bool(starting_queues) or pace > 0
     return tick_of
 
 
 def rows(schedule: Schedule) -> list[list[Action | None]]:
-    """The table: for each tick the action of each rank, `None` where it is idle; without updates."""
+    """The action of each rank in each tick, `None` if the rank is idle; updates are left out."""
     tick_of = ticks(schedule)
     table: list[list[Action | None]] = [[None] * schedule.ranks for _ in range(1 + max(tick_of.values()))]
     for rank, order in enumerate(schedule.orders):

@@ -26,10 +26,10 @@ class Use:
 
 
 def uses(schedule: Schedule) -> dict[Action, Use]:
-    """The versions of every forward and backward; an update counts with the backward before it.
+    """The versions that every forward and backward uses; an update counts as part of the backward before it.
 
     Raises:
-        UserError: a synchronous schedule; a backward in two halves; an update that follows no backward.
+        UserError: the schedule is synchronous, a backward is split into I and W, or an update follows no backward.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -41,27 +41,27 @@ def uses(schedule: Schedule) -> dict[Action, Use]:
     """
     versions = schedule.versions
     if versions is None:
-        raise UserError(f"schedule {schedule.name}: got one without versions of weights, expected an asynchronous one")
+        raise UserError(f"schedule {schedule.name}: has no versions of weights, expected an asynchronous one")
     by_action: dict[Action, Use] = {}
     for rank, order in enumerate(schedule.orders):
-        done = dict.fromkeys(schedule.stages_of(rank), 0)
+        newest = dict.fromkeys(schedule.stages_of(rank), 0)
         previous: Action | None = None
         for action in order:
             stage, group = action.stage, action.microbatch // versions.group
             match action.kind:
                 case Kind.F:
-                    by_action[action] = Use(done[stage] if versions.lag is None else max(0, group - versions.lag))
+                    by_action[action] = Use(newest[stage] if versions.lag is None else max(0, group - versions.lag))
                 case Kind.B:
                     forward_version = by_action[Action(Kind.F, stage, action.microbatch)].reads
-                    by_action[action] = Use(forward_version if versions.backward == "forward" else done[stage])
+                    by_action[action] = Use(forward_version if versions.backward == "forward" else newest[stage])
                 case Kind.U:
                     if previous is None or previous != Action(Kind.B, stage, action.microbatch):
                         raise UserError(
                             f"schedule {schedule.name}, rank {rank}: {action} follows {previous}, expected the "
-                            f"backward of microbatch {action.microbatch}: an update is done with the backward before it"
+                            f"backward of microbatch {action.microbatch}: an update is part of the backward before it"
                         )
-                    done[stage] += 1
-                    by_action[previous] = dataclasses.replace(by_action[previous], makes=done[stage])
+                    newest[stage] += 1
+                    by_action[previous] = dataclasses.replace(by_action[previous], makes=newest[stage])
                 case kind:
                     raise UserError(
                         f"schedule {schedule.name}, rank {rank}: {action} is of kind {kind}, expected F, B and U: an "
@@ -72,12 +72,12 @@ def uses(schedule: Schedule) -> dict[Action, Use]:
 
 
 def lives(schedule: Schedule, tick_of: Mapping[Action, int]) -> dict[int, list[tuple[int, int, int]]]:
-    """By stage, (first tick, tick after the last, version) of each version.
+    """The lifetimes of all versions of each stage's weights, as tuples (first tick, tick after the last, version).
 
     A version lives from the update that makes it, at the end of a tick, to its last reader or to the next update.
 
     Args:
-        schedule: asynchronous.
+        schedule: an asynchronous schedule.
         tick_of: the tick of each forward and backward.
     """
     first_ticks: dict[tuple[int, int], int] = {(stage, 0): 0 for stage in range(schedule.stages)}
@@ -95,10 +95,10 @@ def lives(schedule: Schedule, tick_of: Mapping[Action, int]) -> dict[int, list[t
 
 
 def ring(lives: Sequence[tuple[int, int, Hashable]]) -> int:
-    """The number of slots that values can take in turn: value i takes slot i mod slots, which must be free by then.
+    """The fewest slots that values can take in turn: value i takes slot i mod slots, which must be free by then.
 
     Args:
-        lives: (first tick, tick after the last, name) in the order in which they take slots.
+        lives: (first tick, tick after the last, name) of each value, in the order in which values take slots.
 
     Example:
         >>> ring([(0, 3, "a"), (1, 4, "b"), (3, 6, "c"), (4, 7, "d")])

@@ -1,1 +1,1 @@
-"""Which plan fits a platform, and why: estimates of a step's memory, verdicts, and pictures of them."""
+"""Whether a plan fits a platform, and which plan does: estimates of a step's memory, searches, and pictures of both."""

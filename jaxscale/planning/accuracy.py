@@ -1,5 +1,6 @@
-"""Recorded errors of estimates, and fitted factors: from `accuracy.json`, which
-`experiments/benchmarks/fit_accuracy.py --write` writes.
+"""Recorded errors of memory estimates, and factors fitted to compiled programs.
+
+`experiments/benchmarks/fit_accuracy.py --write` writes both to `accuracy.json`.
 """
 
 import dataclasses
@@ -8,21 +9,22 @@ import json
 from pathlib import Path
 
 FILE = Path(__file__).with_name("accuracy.json")
+"""Errors and factors, by kind of platform."""
 
 PIPELINED_FILE = Path(__file__).with_name("accuracy_pipelined.json")
-"""The same of pipelined steps, by kind of platform: `experiments/benchmarks/pipeline_fit.py --write`."""
+"""Errors for pipelined steps, by kind of platform; `experiments/benchmarks/pipeline_fit.py --write` writes it."""
 
 MARGIN = 0.15
-"""An estimate nearer to the limit than this share of it is too close to call, and worth measuring."""
+"""Share of the limit: an estimate that differs less from the limit is too close to call, and worth measuring."""
 
 NEARER_MARGIN = 0.12
-"""The same if the piece of the step that needs the most memory was compiled."""
+"""Margin if the piece of the step that needs the most memory was compiled."""
 
 UNKNOWN_MARGIN = 0.3
-"""The same for pipelined steps if fewer than `ENOUGH` were compiled for that kind of platform."""
+"""Margin of a pipelined step if fewer than `ENOUGH` were compiled for its kind of platform."""
 
 ENOUGH = 5
-"""Compiled pipelined programs of a kind of platform from which its usual margin applies to pipelined steps."""
+"""Number of pipelined steps compiled for a kind of platform from which its usual margin applies to them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Factors:
     """Factors fitted to compiled programs of one kind of platform.
 
     Args:
-        packing: compiled bytes of temporaries, divided by the live bytes at the peak.
-        gather: share of a gathered weight that is in memory at a time.
+        packing: compiled bytes of temporaries, divided by the estimated live bytes at the peak.
+        gather: share of a gathered weight that is in memory at any one time.
     """
 
     packing: float = 1.0
@@ -40,12 +42,12 @@ class Factors:
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-    """Errors of the estimates of compiled programs.
+    """Errors of estimates, relative to the bytes of the compiled programs.
 
     Args:
-        programs: number of programs.
-        median: of the absolute errors, as a share of the compiled bytes.
-        worst: the largest error.
+        programs: number of compiled programs.
+        median: median of the absolute errors, as a share of the compiled bytes.
+        worst: largest absolute error, as a share of the compiled bytes.
         compiled: whether the piece that needs the most memory was compiled.
         pipelined: whether the programs have a pipeline.
     """
@@ -67,6 +69,7 @@ class Accuracy:
 
 @functools.cache
 def _recorded() -> dict:
+    """The contents of both files."""
     accuracy = json.loads(FILE.read_text()) if FILE.exists() else {}
     return accuracy | {"pipelined": json.loads(PIPELINED_FILE.read_text()) if PIPELINED_FILE.exists() else {}}
 
@@ -81,8 +84,8 @@ def recorded(kind: str, *, compiled: bool = False, pipelined: bool = False) -> A
 
     Args:
         kind: "tpu", "gpu" or "cpu".
-        compiled: errors with the piece that needs the most memory compiled.
-        pipelined: errors of pipelined steps.
+        compiled: whether the piece that needs the most memory is compiled.
+        pipelined: whether the steps are pipelined.
     """
     section = "pipelined" if pipelined else "compiled" if compiled else "accuracy"
     fields = _recorded().get(section, {}).get(kind)
@@ -90,7 +93,7 @@ def recorded(kind: str, *, compiled: bool = False, pipelined: bool = False) -> A
 
 
 def margin(kind: str, *, compiled: bool = False, pipelined: bool = False) -> float:
-    """Share of the limit: an estimate nearer to it than that is too close to call.
+    """Share of the limit: an estimate that differs less from the limit is too close to call.
 
     Args:
         kind: "tpu", "gpu" or "cpu".

@@ -1,12 +1,12 @@
-"""Estimate: device and host bytes of a whole train step, itemised, from its traced program.
+"""Itemised estimate of a whole train step's bytes of device and host memory, from its traced program.
 
-The step is traced for the platform's mesh, so it is the program that would run, with the plan's rematerialization,
-microbatches, chunked loss, precision and placements. Arguments (state, batch) are exact. The live bytes within the step
-are computed from the program (`timeline.py`), times a factor per kind of platform that was fitted to compiled programs
-(`accuracy.json`, which `experiments/benchmarks/fit_accuracy.py --record` regenerates).
+The step is traced for the platform's mesh, so the program is the one that would run, with the plan's rematerialization,
+microbatches, chunked loss, precision and placements. The bytes of arguments (state, batch) are exact. The live bytes
+within the step are computed from the program (`timeline.py`), and multiplied by a factor per kind of platform that was
+fitted to compiled programs (`accuracy.json`, which `experiments/benchmarks/fit_accuracy.py --write` regenerates).
 
-Nothing is compiled by default, so the order of independent operations and the packing of buffers are left out.
-`compile_block` compiles the piece of the step that needs the most memory (`piece_compile.py`).
+Left out: the order of independent operations and the packing of buffers, because nothing is compiled by default.
+`compile_block` compiles the piece of the step that needs the most memory (`compile_pieces.py`).
 """
 
 import dataclasses
@@ -16,14 +16,13 @@ from typing import Any
 
 from jaxscale.errors import UserError
 from jaxscale.planning import accuracy
-from jaxscale.planning.pieces import Piece, pieces_of
-from jaxscale.planning.program import described_step
-from jaxscale.planning.timeline import Item, Timeline, timeline
-from jaxscale.planning.traced import TracedStep, traced_step
-from jaxscale.planning.wire import Wire, wire_of
+from jaxscale.planning.compile_pieces import Piece, piece_bytes, pieces_of
+from jaxscale.planning.network_traffic import Traffic, slow_axis_traffic
+from jaxscale.planning.program import TracedStep, described_step, traced_step
+from jaxscale.planning.timeline import Item, Timeline, bytes_by_kind, timeline
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs.flat import FlatProgram
-from jaxscale.programs.kinds import both_passes, kinds_of
+from jaxscale.programs.kinds import both_passes
 from jaxscale.programs.placements import Placements
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.kernels import Taken
@@ -39,7 +38,7 @@ KINDS = (
     "kept activations", "stash", "loss", "gradients", "gathered weights", "transients", "packing", "second copy",
     "checkpoint",
 )  # fmt: skip
-"""Kinds of tensor, in the order of tables."""
+"""Kinds of tensor, in the order in which tables list them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,21 +46,19 @@ class Estimate:
     """Estimated memory of a train step, per device.
 
     Args:
-        platform: its text form.
-        plan: with a resolved mesh.
-        device: bytes of device memory by kind, at the moment that needs the most.
-        host: bytes of host memory by kind.
-        flop: of the products of forward and backward pass, recomputation included, all devices together.
-        timeline: live bytes besides the arguments.
-        arguments: the leaves of state and batch.
-        notes: lines on the choice of the mesh and the decision of the memory rule.
+        plan: the plan, with a resolved mesh.
+        device: bytes of device memory of each kind of tensor, at the moment that needs the most.
+        host: bytes of host memory of each kind of tensor.
+        flop: FLOP of the products of forward and backward pass, recomputation included, all devices together.
+        timeline: live bytes through the step, without its arguments.
+        arguments: the arguments on the device, the leaves of state and batch.
+        notes: lines of text about the choice of the mesh and the decision of the memory rule.
         compiled: names of the pieces of the step whose temporaries a compiler reported.
         state_bytes: bytes of optimizer state per parameter, over all devices.
-        wire: traffic of a device over the slow axis; `None` without one.
+        wire: traffic of a device over the mesh's slow axis (between replicas); `None` without such an axis.
         kernels: the implementation of each kernel in the traced program.
     """
 
-    platform: str
     plan: Plan
     device: Mapping[str, int]
     host: Mapping[str, int]
@@ -71,7 +68,7 @@ class Estimate:
     notes: tuple[str, ...] = ()
     compiled: tuple[str, ...] = ()
     state_bytes: float = 0.0
-    wire: Wire | None = None
+    wire: Traffic | None = None
     kernels: tuple[Taken, ...] = ()
 
     @property
@@ -86,9 +83,9 @@ class Estimate:
 
     @property
     def moments(self) -> tuple[dict[str, int], ...]:
-        """Live bytes by kind, with the arguments, from the first operation to the last; a loop's body once."""
-        constant = _by_kind(self.arguments)
-        return tuple(constant | moment.by_kind for moment in self.timeline.moments)
+        """Live bytes by kind, arguments included, at each moment of the step; a loop's body appears once."""
+        argument_bytes = bytes_by_kind(self.arguments)
+        return tuple(argument_bytes | moment.by_kind for moment in self.timeline.moments)
 
     @property
     def turn(self) -> int:
@@ -97,8 +94,13 @@ class Estimate:
         return next((index for index, moment in enumerate(moments) if moment.backward), len(moments))
 
     @property
+    def kept_bytes(self) -> int:
+        """The most bytes of kept activations at any moment."""
+        return max((moment.by_kind.get("kept activations", 0) for moment in self.timeline.moments), default=0)
+
+    @property
     def alive(self) -> tuple[Item, ...]:
-        """Arrays alive at the peak, with the arguments, the largest first."""
+        """Arrays alive at the peak, arguments included, the largest first."""
         return tuple(sorted((*self.arguments, *self.timeline.items), key=lambda item: -item.bytes))
 
     def __str__(self) -> str:
@@ -123,22 +125,23 @@ def estimate(
 
     Args:
         experiment: what to train.
-        platform: such as "tpu v5e:4x4"; its devices need not be present.
-        plan: the experiment's plan by default.
+        platform: platform to run on, such as "tpu v5e:4x4"; its devices need not be present.
+        plan: the plan; the experiment's by default.
         compile_block: compile the piece of the step that needs the most memory (the passes of one block, or the loss)
             for the platform, and use the compiled bytes of its temporaries.
-        make: makes the experiment in the process that compiles; needed if the experiment does not pickle.
+        make: function that returns the experiment, called in the process that compiles; required if the experiment
+            does not pickle.
 
     Raises:
-        UserError: the plan does not suit the model, the batch or the platform; no compiler for `compile_block`.
+        UserError: the plan is not valid for the model, the batch or the platform, or `compile_block` is set and the
+            platform has no compiler.
     """
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
     step = described_step(experiment, platform, plan)
     measure = None
     if compile_block:
-        from jaxscale.planning.piece_compile import piece_bytes
-
-        measure = partial(piece_bytes, make or partial(_identity, experiment), platform, step.plan)
+        make = make or partial(dataclasses.replace, experiment)  # a function that pickles
+        measure = partial(piece_bytes, make, platform, step.plan)
     return of_step(step, batch_shapes(experiment), platform, measure)
 
 
@@ -146,32 +149,30 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
     """The estimate of a train step.
 
     Args:
-        step: on the platform's devices, or their description.
+        step: the train step, built for the platform's devices or for a description of them.
         batch: arrays or shapes of a global batch.
-        platform: where it would run.
-        measure: returns the bytes of temporaries of a piece of the step, by compiling it.
+        platform: platform that the step would run on.
+        measure: function that compiles a piece of the step and returns the bytes of its temporaries.
 
     Raises:
-        UserError: the step has no pieces to compile.
+        UserError: `measure` is given, and the step has no pieces to compile.
     """
-    traced = traced_step(step, batch, platform)
-    program, placements = traced.program, traced.placements
-    pieces: dict[Piece, int | None] = dict.fromkeys(pieces_of(program))
-    if measure is not None and not pieces:
-        raise UserError("compile-block: the blocks are in no loop; --verify compiles the whole step")
-    live = timeline(program, placements, kinds_of, traced.compiler, pieces)
-    while measure is not None and (piece := _peak_piece(live)) is not None and pieces[piece] is None:
-        pieces[piece] = measure(piece)
-        live = timeline(program, placements, kinds_of, traced.compiler, pieces)
-    arguments, host_items = _argument_items(traced, batch)
-    device_kinds = _by_kind(arguments)
-    for item in live.items:
-        device_kinds[item.kind] = device_kinds.get(item.kind, 0) + item.bytes
-    compiled = tuple(piece.name for piece, temporaries in pieces.items() if temporaries is not None)
-    packing = round(live.bytes * (accuracy.factors(platform.chip.kind).packing - 1))
-    if packing and not compiled:
-        device_kinds["packing"] = packing
-    host_kinds = _by_kind(host_items)
+    trace = traced_step(step, batch, platform)
+    program, placements = trace.program, trace.placements
+    temporaries_of: dict[Piece, int | None] = dict.fromkeys(pieces_of(program))
+    if measure is not None and not temporaries_of:
+        raise UserError("compile-block: the model's blocks do not run in a loop; compile the whole step with --verify")
+    step_timeline = timeline(program, placements, trace.compiler, temporaries_of)
+    while measure is not None and (piece := step_timeline.peak.piece) is not None and temporaries_of[piece] is None:
+        temporaries_of[piece] = measure(piece)
+        step_timeline = timeline(program, placements, trace.compiler, temporaries_of)
+    arguments, host_items = _argument_items(trace, batch)
+    device_kinds = bytes_by_kind((*arguments, *step_timeline.items))
+    compiled_pieces = tuple(piece.name for piece in temporaries_of if temporaries_of[piece] is not None)
+    packing_bytes = round(step_timeline.bytes * (accuracy.factors(platform.chip.kind).packing - 1))
+    if packing_bytes and not compiled_pieces:
+        device_kinds["packing"] = packing_bytes
+    host_kinds = bytes_by_kind(host_items)
     if host_kinds:
         # XLA may hold both the copy it reads and the copy it writes
         host_kinds["second copy"] = (COPY - 1) * sum(host_kinds.values())
@@ -181,64 +182,48 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
         # a checkpoint is copied to the host and written in the background
         host_kinds["checkpoint"] = sum(item.bytes for item in (*arguments, *host_items) if item.kind != "batch")
     return Estimate(
-        str(platform),
         step.plan,
         device_kinds,
         host_kinds,
-        traced.flop,
-        live,
+        trace.flop,
+        step_timeline,
         arguments,
         step.parts.lines,
-        compiled,
+        compiled_pieces,
         tree_bytes(step.layout.abstract.optimizer) / step.parameters,
-        wire_of(step, platform),
+        slow_axis_traffic(step, platform),
         step.kernels,
     )
 
 
-def _peak_piece(live: Timeline) -> Piece | None:
-    """The piece of a step that needs the most memory."""
-    return live.moments[live.peak].piece if live.moments else None
-
-
-def _identity(experiment: Experiment) -> Experiment:
-    return experiment
-
-
-def _by_kind(items: tuple[Item, ...]) -> dict[str, int]:
-    bytes_by_kind: dict[str, int] = {}
-    for item in items:
-        bytes_by_kind[item.kind] = bytes_by_kind.get(item.kind, 0) + item.bytes
-    return bytes_by_kind
-
-
 def _kept_on_host_bytes(program: FlatProgram, placements: Placements) -> int:
-    """Bytes per device that loops stack in host memory for the backward pass of one microbatch."""
-    total = 0
+    """Bytes per device of the activations that loops store in host memory for the backward pass of one microbatch."""
+    host_bytes = 0
     for index, operation in enumerate(program.operations):
         if operation.loop is None:
             continue
-        total += sum(
+        host_bytes += sum(
             placements.bytes_of(program.shapes[value], placements.dims[value], host=True)
             for value in operation.outputs
             if value not in program.outputs
         )
         if both_passes(operation.loop):
-            total += _kept_on_host_bytes(operation.loop, placements.loops[index])
-    return total
+            host_bytes += _kept_on_host_bytes(operation.loop, placements.loops[index])
+    return host_bytes
 
 
-def _argument_items(traced: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """The arguments on the device and those in host memory, named after their leaves."""
-    device, host = [], []
-    kinds = {"params": "parameters", "optimizer": "optimizer state", "extra/in_flight": "stash"}
-    kinds |= {"extra/reduce": "residuals", "extra/outer": "outer state"}
-    for value, (name, leaf) in zip(traced.program.inputs, traced.leaves, strict=False):
+def _argument_items(trace: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+    """The arguments in device memory and those in host memory, named after their leaves."""
+    device_items, host_items = [], []
+    kind_of_group = {"params": "parameters", "optimizer": "optimizer state", "extra/in_flight": "stash"}
+    kind_of_group |= {"extra/reduce": "residuals", "extra/outer": "outer state"}
+    for value, (name, leaf) in zip(trace.program.inputs, trace.leaves, strict=False):
         group, _, leaf_name = name.partition("/")
         if group == "extra":
             extra_name, _, leaf_name = leaf_name.partition("/")
             group = f"extra/{extra_name}"
-        kind = kinds.get(group, "batch" if group in batch else "model state")
-        item = Item(leaf_name or name, kind, traced.placements.bytes_of(leaf, traced.placements.dims[value]))
-        (host if getattr(leaf.sharding, "memory_kind", None) == "pinned_host" else device).append(item)
-    return tuple(device), tuple(host)
+        kind = kind_of_group.get(group, "batch" if group in batch else "model state")
+        item = Item(leaf_name or name, kind, trace.placements.bytes_of(leaf, trace.placements.dims[value]))
+        on_host = getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
+        (host_items if on_host else device_items).append(item)
+    return tuple(device_items), tuple(host_items)

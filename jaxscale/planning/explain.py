@@ -1,25 +1,26 @@
-"""explain: which arrays take a train step's memory, and when, by the model's names; as text, HTML and SVG.
+"""explain: which arrays of a train step take memory at which moment, by the model's names, as text, HTML and SVG.
 
-An estimate shows the traced program (`timeline.py`); with `verify`, the compiler's listing of arrays alive at the peak,
-and its timeline.
+An estimate shows the arrays of the traced program (`timeline.py`). With `verify`, the step is compiled, and the arrays
+alive at the peak and the timeline are those that the compiler reports.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
+from jaxscale.compiler.compile import compile_report
 from jaxscale.errors import UserError
+from jaxscale.figures.markup import framed, write_figure
 from jaxscale.memory.decision import Decision
 from jaxscale.memory.plan import MemoryPlan
-from jaxscale.memory.selectors import SELECTORS
-from jaxscale.planning.cheapest import searched_rules, valid_menu
-from jaxscale.planning.estimate import estimate
+from jaxscale.planning.estimate import Estimate, estimate
 from jaxscale.planning.fit import Fit, fit
-from jaxscale.planning.pictures import Point, curve, framed, page, stacked, table, write_picture
-from jaxscale.planning.prices import Prices
-from jaxscale.planning.program import lowered_step
+from jaxscale.planning.memory_costs import MemoryCosts
+from jaxscale.planning.memory_search import searched_rules, valid_menu
+from jaxscale.planning.menu import HEURISTICS
+from jaxscale.planning.pictures import Point, curve, page, stacked, table
+from jaxscale.planning.program import step_recipe
 from jaxscale.planning.timeline import Item
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
@@ -28,25 +29,22 @@ from jaxscale.values.byte_sizes import bytes_text, short_budget
 from jaxscale.values.units import size
 
 SHARES = (0.5, 0.25, 0.125)
-"""Budgets on the curve, as shares of all activations."""
+"""Budgets of the memory plans on the curve, as shares of the bytes of all kept activations."""
 SHOWN = 20
-"""Number of arrays listed in the text."""
-
-RULES = ("greedy", "dtr_static", *(f"offload:{selector}" for selector in SELECTORS))
-"""Further rules on the curve of time against memory, at the middle budget."""
+"""Number of arrays that the text lists one by one."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Explained:
+class Explanation:
     """Which arrays take a step's memory; prints as text, draws as SVG and HTML.
 
     Args:
         fit: verdict and itemised bytes.
-        alive: arrays alive at the peak, with the arguments, the largest first.
-        moments: live bytes by kind, from the first operation to the last; a loop's body once.
+        alive: arrays alive at the peak, arguments included, the largest first.
+        moments: live bytes by kind at each moment of the step; a loop's body appears once.
         turn: index of the first moment of the backward pass.
         plans: bytes and cost of the step under several memory plans.
-        timed: their cost is modelled seconds; FLOP if the chip's rates are unknown.
+        timed: whether costs are modelled seconds; they are FLOP if the chip's rates are unknown.
     """
 
     fit: Fit
@@ -74,6 +72,7 @@ class Explained:
 
     @property
     def _cost_name(self) -> str:
+        """Heading of the costs."""
         return "Time" if self.timed else "FLOP"
 
     def svg(self) -> str:
@@ -83,14 +82,14 @@ class Explained:
     def html(self) -> str:
         """A self-contained page: verdict, timeline, arrays alive at the peak, time against memory."""
         source = "as the compiler lists them" if self.fit.verified else "by estimate, from the traced program"
-        parts = [
+        sections = [
             ("", f"<pre>{escape(str(self.fit))}</pre>"),
             ("Live bytes per device through a step", self.svg()),
             (f"Alive at the peak, {source}", table(self.alive)),
         ]
         if self.plans:
-            parts.append((f"{self._cost_name} against memory, by estimate", curve(self.plans, self.fit.limit)))
-        return page(f"Memory of {self.fit.name} on {self.fit.platform}", parts)
+            sections.append((f"{self._cost_name} against memory, by estimate", curve(self.plans, self.fit.limit)))
+        return page(f"Memory of {self.fit.name} on {self.fit.platform}", sections)
 
     def _repr_html_(self) -> str:
         return framed(self.html(), 800)
@@ -101,7 +100,7 @@ class Explained:
         Raises:
             UserError: the file cannot be written.
         """
-        write_picture(path, self.svg, self.html)
+        write_figure(path, self.svg, self.html)
 
 
 def explain(
@@ -112,8 +111,8 @@ def explain(
     limit: int | None = None,
     verify: bool = False,
     make: Callable[[], Experiment] | None = None,
-) -> Explained:
-    """Which arrays take the memory of an experiment's train step; arguments and errors are those of `fit`.
+) -> Explanation:
+    """Explain which arrays take the memory of an experiment's train step; arguments and errors are those of `fit`.
 
     Example:
         >>> from jaxscale.models import Decoder
@@ -125,14 +124,11 @@ def explain(
     """
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
     step_fit = fit(experiment, platform, plan, limit=limit)
-    itemised = step_fit.estimate
-    alive, moments, turn = itemised.alive, itemised.moments, itemised.turn
-    prices = Prices.of(experiment, platform, itemised.plan)
+    step_estimate = step_fit.estimate
+    alive, moments, turn = step_estimate.alive, step_estimate.moments, step_estimate.turn
+    costs = MemoryCosts.of(experiment, platform, step_estimate.plan)
     if verify:
-        from jaxscale.compiler.compile import compile_report
-
-        recipe = partial(lowered_step, make=make or partial(_identity, experiment), plan=itemised.plan)
-        report = compile_report(recipe, platform, explain=True)
+        report = compile_report(step_recipe(experiment, step_estimate.plan, make), platform, explain=True)
         step_fit = dataclasses.replace(step_fit, report=report)
         if report.live is not None:
             alive = tuple(Item(f"{array.name} {array.shape}", array.kind, array.bytes) for array in report.live)
@@ -140,78 +136,76 @@ def explain(
             moments = tuple(dict(moment.bytes) for moment in report.timeline)
             phases = [moment.phase for moment in report.timeline]
             turn = next((i for i, phase in enumerate(phases) if phase in ("backward", "recompute")), len(moments))
-    memory = _curve(experiment, platform, itemised.plan, prices)
-    return Explained(
+    memory_plans = _plans_of_curve(experiment, platform, step_estimate.plan, costs)
+    return Explanation(
         step_fit,
         alive,
         moments,
         turn,
-        tuple(compare(experiment, platform, itemised.plan, memory, prices)),
-        prices.timed,
+        tuple(compare(experiment, platform, step_estimate.plan, memory_plans, costs)),
+        costs.timed,
     )
 
 
 def compare(
-    experiment: Experiment, platform: Platform, plan: Plan, memory: Sequence[str], prices: Prices
+    experiment: Experiment, platform: Platform, plan: Plan, memory_plans: Sequence[str], costs: MemoryCosts
 ) -> list[Point]:
-    """Bytes and cost of a step under each of several memory plans, the cost as a multiple of the least.
+    """Bytes and cost of a step under each of several memory plans, the cost as a multiple of the lowest.
 
-    The cost is modelled seconds, with the copies to the host that nothing hides; FLOP if the chip's rates are unknown.
+    The cost is modelled seconds, including copies to the host that nothing hides. It is FLOP if the chip's rates are
+    unknown. Memory plans that are not valid for the model are left out.
 
     Args:
         experiment: what to train.
-        platform: where to train it.
-        plan: its memory plan is compared first, and replaced by the others.
-        memory: text forms of memory plans.
-        prices: of the model's blocks.
+        platform: platform to train on.
+        plan: plan of the step; its own memory plan is compared first.
+        memory_plans: text forms of the memory plans that replace it.
+        costs: costs of memory plans for the model's blocks.
     """
-    estimates = {}
-    for text in dict.fromkeys((str(plan.memory), *memory)):
+    estimates: dict[str, Estimate] = {}
+    for text in dict.fromkeys((str(plan.memory), *memory_plans)):
         try:
             estimates[text] = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan.parse(text)))
-        except UserError:  # a budget below the least, or a rule that is not valid for this model
+        except UserError:  # the budget is too small, or the rule is not valid for this model
             continue
-    cost: Mapping[str, float] = {text: estimated.flop for text, estimated in estimates.items()}
-    cost = prices.steps(cost) if prices.timed else cost
-    least = min(cost.values()) or 1
+    decisions = {text: _decision(costs, text) for text in estimates}
+    cost_by_text: dict[str, float] = {text: text_estimate.flop for text, text_estimate in estimates.items()}
+    if costs.timed:
+        unplanned_seconds = costs.step_seconds(min(cost_by_text.values()))
+        for text, decision in decisions.items():
+            cost_by_text[text] = unplanned_seconds + (0.0 if decision is None else costs.seconds(decision))
+    least_cost = min(cost_by_text.values()) or 1
     points = []
-    for text, estimated in estimates.items():
-        decision = _decision(prices, text)
-        points.append(
-            Point(
-                text,
-                estimated.device_bytes,
-                cost[text] / least,
-                text == str(plan.memory),
-                None if decision is None else decision.bytes * prices.stages,
-                None if decision is None else round(decision.bytes_of_a_block),
-            )
-        )
+    for text, decision in decisions.items():
+        point = Point(text, estimates[text].device_bytes, cost_by_text[text] / least_cost, text == str(plan.memory))
+        if decision is not None:
+            kept_bytes = {"kept": decision.bytes * costs.stages, "kept_of_a_block": round(decision.bytes_of_a_block)}
+            point = dataclasses.replace(point, **kept_bytes)
+        points.append(point)
     return points
 
 
-def _curve(experiment: Experiment, platform: Platform, plan: Plan, prices: Prices) -> tuple[str, ...]:
-    """Memory plans on the curve: the menu, optimal plans, and every other rule at the middle budget."""
-    unplanned = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
-    kept_bytes = max((moment.by_kind.get("kept activations", 0) for moment in unplanned.timeline.moments), default=0)
+def _plans_of_curve(experiment: Experiment, platform: Platform, plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
+    """Text forms of the memory plans on the curve: the menu, optimal plans, each other rule with the middle budget."""
+    kept_bytes = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none"))).kept_bytes
     budgets = [bytes_text(short_budget(round(kept_bytes * share))) for share in SHARES]
-    optimal = [f"{rule}:{budget}" for rule in searched_rules(experiment, plan, prices) for budget in budgets]
+    optimal_plans = [f"{rule}:{budget}" for rule in searched_rules(experiment, plan, costs) for budget in budgets]
     # without known rates, copies to a host would appear free
-    further = [rule for rule in RULES if optimal and (prices.timed or not rule.startswith("offload"))]
-    further = [f"{rule}:{budgets[len(budgets) // 2]}" for rule in further]
-    return (*valid_menu(experiment, plan), *optimal, *further)
+    other_rules = [rule for rule in HEURISTICS if optimal_plans and (costs.timed or not rule.startswith("offload"))]
+    other_plans = [f"{rule}:{budgets[len(budgets) // 2]}" for rule in other_rules]
+    return (*valid_menu(experiment, plan), *optimal_plans, *other_plans)
 
 
-def _decision(prices: Prices, text: str) -> Decision | None:
+def _decision(costs: MemoryCosts, text: str) -> Decision | None:
+    """The decision of a memory plan; `None` if the model exposes no blocks."""
     try:
-        return prices.decision(MemoryPlan.parse(text)) if prices.calls else None
-    except UserError:  # offload on a CPU, which plans it as for another chip
-        return None
+        return costs.decision(MemoryPlan.parse(text)) if costs.calls else None
+    except UserError:
+        if costs.timed:
+            raise
+        return None  # offload is planned with rates, which are unknown here
 
 
-def _cell(count: int | None) -> str:
-    return "" if count is None else size(count)
-
-
-def _identity(experiment: Experiment) -> Experiment:
-    return experiment
+def _cell(byte_count: int | None) -> str:
+    """Bytes as text; empty if unknown."""
+    return "" if byte_count is None else size(byte_count)

@@ -1,37 +1,37 @@
 """fit: whether an experiment's train step fits a platform, what takes the memory, and which changes would save most.
 
-The result is an estimate (`estimate.py`) and is labelled as one; `verify` compiles the step for the platform,
-`compile_block` one piece of it.
+The result is an estimate (`estimate.py`) and is labelled as one. `verify` compiles the step for the platform;
+`compile_block` compiles one piece of it.
 """
 
 import dataclasses
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from html import escape
 from pathlib import Path
-from typing import Any
 
+from jaxscale.compiler.compile import compile_report
 from jaxscale.compiler.report import CompileReport
 from jaxscale.compiler.usable import host_share, usable_bytes
 from jaxscale.errors import UserError
-from jaxscale.memory.plan import MemoryPlan
+from jaxscale.figures.markup import framed, write_figure
 from jaxscale.pipeline.clock.simulate import Simulation
 from jaxscale.planning import accuracy
-from jaxscale.planning.cheapest import NothingFits, cheapest_fit
+from jaxscale.planning.automatic_choices import resolve_choices
 from jaxscale.planning.estimate import Estimate, estimate
-from jaxscale.planning.pictures import framed, page, stacked, table, write_picture
-from jaxscale.planning.pipeline_choice import pipeline_choice
-from jaxscale.planning.program import lowered_step
-from jaxscale.planning.stage_prices import simulated
-from jaxscale.planning.wire import sent_by_axes
+from jaxscale.planning.memory_search import NothingFits
+from jaxscale.planning.network_traffic import sent_by_axes
+from jaxscale.planning.pictures import page, stacked, table
+from jaxscale.planning.program import step_recipe
+from jaxscale.planning.stage_prices import simulation_of
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.kernels import lines_of
 from jaxscale.recipe.plan import Plan
+from jaxscale.values import override
 from jaxscale.values.units import size
 
-TRIED = 4
-"""Number of changes to the plan that are estimated."""
+MOST_CHANGES = 4
+"""Maximum number of changes to the plan that are estimated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Help:
     """A change to the plan and what it would save.
 
     Args:
-        flags: its command-line flags.
-        saves: bytes of device memory per device that it saves.
-        needs: bytes of device memory per device with it.
-        fits: whether the step then fits device and host, by estimate.
+        flags: command-line flags of the change.
+        saves: bytes of device memory per device that the change saves.
+        needs: bytes of device memory per device that the step needs with the change.
+        fits: whether the step fits device and host with the change, by estimate.
     """
 
     flags: str
@@ -53,14 +53,14 @@ class Help:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Whether a train step fits; prints as text, draws as SVG and HTML.
+    """Whether a train step fits a platform; prints as text, draws as SVG and HTML.
 
     Args:
-        name: of the experiment.
-        platform: where it should run.
-        estimate: itemised bytes.
-        limit: bytes of device memory per device; `None` if unknown.
-        host_limit: bytes of host memory per device, likewise.
+        name: name of the experiment.
+        platform: platform that the step should run on.
+        estimate: itemised estimate of the step's bytes.
+        limit: available bytes of device memory per device; `None` if unknown.
+        host_limit: available bytes of host memory per device; `None` if unknown.
         report: the compiler's report, if the step was compiled.
         helps: changes to the plan, the largest saving first.
         clock: simulation of a pipelined step; `None` if the chip's rates are unknown.
@@ -82,19 +82,19 @@ class Fit:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory per device: the compiler's, else the estimate."""
-        reported = None if self.report is None else self.report.device_bytes
-        return self.estimate.device_bytes if reported is None else reported
+        """Bytes of device memory per device, from the compiler if it reported them, otherwise by estimate."""
+        compiler_bytes = None if self.report is None else self.report.device_bytes
+        return self.estimate.device_bytes if compiler_bytes is None else compiler_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory per device: the larger of the estimate and the compiler's."""
-        reported = None if self.report is None else self.report.host_bytes
-        return max(self.estimate.host_bytes, reported or 0)
+        """Bytes of host memory per device, the larger of the estimate and the compiler's number."""
+        compiler_bytes = None if self.report is None else self.report.host_bytes
+        return max(self.estimate.host_bytes, compiler_bytes or 0)
 
     @property
     def fits(self) -> bool:
-        """Whether device and host have the memory; an unknown limit counts as enough."""
+        """Whether device and host have enough memory; an unknown limit counts as enough."""
         if self.report is not None and (self.report.oom is not None or self.report.crashed is not None):
             return False
         device_fits = self.limit is None or self.device_bytes <= self.limit
@@ -109,13 +109,13 @@ class Fit:
 
     @property
     def margin(self) -> float:
-        """Share of the limit: an estimate nearer to it than that is too close to call."""
+        """Share of the limit: an estimate that differs less from the limit is too close to call."""
         compiled, pipelined = bool(self.estimate.compiled), self.estimate.plan.pipeline is not None
         return accuracy.margin(self.platform.chip.kind, compiled=compiled, pipelined=pipelined)
 
     @property
     def verdict(self) -> str:
-        """Whether it fits, and on what evidence, in one sentence."""
+        """Whether the step fits and whether that is estimated or compiled, in one sentence."""
         evidence = "according to the compiler" if self.verified else "by estimate"
         if self.estimate.compiled and not self.verified:
             evidence += f", {' and '.join(self.estimate.compiled)} compiled"
@@ -125,20 +125,20 @@ class Fit:
             return f"does not fit: {self.report.oom}, according to the compiler"
         if self.limit is None:
             return f"{size(self.device_bytes)} per device, {evidence}; the platform's memory is unknown: give --limit"
-        room = f"{size(self.device_bytes)} of {size(self.limit)} per device, {evidence}"
+        use_of_limit = f"{size(self.device_bytes)} of {size(self.limit)} per device, {evidence}"
         if self.host_limit is not None and self.host_bytes > self.host_limit:
             return (
-                f"does not fit: {size(self.host_bytes)} of host memory per device, of {size(self.host_limit)}, "
-                f"{evidence}; keep more on the device, or spread it over more hosts"
+                f"does not fit: needs {size(self.host_bytes)} of host memory per device, but the limit is "
+                f"{size(self.host_limit)}, {evidence}; keep more on the device, or use more hosts"
             )
         answer = "fits" if self.fits else "does not fit"
         if self.close:
-            return f"{answer}, narrowly: {room}\n(may be off by {self.margin:.0%}; --verify asks the compiler)"
-        return f"{answer}: {room}"
+            return f"{answer}, narrowly: {use_of_limit}\n(may be off by {self.margin:.0%}; --verify asks the compiler)"
+        return f"{answer}: {use_of_limit}"
 
     @property
     def remedy(self) -> str:
-        """A change with which it would fit, in one sentence; empty if it fits, or if no estimated change is enough."""
+        """A change that makes the step fit, in one sentence; empty if it fits or no estimated change is enough."""
         option = next((option for option in self.helps if option.fits), None)
         if self.fits or option is None or self.limit is None:
             return ""
@@ -166,8 +166,8 @@ class Fit:
                 f"{'the compiler':18}{size(self.report.device_bytes):>12}{size(self.report.host_bytes or 0):>12}"
             )
             lines.append(f"the estimate is off by {relative_error:+.1%}")
-        elif (recorded := self._known_accuracy()) is not None:
-            lines.append(str(recorded))
+        elif (known_accuracy := self._known_accuracy()) is not None:
+            lines.append(str(known_accuracy))
         lines.append(f"optimizer state: {self.estimate.state_bytes:.3g} bytes a parameter")
         lines += self._wire_lines()
         if self.helps:
@@ -180,7 +180,7 @@ class Fit:
         return "\n".join(lines)
 
     def _wire_lines(self) -> list[str]:
-        """Bytes that a device sends in a step: planned over the slow axis, compiled over every axis."""
+        """Lines with the bytes that a device sends in a step: over the slow axis by plan, over all axes if compiled."""
         wire, plan, report = self.estimate.wire, self.estimate.plan, self.report
         lines = [] if wire is None else [f"on the wire, {wire}"]
         if report is not None and report.collectives:
@@ -191,6 +191,7 @@ class Fit:
         return lines
 
     def _known_accuracy(self) -> accuracy.Accuracy | None:
+        """The recorded errors of estimates like this one."""
         compiled, pipelined = bool(self.estimate.compiled), self.estimate.plan.pipeline is not None
         return accuracy.recorded(self.platform.chip.kind, compiled=compiled, pipelined=pipelined)
 
@@ -200,12 +201,12 @@ class Fit:
 
     def html(self) -> str:
         """A self-contained page: verdict and table, live bytes through a step, arrays alive at the peak."""
-        parts = [
+        sections = [
             ("", f"<pre>{escape(str(self))}</pre>"),
             ("Live bytes per device through a step, by estimate", self.svg()),
             ("Alive at the peak, by estimate", table(self.estimate.alive)),
         ]
-        return page(f"{self.name} on {self.platform}", parts)
+        return page(f"{self.name} on {self.platform}", sections)
 
     def _repr_html_(self) -> str:
         return framed(self.html(), 600)
@@ -216,7 +217,7 @@ class Fit:
         Raises:
             UserError: the file cannot be written.
         """
-        write_picture(path, self.svg, self.html)
+        write_figure(path, self.svg, self.html)
 
 
 def fit(
@@ -234,18 +235,19 @@ def fit(
 
     Args:
         experiment: what to train.
-        platform: such as "tpu v5e:4x4"; its devices need not be present.
-        plan: the experiment's plan by default.
-        limit: bytes of device memory to plan for; by default those that the platform's programs may use.
-        host_limit: bytes of host memory per device; an equal share of the host's by default.
+        platform: platform to run on, such as "tpu v5e:4x4"; its devices need not be present.
+        plan: the plan; the experiment's by default.
+        limit: bytes of device memory per device to plan for; by default the bytes that the platform's programs may use.
+        host_limit: bytes of host memory per device; by default an equal share of the host's memory.
         compile_block: compile the piece of the step that needs the most memory (the passes of one block, or the loss)
             for the platform, and use its temporaries in the estimate.
         verify: compile the step for the platform, and report the compiler's bytes beside the estimate.
-        make: makes the experiment in the process that compiles; needed if the experiment does not pickle.
+        make: function that returns the experiment, called in the process that compiles; required if the experiment
+            does not pickle.
 
     Raises:
-        UserError: the plan does not suit the model, the batch or the platform; there is no compiler for
-            `compile_block` or `verify`.
+        UserError: the plan is not valid for the model, the batch or the platform, or `compile_block` or `verify` is set
+            and the platform has no compiler.
 
     Example:
         >>> from jaxscale.models import Decoder
@@ -256,29 +258,23 @@ def fit(
         (True, False, False)
     """
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
-    for name, value in (("limit", limit), ("host_limit", host_limit)):
-        if value is not None and value < 1:
-            raise UserError(f"{name}: got {value} bytes, expected at least 1")
+    for name, limit_bytes in (("limit", limit), ("host_limit", host_limit)):
+        if limit_bytes is not None and limit_bytes < 1:
+            raise UserError(f"{name}: got {limit_bytes} bytes, expected at least 1")
     limit = usable_bytes(platform) if limit is None else limit
     host_limit = host_share(platform) if host_limit is None else host_limit
     plan = experiment.plan if plan is None else plan
-    if plan.pipeline is not None and plan.pipeline.name == "auto":
-        plan, _ = pipeline_choice(experiment, platform, limit, plan)
-    if plan.memory.rule == "fit":
-        try:
-            plan = cheapest_fit(experiment, platform, limit, plan, host_limit=host_limit)
-        except NothingFits as error:
-            plan = error.least
-    itemised = estimate(experiment, platform, plan, compile_block=compile_block, make=make)
-    clock = None if plan.pipeline is None else simulated(experiment, platform, itemised.plan)
-    step_fit = Fit(experiment.name, platform, itemised, limit, host_limit, clock=clock)
+    try:
+        plan = resolve_choices(experiment, plan, limit, platform, host_limit)
+    except NothingFits as error:
+        plan = error.least
+    step_estimate = estimate(experiment, platform, plan, compile_block=compile_block, make=make)
+    clock = None if plan.pipeline is None else simulation_of(experiment, platform, step_estimate.plan)
+    step_fit = Fit(experiment.name, platform, step_estimate, limit, host_limit, clock=clock)
     if verify:
-        from jaxscale.compiler.compile import compile_report
-
-        recipe = partial(lowered_step, make=make or partial(_identity, experiment), plan=plan)
-        step_fit = dataclasses.replace(step_fit, report=compile_report(recipe, platform))
+        step_fit = dataclasses.replace(step_fit, report=compile_report(step_recipe(experiment, plan, make), platform))
     device_fits = step_fit.limit is None or step_fit.device_bytes <= step_fit.limit
-    if device_fits and not step_fit.close:  # less device memory would change nothing
+    if device_fits and not step_fit.close:  # a change that saves device memory would not help
         return step_fit
     return dataclasses.replace(step_fit, helps=helps(experiment, platform, step_fit))
 
@@ -290,87 +286,81 @@ def helps(experiment: Experiment, platform: Platform, step_fit: Fit) -> tuple[He
 
     Args:
         experiment: what to train.
-        platform: where it should run.
-        step_fit: how it fits with its present plan.
+        platform: platform that the step should run on.
+        step_fit: verdict for the present plan.
     """
     plan = step_fit.estimate.plan
-    base = estimate(experiment, platform, plan) if step_fit.estimate.compiled else step_fit.estimate
-    base_bytes = base.device_bytes
+    estimate_before = estimate(experiment, platform, plan) if step_fit.estimate.compiled else step_fit.estimate
+    bytes_before = estimate_before.device_bytes
 
-    def weigh(flags: str, changed: Plan) -> Help | None:
+    def help_of(change: Mapping[str, str]) -> Help | None:
+        """What a change (new texts by field of the plan) saves; `None` if it is not valid."""
         try:
-            estimated = estimate(experiment, platform, changed)
-        except UserError:  # not valid for this model or batch
+            new_estimate = estimate(experiment, platform, override(plan, change))
+        except UserError:  # the change is not valid for this model or batch
             return None
-        fits = dataclasses.replace(step_fit, estimate=estimated, report=None).fits
-        return Help(flags, base_bytes - estimated.device_bytes, estimated.device_bytes, fits)
+        flags = " ".join(f"--plan.{field} {text}" for field, text in change.items())
+        fits = dataclasses.replace(step_fit, estimate=new_estimate, report=None).fits
+        return Help(flags, bytes_before - new_estimate.device_bytes, new_estimate.device_bytes, fits)
 
-    options = []
-    for flags, fields in _changes(experiment, base):
-        option = weigh(flags, dataclasses.replace(plan, **fields))
-        while (
-            option and not option.fits and (count := _next_microbatches(experiment, plan, fields.get("microbatches")))
-        ):
-            fields = {"microbatches": count}
-            option = weigh(f"--plan.microbatches {count}", dataclasses.replace(plan, **fields))
-        if option is not None and option.saves > 0.01 * base_bytes:
-            options.append((option, fields))
+    options: list[tuple[Help, dict[str, str]]] = []
+    for change in _changes(experiment, estimate_before):
+        option = help_of(change)
+        while option and not option.fits and "microbatches" in change:
+            microbatch_count = _next_microbatches(experiment, plan, int(change["microbatches"]))
+            if microbatch_count is None:
+                break
+            change = {"microbatches": str(microbatch_count)}
+            option = help_of(change)
+        if option is not None and option.saves > 0.01 * bytes_before:
+            options.append((option, change))
     options.sort(key=lambda pair: -pair[0].saves)
-    singles = tuple(option for option, _ in options)
-    if step_fit.fits or any(option.fits for option in singles):
-        return singles
-    combined_fields: dict[str, Any] = {}
-    flags_by_name: dict[str, str] = {}
+    single_helps = tuple(option for option, _ in options)
+    if step_fit.fits or any(option.fits for option in single_helps):
+        return single_helps
+    combined_change: dict[str, str] = {}
     combination = None
-    for option, fields in options:
-        combined_fields = fields | combined_fields  # of two changes to one field, the larger saving
-        flags_by_name[option.flags.split()[0]] = option.flags
-        if len(combined_fields) > 1:
-            combination = weigh(" ".join(flags_by_name.values()), dataclasses.replace(plan, **combined_fields))
+    for _, change in options:
+        combined_change |= change
+        if len(combined_change) > 1:
+            combination = help_of(combined_change)
             if combination is not None and combination.fits:
-                return (*singles, combination)
-    return singles if combination is None else (*singles, combination)
+                break
+    return single_helps if combination is None else (*single_helps, combination)
 
 
-def _changes(experiment: Experiment, base: Estimate) -> list[tuple[str, dict[str, Any]]]:
-    """Flags and fields of the changes to estimate: those that affect the largest kinds of tensor."""
-    plan, kinds = base.plan, base.device
+def _changes(experiment: Experiment, step_estimate: Estimate) -> list[dict[str, str]]:
+    """The changes that affect the largest kinds of tensor; each has the new text of one or more fields of the plan."""
+    plan, bytes_by_kind = step_estimate.plan, step_estimate.device
     assert plan.mesh is not None
-    states = kinds.get("parameters", 0) + kinds.get("optimizer state", 0) + kinds.get("gradients", 0)
-    activations = kinds.get("kept activations", 0) + kinds.get("transients", 0)
-    changes: list[tuple[int, str, dict[str, Any]]] = []
+    state_bytes = sum(bytes_by_kind.get(kind, 0) for kind in ("parameters", "optimizer state", "gradients"))
+    activation_bytes = bytes_by_kind.get("kept activations", 0) + bytes_by_kind.get("transients", 0)
+    changes: list[tuple[int, str, str]] = []  # affected bytes, field of the plan, new text
     if plan.memory.rule != "full":
-        changes.append((kinds.get("kept activations", 0), "--plan.memory full", {"memory": MemoryPlan("full")}))
+        changes.append((bytes_by_kind.get("kept activations", 0), "memory", "full"))
     if plan.zero < 3 and plan.mesh.fsdp > 1:
-        changes.append((states, "--plan.zero 3", {"zero": 3}))
+        changes.append((state_bytes, "zero", "3"))
     if plan.offload.optimizer_state == "device" and plan.offload.weights == "device":
-        offload = {"offload": dataclasses.replace(plan.offload, optimizer_state="streamed")}
-        changes.append((kinds.get("optimizer state", 0), "--plan.offload.optimizer-state streamed", offload))
+        changes.append((bytes_by_kind.get("optimizer state", 0), "offload.optimizer-state", "streamed"))
     if plan.precision == "float32":
-        changes.append((activations // 2, "--plan.precision bfloat16", {"precision": "bfloat16"}))
-    if plan.kernels.loss_chunk is None and plan.kernels.scores == "auto" and "loss" in kinds:
-        chunked = dataclasses.replace(plan.kernels, loss_chunk=256)
-        changes.append((kinds["loss"], f"--plan.kernels {chunked}", {"kernels": chunked}))
-    count = _next_microbatches(experiment, plan, plan.microbatches)
-    if count is not None:
-        bytes_affected = (activations + kinds.get("loss", 0)) // 2
-        changes.append((bytes_affected, f"--plan.microbatches {count}", {"microbatches": count}))
+        changes.append((activation_bytes // 2, "precision", "bfloat16"))
+    if plan.kernels.loss_chunk is None and plan.kernels.scores == "auto" and "loss" in bytes_by_kind:
+        changes.append((bytes_by_kind["loss"], "kernels", str(dataclasses.replace(plan.kernels, loss_chunk=256))))
+    microbatch_count = _next_microbatches(experiment, plan, plan.microbatches)
+    if microbatch_count is not None:
+        changes.append(((activation_bytes + bytes_by_kind.get("loss", 0)) // 2, "microbatches", str(microbatch_count)))
     changes.sort(key=lambda change: -change[0])
-    return [(flags, fields) for _, flags, fields in changes[:TRIED]]
+    return [{field: text} for _, field, text in changes[:MOST_CHANGES]]
 
 
-def _next_microbatches(experiment: Experiment, plan: Plan, microbatches: int | None) -> int | None:
-    """The next valid number of microbatches, at least twice as many; `None` if the rows do not allow it."""
+def _next_microbatches(experiment: Experiment, plan: Plan, microbatches: int) -> int | None:
+    """The smallest number of microbatches, at least twice as many, that divides a shard's rows; `None` without one."""
     assert plan.mesh is not None
     rows = experiment.batch // plan.mesh.batch_shards
-    return None if microbatches is None else next((n for n in range(microbatches * 2, rows + 1) if rows % n == 0), None)
+    return next((count for count in range(microbatches * 2, rows + 1) if rows % count == 0), None)
 
 
 def _clock_line(clock: Simulation) -> str:
     """Seconds and bubble of a pipelined step, in one line."""
     seconds, unit = (clock.seconds, "step") if clock.period is None else (clock.period, "update")
     return f"simulated: {seconds:.3g} s a {unit} at the chip's rates, bubble {clock.bubble:.0%}, without reductions"
-
-
-def _identity(experiment: Experiment) -> Experiment:
-    return experiment

@@ -1,46 +1,47 @@
-"""menu: all memory rules compared on one block: bytes on device and host, and time.
+"""menu: compare the bytes on device and host and the time of all memory rules, on one block.
 
 Each rule of a `MemoryPlan` is evaluated at the same budgets, and its decision is the one that training would use: the
 optimal save set, Rotor, heuristics, JAX's own policies, periodic plans, and the selectors of offload. Nothing is
 compiled, and no device is needed; the time is from the roofline. Left out: JAX's policies under their second names
-(`checkpoint_dots`), and `everything_saveable`, `nothing_saveable` and `dots_saveable`, which are `none`, `full` and
-`dots` here.
+(`checkpoint_dots`), and `everything_saveable`, `nothing_saveable` and `dots_saveable`, which this menu calls `none`,
+`full` and `dots`.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from jaxscale.errors import UserError
+from jaxscale.figures.markup import framed, write_figure
 from jaxscale.memory.decide import decide
 from jaxscale.memory.decision import Decision
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.memory.selectors import SELECTORS
 from jaxscale.memory.stack_plan import least_bytes
-from jaxscale.planning.pictures import Point, framed, lines, page, write_picture
-from jaxscale.planning.program import described_step
+from jaxscale.planning.memory_costs import MemoryCosts
+from jaxscale.planning.pictures import Point, lines, page
 from jaxscale.platforms.platform import Chip, Platform
 from jaxscale.programs import roofline
 from jaxscale.programs.block import BlockGraph, block_graph
 from jaxscale.programs.collect import BlockCall
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
-from jaxscale.step.memory_resolve import traced_blocks
 from jaxscale.values.byte_sizes import bytes_text, short_budget
 from jaxscale.values.units import size
 
-BUDGETED = (
-    "save", "chain", "greedy", "dtr_static", "offload:pofo", "offload:capuchin", "offload:vdnn", "offload:tflms",
-    "offload:autoswap", "offload:swapadvisor",
-)  # fmt: skip
-"""Rules that take a budget."""
+HEURISTICS = ("greedy", "dtr_static", *(f"offload:{selector}" for selector in SELECTORS))
+"""Rules with a budget, except those that are optimal on the device alone."""
+
+BUDGETED = ("save", "chain", *HEURISTICS)
+"""Rules with a budget."""
 
 FIXED = ("none", "dots", "jax:dots_with_no_batch_dims_saveable", "full", "sqrt", "periodic:2", "revolve:4")
 """Memory plans without a budget."""
 
 SHARES = (0.0, 0.03, 0.06, 0.12, 0.25, 0.5, 0.75, 1.0)
-"""Budgets besides a block's input, as shares of the bytes that it keeps without a plan."""
+"""Budgets in addition to a block's input, as shares of the bytes that the block keeps without a plan."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +49,12 @@ class Menu:
     """Decisions of memory rules for a stack of equal blocks; prints as text, draws as SVG and HTML.
 
     Args:
-        title: the block, its bytes and its time.
-        graph: of one block.
-        layers: blocks of the stack.
-        timed: costs are modelled seconds; FLOP if the chip's rates are unknown.
-        budgets: bytes kept on the device, of the whole stack.
-        decisions: for each rule, one per budget; a single one for a rule without a budget.
+        title: name of the block, its bytes and its time.
+        graph: graph of one block.
+        layers: number of blocks of the stack.
+        timed: whether costs are modelled seconds; they are FLOP if the chip's rates are unknown.
+        budgets: budgets for the whole stack, in bytes kept on the device.
+        decisions: decisions of each rule: one per valid budget, or a single one for a rule without a budget.
     """
 
     title: str
@@ -64,34 +65,42 @@ class Menu:
     decisions: dict[str, tuple[Decision, ...]] = dataclasses.field(repr=False)
 
     def within(self, rule: str, budget: int) -> Decision | None:
-        """The cheapest decision of a rule within a budget, or `None`."""
+        """The cheapest decision of a rule within a budget; `None` if no decision is within it."""
         fitting = [decision for decision in self.decisions[rule] if decision.bytes <= budget]
         return min(fitting, key=self.cost, default=None)
 
     def cost(self, decision: Decision) -> float:
-        """Time beyond keeping everything, as a share of forward and backward pass; FLOP if rates are unknown."""
+        """Time beyond keeping all activations, as a share of forward and backward pass; FLOP if rates are unknown."""
         passes = 3 * self.layers * (self.graph.seconds if self.timed else self.graph.flop)
         return (decision.seconds if self.timed else decision.flop) / (passes or 1)
 
     def __str__(self) -> str:
-        unit = "time" if self.timed else "FLOP"
-        lines = [self.title, "", f"{unit} beyond keeping everything, by the bytes kept on the device a layer"]
-        lines += self._table(dict.fromkeys(self.decisions, self.cost), _share)
-        hosted = [rule for rule, decisions in self.decisions.items() if any(d.host_bytes for d in decisions)]
-        if hosted:
+        lines = [
+            self.title,
+            "",
+            f"{self._cost_name} beyond keeping everything, by the bytes kept on the device a layer",
+        ]
+        lines += self._table(self.decisions, lambda decision: _share(self.cost(decision)))
+        host_rules = [rule for rule, decisions in self.decisions.items() if any(d.host_bytes for d in decisions)]
+        if host_rules:
             lines += ["", "MiB in host memory a layer, of these"]
-            lines += self._table(
-                dict.fromkeys(hosted, lambda decision: decision.host_bytes / self.layers / 2**20), "{:.4g}".format
-            )
+            lines += self._table(host_rules, lambda decision: f"{decision.host_bytes / self.layers / 2**20:.4g}")
         return "\n".join(lines)
 
-    def _table(self, rows: dict[str, Callable[[Decision], float]], format_cost: Callable[[float], str]) -> list[str]:
-        width = max(map(len, rows))
-        cells = [[f"{'':{width}}", *(size(budget / self.layers) for budget in self.budgets)]]
-        for rule, cost in rows.items():
+    @property
+    def _cost_name(self) -> str:
+        """Name of the costs."""
+        return "time" if self.timed else "FLOP"
+
+    def _table(self, rules: Collection[str], cell_of: Callable[[Decision], str]) -> list[str]:
+        """Lines with a cell for each rule and budget; "-" if no decision is within the budget."""
+        width = max(map(len, rules))
+        lines = [" " * width + "".join(f"{size(budget / self.layers):>10}" for budget in self.budgets)]
+        for rule in rules:
             decisions = [self.within(rule, budget) for budget in self.budgets]
-            cells.append([f"{rule:{width}}", *("-" if d is None else format_cost(cost(d)) for d in decisions)])
-        return ["".join([head, *(f"{cell:>10}" for cell in values)]) for head, *values in cells]
+            cells = ["-" if decision is None else cell_of(decision) for decision in decisions]
+            lines.append(f"{rule:{width}}" + "".join(f"{cell:>10}" for cell in cells))
+        return lines
 
     def svg(self) -> str:
         """The curve of each rule as an SVG image: cost by bytes kept per layer."""
@@ -99,7 +108,7 @@ class Menu:
             rule: [Point(str(d.plan), round(d.bytes / self.layers), 1 + self.cost(d)) for d in decisions]
             for rule, decisions in self.decisions.items()
         }
-        return lines(curves, f"bytes kept a layer; upwards the {'time' if self.timed else 'FLOP'} of a step")
+        return lines(curves, f"bytes kept a layer; upwards the {self._cost_name} of a step")
 
     def html(self) -> str:
         """A self-contained page: the curves and the table."""
@@ -114,7 +123,7 @@ class Menu:
         Raises:
             UserError: the file cannot be written.
         """
-        write_picture(path, self.svg, self.html)
+        write_figure(path, self.svg, self.html)
 
 
 def menu(
@@ -129,18 +138,19 @@ def menu(
     """The decisions of all memory rules for a block, with their bytes and costs.
 
     Args:
-        block: a function or an NNX module, called as `block(*args, **named)`; the last of `args` is the activation. Or
-            an `Experiment`, for the blocks of its model, as one device sees them under its plan.
-        args: arrays or shapes (`jax.ShapeDtypeStruct`), per device and microbatch.
-        platform: its roofline gives the time, such as "tpu v5e:4x4"; without one, costs are FLOP and nothing is
-            offloaded. Required for an experiment.
-        plan: of an experiment; its own by default.
-        layers: equal blocks of the stack; an experiment has its own number.
-        shares: budgets besides a block's input, as shares of the bytes that it keeps without a plan.
-        named: keyword arguments of the block, unchanged.
+        block: a function or an NNX module, called as `block(*args, **named)`, or a `BlockGraph`; the last of `args` is
+            the activation. Or an `Experiment`, to compare rules on a block of its model as one device runs it.
+        args: arrays or shapes (`jax.ShapeDtypeStruct`) of the block's arguments, per device and microbatch.
+        platform: platform whose roofline gives the time, such as "tpu v5e:4x4"; without one, costs are FLOP and nothing
+            is offloaded. Required for an experiment.
+        plan: plan of the experiment; its own plan by default.
+        layers: number of equal blocks of the stack; ignored for an experiment, whose model has its own number.
+        shares: budgets in addition to a block's input, as shares of the bytes that the block keeps without a plan.
+        named: keyword arguments of the block, passed unchanged.
 
     Raises:
-        UserError: an experiment without blocks or without a platform; a share outside 0 to 1.
+        UserError: the model of an experiment exposes no blocks, an experiment comes without a platform, or a share is
+            not between 0 and 1.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -156,17 +166,16 @@ def menu(
     if isinstance(block, Experiment):
         if platform is None:
             raise UserError("menu: an experiment needs a platform, such as menu(experiment, platform='tpu v5e:4x4')")
-        step = described_step(block, platform, dataclasses.replace(plan or block.plan, memory=MemoryPlan("none")))
-        calls = traced_blocks(step.objective, platform.chip)
+        calls = MemoryCosts.of(block, platform, plan or block.plan).calls
         if not calls:
             raise UserError(
                 f"{block.name}: its model shows no blocks; build it of layers.Stack or layers.Chain, or give one block"
             )
-        # of several kinds of blocks, the kind that keeps the most bytes
-        kinds = {call.fingerprint: call.graph for call in calls}
-        counts = {kind: sum(call.count for call in calls if call.fingerprint == kind) for kind in kinds}
-        kind = max(kinds, key=lambda kind: counts[kind] * kinds[kind].needed_bytes)
-        graph, layers, name = kinds[kind], counts[kind], block.name
+        # if the model has several kinds of blocks, the kind that keeps the most bytes
+        graphs = {call.fingerprint: call.graph for call in calls}
+        counts = {kind: sum(call.count for call in calls if call.fingerprint == kind) for kind in graphs}
+        kind = max(graphs, key=lambda kind: counts[kind] * graphs[kind].needed_bytes)
+        graph, layers, name = graphs[kind], counts[kind], block.name
     else:
         graph = _graph(block, args, named, platform)
         name = f"block {graph.fingerprint}" if block is graph else getattr(block, "__name__", type(block).__name__)
@@ -174,17 +183,21 @@ def menu(
 
 
 def _menu(name: str, graph: BlockGraph, layers: int, shares: Sequence[float], chip: Chip | None) -> Menu:
+    """The menu of a block with this graph."""
     call = BlockCall(graph.fingerprint, graph, (), layers, layers > 1, 0)
     input_bytes = layers * graph.carried_bytes
-    exact = (least_bytes(graph, layers), *(input_bytes + int(share * graph.needed_bytes) * layers for share in shares))
-    budgets = sorted({short_budget(budget) for budget in exact})
+    exact_budgets = (
+        least_bytes(graph, layers),
+        *(input_bytes + int(share * graph.needed_bytes) * layers for share in shares),
+    )
+    budgets = sorted({short_budget(budget) for budget in exact_budgets})
     decisions: dict[str, tuple[Decision, ...]] = {}
     for rule in (*BUDGETED, *FIXED):
         rule_decisions = []
         for plan_text in [f"{rule}:{bytes_text(budget)}" for budget in budgets] if rule in BUDGETED else [rule]:
             try:
                 rule_decisions.append(decide(MemoryPlan.parse(plan_text), [call], chip))
-            except UserError:  # below the rule's least budget, or the chip's rates are unknown
+            except UserError:  # the budget is below the rule's least, or the chip's rates are unknown
                 continue
         if rule_decisions:
             decisions[rule] = tuple(rule_decisions)
@@ -200,10 +213,12 @@ def _menu(name: str, graph: BlockGraph, layers: int, shares: Sequence[float], ch
 
 
 def _share(cost: float) -> str:
+    """A cost as a percentage."""
     return f"{cost:+.1%}" if cost < 10 else f"{cost:+.0%}"
 
 
 def _graph(block: Any, args: Sequence[Any], named: Any, platform: Platform | None) -> BlockGraph:
+    """The graph of a function, an NNX module or a graph."""
     from flax import nnx
 
     chip = None if platform is None else platform.chip

@@ -2,19 +2,19 @@
 
 `pipeline/choose/auto.py` tries every named synchronous schedule with the prices of the model's blocks
 (`stage_prices.py`), for every number of microbatches that divides the batch. This module supplies the prices and the
-memory besides weights and optimizer. A CPU's rates are unknown: its prices are those of a TPU v5e, of which only the
-proportions matter.
+memory that weights and optimizer leave. A CPU's rates are unknown, so its blocks have the prices of a TPU v5e; only
+their proportions matter.
 """
 
 import dataclasses
 import functools
-import itertools
+from collections.abc import Sequence
 
 from jaxscale.compiler.usable import usable_bytes
 from jaxscale.errors import UserError
-from jaxscale.pipeline.choose.auto import Choice, PipelineCandidate, choose
-from jaxscale.pipeline.choose.partition import ModelPrices
-from jaxscale.pipeline.choose.price import Device, Price
+from jaxscale.pipeline.choose.auto import PipelineCandidate, choose
+from jaxscale.pipeline.choose.partition import ModelPrices, Partition
+from jaxscale.pipeline.choose.price import PipelineDevice, Price
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.program import described_step
@@ -28,26 +28,26 @@ from jaxscale.state.stages import period_of
 from jaxscale.values.units import size
 
 STAND_IN = "v5e"
-"""Chip whose rates price the blocks if the platform's are unknown."""
-MOST = 16
+"""Chip whose rates determine the prices of the blocks if the platform's rates are unknown."""
+MOST_MICROBATCHES = 16
 """Maximum number of microbatches per device on the pipe axis."""
-TRIED = 24
+MOST_ESTIMATES = 24
 """Maximum number of the fastest candidates whose whole step is estimated."""
 
 
 def pipeline_choice(
     experiment: Experiment, platform: Platform, limit: int | None = None, plan: Plan | None = None
-) -> tuple[Plan, Choice]:
-    """The plan with the best pipeline that fits, and all candidates.
+) -> Plan:
+    """The plan with the best pipeline that fits.
 
     Args:
         experiment: what to train.
-        platform: where to train it.
-        limit: bytes of device memory per device; by default those that the platform's programs may use.
-        plan: with `pipeline auto:P`; the experiment's plan by default.
+        platform: platform to train on.
+        limit: bytes of device memory per device; by default the bytes that the platform's programs may use.
+        plan: a plan with `pipeline auto:P`; the experiment's plan by default.
 
     Raises:
-        UserError: no schedule fits, or none is defined for the devices and the batch.
+        UserError: no schedule fits the memory, or no schedule is defined for the devices and the batch.
     """
     plan = experiment.plan if plan is None else plan
     experiment = dataclasses.replace(experiment, plan=plan)  # the plan determines the prices of the blocks
@@ -56,87 +56,99 @@ def pipeline_choice(
     assert ranks is not None
     if platform.devices % ranks:
         raise UserError(
-            f"pipeline {plan.pipeline} does not divide the {platform.devices} devices of {platform}: take another P"
+            f"pipeline {plan.pipeline}: {platform} has {platform.devices} devices, expected a multiple of {ranks}; "
+            "choose another P"
         )
-    shards = platform.devices // ranks if plan.mesh is None else plan.mesh.batch_shards
-    counts = [m for m in range(1, MOST * ranks + 1) if experiment.batch % (m * shards) == 0]
-    if not counts:
+    batch_shards = platform.devices // ranks if plan.mesh is None else plan.mesh.batch_shards
+    counts = range(1, MOST_MICROBATCHES * ranks + 1)
+    microbatch_counts = [count for count in counts if experiment.batch % (count * batch_shards) == 0]
+    if not microbatch_counts:
         raise UserError(
-            f"pipeline {plan.pipeline}: a batch of {experiment.batch} rows does not divide over {shards} devices: "
-            f"choose a batch that is a multiple of {shards * ranks}"
+            f"pipeline {plan.pipeline}: a batch of {experiment.batch} rows does not divide over {batch_shards} devices"
+            f"; choose a batch that is a multiple of {batch_shards * ranks}"
         )
-    reference = platform
+    priced_platform = platform
     if roofline.rate(platform.chip, "bfloat16") is None:
-        reference = dataclasses.replace(platform, chip=dataclasses.replace(chips()[STAND_IN], kind=platform.chip.kind))
+        stand_in = dataclasses.replace(chips()[STAND_IN], kind=platform.chip.kind)
+        priced_platform = dataclasses.replace(platform, chip=stand_in)
 
     period = period_of(experiment.model)
 
     @functools.cache
     def prices(microbatches: int) -> ModelPrices:
-        return in_periods(model_prices(experiment, reference, ranks, microbatches), period)
+        """Prices with this number of microbatches."""
+        return in_periods(model_prices(experiment, priced_platform, ranks, microbatches), period)
 
     devices = None
     limit = usable_bytes(platform) if limit is None else limit
     if limit is not None:
-        devices = [Device(memory_bytes=max(1, limit - _fixed_bytes(experiment, platform, plan, ranks, counts)))] * ranks
-    choice = choose(prices, ranks, counts, devices)
+        fixed_bytes = _fixed_bytes(experiment, platform, plan, ranks, microbatch_counts[0])
+        devices = [PipelineDevice(memory_bytes=max(1, limit - fixed_bytes))] * ranks
+    choice = choose(prices, ranks, microbatch_counts, devices)
 
     def with_pipeline(candidate: PipelineCandidate) -> Plan:
-        assert candidate.partition is not None
-        bounds = candidate.partition.boundaries
-        layers = tuple(period * (stop - start) for start, stop in itertools.pairwise(bounds))
-        schedule = PipelinePlan.parse(str(candidate))
-        stages = None if len(set(layers)) == 1 else layers
-        options = {"chunks": schedule.chunks, "stages": stages, "stash": candidate.stash}
+        """The plan with the pipeline of a candidate."""
         assert plan.pipeline is not None
-        fields = {"name": schedule.name, "ranks": schedule.ranks, "microbatches": schedule.microbatches}
-        return dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, **fields, **options))
+        assert candidate.partition is not None
+        layers = layers_of(candidate.partition, period)
+        pipeline = dataclasses.replace(
+            plan.pipeline,
+            name=candidate.name,
+            ranks=candidate.ranks,
+            microbatches=candidate.microbatches,
+            chunks=candidate.chunks,
+            stages=None if len(set(layers)) == 1 else layers,
+            stash=candidate.stash,
+        )
+        return dataclasses.replace(plan, pipeline=pipeline)
 
     if limit is None:
-        return with_pipeline(choice.best), choice
-    least: tuple[int, PipelineCandidate] | None = None
-    fastest = [candidate for candidate in choice.candidates if candidate.partition is not None][:TRIED]
-    for candidate in (choice.best, *(fast for fast in fastest if fast is not choice.best)):
+        return with_pipeline(choice.best)
+    estimates: list[tuple[int, PipelineCandidate]] = []
+    for candidate in [candidate for candidate in choice.candidates if candidate.partition is not None][:MOST_ESTIMATES]:
         # prices include only bytes that wait for a backward; the estimate covers the whole step
-        needed_bytes = estimate(experiment, platform, with_pipeline(candidate)).device_bytes
+        candidate_plan = with_pipeline(candidate)
+        needed_bytes = estimate(experiment, platform, candidate_plan).device_bytes
         if needed_bytes <= limit:
-            return with_pipeline(candidate), choice
-        least = (needed_bytes, candidate) if least is None or needed_bytes < least[0] else least
-    assert least is not None
+            return candidate_plan
+        estimates.append((needed_bytes, candidate))
+    least_bytes, smallest = min(estimates, key=lambda pair: pair[0])
     raise UserError(
-        f"pipeline {plan.pipeline}: of the {len(fastest)} fastest none fits {size(limit)}; {least[1]} takes the least, "
-        f"{size(least[0])}: take more devices, memory full, ZeRO over an fsdp axis, or a loss in chunks"
+        f"pipeline {plan.pipeline}: of the {len(estimates)} fastest none fits {size(limit)}; the smallest, {smallest}, "
+        f"needs {size(least_bytes)}: use more devices, memory full, ZeRO over an fsdp axis, or a loss in chunks"
     )
 
 
 def in_periods(model: ModelPrices, period: int) -> ModelPrices:
-    """Prices of periods of unlike blocks, if stages can only start at the first block of a period.
+    """Prices of whole periods, the repeated groups of unlike blocks: stages start at the first block of a period.
 
     Example:
         >>> from jaxscale.pipeline.choose.price import Price
         >>> [price.forward for price in in_periods(ModelPrices((Price(1, 1, 1),) * 4), 2).blocks]
         [2, 2]
     """
-    if period == 1:
-        return model
-    periods = [model.blocks[start : start + period] for start in range(0, len(model.blocks), period)]
-    names = [field.name for field in dataclasses.fields(Price) if field.name not in ("message_bytes", "working_bytes")]
-    return dataclasses.replace(
-        model,
-        blocks=tuple(
-            dataclasses.replace(
-                blocks[0],
-                working_bytes=max(block.working_bytes for block in blocks),
-                **{name: sum(getattr(block, name) for block in blocks) for name in names},
-            )
-            for blocks in periods
-        ),
-    )
+    starts = range(0, len(model.blocks), period)
+    return dataclasses.replace(model, blocks=tuple(_joined(model.blocks[start : start + period]) for start in starts))
 
 
-def _fixed_bytes(experiment: Experiment, platform: Platform, plan: Plan, ranks: int, counts: list[int]) -> int:
-    """Bytes per device of weights, optimizer, compute copy and float32 gradients, with equal stages."""
-    pipeline = PipelinePlan.parse(f"gpipe:{ranks}x{counts[0]}")
+def _joined(blocks: Sequence[Price]) -> Price:
+    """The price of several consecutive blocks together."""
+    names = [field.name for field in dataclasses.fields(Price)]
+    totals: dict[str, float] = {name: sum(getattr(block, name) for block in blocks) for name in names}
+    totals["message_bytes"] = blocks[0].message_bytes
+    totals["working_bytes"] = max(block.working_bytes for block in blocks)
+    return Price(**totals)
+
+
+def layers_of(partition: Partition, period: int) -> tuple[int, ...]:
+    """Number of blocks of each stage, of a partition of whole periods of `period` blocks."""
+    return tuple(period * len(periods) for periods in partition.stages)
+
+
+def _fixed_bytes(experiment: Experiment, platform: Platform, plan: Plan, ranks: int, microbatches: int) -> int:
+    """Bytes per device of weights, optimizer state, compute copy and float32 gradients, with equal stages."""
+    pipeline = PipelinePlan.parse(f"gpipe:{ranks}x{microbatches}")
     step = described_step(experiment, platform, dataclasses.replace(plan, pipeline=pipeline))
-    weights, optimizer = local_bytes(step.layout.abstract.params), local_bytes(step.layout.abstract.optimizer)
-    return weights * 2 + optimizer + (weights // 2 if plan.precision == "bfloat16" else 0)
+    weight_bytes = local_bytes(step.layout.abstract.params)
+    optimizer_bytes = local_bytes(step.layout.abstract.optimizer)
+    return weight_bytes * 2 + optimizer_bytes + (weight_bytes // 2 if plan.precision == "bfloat16" else 0)

@@ -1,41 +1,106 @@
-"""A train step for devices that need not be present: to trace and estimate, or to compile."""
+"""The program of a train step: traced for devices that need not be present, or lowered for a compiler."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from jaxscale.compiler.described import abstract, lower_for, without_memories
+from jaxscale.planning import accuracy
+from jaxscale.planning.fusion import Compiler
 from jaxscale.platforms.platform import Platform
+from jaxscale.programs.dims import dims_of
+from jaxscale.programs.flat import FlatProgram, flatten
+from jaxscale.programs.flop import jaxpr_flop
+from jaxscale.programs.placements import Placements, place
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.batches import batch_shapes
 from jaxscale.step.build import build
 from jaxscale.step.train_step import TrainStep
+from jaxscale.trees import path_name
 
 
-def described_step(experiment: Experiment, platform: Platform, plan: Plan | None = None) -> TrainStep:
-    """The train step on a description of a platform's devices; it can be traced, but not run.
+def described_step(
+    experiment: Experiment, platform: Platform, plan: Plan | None = None, devices: int | None = None
+) -> TrainStep:
+    """The train step built for a description of a platform's devices; it can be traced, but not run.
 
     Args:
         experiment: what to train.
-        platform: its devices need not be present.
-        plan: the experiment's plan by default.
+        platform: platform to describe; its devices need not be present.
+        plan: the plan; the experiment's by default.
+        devices: number of devices to run on; by default all devices of the platform.
 
     Raises:
-        UserError: the plan does not suit the model, the batch or the devices.
+        UserError: the plan is not valid for the model, the batch or the devices.
     """
     from jax.sharding import AbstractDevice
 
     device = AbstractDevice(platform.chip.device_kinds[0], None, platform.chip.kind)
-    return build(experiment, plan, devices=[device] * platform.devices)
+    return build(experiment, plan, devices=[device] * (platform.devices if devices is None else devices))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedStep:
+    """A traced train step.
+
+    Args:
+        program: flat program of the step; its inputs are the leaves of the state, then those of the batch.
+        placements: placements of the program's values.
+        compiler: what the platform's compiler fuses.
+        leaves: path and abstract value of each input of the program.
+        flop: FLOP of the step's products, all devices together.
+    """
+
+    program: FlatProgram
+    placements: Placements
+    compiler: Compiler
+    leaves: tuple[tuple[str, Any], ...]
+    flop: int
+
+
+def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
+    """Trace a train step; nothing is compiled.
+
+    Args:
+        step: the train step, built for the platform's devices or for a description of them.
+        batch: arrays or shapes of a global batch.
+        platform: platform that the step would run on.
+
+    Raises:
+        UserError: the plan names a kernel that the step does not use.
+    """
+    import jax
+
+    arguments = (step.layout.abstract, step.abstract_batch(batch))
+    jaxpr = jax.make_jaxpr(step.step_fn)(*arguments)
+    step.check_kernels()
+    program = flatten(jaxpr)
+    paths_and_leaves = [pair for tree in arguments for pair in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    leaves = tuple((path_name(path), leaf) for path, leaf in paths_and_leaves)
+    for value, (path, _) in zip(program.inputs, leaves, strict=False):
+        program.names[value] = path.removeprefix("params/")
+    input_dims = [dims_of(leaf.sharding, len(leaf.shape)) for _, leaf in leaves]
+    placements = place(program, input_dims, step.mesh.shape, tiled=platform.chip.kind == "tpu")
+    return TracedStep(program, placements, _compiler(platform, step.plan), leaves, jaxpr_flop(jaxpr).total)
+
+
+def _compiler(platform: Platform, plan: Plan) -> Compiler:
+    """What the platform's compiler fuses, as observed in compiled programs."""
+    fuses: Literal["no", "all", "local"] = "no"
+    if platform.chip.kind == "tpu":
+        fuses = "local" if platform.topology is not None and len(platform.topology) == 2 else "all"
+    return Compiler(fuses, plan.zero > 1, accuracy.factors(platform.chip.kind).gather)
 
 
 def lowered_step(devices: Sequence[Any], make: Callable[[], Experiment], plan: Plan | None = None) -> Any:
-    """The train step lowered for devices: with `functools.partial`, a recipe of `platforms.compile.compile_report`.
+    """The train step lowered for devices; `functools.partial` turns it into a recipe of `compile_report`.
 
     Args:
-        devices: of the platform.
-        make: makes the experiment; it must pickle, as must `plan`.
-        plan: the experiment's plan by default.
+        devices: devices of the platform.
+        make: function that returns the experiment; it must pickle, and so must `plan`.
+        plan: the plan; the experiment's by default.
 
     Raises:
         UserError: the plan is not valid, or names a kernel that the step does not use.
@@ -46,6 +111,18 @@ def lowered_step(devices: Sequence[Any], make: Callable[[], Experiment], plan: P
     traced = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment)))
     step.check_kernels()
     return traced.lower() if step_devices is devices else lower_for(devices[: step.devices], traced)
+
+
+def step_recipe(experiment: Experiment, plan: Plan, make: Callable[[], Experiment] | None) -> partial[Any]:
+    """A recipe of `compile_report` for a train step.
+
+    Args:
+        experiment: what to train.
+        plan: plan of the step.
+        make: function that returns the experiment, called in the process that compiles; `None` if the experiment
+            pickles.
+    """
+    return partial(lowered_step, make=make or partial(dataclasses.replace, experiment), plan=plan)
 
 
 def compiled_bytes(experiment: Experiment, plan: Plan) -> int:

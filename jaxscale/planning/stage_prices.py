@@ -1,16 +1,18 @@
 """Prices of a model's stages on a platform: seconds by roofline and stashed bytes, per block and microbatch.
 
 The model is traced for the devices of one stage, without a pipeline, and nothing is compiled. The forward time of a
-block is the roofline of its operations. In its backward, a product's gradient with respect to values that depend on the
-block's input belongs to I, the gradient with respect to weights to W, each as long as the product; a kernel or a loop
-takes twice its forward. Recomputation of the memory plan belongs to I. Work outside the blocks (mostly the head)
-belongs to the last stage.
+block is the roofline of its operations. Its backward consists of the input gradient I and the weight gradient W. The
+gradient of a product with respect to a value that depends on the block's input belongs to I, with respect to a weight
+to W; each takes as long as the product. In a kernel or a loop, both together take twice the forward time. They belong
+to I, as does the recomputation of the memory plan. Work outside the blocks (mostly the head) belongs to the last stage.
 
 Left out: the embedding's lookup, collectives inside a stage, the gradient reduction and the update, and inefficiencies
 that a roofline does not model.
 """
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Sequence
 
 from jaxscale.errors import UserError
@@ -23,6 +25,8 @@ from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import Simulation, simulate
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.schedule import Schedule
+from jaxscale.planning.fusion import PRODUCTS
+from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs import roofline
 from jaxscale.programs.block import BlockGraph
@@ -32,42 +36,39 @@ from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.batches import batch_shapes
 from jaxscale.state.stages import Stages
-from jaxscale.step.build import build
 from jaxscale.step.memory_resolve import traced_blocks
 from jaxscale.step.train_step import TrainStep
 
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-"""Operations with a gradient for each operand, of one product each."""
-
 
 def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePlan, schedule: Schedule) -> Costs:
-    """Seconds and bytes of a schedule's stages, with the plan's partition of the blocks, even by default.
+    """Seconds and bytes of a schedule's stages, with the plan's partition of the blocks or, by default, an even one.
 
     Args:
         experiment: what to train.
-        platform: its devices need not be present.
-        pipeline: with the number of microbatches.
-        schedule: its stages are priced.
+        platform: platform that the step would run on; its devices need not be present.
+        pipeline: pipeline with the number of microbatches.
+        schedule: schedule whose stages are priced.
 
     Raises:
-        UserError: more stages than blocks, devices or rows that do not divide, a chip of unknown rates.
+        UserError: there are more stages than blocks, devices or rows do not divide evenly, or the chip's rates are
+            unknown.
     """
     model = model_prices(experiment, platform, schedule.ranks, pipeline.shape()[1])
-    planned = experiment.plan.pipeline
-    layers = None if planned is None else planned.stages
+    plan_pipeline = experiment.plan.pipeline
+    layers = None if plan_pipeline is None else plan_pipeline.stages
     if layers is None or len(layers) != schedule.stages or sum(layers) != len(model.blocks):
         layers = Stages.even(schedule, len(model.blocks)).layers
     links = (link_seconds(platform, model),) * schedule.ranks
     return costs_of(model, layers, links, recompute=experiment.plan.stages_keep == "input")
 
 
-def simulated(experiment: Experiment, platform: Platform, plan: Plan) -> Simulation | None:
+def simulation_of(experiment: Experiment, platform: Platform, plan: Plan) -> Simulation | None:
     """Simulation of a plan's pipeline; `None` if the chip's rates are unknown.
 
     Args:
         experiment: what to train.
-        platform: where it would run.
-        plan: with a pipeline and a resolved mesh.
+        platform: platform that the step would run on.
+        plan: plan with a pipeline and a resolved mesh.
     """
     assert plan.pipeline is not None
     if roofline.rate(platform.chip, "bfloat16") is None:
@@ -80,41 +81,34 @@ def simulated(experiment: Experiment, platform: Platform, plan: Plan) -> Simulat
 def costs_of(
     model: ModelPrices, layers: Sequence[int], links: tuple[float, ...] = (), *, recompute: bool = False
 ) -> Costs:
-    """The costs of stages of several blocks.
+    """The costs of stages from the prices of their blocks.
 
     Args:
-        model: prices of its blocks.
-        layers: blocks of each stage.
-        links: seconds of a message on each link of the ring.
+        model: prices of the model's blocks.
+        layers: number of blocks of each stage.
+        links: seconds that a message takes on each link of the ring of devices.
         recompute: whether a stage keeps only its input and reruns its forward before its backward.
 
     Example:
         >>> costs_of(ModelPrices((Price(1, 1, 1),) * 3, last=Price(2, 2, 2)), (2, 1)).forward
         (2.0, 3.0)
     """
-    stages: list[list[Price]] = []
-    start = 0
-    for count in layers:
-        stages.append(list(model.blocks[start : start + count]))
-        start += count
-    first, last = ([] if price is None else [price] for price in (model.first, model.last))
-    stages[0], stages[-1] = first + stages[0], stages[-1] + last
+    bounds = itertools.pairwise(itertools.accumulate(layers, initial=0))
+    stages = [model.blocks[start:stop] for start, stop in bounds]
+    if model.first is not None:
+        stages[0] = (model.first, *stages[0])
+    if model.last is not None:
+        stages[-1] = (*stages[-1], model.last)
 
-    def total(name: str) -> tuple[float, ...]:
+    def totals(name: str) -> tuple[float, ...]:
         return tuple(float(sum(getattr(price, name) for price in stage)) for stage in stages)
 
-    forward, input_gradient, stash = total("forward"), total("input_gradient"), total("stash_bytes")
+    forward, input_gradient, stash = totals("forward"), totals("input_gradient"), totals("stash_bytes")
     if recompute:
-        input_gradient = tuple(a + b for a, b in zip(input_gradient, forward, strict=True))
+        input_gradient = tuple(map(operator.add, input_gradient, forward))
         stash = (0.0, *(model.blocks[0].message_bytes for _ in stages[1:]))
-    return Costs(
-        forward,
-        input_gradient,
-        total("weight_gradient"),
-        links=links,
-        stash=stash,
-        pending=total("between_bytes"),
-    )
+    weight_gradient, pending = totals("weight_gradient"), totals("between_bytes")
+    return Costs(forward, input_gradient, weight_gradient, links=links, stash=stash, pending=pending)
 
 
 def model_prices(experiment: Experiment, platform: Platform, ranks: int, microbatches: int) -> ModelPrices:
@@ -122,12 +116,12 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
 
     Args:
         experiment: what to train; its plan specifies mesh, types, attention and memory.
-        platform: where it would run.
-        ranks: devices along the pipe axis; the devices of a rank share the rows.
-        microbatches: of a global batch.
+        platform: platform that the model would run on.
+        ranks: number of ranks along the pipe axis; the devices of a rank share the rows of a microbatch.
+        microbatches: number of microbatches of a global batch.
 
     Raises:
-        UserError: as `stage_costs`.
+        UserError: devices or rows do not divide evenly, the model exposes no blocks, or the chip's rates are unknown.
     """
     chip = platform.chip
     if roofline.rate(chip, "bfloat16") is None:
@@ -137,47 +131,38 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
         )
     if platform.devices % ranks:
         raise UserError(
-            f"a pipeline of {ranks} devices does not divide the {platform.devices} of {platform}: take another P, or "
-            "another platform"
+            f"pipeline of {ranks} ranks: {platform} has {platform.devices} devices, expected a multiple of {ranks}; "
+            "choose another P or another platform"
         )
-    step = _stage_step(experiment, platform, ranks, microbatches)
+    # the whole model, on the devices of one stage
+    plan = experiment.plan.without_pipeline()
+    memory = MemoryPlan("none") if plan.memory.rule == "fit" else plan.memory
+    plan = dataclasses.replace(plan, memory=memory, microbatches=microbatches)
+    step = described_step(experiment, platform, plan, platform.devices // ranks)
     calls = traced_blocks(step.objective, chip)
     if not calls:
         raise UserError(f"{experiment.name}: its model shows no blocks; build it of layers.Stack or layers.Chain")
     decision = decide(step.plan.memory, calls, chip)
     block_count = sum(call.count for call in calls)
     stash_bytes, recompute_seconds = decision.bytes / block_count, decision.seconds / block_count
-    prices = [_price(call.graph, stash_bytes, recompute_seconds) for call in calls for _ in range(call.count)]
+    prices: list[Price] = []
+    for call in calls:
+        input_seconds, weight_seconds = gradient_seconds(call.graph)
+        price = Price(
+            call.graph.seconds,
+            input_seconds + recompute_seconds,
+            weight_seconds,
+            stash_bytes=stash_bytes,
+            message_bytes=call.graph.carried_bytes,
+        )
+        prices += [price] * call.count
     return ModelPrices(tuple(prices), last=_head_price(step, calls, platform))
 
 
 def link_seconds(platform: Platform, model: ModelPrices) -> float:
-    """Seconds of a message between neighbours on the pipe axis, over one of the chip's fastest links."""
+    """Seconds that a message between neighbours on the pipe axis takes, over one of the chip's fastest links."""
     links = [link for link in platform.links if link.name in ("ici", "nvlink", "pcie")]
     return model.blocks[0].message_bytes / links[0].bandwidth if links and platform.devices > 1 else 0.0
-
-
-def _stage_step(experiment: Experiment, platform: Platform, ranks: int, microbatches: int) -> TrainStep:
-    """The step for the devices of one stage, with the whole model."""
-    from jax.sharding import AbstractDevice
-
-    plan = experiment.plan
-    memory = MemoryPlan("none") if plan.memory.rule == "fit" else plan.memory
-    stage_plan = dataclasses.replace(plan.without_pipeline(), memory=memory, microbatches=microbatches)
-    device = AbstractDevice(platform.chip.device_kinds[0], None, platform.chip.kind)
-    return build(experiment, stage_plan, devices=[device] * (platform.devices // ranks))
-
-
-def _price(graph: BlockGraph, stash_bytes: float, recompute_seconds: float) -> Price:
-    """The price of one block, with its stashed bytes and the seconds of its recomputation."""
-    input_gradient, weight_gradient = gradient_seconds(graph)
-    return Price(
-        graph.seconds,
-        input_gradient + recompute_seconds,
-        weight_gradient,
-        stash_bytes=stash_bytes,
-        message_bytes=graph.carried_bytes,
-    )
 
 
 def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
@@ -195,22 +180,22 @@ def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
     input_dependent = set(graph.carried)
     input_seconds = weight_seconds = 0.0
     for equation in graph.equations:
-        dependent = [value in input_dependent for value in equation.inputs]
-        if any(dependent):
+        is_dependent = [value in input_dependent for value in equation.inputs]
+        if any(is_dependent):
             input_dependent.update(equation.outputs)
         if not equation.flop:
-            input_seconds += equation.seconds if any(dependent) else 0.0
-        elif equation.name in PRODUCTS:
-            factors = dependent[:2] if len(dependent) > 1 else dependent * 2
-            input_seconds += equation.seconds * sum(factors)
-            weight_seconds += equation.seconds * (len(factors) - sum(factors))
+            input_seconds += equation.seconds if any(is_dependent) else 0.0
+        elif equation.name in PRODUCTS:  # the gradient with respect to each operand is one product
+            factors_dependent = is_dependent[:2] if len(is_dependent) > 1 else is_dependent * 2
+            input_seconds += equation.seconds * sum(factors_dependent)
+            weight_seconds += equation.seconds * (len(factors_dependent) - sum(factors_dependent))
         else:
             input_seconds += 2 * equation.seconds
     return input_seconds, weight_seconds
 
 
 def _head_price(step: TrainStep, calls: Sequence[BlockCall], platform: Platform) -> Price | None:
-    """The price of head and loss: products outside the blocks at the platform's rate; `None` without any."""
+    """The price of head and loss, from the products outside the blocks; `None` if there are none."""
     import jax
 
     objective, plan = step.objective, step.plan

@@ -1,29 +1,28 @@
-"""Partition of a model's blocks over unlike devices: faster devices get more blocks, each rank has its own prices.
+"""Partition of a model's blocks over unlike devices, so that faster devices get more blocks.
 
-Groups of devices are placed along the pipe in the given order. With several times as many devices as stages, as many
-pipelines run side by side, HetPipe's virtual workers: each gets one device of every run in the order of speed, so that
-they are equal, and they share the rows of a microbatch. `pipeline.partition` computes the partition from the roofline
-prices of each kind of chip.
+Groups of devices are placed along the pipe in the given order. If there are N times as many devices as ranks, N
+pipelines run side by side (HetPipe's virtual workers). The devices are sorted by speed and cut into sets of N
+neighbours, and each worker gets one device of every set, so that the workers are about equal; they share the rows of a
+microbatch. `pipeline.choose.partition` computes the partition from the roofline prices of each kind of chip.
 
     Park et al. 2020, "HetPipe" (arXiv:2005.14038); Zhan and Zhang 2019, "Pipe-torch" (CBD).
 
-Left out: memory (use `fit` for the platform with the least), the links between unlike machines, which no table has (a
-rank's link is that of its own chip), and training: one program needs equal devices. The printed result is the option
-`stages` of a plan's pipeline.
+Left out: memory (use `fit` for the platform with the least memory); the links between unlike machines, which no table
+has, so that each rank has the link of its own chip; and training, because one program needs equal devices. The result
+prints as the plan's pipeline, with its option `stages`.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.choose.partition import Partition, partition
-from jaxscale.pipeline.choose.price import Device
+from jaxscale.pipeline.choose.partition import ModelPrices, Partition, partition
+from jaxscale.pipeline.choose.price import PipelineDevice
 from jaxscale.pipeline.choose.virtual_workers import virtual_workers
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.schedule import Schedule
-from jaxscale.planning.pipeline_choice import in_periods
+from jaxscale.planning.pipeline_choice import in_periods, layers_of
 from jaxscale.planning.stage_prices import model_prices
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
@@ -31,91 +30,79 @@ from jaxscale.state.stages import period_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Dealt:
-    """A partition over unlike devices.
+class Assignment:
+    """Blocks assigned to unlike devices.
 
     Args:
-        partition: of blocks, or of whole periods of unlike blocks, to stages.
-        places: the chip of each rank; the slowest if the workers' differ.
+        pipeline: pipeline with the number of blocks of each stage.
+        partition: partition into stages of blocks, or of whole periods (the repeated groups of unlike blocks).
+        places: name of the chip of each rank; of the slowest chip if those of the workers differ.
         workers: number of pipelines side by side.
-        period: blocks of a period.
     """
 
+    pipeline: PipelinePlan
     partition: Partition
     places: tuple[str, ...]
     workers: int
-    period: int
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Blocks of each stage: the option `stages` of the plan's pipeline."""
-        bounds = self.partition.boundaries
-        return tuple(self.period * (stop - start) for start, stop in itertools.pairwise(bounds))
 
     def __str__(self) -> str:
         parallel = f", {self.workers} virtual workers side by side" if self.workers > 1 else ""
-        excess = (
-            "" if self.partition.exact else f", at most {self.partition.seconds / self.partition.bound - 1:.1%} more"
-        )
-        stages = "+".join(map(str, self.layers))
-        return f"ranks on {', '.join(self.places)}{parallel}: --plan.pipeline ...,stages={stages}{excess}"
+        excess = self.partition.seconds / self.partition.bound - 1
+        remark = "" if self.partition.exact else f" (at most {excess:.1%} slower than the fastest)"
+        return f"ranks on {', '.join(self.places)}{parallel}: --plan.pipeline {self.pipeline}{remark}"
 
 
 def devices_of(text: str, ranks: int) -> tuple[Platform, ...]:
     """Parse groups of devices, such as "gpu h100 x 2, gpu a100 x 2", in the order of the pipe.
 
     Raises:
-        UserError: no platform, only one kind, or a number of devices that is no multiple of the ranks.
+        UserError: the text names no platform or only one kind of chip, or the number of devices is not a multiple of
+            the number of ranks.
 
     Example:
         >>> [group.devices for group in devices_of("gpu h100 x 2, gpu a100 x 2", 4)]
         [2, 2]
     """
-    groups = tuple(Platform.parse(part) for part in text.split(",") if part.strip())
+    groups = tuple(Platform.parse(group_text) for group_text in text.split(",") if group_text.strip())
     count = sum(group.devices for group in groups)
     if len({group.chip.name for group in groups}) < 2:
-        raise UserError(f"--devices {text!r}: expected two kinds of chips or more; for one, give --platform")
+        raise UserError(f"--devices {text!r}: expected two kinds of chips or more; for one kind, give --platform")
     if count % ranks:
         raise UserError(
-            f"--devices {text!r}: {count} devices for {ranks} ranks: expected as many, or a multiple (virtual workers)"
+            f"--devices {text!r}: {count} devices for {ranks} ranks: expected {ranks} or a multiple (virtual workers)"
         )
     return groups
 
 
-def dealt(experiment: Experiment, groups: Sequence[Platform], pipeline: PipelinePlan, schedule: Schedule) -> Dealt:
+def assign(
+    experiment: Experiment, groups: Sequence[Platform], pipeline: PipelinePlan, schedule: Schedule
+) -> Assignment:
     """The fastest partition of an experiment's blocks over unlike devices.
 
     Args:
-        experiment: its plan specifies types, attention and memory.
-        groups: groups of devices, along the pipe.
-        pipeline: with the number of microbatches.
-        schedule: of the pipeline.
+        experiment: what to train; its plan specifies types, attention and memory.
+        groups: groups of devices, in their order along the pipe.
+        pipeline: pipeline with the number of microbatches.
+        schedule: schedule of the pipeline.
 
     Raises:
-        UserError: a chip of unknown rates, rows that do not divide, a schedule of several routes.
+        UserError: the rates of a chip are unknown, rows do not divide evenly, or the schedule has several routes.
     """
     workers = sum(group.devices for group in groups) // schedule.ranks
     period = period_of(experiment.model)
-    chips = {group.chip.name: group for group in groups}
-    prices = {
-        name: in_periods(
-            model_prices(experiment, _platform(group, schedule.ranks * workers), schedule.ranks, pipeline.shape()[1]),
-            period,
-        )
-        for name, group in chips.items()
-    }
-    bandwidths = {n: max((link.bandwidth for link in g.links), default=math.inf) for n, g in chips.items()}
-    places = tuple(
-        Device(kind=group.chip.name, link=bandwidths[group.chip.name]) for group in groups for _ in range(group.devices)
-    )
+    prices: dict[str, ModelPrices] = {}
+    links: dict[str, float] = {}
+    for group in {group.chip.name: group for group in groups}.values():
+        same_chips = Platform(group.chip, max(1, schedule.ranks * workers // group.chip.devices))
+        model = model_prices(experiment, same_chips, schedule.ranks, pipeline.shape()[1])
+        prices[group.chip.name] = in_periods(model, period)
+        links[group.chip.name] = max((link.bandwidth for link in group.links), default=math.inf)
+    names = [group.chip.name for group in groups for _ in range(group.devices)]
+    places = tuple(PipelineDevice(kind=name, link=links[name]) for name in names)
     if workers > 1:
         seconds = {name: sum(price.forward for price in model.blocks) for name, model in prices.items()}
         slowness = {name: chip_seconds / min(seconds.values()) for name, chip_seconds in seconds.items()}
         places = virtual_workers(places, slowness, workers)
-    fastest = partition(prices, schedule, places, stash=experiment.plan.stages_keep)
-    return Dealt(fastest, tuple(place.kind for place in places), workers, period)
-
-
-def _platform(group: Platform, devices: int) -> Platform:
-    """A platform of this many devices of a group's chip."""
-    return Platform(group.chip, max(1, devices // group.chip.devices))
+    fastest_partition = partition(prices, schedule, places, stash=experiment.plan.stages_keep)
+    pipeline = dataclasses.replace(pipeline, stages=layers_of(fastest_partition, period))
+    return Assignment(pipeline, fastest_partition, tuple(place.kind for place in places), workers)

@@ -1,9 +1,9 @@
-"""Threads of XLA:CPU: enough that some work while devices wait for one another.
+"""The number of XLA:CPU's threads: enough that some of them work while devices wait for one another.
 
 A collective blocks its thread until every device has reached it, and XLA starts the collectives after a loop while the
 loop still runs in other threads. So a device may wait in two collectives at once, or three with nested loops, and its
-partner in others. There are as many threads as cores or devices, whichever are more: on 2 cores all 8 threads of 8
-devices waited, and XLA ended the process after 40 seconds.
+partner in others. By default there are as many threads as cores or devices, whichever number is larger: on 2 cores all
+8 threads of 8 devices waited, and XLA ended the process after 40 seconds.
 
 References:
     XLA, xla/backends/cpu/runtime/thunk_executor.cc: `ProcessScheduledOutEdges` starts the next collective while a
@@ -21,6 +21,7 @@ from jaxscale.compat import backend_runs
 EACH = 3
 """Threads of a device: for the device itself, for a collective after a loop, for one after a loop in that loop."""
 VARIABLE = "NPROC"
+"""Environment variable from which XLA:CPU takes its number of threads."""
 
 
 def provide_threads() -> str:
@@ -29,17 +30,17 @@ def provide_threads() -> str:
     `NPROC` in the environment takes precedence, and a running backend is not changed.
 
     Returns:
-        A note if the backend already runs with fewer threads, else "".
+        A note if the backend already runs with fewer threads, otherwise "".
     """
-    runs = backend_runs()
-    if os.environ.get(VARIABLE) or (runs and jax.default_backend() != "cpu"):
+    is_running = backend_runs()
+    if os.environ.get(VARIABLE) or (is_running and jax.default_backend() != "cpu"):
         return ""
-    devices = len(jax.local_devices()) if runs else _configured_devices()
+    devices = len(jax.local_devices()) if is_running else _configured_devices()
     # as XLA counts them, without a container's quota
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if devices == 1 or EACH * devices <= cores:  # one device waits for none
+    if devices == 1 or EACH * devices <= cores:  # a single device waits for no other
         return ""
-    if not runs:
+    if not is_running:
         os.environ[VARIABLE] = str(EACH * devices)
         return ""
     return (

@@ -1,8 +1,9 @@
 """The Platform that this process runs on, from JAX's devices.
 
-An unknown chip is no error: it becomes a Chip without a peak, so a run on it trains and reports no `mfu`.
+An unknown chip is no error. It becomes a Chip without a peak, and a run on it reports no `mfu`.
 """
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -14,18 +15,18 @@ from typing import Any
 from jaxscale.platforms.platform import Chip, Platform, chips
 
 DEVICE_FILES = {"tpu": ("accel[0-9]*", "vfio/[0-9]*"), "gpu": ("nvidia[0-9]*", "kfd", "dxg")}
-"""Device files under /dev of TPUs, and of NVIDIA and AMD GPUs and GPUs seen from WSL."""
+"""Device files under /dev: of TPUs, and of GPUs of NVIDIA, of AMD and in WSL."""
 
 
 def detect(devices: Sequence[Any] | None = None) -> Platform:
     """The platform of `devices`.
 
     Args:
-        devices: JAX devices; all of this run (every process) by default.
+        devices: JAX devices; by default those of all processes of the run.
 
     Returns:
-        The chip of the tables, with the memory that the backend grants, or one with unknown facts for a chip that is
-        in no table. A TPU slice's topology comes from the chips' coordinates.
+        The platform. Its chip comes from the tables, with the memory that the backend grants; a chip that is in no
+        table has unknown facts. A TPU slice's topology comes from the chips' coordinates.
     """
     import jax
 
@@ -36,21 +37,18 @@ def detect(devices: Sequence[Any] | None = None) -> Platform:
         return Platform(chip, len(devices))
     coordinates = {(getattr(device, "slice_index", 0) or 0, *device.coords) for device in devices}
     slices = len({coordinate[0] for coordinate in coordinates})
-    corners = [
-        coordinate[1:]
-        for coordinate in coordinates
-        if coordinate[0] == min(coordinate[0] for coordinate in coordinates)
-    ]
-    sides = tuple(max(axis) - min(axis) + 1 for axis in zip(*corners, strict=True))
+    first_slice = min(coordinates)[0]
+    positions = [position for slice_index, *position in coordinates if slice_index == first_slice]
+    sides = tuple(max(axis) - min(axis) + 1 for axis in zip(*positions, strict=True))
     plane_sides = sides[:2] if sides[2:] == (1,) and chip.name in ("v5e", "v6e") else sides
     # the chips of a process may form a part of a slice that is no box
-    topology = plane_sides if math.prod(plane_sides) == len(corners) else None
+    topology = plane_sides if math.prod(plane_sides) == len(positions) else None
     chip = dataclasses.replace(chip, devices=max(1, len(devices) // len(coordinates)))
-    return Platform(chip, len(corners), topology, slices)
+    return Platform(chip, len(positions), topology, slices)
 
 
 def chip_of(device_kind: str, platform: str) -> Chip:
-    """The chip of a device kind as printed by JAX; one without facts if it is in no table.
+    """The chip of a device kind as printed by JAX; a chip that is in no table has no facts.
 
     Args:
         device_kind: `jax.Device.device_kind`.
@@ -69,17 +67,15 @@ def chip_of(device_kind: str, platform: str) -> Chip:
     return Chip(device_kind, kind, (device_kind,), (f"unknown to jaxscale: JAX reports {device_kind!r}",))
 
 
-def accelerators(devices: pathlib.Path = pathlib.Path("/dev")) -> frozenset[str]:
+def accelerators(folder: pathlib.Path = pathlib.Path("/dev")) -> frozenset[str]:
     """The kinds of accelerators ("tpu", "gpu") with device files in the system; no backend is started."""
     return frozenset(
-        kind
-        for kind, patterns in DEVICE_FILES.items()
-        if any(next(devices.glob(pattern), None) for pattern in patterns)
+        kind for kind, patterns in DEVICE_FILES.items() if any(next(folder.glob(pattern), None) for pattern in patterns)
     )
 
 
 def hush_absent_gpus() -> None:
-    """Without a GPU, silence JAX's log of the CUDA plugin, which is installed to compile ahead of time.
+    """Without a GPU, silence JAX's log about the CUDA plugin, which may be installed to compile ahead of time.
 
     JAX starts every installed plugin, and logs a traceback because this one finds no drivers.
     """
@@ -88,6 +84,7 @@ def hush_absent_gpus() -> None:
 
 
 def _not_about_cuda_plugin(record: logging.LogRecord) -> bool:
+    """Whether a log record is kept: it does not report that the CUDA plugin finds no drivers."""
     return not ("plugin configuration error" in record.getMessage() and "xla_cuda" in record.getMessage())
 
 
@@ -106,18 +103,16 @@ def host_memory() -> int | None:
 
 
 def _measured(chip: Chip, devices: Sequence[Any]) -> dict[str, Any]:
-    """Values measured on this machine: memory of the device, of the host, and chips of one host."""
-    local = [device for device in devices if device.process_index == devices[0].process_index]
+    """Fields of the chip that are measured on this machine: memory of device and host, and chips of one host."""
+    local_devices = [device for device in devices if device.process_index == devices[0].process_index]
     facts: dict[str, Any] = {"host_memory": host_memory()}
     if chip.kind == "cpu":
-        return facts | {"memory": host_memory(), "chips_per_host": len(local)}
-    try:
-        limit = (devices[0].memory_stats() or {}).get("bytes_limit")
-    except (
-        Exception
-    ):  # devices of another process, and described ones, have no statistics; the error depends on the backend
-        limit = None
-    if limit:
-        facts["usable_memory"] = limit * chip.devices
+        return facts | {"memory": host_memory(), "chips_per_host": len(local_devices)}
+    limit_bytes = None
+    # devices of another process, and described ones, have no statistics; the error depends on the backend
+    with contextlib.suppress(Exception):
+        limit_bytes = (devices[0].memory_stats() or {}).get("bytes_limit")
+    if limit_bytes:
+        facts["usable_memory"] = limit_bytes * chip.devices
         facts["memory"] = chip.memory or facts["usable_memory"]
-    return facts | {"chips_per_host": max(1, len(local) // chip.devices)}
+    return facts | {"chips_per_host": max(1, len(local_devices) // chip.devices)}

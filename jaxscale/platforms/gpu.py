@@ -6,6 +6,8 @@ T4 and H100 at hpctech.co.jp, A100, H100 and B200 at glennklockwood.com/garden/p
 thundercompute.com, L4 at hmc-tech.com, H200 at aiwiki.ai, DGX B200 in NVIDIA's AIPS wiki.
 """
 
+import dataclasses
+
 from jaxscale.platforms.platform import Chip, Link
 
 _A100 = "NVIDIA A100 Tensor Core GPU datasheet: bf16 and fp16 312, TF32 156, FP32 19.5 TFLOP/s, int8 624 TOP/s"
@@ -14,10 +16,12 @@ _B200 = "NVIDIA B200, glennklockwood.com, HGX at 1000 W: bf16 2250, TF32 1100, f
 
 
 def _nvlink(bandwidth: float, source: str, connects: str = "GPUs of one host, through NVSwitch") -> Link:
+    """NVLink with this bandwidth of all of a GPU's links, in bytes/s one way."""
     return Link("nvlink", connects, bandwidth, "chip", source)
 
 
 def _pcie(bandwidth: float, source: str) -> Link:
+    """PCIe between a GPU and its host, in bytes/s one way."""
     return Link("pcie", "a GPU and its host", bandwidth, "chip", source)
 
 
@@ -65,6 +69,7 @@ L4 = Chip(
 def _a100(
     name: str, kinds: tuple[str, ...], memory: int, bandwidth: float, links: tuple[Link, ...], **host: int
 ) -> Chip:
+    """A variant of A100 by its device kinds, memory in bytes, bandwidth in bytes/s and links; `host`: other fields."""
     return Chip(
         name=name,
         kind="gpu",
@@ -124,21 +129,13 @@ H100_PCIE = Chip(
     links=(_nvlink(300e9, "NVIDIA H100 datasheet, PCIe: NVLink 600 GB/s both ways", "two GPUs, by a bridge"), _PCIE5),
 )
 
-H200 = Chip(
+H200 = dataclasses.replace(  # an HGX H200 has as many chips and the same links as an HGX H100
+    H100,
     name="h200",
-    kind="gpu",
     device_kinds=("NVIDIA H200",),
     source=("NVIDIA H200 datasheet: 141 GB HBM3e, 4.8 TB/s; rates as H100 SXM", _H100),
-    bfloat16=989.4e12,  # as H100
-    float16=989.4e12,  # as H100
-    tf32=494.7e12,  # as H100
-    float32=66.9e12,  # as H100
-    float8=1978.9e12,  # as H100
-    int8=1978.9e12,  # as H100
     memory=141 * 10**9,  # datasheet
     memory_bandwidth=4.8e12,  # datasheet
-    chips_per_host=8,  # HGX H200
-    links=(_NVLINK4, _PCIE5, _CONNECTX7),
 )
 
 B200 = Chip(

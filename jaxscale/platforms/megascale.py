@@ -1,17 +1,18 @@
 """Collectives of a TPU program over the network between slices.
 
-libtpu compiles one program per slice: collectives inside a slice number that slice's devices from 0, and one across
-slices becomes a host transfer (`send`) by the megascale runtime, with the kind in an undocumented attribute. The mesh
-axes across slices follow from the order of axes (`jaxscale/slices.py`).
+libtpu compiles one program per slice: collectives inside a slice number that slice's devices from 0, and a collective
+across slices becomes a host transfer (`send`) by the megascale runtime, with its kind in an undocumented attribute. The
+mesh axes across slices follow from the order of axes (`jaxscale/tpu_slices.py`).
 """
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from jaxscale.slices import across
+from jaxscale.tpu_slices import across
 
-KINDS: dict[str, Any] = {
+CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
+KINDS: dict[str, CollectiveKind] = {
     "ALL_REDUCE": "all-reduce",
     "ALL_GATHER": "all-gather",
     "REDUCE_SCATTER": "reduce-scatter",
@@ -40,10 +41,7 @@ def slices_of(text: str) -> int:
     return max(len(slice_ids), 1)
 
 
-Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
-
-
-def kind_of(attributes: str) -> Kind | None:
+def kind_of(attributes: str) -> CollectiveKind | None:
     """The collective that a `send` is part of; `None` if it does not cross slices.
 
     Example:

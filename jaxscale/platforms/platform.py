@@ -14,7 +14,7 @@ from typing import Literal
 
 from jaxscale.errors import UserError, near_miss, unknown
 
-Kind = Literal["tpu", "gpu", "cpu"]
+DeviceKind = Literal["tpu", "gpu", "cpu"]
 GiB = 2**30
 
 
@@ -25,9 +25,9 @@ class Link:
     Args:
         name: "ici", "nvlink", "pcie" or "dcn".
         connects: the parts at its ends.
-        bandwidth: bytes/s in one direction, of one link where `per` is "link", else of all links of that chip or host.
-        per: the unit with this bandwidth.
-        links: number of such links per chip (or host).
+        bandwidth: bytes/s in one direction, of one link, or of all such links of a chip or host, as `per` specifies.
+        per: "link", "chip" or "host", whichever has this bandwidth.
+        links: number of such links of a chip or host.
         latency: seconds of one hop; None if unknown.
         source: source of the numbers.
     """
@@ -50,18 +50,19 @@ class Chip:
         kind: "tpu", "gpu" or "cpu".
         device_kinds: `jax.Device.device_kind` of its devices.
         source: sources of the numbers, one per entry.
-        bfloat16, float16, tf32, float32, float8, int8: dense matrix products at that type, in FLOP/s (or OP/s).
+        bfloat16, float16, tf32, float32, float8, int8: rate of dense matrix products of that type, in FLOP/s (OP/s for
+            int8); None if unknown.
         memory: bytes of device memory.
-        usable_memory: bytes of it that a program may use; None if not measured.
+        usable_memory: bytes of device memory that a program may use; None if not measured.
         memory_bandwidth: bytes/s between the memory and the chip.
-        devices: JAX devices of one chip when a program runs.
-        chips_per_host: chips of one host machine.
-        host_memory: bytes of main memory of that host.
-        links: its links.
+        devices: number of JAX devices of one chip when a program runs.
+        chips_per_host: number of chips of one host machine.
+        host_memory: bytes of main memory of the host.
+        links: links of the chip, and of its host.
     """
 
     name: str
-    kind: Kind
+    kind: DeviceKind
     device_kinds: tuple[str, ...]
     source: tuple[str, ...]
     bfloat16: float | None = None
@@ -110,9 +111,9 @@ class Platform:
 
     Args:
         chip: the chip; all are alike.
-        chips: chips of one slice (TPU) or in all (GPU, CPU: where a "chip" is one JAX device).
-        topology: chips along each axis of a TPU slice's torus; None elsewhere.
-        slices: TPU slices joined by the data centre's network.
+        chips: number of chips of one TPU slice, or of all GPUs or CPU devices together.
+        topology: chips along each axis of a TPU slice's torus; None for GPUs, CPUs and chips that form no box.
+        slices: number of TPU slices, joined by the data centre's network.
 
     Example:
         >>> platform = Platform.parse("tpu v5p:4x4x4")
@@ -207,10 +208,12 @@ def chips() -> Mapping[str, Chip]:
 
 
 def _shape_text(topology: tuple[int, ...]) -> str:
+    """A topology as text, such as "4x4"."""
     return "x".join(map(str, topology))
 
 
 def _unknown_platform(text: str) -> UserError:
+    """The error for a text that begins with no kind of platform."""
     word = re.split(r"[\s:]", text.strip().lower())[0]
     chip = chips().get(word.split("x")[0])
     suggestion = near_miss(word, ("cpu", "gpu", "local", "tpu"))
@@ -222,47 +225,50 @@ def _unknown_platform(text: str) -> UserError:
 
 
 def _count(text: str, tail: str) -> int:
-    """The number after "x" or ":", by default 1."""
+    """The number after "x" or ":" in `tail`, the end of a platform's text; by default 1."""
     match = re.fullmatch(r"\s*[x:]\s*([1-9][0-9]{0,6})", tail)
     if tail and match is None:
         raise UserError(f"platform {text!r}: got {tail.strip()!r}, expected a count such as 'x 8'")
     return int(match[1]) if match else 1
 
 
-def _parse_gpu(text: str, words: str) -> Platform:
-    from jaxscale.platforms.gpu import ALIASES, GPUS
-
-    gpus = {chip.name: chip for chip in GPUS}
-    match = re.fullmatch(r"([\w-]*?)(\s*[x:]\s*[0-9]+|[^\w-].*)?", words, re.DOTALL)
-    assert match is not None, "matches any text"
-    name, tail = match.groups(default="")
-    name = ALIASES.get(name, name)
+def _chip(text: str, kind: DeviceKind, name: str, word: str, aliases: Mapping[str, str], example: str) -> Chip:
+    """The chip with a name or alias; messages show the platform's `text`, the user's `word` and an `example`."""
+    names = [chip.name for chip in chips().values() if chip.kind == kind]
+    name = aliases.get(name, name)
     if not name:
-        raise UserError(f"platform {text!r} names no gpu: expected one of {', '.join(gpus)}, such as 'gpu h100 x 8'")
-    if name not in gpus:
-        first_word = re.split(r"[\s:]", words)[0]  # an x in a name is no count
-        raise unknown("gpu", first_word, [*gpus, *ALIASES])
-    return Platform(gpus[name], _count(text, tail))
+        raise UserError(f"platform {text!r} names no {kind}: expected one of {', '.join(names)}, such as {example!r}")
+    if name not in names:
+        raise unknown(kind, word, [*names, *aliases])
+    return chips()[name]
+
+
+def _parse_gpu(text: str, words: str) -> Platform:
+    """The platform of the words after "gpu" in a text."""
+    from jaxscale.platforms.gpu import ALIASES
+
+    match = re.fullmatch(r"([\w-]*?)(\s*[x:]\s*[0-9]+|[^\w-].*)?", words, re.DOTALL)
+    assert match is not None, "the pattern matches any text"
+    name, tail = match.groups(default="")
+    first_word = re.split(r"[\s:]", words)[0]  # an x inside a name does not begin a count
+    chip = _chip(text, "gpu", name, first_word, ALIASES, "gpu h100 x 8")
+    return Platform(chip, _count(text, tail))
 
 
 def _parse_tpu(text: str, words: str) -> Platform:
-    from jaxscale.platforms.tpu import ALIASES, TPUS, check_topology, topologies
+    """The platform of the words after "tpu" in a text."""
+    from jaxscale.platforms.tpu import ALIASES, check_topology, topologies
 
-    tpus = {chip.name: chip for chip in TPUS}
     match = re.fullmatch(r"([^\s:]*)(?:\s*:\s*(\S*))?(.*)", words, re.DOTALL)
-    assert match is not None, "matches any text"
+    assert match is not None, "the pattern matches any text"
     name, shape, tail = match.groups(default="")
-    name = ALIASES.get(name, name)
-    if not name:
-        raise UserError(f"platform {text!r} names no tpu: expected one of {', '.join(tpus)}, such as 'tpu v5e:4x4'")
-    if name not in tpus:
-        raise unknown("tpu", name, [*tpus, *ALIASES])
+    chip = _chip(text, "tpu", name, name, ALIASES, "tpu v5e:4x4")
     if not re.fullmatch(r"[0-9]{1,4}(x[0-9]{1,4})+", shape):
-        slices = [size for size in topologies(name) if str(math.prod(size)) == shape]
-        examples = " or ".join(f"tpu {name}:{_shape_text(size)}" for size in slices or topologies(name)[2:3])
+        slices = [size for size in topologies(chip.name) if str(math.prod(size)) == shape]
+        examples = " or ".join(f"tpu {chip.name}:{_shape_text(size)}" for size in slices or topologies(chip.name)[2:3])
         raise UserError(
             f"platform {text!r}: got {shape!r} for the topology, expected chips along each axis: {examples}"
         )
     topology = tuple(map(int, shape.split("x")))
-    check_topology(name, topology)
-    return Platform(tpus[name], math.prod(topology), topology, _count(text, tail))
+    check_topology(chip.name, topology)
+    return Platform(chip, math.prod(topology), topology, _count(text, tail))

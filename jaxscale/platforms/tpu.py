@@ -1,7 +1,7 @@
 """Facts about TPUs, and the slice topologies that exist.
 
 A compiler accepts slices that nobody sells (libtpu takes v5e:2x8 and 16x20) and may die on others (v5e:0x4 ends in
-SIGFPE), so topologies are checked against this table first. If sources differ, the table has the lower rate. Usable
+SIGFPE), so topologies are checked against this table first. If sources differ, the table holds the lower rate. Usable
 memory is the "available HBM" of libtpu's out-of-memory message when it compiles ahead of time.
 """
 
@@ -18,10 +18,12 @@ _JAX = "jax/_src/pallas/mosaic/tpu_info.py"
 
 
 def _ici(bandwidth: float, links: int, source: str) -> Link:
+    """The links of a chip in the torus, with the bandwidth of each in bytes/s one way."""
     return Link("ici", "a chip and its neighbours in the torus", bandwidth, "link", source, links=links)
 
 
 def _pcie(bandwidth: float, source: str) -> Link:
+    """PCIe between a chip and its host, in bytes/s one way."""
     return Link("pcie", "a chip and its host", bandwidth, "chip", source)
 
 
@@ -122,7 +124,7 @@ V7X = Chip(
     device_kinds=("TPU7x",),
     source=(
         "Cloud TPU documentation, TPU7x (Ironwood): 2307 TFLOP/s bf16, 4614 fp8, 192 GiB, 7380 GB/s, RAM 960 GB; the "
-        "page says nothing of the link to the host, which is planned with as the slowest of the tables",
+        "page does not specify the link to the host; plans assume the slowest of the tables",
         _PROBE,
     ),
     bfloat16=2307e12,  # TPU7x page
@@ -176,7 +178,7 @@ def topologies(name: str) -> tuple[tuple[int, ...], ...]:
 
 
 def check_topology(name: str, topology: tuple[int, ...]) -> None:
-    """Raise for a slice of TPU `name` that does not exist; the message suggests near ones.
+    """Refuse a slice of TPU `name` that does not exist; the message suggests near ones.
 
     Raises:
         UserError: the topology is not in `topologies(name)`.
@@ -189,11 +191,11 @@ def check_topology(name: str, topology: tuple[int, ...]) -> None:
     texts = {"x".join(map(str, shape)): shape for shape in existing}
     counts = {text: math.prod(shape) for text, shape in texts.items()}
     same_count = [text for text, count in counts.items() if count == chips]
-    sizes = sorted(set(counts.values()), key=lambda size: abs(size - chips))[:2]
+    nearest_counts = sorted(set(counts.values()), key=lambda size: abs(size - chips))[:2]
     similar = difflib.get_close_matches(
         topology_name, [text for text, count in counts.items() if chips <= 2 * count <= 4 * chips]
     )
-    suggestions = same_count or similar[:2] or [text for text, count in counts.items() if count in sizes]
+    suggestions = same_count or similar[:2] or [text for text, count in counts.items() if count in nearest_counts]
     rule = "2x2x1, 2x2x2, 2x2x4, 2x4x4, or multiples of 4 in rising order" if name in _LARGEST else ", ".join(texts)
     raise UserError(
         f"tpu {name} has no slice {topology_name} ({chips} chips): expected {rule}; did you mean "

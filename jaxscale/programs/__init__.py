@@ -1,1 +1,1 @@
-"""A program as data: FLOP, block graphs, one flat list of operations, placements, without a device."""
+"""Traced programs as data, without a device: FLOP, block graphs, flat lists of operations, placements."""

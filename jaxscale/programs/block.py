@@ -1,12 +1,12 @@
-"""BlockGraph: the costs of one block, from its program: every value of the forward pass, its bytes, the work to
-recompute it, and whether the backward pass reads it. Nothing is compiled and no device is needed.
+"""The graph of one block (`BlockGraph`): the values of its forward pass with their bytes, the work to recompute them,
+and whether the backward pass reads them. Nothing is compiled and no device is needed.
 
 JAX determines what the backward pass reads: the block is differentiated (`jax.vjp`) with a name on each value, and the
-graph is the program that returns results and residuals. So it contains the forward rules of functions with custom
-derivatives (`custom_vjp`, kernels), whose residuals can be kept by their names, and the derivatives that the forward
-pass computes. Names are those of the program, not of the user (`inline.Program.names`).
+graph is made from the program that returns results and residuals (the values that the backward pass reads). This
+program contains the forward rules of functions with custom derivatives (`custom_vjp`, kernels), whose residuals can be
+kept by their names, and the derivatives that the forward pass computes. `InlinedProgram.names` gives the names.
 
-Left out: fusion by XLA; every operation that only moves values counts its largest result once, a view nothing.
+Left out: fusion by XLA. An operation without FLOP is taken to move the bytes of its largest result, a view none.
 """
 
 import dataclasses
@@ -16,12 +16,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxscale.compat import source_line
 from jaxscale.platforms.platform import Chip
 from jaxscale.programs import roofline
+from jaxscale.programs.dims import Dims, local_bytes
 from jaxscale.programs.flop import equation_flop
 from jaxscale.programs.inline import InlinedProgram, Step, inline
-from jaxscale.programs.spread import Spread, local_bytes, propagate, spread_of_spec
+from jaxscale.programs.spread import propagate
 from jaxscale.sharding import place
+from jaxscale.sharding.partition import dim_axes
 
 MARK = "jaxscale:"
 """Prefix of the generated names of a block's values, which avoids collisions with the model's names."""
@@ -37,13 +40,13 @@ class Value:
     """One array of a block's forward pass.
 
     Args:
-        name: the same in every process, for blocks of one fingerprint.
-        shape: of all devices together.
-        dtype: of its elements.
-        bytes: per device.
-        producer: index of the equation that computes it; -1 for an input of the block.
-        mark: its name for JAX's policies; `None` if it cannot be kept by name.
-        source: its line in the user's code.
+        name: name of the value, the same in every process for blocks with the same fingerprint.
+        shape: shape of the whole array, over all devices.
+        dtype: type of the elements.
+        bytes: bytes per device.
+        producer: index of the equation that computes the value; -1 for an input of the block.
+        mark: name by which JAX's checkpoint policies can keep the value; `None` if they cannot.
+        source: line of the user's code that computes the value.
     """
 
     name: str
@@ -60,13 +63,13 @@ class Equation:
     """One operation, per device.
 
     Args:
-        name: of the primitive.
-        inputs: indices of its operands.
-        outputs: indices of its results.
-        flop: of matrix products, convolutions and kernels.
-        bytes: moved between memory and chip.
-        seconds: by roofline; 0 if no chip is known.
-        kept_by: policies of `jax.checkpoint_policies` that keep its results.
+        name: name of the primitive.
+        inputs: indices of the operands among the graph's values.
+        outputs: indices of the results among the graph's values.
+        flop: FLOP, if the operation is a matrix product, a convolution or a kernel; otherwise 0.
+        bytes: bytes moved between memory and chip.
+        seconds: duration by roofline; 0 if the chip's rates are unknown.
+        kept_by: names of the policies of `jax.checkpoint_policies` that keep the results.
     """
 
     name: str
@@ -83,13 +86,13 @@ class BlockGraph:
     """Values and equations of a block's forward pass, in the order they run.
 
     Args:
-        fingerprint: of the block's program.
-        values: inputs of the block first.
-        equations: in order.
-        inputs: indices of the block's inputs.
-        carried: those that are activations, which every plan keeps.
+        fingerprint: fingerprint of the block's program.
+        values: the values, the block's inputs first.
+        equations: the operations, in the order they run.
+        inputs: indices of the block's inputs among the values.
+        carried: indices of the inputs that are activations, which every memory plan keeps.
         outputs: indices of the block's results.
-        needed: indices of the values that the backward pass reads, inputs left out.
+        needed: indices of the values that the backward pass reads, without the block's inputs.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -109,7 +112,7 @@ class BlockGraph:
 
     @functools.cached_property
     def by_name(self) -> Mapping[str, int]:
-        """Index of each value."""
+        """Index of each value, by its name."""
         return {value.name: index for index, value in enumerate(self.values)}
 
     @property
@@ -119,7 +122,7 @@ class BlockGraph:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the forward pass; 0 if no chip is known."""
+        """Seconds of the forward pass by roofline; 0 if the chip's rates are unknown."""
         return sum(equation.seconds for equation in self.equations)
 
     @property
@@ -134,10 +137,10 @@ class BlockGraph:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes kept without a plan: values that the backward pass reads, without the block's inputs."""
+        """Bytes kept without a memory plan: of the values that the backward pass reads, without the block's inputs."""
         needed = set(self.needed)
-        makers = (self.equations[self.values[index].producer] for index in self.needed)
-        copies = {equation.outputs[0] for equation in makers if equation.name == "name" and needed & {*equation.inputs}}
+        producers = (self.equations[self.values[index].producer] for index in self.needed)
+        copies = {eqn.outputs[0] for eqn in producers if eqn.name == "name" and needed & {*eqn.inputs}}
         return sum(self.values[index].bytes for index in needed - copies)
 
 
@@ -154,21 +157,21 @@ def block_graph(
     Args:
         fn: the block, a function that JAX can differentiate.
         args: arrays, shapes (`jax.ShapeDtypeStruct`, with a sharding or without) or tracers.
-        chip: for the seconds.
-        mesh: devices along each mesh axis; by default those of the current layout (`sharding.place.layout`).
-        batch: mesh axes along the first dim of activations of unknown placement; by default those of the current
-            layout.
+        chip: chip whose roofline gives the seconds; without one they are 0.
+        mesh: number of devices along each mesh axis; the current layout's (`sharding.place.layout`) by default.
+        batch: mesh axes along the first dim of activations of unknown placement; the current layout's batch axes by
+            default.
         activations: indices of the args that are activations, not parameters.
     """
     import jax
 
     # a new function: JAX would return a cached trace from another layout
-    closed = jax.make_jaxpr(lambda *args: fn(*args))(*args)
-    return graph_of(closed, args, chip=chip, mesh=mesh, batch=batch, activations=activations)
+    closed_jaxpr = jax.make_jaxpr(lambda *args: fn(*args))(*args)
+    return graph_of(closed_jaxpr, args, chip=chip, mesh=mesh, batch=batch, activations=activations)
 
 
 def graph_of(
-    closed: Any,
+    closed_jaxpr: Any,
     args: Sequence[Any],
     *,
     chip: Chip | None = None,
@@ -176,7 +179,7 @@ def graph_of(
     batch: tuple[str, ...] | None = None,
     activations: Sequence[int] = (-1,),
 ) -> BlockGraph:
-    """As `block_graph`, for a traced function: its closed jaxpr, and the args of the trace."""
+    """The graph of a traced function, from its closed jaxpr and the args of the trace; options as in `block_graph`."""
     import jax
 
     layout = place.current()
@@ -184,33 +187,33 @@ def graph_of(
         mesh = dict(layout[0].shape) if mesh is None else mesh
         batch = layout[1].batch if batch is None else batch
     mesh, batch = mesh or {}, batch or ()
-    program = inline(closed)
-    vjp_program, result_count = _forward_and_residuals(program, closed.consts)
-    names, carried = _input_names(closed, args, activations)
-    input_spreads: dict[int, Spread] = {}
+    program = inline(closed_jaxpr)
+    vjp_program, result_count = _forward_and_residuals(program, closed_jaxpr.consts)
+    names, carried = _input_names(closed_jaxpr, args, activations)
+    input_dims: dict[int, Dims] = {}
     leaves = [None] * (len(program.inputs) - len(jax.tree.leaves(args))) + jax.tree.leaves(args)
     for index, leaf in enumerate(leaves):
         number = vjp_program.inputs[index]
         sharding: Any = getattr(leaf, "sharding", None) if isinstance(leaf, jax.ShapeDtypeStruct) else None
         if leaf is not None and hasattr(sharding, "spec"):
-            input_spreads[number] = spread_of_spec(sharding.spec, len(leaf.shape))
+            input_dims[number] = dim_axes(sharding.spec, len(leaf.shape))
             mesh = dict(sharding.mesh.shape) | dict(mesh)
-    has_placements = bool(input_spreads) or any(step.primitive == "sharding_constraint" for step in vjp_program.steps)
+    has_placements = bool(input_dims) or any(step.primitive == "sharding_constraint" for step in vjp_program.steps)
     if not has_placements:
         for index in carried:
             shape = getattr(vjp_program.avals[vjp_program.inputs[index]], "shape", ())
             if shape:
-                input_spreads[vjp_program.inputs[index]] = (batch, *((),) * (len(shape) - 1))
-    spread = propagate(vjp_program, input_spreads, mesh)
-    return _Builder(vjp_program, spread, mesh, chip).build(program.fingerprint(), names, carried, result_count)
+                input_dims[vjp_program.inputs[index]] = (batch, *((),) * (len(shape) - 1))
+    dims = propagate(vjp_program, input_dims, mesh)
+    return _Builder(vjp_program, dims, mesh, chip).build(program.fingerprint(), names, carried, result_count)
 
 
 def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tuple[InlinedProgram, int]:
     """The program that returns a block's results and its backward pass's residuals, and the number of results.
 
     Args:
-        program: of the block.
-        consts: the block's closed-over values; it is differentiated by tracers among them, not by arrays.
+        program: program of the block.
+        consts: values that the block closes over; the block is differentiated by the tracers among them only.
     """
     import jax
     import jax.numpy as jnp
@@ -219,19 +222,20 @@ def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tu
 
     names = program.names()
     avals = [program.avals[number] for number in program.inputs]
-    constants = {index for index, const in enumerate(consts) if not isinstance(const, Tracer)}
-    inexact = [i for i, aval in enumerate(avals) if i not in constants and jnp.issubdtype(aval.dtype, jnp.inexact)]
+    constant_indices = {index for index, const in enumerate(consts) if not isinstance(const, Tracer)}
+    is_inexact = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals]
+    variable_indices = [index for index in range(len(avals)) if index not in constant_indices and is_inexact[index]]
 
     def forward(*arguments: Any) -> tuple[Any, Any]:
         def block(*variables: Any) -> Any:
             operands = list(arguments)
-            for index, value in zip(inexact, variables, strict=True):
+            for index, value in zip(variable_indices, variables, strict=True):
                 operands[index] = value
             return program.run(
                 operands, lambda n, value: checkpoint_name(value, MARK + names[n]) if n in names else value
             )
 
-        results, pullback = jax.vjp(block, *(arguments[index] for index in inexact))
+        results, pullback = jax.vjp(block, *(arguments[index] for index in variable_indices))
         return results, jax.tree.leaves(pullback)
 
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
@@ -239,13 +243,13 @@ def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tu
     return vjp_program, len(program.outputs)
 
 
-def _input_names(closed: Any, args: Sequence[Any], activations: Sequence[int]) -> tuple[list[str], list[int]]:
-    """The names of a closed jaxpr's inputs, and the indices of those that are activations."""
+def _input_names(closed_jaxpr: Any, args: Sequence[Any], activations: Sequence[int]) -> tuple[list[str], list[int]]:
+    """The names of a closed jaxpr's inputs, and the indices of the inputs that are activations."""
     import jax
 
     from jaxscale.trees import path_name
 
-    names = [f"closed over {index}" for index in range(len(closed.jaxpr.constvars))]
+    names = [f"closed over {index}" for index in range(len(closed_jaxpr.jaxpr.constvars))]
     carried: list[int] = []
     positions = {index % len(args) for index in activations if args and -len(args) <= index < len(args)}
     for position, arg in enumerate(args):
@@ -257,93 +261,85 @@ def _input_names(closed: Any, args: Sequence[Any], activations: Sequence[int]) -
 
 
 class _Builder:
-    """The graph of a program that returns results, then residuals."""
+    """Builds the graph of a program that returns a block's results, then its residuals."""
 
-    def __init__(
-        self, program: InlinedProgram, spread: Mapping[int, Spread], mesh: Mapping[str, int], chip: Chip | None
-    ):
-        self.program, self.spread, self.mesh, self.chip = program, spread, mesh, chip
+    def __init__(self, program: InlinedProgram, dims: Mapping[int, Dims], mesh: Mapping[str, int], chip: Chip | None):
+        self.program, self.dims, self.mesh, self.chip = program, dims, mesh, chip
         self.values: list[Value] = []
         self.equations: list[Equation] = []
         self.index_of: dict[int, int] = {}
         self.name_counts: Counter[str] = Counter()
+        self.naming_steps: dict[int, Step] = {}  # the first step that names each value
+        for step in program.steps:
+            if step.primitive == "name":
+                self.naming_steps.setdefault(_operand(step), step)
+        read_atoms = [atom for step in program.steps for atom in step.inputs] + list(program.outputs)
+        self.reader_counts = Counter(atom for atom in read_atoms if isinstance(atom, int))
 
     def build(self, fingerprint: str, names: Sequence[str], carried: Sequence[int], result_count: int) -> BlockGraph:
-        program = self.program
-        readers = Counter(atom for step in program.steps for atom in step.inputs if isinstance(atom, int))
-        readers.update(atom for atom in program.outputs if isinstance(atom, int))
-        for number, name in zip(program.inputs, names, strict=True):
+        """The graph, with these names of the inputs; the first `result_count` outputs are the block's results."""
+        for number, name in zip(self.program.inputs, names, strict=True):
             self._add_value(number, name, -1)
-        # a value whose only reader names it is the same as the named value
-        namers = {_operand(s): s for s in program.steps if s.primitive == "name" and readers[_operand(s)] == 1}
-        for step in program.steps:
-            if step.primitive == "name" and namers.get(_operand(step)) is step and _operand(step) in self.index_of:
+        for step in self.program.steps:
+            operand = _operand(step) if step.primitive == "name" else -1
+            if self.reader_counts[operand] == 1 and operand in self.index_of:
+                # a value whose only reader names it is the same as the named value
                 if step.outputs[0] is not None:
-                    self.index_of[step.outputs[0]] = self.index_of[_operand(step)]
-                continue
-            self._add_equation(step, namers)
-        inputs = tuple(range(len(program.inputs)))
-        outputs = [self.index_of[atom] for atom in program.outputs[:result_count] if isinstance(atom, int)]
-        residuals = [self.index_of[atom] for atom in program.outputs[result_count:] if isinstance(atom, int)]
-        needed = sorted({index for index in residuals if index >= len(inputs)})
+                    self.index_of[step.outputs[0]] = self.index_of[operand]
+            else:
+                self._add_equation(step)
+        inputs = tuple(range(len(self.program.inputs)))
+        output_indices = [self.index_of.get(atom) if isinstance(atom, int) else None for atom in self.program.outputs]
+        results = [index for index in output_indices[:result_count] if index is not None]
+        residuals = {index for index in output_indices[result_count:] if index is not None and index >= len(inputs)}
         return BlockGraph(
             fingerprint,
             tuple(self.values),
             tuple(self.equations),
             inputs,
             tuple(carried),
-            tuple(dict.fromkeys(outputs)),
-            tuple(needed),
+            tuple(dict.fromkeys(results)),
+            tuple(sorted(residuals)),
         )
 
     def _add_value(self, number: int, name: str, producer: int, mark: str | None = None, source: str = "") -> int:
+        """Add a value by its number in the program; return its index in the graph."""
         aval = self.program.avals[number]
         self.name_counts[name] += 1
         name = name if self.name_counts[name] == 1 else f"{name} ({self.name_counts[name]})"
-        size = local_bytes(aval, self.spread[number], self.mesh)
-        self.values.append(Value(name, tuple(aval.shape), str(aval.dtype), size, producer, mark, source))
+        value_bytes = local_bytes(aval, self.dims[number], self.mesh)
+        self.values.append(Value(name, tuple(aval.shape), str(aval.dtype), value_bytes, producer, mark, source))
         self.index_of[number] = len(self.values) - 1
         return self.index_of[number]
 
-    def _add_equation(self, step: Step, namers: Mapping[int, Step]) -> None:
-        from jaxscale.compat import source_line
-
-        position = len(self.equations)
+    def _add_equation(self, step: Step) -> None:
+        """Add a step as an equation, and its results as values."""
+        equation_index = len(self.equations)
         inputs = tuple(dict.fromkeys(self.index_of[atom] for atom in step.inputs if isinstance(atom, int)))
         source = source_line(step.eqn)
+        if step.primitive == "name" and inputs:
+            source = self.values[inputs[0]].source
         outputs = []
         for number in step.outputs:
             if number is None:
                 continue
-            namer = step if step.primitive == "name" else namers.get(number)
-            if namer is None:
-                steps = self.program.steps
-                follower = next((s for s in steps if s.primitive == "name" and s.inputs[0] == number), None)
-                name = _assigned_name(follower) if follower else step.primitive
-                outputs.append(self._add_value(number, f"{name} (unnamed)", position, None, source))
-            else:
-                source = self.values[inputs[0]].source if namer is step and inputs else source
-                outputs.append(
-                    self._add_value(number, _assigned_name(namer), position, namer.eqn.params["name"], source)
-                )
-        flop = equation_flop(step.eqn)
-        flop = -(-flop // self._shards(step)) if flop else 0
+            naming_step = step if step.primitive == "name" else self.naming_steps.get(number)
+            name, mark = step.primitive, None
+            if naming_step is not None:
+                name, mark = naming_step.eqn.params["name"].removeprefix(MARK), naming_step.eqn.params["name"]
+            if naming_step is None or (naming_step is not step and self.reader_counts[number] > 1):
+                name, mark = f"{name} (unnamed)", None
+            outputs.append(self._add_value(number, name, equation_index, mark, source))
+        flop = -(-equation_flop(step.eqn) // self._shards(step))
         moved_bytes = self._moved_bytes(step, flop)
         dtype = str(step.eqn.invars[0].aval.dtype) if step.eqn.invars else "float32"
+        seconds = roofline.seconds(self.chip, flop, moved_bytes, dtype)
         self.equations.append(
-            Equation(
-                step.primitive,
-                inputs,
-                tuple(outputs),
-                flop,
-                moved_bytes,
-                roofline.seconds(self.chip, flop, moved_bytes, dtype),
-                _policies(step),
-            )
+            Equation(step.primitive, inputs, tuple(outputs), flop, moved_bytes, seconds, _policies(step))
         )
 
     def _moved_bytes(self, step: Step, flop: int) -> int:
-        """Bytes of all operands and results of a product or kernel, of the largest result of other operations."""
+        """Bytes of all operands and results of a product or kernel; of the largest result of any other operation."""
         if step.primitive in VIEWS:
             return 0
         result_bytes = [self._bytes(number) for number in step.outputs if number is not None]
@@ -352,25 +348,22 @@ class _Builder:
         return sum(result_bytes) + sum(self._bytes(atom) for atom in step.inputs if isinstance(atom, int))
 
     def _bytes(self, number: int) -> int:
+        """Bytes per device of a value, by its number in the program."""
         return self.values[self.index_of[number]].bytes
 
     def _shards(self, step: Step) -> int:
         """Number of devices that share an operation's FLOP: along the axes of its results and summed dims."""
-        axes = {axis for number in step.outputs if number is not None for dim in self.spread[number] for axis in dim}
-        first = step.inputs[0] if step.inputs else None
-        if step.primitive == "dot_general" and isinstance(first, int):
+        axes = {axis for number in step.outputs if number is not None for dim in self.dims[number] for axis in dim}
+        left = step.inputs[0] if step.inputs else None
+        if step.primitive == "dot_general" and isinstance(left, int):
             contracted = step.eqn.params["dimension_numbers"][0][0]
-            axes |= {axis for dim in contracted for axis in self.spread[first][dim]}
+            axes |= {axis for dim in contracted for axis in self.dims[left][dim]}
         return math.prod(self.mesh.get(axis, 1) for axis in axes)
 
 
 def _operand(step: Step) -> int:
-    """Number of the only input of a step; -1 for a constant."""
+    """Number of a step's first input; -1 for a constant."""
     return step.inputs[0] if isinstance(step.inputs[0], int) else -1
-
-
-def _assigned_name(step: Step) -> str:
-    return step.eqn.params["name"].removeprefix(MARK)
 
 
 def _policies(step: Step) -> frozenset[str]:

@@ -1,7 +1,7 @@
-"""The blocks that a model calls: recorded in one trace, without devices, by a recorder in place of a plan.
+"""Record the blocks that a model calls, in one trace and without devices.
 
-Every block that runs through `blocks.wrap` is recorded: those of `layers.Stack` and `layers.Chain`, and the repeated
-submodules of a foreign NNX model.
+A recorder takes the place of the memory plan in `blocks.wrap`, through which every block runs: those of
+`layers.Stack` and `layers.Chain`, and the repeated submodules of a foreign NNX model.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from typing import Any
 from jaxscale.platforms.platform import Chip
 from jaxscale.programs.block import BlockGraph, graph_of
 from jaxscale.programs.inline import inline
+from jaxscale.programs.walk import equations
 
 _NAME = "jaxscale_block_"
 
@@ -21,12 +22,12 @@ class BlockCall:
     """One place where a model calls a block.
 
     Args:
-        fingerprint: of the block's program.
-        graph: of the block; calls of one fingerprint share it.
-        args: shapes of its arguments; by convention parameters, other state, activations, further arguments.
-        count: runs in one forward pass: the layers of a rolled scan.
-        rolled: whether it is the body of a rolled `lax.scan`.
-        order: its index among the calls.
+        fingerprint: fingerprint of the block's program.
+        graph: graph of the block; calls with the same fingerprint share one.
+        args: shapes of the block's arguments; by convention parameters, other state, activations, further arguments.
+        count: number of runs in one forward pass; the number of layers if the block is the body of a rolled scan.
+        rolled: whether the block is the body of a rolled `lax.scan`.
+        order: index of this call among the model's calls.
     """
 
     fingerprint: str
@@ -52,10 +53,10 @@ def collect(
     """The blocks that `fn(*args)` calls, in order.
 
     Args:
-        fn: such as a model's loss; it is traced, not run.
+        fn: function to trace, such as a model's loss; it is not run.
         args: arrays or shapes (`jax.ShapeDtypeStruct`).
-        chip: for the seconds of graphs.
-        mesh: devices along each mesh axis; by default those of the current layout.
+        chip: chip whose roofline gives the seconds of the graphs.
+        mesh: number of devices along each mesh axis; the current layout's by default.
         batch: mesh axes along the first dim of activations of unknown placement.
 
     Example:
@@ -76,52 +77,42 @@ def collect(
     graphs: dict[str, BlockGraph] = {}
 
     def recorder(block: Callable[..., Any], rolled: bool) -> Callable[..., Any]:
-        def recorded(*inputs: Any) -> Any:
-            closed, output_shapes = jax.make_jaxpr(block, return_shape=True)(*inputs)
-            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jax.numpy.shape(leaf), _dtype(leaf)), inputs)
-            program = inline(closed)
+        """The function to call in place of a block."""
+
+        def recorded_block(*inputs: Any) -> Any:
+            closed_jaxpr, output_shapes = jax.make_jaxpr(block, return_shape=True)(*inputs)
+            shapes = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(jax.numpy.shape(leaf), getattr(leaf, "dtype", type(leaf))), inputs
+            )
+            program = inline(closed_jaxpr)
             fingerprint = program.fingerprint()
             recordings.append((fingerprint, shapes, rolled))
             if fingerprint not in graphs:
-                # within the trace: in a manual region arrays are a device's parts, and axes have names
+                # made within the trace, where a manual region has its axis names and arrays of one device
                 activations = (2,) if len(shapes) > 2 else (-1,)
                 graphs[fingerprint] = graph_of(
-                    closed, shapes, chip=chip, mesh=mesh, batch=batch, activations=activations
+                    closed_jaxpr, shapes, chip=chip, mesh=mesh, batch=batch, activations=activations
                 )
 
             def run(*leaves: Any) -> list[Any]:
-                return program.run((*closed.consts, *leaves))
+                return program.run((*closed_jaxpr.consts, *leaves))
 
             # the name identifies the block's runs in the model's jaxpr
             run.__name__ = run.__qualname__ = f"{_NAME}{len(recordings) - 1}"
             return jax.tree.unflatten(jax.tree.structure(output_shapes), jax.jit(run)(*jax.tree.leaves(inputs)))
 
-        return recorded
+        return recorded_block
 
     with blocks.wrapping(recorder):
-        # a new function: JAX would return a cached trace from another treatment
+        # a new function: JAX would return a cached trace made without the recorder
         model_jaxpr = jax.make_jaxpr(lambda *args: fn(*args))(*args)
     counts: Counter[int] = Counter()
-    _count_runs(model_jaxpr, 1, counts)
+    for eqn, runs in equations(model_jaxpr):
+        name = eqn.params.get("name")
+        if isinstance(name, str) and name.startswith(_NAME):
+            counts[int(name.removeprefix(_NAME))] += runs
     calls = []
     for index, (fingerprint, shapes, rolled) in enumerate(recordings):
         if counts[index]:
             calls.append(BlockCall(fingerprint, graphs[fingerprint], shapes, counts[index], rolled, len(calls)))
     return tuple(calls)
-
-
-def _dtype(leaf: Any) -> Any:
-    return leaf.dtype if hasattr(leaf, "dtype") else type(leaf)
-
-
-def _count_runs(jaxpr: Any, runs: int, counts: Counter[int]) -> None:
-    """Add the runs of each recorded block to `counts`."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        name = eqn.params.get("name")
-        if isinstance(name, str) and name.startswith(_NAME):
-            counts[int(name.removeprefix(_NAME))] += runs
-        inner_runs = runs * eqn.params["length"] if eqn.primitive.name == "scan" else runs
-        for value in eqn.params.values():
-            for item in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(getattr(item, "jaxpr", item), "eqns"):
-                    _count_runs(item, inner_runs, counts)

@@ -1,7 +1,8 @@
-"""Check that an update rule treats each number by itself, and can run on slices of the parameters, one by one.
+"""Check that an update rule treats each number by itself, so that it can run on slices of the parameters, one by one.
 
-The check reads the rule's program: Adam, Lion and SGD pass, with schedules, masks and decay. A rule that sums over a
-tensor (LAMB's trust ratio, Adafactor's row means), or over all of them (clipping by the global norm), does not.
+The check reads the rule's program. Adam, Lion and SGD pass, with schedules, masks and decay. A rule that mixes elements
+does not: it sums over a tensor (LAMB's trust ratio, Adafactor's row means) or over all tensors (clipping by the global
+norm).
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import optax
 
 from jaxscale.errors import UserError
+from jaxscale.programs.walk import inner_jaxprs, opened
 from jaxscale.typing import Params
 
 ELEMENTWISE = frozenset(
@@ -24,13 +26,13 @@ ELEMENTWISE = frozenset(
 )  # fmt: skip
 """Primitives whose results depend only on the operands at the same position."""
 ARRAY = "a constant array"
-"""Result of `first_mixing` for a rule that closes over an array, which slices would need sliced."""
+"""Result of `first_mixing` for a rule that closes over an array, which would have to be sliced like the parameters."""
 PLACED = frozenset(["iota", "random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"])
-"""Primitives whose results depend on the position: each slice would get those of the first."""
+"""Primitives whose results depend on the position: every slice would get the results of the first slice."""
 
 
 def first_mixing(rule: optax.GradientTransformation, params: Params) -> str | None:
-    """The first operation of a rule's update that mixes elements, by its primitive's name; `None` if none does.
+    """Name of the first primitive of a rule's update that mixes elements; `None` if no primitive does.
 
     Args:
         rule: any optax transformation.
@@ -41,7 +43,7 @@ def first_mixing(rule: optax.GradientTransformation, params: Params) -> str | No
         >>> first_mixing(optax.adamw(1e-3), params), first_mixing(optax.lamb(1e-3), params)
         (None, 'reduce_sum')
     """
-    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
+    shapes = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype), params)
     state = jax.eval_shape(rule.init, shapes)
     return _mixing(jax.make_jaxpr(rule.update)(shapes, state, shapes))
 
@@ -49,15 +51,15 @@ def first_mixing(rule: optax.GradientTransformation, params: Params) -> str | No
 def check_elementwise(
     rule: optax.GradientTransformation, params: Params, option: str = "optimizer_state streamed"
 ) -> None:
-    """Refuse a rule that can't be run slice by slice.
+    """Raise an error if a rule can't be run slice by slice.
 
     Args:
         rule: any optax transformation.
         params: parameters, or their shapes.
-        option: the option that needs it, as the user wrote it.
+        option: name of the option that runs the rule on slices, for the message.
 
     Raises:
-        UserError: its update mixes elements.
+        UserError: the rule's update mixes elements of a tensor.
     """
     operation = first_mixing(rule, params)
     if operation is not None:
@@ -68,31 +70,28 @@ def check_elementwise(
 
 
 def _mixing(jaxpr: Any) -> str | None:
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    if any(_size(v) > 1 for v in jaxpr.constvars):
+    """Name of the first primitive of a jaxpr that mixes elements, or `ARRAY`; `None` if no primitive does."""
+    jaxpr = opened(jaxpr)
+    if any(_size(var) > 1 for var in jaxpr.constvars):
         return ARRAY
     for eqn in jaxpr.eqns:
-        if any(hasattr(v, "val") and _size(v) > 1 for v in eqn.invars):
+        if any(hasattr(var, "val") and _size(var) > 1 for var in eqn.invars):
             return ARRAY
         name = eqn.primitive.name
-        if all(_size(v) <= 1 for v in (*eqn.invars, *eqn.outvars)) or name in ELEMENTWISE:
+        if all(_size(var) <= 1 for var in (*eqn.invars, *eqn.outvars)) or name in ELEMENTWISE:
             continue
         if name == "bitcast_convert_type" and _size(eqn.invars[0]) == _size(eqn.outvars[0]):
             continue
-        inner = [
-            value
-            for param in eqn.params.values()
-            for value in (param if isinstance(param, tuple | list) else (param,))
-            if hasattr(getattr(value, "jaxpr", value), "eqns")
-        ]
+        inner = inner_jaxprs(eqn)
         if inner and name not in ("scan", "while"):
             operation = next((operation for operation in map(_mixing, inner) if operation is not None), None)
             if operation is not None:
                 return operation
-        elif name in PLACED or any(_size(v) > 1 for v in eqn.invars):
+        elif name in PLACED or any(_size(var) > 1 for var in eqn.invars):
             return name
     return None
 
 
 def _size(variable: Any) -> int:
+    """Number of elements of a variable of a jaxpr."""
     return getattr(variable.aval, "size", 1)

@@ -1,29 +1,37 @@
 """A traced function as one flat list of operations, for estimates of its memory.
 
-Calls (`jit`, `checkpoint`, custom derivatives) are inlined, the body of a loop stays a program, and operations that no
-result needs are dropped, as a compiler would. Values are numbered; their shapes and names are kept beside the list.
+Calls (`jit`, `checkpoint`, custom derivatives) are inlined, and operations that no result needs are dropped, as a
+compiler would do. The body of a loop stays a program of its own. Values are numbered; their shapes and names are stored
+beside the list.
 
-The `shard_map` of a pipelined step, and that of gradients per replica, are inlined too: an "enter" returns a device's
-part of an array, a "leave" the array of these parts. Within a pipelined step a `cond` keeps a program for each branch;
-elsewhere its longest branch represents it.
+The `shard_map` of a pipelined step and the one of gradients per replica are inlined too: the operation "enter" returns
+one device's part of an array, and "leave" returns the array of all parts. Within a pipelined step a `cond` has a
+program for each branch; elsewhere it is replaced by its longest branch.
 """
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxscale.compat import scan_counts
+from jaxscale.programs.walk import Constant, evaluate, live_steps, opened
+
+T = TypeVar("T")
+Atom = int | Constant
+"""Number of a value, or a literal."""
 
 CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-"""Parameters that hold the program of a call."""
+"""Names of the parameters that hold the program of a call."""
 
 LOOPS = ("scan", "while")
+"""Primitives that run a loop."""
 
 SLICING = ("slice", "dynamic_slice", "squeeze", "lt", "add", "select_n")
-"""Operations that take a part of an array by index; a negative index counts from the end."""
+"""Operations that make up a slice by index; some of them turn a negative index into one from the start."""
 
 PIPE = "pipe"
-"""Mesh axis of a pipeline's stages."""
+"""Mesh axis over which a pipeline's stages are placed."""
 
 REPLICA = "replica"
 """Mesh axis over which a codec reduces gradients."""
@@ -31,19 +39,19 @@ REPLICA = "replica"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operation:
-    """One equation.
+    """One operation of a flat program.
 
     Args:
-        kind: its primitive.
-        inputs: numbers of its operands; `None` for a literal.
-        outputs: numbers of its results.
-        params: of the primitive.
-        backward: whether it belongs to the backward pass.
+        kind: name of the primitive, or "enter" or "leave".
+        inputs: number of each operand; `None` for a literal.
+        outputs: number of each result.
+        params: parameters of the primitive.
+        backward: whether the operation belongs to the backward pass.
         equation: the traced equation, with its settings and source.
-        literals: the operands that are literals, by their index among the inputs.
-        loop: the body of a loop.
-        branches: of a `cond` of a pipelined step.
-        manual: mesh axes for which shapes are already per device, in an inlined `shard_map`.
+        literals: operands that are literals, by their index among the inputs.
+        loop: body of the loop, if the operation is a loop.
+        branches: branches of a `cond` of a pipelined step.
+        manual: mesh axes along which shapes are already those of one device, as in an inlined `shard_map`.
     """
 
     kind: str
@@ -59,7 +67,7 @@ class Operation:
 
     @property
     def line(self) -> str:
-        """Its source line, as "file.py:12 (function)"."""
+        """Source line of the operation, such as "file.py:12 (function)"."""
         from jax.extend.source_info_util import summarize
 
         return "" if self.equation is None else summarize(self.equation.source_info).rpartition("/")[2]
@@ -67,14 +75,14 @@ class Operation:
 
 @dataclasses.dataclass(eq=False)
 class FlatProgram:
-    """Operations in the order they run.
+    """A program as a list of operations.
 
     Args:
         inputs: numbers of the arguments, then of the constants.
-        outputs: numbers of the results; `None` for a literal.
-        operations: in order.
-        shapes: abstract value of each number.
-        names: the model's names of values (`checkpoint_name`).
+        outputs: number of each result; `None` for a literal.
+        operations: the operations, in the order they run.
+        shapes: abstract value (shape and type) of each value, by its number.
+        names: the model's name (`checkpoint_name`) of each named value, by its number.
     """
 
     inputs: tuple[int, ...]
@@ -83,13 +91,23 @@ class FlatProgram:
     shapes: dict[int, Any]
     names: dict[int, str]
 
+    @functools.cached_property
+    def readers(self) -> dict[int, list[int]]:
+        """Indices of the operations that read each value, in order; a value that nothing reads has no entry."""
+        readers: dict[int, list[int]] = {}
+        for index, operation in enumerate(self.operations):
+            for value in operation.inputs:
+                if value is not None:
+                    readers.setdefault(value, []).append(index)
+        return readers
+
 
 def flatten(jaxpr: Any, manual: frozenset[str] = frozenset()) -> FlatProgram:
     """The flat program of a jaxpr, open or closed.
 
     Args:
-        jaxpr: the function.
-        manual: mesh axes that are manual around it.
+        jaxpr: the jaxpr of a function.
+        manual: mesh axes that are already manual where the function is called.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -100,117 +118,113 @@ def flatten(jaxpr: Any, manual: frozenset[str] = frozenset()) -> FlatProgram:
     return _Flattener(manual).program(jaxpr)
 
 
-def carries(operation: Operation) -> tuple[int | None, ...]:
-    """The initial state of a loop."""
+def loop_parts(operation: Operation, items: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
+    """Split the items of a loop's operands: of the body's constants, the initial state, the arrays that are scanned."""
     if operation.kind == "scan":
-        consts, carries = scan_counts(operation.params)
-        return operation.inputs[consts : consts + carries]
-    return operation.inputs[operation.params["cond_nconsts"] + operation.params["body_nconsts"] :]
+        consts, carried = scan_counts(operation.params)
+        return items[:consts], items[consts : consts + carried], items[consts + carried :]
+    start, consts = operation.params["cond_nconsts"], operation.params["body_nconsts"]
+    return items[start : start + consts], items[start + consts :], ()
+
+
+def carries(operation: Operation) -> tuple[int | None, ...]:
+    """Numbers of the values that are a loop's initial state; `None` for a literal."""
+    return tuple(loop_parts(operation, operation.inputs)[1])
 
 
 class _Flattener:
+    """Collects the operations of one flat program."""
+
     def __init__(self, manual: frozenset[str]) -> None:
         self.manual = manual
         self.shapes: dict[int, Any] = {}
         self.names: dict[int, str] = {}
         self.operations: list[Operation] = []
-        self.constants: list[int | None] = []
-        self.literals: dict[Any, Any] = {}  # by the variable that is bound to each
+        self.constants: list[int] = []
 
     def program(self, jaxpr: Any) -> FlatProgram:
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
-        env: dict[Any, int | None] = {}
-        for var in (*inner.constvars, *inner.invars):
-            env[var] = self._new_value(var.aval)
-        self.constants += (env[var] for var in inner.constvars)
-        inputs = tuple(env[var] for var in inner.invars)
-        self._append_equations(inner, env, False)
-        outputs = tuple(self._read(env, var) for var in inner.outvars)
-        operations = _live_operations(self.operations, outputs)
-        all_inputs = tuple(value for value in (*inputs, *self.constants) if value is not None)
-        return FlatProgram(all_inputs, outputs, operations, self.shapes, self.names)
+        """The flat program of a jaxpr."""
+        jaxpr = opened(jaxpr)
+        self.constants += self._new_values(jaxpr.constvars)
+        inputs = self._new_values(jaxpr.invars)
+        results = self._append_equations(jaxpr, [*self.constants, *inputs], False)
+        outputs = tuple(_number(atom) for atom in results)
+        operations, _ = live_steps(self.operations, outputs)
+        return FlatProgram((*inputs, *self.constants), outputs, operations, self.shapes, self.names)
 
-    def _new_value(self, aval: Any) -> int:
-        self.shapes[len(self.shapes)] = aval
-        return len(self.shapes) - 1
+    def _new_values(self, variables: Sequence[Any]) -> tuple[int, ...]:
+        """Number the variables of a jaxpr; return the numbers."""
+        first = len(self.shapes)
+        for number, var in enumerate(variables, first):
+            self.shapes[number] = var.aval
+        return tuple(range(first, len(self.shapes)))
 
-    @staticmethod
-    def _read(env: dict[Any, int | None], var: Any) -> int | None:
-        return None if hasattr(var, "val") else env[var]
+    def _append(
+        self, kind: str, eqn: Any, operands: Sequence[Atom], results: Sequence[Any], backward: bool, **fields: Any
+    ) -> tuple[int, ...]:
+        """Append an operation; return the numbers of its results."""
+        inputs, outputs = tuple(map(_number, operands)), self._new_values(results)
+        literals = {index: atom.value for index, atom in enumerate(operands) if isinstance(atom, Constant)}
+        params = fields.pop("params", eqn.params)
+        operation = Operation(
+            kind, inputs, outputs, params, backward, eqn, literals=literals, manual=self.manual, **fields
+        )
+        self.operations.append(operation)
+        return outputs
 
-    def _bind(self, var: Any, atom: Any) -> None:
-        """Record a variable's literal if it equals a literal or a variable bound to one."""
-        if hasattr(atom, "val") or atom in self.literals:
-            self.literals[var] = self._literal(atom)
+    def _append_equations(self, jaxpr: Any, inputs: Sequence[Atom], backward: bool) -> list[Atom]:
+        """Append the operations of an open jaxpr; return its results."""
 
-    def _literal(self, var: Any) -> Any:
-        return var.val if hasattr(var, "val") else self.literals[var]
-
-    def _append_equations(self, jaxpr: Any, env: dict[Any, int | None], backward: bool) -> None:
-        for eqn in jaxpr.eqns:
-            inputs = tuple(self._read(env, var) for var in eqn.invars)
+        def append(eqn: Any, operands: list[Atom]) -> Sequence[Atom]:
             in_backward = backward or "transpose" in str(eqn.source_info.name_stack)
             kind = eqn.primitive.name
             if kind == "name":
-                if inputs[0] is not None:
-                    self.names[inputs[0]] = eqn.params["name"]
-                env[eqn.outvars[0]] = inputs[0]
-                self._bind(eqn.outvars[0], eqn.invars[0])
-                continue
+                if isinstance(operands[0], int):
+                    self.names[operands[0]] = eqn.params["name"]
+                return operands
             if kind == "shard_map" and _is_model_region(eqn.params["newly_manual_axes"]):
-                self._add_region(eqn, inputs, env, in_backward)
-                continue
+                return self._append_region(eqn, operands, in_backward)
             uninlined = (*LOOPS, "pallas_call", "shard_map", *(("cond",) if PIPE in self.manual else ()))
             callee = None if kind in uninlined else _callee(eqn)
             if callee is not None:
-                callee_jaxpr = getattr(callee, "jaxpr", callee)
-                callee_env: dict[Any, int | None] = {var: self._new_value(var.aval) for var in callee_jaxpr.constvars}
-                self.constants += callee_env.values()
-                first_argument = len(inputs) - len(callee_jaxpr.invars)
-                callee_env |= dict(zip(callee_jaxpr.invars, inputs[first_argument:], strict=True))
-                for var, argument in zip(callee_jaxpr.invars, eqn.invars[first_argument:], strict=True):
-                    self._bind(var, argument)
-                self._append_equations(callee_jaxpr, callee_env, in_backward)
-                for var, result in zip(eqn.outvars, callee_jaxpr.outvars, strict=True):
-                    env[var] = self._read(callee_env, result)
-                    self._bind(var, result)
-                continue
-            loop = None
-            if kind in LOOPS:
-                loop = flatten(eqn.params["jaxpr" if kind == "scan" else "body_jaxpr"], self.manual)
-            branches = ()
-            if kind == "cond":
-                branches = tuple(_with_late_slices(flatten(branch, self.manual)) for branch in eqn.params["branches"])
-            outputs = tuple(self._new_value(var.aval) for var in eqn.outvars)
-            env |= dict(zip(eqn.outvars, outputs, strict=True))
-            literals = {i: self._literal(var) for i, var in enumerate(eqn.invars) if inputs[i] is None}
-            self.operations.append(
-                Operation(kind, inputs, outputs, eqn.params, in_backward, eqn, literals, loop, branches, self.manual)
-            )
+                constants = self._new_values(callee.constvars)
+                self.constants += constants
+                arguments = operands[len(operands) - len(callee.invars) :]  # without the index of a `cond`'s branch
+                return self._append_equations(callee, [*constants, *arguments], in_backward)
+            body = eqn.params.get("jaxpr" if kind == "scan" else "body_jaxpr") if kind in LOOPS else None
+            loop = None if body is None else flatten(body, self.manual)
+            branches = eqn.params["branches"] if kind == "cond" else ()
+            branches = tuple(_with_late_slices(flatten(branch, self.manual)) for branch in branches)
+            return self._append(kind, eqn, operands, eqn.outvars, in_backward, loop=loop, branches=branches)
 
-    def _add_region(self, eqn: Any, inputs: Sequence[int | None], env: dict[Any, int | None], backward: bool) -> None:
+        return evaluate(jaxpr, inputs, append)
+
+    def _append_region(self, eqn: Any, operands: Sequence[Atom], backward: bool) -> list[Atom]:
         """Inline a `shard_map`: its operations between "enter" and "leave" operations."""
-        region = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+        region = opened(eqn.params["jaxpr"])
         outer_manual, self.manual = self.manual, frozenset(eqn.params["newly_manual_axes"])
-        region_env: dict[Any, int | None] = {var: self._new_value(var.aval) for var in region.constvars}
-        self.constants += region_env.values()
 
-        def append_crossing(kind: str, value: int, var: Any, spec: Any) -> int:
-            output = self._new_value(var.aval)
-            self.operations.append(
-                Operation(kind, (value,), (output,), {"spec": spec}, backward, eqn, manual=self.manual)
-            )
-            return output
+        def append_each(kind: str, atoms: Sequence[Atom], results: Sequence[Any], specs: Sequence[Any]) -> list[Atom]:
+            """Append an operation per value, and return the results; literals stay unchanged."""
+            return [
+                atom
+                if isinstance(atom, Constant)
+                else self._append(kind, eqn, [atom], [result], backward, params={"spec": spec})[0]
+                for atom, result, spec in zip(atoms, results, specs, strict=True)
+            ]
 
-        for var, argument, value, spec in zip(region.invars, eqn.invars, inputs, eqn.params["in_specs"], strict=True):
-            region_env[var] = None if value is None else append_crossing("enter", value, var, spec)
-            self._bind(var, argument)
-        self._append_equations(region, region_env, backward)
-        for var, result, spec in zip(eqn.outvars, region.outvars, eqn.params["out_specs"], strict=True):
-            value = self._read(region_env, result)
-            env[var] = None if value is None else append_crossing("leave", value, var, spec)
-            self._bind(var, result)
+        constants = self._new_values(region.constvars)
+        self.constants += constants
+        arguments = append_each("enter", operands, region.invars, eqn.params["in_specs"])
+        results = self._append_equations(region, [*constants, *arguments], backward)
+        results = append_each("leave", results, eqn.outvars, eqn.params["out_specs"])
         self.manual = outer_manual
+        return results
+
+
+def _number(atom: Atom) -> int | None:
+    """The number of a value; `None` for a literal."""
+    return atom if isinstance(atom, int) else None
 
 
 def _is_model_region(manual: Collection[str]) -> bool:
@@ -219,12 +233,13 @@ def _is_model_region(manual: Collection[str]) -> bool:
 
 
 def _with_late_slices(program: FlatProgram) -> FlatProgram:
-    """The program with slices of its arguments (slots, weights) moved to where they are first read."""
+    """The program with each slice of an argument (a slot, a weight) moved to just before its first reader."""
     argument_slices = set(program.inputs)
     pending_slices: dict[int, Operation] = {}
     ordered: list[Operation] = []
 
     def append_with_slices(operation: Operation) -> None:
+        """Append an operation, after the pending slices that it reads."""
         for value in operation.inputs:
             if value in pending_slices:
                 append_with_slices(pending_slices.pop(value))
@@ -243,22 +258,11 @@ def _with_late_slices(program: FlatProgram) -> FlatProgram:
 
 
 def _callee(eqn: Any) -> Any:
-    """The jaxpr that a call runs, or the longest branch of a `cond`; `None` if the equation is no call."""
+    """The open jaxpr that a call runs, or the longest branch of a `cond`; `None` if the equation calls nothing."""
     if eqn.primitive.name == "cond":
-        return max(eqn.params["branches"], key=lambda branch: len(getattr(branch, "jaxpr", branch).eqns))
+        return max(map(opened, eqn.params["branches"]), key=lambda branch: len(branch.eqns))
     for name in CALLS:
-        jaxpr = eqn.params.get(name)
-        open_jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        if hasattr(open_jaxpr, "eqns") and len(open_jaxpr.outvars) == len(eqn.outvars):
+        jaxpr = opened(eqn.params.get(name))
+        if hasattr(jaxpr, "eqns") and len(jaxpr.outvars) == len(eqn.outvars):
             return jaxpr
     return None
-
-
-def _live_operations(operations: Sequence[Operation], outputs: Sequence[int | None]) -> list[Operation]:
-    live_values = {value for value in outputs if value is not None}
-    live_operations = []
-    for operation in reversed(operations):
-        if any(value in live_values for value in operation.outputs):
-            live_operations.append(operation)
-            live_values.update(value for value in operation.inputs if value is not None)
-    return live_operations[::-1]

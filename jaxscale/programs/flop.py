@@ -1,9 +1,9 @@
-"""FLOP of a program, from its jaxpr: nothing is compiled and no device is needed.
+"""FLOP of a program, from its jaxpr. Nothing is compiled and no device is needed.
 
 XLA's own `cost_analysis` counts the body of a loop once, and returns None on a GPU; here a scan counts `length` times.
-`mfu` is relative to `model_flop`: only matrix products and convolutions, 2 per multiply and add. Operations that no
-result depends on do not count, as a compiler drops them. Recomputation (`jax.checkpoint`, a chunked loss) is part of
-the trace and counts: pass `model_flop` the function without it.
+`mfu` is relative to `model_flop`, which counts only matrix products and convolutions, 2 FLOP per multiply and add.
+Operations that no result depends on do not count, as a compiler drops them. Recomputation (`jax.checkpoint`, a chunked
+loss) is part of the trace and counts, so pass `model_flop` a function that recomputes nothing.
 
 Left out: elementwise work, bytes, and savings by sparsity or causality.
 """
@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxscale.programs.walk import is_jaxpr, opened
+
 
 @dataclasses.dataclass(frozen=True)
 class Flop:
@@ -20,7 +22,7 @@ class Flop:
 
     Args:
         by_primitive: FLOP of each primitive, by its name in the jaxpr.
-        unknown_loops: while loops with an unknown number of trips; their bodies count once.
+        unknown_loops: number of while loops with an unknown number of trips; their bodies count once.
     """
 
     by_primitive: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -33,8 +35,8 @@ class Flop:
 
     def __add__(self, other: "Flop") -> "Flop":
         names = dict.fromkeys([*self.by_primitive, *other.by_primitive])
-        merged = {name: self.by_primitive.get(name, 0) + other.by_primitive.get(name, 0) for name in names}
-        return Flop(merged, self.unknown_loops + other.unknown_loops)
+        sums = {name: self.by_primitive.get(name, 0) + other.by_primitive.get(name, 0) for name in names}
+        return Flop(sums, self.unknown_loops + other.unknown_loops)
 
     def __mul__(self, times: int) -> "Flop":
         return Flop({name: flop * times for name, flop in self.by_primitive.items()}, self.unknown_loops)
@@ -43,12 +45,12 @@ class Flop:
 def count_flop(fn: Callable[..., Any], *args: Any) -> Flop:
     """FLOP of the matrix products, convolutions and kernels of `fn(*args)`, all devices together.
 
-    A scan counts as often as it runs, a `cond` as its most expensive branch, a `shard_map` once per device of its
-    manual axes.
+    The body of a scan counts once per trip, a `cond` as its most expensive branch, and a `shard_map` once per device
+    along its manual axes.
 
     Args:
         fn: a function of arrays that JAX can trace.
-        args: its arguments: arrays, or `jax.ShapeDtypeStruct`s.
+        args: arguments of the function, as arrays or shapes (`jax.ShapeDtypeStruct`).
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -62,11 +64,11 @@ def count_flop(fn: Callable[..., Any], *args: Any) -> Flop:
 
 
 def model_flop(fn: Callable[..., Any], *args: Any) -> int:
-    """FLOP of the matrix products and convolutions of `fn(*args)`: the work of a model in `mfu`.
+    """FLOP of the matrix products and convolutions of `fn(*args)`, to which `mfu` is relative.
 
     Args:
         fn: a function of arrays that JAX can trace, such as the gradient of a loss.
-        args: its arguments: arrays, or `jax.ShapeDtypeStruct`s.
+        args: arguments of the function, as arrays or shapes (`jax.ShapeDtypeStruct`).
 
     Returns:
         FLOP, all devices together: 2MNK for a product of (M, K) and (K, N).
@@ -93,14 +95,14 @@ def equation_flop(eqn: Any) -> int:
     """FLOP of the matrix products, convolutions and kernels of one equation of a jaxpr, all devices together.
 
     Args:
-        eqn: of a jaxpr; all its outputs count as used.
+        eqn: equation of a jaxpr; all its outputs count as used.
     """
     return _eqn_flop(eqn, [True] * len(eqn.outvars)).total
 
 
 def jaxpr_flop(jaxpr: Any, used: Sequence[bool] | None = None) -> Flop:
-    """FLOP of a jaxpr, closed or open, for the outputs marked in `used`: see `count_flop`."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    """FLOP of the operations of a jaxpr on which the outputs marked in `used` (all by default) depend."""
+    jaxpr = opened(jaxpr)
     used = [True] * len(jaxpr.outvars) if used is None else used
     live = {var for var, needed in zip(jaxpr.outvars, used, strict=True) if needed and not hasattr(var, "val")}
     total = Flop()
@@ -113,10 +115,11 @@ def jaxpr_flop(jaxpr: Any, used: Sequence[bool] | None = None) -> Flop:
 
 
 def _eqn_flop(eqn: Any, used: Sequence[bool]) -> Flop:
+    """FLOP of an equation for the outputs marked in `used`."""
     name, params = eqn.primitive.name, eqn.params
     if name in FORMULAS:
         return Flop({name: FORMULAS[name](eqn)})
-    if name in ("pallas_call", "mpmd_map"):  # of a TPU or Triton kernel; of a Mosaic GPU kernel
+    if name in ("pallas_call", "mpmd_map"):  # a TPU or Triton kernel; a Mosaic GPU kernel
         return _kernel_flop(eqn)
     if name == "scan":
         return jaxpr_flop(params["jaxpr"]) * params["length"]
@@ -128,71 +131,59 @@ def _eqn_flop(eqn: Any, used: Sequence[bool]) -> Flop:
     if name == "shard_map":
         shards = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
         return jaxpr_flop(params["jaxpr"]) * shards
-    callees = [value for value in params.values() if hasattr(getattr(value, "jaxpr", value), "eqns")]
-    if callees:
-        # jit, remat, custom_vjp and similar calls run one program
-        same_outputs = len(callees) == 1 and len(getattr(callees[0], "jaxpr", callees[0]).outvars) == len(used)
-        return sum((jaxpr_flop(jaxpr, used if same_outputs else None) for jaxpr in callees), Flop())
-    return Flop()
+    callees = [value for value in params.values() if is_jaxpr(value)]
+    # jit, remat, custom_vjp and similar calls run one program
+    same_outputs = len(callees) == 1 and len(opened(callees[0]).outvars) == len(used)
+    return sum((jaxpr_flop(jaxpr, used if same_outputs else None) for jaxpr in callees), Flop())
 
 
 def _dot_flop(eqn: Any) -> int:
-    (contracted, _), _ = eqn.params["dimension_numbers"]
+    """FLOP of a matrix product."""
+    return _product_flop(eqn, eqn.params["dimension_numbers"][0][0])
+
+
+def _product_flop(eqn: Any, contracted: Sequence[int]) -> int:
+    """FLOP of a product that sums over the dims `contracted` of its left operand."""
     shape = eqn.invars[0].aval.shape
     return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
 
 
 def _ragged_dot_flop(eqn: Any) -> int:
-    """Each row is multiplied only by the matrix of its group."""
+    """FLOP of a product in which each row is multiplied only by the matrix of its group."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
-    shape = eqn.invars[0].aval.shape
-    flop = 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
-    if set(numbers.lhs_ragged_dimensions) <= set(contracted):
-        groups = eqn.invars[2].aval.shape[-1]
-        return flop // groups
-    return flop
+    groups = eqn.invars[2].aval.shape[-1] if set(numbers.lhs_ragged_dimensions) <= set(contracted) else 1
+    return _product_flop(eqn, contracted) // groups
 
 
 def _scaled_matmul_flop(eqn: Any) -> int:
-    """Operands are (batch, rows, contracted)."""
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * eqn.invars[0].aval.shape[-1]
+    """FLOP of a product of operands of shape (batch, rows, contracted)."""
+    return _product_flop(eqn, [2])
 
 
 def _conv_flop(eqn: Any) -> int:
-    """FLOP of taps on input elements: neither padding nor the holes of a dilated input count, as in XLA."""
-    params = eqn.params
-    lhs, rhs = (var.aval.shape for var in eqn.invars[:2])
-    output = eqn.outvars[0].aval.shape
-    numbers = params["dimension_numbers"]
-    taps = 1
-    for i, (from_dim, kernel_dim, to_dim) in enumerate(
-        zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
-    ):
-        taps *= _valid_taps(
-            lhs[from_dim],
-            rhs[kernel_dim],
-            output[to_dim],
-            params["window_strides"][i],
-            params["padding"][i][0],
-            params["lhs_dilation"][i],
-            params["rhs_dilation"][i],
-        )
-    input_channels = rhs[numbers.rhs_spec[1]]  # of one feature group
-    return 2 * output[numbers.out_spec[0]] * output[numbers.out_spec[1]] * input_channels * taps
+    """FLOP of a convolution without the kernel taps on padding or on the holes of a dilated input, as XLA counts."""
+    numbers = eqn.params["dimension_numbers"]
+    lhs_shape, rhs_shape, output_shape = (var.aval.shape for var in (*eqn.invars[:2], eqn.outvars[0]))
+    specs = ((lhs_shape, numbers.lhs_spec), (rhs_shape, numbers.rhs_spec), (output_shape, numbers.out_spec))
+    spatial_sizes = ([shape[dim] for dim in spec[2:]] for shape, spec in specs)
+    windows = (eqn.params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation"))
+    taps = math.prod(map(_valid_taps, *spatial_sizes, *windows))
+    input_channels = rhs_shape[numbers.rhs_spec[1]]  # of one feature group
+    return 2 * output_shape[numbers.out_spec[0]] * output_shape[numbers.out_spec[1]] * input_channels * taps
 
 
 def _valid_taps(
-    size: int, kernel: int, output: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int
+    input_size: int, kernel_size: int, output_size: int, stride: int, padding: Any, lhs_dilation: int, rhs_dilation: int
 ) -> int:
-    """Number of pairs of an output position and a kernel tap on an input element, along one dim."""
-    last_place = (size - 1) * lhs_dilation
-    places = (o * stride + k * rhs_dilation - low for o in range(output) for k in range(kernel))
+    """Number of pairs (output position o, kernel tap k) along one dim in which the tap is on an input element."""
+    last_place = (input_size - 1) * lhs_dilation
+    places = (o * stride + k * rhs_dilation - padding[0] for o in range(output_size) for k in range(kernel_size))
     return sum(0 <= place <= last_place and place % lhs_dilation == 0 for place in places)
 
 
 def _kernel_flop(eqn: Any) -> Flop:
-    """FLOP of a Pallas kernel's `CostEstimate`, else of its body for each step of the grid."""
+    """FLOP of a Pallas kernel's `CostEstimate`; without one, those of its body times the steps of its grid."""
     estimate = eqn.params.get("cost_estimate")
     if estimate is not None:
         return Flop({"pallas_call": int(estimate.flops)})
@@ -208,4 +199,4 @@ FORMULAS: Mapping[str, Callable[[Any], int]] = {
     "scaled_matmul": _scaled_matmul_flop,
     "conv_general_dilated": _conv_flop,
 }
-"""FLOP of an equation of each primitive that is a matrix product or a convolution."""
+"""Function that counts the FLOP of an equation, for each primitive that is a matrix product or a convolution."""

@@ -1,4 +1,4 @@
-"""A function's program as one flat list of steps: calls such as `jit` are inlined, dead steps are dropped.
+"""A function's program as one flat list of steps. Calls such as `jit` are inlined and dead steps are dropped.
 
 Values are numbered, so that a step can run again, a value can be tagged and programs can be compared without changing
 JAX's own data. Functions with custom derivatives (`custom_vjp`, `custom_jvp`), loops, branches and kernels stay one
@@ -16,24 +16,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.compat import rebind
+from jaxscale.programs.walk import Constant, evaluate, is_jaxpr, live_steps, opened
 
 OPENED = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
 """Primitives that only call the program they hold."""
 ALIASES = frozenset({"name", "sharding_constraint", "optimization_barrier", "pvary"})
-"""Primitives that return their operands."""
-
-
-class Constant(NamedTuple):
-    """A number written in the program."""
-
-    value: Any
+"""Primitives that return their operands unchanged."""
 
 
 class Step(NamedTuple):
-    """One equation.
+    """One step of a program.
 
     Args:
-        eqn: of the jaxpr: primitive, params, source.
+        eqn: equation of the jaxpr, with primitive, params and source.
         inputs: number of each operand, or a constant.
         outputs: number of each result; `None` if nothing reads it.
         scope: names of the calling functions, outermost first.
@@ -53,20 +48,20 @@ class Step(NamedTuple):
     def alias(self) -> bool:
         """Whether the results are the operands under another name or placement."""
         if self.primitive.startswith("custom_vjp_call"):
-            callee = self.eqn.params.get("call_jaxpr", self.eqn.params.get("fun_jaxpr"))
-            eqns = getattr(getattr(callee, "jaxpr", callee), "eqns", None)
-            return len(self.inputs) == len(self.outputs) == 1 and bool(eqns) and _all_aliases(eqns)
+            eqns = getattr(_custom_callee(self.eqn), "eqns", ())
+            only_aliases = all(eqn.primitive.name in ALIASES for eqn in eqns)
+            return len(self.inputs) == len(self.outputs) == 1 and bool(eqns) and only_aliases
         return self.primitive in ALIASES
 
 
 class InlinedProgram(NamedTuple):
-    """Steps in the order they run.
+    """A program as a list of steps.
 
     Args:
-        steps: live ones only.
-        inputs: numbers of the arguments, after those of closed-over values.
-        outputs: numbers of the results, or constants.
-        avals: shape and type of every value, by number.
+        steps: the live steps, in the order they run.
+        inputs: numbers of the values that the function closes over, then of its arguments.
+        outputs: number of each result, or a constant.
+        avals: abstract value (shape and type) of every value, indexed by its number.
     """
 
     steps: tuple[Step, ...]
@@ -75,7 +70,7 @@ class InlinedProgram(NamedTuple):
     avals: tuple[Any, ...]
 
     def run(self, arguments: Sequence[Any], tag: Callable[[int, Any], Any] | None = None) -> list[Any]:
-        """The results for these arguments; `tag(number, value)` replaces each computed value."""
+        """Run the program, and return its results; each computed value is replaced by `tag(number, value)`."""
         values: dict[int, Any] = dict(zip(self.inputs, arguments, strict=True))
 
         def read(atom: int | Constant) -> Any:
@@ -93,27 +88,29 @@ class InlinedProgram(NamedTuple):
         """16 hexadecimal digits, the same in every process with one version of JAX."""
         digest = hashlib.sha256()
         roots = self.roots()
-        order: dict[int, int] = {}
+        positions: dict[int, int] = {}  # of each value, in the order of first use
 
         def token(atom: int | Constant | None) -> str:
+            """A value as text: its position in the order of first use, "#" for a constant, "_" for none."""
             if not isinstance(atom, int):
                 return "_" if atom is None else "#"
-            return str(order.setdefault(roots[atom], len(order)))
+            return str(positions.setdefault(roots[atom], len(positions)))
 
         for number in self.inputs:
-            digest.update(f"{token(number)}:{_shape(self.avals[number])};".encode())
+            digest.update(f"{token(number)}:{_shape_text(self.avals[number])};".encode())
         for step in self.steps:
             if step.primitive == "name":
                 digest.update(f"{token(step.inputs[0])}={step.eqn.params['name']};".encode())
             elif not step.alias:
-                results = [f"{token(n)}:{_shape(v.aval)}" for n, v in zip(step.outputs, step.eqn.outvars, strict=True)]
+                numbered = zip(step.outputs, step.eqn.outvars, strict=True)
+                results = [f"{token(number)}:{_shape_text(var.aval)}" for number, var in numbered]
                 operands = [token(atom) for atom in step.inputs]
-                digest.update(f"{step.primitive}{_text(step.eqn.params)}({operands})->{results};".encode())
+                digest.update(f"{step.primitive}{_param_text(step.eqn.params)}({operands})->{results};".encode())
         digest.update(str([token(atom) for atom in self.outputs]).encode())
         return digest.hexdigest()[:16]
 
     def roots(self) -> dict[int, int]:
-        """For each value, the value of which it is an alias; itself if it is none."""
+        """For each value, the value that it is an alias of, or itself if it is not an alias."""
         roots = {number: number for number in range(len(self.avals))}
         for step in self.steps:
             if step.alias:
@@ -123,7 +120,7 @@ class InlinedProgram(NamedTuple):
         return roots
 
     def names(self) -> dict[int, str]:
-        """A unique name for every computed value that is no alias: the model's own (`checkpoint_name`), or the
+        """A unique name for every computed value that is not an alias: the model's own (`checkpoint_name`), or the
         primitive's with the calling functions and a number, such as "silu/logistic" or "dot_general.3".
         """
         roots, model_names = self.roots(), {}
@@ -143,53 +140,36 @@ class InlinedProgram(NamedTuple):
         return names
 
 
-def inline(closed: Any) -> InlinedProgram:
+def inline(closed_jaxpr: Any) -> InlinedProgram:
     """The flat program of a closed jaxpr; its constants are the first inputs."""
     avals: list[Any] = []
     steps: list[Step] = []
 
-    def new_number(var: Any) -> int:
-        avals.append(var.aval)
-        return len(avals) - 1
+    def new_numbers(variables: Sequence[Any]) -> tuple[int, ...]:
+        """Number the variables of a jaxpr; return the numbers."""
+        avals.extend(var.aval for var in variables)
+        return tuple(range(len(avals) - len(variables), len(avals)))
 
-    def walk(jaxpr: Any, env: dict[Any, int | Constant], scope: tuple[str, ...]) -> list[int | Constant]:
-        def read(var: Any) -> int | Constant:
-            return Constant(var.val) if hasattr(var, "val") else env[var]
+    def append_steps(jaxpr: Any, inputs: Sequence[int | Constant], scope: tuple[str, ...]) -> list[int | Constant]:
+        """Append the steps of a jaxpr, and return its results."""
 
-        for eqn in jaxpr.eqns:
+        def append(eqn: Any, operands: list[int | Constant]) -> Sequence[int | Constant]:
             callee = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if eqn.primitive.name in OPENED else None
-            operands = tuple(read(var) for var in eqn.invars)
             if callee is not None and _only_wraps(eqn):
-                body, consts = getattr(callee, "jaxpr", callee), getattr(callee, "consts", ())
-                body_env: dict[Any, int | Constant] = dict(zip(body.constvars, map(Constant, consts), strict=True))
-                body_env |= dict(zip(body.invars, operands, strict=True))
-                results = walk(body, body_env, (*scope, _function_name(eqn)))
-                env.update(zip(eqn.outvars, results, strict=True))
-            else:
-                numbers = tuple(new_number(var) for var in eqn.outvars)
-                env.update(zip(eqn.outvars, numbers, strict=True))
-                steps.append(Step(eqn, operands, numbers, scope))
-        return [read(var) for var in jaxpr.outvars]
+                constants = map(Constant, getattr(callee, "consts", ()))
+                return append_steps(opened(callee), [*constants, *operands], (*scope, _function_name(eqn)))
+            results = new_numbers(eqn.outvars)
+            steps.append(Step(eqn, tuple(operands), results, scope))
+            return results
 
-    jaxpr = closed.jaxpr
-    inputs = tuple(new_number(var) for var in (*jaxpr.constvars, *jaxpr.invars))
-    env: dict[Any, int | Constant] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
-    outputs = tuple(walk(jaxpr, env, ()))
-    return InlinedProgram(_live(steps, outputs), inputs, outputs, tuple(avals))
+        return evaluate(jaxpr, inputs, append)
 
-
-def _live(steps: Sequence[Step], outputs: Sequence[int | Constant]) -> tuple[Step, ...]:
-    live_values = {atom for atom in outputs if isinstance(atom, int)}
-    live_steps: list[Step] = []
-    for step in reversed(steps):
-        if step.eqn.effects or any(number in live_values for number in step.outputs):
-            live_values.update(atom for atom in step.inputs if isinstance(atom, int))
-            live_steps.append(step._replace(outputs=tuple(n if n in live_values else None for n in step.outputs)))
-    return tuple(reversed(live_steps))
-
-
-def _all_aliases(eqns: Sequence[Any]) -> bool:
-    return all(eqn.primitive.name in ALIASES for eqn in eqns)
+    jaxpr = closed_jaxpr.jaxpr
+    inputs = new_numbers((*jaxpr.constvars, *jaxpr.invars))
+    outputs = tuple(append_steps(jaxpr, inputs, ()))
+    live, read_values = live_steps(steps, outputs, lambda step: bool(step.eqn.effects))
+    live = [step._replace(outputs=tuple(n if n in read_values else None for n in step.outputs)) for step in live]
+    return InlinedProgram(tuple(live), inputs, outputs, tuple(avals))
 
 
 def _only_wraps(eqn: Any) -> bool:
@@ -199,32 +179,37 @@ def _only_wraps(eqn: Any) -> bool:
 
 
 def _function_name(eqn: Any) -> str:
-    """The function's name for a call, else the primitive's."""
+    """Name of the function that an equation calls, or of its primitive if it calls none with a name."""
     name = eqn.params.get("name")
     if eqn.primitive.name.startswith("custom_"):
-        inner = eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr"))
-        name = getattr(getattr(getattr(inner, "jaxpr", inner), "debug_info", None), "func_name", name)
+        name = getattr(getattr(_custom_callee(eqn), "debug_info", None), "func_name", name)
     return name.strip("<>_") if isinstance(name, str) and name.strip("<>_") else eqn.primitive.name
 
 
-def _shape(aval: Any) -> str:
+def _custom_callee(eqn: Any) -> Any:
+    """The open jaxpr of a function with a custom derivative."""
+    return opened(eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr")))
+
+
+def _shape_text(aval: Any) -> str:
+    """Type and shape of an abstract value as text."""
     return f"{getattr(aval, 'dtype', aval)}{list(getattr(aval, 'shape', ()))}"
 
 
-def _text(value: Any) -> str:
-    """A param as text without addresses, functions, placements and layer indices."""
-    if hasattr(getattr(value, "jaxpr", value), "eqns"):
-        jaxpr = getattr(value, "jaxpr", value)
+def _param_text(value: Any) -> str:
+    """A parameter of an equation as text, without addresses, functions and placements."""
+    if is_jaxpr(value):
         lines = [
-            f"{eqn.primitive.name}{_text(eqn.params)}{[_shape(v.aval) for v in eqn.outvars]}" for eqn in jaxpr.eqns
+            f"{eqn.primitive.name}{_param_text(eqn.params)}{[_shape_text(var.aval) for var in eqn.outvars]}"
+            for eqn in opened(value).eqns
         ]
         return f"{{{';'.join(lines)}}}"
     if isinstance(value, dict):
         # placements exist only on a mesh
-        items = [(key, item) for key, item in sorted(value.items()) if "sharding" not in key]
-        return f"{{{','.join(f'{key}={_text(item)}' for key, item in items)}}}"
+        entries = [(key, entry) for key, entry in sorted(value.items()) if "sharding" not in key]
+        return f"{{{','.join(f'{key}={_param_text(entry)}' for key, entry in entries)}}}"
     if isinstance(value, tuple | list):
-        return f"({','.join(map(_text, value))})"
+        return f"({','.join(map(_param_text, value))})"
     if isinstance(value, bool | int | float | str | bytes | None):
         return repr(value)
     cls = type(value)

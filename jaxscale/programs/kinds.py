@@ -1,4 +1,9 @@
-"""The kinds of a traced train step's values: kept activations, gradients, loss, compute copy."""
+"""The kinds of a traced train step's values: kept activations, gradients, loss, compute copy, stash.
+
+The compute copy is the parameters in the type of the forward pass. The stash is the activations and messages that a
+pipeline stores between ticks, the rounds in which each of its devices runs one pass of a stage or none. Values are
+represented by their numbers in a `FlatProgram`.
+"""
 
 from collections.abc import Sequence
 
@@ -6,39 +11,34 @@ from jaxscale.programs.flat import PIPE, FlatProgram, Operation, carries
 from jaxscale.programs.regions import tick_loops
 
 MOVES = ("enter", "slice", "dynamic_slice", "squeeze", "broadcast_in_dim", "ppermute", "concatenate")
-"""Operations between a pipelined step's weights and its stages; Chimera concatenates two copies of them."""
+"""Operations between a pipelined step's weights and its stages; Chimera's schedule concatenates two copies."""
 
 EXPRESSIONS = ("convert_element_type", "sharding_constraint", "optimization_barrier", "copy", "reshape", "transpose")
+"""Operations between a step's parameters and their compute copy."""
 
 
 def kinds_of(program: FlatProgram) -> dict[int, str]:
-    """The kind of each value of a step's program, or of the body of its loop over microbatches.
+    """The kind of each value of a step's program, or of the body of its loop over microbatches; transients are omitted.
 
-    A value that is computed in the forward pass and read in the backward pass is a kept activation; a value between the
-    last loop of the forward pass and the first of the backward pass belongs to the loss; a value of the backward pass
-    that is read after it is a gradient. A program that is neither step nor microbatch has only transients. The state of
-    a pipeline's tick loop is a sum of gradients if it is read after the loop, else stash: messages and activations.
+    A value that is computed in the forward pass and read in the backward pass is a kept activation. A value between the
+    last loop of the forward pass and the first of the backward pass belongs to the loss. A value of the backward pass
+    that is read after it is a gradient. Any other program has only transients. The state of a pipeline's tick loop is a
+    sum of gradients if it is read after the loop, and stash otherwise.
     """
     operations = program.operations
     loops = tick_loops(program)
     if loops:
         return _kinds_of_pipeline(program, loops)
-    copies = _converted(program, set(program.inputs))
-    microbatches = [operation for operation in operations if operation.loop is not None and both_passes(operation.loop)]
-    if microbatches and not any(operation.params.get("reverse") for operation in operations):
-        sums = {value for operation in microbatches for value in (*operation.inputs, *operation.outputs)}
+    copies = _conversions_of(program, set(program.inputs))
+    microbatch_loops = [o for o in operations if o.loop is not None and both_passes(o.loop)]
+    if microbatch_loops and not any(operation.params.get("reverse") for operation in operations):
+        sums = {value for operation in microbatch_loops for value in (*operation.inputs, *operation.outputs)}
         return {value: "gradients" for value in sums if value is not None} | dict.fromkeys(copies, "compute copy")
     if not both_passes(program):
         return {}
     kinds: dict[int, str] = {}
-    last_read: dict[int, int] = {}
-    for index, operation in enumerate(operations):
-        for value in operation.inputs:
-            if value is not None:
-                last_read[value] = index
-    for value in program.outputs:
-        if value is not None:
-            last_read[value] = len(operations)
+    last_read = {value: indices[-1] for value, indices in program.readers.items()}
+    last_read |= {value: len(operations) for value in program.outputs if value is not None}
     forward_end, backward_start = loss_range(operations)
     backward_end = max(index for index, operation in enumerate(operations) if operation.backward)
     for index, operation in enumerate(operations):
@@ -50,7 +50,7 @@ def kinds_of(program: FlatProgram) -> dict[int, str]:
                 kinds[value] = "gradients"
             elif forward_end < index < backward_start:
                 kinds[value] = "loss"
-            elif not operation.backward and any(user.backward for user in operations[index : last_reader + 1]):
+            elif not operation.backward and any(reader.backward for reader in operations[index : last_reader + 1]):
                 kinds[value] = "kept activations"
     return kinds
 
@@ -61,7 +61,10 @@ def both_passes(program: FlatProgram) -> bool:
 
 
 def loss_range(operations: Sequence[Operation]) -> tuple[int, int]:
-    """Indices of the last loop over layers of the forward pass, and of the first of the backward pass."""
+    """Indices of the forward pass's last loop over layers and of the backward pass's first.
+
+    The index of the turn, the first operation of the backward pass, takes the place of a loop that does not exist.
+    """
     turn = next(index for index, operation in enumerate(operations) if operation.backward)
     backward_loops = [i for i, o in enumerate(operations) if o.loop is not None and o.params.get("reverse")]
     backward_inputs = {value for index in backward_loops for value in operations[index].inputs}
@@ -74,11 +77,11 @@ def loss_range(operations: Sequence[Operation]) -> tuple[int, int]:
 
 
 def _kinds_of_pipeline(program: FlatProgram, loops: Sequence[Operation]) -> dict[int, str]:
-    kinds = dict.fromkeys(_converted(program, set(program.inputs), (*EXPRESSIONS, *MOVES)), "compute copy")
-    read_values = {value for operation in program.operations for value in operation.inputs}
+    """The kinds of the values of a pipelined step with these tick loops."""
+    kinds = dict.fromkeys(_conversions_of(program, set(program.inputs), (*EXPRESSIONS, *MOVES)), "compute copy")
     for operation in loops:
         for initial, final in zip(carries(operation), operation.outputs, strict=False):
-            kind = "gradients" if final in read_values else "stash"
+            kind = "gradients" if final in program.readers else "stash"
             kinds |= {value: kind for value in (initial, final) if value is not None}
     last_loop = max(map(program.operations.index, loops))
     for operation in program.operations[last_loop + 1 :]:
@@ -87,8 +90,8 @@ def _kinds_of_pipeline(program: FlatProgram, loops: Sequence[Operation]) -> dict
     return kinds
 
 
-def _converted(program: FlatProgram, inputs: set[int], primitives: Sequence[str] = EXPRESSIONS) -> set[int]:
-    """Values computed from `inputs` by conversions and moves alone."""
+def _conversions_of(program: FlatProgram, inputs: set[int], primitives: Sequence[str] = EXPRESSIONS) -> set[int]:
+    """Values computed from the values `inputs` by operations of these primitives alone, in the forward pass."""
     values: set[int] = set()
     for operation in program.operations:
         if operation.kind in primitives and not operation.backward:

@@ -1,7 +1,8 @@
-"""Late results of a TPU's compiler: the gradient of a head's weight that is summed around a ring of devices.
+"""Late results of a TPU's compiler: the gradient of a head's weight, if it is summed around a ring of devices.
 
-Its operands are ready after the loss, yet XLA schedules some or all steps of the ring after the backward pass of the
-blocks: nothing reads the gradient sooner, and the blocks hide its messages. The logits, or their gradient in the
+A product around a ring is computed in steps, between which partial sums move to the next device. The operands of this
+gradient are ready after the loss, yet XLA schedules some or all steps of the ring after the backward pass of the
+blocks, because nothing reads the gradient sooner and the blocks hide its messages. The logits, or their gradient in the
 compute type, stay alive until then; which of the two, and how many steps are late, varies between programs. This module
 assumes the logits, which are larger. Left out: rings that XLA finishes before the blocks.
 """
@@ -12,29 +13,32 @@ from jaxscale.programs.flat import FlatProgram, Operation
 
 
 def late_arrays(program: FlatProgram, rings: Iterable[int], is_array: Callable[[Operation], bool]) -> dict[int, int]:
-    """The arrays that a product around a ring needs until the blocks' backward pass ends, with the index of that pass.
+    """The arrays that products around a ring need until the backward pass of the blocks ends.
 
     Args:
-        program: of a step, or of the body of its loop over microbatches.
+        program: program of a step, or of the body of its loop over microbatches.
         rings: indices of the products that are summed around a ring.
-        is_array: whether the results of an operation are arrays; for an expression, its operands stay alive.
+        is_array: returns whether an operation's results are stored; if not, its operands stay alive instead.
+
+    Returns:
+        For each array, the index of the last loop of the blocks' backward pass.
     """
     operations = program.operations
-    blocks = [i for i, o in enumerate(operations) if o.loop is not None and o.params.get("reverse")]
-    if not blocks:
+    backward_loops = [i for i, o in enumerate(operations) if o.loop is not None and o.params.get("reverse")]
+    if not backward_loops:
         return {}
-    producer = {value: operation for operation in operations[: blocks[0]] for value in operation.outputs}
-    heads = [operations[index] for index in rings if index < blocks[0] and operations[index].backward]
-    pending = [value for head in heads for value in head.inputs]
+    producer_of = {value: operation for operation in operations[: backward_loops[0]] for value in operation.outputs}
+    head_gradients = [operations[index] for index in rings if index < backward_loops[0] and operations[index].backward]
+    pending_values = [value for gradient in head_gradients for value in gradient.inputs]
     last_reader: dict[int, int] = {}
-    visited: set[int | None] = set()
-    while pending:
-        value = pending.pop()
-        if value is None or value in visited or value not in producer:
+    visited_values: set[int | None] = set()
+    while pending_values:
+        value = pending_values.pop()
+        if value is None or value in visited_values or value not in producer_of:
             continue
-        visited.add(value)
-        if is_array(producer[value]):
-            last_reader[value] = blocks[-1]
+        visited_values.add(value)
+        if is_array(producer_of[value]):
+            last_reader[value] = backward_loops[-1]
         else:
-            pending += producer[value].inputs
+            pending_values += producer_of[value].inputs
     return last_reader

@@ -1,25 +1,48 @@
-"""Bytes per device of every value of a traced program, without devices: placements propagated from value to value.
+"""Bytes per device of every value of a traced program, without devices, from placements of the program's arguments.
 
-Arguments and sharding constraints specify placements; products, elementwise operations and reshapes propagate them, as
-in XLA's partitioner (GSPMD, Xu et al. 2021, arXiv:2105.04663), of which this is the part that memory needs. Where two
-operands use the same mesh axis, the activations keep it and the weight is gathered.
+A placement is the mesh axes along each dim of a value. Arguments and sharding constraints specify placements; products,
+elementwise operations and reshapes propagate them, as in XLA's partitioner (GSPMD, Xu et al. 2021, arXiv:2105.04663).
+This module has the part of that propagation that affects memory. If two operands of a product use the same mesh axis,
+the activations keep it and the weight is gathered. Values are represented by their numbers in a `FlatProgram`.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from jaxscale.compat import scan_counts
-from jaxscale.programs.flat import FlatProgram, Operation, carries
-from jaxscale.trees import leaf_bytes
-
-Dims = tuple[tuple[str, ...], ...]
-"""Mesh axes of each dim."""
+from jaxscale.programs.dims import (
+    Axes,
+    DimLink,
+    Dims,
+    Shape,
+    dims_of,
+    links,
+    local_bytes,
+    local_shape,
+    parts,
+    shape_of,
+    summed_dims,
+)
+from jaxscale.programs.flat import FlatProgram, Operation, carries, loop_parts
+from jaxscale.sharding.partition import dim_axes
 
 _FIXPOINT = 3
-_SMALL = 2**16  # elements; below this, tiles hardly matter
+"""Maximum number of passes over a loop's body until its state has the same dims before and after."""
+_SMALL = 2**16  # number of elements below which tiles hardly matter
+
+_LIKE_FIRST_OPERAND = (
+    "slice", "dynamic_slice", "pad", "rev", "cumsum", "sort", "top_k", "dynamic_update_slice", "scatter", "scatter-add",
+    "scatter_add", "scatter-mul",
+)  # fmt: skip
+"""Operations whose result has the placement of their first operand, in the dims whose size is the same."""
+
+_PLACED_BY_READERS = (
+    "transpose", "sharding_constraint", "convert_element_type", "reduce_precision", "mul", "add_any",
+    "optimization_barrier",
+)  # fmt: skip
+"""Operations whose operands are computed where their result is needed."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -27,15 +50,17 @@ class Placements:
     """Mesh axes along the dims of a program's values.
 
     Args:
-        sizes: devices along each mesh axis.
-        tiled: memory is tiled, as a TPU's.
-        dims: mesh axes of each value's dims.
+        program: the program whose values are placed.
+        sizes: number of devices along each mesh axis.
+        tiled: whether memory is tiled, as a TPU's is.
+        dims: mesh axes along the dims of each value, by its number.
         gathered: bytes of gathered weights, by the index of the operation that reads them.
         summed: indices of products whose results are summed over devices of the fsdp axis.
-        loops: placements in a loop's body, by the index of the loop.
-        branches: placements in the branches of a `cond`, by its index.
+        loops: placements in the body of each loop, by the loop's index among the operations.
+        branches: placements in the branches of each `cond`, by its index among the operations.
     """
 
+    program: FlatProgram
     sizes: Mapping[str, int]
     tiled: bool = False
     dims: dict[int, Dims] = dataclasses.field(default_factory=dict)
@@ -48,23 +73,23 @@ class Placements:
         """Number of parts into which mesh axes split a dim."""
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
-    def bytes_of(self, shape: Any, dims: Dims, *, host: bool = False) -> int:
-        """Bytes per device of an abstract value in device memory, or in host memory with `host`; 0 if elsewhere."""
-        if not hasattr(shape, "shape") or not hasattr(shape, "dtype") or in_host_memory(shape) != host:
+    def bytes_of(self, aval: Any, dims: Dims, *, host: bool = False) -> int:
+        """Bytes per device of an abstract value in device memory, or with `host` in host memory; 0 if elsewhere."""
+        if in_host_memory(aval) != host:
             return 0
-        elements = math.prod(shape.shape)
-        parts = [-(-size // self.ways(axes)) for size, axes in zip(shape.shape, dims, strict=True)]
-        size = leaf_bytes(shape) * math.prod(parts) // elements if elements else 0
-        return int(size * padding(parts)) if self.tiled and not host else size
+        unpadded_bytes = local_bytes(aval, dims, self.sizes)
+        if not unpadded_bytes or not self.tiled or host:
+            return unpadded_bytes
+        return int(unpadded_bytes * padding(local_shape(aval.shape, dims, self.sizes)))
 
 
-def in_host_memory(shape: Any) -> bool:
+def in_host_memory(aval: Any) -> bool:
     """Whether an abstract value is in host memory."""
-    return getattr(getattr(shape, "memory_space", None), "name", "") == "Host"
+    return getattr(getattr(aval, "memory_space", None), "name", "") == "Host"
 
 
 def padding(shape: Sequence[int]) -> float:
-    """Factor by which tiles enlarge an array in a TPU's memory: 8 x 128 of two of the last three dims.
+    """Factor by which tiles of 8 x 128 elements, along the best two of the last three dims, enlarge an array on a TPU.
 
     Example:
         >>> padding((8, 2048, 1024)), round(padding((64, 16, 257, 257)), 3), padding((2,))
@@ -72,10 +97,10 @@ def padding(shape: Sequence[int]) -> float:
     """
     if len(shape) < 2 or math.prod(shape) < _SMALL:
         return 1.0
-    inner = shape[-3:]
-    lanes = [-(-size // 128) * 128 / size for size in inner]
-    rows = [-(-size // 8) * 8 / size for size in inner]
-    return min(lanes[i] * rows[j] for i in range(len(inner)) for j in range(len(inner)) if i != j)
+    last_sizes = shape[-3:]
+    growth_128 = [-(-size // 128) * 128 / size for size in last_sizes]
+    growth_8 = [-(-size // 8) * 8 / size for size in last_sizes]
+    return min(growth_128[i] * growth_8[j] for i in range(len(last_sizes)) for j in range(len(last_sizes)) if i != j)
 
 
 def place(
@@ -85,9 +110,9 @@ def place(
 
     Args:
         program: a flat program.
-        input_dims: mesh axes of the dims of each of its inputs.
-        sizes: devices along each mesh axis.
-        tiled: memory is tiled, as a TPU's.
+        input_dims: mesh axes along the dims of each input; inputs without an entry are unsharded.
+        sizes: number of devices along each mesh axis.
+        tiled: whether memory is tiled, as a TPU's is.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -98,344 +123,220 @@ def place(
         >>> placements.dims[program.outputs[0]]
         (('data',), ('tensor',))
     """
-    placements = Placements(sizes, tiled)
+    placements = Placements(program, sizes, tiled)
     for value, dims in zip(program.inputs, input_dims, strict=False):
         placements.dims[value] = dims
     for value in program.inputs[len(input_dims) :]:
         placements.dims[value] = _unsharded(program.shapes[value])
-    for index, operation in enumerate(program.operations):
-        _forward(program, operation, index, placements)
-    _backward(program, placements)
+    for index, operation in enumerate(program.operations):  # forwards, to the results
+        output_dims = _output_dims(operation, index, placements)
+        placements.dims |= zip(operation.outputs, output_dims, strict=True)
+    for operation in reversed(program.operations):  # backwards, so that a value is computed where its reader needs it
+        if operation.kind == "dot_general":
+            _place_product_operands(operation, placements)
+        elif operation.kind in _PLACED_BY_READERS:
+            _place_operands(operation, placements)
     return placements
 
 
-def dims_of(sharding: Any, rank: int) -> Dims:
-    """Mesh axes per dim of a `NamedSharding`."""
-    spec = getattr(sharding, "spec", None) or ()
-    entries = [() if e is None or not isinstance(e, str | tuple) else (e,) if isinstance(e, str) else e for e in spec]
-    return tuple(entries[:rank]) + ((),) * (rank - len(entries))
+def _unsharded(aval: Any) -> Dims:
+    """The dims of an abstract value that no mesh axis splits."""
+    return ((),) * len(shape_of(aval))
 
 
-def _unsharded(shape: Any) -> Dims:
-    return ((),) * len(getattr(shape, "shape", ()))
-
-
-def _backward(program: FlatProgram, placements: Placements) -> None:
-    """Propagate placements from outputs back to inputs, so that a value is computed where its reader needs it."""
-    for operation in reversed(program.operations):
-        if operation.kind == "dot_general":
-            _backward_product(program, operation, placements)
-        if operation.kind == "transpose" and operation.inputs[0] not in (None, *program.inputs):
-            axes, order = placements.dims[operation.outputs[0]], operation.params["permutation"]
-            input_dims = tuple(axes[order.index(d)] for d in range(len(order)))
-            if _shards(placements, input_dims) > _shards(placements, placements.dims[operation.inputs[0]]):
-                placements.dims[operation.inputs[0]] = input_dims
-        if operation.kind not in (
-            "sharding_constraint",
-            "convert_element_type",
-            "reduce_precision",
-            "mul",
-            "add_any",
-            "optimization_barrier",
-        ):
-            continue
-        for value, output in zip(operation.inputs, operation.outputs * len(operation.inputs), strict=False):
-            if value is None or value in program.inputs:
-                continue
-            if getattr(program.shapes[value], "shape", None) != program.shapes[output].shape:
-                continue
-            dims, output_dims = placements.dims[value], placements.dims[output]
-            if _shards(placements, output_dims) > _shards(placements, dims):
-                placements.dims[value] = output_dims
-
-
-def _backward_product(program: FlatProgram, operation: Operation, placements: Placements) -> None:
-    """Give the axes of a product's dims to the same dims of its operands, where those are unsharded."""
-    contracted, batched = operation.params["dimension_numbers"]
-    output_dims = placements.dims[operation.outputs[0]]
-    output_dim = len(batched[0])
-    for side, value in enumerate(operation.inputs):
-        rank = 0 if value is None else len(placements.dims[value])
-        free_dims = [d for d in range(rank) if d not in contracted[side] and d not in batched[side]]
-        targets = [*batched[side], *free_dims]
-        sources = [*range(len(batched[0])), *range(output_dim, output_dim + len(free_dims))]
-        output_dim += len(free_dims)
-        if value is None or value in program.inputs:
-            continue
-        value_dims = list(placements.dims[value])
-        for target, source in zip(targets, sources, strict=True):
-            used_axes = {axis for axes in value_dims for axis in axes}
-            if not value_dims[target] and not used_axes & set(output_dims[source]):
-                value_dims[target] = output_dims[source]
-        placements.dims[value] = tuple(value_dims)
+def _operands(operation: Operation, placements: Placements) -> list[Any]:
+    """Abstract value of each operand, or the operand itself if it is a literal."""
+    shapes = placements.program.shapes
+    inputs = enumerate(operation.inputs)
+    return [operation.literals[index] if value is None else shapes[value] for index, value in inputs]
 
 
 def _shards(placements: Placements, dims: Dims) -> int:
-    """Number of shards of a value."""
-    return math.prod(placements.ways(axes) for axes in dims)
+    """Number of shards of a value with these dims."""
+    return math.prod(parts(dims, placements.sizes))
 
 
-def _forward(program: FlatProgram, operation: Operation, index: int, placements: Placements) -> None:
-    """Propagate placements from an operation's operands to its results."""
-    shapes = [None if value is None else program.shapes[value] for value in operation.inputs]
-    dims = [() if value is None else placements.dims[value] for value in operation.inputs]
-    kind = operation.kind
+def _place_operands(operation: Operation, placements: Placements) -> None:
+    """Place operands like the result, if that splits them into more shards."""
+    program = placements.program
+    for value, output in zip(operation.inputs, operation.outputs * len(operation.inputs), strict=False):
+        if value is None or value in program.inputs:
+            continue
+        dims = placements.dims[output]
+        if operation.kind == "transpose":
+            order = operation.params["permutation"]
+            dims = tuple(dims[order.index(dim)] for dim in range(len(order)))
+        elif shape_of(program.shapes[value]) != shape_of(program.shapes[output]):
+            continue
+        if _shards(placements, dims) > _shards(placements, placements.dims[value]):
+            placements.dims[value] = dims
+
+
+def _place_product_operands(operation: Operation, placements: Placements) -> None:
+    """Shard the unsharded dims of a product's operands like the linked dims of its result."""
+    output, shapes = operation.outputs[0], [shape_of(operand) for operand in _operands(operation, placements)]
+    for operand, dim, output_dim in _links(operation, shapes, placements.program.shapes[output].shape):
+        value = operation.inputs[operand]
+        if value is None or value in placements.program.inputs:
+            continue
+        dims, axes = placements.dims[value], placements.dims[output][output_dim]
+        if not dims[dim] and not set(axes) & {axis for other_axes in dims for axis in other_axes}:
+            placements.dims[value] = (*dims[:dim], axes, *dims[dim + 1 :])
+
+
+def _output_dims(operation: Operation, index: int, placements: Placements) -> Sequence[Dims]:
+    """Dims of an operation's results; also records the bytes that it gathers, and whether it sums over devices."""
+    operands = _operands(operation, placements)
+    dims = [
+        _unsharded(operand) if value is None else placements.dims[value]
+        for operand, value in zip(operands, operation.inputs, strict=True)
+    ]
+    kind, shapes = operation.kind, placements.program.shapes
     if kind in ("scan", "while"):
         output_dims = _loop(operation, index, dims, placements)
         if operation.manual:  # slots and sums of a pipelined step start as zeros, placed as in the loop
             states = zip(carries(operation), output_dims, strict=False)
-            placements.dims |= {v: axes for v, axes in states if v is not None and v not in program.inputs}
-    elif kind == "sharding_constraint":
-        output_dims = [dims_of(operation.params["sharding"], len(program.shapes[operation.outputs[0]].shape))]
-    elif operation.branches:
-        output_dims = _cond(program, operation, index, dims, placements)
-    elif kind == "enter":
-        output_dims = [tuple(tuple(axis for axis in axes if axis not in operation.manual) for axes in dims[0])]
-    elif kind == "leave":
-        manual_axes = dims_of(_Spec(operation.params["spec"]), len(dims[0]))
-        output_dims = [tuple((*manual, *axes) for manual, axes in zip(manual_axes, dims[0], strict=True))]
-    elif kind == "shard_map":
-        output_dims = [
-            dims_of(_Spec(spec), len(program.shapes[v].shape))
-            for v, spec in zip(operation.outputs, operation.params["out_specs"], strict=True)
-        ]
-    elif kind in _RULES:
-        output = program.shapes[operation.outputs[0]]
-        first_dims = _RULES[kind](operation.params, shapes, dims, output, placements)
-        if kind == "dot_general":
-            placements.gathered[index] = _gathered_bytes(operation, shapes, dims, placements)
-            (left, right), _ = operation.params["dimension_numbers"]
-            if any("fsdp" in set(dims[0][a]) & set(dims[1][b]) for a, b in zip(left, right, strict=True)):
-                placements.summed.add(index)
-        output_dims = [
-            first_dims if program.shapes[v].shape == output.shape else _elementwise(program.shapes[v], shapes, dims)
-            for v in operation.outputs
-        ]
-    else:
-        output_dims = [_elementwise(program.shapes[value], shapes, dims) for value in operation.outputs]
-    for value, value_dims in zip(operation.outputs, output_dims, strict=True):
-        placements.dims[value] = value_dims
+            inputs = placements.program.inputs
+            placements.dims |= {value: axes for value, axes in states if value is not None and value not in inputs}
+        return output_dims
+    if kind == "sharding_constraint":
+        return [dims_of(operation.params["sharding"], len(shapes[operation.outputs[0]].shape))]
+    if operation.branches:
+        return _cond(operation, index, dims, placements)
+    if kind == "enter":
+        return [tuple(tuple(axis for axis in axes if axis not in operation.manual) for axes in dims[0])]
+    if kind == "leave":
+        manual_axes = dim_axes(operation.params["spec"], len(dims[0]))
+        return [tuple((*manual, *axes) for manual, axes in zip(manual_axes, dims[0], strict=True))]
+    if kind == "shard_map":
+        specs = operation.params["out_specs"]
+        outputs = zip(operation.outputs, specs, strict=True)
+        return [dim_axes(spec, len(shapes[value].shape)) for value, spec in outputs]
+    if kind != "dot_general":
+        return [_linked_dims(operation, operands, dims, output, placements) for output in operation.outputs]
+    pairs = summed_dims(kind, operation.params)
+    summed_axes = {axis for left, right in pairs for axis in dims[0][left] if axis in dims[1][right]}
+    placements.gathered[index] = _gathered_bytes(operation, operands, dims, summed_axes, placements)
+    if "fsdp" in summed_axes:
+        placements.summed.add(index)
+    product_dims = _linked_dims(operation, operands, dims, operation.outputs[0], placements)
+    # the sum over an axis along which both operands are split removes it
+    return [tuple(tuple(axis for axis in axes if axis not in summed_axes) for axes in product_dims)]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Spec:
-    spec: Any
-
-
-def _elementwise(output: Any, shapes: Sequence[Any], dims: Sequence[Dims]) -> Dims:
-    """Dims of an elementwise result: the axes of the operands of its shape, each axis once."""
-    shape = getattr(output, "shape", ())
-    merged: list[tuple[str, ...]] = [()] * len(shape)
+def _linked_dims(
+    operation: Operation, operands: Sequence[Any], dims: Sequence[Dims], result: int, placements: Placements
+) -> Dims:
+    """Dims of a result: each dim has the axes of the first sharded operand dim linked to it, without axes in use."""
+    shape = shape_of(placements.program.shapes[result])
+    shapes = [shape_of(operand) for operand in operands]
+    operation_links = _links(operation, shapes, shape)
+    if operation.kind == "dot_general":  # the larger operand keeps its axes
+        operand_bytes = [placements.bytes_of(operand, axes) for operand, axes in zip(operands, dims, strict=True)]
+        operation_links = sorted(operation_links, key=lambda link: -operand_bytes[link[0]])
+    result_dims: list[Axes] = [()] * len(shape)
     used_axes: set[str] = set()
-    for operand, operand_dims in zip(shapes, dims, strict=True):
-        if operand is None or len(getattr(operand, "shape", ())) != len(shape):
+    for operand, dim, result_dim in operation_links:
+        if result_dims[result_dim] or not dims[operand][dim]:
             continue
-        for dim, axes in enumerate(operand_dims):
-            free_axes = tuple(axis for axis in axes if axis not in used_axes)
-            if free_axes and not merged[dim] and operand.shape[dim] == shape[dim]:
-                merged[dim] = free_axes
-                used_axes.update(free_axes)
-    return tuple(merged)
+        axes = tuple(axis for axis in dims[operand][dim] if axis not in used_axes)
+        # a group of reshaped dims keeps the axes of its first dim if they divide it
+        if shapes[operand][dim] == shape[result_dim] or shape[result_dim] % placements.ways(axes) == 0:
+            result_dims[result_dim] = axes
+            used_axes.update(axes)
+    return tuple(result_dims)
+
+
+def _links(operation: Operation, shapes: Sequence[Shape], result: Shape) -> Iterable[DimLink]:
+    """Links between an operation's operands and a result; of several links to one dim, the first has precedence."""
+    kind, params = operation.kind, operation.params
+    if kind == "gather":
+        return _gather_links(params, shapes, result)
+    operation_links = links(kind, params, shapes, result)
+    if operation_links is None:
+        return _same_dims(shapes[:1] if kind in _LIKE_FIRST_OPERAND else shapes, result)
+    # the kernel of a convolution is gathered
+    return [link for link in operation_links if kind != "conv_general_dilated" or link[0] == 0]
+
+
+def _same_dims(shapes: Sequence[Shape], result: Shape) -> Iterable[DimLink]:
+    """Links of an elementwise operation: dims of the same size in operands of the result's rank."""
+    same_rank = [(operand, shape) for operand, shape in enumerate(shapes) if len(shape) == len(result)]
+    return [
+        (operand, dim, dim) for operand, shape in same_rank for dim, size in enumerate(result) if shape[dim] == size
+    ]
+
+
+def _gather_links(params: Any, shapes: Sequence[Shape], result: Shape) -> Iterable[DimLink]:
+    """Links of a gather: gathered rows are placed like their indices, dims that are taken whole like the table's."""
+    numbers = params["dimension_numbers"]
+    table, indices = shapes[:2]
+    row_dims = [dim for dim in range(len(result)) if dim not in numbers.offset_dims]
+    yield from ((1, dim, result_dim) for dim, result_dim in zip(range(len(indices) - 1), row_dims, strict=False))
+    table_dims = [dim for dim in range(len(table)) if dim not in numbers.collapsed_slice_dims]
+    for dim, result_dim in zip(table_dims, numbers.offset_dims, strict=False):
+        if table[dim] == result[result_dim]:
+            yield 0, dim, result_dim
 
 
 def _loop(operation: Operation, index: int, dims: list[Dims], placements: Placements) -> list[Dims]:
-    """Dims of a loop's results, with a state whose dims are the same before and after the body."""
+    """Dims of a loop's results. The body is placed again until its state has the same dims before and after it."""
     body = operation.loop
     assert body is not None
-    if operation.kind == "scan":
-        consts, carries = scan_counts(operation.params)
-    else:
-        dims = dims[operation.params["cond_nconsts"] :]
-        consts = operation.params["body_nconsts"]
-        carries = len(dims) - consts
     sizes = _automatic_sizes(operation, placements)
-    xs = [operand_dims[1:] for operand_dims in dims[consts + carries :]]
-    state = list(dims[consts : consts + carries])
-    nested = place(body, [*dims[:consts], *state, *xs], sizes, tiled=placements.tiled)
+    consts, state, xs = map(list, loop_parts(operation, dims))
+    xs = [operand_dims[1:] for operand_dims in xs]
+    body_placements = place(body, [*consts, *state, *xs], sizes, tiled=placements.tiled)
     for _ in range(_FIXPOINT):
         next_state = [
-            _unsharded(body.shapes[argument]) if value is None else nested.dims[value]
-            for value, argument in zip(body.outputs[:carries], body.inputs[consts:], strict=False)
+            _unsharded(body.shapes[argument]) if value is None else body_placements.dims[value]
+            for value, argument in zip(body.outputs[: len(state)], body.inputs[len(consts) :], strict=False)
         ]
-        most_sharded = [
-            a if _shards(placements, a) > _shards(placements, b) else b for a, b in zip(next_state, state, strict=True)
-        ]
+        most_sharded = [max(pair, key=partial(_shards, placements)) for pair in zip(state, next_state, strict=True)]
         if most_sharded == state:
             break
         state = most_sharded
-        nested = place(body, [*dims[:consts], *state, *xs], sizes, tiled=placements.tiled)
-    placements.loops[index] = nested
-    stacked_dims = [((), *(nested.dims[value] if value is not None else ())) for value in body.outputs[carries:]]
+        body_placements = place(body, [*consts, *state, *xs], sizes, tiled=placements.tiled)
+    placements.loops[index] = body_placements
+    stacked = body.outputs[len(state) :]
+    stacked_dims = [((), *(body_placements.dims[value] if value is not None else ())) for value in stacked]
     return [*state, *stacked_dims]
 
 
 def _automatic_sizes(operation: Operation, placements: Placements) -> dict[str, int]:
-    """The mesh axes over which shapes within an operation are still global."""
+    """Sizes of the mesh axes along which shapes within an operation are still those of all devices together."""
     return {axis: size for axis, size in placements.sizes.items() if axis not in operation.manual}
 
 
-def _cond(
-    program: FlatProgram, operation: Operation, index: int, dims: list[Dims], placements: Placements
-) -> list[Dims]:
-    """Dims of the results: for each, those of the branch that shards it most."""
+def _cond(operation: Operation, index: int, dims: list[Dims], placements: Placements) -> list[Dims]:
+    """Dims of a `cond`'s results; each result has the dims of the branch that shards it most."""
     sizes = _automatic_sizes(operation, placements)
-    nested = [place(branch, dims[1:], sizes, tiled=placements.tiled) for branch in operation.branches]
-    placements.branches[index] = tuple(nested)
+    branches = [place(branch, dims[1:], sizes, tiled=placements.tiled) for branch in operation.branches]
+    placements.branches[index] = tuple(branches)
     output_dims = []
     for number, value in enumerate(operation.outputs):
-        candidates = [
-            inner.dims[output]
-            for inner, branch in zip(nested, operation.branches, strict=True)
-            if (output := branch.outputs[number]) is not None
-        ]
-        output_dims.append(max(candidates, key=partial(_shards, placements), default=_unsharded(program.shapes[value])))
+        outputs = [(branch, branch.program.outputs[number]) for branch in branches]
+        branch_dims = [branch.dims[output] for branch, output in outputs if output is not None]
+        unsharded = _unsharded(placements.program.shapes[value])
+        output_dims.append(max(branch_dims, key=partial(_shards, placements), default=unsharded))
     return output_dims
 
 
-def _dot(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
-    """Dims of a product: batch, left operand, right operand; the larger operand keeps its axes."""
-    contracted, batched = params["dimension_numbers"]
-    rank = len(batched[0])
-    sources: list[dict[int, int]] = []  # for each operand, from the result's dims to its own
-    for side in (0, 1):
-        free_dims = [d for d in range(len(dims[side])) if d not in contracted[side] and d not in batched[side]]
-        sources.append(dict(enumerate(batched[side])) | {rank + n: d for n, d in enumerate(free_dims)})
-        rank += len(free_dims)
-    sizes = [
-        placements.bytes_of(shape, axes) if shape is not None else 0 for shape, axes in zip(shapes, dims, strict=True)
-    ]
-    output_dims: list[tuple[str, ...]] = [()] * rank
-    used_axes: set[str] = set()
-    for side in sorted((0, 1), key=lambda side: -sizes[side]):
-        for target, source in sources[side].items():
-            free_axes = tuple(axis for axis in dims[side][source] if axis not in used_axes)
-            if free_axes and not output_dims[target]:
-                output_dims[target] = free_axes
-                used_axes.update(free_axes)
-    # an axis along which both operands are summed is used up
-    for a, b in zip(*contracted, strict=True):
-        summed = set(dims[0][a]) & set(dims[1][b])
-        output_dims = [tuple(axis for axis in axes if axis not in summed) for axes in output_dims]
-    return tuple(output_dims)
-
-
-def _gathered_bytes(operation: Operation, shapes: Any, dims: Any, placements: Placements) -> int:
-    """Bytes of an operand that is gathered because the free dims of the other operand use the same axes."""
-    (left, right), (left_batch, right_batch) = operation.params["dimension_numbers"]
-    total = 0
-    sides = ((0, 1, left, right, right_batch), (1, 0, right, left, left_batch))
-    for side, partner, contracted, paired, batched in sides:
-        free_axes = {axis for d, axes in enumerate(dims[partner]) if d not in (*paired, *batched) for axis in axes}
-        summed = {
-            axis for a, b in zip(contracted, paired, strict=True) for axis in set(dims[side][a]) & set(dims[partner][b])
-        }
+def _gathered_bytes(
+    operation: Operation, operands: Sequence[Any], dims: Sequence[Dims], summed_axes: set[str], placements: Placements
+) -> int:
+    """Bytes of a product's operands that are gathered because the free dims of the partner use the same mesh axes."""
+    contracted_dims, batch_dims = operation.params["dimension_numbers"]
+    gathered_bytes = 0
+    for side, partner in ((0, 1), (1, 0)):
+        bound_dims = (*contracted_dims[partner], *batch_dims[partner])
+        free_axes = {axis for dim, axes in enumerate(dims[partner]) if dim not in bound_dims for axis in axes}
         gathered_dims = tuple(
-            tuple(axis for axis in axes if axis not in free_axes and (d not in contracted or axis in summed))
-            for d, axes in enumerate(dims[side])
+            tuple(a for a in axes if a not in free_axes and (dim not in contracted_dims[side] or a in summed_axes))
+            for dim, axes in enumerate(dims[side])
         )
-        if any("fsdp" in axes for axes in dims[side]) and gathered_dims != dims[side] and shapes[side] is not None:
-            size = placements.bytes_of(shapes[side], gathered_dims)
-            partner_size = (
-                placements.bytes_of(shapes[partner], dims[partner]) if shapes[partner] is not None else size + 1
-            )
-            total += size if size <= partner_size else 0
-    return total
-
-
-def _broadcast(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
-    output_dims: list[tuple[str, ...]] = [()] * len(output.shape)
-    for source, target in enumerate(params["broadcast_dimensions"]):
-        if shapes[0] is not None and shapes[0].shape[source] == output.shape[target]:
-            output_dims[target] = dims[0][source]
-    return tuple(output_dims)
-
-
-def _transpose(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
-    return tuple(dims[0][d] for d in params["permutation"])
-
-
-def _reshape(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
-    """Match dims from the left by their products; a group keeps the axes of its first dim."""
-    output_dims: list[tuple[str, ...]] = [()] * len(output.shape)
-    old, new = list(shapes[0].shape), list(output.shape)
-    i = j = 0
-    while i < len(old) and j < len(new):
-        first_i, first_j, old_size, new_size = i, j, old[i], new[j]
-        while old_size != new_size:
-            if old_size < new_size and i + 1 < len(old):
-                i += 1
-                old_size *= old[i]
-            elif new_size < old_size and j + 1 < len(new):
-                j += 1
-                new_size *= new[j]
-            else:
-                return tuple(output_dims)
-        sources = [d for d in range(first_i, i + 1) if old[d] > 1] or [first_i]
-        targets = [d for d in range(first_j, j + 1) if new[d] > 1] or [first_j]
-        axes = dims[0][sources[0]]
-        if len(sources) == len(targets):
-            for source, target in zip(sources, targets, strict=True):
-                output_dims[target] = dims[0][source]
-        elif axes and new[targets[0]] % placements.ways(axes) == 0:
-            output_dims[targets[0]] = axes
-        i, j = i + 1, j + 1
-    return tuple(output_dims)
-
-
-def _reduce(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
-    return tuple(axes for d, axes in enumerate(dims[0]) if d not in params["axes"])
-
-
-def _squeeze(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
-    return tuple(axes for d, axes in enumerate(dims[0]) if d not in params["dimensions"])
-
-
-def _gather(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
-    """Gathered rows have the placement of their indices; dims taken whole have that of the table."""
-    numbers = params["dimension_numbers"]
-    offsets = iter(d for d in range(len(shapes[0].shape)) if d not in numbers.collapsed_slice_dims)
-    rows = iter(dims[1][:-1] if shapes[1] is not None else ())
-    output_dims: list[tuple[str, ...]] = []
-    for d in range(len(output.shape)):
-        if d in numbers.offset_dims:
-            source = next(offsets)
-            output_dims.append(dims[0][source] if shapes[0].shape[source] == output.shape[d] else ())
-        else:
-            output_dims.append(next(rows, ()))
-    used_axes: set[str] = {axis for d, axes in enumerate(output_dims) if d not in numbers.offset_dims for axis in axes}
-    return tuple(
-        axes if d not in numbers.offset_dims else tuple(axis for axis in axes if axis not in used_axes)
-        for d, axes in enumerate(output_dims)
-    )
-
-
-def _first_operand(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
-    """Dims of the first operand, where their sizes are unchanged."""
-    if shapes[0] is None:
-        return _unsharded(output)
-    return _elementwise(output, shapes[:1], dims[:1])
-
-
-def _conv(params: Any, shapes: Any, dims: Any, output: Any, placements: Placements) -> Dims:
-    numbers = params["dimension_numbers"]
-    output_dims: list[tuple[str, ...]] = [()] * len(output.shape)
-    output_dims[numbers.out_spec[0]] = dims[0][numbers.lhs_spec[0]]
-    return tuple(output_dims)
-
-
-_RULES: dict[str, Any] = {
-    "dot_general": _dot,
-    "conv_general_dilated": _conv,
-    "broadcast_in_dim": _broadcast,
-    "transpose": _transpose,
-    "reshape": _reshape,
-    "squeeze": _squeeze,
-    "gather": _gather,
-    **{f"reduce_{name}": _reduce for name in ("sum", "max", "min", "and", "or", "prod")},
-    "argmax": _reduce,
-    "argmin": _reduce,
-    **{f"scatter{name}": _first_operand for name in ("", "-add", "_add", "-mul")},
-    **dict.fromkeys(
-        ("slice", "dynamic_slice", "pad", "rev", "cumsum", "sort", "top_k", "dynamic_update_slice"), _first_operand
-    ),
-}
+        if gathered_dims != dims[side] and any("fsdp" in axes for axes in dims[side]):
+            operand_bytes = placements.bytes_of(operands[side], gathered_dims)
+            if operand_bytes <= placements.bytes_of(operands[partner], dims[partner]):
+                gathered_bytes += operand_bytes
+    return gathered_bytes

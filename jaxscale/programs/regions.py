@@ -1,23 +1,25 @@
-"""The loop over ticks of a pipelined step: arrays that its branches update in place.
+"""Arrays that the loop over ticks of a pipelined step updates in place.
 
-A tick writes a message into its slot and passes pools and sums to a `cond`, whose branches update some of them and
-return the others unchanged; none of these results is a new array. Values computed in a branch live only within it, so
-that the branch which needs the most memory determines the peak.
+In each tick (one round of the schedule) a device runs one branch of a `cond`: a pass of a stage, or none. Messages and
+activations wait in slots, the entries of arrays called pools; sums of gradients are other arrays. A branch updates some
+of these arrays and returns the others unchanged; none of these results is a new array. Values computed in a branch live
+only within it, so that the branch that needs the most memory determines the peak. Values are represented by their
+numbers in a `FlatProgram`.
 """
 
-import collections
 import math
 from collections.abc import Iterator, Sequence, Set
 
 from jaxscale.programs.flat import PIPE, FlatProgram, Operation, carries
 
 SLICES = ("slice", "dynamic_slice")
+"""Operations that return a slice."""
 SAME = (*SLICES, "squeeze", "reshape", "broadcast_in_dim", "pcast")
-"""Operations that leave an array unchanged if its size is unchanged."""
+"""Operations that return their operand's elements unchanged if the result has as many elements."""
 
 
 def unchanged_results(operation: Operation) -> Iterator[tuple[int, int]]:
-    """Results of a `cond` that some branch returns unchanged from an operand, each with this operand."""
+    """Pairs of a result of a `cond` and the operand that some branch returns unchanged as this result."""
     for number, result in enumerate(operation.outputs):
         for branch in operation.branches:
             branch_output = branch.outputs[number]
@@ -30,7 +32,7 @@ def unchanged_results(operation: Operation) -> Iterator[tuple[int, int]]:
 
 
 def in_place_results(operation: Operation, caller_values: Set[int], program: FlatProgram) -> set[int]:
-    """Results that are or overwrite values of the caller: slots that are written, sums that are added to."""
+    """Results that are values of the caller or overwrite them: slots that are written, sums that are added to."""
     if PIPE not in operation.manual:
         return set()
     if operation.kind in ("enter", *SAME) and (operation.kind == "enter" or is_whole_array(operation, program, SAME)):
@@ -43,23 +45,25 @@ def in_place_results(operation: Operation, caller_values: Set[int], program: Fla
     return {result for result, operand in unchanged_results(operation) if operand in caller_values}
 
 
-def reshaped_outputs(program: FlatProgram, renamed: Sequence[str]) -> set[int]:
-    """Values that a branch returns after a change of shape or type: they share the result's memory.
+def reshaped_outputs(program: FlatProgram, renaming_primitives: Sequence[str]) -> set[int]:
+    """Values that a branch returns after a change of shape or type, and that share the result's memory.
 
     Args:
-        program: the branch.
-        renamed: primitives that only change shape or type.
+        program: program of the branch.
+        renaming_primitives: names of the primitives that only change shape or type.
     """
-    reader_counts = collections.Counter(value for operation in program.operations for value in set(operation.inputs))
     values = {value for value in program.outputs if value is not None}
     for operation in reversed(program.operations):
-        if operation.kind in renamed and operation.outputs[0] in values and reader_counts[operation.inputs[0]] == 1:
+        if operation.kind not in renaming_primitives or operation.outputs[0] not in values:
+            continue
+        operand = operation.inputs[0]
+        if operand is not None and len(program.readers.get(operand, ())) == 1:
             values.update(value for value in operation.inputs if value is not None)
     return values - {None, *program.inputs}
 
 
 def is_whole_array(operation: Operation, program: FlatProgram, kinds: Sequence[str] = SLICES) -> bool:
-    """Whether a slice is the whole array: the only slot of a pool, the only stage of a device."""
+    """Whether a slice is the whole array, such as the only slot of a pool or the only stage of a device."""
     if PIPE not in operation.manual or operation.kind not in kinds or operation.inputs[0] is None:
         return False
     operand, result = program.shapes[operation.inputs[0]], program.shapes[operation.outputs[0]]
@@ -72,6 +76,6 @@ def tick_loops(program: FlatProgram) -> list[Operation]:
 
 
 def _is_tick_loop(operation: Operation) -> bool:
-    return (
-        operation.loop is not None and PIPE in operation.manual and any(o.branches for o in operation.loop.operations)
-    )
+    """Whether an operation is a loop over ticks: a loop over branches within a pipelined step."""
+    body = operation.loop if PIPE in operation.manual else None
+    return body is not None and any(inner.branches for inner in body.operations)

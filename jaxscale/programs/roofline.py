@@ -1,8 +1,9 @@
-"""Seconds of work on a chip by roofline: the longer of the times for its FLOP and for its bytes.
+"""Seconds of work on a chip by roofline, the longer of the times for its FLOP and for its bytes.
 
     seconds = max(FLOP / (peak * efficiency), bytes / bandwidth)
 
-The model serves to choose what to recompute and is no forecast: kernels overlap, and fused operations cause no traffic.
+The model serves to choose what to recompute. It does not forecast durations, because kernels overlap and fused
+operations cause no traffic.
 
 References:
     Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model".
@@ -21,7 +22,7 @@ DEFAULT_EFFICIENCY = 0.6
 
 
 def rate(chip: Chip | None, dtype: str) -> float | None:
-    """FLOP/s that matrix products of `dtype` reach on a chip; `None` if the chip's rates are unknown.
+    """FLOP/s that matrix products with operands of `dtype` reach on a chip; `None` if the chip's rates are unknown.
 
     Example:
         >>> from jaxscale.platforms.platform import chips
@@ -38,10 +39,10 @@ def seconds(chip: Chip | None, flop: float, bytes_moved: float, dtype: str = "bf
     """Seconds of one operation; 0 if the chip's rates are unknown.
 
     Args:
-        chip: the device.
-        flop: of its matrix products.
-        bytes_moved: between memory and chip.
-        dtype: of the operands of the products.
+        chip: chip that runs the operation; its rates are unknown if it is `None`.
+        flop: FLOP of the operation's matrix products.
+        bytes_moved: bytes that the operation moves between memory and chip.
+        dtype: type of the operands of the products.
     """
     flop_rate = rate(chip, dtype)
     if flop_rate is None or chip is None or chip.memory_bandwidth is None:

@@ -1,7 +1,8 @@
-"""Mesh axes along each dim of each value of a program, propagated as the compiler would.
+"""Mesh axes along each dim of each value of a program, propagated as a compiler would do.
 
-Some inputs and the program's sharding constraints have known placements; every other dim has that of the nearest dim
-linked to it: a dim of a matrix product is linked to its operands', a part of a reshaped dim to the whole.
+Some inputs and the program's sharding constraints have known placements. Every other dim has the axes of the nearest
+dim that it is linked to: a dim of a matrix product is linked to the operand's dim with the same elements, and the first
+of several dims into which a dim is reshaped is linked to that dim.
 
 Left out: the costs that the compiler's propagation weighs (bytes of a resharding, uneven parts), and links through
 gathers. A kernel, a loop or a function with a custom derivative links dims of the same position and length.
@@ -9,216 +10,83 @@ gathers. A kernel, a loop or a function with a custom derivative links dims of t
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
+from jaxscale.programs.dims import Axes, DimLink, Dims, Shape, dims_of, links, shape_of, summed_dims
 from jaxscale.programs.inline import InlinedProgram, Step
-from jaxscale.trees import leaf_bytes
 
-Axes = tuple[str, ...]
-Spread = tuple[Axes, ...]
-"""Mesh axes of each dim of an array; `()` for an unsharded dim."""
 Dim = tuple[int, int]
 """A value's number and one of its dims."""
 
 
-def propagate(
-    program: InlinedProgram, known_spreads: Mapping[int, Spread], sizes: Mapping[str, int]
-) -> dict[int, Spread]:
-    """The spread of every value.
+def propagate(program: InlinedProgram, known_dims: Mapping[int, Dims], sizes: Mapping[str, int]) -> dict[int, Dims]:
+    """The mesh axes along the dims of every value.
 
     Args:
         program: a flat program.
-        known_spreads: by the number of the value.
-        sizes: devices along each mesh axis.
+        known_dims: mesh axes along the dims of each input with a known placement, by the number of the input.
+        sizes: number of devices along each mesh axis.
 
     Returns:
-        By the value's number, one entry per dim. No axis is along two dims of a value or along a shorter dim.
+        For the number of each value, the mesh axes along each dim. No axis is along two dims of a value, and no dim is
+        split into more parts than its size.
     """
+    ranks = [len(shape_of(aval)) for aval in program.avals]
     if math.prod(sizes.values()) == 1:
-        return {number: ((),) * len(_shape(program, number)) for number in range(len(program.avals))}
-    links: dict[Dim, list[Dim]] = {}
+        return {number: ((),) * rank for number, rank in enumerate(ranks)}
+    neighbours: dict[Dim, list[Dim]] = {}
     axes_of: dict[Dim, Axes] = {}
-    queue: deque[Dim] = deque()
-
-    def set_spread(number: int, spread: Spread) -> None:
-        for dim, axes in enumerate(spread):
-            axes = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
-            axes_of[number, dim] = axes
-            queue.append((number, dim))
-
-    for number, spread in known_spreads.items():
-        set_spread(number, spread)
+    all_known_dims = list(known_dims.items())
     for step in program.steps:
-        if step.primitive == "sharding_constraint":
-            output, operand = step.outputs[0], step.inputs[0]
-            spread = constraint_spread(step.eqn)
-            if output is not None:
-                set_spread(output, spread)
-            if isinstance(operand, int) and output is not None:
-                # an operand has the placement of its constraint, unless that gathers it
-                for dim, axes in enumerate(spread):
-                    if axes:
-                        links.setdefault((output, dim), []).append((operand, dim))
-            continue
-        for first, second in _links(step, program):
-            links.setdefault(first, []).append(second)
-            links.setdefault(second, []).append(first)
+        if step.primitive != "sharding_constraint":
+            for first_dim, second_dim in _links(step, program):
+                neighbours.setdefault(first_dim, []).append(second_dim)
+                neighbours.setdefault(second_dim, []).append(first_dim)
+        elif (output := step.outputs[0]) is not None:
+            dims = dims_of(step.eqn.params["sharding"], ranks[output])
+            all_known_dims.append((output, dims))
+            operand = step.inputs[0]
+            for dim, axes in enumerate(dims):
+                if axes and isinstance(operand, int):  # placed like the result, unless the constraint gathers it
+                    neighbours.setdefault((output, dim), []).append((operand, dim))
+    queue: deque[Dim] = deque()
+    for number, dims in all_known_dims:
+        for dim, axes in enumerate(dims):
+            axes_of[number, dim] = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
+            queue.append((number, dim))
     while queue:
-        dim = queue.popleft()
-        for linked in links.get(dim, ()):
-            if linked not in axes_of:
-                shape = _shape(program, linked[0])
-                used_axes = {axis for d in range(len(shape)) for axis in axes_of.get((linked[0], d), ())}
-                fits = math.prod(sizes[axis] for axis in axes_of[dim]) <= shape[linked[1]]
-                axes_of[linked] = axes_of[dim] if fits and not used_axes & set(axes_of[dim]) else ()
-                queue.append(linked)
-    return {
-        number: tuple(axes_of.get((number, dim), ()) for dim in range(len(_shape(program, number))))
-        for number in range(len(program.avals))
-    }
-
-
-def constraint_spread(eqn: Any) -> Spread:
-    """The spread of a `sharding_constraint`."""
-    rank = len(eqn.outvars[0].aval.shape)
-    spec = getattr(eqn.params["sharding"], "spec", None)
-    return ((),) * rank if spec is None else spread_of_spec(spec, rank)
-
-
-def spread_of_spec(spec: Any, rank: int) -> Spread:
-    """The spread of a `PartitionSpec` for an array of `rank` dims.
-
-    Example:
-        >>> from jax.sharding import PartitionSpec as P
-        >>> spread_of_spec(P(("data", "fsdp"), None, "tensor"), 4)
-        (('data', 'fsdp'), (), ('tensor',), ())
-    """
-    entries = [() if not isinstance(axes, str | tuple) else (axes,) if isinstance(axes, str) else axes for axes in spec]
-    return tuple(entries + [()] * (rank - len(entries)))
-
-
-def parts(spread: Spread, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Number of parts into which each dim is split.
-
-    Example:
-        >>> parts((("data", "fsdp"), ()), {"data": 2, "fsdp": 4})
-        (8, 1)
-    """
-    return tuple(math.prod(sizes.get(axis, 1) for axis in axes) for axes in spread)
-
-
-def local_bytes(aval: Any, spread: Spread, sizes: Mapping[str, int]) -> int:
-    """Bytes of one device's part of an array; dims that do not divide are padded."""
-    if not hasattr(aval, "shape"):
-        return 0
-    import jax
-
-    shape = tuple(-(-size // part) for size, part in zip(aval.shape, parts(spread, sizes), strict=True))
-    return leaf_bytes(jax.ShapeDtypeStruct(shape, aval.dtype))
-
-
-def _shape(program: InlinedProgram, number: int) -> tuple[int, ...]:
-    return getattr(program.avals[number], "shape", ())
+        source_dim = queue.popleft()
+        for number, dim in neighbours.get(source_dim, ()):
+            if (number, dim) not in axes_of:
+                used_axes = {axis for d in range(ranks[number]) for axis in axes_of.get((number, d), ())}
+                fits = math.prod(sizes[axis] for axis in axes_of[source_dim]) <= program.avals[number].shape[dim]
+                axes_of[number, dim] = axes_of[source_dim] if fits and not used_axes & set(axes_of[source_dim]) else ()
+                queue.append((number, dim))
+    return {number: tuple(axes_of.get((number, dim), ()) for dim in range(rank)) for number, rank in enumerate(ranks)}
 
 
 def _links(step: Step, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
     """Linked pairs of dims of a step's operands and results."""
-    results = [number for number in step.outputs if number is not None]
-    operand_numbers = [number for number in step.inputs if isinstance(number, int)]
-    rule = _RULES.get(step.primitive, _link_reduced if step.primitive.startswith(("reduce_", "arg")) else None)
-    if rule is not None and isinstance(step.inputs[0], int) and step.outputs[0] is not None:
-        operands = [number if isinstance(number, int) else None for number in step.inputs]
-        yield from rule(step.eqn.params, operands, step.outputs[0], program)
-        return
-    for source in operand_numbers:
-        for target in results:
-            source_shape, target_shape = _shape(program, source), _shape(program, target)
-            same_rank = len(source_shape) == len(target_shape)
-            for dim, (source_size, target_size) in enumerate(zip(source_shape, target_shape, strict=False)):
-                if source_size == target_size and (same_rank or dim == 0):
-                    yield (source, dim), (target, dim)
-
-
-def _link_broadcast(params: Any, operands: Any, result: int, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
-    for dim, result_dim in enumerate(params["broadcast_dimensions"]):
-        if _shape(program, operands[0])[dim] == _shape(program, result)[result_dim]:
-            yield (operands[0], dim), (result, result_dim)
-
-
-def _link_transposed(params: Any, operands: Any, result: int, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
-    for result_dim, dim in enumerate(params["permutation"]):
-        yield (operands[0], dim), (result, result_dim)
-
-
-def _link_squeezed(params: Any, operands: Any, result: int, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
-    rank = len(_shape(program, operands[0]))
-    remaining_dims = [dim for dim in range(rank) if dim not in params["dimensions"]]
-    for result_dim, dim in enumerate(remaining_dims):
-        yield (operands[0], dim), (result, result_dim)
-
-
-def _link_reduced(params: Any, operands: Any, result: int, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
-    remaining_dims = [dim for dim in range(len(_shape(program, operands[0]))) if dim not in params["axes"]]
-    for result_dim, dim in enumerate(remaining_dims):
-        yield (operands[0], dim), (result, result_dim)
-
-
-def _link_reshaped(params: Any, operands: Any, result: int, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
-    """Dims with the same elements, and the first dim of a group with the dim that the group forms."""
-    old, new = _shape(program, operands[0]), _shape(program, result)
-    i = j = 0
-    while i < len(old) and j < len(new):
-        if old[i] == 1 != new[j]:
-            i += 1
+    operands = [atom if isinstance(atom, int) else None for atom in step.inputs]
+    shapes = [shape_of(program.avals[atom] if isinstance(atom, int) else atom.value) for atom in step.inputs]
+    for result in step.outputs:
+        if result is None:
             continue
-        if new[j] == 1 != old[i]:
-            j += 1
-            continue
-        yield (operands[0], i), (result, j)
-        old_size, new_size = old[i], new[j]
-        while old_size != new_size:  # advance to the end of a common group
-            if old_size < new_size:
-                i += 1
-                old_size *= old[i]
-            else:
-                j += 1
-                new_size *= new[j]
-        i, j = i + 1, j + 1
-
-
-def _link_product(params: Any, operands: Any, result: int, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
-    (contracted, batched) = params["dimension_numbers"]
-    operand_pair = list(operands[:2])
-    for result_dim, dim_pair in enumerate(zip(*batched, strict=True)):
-        for operand, dim in zip(operand_pair, dim_pair, strict=True):
+        shape = shape_of(program.avals[result])
+        result_links = links(step.primitive, step.eqn.params, shapes, shape)
+        for index, dim, result_dim in _same_places(shapes, shape) if result_links is None else result_links:
+            operand = operands[index]
             if operand is not None:
                 yield (operand, dim), (result, result_dim)
-    result_dim = len(batched[0])
-    for i, operand in enumerate(operand_pair):
-        if operand is None:
-            return
-        free_dims = [d for d in range(len(_shape(program, operand))) if d not in contracted[i] and d not in batched[i]]
-        for dim in free_dims:
-            yield (operand, dim), (result, result_dim)
-            result_dim += 1
-    for left_dim, right_dim in zip(*contracted, strict=True):
-        yield (operand_pair[0], left_dim), (operand_pair[1], right_dim)
+    for left_dim, right_dim in summed_dims(step.primitive, step.eqn.params):
+        left, right = operands[:2]
+        if left is not None and right is not None:
+            yield (left, left_dim), (right, right_dim)
 
 
-def _link_convolved(params: Any, operands: Any, result: int, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
-    numbers = params["dimension_numbers"]
-    yield (operands[0], numbers.lhs_spec[0]), (result, numbers.out_spec[0])
-    if operands[1] is not None:
-        yield (operands[1], numbers.rhs_spec[0]), (result, numbers.out_spec[1])
-        yield (operands[0], numbers.lhs_spec[1]), (operands[1], numbers.rhs_spec[1])
-
-
-_RULES = {
-    "broadcast_in_dim": _link_broadcast,
-    "transpose": _link_transposed,
-    "squeeze": _link_squeezed,
-    "reshape": _link_reshaped,
-    "dot_general": _link_product,
-    "conv_general_dilated": _link_convolved,
-}
+def _same_places(shapes: Sequence[Shape], result: Shape) -> Iterator[DimLink]:
+    """Links of dims with the same position and length; between arrays of different ranks, only of the first dims."""
+    for index, shape in enumerate(shapes):
+        for dim, (size, result_size) in enumerate(zip(shape, result, strict=False)):
+            if size == result_size and (dim == 0 or len(shape) == len(result)):
+                yield index, dim, dim

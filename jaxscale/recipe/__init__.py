@@ -1,1 +1,1 @@
-"""What a user specifies of a training: an Experiment, its Plan, and the rules on what goes together."""
+"""The values that specify a training run: an Experiment, its Plan, and the rules on which requests can be combined."""

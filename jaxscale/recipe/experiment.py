@@ -1,4 +1,4 @@
-"""Experiment: what to run, as a value. What belongs to speed and memory alone is its Plan."""
+"""Experiment: a training run as a value. Settings that affect only speed and memory are in its Plan."""
 
 import dataclasses
 import math
@@ -11,8 +11,15 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.values import check_types
 
 
-def _at_least(value: Any, path: str, **least: int) -> None:
-    """Refuse numbers below what they must be, and infinite ones; a field that is `None` passes."""
+def _check(value: "Evaluation | Samples | Checkpointing | Guard | Experiment", path: str, **least: int) -> None:
+    """Refuse fields of a wrong type, and numbers that are infinite or too small; `None` is accepted.
+
+    Args:
+        value: the value whose fields are checked.
+        path: path of the value in the experiment, for messages; "" for the experiment itself.
+        least: the least allowed number of each numeric field.
+    """
+    check_types(value)
     for name, bound in least.items():
         number = getattr(value, name)
         if number is None or (number >= bound and math.isfinite(number)):
@@ -34,8 +41,7 @@ class Evaluation:
     batches: int | None = None
 
     def __post_init__(self) -> None:
-        check_types(self)
-        _at_least(self, "evaluation", every=0, batches=1)
+        _check(self, "evaluation", every=0, batches=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Samples:
 
     Args:
         every: steps between samples; 0 samples at the end only.
-        prompts: a sample is drawn for each; without any, none is.
+        prompts: texts to continue, each by one sample; () draws no samples.
         tokens: tokens per sample.
         temperature: 0 is greedy.
     """
@@ -55,8 +61,7 @@ class Samples:
     temperature: float = 0.8
 
     def __post_init__(self) -> None:
-        check_types(self)
-        _at_least(self, "samples", every=0, tokens=1, temperature=0)
+        _check(self, "samples", every=0, tokens=1, temperature=0)
         for prompt in self.prompts:
             if not prompt:
                 raise UserError(
@@ -71,8 +76,8 @@ class Checkpointing:
     Args:
         every: steps between checkpoints; 0 saves at the end only.
         minutes: minutes between checkpoints, whichever comes first; `None` counts steps only.
-        keep: how many of the newest to keep.
-        best: keep the one with the least held-out loss too.
+        keep: how many of the newest checkpoints to keep.
+        best: also keep the checkpoint with the least held-out loss.
     """
 
     every: int = 500
@@ -81,8 +86,7 @@ class Checkpointing:
     best: bool = True
 
     def __post_init__(self) -> None:
-        check_types(self)
-        _at_least(self, "checkpoint", every=0, minutes=0, keep=1)
+        _check(self, "checkpoint", every=0, minutes=0, keep=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +104,7 @@ class Guard:
     patience: int = 20
 
     def __post_init__(self) -> None:
-        check_types(self)
-        _at_least(self, "guard", spike=0, warmup=0, patience=1)
+        _check(self, "guard", spike=0, warmup=0, patience=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,13 +112,13 @@ class Experiment:
     """A training run to be: the same experiment, plan and seed give the same steps.
 
     Args:
-        name: names the run's folder.
+        name: name of the run's folder.
         model: a frozen dataclass that builds the module and its loss (`jaxscale.blocks.Model`).
         data: a frozen dataclass that opens the batches (`jaxscale.data`).
         optimizer: the optimizer and its schedule.
-        steps: updates.
-        batch: rows of the global batch.
-        seed: of parameters, data order, dropout and samples.
+        steps: number of updates.
+        batch: number of rows of the global batch.
+        seed: seed of parameters, data order, dropout and samples.
     """
 
     name: str
@@ -132,8 +135,7 @@ class Experiment:
     plan: Plan = Plan()
 
     def __post_init__(self) -> None:
-        check_types(self)
-        _at_least(self, "", steps=1, batch=1, seed=0)
+        _check(self, "", steps=1, batch=1, seed=0)
         for name in ("steps", "batch", "seed"):  # they are int32 on the devices
             if getattr(self, name) >= 2**31:
                 raise UserError(f"{name}: got {getattr(self, name)}, expected a whole number below 2**31")

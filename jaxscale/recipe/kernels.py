@@ -1,6 +1,6 @@
-"""Kernels: which implementation of each kernel a plan asks for, as a value with a text form; and what a step took.
+"""Kernels: the implementation of each kernel that a plan asks for, as a value with a text form; and those that ran.
 
-Reading either needs no JAX: `step/kernel_trace.py` listens to the step being traced.
+This module needs no JAX: `step/traced_checks.py` records the implementations while a step is traced.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ KNOWN = {
     "quantize": ("tpu", "gpu", "reference"),
     "top_k": ("tpu", "gpu", "reference"),
 }
-"""Implementations that can be named, of the kernels that a step takes by name: those of `pallas_kernels`."""
+"""The implementations of each kernel that a plan can name, as in `pallas_kernels`."""
 PLATFORMS = {"tpu": "tpu", "gpu": "gpu", "cudnn": "gpu", "splash": "tpu"}
-"""Where an implementation runs that does not run everywhere."""
+"""The platform of each implementation that does not run on all platforms."""
 CODECS = ("quantize", "top_k")
-"""Kernels that codecs take, of whichever layer: they are named by `pallas_kernels.dispatch.naming`."""
+"""Kernels that codecs use; a plan selects their implementations by `pallas_kernels.dispatch.naming`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Kernels:
     """Implementations by kernel: "auto", "reference", or "KERNEL=IMPLEMENTATION[,...]"; and "loss_chunk=POSITIONS".
 
     Args:
-        default: "auto" takes the best that runs on the platform; "reference" takes plain JAX.
-        named: (kernel, implementation), of kernels that are not to follow the default.
+        default: "auto" takes the best implementations that run on the platform; "reference" takes plain JAX.
+        named: (kernel, implementation) for each kernel that does not follow the default.
         loss_chunk: target positions of a row that the loss scores at a time; `None` scores all at once.
 
     Example:
@@ -62,14 +62,14 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
         if len(dict(self.named)) < len(self.named):
             raise UserError(f"kernels {self}: got a kernel twice, expected each once")
         if self.loss_chunk is not None and self.scores in ("tpu", "reference"):
-            raise UserError(f"kernels {self}: cross_entropy {self.scores} takes no chunk; leave one out")
+            raise UserError(f"kernels {self}: cross_entropy {self.scores} has no chunks; leave one of the two out")
 
     @classmethod
     def parse(cls, text: str) -> "Kernels":
-        """The value of its text form.
+        """The value of a text form.
 
         Raises:
-            UserError: an unknown kernel or implementation, with the near miss.
+            UserError: the text names an unknown kernel or implementation; the error suggests a similar name.
         """
         words = [word.strip() for word in text.split(",")]
         default = words.pop(0) if words[0] in ("auto", "reference") else "auto"
@@ -97,17 +97,17 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
 
     @property
     def names_attention(self) -> bool:
-        """Whether it asks for an implementation of attention, which a model must then have."""
+        """Whether an implementation of attention is named, which requires a model with attention."""
         return "attention" in dict(self.named)
 
     @property
     def attends(self) -> str:
-        """The implementation of attention that layers take."""
+        """The implementation of attention for layers."""
         return {"reference": "plain"}.get(self.of("attention"), self.of("attention"))
 
     @property
     def scores(self) -> str:
-        """The implementation of cross-entropy that a loss takes: by `loss_chunk` ("auto"), or by name."""
+        """The implementation of cross-entropy for a loss; "auto" leaves the choice to `loss_chunk`."""
         return dict(self.named).get("cross_entropy", "auto")
 
     def of(self, kernel: str) -> str:
@@ -115,36 +115,40 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
         return dict(self.named).get(kernel, self.default)
 
     def of_codecs(self) -> dict[str, str]:
-        """The implementations of CODECS that are not left to the platform."""
+        """The implementation of each kernel of `CODECS` whose choice is not "auto"."""
         return {kernel: self.of(kernel) for kernel in CODECS if self.of(kernel) != "auto"}
 
     def check_platform(self, platform: str) -> None:
-        """Refuse what is named and runs elsewhere alone, before anything is traced.
+        """Refuse a named implementation that does not run on a platform, before anything is traced.
+
+        Args:
+            platform: kind of the devices: "cpu", "gpu" or "tpu".
 
         Raises:
-            UserError: as it says.
+            UserError: an implementation runs only on another platform.
         """
         for kernel, name in self.named:
             if PLATFORMS.get(name, platform) != platform:
                 plain = " or ".join(word for word in KNOWN[kernel] if word not in PLATFORMS)
                 raise UserError(
-                    f"kernels {kernel}={name}: a {PLATFORMS[name].upper()} kernel, and this runs on {platform}: take "
-                    f"{plain}, or leave it out"
+                    f"kernels {kernel}={name}: a {PLATFORMS[name].upper()} kernel, and this runs on {platform}; take "
+                    f"{plain}, or leave {kernel} out"
                 )
 
 
 AUTO = Kernels()
+"""The best implementation of every kernel that runs on the platform."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Taken:
-    """What a step took of a kernel, as its tracing met it.
+    """The implementation of a kernel that was chosen while a step was traced.
 
     Args:
-        kernel: its name.
-        where: the platform, such as "tpu v5e".
-        chosen: the implementation.
-        why: why it is no kernel of the platform; `None` where it is one, or where nothing is better.
+        kernel: name of the kernel.
+        where: platform and chip, such as "tpu v5e".
+        chosen: name of the implementation.
+        why: why it is not a kernel of the platform; `None` if it is one, or if there is no better one.
     """
 
     kernel: str
@@ -154,7 +158,10 @@ class Taken:
 
 
 def fields_of(taken: Sequence[Taken]) -> dict[str, Any]:
-    """What a step took, as the fields of an event in metrics.jsonl.
+    """The kernels of a step, as the fields of an event in metrics.jsonl.
+
+    Args:
+        taken: the chosen implementations.
 
     Example:
         >>> fields_of((Taken("attention", "cpu", "plain", "kernels are for TPU and GPU"),))
@@ -171,7 +178,10 @@ def fields_of(taken: Sequence[Taken]) -> dict[str, Any]:
 
 
 def said_of(fields: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Where and what a step took, in words, from `fields_of`; `None` where it took no kernel.
+    """The platform and the kernels of a step, in words; `None` if it used no kernel.
+
+    Args:
+        fields: fields of an event, from `fields_of`.
 
     Example:
         >>> said_of(fields_of((Taken("adam8", "tpu v5e", "tpu"), Taken("cross_entropy", "tpu v5e", "chunked"))))
@@ -188,7 +198,10 @@ def said_of(fields: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def lines_of(taken: Sequence[Taken]) -> list[str]:
-    """What a step took, as a line to show; nothing where it took no kernel.
+    """The kernels of a step, as a line for the user; none if it used no kernel.
+
+    Args:
+        taken: the chosen implementations.
 
     Example:
         >>> lines_of((Taken("attention", "cpu", "plain", "kernels are for TPU and GPU"),))

@@ -1,10 +1,10 @@
-"""Plan: how to train, as a value. Everything that changes speed and memory and should not change the result is here."""
+"""Plan: how to train, as a value: all settings that change speed and memory, and should not change the result."""
 
 import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 from jaxscale.errors import UserError
@@ -16,13 +16,14 @@ from jaxscale.recipe.plan_json import MOVED, OF_PIPELINE, upgraded
 from jaxscale.recipe.requests import Facts
 from jaxscale.replicas.diloco import Diloco
 from jaxscale.replicas.named import NamedCodec
+from jaxscale.scoped import scoped
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.values import check_types, from_json, read_json, to_json
 
 T = TypeVar("T")
 PLAN_VERSION = 2
-"""Written to plan.json; a file of a newer version is refused by name, and one of version 1 is read."""
+"""The version written to plan.json. Files of version 1 can be read, and files of newer versions are refused."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +31,12 @@ class OffloadPlan:
     """Tensors in host memory.
 
     Args:
-        weights: those that the passes read: on the device, or on the host, from where each block's come when it runs
-            (L2L, ZeRO-Infinity).
-        gradients: of streamed weights; the host's are read back slice by slice.
-        optimizer_state: on the device; on the host and "streamed" through it in slices (ZeRO-Infinity); or on the
-            "host", where its CPU updates it and the float32 weights (ZeRO-Offload).
+        weights: memory of the weights that the passes read; on the host, each block's are copied to the device when it
+            runs (L2L, ZeRO-Infinity).
+        gradients: memory of the gradients of weights on the host; an update reads those on the host slice by slice.
+        optimizer_state: memory of the optimizer state: on the device; "streamed", on the host and updated on the device
+            in slices (ZeRO-Infinity); or "host", where the host's CPU updates it and the float32 weights
+            (ZeRO-Offload).
 
     Example:
         >>> str(OffloadPlan(weights="host", optimizer_state="streamed"))
@@ -68,9 +70,9 @@ class StatePlan:
     """Numbers that an optimizer keeps between steps.
 
     Args:
-        moments: int8 (softsign and square-root companding), dynamic8 (Dettmers' map), int4, fp8, in blocks with a
-            scale; embeddings, heads, norms and small arrays stay float32.
-        master: float32 weights; or "split": the bfloat16 that passes read, and 8 bits of correction.
+        moments: number format of the moments: float32, int8 (softsign and square-root companding), dynamic8 (Dettmers'
+            map), int4 or fp8, in blocks with a scale; those of embeddings, heads, norms and small arrays stay float32.
+        master: float32 weights; or "split", bfloat16 weights, which passes read, with 8 bits of correction.
     """
 
     moments: Literal["float32", "int8", "dynamic8", "int4", "fp8"] = "float32"
@@ -83,21 +85,16 @@ class StatePlan:
 _superseded: contextvars.ContextVar[bool] = contextvars.ContextVar("superseded", default=False)
 
 
-@contextlib.contextmanager
-def superseded() -> Iterator[None]:
-    """Inside, plans in the form of version 1 are made without their fields that have moved: another plan takes over.
+def superseded() -> contextlib.AbstractContextManager[None]:
+    """A context in which `Plan` ignores fields of version 1 that have moved, instead of refusing them.
 
-    The file of an earlier run makes its plan so, and the plan that ran is in plan.json.
+    It serves to load the experiment file of an earlier run, whose actual plan is then read from plan.json.
     """
-    token = _superseded.set(True)
-    try:
-        yield
-    finally:
-        _superseded.reset(token)
+    return scoped(_superseded, True)
 
 
 def _refusing_moved(cls: type[T]) -> type[T]:
-    """A class whose fields of version 1 are refused with the new ones named."""
+    """A class that refuses fields of version 1 which have moved; the error names the new field."""
     init = cls.__init__
 
     @functools.wraps(init)
@@ -114,24 +111,25 @@ def _refusing_moved(cls: type[T]) -> type[T]:
 @_refusing_moved
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A record of techniques.
+    """The techniques with which to train.
 
     Args:
         mesh: devices per axis, such as "data:2,fsdp:4"; `None` takes the most local devices that divide the batch.
         zero: ZeRO stage over the fsdp axis: 1 shards optimizer state, 2 gradients too, 3 parameters too.
-        sequence_parallel: Megatron's: norms and residuals are sharded over the tensor axis along the sequence.
-        microbatches: parts a batch is processed in, one after the other, gradients added up.
+        sequence_parallel: Megatron's sequence parallelism, which shards norms and residuals over the tensor axis along
+            the sequence.
+        microbatches: number of parts in which a batch is processed, one after the other; their gradients are summed.
         pipeline: the schedule by which stages of the model's blocks run on the devices of the pipe axis, such as
             "1f1b:4x8": 4 stages, 8 microbatches; it sets both. Options follow: "1f1b:4x8,stash=input".
-        precision: type to compute in; parameters and optimizer state stay float32.
-        matmul: precision of float32 matrix products, as in `jax.default_matmul_precision`; or what layers round their
-            operands to, gradients too: fp8 (e4m3, e5m2), int8, int4 (radix-4 gradients, Sun et al.), all else as it is.
-        reduce: type in which gradients are reduced across devices; `None` is the type computed in. Or a codec, which
-            reduces those of replicas over the slow axis: "int8", "powersgd:4", "topk:0.01"; within a replica gradients
-            are then reduced in the type computed in.
-        diloco: replicas train alone and meet every so many steps, such as "every=100,lr=0.7,momentum=0.9,fragments=1":
-            nothing but single numbers crosses the replica axis in between, and a codec of `reduce` is then for what is
-            sent at a meeting; `None` has them step together.
+        precision: number format to compute in; parameters and optimizer state stay float32.
+        matmul: precision of float32 matrix products, as in `jax.default_matmul_precision`; or the format to which
+            layers round their operands and gradients: fp8 (e4m3, e5m2), int8, int4 (radix-4 gradients, Sun et al.).
+        reduce: number format in which gradients are reduced across devices; `None` is that of `precision`. Or a codec
+            that compresses gradients between replicas, over the slow axis: "int8", "powersgd:4", "topk:0.01"; within a
+            replica gradients are then reduced in the format of `precision`.
+        diloco: replicas train alone, and synchronise their weights every few steps, such as
+            "every=100,lr=0.7,momentum=0.9,fragments=1"; in between they exchange only single numbers, and a codec of
+            `reduce` compresses what they send when they synchronise. With `None` they take every step together.
         memory: what the backward pass keeps of each block: "none" (all), "dots", "full" (recompute all).
         offload: tensors in host memory.
         state: numbers that the optimizer keeps.
@@ -170,43 +168,36 @@ class Plan:
         if self.zero not in (0, 1, 2, 3):
             raise UserError(f"zero: got {self.zero!r}, expected a stage from 0 to 3")
         for name in ("microbatches", "unroll"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"{name}: got {value!r}, expected a whole number >= 1")
-        self._check_pipeline()
+            count = getattr(self, name)
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise UserError(f"{name}: got {count!r}, expected a whole number >= 1")
+        if self.pipeline is not None and self.pipeline.name != "auto":  # which is settled when the platform is known
+            ranks, _ = self.pipeline.shape()
+            if self.mesh is not None and self.mesh.pipe not in (1, ranks):
+                raise UserError(
+                    f"pipeline {self.pipeline} takes {ranks} devices along pipe, and mesh {self.mesh} has "
+                    f"{self.mesh.pipe}; leave pipe out of the mesh"
+                )
         check(Facts(self))
 
     @property
     def asynchronous(self) -> bool:
-        """Whether a pipeline updates its stages' weights on its way."""
+        """Whether there is a pipeline whose stages update their weights at different times."""
         return self.pipeline is not None and self.pipeline.asynchronous
 
     @property
     def stages_keep(self) -> Literal["residuals", "input"]:
-        """What stages keep of a forward for its backward; "residuals" without a pipeline."""
+        """What stages keep from a forward pass for the backward pass; "residuals" without a pipeline."""
         return "residuals" if self.pipeline is None else self.pipeline.stash
 
     def without_pipeline(self) -> "Plan":
-        """The plan of one stage's devices, were they alone."""
+        """The plan without its pipeline, for the devices of one stage."""
         mesh = None if self.mesh is None else dataclasses.replace(self.mesh, pipe=1)
         return dataclasses.replace(self, pipeline=None, mesh=mesh)
 
-    def _check_pipeline(self) -> None:
-        pipeline = self.pipeline
-        if pipeline is None:
-            return
-        if pipeline.name == "auto":  # the rest is settled when the platform is known
-            return
-        ranks, _ = pipeline.shape()
-        if self.mesh is not None and self.mesh.pipe not in (1, ranks):
-            raise UserError(
-                f"pipeline {pipeline} takes {ranks} devices along pipe, and mesh {self.mesh} says "
-                f"{self.mesh.pipe}: leave pipe out of the mesh"
-            )
-
     @classmethod
     def upgraded_json(cls, data: Any) -> Any:
-        """JSON of this class, from that of an earlier version."""
+        """The JSON of a plan in the current version, from that of an earlier version."""
         return upgraded(data)
 
 
@@ -214,7 +205,7 @@ def read_plan(path: Any) -> Plan:
     """The plan of a plan.json; fields that it lacks take their defaults.
 
     Raises:
-        UserError: no such file, cut short, of a newer version, or with an unknown field or a wrong value.
+        UserError: the file does not exist, is cut short or of a newer version, or has an unknown field or wrong value.
     """
     data = read_json(path)
     if not isinstance(data, dict):
@@ -222,14 +213,14 @@ def read_plan(path: Any) -> Plan:
     version = data.pop("version", PLAN_VERSION)
     if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= PLAN_VERSION:
         raise UserError(
-            f"{path} is of plan version {version!r}, and this jaxscale reads up to {PLAN_VERSION}: "
+            f"{path} has plan version {version!r}, and this jaxscale reads versions up to {PLAN_VERSION}; "
             "read it with the jaxscale that wrote it, or a newer one"
         )
     return from_json(Plan, data, str(path))
 
 
 def version_1(plan: Plan) -> dict[str, Any]:
-    """The JSON of a plan as version 1 had it, which names what asynchronous pipelines had in flight.
+    """The JSON of a plan in version 1, from which checkpoints name what an asynchronous pipeline has in flight.
 
     Example:
         >>> version_1(Plan(pipeline=PipelinePlan.parse("1f1b:2x4,stash=input")))["stash"]
@@ -238,10 +229,10 @@ def version_1(plan: Plan) -> dict[str, Any]:
     data = to_json(plan)
     offload, state, kernels = data.pop("offload"), data.pop("state"), plan.kernels
     attention = dict(kernels.named).get("attention", "auto")
-    beside = attention in ("plain", "chunked", "splash")
-    named = tuple(pair for pair in kernels.named if pair[0] != "attention" or not beside)
+    own_field = attention in ("plain", "chunked", "splash")  # which version 1 kept in a field of its own
+    named = tuple(pair for pair in kernels.named if pair[0] != "attention" or not own_field)
     pipeline = PipelinePlan("auto", 1) if plan.pipeline is None else plan.pipeline
     data |= {**offload, "state": state["moments"], "master": state["master"], "loss_chunk": kernels.loss_chunk}
-    data |= {"attention": attention if beside else "auto", "kernels": str(Kernels(kernels.default, named))}
+    data |= {"attention": attention if own_field else "auto", "kernels": str(Kernels(kernels.default, named))}
     data |= {name: getattr(pipeline, name) for name in OF_PIPELINE}
     return data | {"pipeline": None if plan.pipeline is None else pipeline.form}

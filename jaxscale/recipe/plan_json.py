@@ -16,11 +16,11 @@ MOVED = {
     "attention": "kernels, such as attention=chunked",
     "loss_chunk": "kernels, such as loss_chunk=128",
 }
-"""Fields of version 1, and where each is now."""
+"""The field or option that replaces each field of version 1, by the old field's name."""
 
 
 def upgraded(data: Any) -> Any:
-    """The JSON of a plan of version 2, of one of version 1; other JSON unchanged.
+    """The JSON of a plan in version 2, from that in version 1; other JSON is returned unchanged.
 
     Example:
         >>> upgraded({"pipeline": "1f1b:2x4", "stash": "input", "stages": [3, 1], "weights": "host", "state": "int8"})
@@ -34,7 +34,8 @@ def upgraded(data: Any) -> Any:
     if isinstance(pipeline, str):
         options = {"stash": "residuals", "lowering": "switch", "synchronous_steps": 0}
         options = {name: old[name] for name in OF_PIPELINE if name in old and old[name] != options.get(name)}
-        words = [f"{name}={_text(value)}" for name, value in options.items()]
+        texts = ("+".join(map(str, value)) if isinstance(value, list | tuple) else value for value in options.values())
+        words = [f"{name}={text}" for name, text in zip(options, texts, strict=True)]
         new["pipeline"] = ",".join([pipeline, *words])
     groups = {
         "offload": {name: old[name] for name in ("weights", "gradients", "optimizer_state") if name in old},
@@ -48,7 +49,3 @@ def upgraded(data: Any) -> Any:
         kernels = new.get("kernels", "auto")
         new["kernels"] = ",".join([kernels, *words] if kernels != "auto" else words)
     return new
-
-
-def _text(value: Any) -> str:
-    return "+".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -1,6 +1,8 @@
-"""What a user can ask for, as the rules of `combinations.py` name it: each is read off the facts of a training.
+"""Requests: what a user can ask for, for the rules of `combinations.py`.
 
-A request is a function from the facts to the text that asks for it, as the user wrote it, or `None` where nothing does.
+A request is a function from the facts of a training run. It returns the text with which the user asked for something,
+such as "zero 3", or `None` if the user did not ask for it. A condition is a function from the facts to whether they
+allow something, or `None` while that is unknown.
 """
 
 import dataclasses
@@ -8,27 +10,28 @@ import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from jaxscale.memory.plan import MemoryPlan
 from jaxscale.replicas.named import NamedCodec
 
 if TYPE_CHECKING:
+    from jaxscale.optim.one_bit import Messages
+    from jaxscale.pipeline.plan import PipelinePlan
     from jaxscale.recipe.experiment import Experiment
     from jaxscale.recipe.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What is known of a training when its combination is checked.
+    """The facts of a training run that are known when its combination of requests is checked.
 
     Args:
-        plan: its plan; rows about an axis of the mesh wait until the plan has one.
-        experiment: model, optimizer and steps; `None` while the plan is made.
-        state: names of what the model holds beside parameters.
-        unlike: its pipeline has stages of unlike blocks.
-        copied: two devices of its pipeline have weights of the same stage.
-        mixing: the operation by which the optimizer's update mixes elements; `None`: it mixes none, or those of a layer
-            alone, with a state of the parameters' shapes.
-        reshaped: the optimizer mixes elements, and keeps arrays of other shapes than its parameters'.
+        plan: the plan; without a mesh, rules about a mesh axis are skipped.
+        experiment: model, optimizer and steps; `None` when a plan is checked alone.
+        state: names of the arrays that the model holds in addition to parameters.
+        unlike: whether the stages of the pipeline have unlike blocks.
+        copied: whether two devices of the pipeline have the weights of the same stage.
+        mixing: the operation by which the optimizer's update mixes elements of a tensor; `None` if it mixes none, or
+            only those within a layer, with a state of the parameters' shapes.
+        reshaped: whether the optimizer mixes elements, and keeps arrays of other shapes than its parameters'.
     """
 
     plan: "Plan"
@@ -40,107 +43,144 @@ class Facts:
     reshaped: bool = False
 
     def size(self, axis: str) -> int | None:
-        """Devices along an axis; `None` while it is not known."""
+        """Number of devices along a mesh axis; `None` while the mesh is unknown."""
         return None if self.plan.mesh is None else self.plan.mesh.sizes[axis]
 
     def fill(self, text: str) -> str:
-        """A row's text, with what it mentions of the facts filled in."""
+        """The text of a rule, with the fields in braces filled in."""
         plan, experiment = self.plan, self.experiment
         optimizer = "" if experiment is None else experiment.optimizer.name
         plain = optimizer.removeprefix("one_bit_").replace("adam", "adamw")
         return text.format(
-            mesh=plan.mesh,
-            precision=plan.precision,
-            steps="" if experiment is None else experiment.steps,
+            plan=plan,
+            experiment=experiment,
             plain=plain,
             no_codec=f"take {plain}" if self.momenta_coded else "leave reduce out",
             mixing=self.mixing,
         )
 
     @property
+    def messages(self) -> "Messages | None":
+        """Computes what replicas send in place of gradients, for a one-bit optimizer; `None` for other optimizers."""
+        return None if self.experiment is None else self.experiment.optimizer.messages(self.experiment.steps)
+
+    @property
     def momenta_coded(self) -> bool:
-        """Whether the codec is the one that takes a one-bit optimizer's momenta."""
-        experiment = self.experiment
-        messages = None if experiment is None else experiment.optimizer.messages(experiment.steps)
-        return messages is not None and str(self.plan.reduce) == f"onebit,start={messages.freeze}"
+        """Whether the plan's codec is the one for the momenta of its one-bit optimizer."""
+        return self.messages is not None and str(self.plan.reduce) == f"onebit,start={self.messages.freeze}"
 
 
 Request: TypeAlias = Callable[[Facts], str | None]
-"""What the user wrote of a technique; `None` where it is not asked for."""
+"""From the facts to the text with which the user asked for something; `None` if it was not asked for."""
+Condition: TypeAlias = Callable[[Facts], bool | None]
+"""From the facts to whether they allow something; `None` while that is unknown."""
 
 
-def field(path: str, *values: object) -> Request:
-    """A field of the plan, by its dotted path, that has one of some values."""
+MEMORY, PIPELINE = "memory {plan.memory}", "pipeline {plan.pipeline.form}"
+FOREIGN = "a model of layers that are not ours"
+
+
+def when(text: str, holds: Callable[[Facts], bool]) -> Request:
+    """A request that is made if a condition on the facts holds.
+
+    Args:
+        text: text of the request, with fields of the plan and of the experiment in braces.
+        holds: the condition.
+    """
+    return lambda facts: text.format(plan=facts.plan, experiment=facts.experiment) if holds(facts) else None
+
+
+def of_pipeline(holds: "Callable[[PipelinePlan], bool]", text: str = PIPELINE) -> Request:
+    """A request that is made if there is a pipeline and a condition on it holds."""
+    return when(text, lambda facts: facts.plan.pipeline is not None and holds(facts.plan.pipeline))
+
+
+def both(first: Request, second: Request) -> Request:
+    """A request that is made if two requests are both made."""
 
     def request(facts: Facts) -> str | None:
-        value = operator.attrgetter(path)(facts.plan)
-        return f"{path} {value}" if value in values else None
+        first_text = first(facts)
+        second_text = None if first_text is None else second(facts)
+        return None if second_text is None else f"{first_text} with {second_text}"
 
     return request
 
 
-def changed(name: str) -> Request:
-    """A field of the plan that has another value than its default."""
+def unless(request: Request, condition: Condition) -> Request:
+    """A request that is made although a condition does not hold; while that is unknown, it counts as not made."""
+    return lambda facts: request(facts) if condition(facts) is False else None
+
+
+def field(path: str, *values: object) -> Request:
+    """A request by a field of the plan, given by its dotted path, that has one of some values."""
 
     def request(facts: Facts) -> str | None:
-        return _unless_default(name, facts.plan)
+        setting = operator.attrgetter(path)(facts.plan)
+        return f"{path} {setting}" if setting in values else None
 
     return request
 
 
 def option(name: str) -> Request:
-    """An option of the pipeline that has another value than its default."""
+    """A request by an option of the pipeline that differs from its default."""
 
     def request(facts: Facts) -> str | None:
-        return None if facts.plan.pipeline is None else _unless_default(name, facts.plan.pipeline)
+        pipeline = facts.plan.pipeline
+        setting = None if pipeline is None else getattr(pipeline, name)
+        return None if setting == getattr(type(pipeline), name, None) else f"{name} {setting}"
 
     return request
-
-
-def _unless_default(name: str, value: object) -> str | None:
-    inner = getattr(value, name)
-    return None if inner == getattr(type(value), name) else f"{name} {inner}"
 
 
 def along(axis: str) -> Request:
-    """Several devices along an axis of the mesh."""
-
-    def request(facts: Facts) -> str | None:
-        return f"mesh {facts.plan.mesh}" if (facts.size(axis) or 1) > 1 else None
-
-    return request
+    """A request for several devices along an axis of the mesh."""
+    return when("mesh {plan.mesh}", lambda facts: (facts.size(axis) or 1) > 1)
 
 
-def pipeline(facts: Facts) -> str | None:
-    """A pipeline."""
-    return None if facts.plan.pipeline is None else f"pipeline {facts.plan.pipeline.form}"
+def memory(*rules: str) -> Request:
+    """A request for a memory plan by one of some rules."""
+    return when(MEMORY, lambda facts: facts.plan.memory.rule in rules)
 
 
-def asynchronous(facts: Facts) -> str | None:
-    """A pipeline that updates weights on its way."""
-    return pipeline(facts) if facts.plan.asynchronous else None
-
-
-def unlike(facts: Facts) -> str | None:
-    """A pipeline with stages of unlike blocks."""
-    return f"{pipeline(facts)} of unlike blocks" if facts.unlike else None
-
-
-def copied(facts: Facts) -> str | None:
-    """A pipeline in which two devices have the same stage."""
-    return pipeline(facts) if facts.copied else None
-
-
-def newest_weights(facts: Facts) -> str | None:
-    """A pipeline whose gradients are of the newest weights."""
-    pipeline = facts.plan.pipeline
-    return f"pipeline {pipeline.form}" if pipeline is not None and not facts.plan.asynchronous else None
-
-
-def own_weights(facts: Facts) -> str | None:
-    """A pipeline whose backwards read the weights of their forwards."""
-    pipeline = facts.plan.pipeline
-    return f"pipeline {pipeline.form}" if pipeline is not None and pipeline.name != "pipemare" else None
+pipeline = of_pipeline(lambda pipeline: True)
+asynchronous = of_pipeline(lambda pipeline: pipeline.asynchronous)
+"""A pipeline whose stages update their weights at different times."""
+newest_weights = of_pipeline(lambda pipeline: not pipeline.asynchronous)
+"""A pipeline whose gradients are of the newest weights."""
+own_weights = of_pipeline(lambda pipeline: pipeline.name != "pipemare")
+"""A pipeline whose backward passes read the same weights as their forward passes."""
+phased = of_pipeline(lambda pipeline: pipeline.lowering == "phased", "lowering phased")
+"""A pipeline lowered without branches, in which all devices go forward, or all go backward, in each tick."""
+residuals = of_pipeline(lambda pipeline: pipeline.stash == "residuals", "stash residuals")
+"""A pipeline whose stages keep residuals, as the memory plan specifies."""
+correction = of_pipeline(lambda pipeline: bool(pipeline.correction), "correction {plan.pipeline.correction}")
+"""PipeMare's correction of weights."""
+unlike = when(f"{PIPELINE} of unlike blocks", lambda facts: facts.unlike)
+copied = when(PIPELINE, lambda facts: facts.copied)
+"""A pipeline in which two devices have the same stage."""
+one_bit = when("optimizer {experiment.optimizer.name}", lambda facts: facts.messages is not None)
+"""An optimizer whose replicas send momenta."""
+foreign = when(FOREIGN, lambda facts: getattr(getattr(facts.experiment, "model", None), "foreign", False))
+foreign_over_tensor = when(
+    f"{FOREIGN} and tensor:{{plan.mesh.tensor}}",
+    lambda facts: foreign(facts) is not None and (facts.size("tensor") or 1) > 1,
+)
+diloco = when("diloco {plan.diloco}", lambda facts: facts.plan.diloco is not None)
+"""Replicas that train alone, and synchronise now and then."""
+zero = when("zero {plan.zero}", lambda facts: facts.plan.zero > 0)
+microbatches = when("microbatches {plan.microbatches}", lambda facts: facts.plan.microbatches > 1)
+keeps_weights = when(MEMORY, lambda facts: facts.plan.memory.name == "everything_saveable")
+memory_of_sequences = when(MEMORY, lambda facts: facts.plan.memory.rule not in ("none", "dots", "full", "jax"))
+"""A memory plan whose decision depends on the sequence of all blocks."""
+host_updates_by_slices = when(
+    "{plan.offload}",
+    lambda facts: facts.plan.offload.any and facts.plan.offload.optimizer_state != "host",
+)
+"""Optimizer state or weights on the host that are updated on the device, slice by slice."""
+weights_host, gradients_host = field("offload.weights", "host"), field("offload.gradients", "host")
+state_host = field("offload.optimizer_state", "host")
+state_off = field("offload.optimizer_state", "host", "streamed")
+split = field("state.master", "split")
 
 
 def codec(facts: Facts) -> str | None:
@@ -151,96 +191,20 @@ def codec(facts: Facts) -> str | None:
 
 
 def codec_beside_one_bit(facts: Facts) -> str | None:
-    """A codec other than the one that takes a one-bit optimizer's momenta."""
-    return None if facts.momenta_coded else changed("reduce")(facts)
-
-
-def diloco(facts: Facts) -> str | None:
-    """Replicas that train alone and meet."""
-    return None if facts.plan.diloco is None else f"diloco {facts.plan.diloco}"
-
-
-def one_bit(facts: Facts) -> str | None:
-    """An optimizer whose replicas send momenta."""
-    experiment = facts.experiment
-    sends = experiment is not None and experiment.optimizer.messages(experiment.steps) is not None
-    return f"optimizer {experiment.optimizer.name}" if experiment is not None and sends else None
-
-
-def zero(facts: Facts) -> str | None:
-    """A stage of ZeRO."""
-    return f"zero {facts.plan.zero}" if facts.plan.zero else None
-
-
-def microbatches(facts: Facts) -> str | None:
-    """Several microbatches."""
-    return f"microbatches {facts.plan.microbatches}" if facts.plan.microbatches > 1 else None
+    """A setting of `reduce` other than the codec for a one-bit optimizer's momenta."""
+    return None if facts.momenta_coded or facts.plan.reduce is None else f"reduce {facts.plan.reduce}"
 
 
 def other_microbatches(facts: Facts) -> str | None:
-    """Other microbatches than the pipeline's own."""
+    """A number of microbatches other than the pipeline's."""
     pipeline = facts.plan.pipeline
     count = None if pipeline is None or pipeline.name == "auto" else pipeline.shape()[1]
     return None if facts.plan.microbatches == count else microbatches(facts)
 
 
-def memory(*rules: str) -> Request:
-    """A memory plan by one of some rules."""
-
-    def request(facts: Facts) -> str | None:
-        return f"memory {facts.plan.memory}" if facts.plan.memory.rule in rules else None
-
-    return request
-
-
-def memory_of_sequences(facts: Facts) -> str | None:
-    """A memory plan that looks at all blocks in sequence."""
-    memory: MemoryPlan = facts.plan.memory
-    return None if memory.rule in ("none", "dots", "full", "jax") else f"memory {memory}"
-
-
-def keeps_weights(facts: Facts) -> str | None:
-    """A memory plan that keeps every weight."""
-    return f"memory {facts.plan.memory}" if facts.plan.memory.name == "everything_saveable" else None
-
-
-def host_updates_by_slices(facts: Facts) -> str | None:
-    """State or weights on the host whose updates are made on the device, slice by slice."""
-    offload = facts.plan.offload
-    if offload.optimizer_state == "host" or (offload.weights == "device" and offload.optimizer_state == "device"):
-        return None
-    return str(offload)
-
-
-def phased(facts: Facts) -> str | None:
-    """A pipeline without branches."""
-    return "lowering phased" if facts.plan.pipeline is not None and facts.plan.pipeline.lowering == "phased" else None
-
-
-def correction(facts: Facts) -> str | None:
-    """PipeMare's correction of weights."""
-    return option("correction")(facts) if facts.plan.pipeline is not None and facts.plan.pipeline.correction else None
-
-
-def residuals(facts: Facts) -> str | None:
-    """A pipeline that keeps residuals by the memory plan."""
-    return None if facts.plan.pipeline is None or facts.plan.stages_keep == "input" else "stash residuals"
-
-
 def model_state(facts: Facts) -> str | None:
     """A model that holds more than parameters."""
     return f"a model that holds state of its own ({', '.join(facts.state[:3])})" if facts.state else None
-
-
-def foreign(facts: Facts) -> str | None:
-    """A model of layers that are not ours."""
-    model = None if facts.experiment is None else facts.experiment.model
-    return "a model of layers that are not ours" if getattr(model, "foreign", False) else None
-
-
-def foreign_over_tensor(facts: Facts) -> str | None:
-    """Such a model on a tensor axis."""
-    return f"{foreign(facts)} and tensor:{facts.size('tensor')}" if foreign(facts) and along("tensor")(facts) else None
 
 
 def meets_before_the_end(facts: Facts) -> bool | None:
@@ -249,27 +213,21 @@ def meets_before_the_end(facts: Facts) -> bool | None:
     return None if experiment is None or plan.diloco is None else plan.diloco.every <= experiment.steps
 
 
-def has(axis: str) -> Callable[[Facts], bool | None]:
-    """Whether an axis of the mesh has several devices; `None` while the mesh is not known."""
+def has(axis: str) -> Condition:
+    """Whether an axis of the mesh has several devices; `None` while the mesh is unknown."""
 
-    def met(facts: Facts) -> bool | None:
+    def condition(facts: Facts) -> bool | None:
         size = facts.size(axis)
         return None if size is None else size > 1
 
-    return met
+    return condition
 
 
 def fsdp(facts: Facts) -> bool | None:
-    """Whether there is an fsdp axis; one device alone has another way round."""
+    """Whether the fsdp axis has several devices; `None` for a single device, which `not_alone` handles."""
     return None if facts.plan.mesh is not None and facts.plan.mesh.devices == 1 else has("fsdp")(facts)
 
 
 def not_alone(facts: Facts) -> bool | None:
-    """Whether there are several devices; `None` while the mesh is not known."""
+    """Whether the mesh has several devices; `None` while the mesh is unknown."""
     return None if facts.plan.mesh is None else facts.plan.mesh.devices > 1
-
-
-weights_host, gradients_host = field("offload.weights", "host"), field("offload.gradients", "host")
-state_host = field("offload.optimizer_state", "host")
-state_off = field("offload.optimizer_state", "host", "streamed")
-split = field("state.master", "split")

@@ -1,4 +1,4 @@
-"""The run directory: who may write to it, and whether it belongs to this experiment.
+"""The run directory: its files, its lock, and the check that it belongs to an experiment.
 
 experiment.json plan.json     the experiment and the plan, from which the step can be rebuilt
 source/                       the experiment file and the overrides of the command line
@@ -29,7 +29,7 @@ MAY_CHANGE = ("steps", "evaluation", "samples", "checkpoint", "plan")
 
 
 def default_directory(experiment: Experiment) -> Path:
-    """The run directory without --out."""
+    """The run directory of an experiment without --out."""
     return Path("runs") / experiment.name
 
 
@@ -38,7 +38,7 @@ def claimed(directory: Any) -> Iterator[None]:
     """Lock the run directory for this process; a directory in a bucket cannot be locked.
 
     Raises:
-        UserError: another process has locked it, or it cannot be written.
+        UserError: another process has locked the directory, or it cannot be written.
     """
     path = run_path(directory)
     with writing(path):
@@ -69,7 +69,7 @@ def claimed(directory: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(directory: Any) -> Iterator[None]:
-    """Turns an OSError into a UserError that names the path: a full or read-only disk, a file in place of a folder."""
+    """Turns an OSError, as of a full or read-only disk, into a UserError that names the path."""
     try:
         yield
     except OSError as error:
@@ -80,13 +80,25 @@ def writing(directory: Any) -> Iterator[None]:
         ) from error
 
 
+def existing_run(directory: Any) -> Any:
+    """The path of a directory that holds a run.
+
+    Raises:
+        UserError: the directory holds no run.
+    """
+    path = run_path(directory)
+    if not (path / EXPERIMENT).exists():
+        raise UserError(f"{path} holds no run: expected {EXPERIMENT} there; give the directory of a run")
+    return path
+
+
 def check_same_experiment(directory: Any, experiment: Experiment) -> dict[str, Any] | None:
-    """The experiment.json of the run in the directory, which must be of the same experiment.
+    """Check that the run in a directory is of the same experiment, and return its experiment.json.
 
     New fields with a default, and paths of files, do not count as differences (`values.changes`).
 
     Returns:
-        Its content; `None` where the directory holds no run.
+        Content of experiment.json; `None` if the directory holds no run.
 
     Raises:
         UserError: the run differs in more than `MAY_CHANGE`, or its experiment.json is damaged.
@@ -98,9 +110,10 @@ def check_same_experiment(directory: Any, experiment: Experiment) -> dict[str, A
         stored_json = values.read_json(path)
     except UserError as error:
         raise UserError(f"{error}; restore it from a copy, or give another directory (--out)") from error
-    diffs = [d for d in values.changes(experiment, stored_json) if d.path.split(".")[0] not in MAY_CHANGE]
-    if diffs:
-        listing = "; ".join(map(str, diffs[:8])) + (f"; and {len(diffs) - 8} more" if len(diffs) > 8 else "")
+    changes = values.changes(experiment, stored_json)
+    changes = [change for change in changes if change.path.split(".")[0] not in MAY_CHANGE]
+    if changes:
+        listing = "; ".join(map(str, changes[:8])) + (f"; and {len(changes) - 8} more" if len(changes) > 8 else "")
         raise UserError(
             f"{run_path(directory)} holds a run of another experiment: {listing}. A run that is continued may change "
             f"{', '.join(MAY_CHANGE)}; give this one another directory (--out)"
@@ -109,7 +122,10 @@ def check_same_experiment(directory: Any, experiment: Experiment) -> dict[str, A
 
 
 def set_aside(directory: Any) -> Any:
-    """Rename a directory that holds a run to the first free of NAME.1, NAME.2, ...; returns the new path."""
+    """Rename the directory of a run to the first free name of NAME.1, NAME.2, ..., and return the new path.
+
+    Returns `None` if it holds no run.
+    """
     path = run_path(directory)
     if not (path / EXPERIMENT).exists():
         return None
@@ -128,11 +144,11 @@ def write_values(directory: Any, experiment: Experiment, plan: Plan) -> None:
 
 
 def write_json(path: Any, content: Any) -> None:
-    """Write a JSON file whole or not at all."""
+    """Write a JSON file, so that a kill leaves the old file or the new one."""
     text = json.dumps(content, indent=2) + "\n"
     if is_remote(path):
         path.write_text(text)  # a bucket stores an object whole
         return
-    partial = path.with_name(f"{path.name}.half")
-    partial.write_text(text)
-    partial.replace(path)
+    temporary = path.with_name(f"{path.name}.half")
+    temporary.write_text(text)
+    temporary.replace(path)

@@ -1,14 +1,14 @@
-"""metrics.jsonl: a run's measurements, one JSON object a line, appended and never rewritten. A run's source of truth.
+"""metrics.jsonl: a run's measurements, one JSON object a line, appended and never rewritten.
 
 Every line has `step`, `kind` (`train`, `eval` or `event`) and `time` (seconds since 1970). Floats are written with all
 their digits, so that they read back equal in every bit. JSON has no NaN and no infinity: such a field is `null`, and
-`nonfinite` holds its value: `{"loss": null, "nonfinite": {"loss": "nan"}}`; `read_metrics` restores it.
+`nonfinite` holds its value, as in `{"loss": null, "nonfinite": {"loss": "nan"}}`; `read_metrics` restores it.
 
 A run that resumes writes some steps again. The last line of a step is valid, and a `resume` event at step n voids all
 earlier lines for steps past n.
 
 The same scalars go to TensorBoard's event files, in the record format of tensorboardX. They are encoded by the hundred,
-one event a step: tensorboardX's writer sends each scalar separately through a queue between processes.
+one event a step, since tensorboardX's writer sends each scalar separately through a queue between processes.
 """
 
 import json
@@ -25,14 +25,14 @@ from jaxscale.errors import UserError
 from jaxscale.records.storage import Appender, is_remote, open_append, run_path
 
 FILE = "metrics.jsonl"
-Kind = Literal["train", "eval", "event"]
+RowKind = Literal["train", "eval", "event"]
 
 _FLUSH_ROWS = 200
 _FLUSH_SECONDS = 20.0
 
 
 class MetricsRows(list[dict[str, Any]]):
-    """Rows of metrics: a list of dicts, with columns.
+    """Rows of metrics, a list of dicts that also returns columns.
 
     Example:
         >>> MetricsRows([{"step": 1, "loss": 2.0}, {"step": 2}]).column("loss")
@@ -40,7 +40,7 @@ class MetricsRows(list[dict[str, Any]]):
     """
 
     def column(self, name: str) -> np.ndarray:
-        """The field `name` of every row as float64; NaN where a row has none."""
+        """The field `name` of every row as float64; NaN for a row without the field."""
         values = (row.get(name) for row in self)
         return np.array([float(v) if isinstance(v, int | float) else math.nan for v in values], dtype=np.float64)
 
@@ -49,8 +49,8 @@ class MetricsRows(list[dict[str, Any]]):
     @overload
     def __getitem__(self, index: slice) -> "MetricsRows": ...
     def __getitem__(self, index: Any) -> Any:
-        item = super().__getitem__(index)
-        return MetricsRows(item) if isinstance(index, slice) else item
+        selection = super().__getitem__(index)
+        return MetricsRows(selection) if isinstance(index, slice) else selection
 
 
 class MetricsLog:
@@ -61,14 +61,14 @@ class MetricsLog:
         tensorboard: write TensorBoard events to its folder `tensorboard` too.
 
     Raises:
-        OSError: the file, which it names, cannot be written; on opening or from a later call.
+        OSError: the file, which the error names, cannot be written. Later calls may raise it too.
 
     Example:
         >>> import tempfile
         >>> folder = tempfile.mkdtemp()
         >>> with MetricsLog(folder, tensorboard=False) as log:
-        ...     _ = log.train(1, loss=2.5)
-        ...     _ = log.event(1, "checkpoint", seconds=0.1)
+        ...     _ = log.append(1, "train", loss=2.5)
+        ...     _ = log.append(1, "event", name="checkpoint", seconds=0.1)
         >>> [row["loss"] for row in read_metrics(folder, "train")]
         [2.5]
     """
@@ -79,28 +79,25 @@ class MetricsLog:
         self._lines = open_append(path)
         self._board = _Board(directory) if tensorboard else None
 
-    def train(self, step: int, **fields: Any) -> dict[str, Any]:
-        """Appends the metrics of the update that led to `step`; returns the row."""
-        return self._append(step, "train", fields)
+    def append(self, step: int, kind: RowKind, **fields: Any) -> dict[str, Any]:
+        """Appends a row, and returns it.
 
-    def eval(self, step: int, **fields: Any) -> dict[str, Any]:
-        """Appends a held-out measurement of the parameters after `step` updates."""
-        return self._append(step, "eval", fields)
-
-    def event(self, step: int, name: str, **fields: Any) -> dict[str, Any]:
-        """Appends an event: compile, checkpoint, resume, preempted, skipped, diverged, finished, ..."""
-        return self._append(step, "event", {"name": name, **fields})
-
-    def _append(self, step: int, kind: Kind, fields: dict[str, Any]) -> dict[str, Any]:
+        Args:
+            step: number of updates so far.
+            kind: "train" for the metrics of the last update; "eval" for held-out metrics of the parameters after it;
+                "event" with a `name`: compile, checkpoint, resume, preempted, skipped, ...
+            fields: the measurements.
+        """
         row: dict[str, Any] = {"step": int(step), "kind": kind, "time": round(time.time(), 3)}
-        row |= {name: _plain(value) for name, value in fields.items()}
+        # a Python number for a scalar of numpy or JAX: a float32 becomes the float of the same value
+        row |= {name: value.item() if hasattr(value, "item") else value for name, value in fields.items()}
         self._lines.write(encode(row))
         if self._board is not None:
             self._board.add(row)
         return row
 
     def flush(self) -> None:
-        """Writes out buffered lines (in a bucket they are buffered) and TensorBoard events."""
+        """Writes TensorBoard events, and the lines of a file in a bucket, which are buffered."""
         self._lines.flush()
         if self._board is not None:
             self._board.flush()
@@ -132,7 +129,7 @@ def encode(row: dict[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """The row of a line.
+    """The row in a line, the inverse of `encode`.
 
     Raises:
         ValueError: the line is no JSON object with `step` and `kind`.
@@ -145,7 +142,7 @@ def decode(line: bytes) -> dict[str, Any]:
     return row
 
 
-def read_metrics(directory: Any, kind: Kind | None = None) -> MetricsRows:
+def read_metrics(directory: Any, kind: RowKind | None = None) -> MetricsRows:
     """Reads a run's metrics.
 
     Args:
@@ -153,8 +150,8 @@ def read_metrics(directory: Any, kind: Kind | None = None) -> MetricsRows:
         kind: return only rows of this kind.
 
     Returns:
-        The valid rows in the order they were written, which is the order of their steps except for events. Empty
-        where there is no file.
+        The valid rows in the order they were written, which is the order of their steps except for events; empty if
+        there is no file.
 
     Raises:
         UserError: a line other than the last one is not JSON.
@@ -176,37 +173,37 @@ def read_metrics(directory: Any, kind: Kind | None = None) -> MetricsRows:
 
 
 def _valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last row of each step, without those that a later `resume` voids."""
-    positions: dict[tuple[str, int], int] = {}
-    valid: dict[int, dict[str, Any]] = {}
+    """All events, and the last row of each step and kind that no later `resume` voids."""
+    position_of: dict[tuple[str, int], int] = {}
+    row_at: dict[int, dict[str, Any]] = {}
     for position, row in enumerate(rows):
-        valid[position] = row
+        row_at[position] = row
         if row["kind"] != "event":
-            valid.pop(positions.get((row["kind"], row["step"]), -1), None)
-            positions[row["kind"], row["step"]] = position
+            row_at.pop(position_of.get((row["kind"], row["step"]), -1), None)
+            position_of[row["kind"], row["step"]] = position
         elif row.get("name") == "resume":
-            stale = [key for key in positions if key[1] > row["step"]]
+            stale = [key for key in position_of if key[1] > row["step"]]
             for key in stale:
-                del valid[positions.pop(key)]
-    return list(valid.values())
+                del row_at[position_of.pop(key)]
+    return list(row_at.values())
 
 
 def drop_torn_line(path: Any) -> int:
-    """Removes a half-written last line, which a kill leaves, from a file of JSON lines.
+    """Removes a half-written last line, which a kill may leave, from a file of JSON lines.
 
     Returns:
-        Number of bytes removed.
+        Number of removed bytes.
     """
     if is_remote(path) or not path.exists():
         return 0  # an object in a bucket is stored whole or not at all
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
-        start, tail = end, b""
-        while start and b"\n" not in tail[:-1]:
+        start, file_end = end, b""
+        while start and b"\n" not in file_end[:-1]:
             start = max(0, start - 65536)
             file.seek(start)
-            tail = file.read(end - start)
-        line = tail[tail[:-1].rfind(b"\n") + 1 :]
+            file_end = file.read(end - start)
+        line = file_end[file_end[:-1].rfind(b"\n") + 1 :]
         try:
             if not line or (line.endswith(b"\n") and decode(line)):
                 return 0
@@ -216,16 +213,12 @@ def drop_torn_line(path: Any) -> int:
         return len(line)
 
 
-def _plain(value: Any) -> Any:
-    """A Python number for a scalar of numpy or JAX; a float32 becomes the float of the same value."""
-    return value.item() if hasattr(value, "item") else value
-
-
 _TRAIN_TAGS = {"step_seconds": "speed", "tokens_per_second": "speed", "flop_per_second": "speed", "mfu": "speed"}
+"""Section of TensorBoard for fields that are not in the section of their row's kind."""
 
 
 class _Board:
-    """TensorBoard's event file of one process: records of (length, crc, event, crc)."""
+    """TensorBoard's event file of one process, a sequence of records (length, crc, event, crc)."""
 
     def __init__(self, directory: Any):
         self._folder = run_path(directory) / "tensorboard"
@@ -235,7 +228,7 @@ class _Board:
         self._file: Appender | None = None
 
     def add(self, row: dict[str, Any]) -> None:
-        """Buffers a row, and writes the buffer out when it is long or old."""
+        """Buffers a row, and flushes the buffer if it is long or old."""
         if row["kind"] == "event":
             if row["name"] == "resume":
                 self.flush()
@@ -275,7 +268,7 @@ class _Board:
         self._file.write(b"".join(records))
 
     def close(self) -> None:
-        """Writes the buffer out and closes the file."""
+        """Flushes the buffer and closes the file."""
         self.flush()
         if self._file is not None:
             self._file.close()
@@ -283,8 +276,9 @@ class _Board:
 
 
 def _record(event: Any) -> bytes:
+    """An event as a record of a TensorBoard file."""
     from tensorboardX.record_writer import masked_crc32c
 
     payload = event.SerializeToString()
-    head = struct.pack("<Q", len(payload))
-    return head + struct.pack("<I", masked_crc32c(head)) + payload + struct.pack("<I", masked_crc32c(payload))
+    length = struct.pack("<Q", len(payload))
+    return length + struct.pack("<I", masked_crc32c(length)) + payload + struct.pack("<I", masked_crc32c(payload))

@@ -1,6 +1,6 @@
-"""Modules that experiment files import, and where they are now: the file of an earlier run still runs.
+"""Modules that have moved since experiment files imported them, so that the files of earlier runs still work.
 
-A new experiment file that imports an earlier path is refused with the new one named.
+For a new experiment file that imports an earlier path, the error names the new path.
 """
 
 import importlib
@@ -11,7 +11,9 @@ MOVED = {
     "jaxscale.compression": "jaxscale.replicas",
     "jaxscale.compression.named": "jaxscale.replicas.named",
     "jaxscale.layers.low_precision": "jaxscale.lowbit.products",
+    "jaxscale.layers.visibility": "pallas_kernels.attention.visibility",
     "jaxscale.memory.offload": "jaxscale.offload.weights",
+    "jaxscale.memory.policy_sets": "jaxscale.memory.save_set",
     "jaxscale.optim.diloco": "jaxscale.replicas.diloco",
     "jaxscale.optim.hosted": "jaxscale.offload.wrapper",
     "jaxscale.optim.maps": "jaxscale.lowbit.codebooks",
@@ -19,26 +21,32 @@ MOVED = {
     "jaxscale.optim.quantize": "jaxscale.lowbit.quantize",
     "jaxscale.optim.quantized": "jaxscale.lowbit.quantized",
     "jaxscale.optim.split_weights": "jaxscale.lowbit.split_weights",
+    "jaxscale.pipeline.weave": "jaxscale.pipeline.builders",
+    "jaxscale.planning.cheapest": "jaxscale.planning.memory_search",
+    "jaxscale.planning.settle": "jaxscale.planning.automatic_choices",
+    "jaxscale.replicas.codecs.int4": "jaxscale.replicas.codecs.block_codes",
+    "jaxscale.replicas.codecs.int8": "jaxscale.replicas.codecs.block_codes",
+    "jaxscale.slices": "jaxscale.tpu_slices",
     "jaxscale.step.experiment": "jaxscale.recipe.experiment",
     "jaxscale.step.kernels": "jaxscale.recipe.kernels",
     "jaxscale.step.plan": "jaxscale.recipe.plan",
     "jaxscale.step.state": "jaxscale.state.train_state",
 }
-"""Path of a module in earlier versions, and its path now. Lines are only added."""
+"""Present path of a module by its path in earlier versions. No line may be removed."""
 
 
 def provide(text: str) -> None:
     """Make the moved modules that a Python file mentions importable by their earlier paths, in this process.
 
     Args:
-        text: of the file.
+        text: text of the file.
     """
     for path in set(re.findall(r"\bjaxscale(?:\.\w+)+", text)) & set(MOVED):
         sys.modules[path] = importlib.import_module(MOVED[path])
 
 
 def new_path(error: ImportError) -> str | None:
-    """Where the module is that an import did not find; `None` if it has not moved.
+    """Present path of the module that an import did not find; `None` if it has not moved.
 
     Example:
         >>> new_path(ModuleNotFoundError(name="jaxscale.step.plan"))

@@ -1,4 +1,4 @@
-"""An experiment file, read without running it: its validity and its variants. Nothing heavy is imported."""
+"""Checks of an experiment file, and its variants, without running it. Nothing heavy is imported."""
 
 import ast
 import dataclasses
@@ -10,13 +10,14 @@ from jaxscale.errors import UserError, near_miss
 
 @dataclasses.dataclass(frozen=True)
 class Outline:
-    """An experiment file, read and not run.
+    """An experiment file that was read and not run.
 
     Args:
         path: absolute path of the file.
         text: its content.
         summary: first line of its docstring.
-        variants: names of `VARIANTS`, with the first line of each function's docstring; `None` if not literal.
+        variants: first line of the docstring of each function in `VARIANTS`, by name; `None` if that is no literal
+            dict.
     """
 
     path: Path
@@ -29,7 +30,7 @@ def outline(path: str | Path, variant: str | None = None) -> Outline:
     """Read an experiment file and check it as far as possible without running it.
 
     Raises:
-        UserError: no such file, not Python, no `experiment()`, no such variant; with the near miss.
+        UserError: the path is no file, the file is not Python, or it lacks `experiment()` or the variant.
     """
     path = Path(path)
     if not path.is_file():
@@ -63,7 +64,7 @@ def no_variant(path: object, variant: str, variants: Iterable[str]) -> UserError
 
 
 def _no_file(path: Path) -> str:
-    """The error message for a path that is no file, with the nearest files."""
+    """The error message for a path that is no file, with files of similar names."""
     if path.is_dir():
         names = ", ".join(sorted(file.name for file in path.glob("*.py"))[:8])
         return f"{path} is a folder: expected an experiment file" + (f", such as one of {names} there" if names else "")
@@ -86,21 +87,23 @@ def _bound_names(node: ast.stmt) -> list[str]:
 
 
 def _variants(tree: ast.Module, functions: Mapping[str, ast.FunctionDef]) -> dict[str, str] | None:
+    """First line of the docstring of each function in `VARIANTS`, by name; `None` if that is no literal dict."""
     for node in tree.body:
         if "VARIANTS" not in _bound_names(node):
             continue
-        value = getattr(node, "value", None)
-        if not isinstance(value, ast.Dict):
+        variants_node = getattr(node, "value", None)
+        if not isinstance(variants_node, ast.Dict):
             return None
         summaries = {}
-        for key, item in zip(value.keys, value.values, strict=True):
+        for key, function_node in zip(variants_node.keys, variants_node.values, strict=True):
             if not (isinstance(key, ast.Constant) and isinstance(key.value, str)):
                 return None
-            function = functions.get(item.id) if isinstance(item, ast.Name) else None
+            function = functions.get(function_node.id) if isinstance(function_node, ast.Name) else None
             summaries[key.value] = _first_line(ast.get_docstring(function)) if function else ""
         return summaries
     return {}
 
 
 def _first_line(text: str | None) -> str:
+    """First line of a docstring; empty without one."""
     return (text or "").strip().partition("\n")[0]

@@ -1,6 +1,6 @@
-"""Messages between the processes of a run, between steps. A single process sends none.
+"""Messages between the processes of a run, outside of steps. A single process sends none.
 
-Each function is collective: every process calls it, in the same order; one that is missing blocks the others.
+Each function but `is_first` is collective: every process must call it, in the same order, or the others wait forever.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +14,14 @@ _Result = TypeVar("_Result")
 
 
 def is_first() -> bool:
-    """Whether this is the first process, which writes the files; not collective."""
+    """Whether this is the first process, which writes the files."""
     import jax
 
     return jax.process_index() == 0
 
 
 def wait_for_all(label: str) -> None:
-    """Return once every process has called it; `label` is equal on all."""
+    """Wait until every process has made this call, with the same label."""
     import jax
 
     if jax.process_count() > 1:
@@ -31,7 +31,7 @@ def wait_for_all(label: str) -> None:
 
 
 def from_first_process(numbers: Sequence[int]) -> list[int]:
-    """The first process's numbers, on every process.
+    """The numbers that the first process passes, returned on every process.
 
     Example:
         >>> from_first_process([3, 5])
@@ -49,14 +49,14 @@ def from_first_process(numbers: Sequence[int]) -> list[int]:
 
 
 def on_all(make: Callable[[], _Result], mild: type[Exception]) -> _Result:
-    """This process's result of `make`, once `make` has returned on every process.
+    """The result of `make` on this process, once it has returned on every process.
 
     Args:
-        make: called once; need not be collective.
-        mild: type of error that does not end the run.
+        make: function that is called once; it need not be collective.
+        mild: type of errors that do not end the run.
 
     Raises:
-        Exception: the error of `make` on this process, if it ends the run or every failure is mild.
+        Exception: the error of `make` on this process, if it ends the run or all errors are mild.
         UserError: `make` failed on another process with an error that ends the run.
         mild: `make` failed on another process only, with a mild error.
 
@@ -75,13 +75,14 @@ def on_all(make: Callable[[], _Result], mild: type[Exception]) -> _Result:
     if error is not None and severity == worst_severity:
         raise error
     if worst_severity == 2:
-        raise UserError("another process failed and reports the reason: mend that, and start the run again")
+        raise UserError("another process failed and reports the reason: fix that, and start the run again")
     if worst_severity == 1:
-        raise mild("another process could not read it")
+        raise mild("reading failed on another process")
     return results[0]
 
 
 def _greatest(number: int) -> int:
+    """The greatest of the numbers that all processes pass."""
     import jax
 
     if jax.process_count() == 1:

@@ -1,6 +1,6 @@
-"""RunRecord: a run as its files record it, read without JAX. The source of reports.
+"""RunRecord: a run as its files record it, read without JAX, for reports.
 
-Every file may be missing or of an older form: the report of a run that broke early is needed most.
+Every file may be missing or of an older form, since the report of a run that failed early is needed most.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ class RunRecord:
     Args:
         directory: the run's folder, as passed to `read`.
         metrics: the valid rows of metrics.jsonl.
-        experiment: experiment.json, empty where it is missing; likewise the next ones.
-        plan: plan.json.
-        layout: layout.json: mesh, parameters, memory by kind.
-        source: the JSON files of source/, merged: path, variant, overrides, seed, versions.
-        samples: the blocks of samples.txt.
+        experiment: content of experiment.json; like the next ones, empty if the file is missing.
+        plan: content of plan.json.
+        layout: content of layout.json (mesh, parameters, memory by kind).
+        source: content of source/source.json (path, variant, overrides, seed, versions).
+        samples: the samples in samples.txt.
         unread: one line for each file that exists and could not be read.
     """
 
@@ -57,18 +57,14 @@ class RunRecord:
         """
         folder = run_path(directory)
         unread: list[str] = []
-        sources = sorted((folder / "source").glob("*.json")) if (folder / "source").is_dir() else []
-        source: dict[str, Any] = {}
-        for path in sources:
-            source |= _read_json(path, unread)
-        experiment = _read_json(folder / "experiment.json", unread)
-        plan = _read_json(folder / "plan.json", unread)
+        names = ("experiment.json", "plan.json", "layout.json", "source/source.json")
+        experiment, plan, layout, source = (_read_json(folder / name, unread) for name in names)
         return cls(
             directory=str(directory),
             metrics=read_metrics(directory),
-            experiment=_unwrapped(experiment, "experiment"),
-            plan=upgraded(_unwrapped(plan, "plan")),
-            layout=_read_json(folder / "layout.json", unread),
+            experiment=experiment,
+            plan=upgraded(plan),
+            layout=layout,
             source=source,
             samples=tuple(read_samples(directory)),
             unread=tuple(unread),
@@ -76,7 +72,7 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """The experiment's name, or the folder's."""
+        """Name of the experiment, or of the folder if the experiment is missing."""
         return str(self.experiment.get("name") or run_path(self.directory).resolve().name or "run")
 
     def rows(self, kind: str) -> MetricsRows:
@@ -89,18 +85,18 @@ class RunRecord:
 
     @property
     def step(self) -> int:
-        """Updates so far."""
+        """Number of updates so far."""
         return max((row["step"] for row in self.metrics), default=0)
 
     @property
     def steps(self) -> int | None:
-        """Updates that the experiment specifies."""
+        """Number of updates that the experiment specifies."""
         steps = self.experiment.get("steps")
         return steps if isinstance(steps, int) else None
 
     @property
     def status(self) -> Status:
-        """The run's state: by its last decisive event, else by the age of its last line."""
+        """The run's state, by its last event that ends or starts it, or otherwise by the age of its last line."""
         if not self.metrics:
             return "empty"
         for row in reversed(self.metrics):
@@ -110,80 +106,75 @@ class RunRecord:
                 break
         if self.steps is not None and self.rows("train") and self.step >= self.steps:
             return "finished"
-        last = self.metrics[-1].get("time")
-        return "stopped" if isinstance(last, int | float) and time.time() - last > _SILENT_SECONDS else "running"
+        end = self.metrics[-1].get("time")
+        return "stopped" if isinstance(end, int | float) and time.time() - end > _SILENT_SECONDS else "running"
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Step and value of the least held-out loss."""
+        """Step and value of the least held-out loss; `None` if none was measured."""
         losses = [(loss, step) for step, loss in self._held_out() if np.isfinite(loss)]
         return (min(losses)[1], min(losses)[0]) if losses else None
 
     @property
     def final(self) -> tuple[int, float] | None:
-        """Step and value of the last held-out loss."""
+        """Step and value of the last held-out loss; `None` if none was measured."""
         losses = self._held_out()
         return losses[-1] if losses else None
 
     def _held_out(self) -> list[tuple[int, float]]:
+        """Step and value of each held-out loss."""
         rows = self.rows("eval")
         return list(zip(rows.column("step").astype(int).tolist(), rows.column("loss").tolist(), strict=True))
 
     @property
     def tokens(self) -> float | None:
-        """Target tokens so far."""
+        """Number of target tokens so far."""
         tokens = self.rows("train").column("tokens")
         return float(np.nanmax(tokens)) if np.isfinite(tokens).any() else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median over steps; of more than twenty, the first ten, which warm up, are left out."""
+        """Median rate of target tokens; if there are more than twenty rows, without the first ten."""
         rates = self.rows("train").column("tokens_per_second")
-        rates = rates[10:] if len(rates) > 20 else rates
-        return float(np.nanmedian(rates)) if np.isfinite(rates).any() else None
+        return _median(rates[10:] if len(rates) > 20 else rates)
 
     @property
     def mfu(self) -> float | None:
-        """Median model FLOP utilization, where the chip's peak is known."""
-        mfu = self.rows("train").column("mfu")
-        return float(np.nanmedian(mfu)) if np.isfinite(mfu).any() else None
+        """Median model FLOP utilization, if the chip's peak is known."""
+        return _median(self.rows("train").column("mfu"))
 
     @property
     def seconds(self) -> float | None:
-        """Working time: from each start of the run to its last line, without the breaks before a resume."""
-        total, previous = 0.0, None
+        """Seconds from the first line to the last, without the breaks before each resume."""
+        working_seconds, previous_time = 0.0, None
         for row in self.metrics:
-            now = row.get("time")
-            if not isinstance(now, int | float):
+            row_time = row.get("time")
+            if not isinstance(row_time, int | float):
                 continue
-            if previous is not None and row.get("name") != "resume":
-                total += max(0.0, now - previous)
-            previous = now
-        return total if previous is not None else None
+            if previous_time is not None and row.get("name") != "resume":
+                working_seconds += max(0.0, row_time - previous_time)
+            previous_time = row_time
+        return working_seconds if previous_time is not None else None
 
     @property
     def memory(self) -> dict[str, float]:
         """Bytes per device by kind of tensor, of the compiled step."""
-        kinds = self.layout.get("memory")
-        if isinstance(kinds, dict) and kinds:
-            return {str(kind): float(value) for kind, value in kinds.items() if isinstance(value, int | float)}
+        if self.layout.get("memory"):
+            return _numbers(self.layout["memory"])
         events = self.events("compile")
         if not events:
             return {}
         names = {"argument_bytes": "parameters, optimizer state, batch", "temp_bytes": "gradients and activations"}
-        last = events[-1]
-        return {kind: float(last[name]) for name, kind in names.items() if isinstance(last.get(name), int | float)}
+        return _numbers({kind: events[-1].get(name) for name, kind in names.items()})
 
     @property
     def host_memory(self) -> dict[str, float]:
-        """Bytes of host memory per device, by kind of tensor; empty where all tensors are on the device."""
-        kinds = self.layout.get("host_memory")
-        items = kinds.items() if isinstance(kinds, dict) else ()
-        return {str(kind): float(value) for kind, value in items if isinstance(value, int | float)}
+        """Bytes of host memory per device, by kind of tensor; empty if all tensors are on the device."""
+        return _numbers(self.layout.get("host_memory"))
 
     @property
     def device_memory(self) -> tuple[str, np.ndarray] | None:
-        """The field and column of device memory that the backend reported, in bytes per step."""
+        """Name of the field for device memory that the backend reported, and its bytes at each step."""
         rows = self.rows("train")
         for name in _MEMORY_FIELDS:
             column = rows.column(name)
@@ -204,19 +195,17 @@ class RunRecord:
         if counts:
             return counts[-1]
         table = self.layout.get("parameters")
-        shapes = [item.get("shape") for item in table if isinstance(item, dict)] if isinstance(table, list) else []
+        shapes = [row.get("shape") for row in table if isinstance(row, dict)] if isinstance(table, list) else []
         return sum(math.prod(shape) for shape in shapes if isinstance(shape, list)) or None
 
     @property
     def path(self) -> str:
-        """The experiment file, relative to the run's working directory where that is known; empty for none."""
+        """The experiment file, relative to the run's working directory if that is known; empty without a file."""
         return next((str(self.source[key]) for key in ("relative", "path", "file") if self.source.get(key)), "")
 
     @property
     def command(self) -> str | None:
         """The command that repeats this run."""
-        if self.source.get("command"):
-            return str(self.source["command"])
         if not self.path:
             return None
         words = [self.path, str(self.source.get("variant") or ""), *map(str, _overrides(self.source.get("overrides")))]
@@ -224,12 +213,14 @@ class RunRecord:
 
 
 def _overrides(overrides: Any) -> list[str]:
+    """Words of the command line for the overrides in source.json."""
     if isinstance(overrides, dict):
         return [word for name, value in overrides.items() for word in (f"--{name}", str(value))]
     return [str(word) for word in overrides] if isinstance(overrides, list | tuple) else []
 
 
 def _read_json(path: Any, unread: list[str]) -> dict[str, Any]:
+    """The JSON object in a file; empty without a file, or if it cannot be read, which appends a line to `unread`."""
     if not path.exists():
         return {}
     try:
@@ -243,6 +234,12 @@ def _read_json(path: Any, unread: list[str]) -> dict[str, Any]:
     return content
 
 
-def _unwrapped(content: dict[str, Any], key: str) -> dict[str, Any]:
-    inner = content.get(key)
-    return inner if isinstance(inner, dict) and "name" not in content and "zero" not in content else content
+def _numbers(content: Any) -> dict[str, float]:
+    """The fields of a JSON object that are numbers; empty for other JSON."""
+    items = content.items() if isinstance(content, dict) else ()
+    return {str(name): float(value) for name, value in items if isinstance(value, int | float)}
+
+
+def _median(column: np.ndarray) -> float | None:
+    """Median of the numbers of a column; `None` if it has none."""
+    return float(np.nanmedian(column)) if np.isfinite(column).any() else None

@@ -1,4 +1,4 @@
-"""samples.txt: texts that the model wrote during training, for people to read. Blocks, the newest last:
+"""samples.txt: texts that the model wrote during training, in blocks for people to read, the newest last:
 
     === step 500 | prompt "ROMEO:"
     ROMEO: I do not know thee.
@@ -31,7 +31,7 @@ def append_sample(directory: Any, step: int, prompt: str, text: str) -> None:
 
     Args:
         directory: the run's folder.
-        step: updates so far.
+        step: number of updates so far.
         prompt: the prompt.
         text: its continuation by the model.
 
@@ -52,7 +52,7 @@ def append_sample(directory: Any, step: int, prompt: str, text: str) -> None:
 
 
 def read_samples(directory: Any) -> list[Sample]:
-    """The samples of a run, oldest first; of those written twice by a resumed run, the last one."""
+    """The samples of a run, oldest first; if a resumed run wrote one twice, the last version."""
     path = run_path(directory) / FILE
     if not path.exists():
         return []

@@ -1,7 +1,7 @@
-"""Where an experiment came from: its file, variant and overrides, enough to make the same experiment again.
+"""Source: the file, variant and overrides of an experiment, from which the same experiment can be made again.
 
-An experiment file is Python with a function `experiment()` and, where it has variants, a literal
-`VARIANTS = {"name": function}`. It is checked by reading it (`outline.py`), before anything heavy is imported. A run
+An experiment file is Python with a function `experiment()` and, if it has variants, a literal
+`VARIANTS = {"name": function}`. Its text is checked (`outline.py`) before anything heavy is imported. A run
 keeps a copy of the text under `source/`; the copy runs under its original path, so that `Path(__file__).parent` and
 imports of neighbouring files resolve. Copies of those files and of the data are left out.
 """
@@ -44,9 +44,9 @@ class Source:
         name: name of the experiment.
         text: text of the experiment file; `None` without one (an experiment made in a script or notebook).
         path: absolute path of that file.
-        relative: its path relative to the working directory, where it lies below it.
-        variant: which of the file's variants; `None` is `experiment()`.
-        overrides: fields set on the command line: text by dotted path.
+        relative: its path relative to the working directory, if the file lies below that.
+        variant: name of the file's variant; `None` is `experiment()`.
+        overrides: text of each field set on the command line, by dotted path.
         plan: the plan that replaced the experiment's, as JSON.
         seed: seed of the experiment.
         versions: versions of Python and of the packages that a step's results depend on.
@@ -75,7 +75,7 @@ class Source:
     @property
     def module(self) -> str | None:
         """Name of the module that the text runs as."""
-        return None if self.path is None else _module(Path(self.path))
+        return None if self.path is None else f"experiment.{Path(self.path).stem}"
 
     def remake(self) -> "Experiment":
         """The same experiment, made again in this or another process."""
@@ -102,12 +102,12 @@ class Source:
         """The source that `write` stored.
 
         Raises:
-            UserError: there is none, it cannot be read, or the copy has changed since the run.
+            UserError: no source is stored, it cannot be read, or the copy has changed since the run.
         """
         folder = run_path(run_dir) / FOLDER
         facts = values.read_json(folder / FACTS)
         if not isinstance(facts, dict):
-            raise UserError(f"{folder / FACTS}: got a {type(facts).__name__}, expected the facts of a source")
+            raise UserError(f"{folder / FACTS}: got a {type(facts).__name__}, expected a JSON object")
         file, digest = facts.pop("file", None), facts.pop("sha256", None)
         text = None
         if file is not None:
@@ -150,11 +150,12 @@ def load(
     Args:
         path: the experiment file.
         variant: one of its `VARIANTS`.
-        overrides: text by dotted path, set last: `{"model.embed": "256"}`.
-        plan: takes the place of the experiment's.
+        overrides: text of each field to set last, by dotted path, such as `{"model.embed": "256"}`.
+        plan: plan that replaces the experiment's.
 
     Raises:
-        UserError: `outline` refuses the file; it raises; it returns no Experiment; an override does not fit.
+        UserError: the file is no experiment file, it raises an error or returns no Experiment, or an override does not
+            fit.
     """
     file = outline(path, variant)
     experiment = _apply(_call(file.text, file.path, file.path, variant), plan, overrides or {})
@@ -175,11 +176,12 @@ def load(
 def load_experiment(run_dir: Any) -> "Experiment":
     """The experiment of a run directory, made by the copy of its file, with the plan of the run.
 
-    The copy runs under the file's original path, or its new one where it has moved together with the run (a copied
+    The copy runs under the file's original path, or its new one if it has moved together with the run (a copied
     repository). Without a file, the values come from experiment.json.
 
     Raises:
-        UserError: the directory holds no run; its file raises; the experiment holds code that no file has.
+        UserError: the directory holds no run, its file raises an error, or no file defines code that the experiment
+            holds.
     """
     from jaxscale.recipe.experiment import Experiment
     from jaxscale.recipe.plan import Plan, read_plan, superseded
@@ -199,18 +201,20 @@ def load_experiment(run_dir: Any) -> "Experiment":
     assert source.path is not None
     origin = _origin(source, folder)
     plan = None if source.plan is None else values.from_json(Plan, source.plan, str(folder / FOLDER / FACTS))
-    hint = (
-        ""
-        if origin.exists()
-        else f"{folder} was made by {origin}, which is no longer there: what lies beside it (data, tokenizer, modules) "
-        "is not found unless it is put back"
-    )
+    hint = ""
+    if not origin.exists():
+        hint = (
+            f"{folder} was made by {origin}, which is no longer there: files beside it (data, tokenizer, modules) "
+            "are not found unless they are put back"
+        )
     try:
         provide(source.text)
         # the plan of the run replaces any other
         with superseded() if run_plan is not None else contextlib.nullcontext():
             original = _call(source.text, folder / FOLDER / str(source.file), origin, source.variant)
-        fields = {k: v for k, v in source.overrides.items() if run_plan is None or not k.startswith("plan.")}
+        fields = {
+            name: text for name, text in source.overrides.items() if run_plan is None or not name.startswith("plan.")
+        }
         experiment = _apply(original, plan, fields)
     except UserError as error:
         raise UserError(f"{error}\n{hint}" if hint else str(error)) from None
@@ -220,7 +224,7 @@ def load_experiment(run_dir: Any) -> "Experiment":
 
 
 def _origin(source: Source, folder: Any) -> Path:
-    """The experiment file: its original path, or its relative path below the working or a parent directory."""
+    """Path of the experiment file: the original one, or its relative path below the working or a parent directory."""
     assert source.path is not None
     origin = Path(source.path)
     if origin.exists() or source.relative is None:
@@ -231,20 +235,17 @@ def _origin(source: Source, folder: Any) -> Path:
 
 
 def _apply(experiment: "Experiment", plan: "Plan | None", overrides: Mapping[str, str]) -> "Experiment":
+    """The experiment with another plan, if there is one, and with overrides."""
     if plan is not None:
         experiment = dataclasses.replace(experiment, plan=plan)
     return values.override(experiment, overrides) if overrides else experiment
-
-
-def _module(origin: Path) -> str:
-    return f"experiment.{origin.stem}"
 
 
 def _call(text: str, file: Any, origin: Path, variant: str | None) -> "Experiment":
     """Run the text as the module at `origin` and call its function; messages name `file`."""
     from jaxscale.recipe.experiment import Experiment
 
-    module = types.ModuleType(_module(origin))
+    module = types.ModuleType(f"experiment.{origin.stem}")
     module.__file__ = str(origin)
     # dataclasses and pickles look their module up by name
     sys.modules[module.__name__] = module
@@ -262,18 +263,16 @@ def _call(text: str, file: Any, origin: Path, variant: str | None) -> "Experimen
                 raise no_variant(file, variant, variants)
             function, call = variants[variant], f"the variant {variant}"
         if not callable(function):
-            raise UserError(f"{file}: {call} is a {type(function).__name__}, expected a function that takes nothing")
+            raise UserError(f"{file}: {call} is a {type(function).__name__}, expected a function without parameters")
         experiment = function()
     except UserError as error:
-        place = _location(error, str(file))
+        place, _ = _place(error, str(file))
         raise UserError(f"{place}: {error}" if place else str(error)) from None
     except Exception as error:
+        place, line = _place(error, str(file))
         if isinstance(error, ImportError) and new_path(error) is not None:
-            place = _location(error, str(file)) or file
-            raise UserError(f"{place}: {error.name} has moved: import {new_path(error)}") from None
-        place = _location(error, str(file)) or str(file)
-        line = _line(error, str(file))
-        raise UserError(f"{place}: {call} raised {type(error).__name__}: {error}{line}") from error
+            raise UserError(f"{place or file}: {error.name} has moved: import {new_path(error)}") from None
+        raise UserError(f"{place or file}: {call} raised {type(error).__name__}: {error}{line}") from error
     finally:
         sys.path.remove(str(origin.parent))
     if not isinstance(experiment, Experiment):
@@ -281,17 +280,12 @@ def _call(text: str, file: Any, origin: Path, variant: str | None) -> "Experimen
     return experiment
 
 
-def _frame(error: BaseException, file: str) -> traceback.FrameSummary | None:
-    """The last frame of the experiment file itself."""
+def _place(error: BaseException, file: str) -> tuple[str, str]:
+    """File and line number in the experiment file at which an error arose, and the code of that line.
+
+    Both are empty if no line of the file was running.
+    """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return frames[-1] if frames else None
-
-
-def _location(error: BaseException, file: str) -> str:
-    frame = _frame(error, file)
-    return f"{file}, line {frame.lineno}" if frame else ""
-
-
-def _line(error: BaseException, file: str) -> str:
-    frame = _frame(error, file)
-    return f"\n    {frame.line}" if frame and frame.line else ""
+    if not frames:
+        return "", ""
+    return f"{file}, line {frames[-1].lineno}", f"\n    {frames[-1].line}" if frames[-1].line else ""

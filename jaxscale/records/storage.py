@@ -1,4 +1,4 @@
-"""Where a run's files lie: a local folder, or a bucket (gs://, s3://) through etils.epath.
+"""Storage of a run's files, in a local folder or in a bucket (gs://, s3://) through etils.epath.
 
 Objects in a bucket cannot be appended to. `open_append` handles that: for a bucket it keeps the file in memory and
 uploads all of it every `UPLOAD_SECONDS`, on `flush` and on close. A run flushes its log before it saves a checkpoint,
@@ -15,6 +15,7 @@ and several processes in one bucket.
 import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,19 @@ def run_path(path: Any) -> Any:
     return epath.Path(path)
 
 
+@contextlib.contextmanager
+def _path_in_errors(path: Any) -> Iterator[None]:
+    """Add the path to an OSError that lacks it, such as one from `write`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), os.fspath(path)) from error
+
+
 class LocalAppender:
-    """Every write goes to the operating system at once: SIGKILL tears at most the line being written."""
+    """Appends to a local file. Every write goes to the system at once, so a kill tears at most one line."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -70,7 +82,7 @@ class LocalAppender:
 
 
 class RemoteAppender:
-    """Holds a whole object in memory, and uploads it again as it grows."""
+    """Appends to an object in a bucket: holds all of it in memory, and uploads it again as it grows."""
 
     def __init__(self, path: Any):
         self.path = path
@@ -105,20 +117,6 @@ def open_append(path: Any) -> Appender:
     """Opens a file to append bytes to, local or in a bucket.
 
     Raises:
-        OSError: with the path as its `filename`, from here or from a later write: the disk is full, or read-only.
+        OSError: the disk is full or read-only; `filename` is the path. Later writes may raise it too.
     """
     return RemoteAppender(run_path(path)) if is_remote(path) else LocalAppender(run_path(path))
-
-
-class _path_in_errors:  # noqa: N801 - reads as the statement it is
-    """Adds the path to an OSError without one, such as those of `write`."""
-
-    def __init__(self, path: Any):
-        self.path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, OSError) and error.filename is None and error.errno is not None:
-            raise OSError(error.errno, os.strerror(error.errno), os.fspath(self.path)) from error

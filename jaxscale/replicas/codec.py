@@ -1,15 +1,17 @@
-"""Codec: the mean of a gradient over an axis whose links are slow, from few bytes.
+"""A codec averages a gradient over a mesh axis with slow links by sending few bytes.
 
-A codec sees one leaf on one device: the local shard of this replica's gradient. It runs inside a region that is manual
-over the axis (`jax.shard_map`), or under `jax.vmap(axis_name=axis)` on one device, and uses collectives over that axis
-alone. With error feedback, the error of a message goes into a residual that is added to the next gradient
-(Seide et al., 2014; Karimireddy et al., 2019, arXiv:1901.09847), so that
+A codec is applied to one leaf on one device: the local shard of this replica's gradient. It runs inside a region that
+is manual over the axis (`jax.shard_map`), or under `jax.vmap(axis_name=axis)` on one device, and uses collectives over
+that axis alone. With error feedback, the error of a message is kept in a residual, which is added to the next gradient
+(Seide et al., 2014; Karimireddy et al., 2019, arXiv:1901.09847), so that,
+over n replicas,
 
     sum of residuals after + n * mean = sum of gradients + sum of residuals before.
 
-Every rule is per layer: a leaf of stacked layers is mapped over its first dim, and a matrix is (everything else, last
-axis). `OnePhase` and `TwoPhase` codecs define `encode` and `decode` only; each file of `codecs/` defines one and is
-discovered by import. Left out here: the choice of leaves, NaN and Inf, metrics (`reduce.py`).
+Every codec works on one layer: a leaf of stacked layers is mapped over its first dim. Codecs of matrices take the last
+dim as columns and all other dims as rows. `OnePhase` and `TwoPhase` codecs define only `encode` and `decode`. The
+codecs in the files of `codecs/` are discovered by import. Left out here: the choice of leaves, NaN and Inf, and metrics
+(`reduce.py`).
 """
 
 import abc
@@ -26,10 +28,11 @@ from jax import lax
 from jaxscale.compat import varying_axes
 from jaxscale.errors import UserError
 from jaxscale.replicas.named import NamedCodec
+from jaxscale.trees import tree_bytes
 from jaxscale.typing import Array, Float, Int, Key
 
-State = dict[str, Any]
-"""A codec's state of a leaf on one device and replica: arrays by name; `residual` is float32 in the leaf's shape."""
+CodecState = dict[str, Any]
+"""A codec's state for a leaf on one device: arrays by name. `residual` is float32, of the leaf's shape."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +46,13 @@ class Codec(NamedCodec):
     """
 
     random: ClassVar[bool] = False
-    """Whether `reduce` needs a key."""
+    """Whether `reduce` needs a random key."""
 
     # ---- the interface for callers
 
     @property
     def timetable(self) -> tuple[tuple[int, "Codec | None"], ...]:
-        """(first step, codec) of each phase, in order, from step 0: `None` is the exact mean.
+        """(first step, codec) of each phase, in order, from step 0; the codec `None` sends the exact mean.
 
         Example:
             >>> [(step, str(codec)) for step, codec in Codec.parse("topk:0.1,start=10,warmup=8").timetable]
@@ -60,37 +63,39 @@ class Codec(NamedCodec):
 
     @property
     def timed(self) -> bool:
-        """Whether `reduce` changes with the step, and needs its number."""
+        """Whether `reduce` depends on the step and needs its number."""
         return len(self.timetable) > 1
 
     def refusal(self, shape: Sequence[int], n: int, *, layers: bool = False) -> str | None:
-        """The reason, as text for a message, why this codec refuses a leaf; `None` if it accepts it.
+        """The reason, as text for a message, why this codec does not apply to a leaf; `None` if it does.
 
         Args:
-            shape: of the leaf on one device.
-            n: devices on the axis.
-            layers: the first dim is stacked layers.
+            shape: shape of the leaf on one device.
+            n: number of devices on the axis.
+            layers: whether the first dim is stacked layers.
         """
         if n < 2:
             return f"got an axis of {n}, expected 2 or more replicas: there is nothing to send"
         if layers and not shape:
             return "got a scalar, expected stacked layers"
         if math.prod(shape) == 0:
-            return f"got a leaf of shape {tuple(shape)}, expected elements"
+            return f"got a leaf of shape {tuple(shape)}, expected at least one element"
         return self._refusal(tuple(shape[layers:]), n)
 
-    def init(self, shape: Sequence[int], key: Key | None, n: int, *, layers: bool = False, first: int = 0) -> State:
+    def init(
+        self, shape: Sequence[int], key: Key | None, n: int, *, layers: bool = False, first: int = 0
+    ) -> CodecState:
         """The state of one leaf on one device and replica, before the first step.
 
         Args:
-            shape: of the leaf on one device.
-            key: equal on every replica.
-            n: devices on the axis.
-            layers: the first dim is stacked layers.
-            first: number of its first layer, if the leaf is a part of a stack.
+            shape: shape of the leaf on one device.
+            key: random key, equal on every replica.
+            n: number of devices on the axis.
+            layers: whether the first dim is stacked layers.
+            first: number of the leaf's first layer, if the leaf is a part of a stack.
 
         Raises:
-            UserError: the codec refuses the leaf or the axis.
+            UserError: the codec does not apply to the leaf or the axis.
         """
         if reason := self.refusal(shape, n, layers=layers):
             raise UserError(f"codec {self}: {reason}")
@@ -103,37 +108,37 @@ class Codec(NamedCodec):
     def reduce(
         self,
         gradient: Float[Array, "..."],
-        state: State,
+        state: CodecState,
         axis: str,
         key: Key | None = None,
         step: Int[Array, ""] | None = None,
         *,
         layers: bool = False,
         first: int = 0,
-    ) -> tuple[Float[Array, "..."], State]:
-        """The mean of a leaf over an axis, equal on every replica, and the new state.
+    ) -> tuple[Float[Array, "..."], CodecState]:
+        """Average a leaf over an axis; the mean is equal on every replica.
 
         Args:
-            gradient: of this replica, any float dtype.
-            state: from `init` or the last step.
-            axis: name of the axis; the region is manual over it, or a `jax.vmap` of that name.
-            key: of step and leaf, equal on every replica; needed if `random`.
-            step: updates made before this one, equal on every replica; needed if `timed`.
-            layers: the first dim is stacked layers.
-            first: number of its first layer, if the leaf is a part of a stack.
+            gradient: gradient of this replica, of any float dtype.
+            state: state from `init` or from the last step.
+            axis: name of the axis, over which the region is manual or which a `jax.vmap` names.
+            key: random key of the step and the leaf, equal on every replica; needed if `random`.
+            step: number of updates made before this one, equal on every replica; needed if `timed`.
+            layers: whether the first dim is stacked layers.
+            first: number of the leaf's first layer, if the leaf is a part of a stack.
 
         Returns:
             The mean, float32, and the new state.
         """
         assert key is not None or not self.random, f"codec {self} rounds at random: give reduce a key"
-        assert step is not None or not self.timed, f"codec {self} changes with time: give reduce the step"
+        assert step is not None or not self.timed, f"codec {self} depends on the step: give reduce its number"
         gradient = gradient.astype(jnp.float32)
 
-        def reduce_by(codec: Codec | None, gradient: Array, state: State) -> tuple[Array, State]:
+        def reduce_by(codec: Codec | None, gradient: Array, state: CodecState) -> tuple[Array, CodecState]:
             if codec is None:
                 return lax.pmean(gradient, axis), state
 
-            def one_layer(gradient: Array, state: State, key: Key | None) -> tuple[Array, State]:
+            def one_layer(gradient: Array, state: CodecState, key: Key | None) -> tuple[Array, CodecState]:
                 return codec._reduce(gradient, state, axis, key)
 
             if layers:
@@ -151,29 +156,29 @@ class Codec(NamedCodec):
     def wire_bytes(self, shape: Sequence[int], n: int, *, layers: bool = False) -> int:
         """Bytes that one device sends over the axis in a step of the last phase.
 
-        The mean in float32 sends `wire.exact`.
+        An exact mean in float32 would send `wire.exact` bytes.
 
         Args:
-            shape: of the leaf on one device.
-            n: devices on the axis.
-            layers: the first dim is stacked layers.
+            shape: shape of the leaf on one device.
+            n: number of devices on the axis.
+            layers: whether the first dim is stacked layers.
         """
         return shape[0] * self._wire_bytes(tuple(shape[1:]), n) if layers else self._wire_bytes(tuple(shape), n)
 
-    def resize(self, states: State, shape: Sequence[int], n: int, *, layers: bool = False) -> State:
-        """States for another number of replicas, with the same mean of the residuals.
+    def resize(self, states: CodecState, shape: Sequence[int], n: int, *, layers: bool = False) -> CodecState:
+        """Convert the states of a leaf to another number of replicas, with the same mean of the residuals.
 
         Args:
-            states: of one leaf on one device, with a leading dim of old replicas.
-            shape: of the leaf on one device.
-            n: new replicas.
-            layers: the first dim of the leaf is stacked layers.
+            states: states of one leaf on one device, with a leading dim of the old replicas.
+            shape: shape of the leaf on one device.
+            n: new number of replicas.
+            layers: whether the first dim of the leaf is stacked layers.
 
         Returns:
             The states with a leading dim of n.
         """
         states = jax.tree.map(jnp.asarray, states)
-        if not states:  # a codec without feedback has none
+        if not states:  # a codec without feedback has no state
             return states
         if not layers:
             return self._resize(states, tuple(shape), n)
@@ -182,34 +187,56 @@ class Codec(NamedCodec):
     # ---- the interface for subclasses, of one layer
 
     def _refusal(self, shape: tuple[int, ...], n: int) -> str | None:
+        """`refusal` for one layer."""
         return None
 
     def _timetable(self) -> tuple[tuple[int, "Codec"], ...]:
-        """(first step, codec) of each phase, counted from the first compressed step; these codecs have no `start`."""
+        """(first step, codec) of each phase, counted from the first compressed step; the codecs have `start` 0."""
         return ((0, dataclasses.replace(self, start=0)),)
 
-    def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> State:
+    def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> CodecState:
+        """The initial state of one layer."""
         return {"residual": jnp.zeros(shape, jnp.float32)} if self.feedback else {}
 
     @abc.abstractmethod
-    def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
-        """The mean of one layer's gradient over the axis, and its new state, without `start` or a warm-up."""
+    def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
+        """The mean of one layer's gradient over the axis, and its new state; `start` and warm-up do not apply."""
 
     @abc.abstractmethod
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
-        """Bytes that one device sends of one layer's gradient."""
+        """Bytes that one device sends for one layer's gradient."""
 
-    def _resize(self, states: State, shape: tuple[int, ...], n: int) -> State:
-        """Every replica takes the mean of residuals, and of states that are equal on all replicas."""
-        return {name: _repeat(jnp.mean(array, 0), n) for name, array in states.items()}
+    def _resize(self, states: CodecState, shape: tuple[int, ...], n: int) -> CodecState:
+        """`resize` for one layer: every new replica gets the mean over the old replicas."""
+        return {name: jnp.broadcast_to(jnp.mean(array, 0), (n, *array.shape[1:])) for name, array in states.items()}
 
-    def owed(self, gradient: Array, state: State) -> Array:
-        """The value to send: the gradient plus the residual of earlier messages."""
+    def owed(self, gradient: Array, state: CodecState) -> Array:
+        """The gradient plus the residual of earlier messages: what the next message should convey."""
         return gradient + state["residual"] if self.feedback else gradient
 
 
+def computed_once(message: Any) -> Any:
+    """The same message, which XLA must not compute a second time where this device decodes it.
+
+    The residual is then measured against exactly the bytes that are sent.
+    """
+    return lax.optimization_barrier(message)
+
+
+@functools.lru_cache(maxsize=1024)
+def message_bytes(codec: Any, *inputs: jax.ShapeDtypeStruct) -> int:
+    """Bytes of a codec's message.
+
+    Args:
+        codec: codec with a method `encode`.
+        inputs: shapes of the arrays to encode.
+    """
+    key = jax.random.key(0) if codec.random else None
+    return tree_bytes(jax.eval_shape(lambda *arrays: codec.encode(*arrays, key), *inputs))
+
+
 def matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """(rows, columns) of a leaf seen as a matrix: everything else, and the last axis.
+    """(rows, columns) of a leaf as a matrix: the product of all dims but the last, and the last dim.
 
     Example:
         >>> matrix((3, 3, 64, 128)), matrix((768,))
@@ -219,15 +246,11 @@ def matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _keys(key: Key | None, layers: int, first: int) -> Key | None:
-    """A key for each layer, which depends on the layer's number alone."""
+    """A key for each layer, which depends only on the layer's number; `first` is that of the first layer."""
     return None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, first + jnp.arange(layers))
 
 
-def _repeat(value: Array, n: int) -> Array:
-    return jnp.broadcast_to(value, (n, *value.shape))
-
-
-def _typed_like(value: Array, like: Array) -> Array:
-    """`value`, typed as varying over the manual axes over which `like` varies."""
-    missing = tuple(sorted(varying_axes(like) - varying_axes(value)))
-    return lax.pcast(value, missing, to="varying") if missing else value
+def _typed_like(array: Array, like: Array) -> Array:
+    """`array` with a type that varies over all manual axes over which `like` varies."""
+    missing_axes = tuple(sorted(varying_axes(like) - varying_axes(array)))
+    return lax.pcast(array, missing_axes, to="varying") if missing_axes else array

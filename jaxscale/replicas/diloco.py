@@ -1,19 +1,20 @@
-r"""DiLoCo: replicas train alone for many steps, then all apply their mean displacement.
+r"""DiLoCo: replicas train independently for many steps and then apply the mean of their displacements.
 
-Each replica i takes H steps of its own optimizer from the shared weights θ to w_i, and the displacement θ - w_i is a
-gradient for an outer optimizer (Douillard et al. 2023, arXiv 2311.08105), Nesterov's SGD:
+Each replica i takes H steps of its own (inner) optimizer from the shared weights θ to w_i. The displacement θ - w_i is
+the gradient for an outer optimizer (Douillard et al. 2023, arXiv 2311.08105), which is Nesterov's SGD with rate η,
+momentum μ and state m:
 
-    d = mean of θ - w_i,   m = μ m + d,   θ = θ - η (d + μ m),   w_i = θ for all
+    d = mean of θ - w_i over i,   m = μ m + d,   θ = θ - η (d + μ m),   w_i = θ for all i
 
-so that the slow axis carries the bytes of one step in H, and with `Plan.reduce` a codec sends d in fewer. With H = 1,
-plain SGD inside and an outer rate of 1 without momentum this is data parallel training. With AdamW inside it is not,
-even then: each replica divides its own gradient by its own variance.
+The slow axis thus carries the bytes of one step in H steps, and with `Plan.reduce` a codec sends d in fewer bytes. With
+H = 1, plain SGD as the inner optimizer and an outer rate of 1 without momentum, this is data parallel training. With
+AdamW as the inner optimizer it is not: each replica divides its own gradient by its own variance.
 
 Fragments of the weights (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512) synchronise at different steps, so
-that at most one fragment is sent at once. Left out of that paper: overlap of computation with sending, and mixtures of
-θ and w_i.
+that at most one fragment is sent at a time. Left out of that paper: overlap of computation with sending, and mixtures
+of θ and w_i.
 
-Plans use `Diloco`, which `step/replicas.py` applies to a train step. `diloco` is the same for custom loops.
+Plans use `Diloco`, which `step/replicas.py` applies to a train step. `diloco` does the same for custom loops.
 """
 
 import dataclasses
@@ -27,13 +28,14 @@ from jaxscale.values import check_types, field_types, parse
 
 @dataclasses.dataclass(frozen=True)
 class Diloco:
-    """When replicas synchronise, and the outer step. The text form is `"every=100,lr=0.7,momentum=0.9,fragments=1"`.
+    """When replicas synchronise, and how they apply their displacement. The text form is
+    `"every=100,lr=0.7,momentum=0.9,fragments=1"`.
 
     Args:
-        every: H, the steps of each replica between two synchronisations: 100 to 500 in the paper.
+        every: H, the number of steps of each replica between two synchronisations; 100 to 500 in the paper.
         lr: η, the outer learning rate.
-        momentum: μ, of the outer optimizer; 0 has no state.
-        fragments: parts of the weights that synchronise by turns.
+        momentum: μ, the momentum of the outer optimizer; with 0 it has no state.
+        fragments: number of parts of the weights, which synchronise in turn.
 
     Example:
         >>> Diloco.parse("every=100,fragments=2")
@@ -62,26 +64,26 @@ did you mean 'every'?
         if not 1 <= self.fragments <= self.every:
             raise UserError(
                 f"diloco fragments: got {self.fragments} with every={self.every}, expected 1 to {self.every}: each "
-                "has its own step"
+                "fragment synchronises at a step of its own"
             )
 
     @classmethod
     def parse(cls, text: str) -> "Diloco":
-        """The value of a text form, which must contain `every`.
+        """The settings that a text form describes; it must contain `every`.
 
         Raises:
-            UserError: an unknown option, with the near miss; a value that is refused.
+            UserError: an option is unknown (the message suggests the nearest), or a value is invalid.
         """
-        hints, values = field_types(cls), {}
-        for option in filter(None, (piece.strip() for piece in text.split(","))):
+        type_of_field, values = field_types(cls), {}
+        for option in filter(None, (word.strip() for word in text.split(","))):
             key, equals, value = (word.strip() for word in option.partition("="))
-            if key not in hints:
-                raise unknown("option of diloco", key, hints)
+            if key not in type_of_field:
+                raise unknown("option of diloco", key, type_of_field)
             if not equals or key in values:
                 raise UserError(f"diloco {text!r}: got {option!r}, expected each option once, as {key}=VALUE")
-            values[key] = parse(value, hints[key], f"diloco {key}")
+            values[key] = parse(value, type_of_field[key], f"diloco {key}")
         if "every" not in values:
-            raise UserError(f"diloco {text!r}: expected every=STEPS, the steps between two meetings, such as every=100")
+            raise UserError(f"diloco {text!r}: expected every=STEPS between synchronisations, such as every=100")
         return cls(**values)
 
     def __str__(self) -> str:
@@ -93,12 +95,12 @@ did you mean 'every'?
         return tuple(fragment for fragment, offset in enumerate(offsets) if (steps - offset) % self.every == 0)
 
     def moved(self, weight: Any, momentum: Any, displacement: Any) -> tuple[Any, Any]:
-        """The outer step of one tensor: its weights and its momentum after it.
+        """The weights and the momentum of one tensor after an outer step.
 
         Args:
-            weight: θ.
+            weight: θ, the shared weights.
             momentum: m; `None` without momentum.
-            displacement: d.
+            displacement: d, the mean displacement.
         """
         if momentum is None:
             return weight - self.lr * displacement, None
@@ -112,18 +114,18 @@ def fragments_of(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...],
     Layers stacked in one array are one tensor here, where the paper's fragments are of layers.
 
     Args:
-        sizes: elements of each tensor.
+        sizes: number of elements of each tensor, by name.
         count: number of fragments.
 
     Raises:
-        UserError: fewer tensors than fragments.
+        UserError: there are fewer tensors than fragments.
 
     Example:
         >>> fragments_of({"up": 40, "down": 30, "norm": 1, "head": 20}, 2)
         (('up', 'norm'), ('down', 'head'))
     """
     if count > len(sizes):
-        raise UserError(f"diloco fragments: got {count}, and the model has {len(sizes)} tensors: take fewer")
+        raise UserError(f"diloco fragments: got {count}, and the model has {len(sizes)} tensors: use fewer fragments")
     fragments: list[list[str]] = [[] for _ in range(count)]
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         min(fragments, key=lambda fragment: sum(sizes[n] for n in fragment)).append(name)
@@ -135,11 +137,11 @@ class DilocoState(NamedTuple):
     """State of a replica.
 
     Args:
-        count: steps made.
-        inner: the inner optimizer's state, of this replica.
+        count: number of steps made.
+        inner: the inner optimizer's state on this replica.
         shared: θ, equal on all replicas.
         outer: the outer optimizer's state, equal on all replicas.
-        owed: the codec's state of each parameter, in order; empty without a codec.
+        owed: the codec's state for each parameter, in order; empty without a codec.
     """
 
     count: Any
@@ -152,24 +154,25 @@ class DilocoState(NamedTuple):
 def diloco(
     inner: Any, outer: Any = None, *, every: int = 100, axis: str = "replica", codec: Any = None, replicas: int = 0
 ) -> Any:
-    """An optax transformation of one replica's gradients, for a `jax.shard_map` or `jax.vmap` of that axis.
+    """An optax transformation of one replica's gradients, to be used in a `jax.shard_map` or `jax.vmap` over an axis.
 
-    The types of a `shard_map` cannot express that synchronised replicas are equal: give it `check_vma=False`.
+    Pass `check_vma=False` to `shard_map`, whose types cannot express that synchronised replicas are equal.
 
     Args:
         inner: the optimizer of each replica, any optax transformation.
-        outer: optimizer of the shared weights; `None` is `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
-        every: steps of each replica between two synchronisations.
+        outer: the optimizer of the shared weights; `None` is `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
+        every: number of steps of each replica between two synchronisations.
         axis: name of the replicas' axis.
-        codec: averages displacements, such as `compression.Int8()`, without random draws. `None` sends them in full.
-        replicas: number of replicas; for the codec only.
+        codec: codec without random draws that averages displacements, such as `replicas.Int8()`; `None` sends them in
+            float32.
+        replicas: number of replicas; needed only for a codec.
 
     Returns:
         The transformation, whose `update` needs the parameters. At a synchronisation its updates set a replica's
-        weights to the shared ones, up to the last bit of the sum.
+        weights to the shared weights, up to the rounding of the sum.
 
     Raises:
-        UserError: `every` is below 1, or a codec without the number of replicas.
+        UserError: `every` is below 1, or a codec is given without the number of replicas.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -186,7 +189,7 @@ def diloco(
     if every < 1:
         raise UserError(f"diloco: got every={every}, expected 1 step or more")
     if codec is not None and replicas < 2:
-        raise UserError(f"diloco: got replicas={replicas} with codec {codec}, expected how many there are, 2 or more")
+        raise UserError(f"diloco: got replicas={replicas} with codec {codec}, expected their number, 2 or more")
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
 
     def init(params: Any) -> DilocoState:
@@ -200,26 +203,22 @@ def diloco(
         local_params, count = optax.apply_updates(params, steps), state.count + 1
         treedef = jax.tree.structure(params)
 
-        def meet() -> Any:
-            displacements = jax.tree.leaves(
-                jax.tree.map(lambda shared, local: shared - local, state.shared, local_params)
-            )
-            means, owed = [], []
-            for number, displacement in enumerate(displacements):
-                if codec is None:
-                    means.append(lax.pmean(displacement, axis))
-                    continue
-                mean, codec_state = codec.reduce(displacement, state.owed[number], axis, None, count)
-                means.append(mean)
-                owed.append(codec_state)
+        def synchronise() -> Any:
+            displacements, codec_states = jax.tree.leaves(optax.tree.sub(state.shared, local_params)), ()
+            if codec is None:
+                means = [lax.pmean(displacement, axis) for displacement in displacements]
+            else:
+                pairs = zip(displacements, state.owed, strict=True)
+                reduced = [codec.reduce(displacement, owed, axis, None, count) for displacement, owed in pairs]
+                means, codec_states = zip(*reduced, strict=True)
             outer_updates, outer_state = outer.update(treedef.unflatten(means), state.outer, state.shared)
             shared = optax.apply_updates(state.shared, outer_updates)
-            return jax.tree.map(lambda new, old: new - old, shared, params), shared, outer_state, tuple(owed)
+            return optax.tree.sub(shared, params), shared, outer_state, codec_states
 
         def skip() -> Any:
             return steps, state.shared, state.outer, state.owed
 
-        new_updates, *outer_fields = lax.cond(count % every == 0, meet, skip)
+        new_updates, *outer_fields = lax.cond(count % every == 0, synchronise, skip)
         return new_updates, DilocoState(count, inner_state, *outer_fields)
 
     return optax.GradientTransformation(init, update)

@@ -1,9 +1,10 @@
-"""Low-rank codecs: a matrix as the product of two thin ones, each of which is averaged exactly.
+"""Low-rank codecs approximate a matrix by the product of two thin matrices, each of which is averaged exactly.
 
     P = mean(M Q), normalised;  Q = mean(M^T P);  the mean is P Q^T, and Q starts the next step.
 
-P and Q can be added in this form, so that two all-reduces suffice and bytes do not grow with the number of devices.
-Shared by PowerSGD and GradZip, which differ in how they normalise P and Q.
+M is the gradient plus residual of one replica, and the means are over replicas. Encoded messages of this form can be
+added, so that two all-reduces suffice and bytes do not grow with the number of devices. PowerSGD and GradZip share this
+code and differ in how they normalise P and Q.
 """
 
 import abc
@@ -15,7 +16,7 @@ from jax import lax
 
 from jaxscale.errors import UserError
 from jaxscale.replicas import wire
-from jaxscale.replicas.codec import Codec, State, matrix
+from jaxscale.replicas.codec import Codec, CodecState, matrix
 from jaxscale.typing import Array, Float, Key
 
 
@@ -24,7 +25,7 @@ class LowRank(Codec):
     """A codec of matrices; subclasses define `left` and `right`.
 
     Args:
-        rank: columns of P and Q, at most the smaller dim of the matrix.
+        rank: number of columns of P and Q, at most the smaller dim of the matrix.
     """
 
     rank: int
@@ -51,17 +52,17 @@ class LowRank(Codec):
             )
         return None
 
-    def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> State:
+    def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> CodecState:
         assert key is not None, f"codec {self} starts at random: give init a key"
         return super()._init(shape, key, n) | {"q": jax.random.normal(key, (matrix(shape)[1], self.rank))}
 
-    def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
+    def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
         owed, old_q = self.owed(gradient, state), state["q"]
         owed_matrix = owed.reshape(matrix(gradient.shape))
         p = self.left(times(owed_matrix, old_q), old_q, axis)
         q = self.right(times(owed_matrix.T, p), p, axis)
         mean = times(p, q.T).reshape(gradient.shape)
-        # a gradient may be zero for a step, and a zero column of Q would stay zero for ever
+        # a gradient may be zero in one step, and a zero column of Q would stay zero forever
         new_state = {"q": jnp.where(jnp.any(q != 0, 0), q, old_q)}
         return mean, ({"residual": owed - mean} if self.feedback else {}) | new_state
 
@@ -70,5 +71,5 @@ class LowRank(Codec):
 
 
 def times(a: Array, b: Array) -> Array:
-    """The product of two matrices in float32 on every platform."""
+    """The product of two matrices, computed in full float32 precision on every platform."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)

@@ -1,5 +1,5 @@
-"""NamedCodec: a codec by its text form, such as "powersgd:4,start=100". The computation is in `codec.py`: a plan is
-read and checked without JAX.
+"""The text form of codecs, such as "powersgd:4,start=100". Their computation is in `codec.py`, so that a plan can be
+parsed and checked without JAX.
 """
 
 import abc
@@ -15,8 +15,8 @@ class NamedCodec(abc.ABC):
     """A codec's options and its text form, `NAME[:VALUE][,FIELD=VALUE...]`.
 
     Args:
-        feedback: the error of a message is kept and added to the next gradient.
-        start: steps that send the exact mean before the first that is compressed.
+        feedback: whether the error of a message is kept and added to the next gradient.
+        start: number of steps that send the exact mean before the first compressed step.
 
     Example:
         >>> codec = NamedCodec.parse("powersgd:4,start=100")
@@ -29,11 +29,11 @@ did you mean 'start'?
     """
 
     name: ClassVar[str]
-    """The word of the text form."""
+    """The name that begins the text form."""
     value: ClassVar[str | None] = None
-    """The field after the colon."""
+    """Name of the field whose value follows the colon; `None` for a codec without such a value."""
     unit: ClassVar[str] = ""
-    """Optional suffix of that number: the bit of `qsgd:4bit`."""
+    """Optional suffix of the value after the colon: the "bit" of `qsgd:4bit`."""
     late: ClassVar[bool] = False
     """Whether most of a gradient arrives many steps late, so that an optimizer's momentum carries it too far."""
     feedback: bool = dataclasses.field(default=True, kw_only=True)
@@ -49,35 +49,35 @@ did you mean 'start'?
         """The codec that a text form describes.
 
         Raises:
-            UserError: an unknown codec or option, with the near miss; a value that the codec refuses.
+            UserError: a codec or an option is unknown (the message suggests the nearest), or a value is invalid.
         """
         from jaxscale.replicas.codecs import CODECS
 
-        head, *options = (part.strip() for part in text.strip().split(","))
+        head, *options = (word.strip() for word in text.strip().split(","))
         name, colon, value = head.partition(":")
         if name.lower() not in CODECS:
             raise unknown("codec", name, CODECS)
         codec = CODECS[name.lower()]
         if bool(colon) != (codec.value is not None):
             raise UserError(f"codec {text!r}: expected {codec.form()}")
-        texts = {} if codec.value is None else {codec.value: value.removesuffix(codec.unit)}
-        hints = values.field_types(codec)
+        text_by_field = {} if codec.value is None else {codec.value: value.removesuffix(codec.unit)}
+        type_by_field = values.field_types(codec)
         for option in options:
-            key, equals, value = (part.strip() for part in option.partition("="))
-            if key not in hints:
-                raise unknown(f"option of codec {codec.name}", key, hints)
-            if not equals or key in texts:
+            key, equals, value = (word.strip() for word in option.partition("="))
+            if key not in type_by_field:
+                raise unknown(f"option of codec {codec.name}", key, type_by_field)
+            if not equals or key in text_by_field:
                 raise UserError(f"codec {text!r}: got {option!r}, expected each option once: {codec.form()}")
-            texts[key] = value
+            text_by_field[key] = value
         try:
-            return codec(**{key: values.parse(value, hints[key], key) for key, value in texts.items()})
+            return codec(**{key: values.parse(value, type_by_field[key], key) for key, value in text_by_field.items()})
         except UserError as error:
             raise UserError(f"codec {text!r}: {error}") from None
 
     def __str__(self) -> str:
-        value = f":{_text(getattr(self, self.value))}{self.unit}" if self.value else ""
+        value = f":{values.spell(getattr(self, self.value))}{self.unit}" if self.value else ""
         options = [
-            f",{field.name}={_text(getattr(self, field.name))}"
+            f",{field.name}={values.spell(getattr(self, field.name))}"
             for field in dataclasses.fields(self)
             if field.name != self.value and getattr(self, field.name) != field.default
         ]
@@ -94,7 +94,3 @@ did you mean 'start'?
         """
         value = f":{cls.value.upper()}{cls.unit}" if cls.value else ""
         return f"{cls.name}{value}" + "".join(f"[,{key}=...]" for key in values.field_types(cls) if key != cls.value)
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -1,12 +1,11 @@
-"""One-phase codecs: every device sends its message to all others, and each adds up the decoded messages.
+"""One-phase codecs: every device sends its message to all others, and each device adds up the decoded messages.
 
-One all-gather; the bytes grow with the number of devices, which suits messages that cannot be added in their encoded
-form and are far smaller than the leaf, such as the largest elements and their positions.
+This takes one all-gather, whose bytes grow with the number of devices. It suits messages that cannot be added in their
+encoded form and are far smaller than the leaf, such as the largest elements and their positions.
 """
 
 import abc
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -16,7 +15,7 @@ from jax import lax
 
 from jaxscale.compat import all_gather_alike
 from jaxscale.replicas import wire
-from jaxscale.replicas.codec import Codec, State
+from jaxscale.replicas.codec import Codec, CodecState, computed_once, message_bytes
 from jaxscale.typing import Array, Float, Key
 
 
@@ -26,28 +25,21 @@ class OnePhase(Codec):
 
     @abc.abstractmethod
     def encode(self, flat: Float[Array, "elements"], key: Key | None) -> Any:
-        """The message of a leaf: arrays.
+        """The message of a leaf, a tree of arrays.
 
         Args:
-            flat: float32, the leaf of one layer.
-            key: of this device, if `random`.
+            flat: float32 elements of one layer of the leaf.
+            key: random key of this device, if the codec is `random`.
         """
 
     @abc.abstractmethod
     def decode(self, message: Any, elements: int) -> Float[Array, "elements"]:
-        """The leaf that a message encodes, float32; the same bits on every device."""
+        """The elements that a message encodes, float32, bit for bit the same on every device."""
 
-    def message(self, flat: Float[Array, "elements"], key: Key | None) -> Any:
-        """`encode`, computed once: the residual is measured against the very bytes that are sent.
-
-        XLA would else compute the message again wherever this device decodes it.
-        """
-        return lax.optimization_barrier(self.encode(flat, key))
-
-    def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
+    def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
         device_key = None if key is None else jax.random.fold_in(key, lax.axis_index(axis))
         owed = self.owed(gradient, state)
-        message = self.message(owed.reshape(-1), device_key)
+        message = computed_once(self.encode(owed.reshape(-1), device_key))
         mean = self.mean(message, gradient.size, axis).reshape(gradient.shape)
         if not self.feedback:
             return mean, {}
@@ -56,25 +48,17 @@ class OnePhase(Codec):
     def mean(self, message: Any, elements: int, axis: str) -> Float[Array, "elements"]:
         """The mean of all devices' decoded messages.
 
-        They are added one after another: in one scatter, the order of addition would differ between GPUs, and replicas
-        would diverge.
+        The messages are added one after another: in one scatter, the order of addition would differ between GPUs, and
+        replicas would diverge.
         """
         messages = jax.tree.map(lambda array: all_gather_alike(array[None], axis), message)
-        head, tail = (jax.tree.map(lambda array, index=index: array[index], messages) for index in (0, slice(1, None)))
+        first, rest = (jax.tree.map(lambda array, index=index: array[index], messages) for index in (0, slice(1, None)))
 
         def add(total: Array, message: Any) -> tuple[Array, None]:
             return total + self.decode(message, elements), None
 
-        total, _ = lax.scan(add, self.decode(head, elements), tail)
+        total, _ = lax.scan(add, self.decode(first, elements), rest)
         return total / lax.axis_size(axis)
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
-        return wire.all_gather(_message_bytes(self, math.prod(shape)), n)
-
-
-@functools.lru_cache(maxsize=1024)
-def _message_bytes(codec: OnePhase, elements: int) -> int:
-    """Bytes of a message."""
-    key = jax.random.key(0) if codec.random else None
-    flat = jax.ShapeDtypeStruct((elements,), jnp.float32)
-    return wire.message_bytes(jax.eval_shape(lambda x: codec.encode(x, key), flat))
+        return wire.all_gather(message_bytes(self, jax.ShapeDtypeStruct((math.prod(shape),), jnp.float32)), n)

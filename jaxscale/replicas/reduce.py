@@ -1,12 +1,12 @@
-"""The reduce stage: from each replica's gradients to their mean, equal on all replicas, before optax sees it.
+"""The reduce stage averages the replicas' gradients, before optax uses the mean; the mean is equal on all replicas.
 
-It runs in a `jax.shard_map` that is manual over every axis: each device holds its shard of its replica's gradients, and
-a codec sends an encoding of that shard over the slow axis alone. Leaves too small for a codec, and leaves that it
-refuses (norms, biases), are sent uncompressed in one message. NaN or Inf in a gradient would corrupt the residuals and
-scales of one replica unseen by the others: all devices agree on finiteness by one number, the mean becomes NaN, so that
-the guard skips the step, and the states are unchanged to the bit.
+The stage runs in a `jax.shard_map` that is manual over every axis: each device has its shard of its replica's
+gradients, and a codec sends an encoding of that shard only over the slow axis. Leaves too small for a codec, and leaves
+to which it does not apply (norms, biases), are sent uncompressed in one message. NaN or Inf in a gradient would corrupt
+the residuals and scales of one replica, unnoticed by the others. All devices therefore agree by one number on whether
+the gradients are finite. If not, the mean becomes NaN, so that the guard skips the step, and the states do not change.
 
-Left out: clipping and norms, which apply to the mean afterwards, and the reduction inside a replica, which XLA has done
+Left out: clipping and norms, which apply to the mean afterwards, and the reduction inside a replica, which XLA does
 before.
 """
 
@@ -25,20 +25,33 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.errors import UserError
 from jaxscale.replicas import wire
 from jaxscale.replicas.codec import Codec
+from jaxscale.sharding.partition import axes_of, dim_axes, shard_count
 from jaxscale.typing import Array, Float, Int, Key
 
 SMALL = 256
-"""Elements on a device below which a gradient is sent uncompressed."""
+"""Number of elements on a device below which a gradient is sent uncompressed."""
 
 RESIDUAL = "residual"
+"""Name of the residual among the states of a codec."""
 
-States = dict[str, dict[str, Any]]
-"""By gradient and state name: residuals (replicas, *shape); all else (replicas, shards, *shape on a device)."""
+CodecStates = dict[str, dict[str, Any]]
+"""Arrays by the name of the gradient and of the state.
+
+Residuals have the shape (replicas, *shape), all other states (replicas, shards, *shape on a device).
+"""
 
 
-def squared_residuals(states: States) -> Float[Array, ""]:
+def squared_residuals(states: CodecStates) -> Float[Array, ""]:
     """Squared norm of the residuals in these states."""
     return sum((jnp.sum(jnp.square(state[RESIDUAL])) for state in states.values() if RESIDUAL in state), jnp.zeros(()))
+
+
+def _indexed(states: CodecStates, index: int | None) -> CodecStates:
+    """Index states along the dim of replicas, and along the dim of shards if they have one; `None` adds these dims."""
+    return {
+        name: {key: array[index] if key == RESIDUAL else array[index, index] for key, array in state.items()}
+        for name, state in states.items()
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +60,10 @@ class GradientLeaf:
 
     Args:
         shape: global shape.
-        spec: placement of its shards, without the slow axis.
-        layers: its first dim is stacked layers.
-        stack: name of the whole stack, if these layers are a part of it: random draws do not depend on the parts.
+        spec: partition of its dims over mesh axes, without the slow axis.
+        layers: whether its first dim is stacked layers.
+        stack: name of the whole stack if these layers are a part of it, so that random draws do not depend on how the
+            stack is divided.
         first: number of its first layer in the stack.
     """
 
@@ -62,20 +76,20 @@ class GradientLeaf:
     @property
     def axes(self) -> tuple[str, ...]:
         """Mesh axes over which the gradient is split, in the order of its dims."""
-        return tuple(a for e in self.spec if e is not None for a in ((e,) if isinstance(e, str) else e))
+        return axes_of(self.spec)
 
 
 class Reduced(NamedTuple):
     """Result of the stage.
 
     Args:
-        mean: of the gradients over the replicas, by name, float32.
-        states: of the codec, after the step.
+        mean: mean of each gradient over the replicas, by name, float32.
+        states: states of the codec after the step.
         residual_norm: root of the mean over replicas of the residuals' squared norm.
     """
 
     mean: dict[str, Array]
-    states: States
+    states: CodecStates
     residual_norm: Float[Array, ""]
 
 
@@ -84,12 +98,12 @@ class GradientExchange:
     """A codec applied to the gradients of a model.
 
     Args:
-        codec: for all gradients that are not too small.
-        mesh: of devices.
-        leaves: the gradients, by name.
-        axis: the slow mesh axis.
-        seed: of the codec's random draws.
-        small: elements on a device below which a gradient is sent uncompressed.
+        codec: codec for all gradients that are not too small.
+        mesh: mesh of devices.
+        leaves: descriptions of the gradients, by name.
+        axis: name of the slow mesh axis.
+        seed: seed of the codec's random draws.
+        small: number of elements on a device below which a gradient is sent uncompressed.
 
     Raises:
         UserError: the axis has one device, or the codec accepts none of the gradients.
@@ -112,14 +126,14 @@ class GradientExchange:
 
     def __post_init__(self) -> None:
         if self.coded:
-            _ = self._sent_bytes  # message sizes are traced here, so that no step notes the kernels of that trace
+            _ = self._sent_bytes  # traced here, so that the trace of a step does not record the kernels of this trace
             return
         largest = max(self.leaves, key=lambda name: math.prod(self.local(name)), default=None)
         if largest is None or self.replicas < 2:
             raise UserError(f"reduce {self.codec}: the mesh has no {self.axis} axis to reduce over; add {self.axis}:N")
         reason = self.codec.refusal(self.local(largest), self.replicas, layers=self.leaves[largest].layers)
         elements = math.prod(self.local(largest))
-        reason = reason or f"its {elements} elements on a device are too few, or take no more bytes uncompressed"
+        reason = reason or f"its {elements} elements on a device are too few, or take no more bytes without the codec"
         raise UserError(
             f"reduce {self.codec}: it applies to none of this model's gradients. The largest is {largest}: {reason}; "
             "leave reduce out"
@@ -129,31 +143,31 @@ class GradientExchange:
 
     @property
     def replicas(self) -> int:
-        """Devices on the slow axis."""
+        """Number of devices on the slow axis."""
         return self.mesh.shape[self.axis]
 
     def local(self, name: str) -> tuple[int, ...]:
         """Shape of a gradient on one device."""
         leaf = self.leaves[name]
-        entries = [*leaf.spec, *(None,) * (len(leaf.shape) - len(leaf.spec))]
-        splits = [math.prod(self.mesh.shape[a] for a in ((e,) if isinstance(e, str) else e or ())) for e in entries]
-        return tuple(size // n for size, n in zip(leaf.shape, splits, strict=True))
+        dims = zip(leaf.shape, dim_axes(leaf.spec, len(leaf.shape)), strict=True)
+        return tuple(size // shard_count(self.mesh, axes) for size, axes in dims)
 
     def shards(self, name: str) -> int:
         """Number of shards of a gradient."""
-        return math.prod(self.mesh.shape[axis] for axis in self.leaves[name].axes)
+        return shard_count(self.mesh, self.leaves[name].axes)
 
     @functools.cached_property
     def coded(self) -> tuple[str, ...]:
-        """Gradients that the codec compresses."""
+        """Names of the gradients that the codec compresses."""
         return tuple(name for name in self.leaves if self._is_coded(name))
 
     @functools.cached_property
     def plain(self) -> tuple[str, ...]:
-        """Gradients that are sent uncompressed, in one message."""
+        """Names of the gradients that are sent uncompressed, in one message."""
         return tuple(name for name in self.leaves if name not in self.coded)
 
     def _is_coded(self, name: str) -> bool:
+        """Whether the codec compresses a gradient: it applies to the gradient and sends fewer bytes."""
         shape, layers, n = self.local(name), self.leaves[name].layers, self.replicas
         if n < 2 or len(shape) - layers < 2 or math.prod(shape) < self.small:
             return False
@@ -162,33 +176,33 @@ class GradientExchange:
         return self.codec.wire_bytes(shape, n, layers=layers) < wire.exact(shape, n)
 
     @property
-    def plain_bytes(self) -> int:
-        """Bytes of the message of uncompressed gradients."""
-        return wire.FLOAT32 * sum(math.prod(self.local(name)) for name in self.plain)
+    def _plain_bytes(self) -> int:
+        """Bytes that one device sends for the uncompressed gradients."""
+        return wire.all_reduce(wire.FLOAT32 * sum(math.prod(self.local(name)) for name in self.plain), self.replicas)
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that one device sends over the slow axis in a step, with the last codec of the timetable."""
-        return self._coded_bytes(self.codec) + wire.all_reduce(self.plain_bytes, self.replicas)
+        return self._sent_bytes[-1] + self._plain_bytes
 
     @property
     def program_bytes(self) -> int:
         """Bytes of all messages in the compiled step, which contains every codec of the timetable."""
-        return sum(self._sent_bytes) + wire.all_reduce(self.plain_bytes, self.replicas)
+        return sum(self._sent_bytes) + self._plain_bytes
 
     def wire_bytes_at(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        """Bytes that one device sends in the step after `step` updates."""
+        """Bytes that one device sends in the step that follows `step` updates."""
         starts = jnp.array([first for first, _ in self.codec.timetable])
-        plain = wire.all_reduce(self.plain_bytes, self.replicas)
-        return jnp.array([coded + plain for coded in self._sent_bytes], jnp.float32)[jnp.sum(step >= starts) - 1]
+        step_bytes = jnp.array([sent + self._plain_bytes for sent in self._sent_bytes], jnp.float32)
+        return step_bytes[jnp.sum(step >= starts) - 1]
 
     @functools.cached_property
     def _sent_bytes(self) -> tuple[int, ...]:
-        """Bytes of the compressed gradients under each codec of the timetable."""
+        """Bytes that one device sends for the compressed gradients, under each codec of the timetable."""
         return tuple(self._coded_bytes(codec) for _, codec in self.codec.timetable)
 
     def _coded_bytes(self, codec: Codec | None) -> int:
-        """Bytes of the compressed gradients; the codec `None` sends them in float32."""
+        """Bytes that one device sends for the compressed gradients under a codec; the codec `None` sends float32."""
         shapes = ((self.local(name), self.leaves[name].layers) for name in self.coded)
         if codec is None:
             return sum(wire.exact(shape, self.replicas) for shape, _ in shapes)
@@ -196,63 +210,55 @@ class GradientExchange:
 
     @property
     def exact_bytes(self) -> int:
-        """Bytes that one device would send in float32."""
+        """Bytes that one device would send for all gradients in float32."""
         return sum(wire.exact(self.local(name), self.replicas) for name in self.leaves)
 
     # -- states --------------------------------------------------------------------------------------------------------
 
-    def _state_leaf(self, name: str, key: str, shape: tuple[int, ...], *, merged: bool = False) -> GradientLeaf:
-        """Global shape and placement of a state, of all replicas or merged into one."""
-        leaf, n, slow_axis = self.leaves[name], (self.replicas,), (self.axis,)
-        if merged:
-            n, slow_axis = (), ()
-        if key == RESIDUAL:
-            return GradientLeaf((*n, *leaf.shape), PartitionSpec(*slow_axis, *leaf.spec))
-        return GradientLeaf((*n, self.shards(name), *shape), PartitionSpec(*slow_axis, leaf.axes or None))
-
     def _init(self, name: str, key: Key) -> dict[str, Array]:
+        """The initial state of a gradient on one device, by name."""
         leaf = self.leaves[name]
         return self.codec.init(self.local(name), key, self.replicas, layers=leaf.layers, first=leaf.first)
 
     @functools.cached_property
     def _state_shapes(self) -> dict[str, dict[str, Any]]:
-        """Shapes of the states of one device and replica."""
+        """Shapes of the states of one device of one replica, by gradient and state name."""
         key = jax.eval_shape(lambda: jax.random.key(0))
         return {name: jax.eval_shape(functools.partial(self._init, name), key) for name in self.coded}
 
-    def _state_leaves(self, *, merged: bool = False) -> dict[str, dict[str, GradientLeaf]]:
+    def abstract(self, *, one: bool = False) -> Any:
+        """Shapes, dtypes and shardings of all replicas' states; with `one`, of the one state that `merged` returns."""
         return {
             name: {
-                key: self._state_leaf(name, key, state.shape, merged=merged)
+                key: self._abstract_state(name, key, state, one)
                 for key, state in states.items()
-                if not merged or key in self.lasting(name)
+                if not one or key in self.lasting(name)
             }
             for name, states in self._state_shapes.items()
         }
 
-    def abstract(self, *, one: bool = False) -> Any:
-        """Shapes, dtypes and placements of the states of all replicas, or of the one state that `merged` returns."""
-        return {
-            name: {
-                key: jax.ShapeDtypeStruct(
-                    leaf.shape, self._state_shapes[name][key].dtype, sharding=NamedSharding(self.mesh, leaf.spec)
-                )
-                for key, leaf in states.items()
-            }
-            for name, states in self._state_leaves(merged=one).items()
-        }
+    def _abstract_state(self, name: str, key: str, state: Any, one: bool) -> jax.ShapeDtypeStruct:
+        """Shape, dtype and sharding of one state of a gradient; `state` is its shape on one device."""
+        leaf = self.leaves[name]
+        shape, spec = (self.shards(name), *state.shape), (leaf.axes or None,)
+        if key == RESIDUAL:
+            shape, spec = leaf.shape, leaf.spec
+        if not one:
+            shape, spec = (self.replicas, *shape), (self.axis, *spec)
+        return jax.ShapeDtypeStruct(shape, state.dtype, sharding=NamedSharding(self.mesh, PartitionSpec(*spec)))
 
     def shardings(self, *, merged: bool = False) -> Any:
-        """Placements of the states."""
+        """Shardings of the states of all replicas, or of the state that `merged` returns."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract(one=merged))
 
     def _specs(self, *, merged: bool = False) -> Any:
+        """`PartitionSpec`s of the states."""
         return jax.tree.map(lambda sharding: sharding.spec, self.shardings(merged=merged))
 
-    def init(self) -> States:
-        """States before the first step; jit it with `out_shardings`."""
+    def init(self) -> CodecStates:
+        """The states before the first step; to be run under `jax.jit` with `out_shardings`."""
 
-        def local() -> States:
+        def local() -> CodecStates:
             return self._with_leading_dims(self.start())
 
         return self._shard_mapped(local, (), self._specs())()
@@ -266,23 +272,23 @@ class GradientExchange:
         )
         return tuple(key for key, state in self._state_shapes[name].items() if state.shape == grown_shapes[key].shape)
 
-    def merged(self, states: States) -> States:
-        """One state in place of all replicas', with their mean residual; any number of replicas can resume from it."""
+    def merged(self, states: CodecStates) -> CodecStates:
+        """Merge the states of all replicas into one, with their mean residual, for any number of replicas to resume."""
 
-        def local(states: States) -> States:
-            merged: States = {}
+        def local(states: CodecStates) -> CodecStates:
+            merged: CodecStates = {}
             for name, state in self._without_leading_dims(states).items():
-                gathered = jax.tree.map(lambda array: lax.all_gather(array, self.axis), state)
-                single = self.codec.resize(gathered, self.local(name), 1, layers=self.leaves[name].layers)
-                merged[name] = {key: single[key][0] if key == RESIDUAL else single[key] for key in self.lasting(name)}
+                gathered_state = jax.tree.map(lambda array: lax.all_gather(array, self.axis), state)
+                one_state = self.codec.resize(gathered_state, self.local(name), 1, layers=self.leaves[name].layers)
+                merged[name] = {k: one_state[k][0] if k == RESIDUAL else one_state[k] for k in self.lasting(name)}
             return merged
 
         return self._shard_mapped(local, (self._specs(),), self._specs(merged=True))(states)
 
-    def spread(self, merged: States) -> States:
-        """The inverse of `merged`, for the replicas of this mesh; missing states take their initial values."""
+    def spread(self, merged: CodecStates) -> CodecStates:
+        """The states of this mesh's replicas from one merged state; missing states get their initial values."""
 
-        def local(merged: States) -> States:
+        def local(merged: CodecStates) -> CodecStates:
             initial = self.start()
             local_states = {
                 name: {key: array if key == RESIDUAL else array[0] for key, array in state.items()}
@@ -293,31 +299,26 @@ class GradientExchange:
         specs = {name: {key: self._specs(merged=True)[name][key] for key in state} for name, state in merged.items()}
         return self._shard_mapped(local, (specs,), self._specs())(merged)
 
-    def _with_leading_dims(self, states: States) -> States:
-        """States of a device with leading dims for replicas and shards."""
-        return {
-            name: {key: array[None] if key == RESIDUAL else array[None, None] for key, array in state.items()}
-            for name, state in states.items()
-        }
+    def _with_leading_dims(self, states: CodecStates) -> CodecStates:
+        """States of one device with leading dims of size 1 for replicas and shards."""
+        return _indexed(states, None)
 
-    def _without_leading_dims(self, states: States) -> States:
-        return {
-            name: {key: array[0] if key == RESIDUAL else array[0, 0] for key, array in state.items()}
-            for name, state in states.items()
-        }
+    def _without_leading_dims(self, states: CodecStates) -> CodecStates:
+        """The inverse of `_with_leading_dims`."""
+        return _indexed(states, 0)
 
     # -- the stage -----------------------------------------------------------------------------------------------------
 
-    def __call__(self, gradients: Mapping[str, Array], states: States, step: Int[Array, ""]) -> Reduced:
+    def __call__(self, gradients: Mapping[str, Array], states: CodecStates, step: Int[Array, ""]) -> Reduced:
         """Average gradients over the replicas.
 
         Args:
-            gradients: by name, float32 (replicas, *shape).
-            states: of the codec.
-            step: updates made before this one.
+            gradients: gradients by name, float32 (replicas, *shape).
+            states: states of the codec.
+            step: number of updates made before this one.
         """
 
-        def local(gradients: dict[str, Array], states: States, step: Array) -> Reduced:
+        def local(gradients: dict[str, Array], states: CodecStates, step: Array) -> Reduced:
             shards = {name: gradient[0] for name, gradient in gradients.items()}
             mean, new_states = self.inside(shards, self._without_leading_dims(states), step, self.mesh.axis_names)
             return Reduced(mean, self._with_leading_dims(new_states), self._residual_norm(new_states))
@@ -326,19 +327,20 @@ class GradientExchange:
         gradient_specs = {name: PartitionSpec(self.axis, *leaf.spec) for name, leaf in self.leaves.items()}
         mean_specs = {name: leaf.spec for name, leaf in self.leaves.items()}
         out_specs: Any = Reduced(*(mean_specs, self._specs(), replicated))  # pyright: ignore[reportArgumentType]
-        in_order = {name: gradients[name] for name in self.leaves}
-        return self._shard_mapped(local, (gradient_specs, self._specs(), replicated), out_specs)(in_order, states, step)
+        run = self._shard_mapped(local, (gradient_specs, self._specs(), replicated), out_specs)
+        return run({name: gradients[name] for name in self.leaves}, states, step)
 
     def inside(
-        self, gradients: Mapping[str, Array], states: States, step: Int[Array, ""], agreeing: Sequence[str]
-    ) -> tuple[dict[str, Array], States]:
+        self, gradients: Mapping[str, Array], states: CodecStates, step: Int[Array, ""], agreeing: Sequence[str]
+    ) -> tuple[dict[str, Array], CodecStates]:
         """The mean of gradients over the replicas and the new states, in a region that is manual over the axes.
 
         Args:
-            gradients: by name, float32: shards of this device and replica.
-            states: of this device and replica.
-            step: updates made before this one.
-            agreeing: axes whose devices agree on whether the gradients are finite; all of them run this.
+            gradients: this device's shards of its replica's gradients, by name, float32.
+            states: states of this device.
+            step: number of updates made before this one.
+            agreeing: names of the axes whose devices agree on whether the gradients are finite; all of these devices
+                must call this function.
         """
         squared_norm = sum((jnp.sum(jnp.square(gradient)) for gradient in gradients.values()), jnp.zeros(()))
         finite = jnp.isfinite(lax.psum(squared_norm, agreeing))
@@ -358,26 +360,26 @@ class GradientExchange:
         new_states = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_states, states)
         return {name: means[name] for name in self.leaves}, new_states
 
-    def start(self) -> States:
-        """States of one device and replica before the first step, in a region that is manual over the axes."""
+    def start(self) -> CodecStates:
+        """The states of one device before the first step, in a region that is manual over the axes."""
         key = jax.random.key(self.seed)
         return {name: self._init(name, self._shard_key(key, name)) for name in self.coded}
 
     def _exact_means(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
-        """Means of the uncompressed gradients, sent together; NaN or Inf stays in its own leaf."""
+        """Means of the uncompressed gradients, sent in one message; NaN or Inf in one leaf does not reach others."""
         if not self.plain:
             return {}
         flat = jnp.concatenate([gradients[name].reshape(-1) for name in self.plain])
-        ends = [0]
-        for name in self.plain:
-            ends.append(ends[-1] + math.prod(self.local(name)))
         flat = lax.psum(flat, self.axis) / self.replicas
-        return {
-            name: flat[start:end].reshape(self.local(name))
-            for name, start, end in zip(self.plain, ends, ends[1:], strict=False)
-        }
+        means, start = {}, 0
+        for name in self.plain:
+            shape = self.local(name)
+            means[name] = flat[start : start + math.prod(shape)].reshape(shape)
+            start += math.prod(shape)
+        return means
 
-    def _residual_norm(self, states: States) -> Array:
+    def _residual_norm(self, states: CodecStates) -> Array:
+        """Root of the mean over replicas of the residuals' squared norm."""
         squares = jnp.zeros(())
         for name, state in states.items():
             copies = self.mesh.size // (self.replicas * self.shards(name))
@@ -385,7 +387,7 @@ class GradientExchange:
         return jnp.sqrt(lax.psum(squares, self.mesh.axis_names) / self.replicas)
 
     def _shard_key(self, key: Key, name: str) -> Key:
-        """Key of a gradient's shard: equal on all replicas, and on all devices that hold that shard."""
+        """Random key of a gradient's shard, equal on all replicas and on all devices that have the same shard."""
         leaf = self.leaves[name]
         key = jax.random.fold_in(key, zlib.crc32((leaf.stack or name).encode()) & 0x7FFFFFFF)
         shard = jnp.int32(0)
@@ -394,5 +396,6 @@ class GradientExchange:
         return jax.random.fold_in(key, shard)
 
     def _shard_mapped(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+        """A function mapped over the shards of all devices of the mesh."""
         # replicas are equal because all compute the same from the same inputs, which the types cannot express
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

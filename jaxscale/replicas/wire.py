@@ -1,23 +1,18 @@
 """Bytes that one device sends over an axis of n devices, for each collective that a codec uses.
 
-For the ring algorithms, which send the least: Patarasu and Yuan (2009), "Bandwidth optimal all-reduce algorithms".
-The compile report counts what a compiled program sends; latency is left out.
+The formulas are for ring algorithms, which send the fewest bytes (Patarasu and Yuan, 2009, "Bandwidth optimal
+all-reduce algorithms"). The compile report counts the bytes that a compiled program sends. Latency is left out.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
-
-import jax
-
-from jaxscale.trees import tree_bytes
 
 FLOAT32 = 4
 """Bytes of a float32."""
 
 
 def all_reduce(payload: int, n: int) -> int:
-    """Bytes that one device sends to add up `payload` bytes over n devices: 2 (n-1)/n of them.
+    """Bytes that one device sends to sum an array of `payload` bytes over n devices: 2 (n-1)/n of them.
 
     Example:
         >>> all_reduce(4096, 2), all_reduce(4096, 8)
@@ -27,7 +22,7 @@ def all_reduce(payload: int, n: int) -> int:
 
 
 def all_gather(payload: int, n: int) -> int:
-    """Bytes that one device sends so that all receive the `payload` bytes of each: n-1 times its own.
+    """Bytes that one device sends if every device receives the `payload` bytes of every other: n-1 times its own.
 
     Example:
         >>> all_gather(100, 8)
@@ -37,7 +32,7 @@ def all_gather(payload: int, n: int) -> int:
 
 
 def all_to_all(payload: int, n: int) -> int:
-    """Bytes that one device sends to give each of n its part of `payload` bytes: (n-1)/n of them.
+    """Bytes that one device sends to give each of n devices its part of `payload` bytes: (n-1)/n of them.
 
     Example:
         >>> all_to_all(4096, 8)
@@ -47,15 +42,10 @@ def all_to_all(payload: int, n: int) -> int:
 
 
 def exact(shape: Sequence[int], n: int) -> int:
-    """Bytes that one device sends for the uncompressed mean of a float32 leaf: the baseline of every codec.
+    """Bytes that one device sends for the uncompressed mean of a float32 leaf, the baseline of every codec.
 
     Example:
         >>> exact((1024, 1024), 2) / 2**20
         4.0
     """
     return all_reduce(FLOAT32 * math.prod(shape), n)
-
-
-def message_bytes(message: Any) -> int:
-    """Bytes of a message, given as arrays or their shapes."""
-    return tree_bytes(jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), message))

@@ -1,41 +1,44 @@
-"""Line charts as HTML with inline SVG: no library, and no script needed to see them.
+"""Line charts as HTML with inline SVG, without a library, and visible without a script.
 
 The SVG holds only the curves and is stretched to its box; ticks and labels are HTML beside it, so that text keeps its
 size on a wide screen and on a phone. A script in the page (report.js) reads each chart's JSON for the read-out under
-the pointer. Curves of many steps are thinned to the chart's pixels: the least and largest value of each bucket, so that
-no spike is lost.
+the pointer. Curves of many steps are thinned to the least and the largest value of each bucket of steps, so that no
+spike is lost.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
-from html import escape
 from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
+from jaxscale.figures.axes import spread, thin, ticks
+from jaxscale.figures.markup import Markup, element
 from jaxscale.values.units import number, short
 
 BUCKETS = 500
-"""Buckets of a thinned curve, of at most two points each: as many as a chart has pixels."""
+"""Number of buckets of a thinned curve, about the pixels of a chart's width; each keeps at most two points."""
 
 _UNITS = 1000.0
-_TICKS = 5
+"""Width and height of the curves' image, in its own units."""
 _MARKS = 40
+"""Largest number of marks on a chart."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """A curve: values over steps.
+    """A curve of values over steps.
 
     Args:
-        label: its name in the legend and the read-out.
-        steps: (n,) ascending.
-        values: (n,); a value that is not finite leaves a gap.
-        style: a line, a faint line behind others, or dots.
-        color: number of its colour in the page's palette, from 1.
+        label: name of the curve in the legend and the read-out.
+        steps: (n,) ascending steps.
+        values: (n,) value at each step; a value that is not finite leaves a gap.
+        style: style of the curve, a line, a faint line behind others, or dots.
+        color: number of the curve's colour in the page's palette, from 1.
     """
 
     label: str
@@ -47,64 +50,29 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """A labelled step, drawn as a rule across the chart."""
+    """A labelled step, drawn as a vertical line across the chart."""
 
     step: int
     label: str
 
 
 def smooth(values: np.ndarray, window: float) -> np.ndarray:
-    """Mean over about `window` steps around each step, fewer towards the ends. NaN and infinity are left out.
+    """Mean of the values over about `window` steps around each step, fewer towards the ends.
+
+    NaN and infinity are left out.
 
     Example:
         >>> smooth(np.array([1.0, 2.0, np.nan, 4.0, 5.0]), 3).tolist()
         [1.0, 1.5, 3.0, 4.5, 5.0]
     """
     finite = np.isfinite(values)
-    total = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
-    count = np.concatenate([[0], np.cumsum(finite)])
+    sums_before = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts_before = np.concatenate([[0], np.cumsum(finite)])
     position = np.arange(len(values))
     radius = np.clip(np.minimum(position, position[::-1]), int(window) // 12, int(window) // 2)
     start, end = np.maximum(position - radius, 0), np.minimum(position + radius + 1, len(values))
-    sums, counts = total[end] - total[start], count[end] - count[start]
+    sums, counts = sums_before[end] - sums_before[start], counts_before[end] - counts_before[start]
     return np.where(counts > 0, sums / np.maximum(counts, 1), math.nan)
-
-
-def thin(steps: np.ndarray, values: np.ndarray, buckets: int = BUCKETS) -> tuple[np.ndarray, np.ndarray]:
-    """The visible points of a curve: the least and the largest of each bucket, and both ends.
-
-    Example:
-        >>> steps, values = thin(np.arange(10_000), np.zeros(10_000))
-        >>> len(steps) <= 2 * BUCKETS + 4
-        True
-    """
-    if len(steps) <= 2 * buckets:
-        return steps, values
-    indices = {0, len(steps) - 1}
-    edges = np.linspace(0, len(steps), buckets + 1).astype(int)
-    for start, end in pairwise(edges):
-        bucket = values[start:end]
-        finite = np.flatnonzero(np.isfinite(bucket))
-        if len(finite) == 0:
-            indices.add(int(start))
-            continue
-        indices |= {int(start + finite[np.argmin(bucket[finite])]), int(start + finite[np.argmax(bucket[finite])])}
-    order = np.array(sorted(indices))
-    return steps[order], values[order]
-
-
-def ticks(low: float, high: float, wanted: int = _TICKS) -> list[float]:
-    """About `wanted` round numbers between two bounds.
-
-    Example:
-        >>> ticks(0.0, 2000.0), ticks(1.43, 4.2)
-        ([0.0, 500.0, 1000.0, 1500.0, 2000.0], [1.5, 2.0, 2.5, 3.0, 3.5, 4.0])
-    """
-    raw = (high - low) / wanted
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if factor * power >= raw * 0.75)
-    first = math.ceil(low / step - 1e-9)
-    return [round(index * step, 12) for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def line_chart(
@@ -118,29 +86,29 @@ def line_chart(
     from_zero: bool = False,
     marks: Sequence[Mark] = (),
     tall: bool = False,
-) -> str:
+) -> Markup:
     """A chart of curves over steps as an HTML figure.
 
-    The axis is logarithmic where the values span more than two decades. Rare values far from all others do not set its
-    bounds: the frame cuts them off, and the caption counts them.
+    The axis of values is logarithmic if they span more than two decades. Rare values far from all others do not set its
+    bounds; they lie outside the frame, and the caption has their number.
 
     Args:
         title: the chart's title.
         series: the curves; those without a finite value are left out.
-        unit: unit of the values, after the title.
-        text: formats a value for the read-out.
-        ticks_text: formats a tick; by default with as many digits as the ticks need.
-        ticks_base: ticks are round multiples of it.
-        from_zero: the axis begins at 0.
-        marks: rules across the chart.
-        tall: the chart takes the page's width.
+        unit: unit of the values, shown after the title.
+        text: function that formats a value for the read-out.
+        ticks_text: function that formats a tick; by default with as many digits as the ticks need.
+        ticks_base: number of which ticks are round multiples.
+        from_zero: whether the axis begins at 0.
+        marks: labelled steps, drawn as vertical lines.
+        tall: whether the chart is tall and has the page's width.
 
     Returns:
-        The figure, or "" where there is nothing to draw.
+        The figure; "" if no value is finite.
     """
     series = [curve for curve in series if np.isfinite(curve.values).any()]
     if not series:
-        return ""
+        return Markup()
     finite = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in series])
     low, high, outside_count = _bounds(finite)
     logarithmic = bool(low > 0 and high / low > 100 and not from_zero)
@@ -156,130 +124,118 @@ def line_chart(
         first, last = first - 1, last + 1
 
     def x_of(step: float) -> float:
+        """Position of a step across the chart, from 0 at the left to 1."""
         return (step - first) / (last - first)
 
     def y_of(value: float) -> float:
+        """Position of a value down the chart, from 0 at the top to 1."""
         if logarithmic:
             value = math.log10(value) if value > 0 else low - 1
         return (high - value) / (high - low)
 
     marks = [mark for mark in marks if first <= mark.step <= last][:_MARKS]
-    rules = "".join(f'<path class="mark" d="M{x_of(m.step) * _UNITS:.1f} 0V{_UNITS:.0f}"/>' for m in marks)
-    paths = "".join(_curve(curve, x_of, y_of) for curve in series)
     if logarithmic:
-        heights = _log_ticks(low, high)
+        exponents = range(math.ceil(low), math.floor(high) + 1)
+        stride = max(1, math.ceil(len(exponents) / 5))
+        levels = [10.0**exponent for exponent in exponents if exponent % stride == 0]
     else:
-        multiples = ticks(low / ticks_base, high / ticks_base, 5 if tall else 4)
-        heights = [(v * ticks_base, y_of(v * ticks_base)) for v in multiples]
-    grid = "".join(f'<path class="grid" d="M0 {y * _UNITS:.1f}H{_UNITS:.0f}"/>' for _, y in heights)
-    tick_text = ticks_text or ("{:g}".format if logarithmic else _tick_text([v for v, _ in heights]))
-    labels = "".join(f'<span class="y" style="top:{y:.2%}">{escape(tick_text(v))}</span>' for v, y in heights)
+        levels = [multiple * ticks_base for multiple in ticks(low / ticks_base, high / ticks_base, 7 if tall else 6)]
+    image = element(
+        "svg",
+        [element("path", class_="grid", d=f"M0 {y_of(level) * _UNITS:.1f}H{_UNITS:.0f}") for level in levels],
+        [element("path", class_="mark", d=f"M{x_of(mark.step) * _UNITS:.1f} 0V{_UNITS:.0f}") for mark in marks],
+        [_curve(curve, x_of, y_of) for curve in series],
+        viewBox=f"0 0 {_UNITS:.0f} {_UNITS:.0f}",
+        preserveAspectRatio="none",
+        aria_hidden="true",
+    )
+    tick_text = ticks_text or ("{:g}".format if logarithmic else _tick_text(levels))
     step_text = short if last >= 1e6 else "{:,.0f}".format
-    step_ticks = [s for s in ticks(first, last, 4) if s == int(s)]
-    labels += "".join(f'<span class="x" style="left:{x_of(s):.2%}">{step_text(s)}</span>' for s in step_ticks)
-    legend = [f'<span class="key c{curve.color} {curve.style}"><i></i>{escape(curve.label)}</span>' for curve in series]
-    if tall:
-        labels += _mark_labels(marks, x_of)
+    labels = [element("span", tick_text(level), class_="y", style=f"top:{y_of(level):.2%}") for level in levels]
+    steps = [step for step in ticks(first, last, 5) if step == int(step)]
+    labels += [element("span", step_text(step), class_="x", style=f"left:{x_of(step):.2%}") for step in steps]
+    labels += _mark_labels(marks, x_of) if tall else []
+    keys = [element("span", element("i"), curve.label, class_=f"key c{curve.color} {curve.style}") for curve in series]
     notes = [f"{outside_count} point{'s' * (outside_count > 1)} outside the frame"] if outside_count else []
     gap_count = sum(int((~np.isfinite(curve.values)).sum()) for curve in series if curve.style != "line")
     notes += [f"{gap_count} not finite"] if gap_count else []
     notes += ["logarithmic"] if logarithmic else []
-    caption = [
-        f"<b>{escape(title)}</b>",
-        f"<small>{escape(unit)}</small>" if unit else "",
-        f'<span class="legend">{"".join(legend)}</span>' if tall and len(legend) > 1 else "",
-        f'<small class="note">{escape(", ".join(notes))}</small>' if notes else "",
-    ]
-    return (
-        f'<figure class="chart{" tall" if tall else ""}"><figcaption>{"".join(caption)}</figcaption>'
-        f'<div class="plot" tabindex="0" role="img" aria-label="{escape(_aria_label(title, series, text))}">'
-        f'<svg viewBox="0 0 {_UNITS:.0f} {_UNITS:.0f}" preserveAspectRatio="none" aria-hidden="true">'
-        f'{grid}{rules}{paths}</svg>{labels}<div class="cursor"></div><div class="tip"></div></div>'
-        f'<script type="application/json">{_readout(series, marks, text, first, last)}</script></figure>'
+    caption = (
+        element("b", title),
+        element("small", unit) if unit else None,
+        element("span", keys, class_="legend") if tall and len(keys) > 1 else None,
+        element("small", ", ".join(notes), class_="note") if notes else None,
+    )
+    plot = (image, labels, element("div", class_="cursor"), element("div", class_="tip"))
+    description = _description(title, series, text)
+    return element(
+        "figure",
+        element("figcaption", caption),
+        element("div", plot, class_="plot", tabindex=0, role="img", aria_label=description),
+        element("script", _readout(series, marks, text, first, last), type="application/json"),
+        class_="chart tall" if tall else "chart",
     )
 
 
 def _bounds(finite: np.ndarray) -> tuple[float, float, int]:
-    """Bounds of the axis, and the number of values outside."""
+    """Bounds of the axis for finite values, and the number of values outside."""
     low, high = float(finite.min()), float(finite.max())
     if len(finite) < 50:
         return low, high, 0
-    p1, p99 = (float(p) for p in np.percentile(finite, [1, 99]))
-    reach = 4 * (p99 - p1)
-    if reach > 0 and high > p99 + reach:
-        high = p99 + (p99 - p1) * 0.5
-    if reach > 0 and low < p1 - reach:
-        low = p1 - (p99 - p1) * 0.5
+    p1, p99 = np.percentile(finite, [1, 99]).tolist()
+    spread = p99 - p1
+    if spread > 0 and high > p99 + 4 * spread:
+        high = p99 + 0.5 * spread
+    if spread > 0 and low < p1 - 4 * spread:
+        low = p1 - 0.5 * spread
     return low, high, int(((finite > high) | (finite < low)).sum())
 
 
 def _tick_text(values: Sequence[float]) -> Callable[[float], str]:
     """A formatter with as many decimals as distinguish the ticks."""
-    gap = min((abs(b - a) for a, b in pairwise(values) if a != b), default=abs(values[0]) if values else 1.0)
-    biggest = max((abs(value) for value in values), default=1.0)
+    gap = min((after - before for before, after in pairwise(values) if after > before), default=1.0)
+    biggest = max(map(abs, values), default=1.0)
+    decimals = max(0, -math.floor(math.log10(gap) + 1e-9))
     if biggest >= 1e5:
         return short
-    if biggest < 1e-3:
-        return _scientific
-    decimals = next(p for p in range(12) if abs(gap * 10**p - round(gap * 10**p)) < 1e-6 * gap * 10**p or p == 11)
-    return lambda value: f"{value:,.{decimals}f}".replace("-", "\N{MINUS SIGN}") if value else "0"
+    form = "{:.2g}" if biggest < 1e-3 else f"{{:,.{decimals}f}}"
+    return lambda value: form.format(value).replace("e-0", "e-").replace("-", "\N{MINUS SIGN}") if value else "0"
 
 
-def _scientific(value: float) -> str:
-    mantissa, _, power = f"{value:.1e}".partition("e")
-    return f"{mantissa.removesuffix('.0')}e{int(power)}".replace("-", "\N{MINUS SIGN}") if value else "0"
-
-
-def _mark_labels(marks: Sequence[Mark], x_of: Callable[[float], float]) -> str:
-    """Names at the heads of the rules; names that would overlap are joined."""
+def _mark_labels(marks: Sequence[Mark], x_of: Callable[[float], float]) -> list[Markup]:
+    """Labels at the upper ends of the marks; labels that would overlap are joined."""
     groups: list[tuple[float, list[str]]] = []
     for mark in sorted(marks, key=lambda mark: mark.step):
         x = x_of(mark.step)
-        if groups and x - groups[-1][0] < 0.14:
-            if mark.label not in groups[-1][1]:
-                groups[-1][1].append(mark.label)
-        else:
-            groups.append((x, [mark.label]))
-    classes = {True: "rule before", False: "rule"}
-    return "".join(
-        f'<span class="{classes[x > 0.7]}" style="left:{x:.2%}">{escape(", ".join(names))}</span>'
-        for x, names in groups
-    )
+        if not groups or x - groups[-1][0] >= 0.14:
+            groups.append((x, []))
+        groups[-1][1].append(mark.label)
+    texts = [(x, ", ".join(dict.fromkeys(labels)), " before" * (x > 0.7)) for x, labels in groups]
+    return [element("span", text, class_=f"rule{side}", style=f"left:{x:.2%}") for x, text, side in texts]
 
 
-def _log_ticks(low: float, high: float) -> list[tuple[float, float]]:
-    exponents = range(math.ceil(low), math.floor(high) + 1)
-    stride = max(1, math.ceil(len(exponents) / 5))
-    return [(10.0**exponent, (high - exponent) / (high - low)) for exponent in exponents if exponent % stride == 0]
-
-
-def _curve(curve: Series, x_of: Callable[[float], float], y_of: Callable[[float], float]) -> str:
-    steps, values = thin(curve.steps, curve.values)
-    commands: list[str] = []
-    pen_down = False
-    dots = curve.style == "dots" or len(steps) == 1
-    for i, (step, value) in enumerate(zip(steps.tolist(), values.tolist(), strict=True)):
-        if not math.isfinite(value):
-            pen_down = False
-            continue
-        # clamp: a coordinate far outside the frame would lose its digits
-        y = min(max(y_of(value), -1.0), 2.0) * _UNITS
-        single = not pen_down and (i + 1 == len(steps) or not math.isfinite(values[i + 1]))
-        commands.append(f"{'L' if pen_down else 'M'}{x_of(step) * _UNITS:.1f} {y:.1f}")
-        if dots or single:
-            commands.append("h0")
-        pen_down = not dots
-    style = "dots" if dots else curve.style
-    return f'<path class="c{curve.color} {style}" d="{"".join(commands)}"/>'
+def _curve(curve: Series, x_of: Callable[[float], float], y_of: Callable[[float], float]) -> Markup:
+    """The path of a curve, with a gap at each value that is not finite; a value between gaps is a dot."""
+    steps, values = thin(curve.steps, curve.values, BUCKETS)
+    style = "dots" if len(steps) == 1 else curve.style
+    path = ""
+    for is_finite, points in itertools.groupby(zip(steps, values, strict=True), lambda point: math.isfinite(point[1])):
+        # clamp, since a coordinate far outside the frame would lose its digits
+        pairs = [f"{x_of(x) * _UNITS:.1f} {min(max(y_of(y), -1.0), 2.0) * _UNITS:.1f}" for x, y in points if is_finite]
+        if style == "dots" or len(pairs) == 1:
+            path += "".join(f"M{pair}h0" for pair in pairs)
+        elif pairs:
+            path += "M" + "L".join(pairs)
+    return element("path", class_=f"c{curve.color} {style}", d=path)
 
 
 def _readout(
     series: Sequence[Series], marks: Sequence[Mark], text: Callable[[float], str], first: float, last: float
-) -> str:
-    """The JSON for the page's script: steps and formatted values of each curve, evenly thinned."""
+) -> Markup:
+    """The JSON for the page's script, with steps and formatted values of each curve, evenly thinned."""
     curves = []
     for curve in series:
-        indices = np.unique(np.linspace(0, len(curve.steps) - 1, min(len(curve.steps), BUCKETS)).astype(int))
+        indices = spread(len(curve.steps), BUCKETS)
         curves.append(
             {
                 "label": curve.label,
@@ -289,9 +245,10 @@ def _readout(
             }
         )
     chart = {"left": first, "right": last, "curves": curves, "marks": [[mark.step, mark.label] for mark in marks]}
-    return json.dumps(chart, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    return Markup(json.dumps(chart, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c"))
 
 
-def _aria_label(title: str, series: Sequence[Series], text: Callable[[float], str]) -> str:
-    finite_values = [(curve.label, curve.values[np.isfinite(curve.values)]) for curve in series]
-    return f"{title}: " + "; ".join(f"{label} from {text(v[0])} to {text(v[-1])}" for label, v in finite_values)
+def _description(title: str, series: Sequence[Series], text: Callable[[float], str]) -> str:
+    """A text for screen readers, with the first and the last finite value of each curve."""
+    curves = [(curve.label, curve.values[np.isfinite(curve.values)]) for curve in series]
+    return f"{title}: " + "; ".join(f"{label} from {text(finite[0])} to {text(finite[-1])}" for label, finite in curves)

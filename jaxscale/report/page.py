@@ -1,18 +1,20 @@
-"""report.html: a run on one self-contained page, written from the files in the run's folder, without JAX.
+"""report.html, a self-contained page about a run, written from the files in the run's folder, without JAX.
 
-The page holds its style, its small script and its charts; it opens from disk or from a mail, wide or narrow, light or
-dark, and shows its whole content without the script.
+The page contains its style, its small script and its charts. It can be opened from disk or from a mail, in a wide or
+narrow window, light or dark, and shows its whole content without the script.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Iterable
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxscale.figures.axes import spread
+from jaxscale.figures.markup import Markup, element, joined, page, table
 from jaxscale.records.metrics import MetricsRows
 from jaxscale.records.record import RunRecord
 from jaxscale.records.samples import Sample
@@ -20,18 +22,9 @@ from jaxscale.records.storage import run_path
 from jaxscale.report.charts import Mark, Series, line_chart, smooth
 from jaxscale.report.pictures import memory_bar, mesh_picture, parameter_table
 from jaxscale.report.sentences import mesh_of, plan_in_words
+from jaxscale.report.summary import FILE, STATUS
 from jaxscale.values.units import count, duration, field, number, rate, round_size, short, size
 
-FILE = "report.html"
-
-_STATUS = {
-    "finished": "Finished",
-    "preempted": "Preempted: start it again to continue",
-    "diverged": "Diverged",
-    "running": "Running",
-    "stopped": "Stopped without a final event",
-    "empty": "Nothing measured yet",
-}
 _EVENT_COLORS = {
     "compile": 1,
     "kernels": 1,
@@ -43,7 +36,9 @@ _EVENT_COLORS = {
     "finished": 3,
 }
 _SAMPLE_CHARACTERS = 4000
+"""Largest number of characters of a sample on the page."""
 _EVENTS = 60
+"""Largest number of lines of events on the page."""
 
 
 def write_report(run_dir: Any) -> Any:
@@ -65,87 +60,85 @@ def write_report(run_dir: Any) -> Any:
     """
     path = run_path(run_dir) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    page = report_html(RunRecord.read(run_dir))
-    path.write_bytes(page.encode("utf-8", errors="replace"))
+    path.write_bytes(report_html(RunRecord.read(run_dir)).encode("utf-8", errors="replace"))
     return path
 
 
 def report_html(run: RunRecord) -> str:
-    """The page of a run."""
+    """The report of a run as HTML."""
     file = Path(__file__)
     style, script = file.with_name("report.css").read_text("utf-8"), file.with_name("report.js").read_text("utf-8")
-    sections = [
-        _header(run),
-        _section("Training", _charts(run)),
-        _section("How it was trained", _plan(run)),
-        _section("Samples", _samples(run.samples)),
-        _section("What happened", _events(run)),
-        _section("Make it again", _reproduce(run)),
-    ]
+    sections = {
+        "Training": _charts(run),
+        "How it was trained": _plan(run),
+        "Samples": _samples(run.samples),
+        "What happened": _events(run),
+        "Make it again": _reproduce(run),
+    }
     written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    footer = f"<footer>Written {written} by jaxscale from the files in {escape(run.directory)}.</footer>"
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<title>{escape(run.name)} · jaxscale</title><style>{style}</style></head>"
-        f"<body><main>{''.join(sections)}{footer}</main><script>{script}</script></body></html>\n"
+    body = element(
+        "main",
+        _header(run),
+        [element("section", element("h2", title), content) for title, content in sections.items() if content],
+        element("footer", f"Written {written} by jaxscale from the files in {run.directory}."),
     )
+    return page(f"{run.name} · jaxscale", body, style=style, script=script)
 
 
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{body}</section>" if body else ""
+def _sheet(title: str | None, *content: Any) -> Markup:
+    """A box of the page, with a heading."""
+    return element("div", element("h3", title) if title else None, content, class_="sheet")
 
 
-def _header(run: RunRecord) -> str:
+def _header(run: RunRecord) -> Markup:
+    """Name, status and origin of the run, the files that could not be read, and the most important figures."""
     start = next((row["time"] for row in run.metrics if isinstance(row.get("time"), int | float)), None)
-    parts = [run.path]
-    parts += [f"variant {run.source['variant']}"] if run.source.get("variant") else []
-    parts += [f"seed {run.experiment['seed']}"] if "seed" in run.experiment else []
-    parts += [time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start))] if start is not None else []
-    status = run.status
-    unread = "".join(f'<p class="warning">Could not be read: {escape(line)}</p>' for line in run.unread)
-    title = f'<h1>{escape(run.name)}</h1><span class="status {status}">{_STATUS[status]}</span>'
-    return (
-        f'<header><div class="title">{title}</div>'
-        f"<p>{escape(' · '.join(part for part in parts if part))}</p>{unread}</header>{_figures(run)}"
+    facts = [run.path]
+    facts += [f"variant {run.source['variant']}"] if run.source.get("variant") else []
+    facts += [f"seed {run.experiment['seed']}"] if "seed" in run.experiment else []
+    facts += [time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start))] if start is not None else []
+    words = STATUS[run.status][0]
+    status = element("span", words[0].upper() + words[1:], class_=f"status {run.status}")
+    header = element(
+        "header",
+        element("div", element("h1", run.name), status, class_="title"),
+        element("p", " · ".join(fact for fact in facts if fact)),
+        [element("p", f"Could not be read: {line}", class_="warning") for line in run.unread],
     )
+    return joined([header, _figures(run)])
 
 
-def _figures(run: RunRecord) -> str:
+def _figures(run: RunRecord) -> Markup | None:
     """The most important figures of the run."""
-    figures: list[tuple[str, str, str]] = []
-    if run.best is not None:
-        figures.append(("Best held-out loss", number(run.best[1]), f"at step {run.best[0]:,}"))
-    if run.final is not None and run.final != run.best:
-        figures.append(("Last held-out loss", number(run.final[1]), f"at step {run.final[0]:,}"))
     train = run.rows("train")
+    losses: dict[str, tuple[int, Any] | None] = {"Best held-out loss": run.best}
+    if run.final != run.best:
+        losses["Last held-out loss"] = run.final
     if run.final is None and train:
-        figures.append(("Training loss", number(train[-1].get("loss")), f"at step {train[-1]['step']:,}"))
+        losses["Training loss"] = train[-1]["step"], train[-1].get("loss")
+    figures = [(name, number(point[1]), f"at step {point[0]:,}") for name, point in losses.items() if point is not None]
     if run.metrics:
         figures.append(("Steps", f"{run.step:,}", f"of {run.steps:,}" if run.steps else ""))
     if run.tokens is not None:
         figures.append(("Target tokens", count(run.tokens), ""))
     if run.seconds is not None and run.metrics:
-        events = run.events("compile")
-        seconds = events.column("seconds")
-        seconds = float(seconds[np.isfinite(seconds)].sum())
-        figures.append(("Time", duration(run.seconds), f"{duration(seconds)} compiling" if seconds else ""))
+        compile_seconds = float(np.nansum(run.events("compile").column("seconds")))
+        compile_note = f"{duration(compile_seconds)} compiling" if compile_seconds else ""
+        figures.append(("Time", duration(run.seconds), compile_note))
     if run.tokens_per_second is not None:
         note = f"{run.mfu:.1%} MFU" if run.mfu is not None else ""
         figures.append(("Tokens per second", count(run.tokens_per_second), note))
     if run.parameters is not None:
         figures.append(("Parameters", count(run.parameters), ""))
-    if not figures:
-        return ""
-    cells = (
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{f'<small>{escape(note)}</small>' if note else ''}</dd></div>"
+    cells = [
+        element("div", element("dt", name), element("dd", value, element("small", note) if note else None))
         for name, value, note in figures
-    )
-    return f'<dl class="figures">{"".join(cells)}</dl>'
+    ]
+    return element("dl", cells, class_="figures") if cells else None
 
 
-def _charts(run: RunRecord) -> str:
+def _charts(run: RunRecord) -> list[Markup]:
+    """The loss over the whole width, and smaller charts of other metrics below it."""
     train, held_out = run.rows("train"), run.rows("eval")
     steps = train.column("step")
     loss = train.column("loss")
@@ -163,202 +156,177 @@ def _charts(run: RunRecord) -> str:
     if held_out:
         curves.append(Series("held out", held_out.column("step"), held_out.column("loss"), "dots", 2))
     loss_chart = line_chart("Loss", curves, unit="nats per target token", marks=marks, tall=True)
-    rate_field = "tokens_per_second"
-    seconds_field = "step_seconds"
+    tokens_unit = "target tokens per second"
     charts = [
-        _metric_chart(train, "learning_rate", "Learning rate", color=3, from_zero=True),
-        _metric_chart(
-            train,
-            rate_field,
-            "Throughput",
-            unit="target tokens per second",
-            color=1,
-            text=count,
-            ticks_text=short,
-            from_zero=True,
-        )
-        or _metric_chart(train, seconds_field, "Step", color=1, text=duration, ticks_text=duration, from_zero=True),
-        _metric_chart(train, "grad_norm", "Gradient norm", color=4),
+        _metric_chart(train, "learning_rate", "Learning rate", color=3),
+        _metric_chart(train, "tokens_per_second", "Throughput", unit=tokens_unit, color=1, text=count, ticks_text=short)
+        or _metric_chart(train, "step_seconds", "Step", color=1, text=duration, ticks_text=duration),
+        _metric_chart(train, "grad_norm", "Gradient norm", color=4, from_zero=False),
     ]
     if run.device_memory is not None:
         name, column = run.device_memory
-        base = 1024.0 ** math.floor(math.log(max(float(np.nanmax(column)), 1.0), 1024))
-        options: dict[str, Any] = {"text": size, "ticks_text": round_size, "ticks_base": base, "from_zero": True}
-        charts.append(_metric_chart(train, name, "Device memory", color=5, **options))
+        unit_bytes = 1024.0 ** math.floor(math.log(max(float(np.nanmax(column)), 1.0), 1024))
+        bytes_texts: dict[str, Any] = {"text": size, "ticks_text": round_size, "ticks_base": unit_bytes}
+        charts.append(_metric_chart(train, name, "Device memory", color=5, **bytes_texts))
     if run.mfu is not None:
-        options = {"text": "{:.1%}".format, "ticks_text": "{:.0%}".format, "from_zero": True}
-        charts.append(_metric_chart(train, "mfu", "Model FLOP utilization", color=7, **options))
-    elif np.isfinite(train.column("flop_per_second")).any():
-        options = {"text": lambda v: rate(v, "FLOP/s"), "ticks_text": short, "from_zero": True}
-        charts.append(_metric_chart(train, "flop_per_second", "Arithmetic", unit="FLOP/s", color=7, **options))
-    charts = [f'<div class="sheet">{chart}</div>' for chart in charts if chart]
-    return (f'<div class="sheet">{loss_chart}</div>' if loss_chart else "") + (
-        f'<div class="pair">{"".join(charts)}</div>' if charts else ""
-    )
+        texts: dict[str, Any] = {"text": "{:.1%}".format, "ticks_text": "{:.0%}".format}
+        charts.append(_metric_chart(train, "mfu", "Model FLOP utilization", color=7, **texts))
+    else:
+        texts = {"text": lambda flop: rate(flop, "FLOP/s"), "ticks_text": short}
+        charts.append(_metric_chart(train, "flop_per_second", "Arithmetic", unit="FLOP/s", color=7, **texts))
+    sheets = [_sheet(None, chart) for chart in charts if chart]
+    sections = [_sheet(None, loss_chart)] if loss_chart else []
+    return sections + ([element("div", sheets, class_="pair")] if sheets else [])
 
 
-def _metric_chart(rows: MetricsRows, name: str, title: str, *, color: int, unit: str = "", **options: Any) -> str:
+def _metric_chart(
+    rows: MetricsRows, name: str, title: str, *, color: int, from_zero: bool = True, **options: Any
+) -> Markup:
+    """The chart of the field `name` of the metrics; empty without a finite value."""
     steps, values = rows.column("step"), rows.column(name)
     curves = [Series(title.lower(), steps, values, "line", color)]
     if len(values) > 200 and name not in ("learning_rate", "memory_bytes"):
         curves = [Series("each step", steps, values, "faint", color)]
         curves += [Series("smoothed", steps, smooth(values, len(values) / 50), "line", color)]
-    return line_chart(title, curves, unit=unit, **options)
+    return line_chart(title, curves, from_zero=from_zero, **options)
 
 
-def _plan(run: RunRecord) -> str:
-    """The plan in words beside the mesh and the memory, above the placement of the biggest parameters."""
+def _plan(run: RunRecord) -> list[Markup]:
+    """The plan in words beside pictures of mesh and memory, and a table of the biggest parameters below."""
     words = plan_in_words(run.plan, run.layout, run.experiment)
     words += [] if run.kernels is None else [(f"Kernels taken on {run.kernels[0]}", run.kernels[1])]
     sizes = mesh_of(run.plan, run.layout)
-    stack = ""
+    pictures = []
     if run.layout.get("mesh") is not None or sizes:
         devices = int(run.layout.get("devices") or 1)
         kind = f" ({run.layout['kind']})" if run.layout.get("kind") else ""
         title = f"Mesh: {devices:,} device{'s' * (devices != 1)}{kind}"
-        stack = f'<div class="sheet"><h3>{escape(title)}</h3>{mesh_picture(sizes, devices)}</div>'
+        pictures.append(_sheet(title, mesh_picture(sizes, devices)))
     capacity = run.layout.get("capacity_bytes")
     bar = memory_bar(run.memory, float(capacity) if isinstance(capacity, int | float) else None)
-    if bar:
-        stack += f'<div class="sheet"><h3>Memory per device, of the compiled step</h3>{bar}</div>'
+    pictures += [_sheet("Memory per device, of the compiled step", bar)] if bar else []
     bar = memory_bar(run.host_memory)
-    if bar:
-        stack += f'<div class="sheet"><h3>On the host, for each device</h3>{bar}</div>'
+    pictures += [_sheet("On the host, for each device", bar)] if bar else []
     unsplit = run.layout.get("unsplit")
-    notes = ""
+    warning = None
     if isinstance(unsplit, list) and unsplit:
         names = ", ".join(map(str, unsplit[:8])) + (f" and {len(unsplit) - 8} more" if len(unsplit) > 8 else "")
-        notes = f'<p class="warning">Whole on every device, since no dim divides: {escape(names)}</p>'
-    topics = "".join(f"<dt>{escape(topic)}</dt><dd>{escape(text)}</dd>" for topic, text in words)
-    topics = f'<div class="sheet"><h3>The plan</h3><dl class="words">{topics}</dl>{notes}</div>' if topics else ""
-    body = f'<div class="stack">{stack}</div>' if stack else ""
-    body = f'<div class="pair top">{topics}{body}</div>' if topics and body else topics + body
+        warning = element("p", f"Whole on every device, since no dim divides: {names}", class_="warning")
+    topics = element("dl", [(element("dt", topic), element("dd", text)) for topic, text in words], class_="words")
+    columns = [_sheet("The plan", topics, warning)] if words else []
+    columns += [element("div", pictures, class_="stack")] if pictures else []
+    sections = [element("div", columns, class_="pair top")] if len(columns) == 2 else columns
     parameters = run.layout.get("parameters")
-    table = parameter_table(parameters, sizes) if isinstance(parameters, list) else ""
-    return body + (f'<div class="sheet"><h3>How the biggest parameters lie</h3>{table}</div>' if table else "")
+    grid = parameter_table(parameters, sizes) if isinstance(parameters, list) else None
+    return sections + ([_sheet("How the biggest parameters lie", grid)] if grid else [])
 
 
-def _samples(samples: Iterable[Sample]) -> str:
+def _samples(samples: Iterable[Sample]) -> list[Markup]:
+    """The newest samples, and a section that opens to show some of the earlier ones."""
     newest_first = sorted(samples, key=lambda sample: -sample.step)
-    if not newest_first:
-        return ""
     newest = [sample for sample in newest_first if sample.step == newest_first[0].step]
-    older = [sample for sample in newest_first if sample.step != newest_first[0].step]
-    body = "".join(map(_sample, newest[:6]))
+    older = newest_first[len(newest) :]
+    sheets = [_sample(sample) for sample in newest[:6]]
     if older:
         # show a few, spread over the run
-        selection = [older[i] for i in np.unique(np.linspace(0, len(older) - 1, min(12, len(older))).astype(int))]
+        selection = [older[index] for index in spread(len(older), 12)]
         extent = f"{len(selection)} of {len(older)}" if len(selection) < len(older) else str(len(older))
-        body += f"<details><summary>Earlier samples ({extent})</summary>{''.join(map(_sample, selection))}</details>"
-    return body
+        sheets.append(element("details", element("summary", f"Earlier samples ({extent})"), map(_sample, selection)))
+    return sheets
 
 
-def _sample(sample: Sample) -> str:
-    text = sample.text[:_SAMPLE_CHARACTERS]
+def _sample(sample: Sample) -> Markup:
+    """A sample with its prompt marked, cut to the page's limit."""
+    text, prompt = sample.text[:_SAMPLE_CHARACTERS], sample.prompt[:_SAMPLE_CHARACTERS].lstrip("\n")
     omitted_count = len(sample.text) - len(text)
-    note = f'<small class="faint">… {omitted_count:,} more characters in samples.txt</small>' if omitted_count else ""
-    prompt = sample.prompt[:_SAMPLE_CHARACTERS].lstrip("\n")
-    body = f"<mark>{_visible(prompt)}</mark>{_visible(text)}" if prompt else _visible(text.lstrip("\n"))
-    return f'<div class="sheet"><h3>Step {sample.step:,}</h3><p class="sample">{body}</p>{note}</div>'
+    note = f"… {omitted_count:,} more characters in samples.txt"
+    body = [element("mark", _visible(prompt)), _visible(text)] if prompt else _visible(text.lstrip("\n"))
+    return _sheet(
+        f"Step {sample.step:,}",
+        element("p", body, class_="sample"),
+        element("small", note, class_="faint") if omitted_count else None,
+    )
 
 
 def _visible(text: str) -> str:
-    """Text for HTML, with symbols for control characters."""
-    table = {code: 0x2400 + code for code in range(32) if code not in (9, 10)}
-    return escape(text.translate(table))
+    """Text with symbols for control characters."""
+    return text.translate({code: 0x2400 + code for code in range(32) if code not in (9, 10)})
 
 
-def _events(run: RunRecord) -> str:
+def _events(run: RunRecord) -> Markup | None:
+    """A row with a dot for each event of a name, for each name; below it, the events in order."""
     rows = run.rows("event")
     if not rows:
-        return ""
-    names = list(dict.fromkeys(str(row.get("name")) for row in rows))
+        return None
     last_step = max(run.step, 1)
     lanes = []
-    for name in names:
+    for name in dict.fromkeys(str(row.get("name")) for row in rows):
         steps = [row["step"] for row in rows if row.get("name") == name]
-        dot_steps = sorted({steps[i] for i in np.linspace(0, len(steps) - 1, min(len(steps), 80)).astype(int)})
-        color = _EVENT_COLORS.get(name, 6)
-        dots = "".join(
-            f'<i class="c{color}" style="left:{step / last_step:.2%}" title="step {step:,}"></i>' for step in dot_steps
-        )
-        repetitions = f' <span class="faint">{len(steps)}</span>' if len(steps) > 1 else ""
-        lanes.append(f"<span>{escape(name)}{repetitions}</span><div>{dots}</div>")
+        dot_steps = sorted({steps[index] for index in spread(len(steps), 80)})
+        color = f"c{_EVENT_COLORS.get(name, 6)}"
+        dots = [
+            element("i", class_=color, style=f"left:{step / last_step:.2%}", title=f"step {step:,}")
+            for step in dot_steps
+        ]
+        repetitions = (" ", element("span", len(steps), class_="faint")) if len(steps) > 1 else None
+        lanes.append((element("span", name, repetitions), element("div", dots)))
     lines = _grouped_events(rows)
-    cells = "".join(
-        f"<tr><td class=n>{step_text}</td><th scope=row>{escape(name)}</th><td>{escape(details)}</td></tr>"
-        for step_text, name, details in lines[-_EVENTS:]
-    )
-    head = "<thead><tr><th class=n>Step</th><th>Event</th><th></th></tr></thead>"
-    table = f'<table class="facts">{head}<tbody>{cells}</tbody></table>'
+    grid = table(lines[-_EVENTS:], ("Step", "Event", ""), numeric=(0,), names=1, class_="facts")
     extent = f"The last {_EVENTS} of {len(lines)}" if len(lines) > _EVENTS else f"All {len(lines)}"
-    return (
-        f'<div class="sheet"><div class="lanes">{"".join(lanes)}</div><details{" open" if len(lines) < 13 else ""}>'
-        f'<summary>{extent}, in order</summary><div class="scroll">{table}</div></details></div>'
-    )
+    summary = element("summary", f"{extent}, in order")
+    details = element("details", summary, element("div", grid, class_="scroll"), open="" if len(lines) < 13 else None)
+    return _sheet(None, element("div", lanes, class_="lanes"), details)
 
 
 def _grouped_events(rows: MetricsRows) -> list[tuple[str, str, str]]:
-    """Step, name and details of events in order; more than three of one name in a row become one line."""
+    """Step, name and details of the events in order; more than three successive events of one name become one line."""
     lines: list[tuple[str, str, str]] = []
-    start = 0
-    while start < len(rows):
-        end = start
-        while end < len(rows) and rows[end].get("name") == rows[start].get("name"):
-            end += 1
-        name = str(rows[start].get("name"))
-        if end - start > 3:
-            lines.append((f"{rows[start]['step']:,} to {rows[end - 1]['step']:,}", name, f"{end - start} times"))
+    for name, group in itertools.groupby(rows, lambda row: str(row.get("name"))):
+        events = list(group)
+        if len(events) > 3:
+            lines.append((f"{events[0]['step']:,} to {events[-1]['step']:,}", name, f"{len(events)} times"))
         else:
-            lines += [(f"{row['step']:,}", name, _details(row)) for row in rows[start:end]]
-        start = end
+            lines += [(f"{row['step']:,}", name, _details(row)) for row in events]
     return lines
 
 
 def _details(row: dict[str, Any]) -> str:
-    """The fields of an event, without words that their units imply: "step 30.0 ms, temp 2.96 MiB"."""
+    """The fields of an event without the words that units imply, such as "step 30.0 ms, temp 2.96 MiB"."""
     fields: list[str] = []
     for name, value in row.items():
         if name in ("step", "kind", "time", "name") or value is None:
             continue
-        for part, item in value.items() if isinstance(value, dict) else [("", value)]:
+        for key, key_value in value.items() if isinstance(value, dict) else [("", value)]:
             label = name if name not in ("seconds", "bytes", "flop", "reason", "path", "by", "memory") else ""
-            label = f"{label.removesuffix('_seconds').removesuffix('_bytes').removesuffix('_flop')} {part}"
+            label = f"{label.removesuffix('_seconds').removesuffix('_bytes').removesuffix('_flop')} {key}"
             unit_name = f"{name}_bytes" if name == "memory" else name
-            fields.append(f"{label.replace('_', ' ').strip()} {field(unit_name, item)}".strip())
+            fields.append(f"{label.replace('_', ' ').strip()} {field(unit_name, key_value)}".strip())
     return ", ".join(fields)[:600]
 
 
-def _reproduce(run: RunRecord) -> str:
-    command = run.command
-    body = f'<pre class="command">{escape(command)}</pre>' if command else ""
+def _reproduce(run: RunRecord) -> Markup | None:
+    """The command, the versions, and every field of the experiment and the plan."""
     versions = run.source.get("versions")
     facts = {key: run.source[key] for key in ("sha256", "git", "platform") if run.source.get(key)}
-    if isinstance(versions, dict):
-        facts |= versions
-    body += _facts(facts)
-    fields = _flat(run.experiment)
-    if fields:
-        body += f"<details><summary>The experiment, field by field</summary>{_facts(fields)}</details>"
-    fields = _flat(run.plan)
-    if fields:
-        body += f"<details><summary>The plan, field by field</summary>{_facts(fields)}</details>"
-    return f'<div class="sheet">{body}</div>' if body else ""
+    facts |= versions if isinstance(versions, dict) else {}
+    content = [element("pre", run.command, class_="command")] if run.command else []
+    content += [_facts(facts)] if facts else []
+    for kind, record in (("experiment", run.experiment), ("plan", run.plan)):
+        if record:
+            summary = element("summary", f"The {kind}, field by field")
+            content.append(element("details", summary, _facts(_flat(record))))
+    return _sheet(None, content) if content else None
 
 
-def _facts(facts: dict[str, Any]) -> str:
-    rows = (
-        f"<tr><th scope=row>{escape(str(key))}</th><td class=mono>{escape(str(value)[:400])}</td></tr>"
-        for key, value in facts.items()
-    )
-    return f'<table class="facts">{"".join(rows)}</table>' if facts else ""
+def _facts(facts: dict[str, Any]) -> Markup:
+    """A table of names and values."""
+    rows = [(key, element("span", str(value)[:400], class_="mono")) for key, value in facts.items()]
+    return table(rows, class_="facts")
 
 
-def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested JSON objects by dotted path."""
     leaves: dict[str, Any] = {}
-    for name, item in value.items():
-        if isinstance(item, dict):
-            leaves |= _flat(item, f"{prefix}{name}.")
-        else:
-            leaves[f"{prefix}{name}"] = item
+    for name, content in record.items():
+        leaves |= _flat(content, f"{prefix}{name}.") if isinstance(content, dict) else {f"{prefix}{name}": content}
     return leaves

@@ -1,8 +1,8 @@
 // The read-out of each chart: the values at the step nearest to the pointer, a finger, or the arrow keys.
 for (const figure of document.querySelectorAll("figure.chart")) {
   const plot = figure.querySelector(".plot"), cursor = plot.querySelector(".cursor"), tip = plot.querySelector(".tip");
-  const told = JSON.parse(figure.querySelector("script").textContent);
-  const all = [...new Set(told.curves.flatMap((curve) => curve.steps))].sort((a, b) => a - b);
+  const chart = JSON.parse(figure.querySelector("script").textContent);
+  const all = [...new Set(chart.curves.flatMap((curve) => curve.steps))].sort((a, b) => a - b);
   let at = all.length - 1;
   const nearest = (steps, step) => {
     let low = 0, high = steps.length - 1;
@@ -11,12 +11,12 @@ for (const figure of document.querySelectorAll("figure.chart")) {
   };
   const show = (index) => {
     at = Math.max(0, Math.min(all.length - 1, index));
-    const step = all[at], across = (step - told.left) / (told.right - told.left), reach = (told.right - told.left) / 80;
+    const step = all[at], across = (step - chart.left) / (chart.right - chart.left), reach = (chart.right - chart.left) / 80;
     tip.replaceChildren();
     const head = document.createElement("b");
     head.textContent = "step " + step.toLocaleString("en");
     tip.append(head);
-    for (const curve of told.curves) {
+    for (const curve of chart.curves) {
       const place = nearest(curve.steps, step);
       if (Math.abs(curve.steps[place] - step) > reach) continue;
       const line = document.createElement("span"), dot = document.createElement("i"), value = document.createElement("u");
@@ -25,7 +25,7 @@ for (const figure of document.querySelectorAll("figure.chart")) {
       line.append(dot, curve.label, value);
       tip.append(line);
     }
-    const near = told.marks.filter(([where]) => Math.abs(where - step) <= reach / 2).map(([, label]) => label);
+    const near = chart.marks.filter(([where]) => Math.abs(where - step) <= reach / 2).map(([, label]) => label);
     if (near.length) {
       const line = document.createElement("span");
       line.textContent = [...new Set(near)].join(", ");
@@ -39,7 +39,7 @@ for (const figure of document.querySelectorAll("figure.chart")) {
   const hide = () => plot.classList.remove("on");
   plot.addEventListener("pointermove", (event) => {
     const box = plot.getBoundingClientRect();
-    show(nearest(all, told.left + ((event.clientX - box.left) / box.width) * (told.right - told.left)));
+    show(nearest(all, chart.left + ((event.clientX - box.left) / box.width) * (chart.right - chart.left)));
   });
   plot.addEventListener("pointerleave", hide);
   plot.addEventListener("blur", hide);

@@ -1,5 +1,7 @@
-"""A plan in words: the effect of each choice of plan.json on this run. It reads the JSON, not the classes, so that
-reports of older or newer plans can be written; a field without a sentence is shown as name and value.
+"""A plan in words, with the effect of each choice of plan.json on the run.
+
+It is made from the JSON and not from `Plan`, so that plans of older or newer versions can be described. A field without
+a sentence is shown as name and value.
 """
 
 import math
@@ -54,14 +56,14 @@ _PRODUCTS = {
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:
-    """Devices per axis of a mesh, given as text or as a dict, without the axes of one device.
+    """Number of devices along each axis of a mesh, which is text or a dict; axes of one device are left out.
 
     Example:
         >>> mesh_sizes("data:2,fsdp:4"), mesh_sizes({"data": 1, "tensor": 2}), mesh_sizes(None)
         ({'data': 2, 'fsdp': 4}, {'tensor': 2}, {})
     """
     if isinstance(mesh, str):
-        pairs = [part.partition(":") for part in mesh.split(",") if ":" in part]
+        pairs = [size_text.partition(":") for size_text in mesh.split(",") if ":" in size_text]
         mesh = {axis.strip(): int(size) for axis, _, size in pairs if size.strip().isdigit()}
     if not isinstance(mesh, dict):
         return {}
@@ -69,7 +71,7 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
 
 
 def mesh_of(plan: dict[str, Any], layout: dict[str, Any]) -> dict[str, int]:
-    """Devices per axis of the run's mesh: layout.json's, or the plan's without one.
+    """Number of devices along each axis of the run's mesh, from layout.json, or from the plan if that has none.
 
     Example:
         >>> mesh_of({"mesh": "data:2"}, {"mesh": {"fsdp": 4}}), mesh_of({"mesh": "data:2"}, {})
@@ -83,8 +85,8 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
 
     Args:
         plan: plan.json, whole or with fields missing.
-        layout: layout.json, for the mesh of a plan without one.
-        experiment: experiment.json, for the batch.
+        layout: layout.json, which has the mesh if the plan has none.
+        experiment: experiment.json, which has the batch.
 
     Example:
         >>> for topic, words in plan_in_words({"mesh": "data:4", "memory": "full"}, {}, {"batch": 64}):
@@ -158,30 +160,21 @@ _STATE = {
     "int4": "Moments are kept in 4 bits, the second without a zero, a scale for each block of a column.",
     "fp8": "Moments are kept as 8-bit floating point (e4m3), a scale for each block of a column.",
 }
-_DESCRIBED = frozenset(
-    (
-        "version",
-        "type",
-        "mesh",
-        "zero",
-        "sequence_parallel",
-        "microbatches",
-        "pipeline",
-        "precision",
-        "matmul",
-        "reduce",
-    )
-) | frozenset(("diloco", "memory", "offload", "state", "kernels", "unroll", "rules"))
+_DESCRIBED = (
+    "version", "type", "mesh", "zero", "sequence_parallel", "microbatches", "pipeline", "precision", "matmul", "reduce",
+    "diloco", "memory", "offload", "state", "kernels", "unroll", "rules",
+)  # fmt: skip
+"""Fields that sentences describe, or that have no effect by themselves."""
 
 
 def _options(text: str) -> dict[str, str]:
-    """The NAME=VALUE pairs of a text form."""
+    """The NAME=VALUE pairs of a choice's text, such as "stages=4,stash=input"; words without a value are left out."""
     pairs = (pair.partition("=") for pair in text.split(","))
     return {name.strip(): value.strip() for name, equals, value in pairs if equals}
 
 
 def _kernels(text: str) -> list[tuple[str, str]]:
-    """Loss, attention and other kernels of a plan's `kernels`."""
+    """Topics and sentences about loss, attention and other kernels, from a plan's `kernels`."""
     options = _options(text)
     sentences = []
     chunk = options.pop("loss_chunk", None)
@@ -198,6 +191,7 @@ def _kernels(text: str) -> list[tuple[str, str]]:
 
 
 def _pipeline(text: str) -> str:
+    """The effects of the options in a pipeline's text."""
     options = _options(text)
     stages = options.get("stages")
     blocks = "of as many blocks each" if stages is None else f"of {stages.replace('+', ', ')} blocks"
@@ -216,31 +210,33 @@ def _pipeline(text: str) -> str:
 
 
 def _mesh(sizes: dict[str, int], *, automatic: bool) -> str:
+    """A sentence about the devices along each axis; `automatic` if the plan named no mesh."""
+    devices = math.prod(sizes.values())
+    axes = [f"along {axis} ({_AXES.get(axis, 'an axis of its own')})" for axis in sizes]
     if not sizes:
         text = "A single device."
     elif len(sizes) == 1:
-        ((axis, size),) = sizes.items()
-        text = f"{size} devices along {axis} ({_AXES.get(axis, 'an axis of its own')})."
+        text = f"{devices} devices {axes[0]}."
     else:
         shape = " \N{MULTIPLICATION SIGN} ".join(map(str, sizes.values()))
-        axes = "; ".join(
-            f"{size} along {axis} ({_AXES.get(axis, 'an axis of its own')})" for axis, size in sizes.items()
-        )
-        text = f"{math.prod(sizes.values())} devices as {shape}: {axes}."
+        parts = "; ".join(f"{size} {axis}" for size, axis in zip(sizes.values(), axes, strict=True))
+        text = f"{devices} devices as {shape}: {parts}."
     return text + (" The plan named no mesh: these are the devices of the machine." if automatic else "")
 
 
 def _batch(batch: int, sizes: dict[str, int], microbatches: int) -> str:
-    parts = sizes.get("replica", 1) * sizes.get("data", 1) * sizes.get("fsdp", 1)
+    """A sentence about the rows of the global batch, its parts and its microbatches."""
+    part_count = sizes.get("replica", 1) * sizes.get("data", 1) * sizes.get("fsdp", 1)
     text = f"{batch:,} rows"
-    if parts > 1 and batch % parts == 0:
-        text += f", {batch // parts:,} for each of {parts} parts"
+    if part_count > 1 and batch % part_count == 0:
+        text += f", {batch // part_count:,} for each of {part_count} parts"
     if microbatches > 1:
         text += f", in {microbatches} microbatches one after the other, their gradients added"
     return text + "."
 
 
 def _precision(plan: dict[str, Any]) -> str:
+    """Sentences about the dtypes of the computation, of matrix products and of the reduction of gradients."""
     precision, matmul = plan["precision"], str(plan.get("matmul"))
     passes = _MATMUL.get(matmul)
     products = f" Layers round the operands of products to {_PRODUCTS[matmul]}." if matmul in _PRODUCTS else ""

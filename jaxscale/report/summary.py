@@ -1,4 +1,4 @@
-"""The summary of a run in the terminal: its most important figures, and the path of its report."""
+"""The summary of a run for the terminal, with its most important figures and the path of its report."""
 
 import io
 import shutil
@@ -8,11 +8,12 @@ import numpy as np
 
 from jaxscale.records.record import RunRecord, Status
 from jaxscale.records.storage import run_path
-from jaxscale.report.page import FILE
 from jaxscale.report.sentences import plan_in_words
 from jaxscale.values.units import count, duration, number, rate, size
 
-_STATUS: dict[Status, tuple[str, str]] = {
+FILE = "report.html"
+"""Name of the report in the run's folder."""
+STATUS: dict[Status, tuple[str, str]] = {
     "finished": ("finished", "green"),
     "preempted": ("preempted; start it again to continue", "yellow"),
     "diverged": ("diverged", "red"),
@@ -20,6 +21,7 @@ _STATUS: dict[Status, tuple[str, str]] = {
     "stopped": ("stopped without a final event; start it again to continue", "yellow"),
     "empty": ("nothing measured yet", "dim"),
 }
+"""Description and terminal colour of each status."""
 
 
 def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> str:
@@ -27,8 +29,8 @@ def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> s
 
     Args:
         run_dir: the run's folder; any of its files may be missing.
-        color: use terminal colours.
-        width: number of columns; the terminal's by default.
+        color: whether to use terminal colours.
+        width: number of columns; by default those of the terminal, at most 100.
 
     Returns:
         The text, without a newline at its end.
@@ -51,11 +53,11 @@ def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> s
         color_system="standard" if color else None,
         highlight=False,
     )
-    word, style = _STATUS[run.status]
+    status_text, style = STATUS[run.status]
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row(Text(run.name, style="bold not dim"), Text(word, style=f"bold {style}"))
+    table.add_row(Text(run.name, style="bold not dim"), Text(status_text, style=f"bold {style}"))
     lines = _lines(run)
     for name, text in lines:
         table.add_row(name, Text(text))
@@ -70,6 +72,7 @@ def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> s
 
 
 def _lines(run: RunRecord) -> list[tuple[str, str]]:
+    """Names and texts of the run's most important figures."""
     lines: list[tuple[str, str]] = []
     rows = run.rows("train")
     if run.best is not None and run.final is not None:
@@ -96,11 +99,11 @@ def _lines(run: RunRecord) -> list[tuple[str, str]]:
     memory = run.memory
     if memory:
         kinds = {kind: value for kind, value in memory.items() if value >= 0.005 * sum(memory.values())}
-        parts = ", ".join(f"{kind} {size(value)}" for kind, value in kinds.items())
-        lines.append(("memory", f"{size(sum(memory.values()))} per device: {parts}"))
+        kind_texts = ", ".join(f"{kind} {size(value)}" for kind, value in kinds.items())
+        lines.append(("memory", f"{size(sum(memory.values()))} per device: {kind_texts}"))
     if run.host_memory:
-        parts = ", ".join(f"{kind} {size(value)}" for kind, value in run.host_memory.items())
-        lines.append(("host memory", f"{size(sum(run.host_memory.values()))} for each device: {parts}"))
+        kind_texts = ", ".join(f"{kind} {size(value)}" for kind, value in run.host_memory.items())
+        lines.append(("host memory", f"{size(sum(run.host_memory.values()))} for each device: {kind_texts}"))
     mesh = [words for topic, words in plan_in_words(run.plan, run.layout, run.experiment) if topic == "Mesh"]
     if mesh:
         lines.append(("mesh", mesh[0]))

@@ -1,10 +1,10 @@
 """The memory of an array: the device's, or its host's, which the device reads by DMA ("pinned_host").
 
 The space is part of an array's type: an operation takes operands of one space, so arrays on the host are moved to the
-device explicitly. The gradient of `to_device` lies on the host, for the transpose moves it back.
+device explicitly. The gradient of `to_device` lies on the host, because the transpose moves it back.
 
-The CPU backend has the memory kinds without the memories: there a program that offloads is a rehearsal, which computes
-the same values and moves no byte off the "device".
+The CPU backend has the memory kinds without the memories: there, offloading is a rehearsal: the program computes the
+same values and moves no byte.
 """
 
 from collections.abc import Iterable
@@ -44,9 +44,9 @@ def to_host(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: x if on_host(x) else jax.device_put(x, jax.memory.Space.Host), tree)
 
 
-def in_memory_of(other: NamedSharding, sharding: NamedSharding) -> NamedSharding:
-    """`sharding`, in host memory if `other` is."""
-    return sharding.with_memory_kind(HOST_KIND) if other.memory_kind == HOST_KIND else sharding
+def in_memory_of(reference: NamedSharding, sharding: NamedSharding) -> NamedSharding:
+    """`sharding`, moved to host memory if `reference` is in host memory."""
+    return sharding.with_memory_kind(HOST_KIND) if reference.memory_kind == HOST_KIND else sharding
 
 
 def rehearses(devices: Iterable[Any]) -> bool:
@@ -54,28 +54,28 @@ def rehearses(devices: Iterable[Any]) -> bool:
     return all(device.platform == "cpu" for device in devices)
 
 
-def check_host_memory(devices: Iterable[Any], what: str) -> None:
-    """Refuse devices that can't reach host memory.
+def check_host_memory(devices: Iterable[Any], option: str) -> None:
+    """Refuse devices that cannot reach host memory.
 
     Args:
-        devices: of the mesh.
-        what: the option that needs host memory, as the user wrote it.
+        devices: devices of the mesh.
+        option: the option that needs host memory, as the user wrote it.
 
     Raises:
         UserError: a device without the memory kind `pinned_host`.
     """
     # a described device lists no memories; TPUs and GPUs have host memory
-    real = [device for device in devices if not isinstance(device, AbstractDevice)]
-    kinds = [[memory.kind for memory in device.addressable_memories()] for device in real]
-    if real and not any(kinds):
+    real_devices = [device for device in devices if not isinstance(device, AbstractDevice)]
+    kinds = [[memory.kind for memory in device.addressable_memories()] for device in real_devices]
+    if real_devices and not any(kinds):
         raise UserError(
-            f"{what}: {real[0].device_kind} is described and not here, and JAX lists no memories of it: a part of "
-            "the step cannot be compiled for it; take fit --verify, which compiles the whole, or keep it on the "
-            "device"
+            f"{option}: {real_devices[0].device_kind} is described, not attached, and JAX lists no memories of it, "
+            "so a part of the step cannot be compiled alone: use fit --verify, which compiles the whole step, or keep "
+            "the values on the device"
         )
-    for device, device_kinds in zip(real, kinds, strict=True):
+    for device, device_kinds in zip(real_devices, kinds, strict=True):
         if device_kinds and HOST_KIND not in device_kinds:  # another process's device lists none
             raise UserError(
-                f"{what}: {device.device_kind} ({device.platform}) has no memory of kind {HOST_KIND} "
-                f"(it has {', '.join(device_kinds)}), so nothing can be put on the host; keep it on the device"
+                f"{option}: {device.device_kind} ({device.platform}) has no memory of kind {HOST_KIND} "
+                f"(it has {', '.join(device_kinds)}), so nothing can be put on the host; keep the values on the device"
             )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxscale.errors import UserError, unknown
-from jaxscale.slices import across
+from jaxscale.tpu_slices import across
 from jaxscale.values import check_types
 
 AXES = ("replica", "data", "pipe", "fsdp", "expert", "sequence", "tensor")
@@ -90,10 +90,10 @@ class MeshSpec:
 
         Args:
             devices: devices to lay out; the first `self.devices` of all by default. `jax.sharding.AbstractDevice`s give
-                an `AbstractMesh`, on which arrays can be traced and placed, and programs not run.
+                an `AbstractMesh`, on which programs can be traced, but not run.
 
         Raises:
-            UserError: fewer devices than the mesh takes, or unequal numbers from the TPU slices.
+            UserError: there are fewer devices than the mesh takes, or unequal numbers of them on the TPU slices.
         """
         import jax
         from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -102,7 +102,7 @@ class MeshSpec:
         if len(devices) < self.devices:
             raise UserError(
                 f"mesh {self} takes {self.devices} devices, and there are {len(devices)} "
-                f"({devices[0].device_kind}): ask for a smaller mesh, or set jax_num_cpu_devices for virtual ones"
+                f"({devices[0].device_kind}): use a smaller mesh, or set jax_num_cpu_devices for virtual CPU devices"
             )
         sizes, types = tuple(self.sizes.values()), (AxisType.Auto,) * len(AXES)
         if isinstance(devices[0], AbstractDevice):
@@ -113,7 +113,7 @@ class MeshSpec:
         if len(set(counts.values())) > 1:
             raise UserError(
                 f"mesh {self} takes {self.devices} devices, and these lie on slices of "
-                f"{' and '.join(str(count) for count in counts.values())}: expected as many of each slice; take a mesh "
+                f"{' and '.join(str(count) for count in counts.values())}: expected as many of each slice; use a mesh "
                 f"of {min(counts.values()) * slices} devices, or of one slice"
             )
         if slices == 1:

@@ -7,20 +7,21 @@ it is the identity, so that the same model file runs on one device, in a noteboo
 import contextlib
 import contextvars
 import functools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxscale.scoped import scoped
+from jaxscale.sharding.partition import shard_count, spec_of
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.typing import Array
 
-Layout: TypeAlias = tuple[Any, AxisRules]
+MeshAndRules: TypeAlias = tuple[Any, AxisRules]
 """A mesh, abstract or of devices, and the rules that place arrays on it; hashable."""
 
-_layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout", default=None)
+_layout: contextvars.ContextVar[MeshAndRules | None] = contextvars.ContextVar("layout", default=None)
 
 
 def layout(mesh: Any, rules: AxisRules) -> contextlib.AbstractContextManager[None]:
@@ -33,22 +34,17 @@ def layout(mesh: Any, rules: AxisRules) -> contextlib.AbstractContextManager[Non
     return under((mesh, rules))
 
 
-@contextlib.contextmanager
-def under(layout: Layout | None) -> Iterator[None]:
-    """As `layout`, for a value that `current` returned earlier.
+def under(layout: MeshAndRules | None) -> contextlib.AbstractContextManager[None]:
+    """Like `layout`, for a mesh and rules that `current` returned earlier.
 
-    JAX may trace the rules of a `custom_vjp` later than the call and under another layout: that of a step around the
-    manual region of a pipeline's stage. Rules that place arrays take the layout of the call as a static argument, and
-    trace under it.
+    JAX may trace the backward function of a `custom_vjp` after the call and under another layout: that of the step
+    around the manual region of a pipeline's stage. So a backward function that places arrays gets the layout of the
+    call as a static argument, and is traced under it.
     """
-    token = _layout.set(layout)
-    try:
-        yield
-    finally:
-        _layout.reset(token)
+    return scoped(_layout, layout)
 
 
-def current() -> Layout | None:
+def current() -> MeshAndRules | None:
     """The mesh and rules in force; `None` outside any layout. Kernels that need `shard_map` read them."""
     return _layout.get()
 
@@ -64,17 +60,12 @@ def spec(shape: Sequence[int], names: Sequence[str | None], mesh: Any, rules: Ax
             f"got {len(names)} logical axes {tuple(names)} for an array of shape {tuple(shape)}: name each dim"
         )
     used_axes: set[str] = set()
-    entries: list[tuple[str, ...] | None] = []
+    dims: list[tuple[str, ...]] = []
     for size, name in zip(shape, names, strict=True):
         axes = tuple(axis for axis in rules.axes(name) if mesh.shape[axis] > 1 and axis not in used_axes)
-        if axes and size % math.prod(mesh.shape[axis] for axis in axes) == 0:
-            used_axes.update(axes)
-            entries.append(axes)
-        else:
-            entries.append(None)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*(entry[0] if entry and len(entry) == 1 else entry for entry in entries))
+        dims.append(axes if size % shard_count(mesh, axes) == 0 else ())
+        used_axes.update(dims[-1])
+    return spec_of(dims)
 
 
 def constrain(x: Array, *names: str | None) -> Array:
@@ -100,7 +91,7 @@ def move(x: Array, source: tuple[str | None, ...], target: tuple[str | None, ...
     """`x` moved from one placement to another; its gradient moves back.
 
     A constraint alone would place the gradient by `target` too: partial sums would be all-reduced and then sliced,
-    where this allows a reduce-scatter.
+    where `move` allows a reduce-scatter.
 
     Args:
         x: an activation.
@@ -116,12 +107,14 @@ def move(x: Array, source: tuple[str | None, ...], target: tuple[str | None, ...
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _moved(layout: Layout, source: tuple[str | None, ...], target: tuple[str | None, ...], x: Array) -> Array:
+def _moved(layout: MeshAndRules, source: tuple[str | None, ...], target: tuple[str | None, ...], x: Array) -> Array:
+    """`x` placed by `target`; its gradient is placed by `source`."""
     with under(layout):
         return constrain(x, *target)
 
 
-def _moved_back(layout: Layout, source: Any, target: Any, _: None, gradient: Array) -> tuple[Array]:
+def _moved_back(layout: MeshAndRules, source: Any, target: Any, _: None, gradient: Array) -> tuple[Array]:
+    """The gradient of `_moved`, placed by `source`."""
     with under(layout):
         return (constrain(gradient, *source),)
 

@@ -23,10 +23,10 @@ class AxisRules:
         batch: rows of the batch.
         seq: positions of the residual stream; Megatron's sequence parallelism adds "tensor" here.
         inner_seq: positions inside attention and mlp, where "tensor" is taken by heads and mlp.
-        kv_seq: key and value positions: gathered, since every query sees them.
+        kv_seq: key and value positions; whole by default, since every query reads all of them.
         embed: width of the residual stream.
         heads: query heads, and the (heads * head_dim) dim of their projections.
-        kv_heads: key and value heads, likewise.
+        kv_heads: key and value heads, and the (kv_heads * head_dim) dim of their projections.
         head_dim: width of a head.
         mlp: hidden width of a feed-forward layer.
         vocab: vocabulary.
@@ -62,10 +62,10 @@ class AxisRules:
     def __post_init__(self) -> None:
         check_types(self)
         for field in dataclasses.fields(self):
-            for axis in getattr(self, field.name):
+            axes = getattr(self, field.name)
+            for axis in axes:
                 if axis not in AXES:
                     raise unknown(f"mesh axis for {field.name}", axis, AXES)
-            axes = getattr(self, field.name)
             if len(set(axes)) < len(axes):
                 raise UserError(f"{field.name}: got {', '.join(axes)}: name each mesh axis once")
 

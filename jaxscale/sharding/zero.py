@@ -13,16 +13,16 @@ HSDP applies the same rules to a mesh that also has a data or replica axis: spli
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
 from jaxscale.sharding import place
+from jaxscale.sharding.partition import dim_axes, shard_count, spec_of
 from jaxscale.sharding.rules import AxisRules
 
-Stage = Literal[0, 1, 2, 3]
+ZeroStage = Literal[0, 1, 2, 3]
 
 ZERO_AXIS = "fsdp"
 
@@ -30,41 +30,27 @@ ZERO_AXIS = "fsdp"
 def split(
     shape: Sequence[int], names: Sequence[str | None] | None, whole: PartitionSpec, mesh: Any, axis: str = ZERO_AXIS
 ) -> PartitionSpec:
-    """`whole` with one more dim split over `axis`: the largest per device that divides; `whole` unchanged if none does.
+    """`whole` with a dim split over `axis`: the largest on a device that the axis divides; `whole` itself without one.
 
     The stacked "layers" dim is never split: a scan over layers would have to gather all of it.
 
     Args:
-        shape: of the parameter.
+        shape: shape of the parameter.
         names: logical axis of each dim; `None` for a parameter without names.
         whole: placement before ZeRO (tensor parallelism).
         mesh: the mesh.
         axis: mesh axis to split over.
     """
-    count = mesh.shape[axis]
-    entries = list(whole) + [None] * (len(shape) - len(whole))
-    if count == 1 or axis in placed_axes(whole):
+    count, dims = mesh.shape[axis], dim_axes(whole, len(shape))
+    if count == 1 or any(axis in axes for axes in dims):
         return whole
-
-    def local(dim: int) -> int:
-        entry = entries[dim]
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        return shape[dim] // math.prod(mesh.shape[a] for a in axes)
-
-    candidates = [d for d in range(len(shape)) if local(d) % count == 0 and not (names and names[d] == "layers")]
+    local_shape = [size // shard_count(mesh, axes) for size, axes in zip(shape, dims, strict=True)]
+    fixed = [name == "layers" for name in names or ()] or [False] * len(shape)
+    candidates = [dim for dim, size in enumerate(local_shape) if size % count == 0 and not fixed[dim]]
     if not candidates:
         return whole
-    dim = max(candidates, key=lambda d: (local(d), d))
-    entry = entries[dim]
-    entries[dim] = axis if entry is None else ((entry,) if isinstance(entry, str) else tuple(entry)) + (axis,)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
-
-
-def placed_axes(spec: PartitionSpec) -> set[str]:
-    """Mesh axes that a PartitionSpec uses."""
-    return {axis for entry in spec if entry is not None for axis in ((entry,) if isinstance(entry, str) else entry)}
+    dim = max(candidates, key=lambda dim: (local_shape[dim], dim))
+    return spec_of([*dims[:dim], (*dims[dim], axis), *dims[dim + 1 :]])
 
 
 def without(spec: PartitionSpec, axis: str) -> PartitionSpec:
@@ -74,9 +60,7 @@ def without(spec: PartitionSpec, axis: str) -> PartitionSpec:
         >>> list(without(PartitionSpec("tensor", ("fsdp", "pipe")), "fsdp"))
         ['tensor', 'pipe']
     """
-    entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
-    entries = [tuple(name for name in entry if name != axis) for entry in entries]
-    return PartitionSpec(*(entry if len(entry) > 1 else entry[0] if entry else None for entry in entries))
+    return spec_of([tuple(name for name in axes if name != axis) for axes in dim_axes(spec)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +69,7 @@ class Placement:
 
     Args:
         master: the parameter between steps.
-        state: optimizer state of its shape.
+        state: optimizer state of the parameter's shape.
         gradient: input of the optimizer.
         compute: the copy that the forward and backward passes read.
     """
@@ -97,12 +81,17 @@ class Placement:
 
 
 def placement(
-    shape: Sequence[int], names: Sequence[str | None] | None, stage: Stage, copied: bool, mesh: Any, rules: AxisRules
+    shape: Sequence[int],
+    names: Sequence[str | None] | None,
+    stage: ZeroStage,
+    copied: bool,
+    mesh: Any,
+    rules: AxisRules,
 ) -> Placement:
     """Placement of a parameter's tensors under a ZeRO stage.
 
     Args:
-        shape: of the parameter.
+        shape: shape of the parameter.
         names: logical axis of each dim; `None` for a parameter without names.
         stage: ZeRO stage.
         copied: whether the step computes with a lower-precision copy of float32 master weights.
@@ -120,36 +109,36 @@ def placement(
 
 
 def over(old: Placement, axis: str, shape: Sequence[int], mesh: Any) -> Placement:
-    """A placement with all but the compute copy split over one more axis, where a dim divides.
+    """A placement with all but the compute copy split over one more axis, if the axis divides a dim.
 
     All are split along the same dim, and over this axis first, so that a shard of the finest placement lies within a
-    shard of the others: XLA would else exchange shards in every step, over a slow axis too.
+    shard of the others: otherwise XLA would exchange shards in every step, over a slow axis too.
 
     Args:
         old: the placement without the axis.
         axis: mesh axis to split over.
-        shape: of the parameter.
+        shape: shape of the parameter.
         mesh: the mesh.
     """
-    fields = ("master", "state", "gradient")
-    finest = [*old.state, *(None,) * (len(shape) - len(old.state))]
+    specs = {field: getattr(old, field) for field in ("master", "state", "gradient")}
     new_state = split(shape, None, old.state, mesh, axis)
-    if new_state == old.state:  # a dim of a coarser placement may divide
-        return dataclasses.replace(old, **{name: split(shape, None, getattr(old, name), mesh, axis) for name in fields})
-    dim = next(dim for dim, entry in enumerate(new_state) if entry != finest[dim])
-    return dataclasses.replace(old, **{name: _split_first(getattr(old, name), dim, axis) for name in fields})
+    old_dims, new_dims = dim_axes(old.state, len(shape)), dim_axes(new_state, len(shape))
+    dim = next((dim for dim in range(len(shape)) if old_dims[dim] != new_dims[dim]), None)
+    if dim is None:  # the axis may divide a dim of a coarser placement
+        new_specs = {field: split(shape, None, spec, mesh, axis) for field, spec in specs.items()}
+    else:
+        new_specs = {field: _split_first(spec, dim, axis) for field, spec in specs.items()}
+    return dataclasses.replace(old, **new_specs)
 
 
 def _split_first(spec: PartitionSpec, dim: int, axis: str) -> PartitionSpec:
     """A PartitionSpec with a dim split over one more axis, ahead of the axes that split it already."""
-    entries = [*spec, *(None,) * (dim + 1 - len(spec))]
-    entry = entries[dim]
-    entries[dim] = axis if entry is None else (axis, *((entry,) if isinstance(entry, str) else entry))
-    return PartitionSpec(*entries)
+    dims = dim_axes(spec, dim + 1)
+    return spec_of([*dims[:dim], (axis, *dims[dim]), *dims[dim + 1 :]])
 
 
 def stacked_over(single: Placement, axis: str) -> Placement:
-    """A placement of stacked copies, whose first dim lies over a mesh axis.
+    """The placement of a stack of tensors, from that of one: the stack's first dim is split over a mesh axis.
 
     Example:
         >>> spec = PartitionSpec("tensor")

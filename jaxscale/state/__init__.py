@@ -1,1 +1,1 @@
-"""What a step carries on: the train state, where its leaves lie, how batches are split, and the form saved."""
+"""The train state, the placements of its leaves, the split of batches, and the canonical form in checkpoints."""

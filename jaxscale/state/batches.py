@@ -1,7 +1,7 @@
-"""Rows of a batch: which of them a process feeds, where they lie, how they split into microbatches."""
+"""Rows of a batch: which of them a process feeds, on which devices they lie, how they are split into microbatches."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -11,79 +11,97 @@ from jaxscale.errors import UserError
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.typing import Array, Batch
 
+BatchArrays = TypeVar("BatchArrays")
+
 
 def shard_of(sharding: NamedSharding, rows: int) -> tuple[int, int]:
     """(index, count): this process feeds part `index` of `count` equal parts of the rows of a batch.
 
-    Where the devices of a process hold rows that do not lie together (a torus orders devices by their links, not by
-    their hosts), it reads the whole batch, (0, 1), and puts its own rows on its devices.
+    If the rows on a process's devices are not contiguous (a torus orders devices by their links, not by their hosts),
+    the process reads the whole batch, (0, 1), and puts its own rows on its devices.
+
+    Args:
+        sharding: sharding of the arrays of a batch.
+        rows: number of rows of the global batch.
     """
-    mine = sharding.addressable_devices_indices_map((rows,)).values()
-    return equal_part({span(part, rows) for part in mine if part is not None}, rows)
+    local_indices = sharding.addressable_devices_indices_map((rows,)).values()
+    return equal_part({span(index, rows) for index in local_indices if index is not None}, rows)
 
 
 def put(batch: Batch, sharding: NamedSharding, shard: tuple[int, int]) -> dict[str, Array]:
-    """This process's rows of a batch, put on the devices as their part of the global batch."""
+    """The global batch on the devices, from this process's rows of it.
+
+    Args:
+        batch: arrays with this process's rows.
+        sharding: sharding of the arrays of the global batch.
+        shard: (index, count) from `shard_of`: these rows are part `index` of `count` equal parts.
+    """
     if jax.process_count() == 1:
         return jax.device_put(dict(batch), sharding)
     index, count = shard
 
-    def spread(mine: np.ndarray) -> Array:
-        rows, first = count * len(mine), index * len(mine)
+    def global_array(local_rows: np.ndarray) -> Array:
+        row_count, first = count * len(local_rows), index * len(local_rows)
 
-        def part(where: Any) -> np.ndarray:
-            start, stop = span(where, rows)
-            return mine[start - first : stop - first]
+        def device_rows(slices: tuple[slice, ...] | None) -> np.ndarray:
+            assert slices is not None
+            start, stop = span(slices, row_count)
+            return local_rows[start - first : stop - first]
 
-        return jax.make_array_from_callback((rows, *mine.shape[1:]), sharding, part)
+        return jax.make_array_from_callback((row_count, *local_rows.shape[1:]), sharding, device_rows)
 
-    return {name: spread(np.asarray(mine)) for name, mine in batch.items()}
+    return {name: global_array(np.asarray(local_rows)) for name, local_rows in batch.items()}
 
 
 def batch_shapes(experiment: Experiment) -> Batch:
-    """Shapes of a global batch: as the data tells them, else of its first batch.
+    """Shapes of a global batch: those that the data specifies, otherwise those of its first batch.
 
     Raises:
-        UserError: the data cannot be opened.
+        UserError: the experiment has no data.
     """
-    shapes_of: Callable[[int], Mapping[str, tuple[tuple[int, ...], str]]] | None
     shapes_of = getattr(experiment.data, "shapes", None)
     if shapes_of is not None:
-        known = shapes_of(experiment.batch).items()
-        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in known}
+        items = shapes_of(experiment.batch).items()
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in items}
     if experiment.data is None:
-        raise UserError(f"experiment {experiment.name} has no data, so the shapes of its batches are unknown: give it")
+        raise UserError(f"experiment {experiment.name} has no data, so the shapes of its batches are unknown; set data")
     return shapes(next(iter(experiment.data.open(experiment.batch, experiment.seed).train())))
 
 
-def shapes(batch: Mapping[str, Any], sharding: NamedSharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a global batch, of arrays or of shapes."""
-    return {
-        name: jax.ShapeDtypeStruct(
-            np.shape(rows) if not hasattr(rows, "shape") else rows.shape, rows.dtype, sharding=sharding
-        )
-        for name, rows in batch.items()
-    }
+def shapes(batch: Batch, sharding: NamedSharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of a global batch of arrays (or of shapes), with a sharding if one is given."""
+    return {name: jax.ShapeDtypeStruct(np.shape(rows), rows.dtype, sharding=sharding) for name, rows in batch.items()}
 
 
-def span(where: Sequence[slice], rows: int) -> tuple[int, int]:
-    """First row, and the one behind the last, of a part of an array of `rows`."""
-    return where[0].start or 0, rows if where[0].stop is None else where[0].stop
+def span(slices: Sequence[slice], rows: int) -> tuple[int, int]:
+    """(start, stop) of the first of some slices, in an array with a number of rows."""
+    return slices[0].start or 0, rows if slices[0].stop is None else slices[0].stop
 
 
 def equal_part(spans: set[tuple[int, int]], rows: int) -> tuple[int, int]:
-    """(index, count) of the one of `count` equal parts of `rows` that the spans make up; (0, 1) if they make up none.
+    """(index, count) if spans of rows together are part `index` of `count` equal parts of all rows, otherwise (0, 1).
+
+    Args:
+        spans: (start, stop) of each span of rows.
+        rows: number of all rows.
 
     Example:
         >>> equal_part({(4, 6), (6, 8)}, 8), equal_part({(0, 2), (4, 6)}, 8)
         ((1, 2), (0, 1))
     """
-    start, stop = min(a for a, _ in spans), max(b for _, b in spans)
+    start, stop = min(start for start, _ in spans), max(stop for _, stop in spans)
     size = stop - start
-    together = sum(b - a for a, b in spans) == size
-    return (start // size, rows // size) if together and rows % size == 0 and start % size == 0 else (0, 1)
+    contiguous = sum(stop - start for start, stop in spans) == size
+    return (start // size, rows // size) if contiguous and rows % size == 0 and start % size == 0 else (0, 1)
 
 
-def microbatches(x: Array, *, parts: int) -> Array:
-    """(B, ...) to (parts, B / parts, ...): every parts-th row, so that no row changes its device, on any mesh."""
-    return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
+def microbatches(tree: BatchArrays, *, parts: int) -> BatchArrays:
+    """Arrays (B, ...) split into microbatches, as (parts, B / parts, ...).
+
+    Microbatch i has the rows i, i + parts, i + 2 parts, ..., so that no row changes its device on any mesh.
+
+    Args:
+        tree: arrays whose first dim is the B rows of a batch.
+        parts: number of microbatches.
+    """
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1), tree)

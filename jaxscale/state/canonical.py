@@ -1,41 +1,43 @@
-"""The canonical form of a train state: what a checkpoint holds, whatever the mesh, ZeRO stage or memory plan.
+"""The canonical form of a train state, which a checkpoint holds. It is the same for every mesh, ZeRO stage and plan.
 
-A flat dict of arrays by name. Stacked parameters are one array per layer (`.../layers/3/...`), the padding of a
-vocabulary is cut off, generators are their plain key data. Optimizer state that has its parameter's shape is treated as
-the parameter is. A stack that keeps its layers in groups (`blocks.grouping`) has the names of one stack: parameters by
-layer, and what is left stacked, such as running statistics, joined. A quantized array is two, `NAME/codes.MAP` and
-`NAME/scale`, from whose shapes the block is read; 4-bit codes take a byte each there.
+It is a flat dict of arrays by name. A stacked parameter becomes one array per layer (`.../layers/3/...`). The padding
+of a vocabulary is cut off. A random generator is its plain key data. Optimizer state that has its parameter's shape is
+treated like the parameter. A stack that keeps its layers in groups (`blocks.grouping`) has the names of a single stack:
+its parameters are listed by layer, and arrays that stay stacked, such as running statistics, are joined. A quantized
+array becomes two, `NAME/codes.MAP` and `NAME/scale`, whose shapes give the block size; 4-bit codes take a byte each.
 
-Taking a state apart copies it on the devices, whole: with Adam up to 12 bytes a parameter beside the state, until the
-copy has reached the host. No step runs meanwhile, so a save needs more memory than a step only where gradients and
-activations take less than that; `Canonical.copy_bytes` is the bytes of that copy.
+To take a state apart, the devices copy all of it: with Adam up to 12 bytes a parameter in addition to the state, until
+the copy has reached the host. No step runs meanwhile, so a save needs more memory than a step only if gradients and
+activations take less than that. `Canonical.copy_bytes` is the size of the copy.
 """
 
 import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.layers.stack import in_one_stack
 from jaxscale.sharding.memory_space import in_memory_of, on_host, to_device, to_host
+from jaxscale.sharding.partition import dim_axes, dividing, spec_of
 from jaxscale.sharding.zero import split
 from jaxscale.state.extra import EXTRAS, StateExtra
 from jaxscale.state.layout import Layout, local_bytes
 from jaxscale.state.naming import Naming, Part, plain, roles
 from jaxscale.state.train_state import TrainState
 from jaxscale.trees import path_name
-from jaxscale.typing import Array
+from jaxscale.typing import Array, PyTree
 
 PARAMS = "params"
-"""Prefix of the parameters' names: what evaluation, generation and export restore, beside `REST`."""
+"""Prefix of the names of parameters. Evaluation, generation and export restore these, and those under `REST`."""
 REST = "rest"
+"""Prefix of the names of the model's other state, such as batch statistics."""
 OPTIONAL = tuple(f"{name}/" for name in EXTRAS)
-"""Prefixes of names that a checkpoint may lack: what they name begins anew."""
+"""Prefixes of the names of extras, which a checkpoint may lack; a missing extra starts from its initial value."""
 
 
 class Canonical:
@@ -43,9 +45,9 @@ class Canonical:
 
     Args:
         layout: placements of the state.
-        extras: what techniques add to it.
-        naming: of its parameters.
-        owners: for each leaf of the optimizer's state, the path of its parameter, or "".
+        extras: what techniques add to the state.
+        naming: names of the arrays of leaves that are shaped like parameters.
+        owners: for each leaf of the optimizer's state, the name of the parameter whose shape it has, or "".
     """
 
     def __init__(self, layout: Layout, extras: Sequence[StateExtra], naming: Naming, owners: Sequence[str]) -> None:
@@ -57,7 +59,7 @@ class Canonical:
         abstract, treedef = jax.tree.flatten(saved)
         self._leaves, self._treedef = abstract, treedef
         parts = jax.tree.leaves(self._tree(naming, owners, saved), is_leaf=lambda x: isinstance(x, Part))
-        # an array without elements, as some rules keep for parameters that are none of theirs, can't be written
+        # arrays without elements, which some rules keep for parameters that they do not update, can't be written
         self._parts = [
             dataclasses.replace(part, names=()) if 0 in leaf.shape else part
             for leaf, part in zip(abstract, parts, strict=True)
@@ -70,7 +72,7 @@ class Canonical:
         self.take_apart = jax.jit(self._take_apart, out_shardings=self.shardings)
 
     def _tree(self, naming: Naming, owners: Sequence[str], abstract: TrainState) -> TrainState:
-        """A tree like the train state whose leaves are `Part`s."""
+        """A tree like the train state with a `Part` for each leaf: the arrays that the leaf becomes."""
         by_path = jax.tree_util.tree_map_with_path
         return TrainState(
             step=by_path(lambda _, leaf: plain("step", leaf), abstract.step),
@@ -94,9 +96,9 @@ class Canonical:
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes per device that `take_apart` takes beside the state, until its arrays are on the host.
+        """Bytes per device that `take_apart` needs in addition to the state, until its arrays are on the host.
 
-        What lies on the host already is copied there by way of the device, a few arrays at a time.
+        Arrays that lie on the host already are copied by way of the device, a few at a time, and do not count.
         """
         return local_bytes(self.abstract())
 
@@ -106,45 +108,49 @@ class Canonical:
         return {n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.shardings[n]) for n, s in shapes.items()}
 
     def _take_apart(self, state: TrainState) -> dict[str, Array]:
+        """The canonical form of a state, as a function to trace."""
         for extra in self._extras:
             state = extra.saved(state)
         arrays: dict[str, Array] = {}
-        groups: dict[str, dict[int, Array]] = {}
-        writers: dict[str, Any] = {}
+        groups: dict[str, dict[int, Array]] = {}  # arrays of a stack in groups, by name and first layer
+        finish: dict[str, Callable[[Array], Array]] = {}  # for the joined groups of a name
         for leaf, part in zip(jax.tree.leaves(state), self._parts, strict=True):
             if not part.names:
                 continue
-            returned = functools.partial(_returned, dtype=part.dtype, host=on_host(leaf))
+            finished = functools.partial(_finished, dtype=part.dtype, host=on_host(leaf))
             if part.stacked is not None and part.rows is None and leaf.shape == part.shape:
                 for i, name in part.rows_of():
                     layer = jax.lax.index_in_dim(leaf, i, part.stacked, keepdims=False)
-                    arrays[name] = returned(to_device(layer))
+                    arrays[name] = finished(to_device(layer))
                 continue
             whole = jax.random.key_data(leaf) if part.key else to_device(leaf)
             if whole.shape != part.shape and not part.key:
                 whole = jax.lax.slice(whole, (0,) * whole.ndim, part.shape)
             if part.rows is not None:
                 groups.setdefault(part.names[0], {})[part.rows[0]] = whole
-                writers[part.names[0]] = returned
+                finish[part.names[0]] = finished
             elif part.stacked is None:
-                arrays[part.names[0]] = returned(whole)
+                arrays[part.names[0]] = finished(whole)
             else:
                 for i, name in part.rows_of():
-                    arrays[name] = returned(jax.lax.index_in_dim(whole, i, part.stacked, keepdims=False))
-        for name, parts in groups.items():
-            arrays[name] = writers[name](jnp.concatenate([parts[start] for start in sorted(parts)]))
+                    arrays[name] = finished(jax.lax.index_in_dim(whole, i, part.stacked, keepdims=False))
+        for name, group_of_start in groups.items():
+            arrays[name] = finish[name](jnp.concatenate([group_of_start[start] for start in sorted(group_of_start)]))
         return arrays
 
     def put_together(self, arrays: Mapping[str, Array]) -> TrainState:
-        """The train state of a canonical form, which is donated; an extra that it lacks begins anew.
+        """The train state of a canonical form, whose arrays are donated; a missing extra starts from its initial value.
 
-        Arrays that are stacked or padded are deleted leaf by leaf, so that little more than one state lives at a time;
-        the others become part of the state. Each leaf is waited for: the memory of the last is free by then, and
-        collectives of dozens of programs in flight can starve one another on a CPU.
+        Arrays that are stacked or padded into a leaf are deleted with it, so that memory holds little more than one
+        state at a time; the others become leaves themselves. The loop waits for each leaf: then the arrays of the leaf
+        before are freed, and no dozens of programs are in flight, whose collectives can starve one another on a CPU.
+
+        Args:
+            arrays: arrays of the canonical form, by name.
         """
         leaves = []
-        # an array of a stack in groups is read by several leaves, and freed by the last
-        waiting = collections.Counter(name for part in self._parts for name in part.names)
+        # number of leaves that are still to read each array; of a stack in groups several do, and the last frees it
+        pending_reads = collections.Counter(name for part in self._parts for name in part.names)
         for leaf, part in zip(self._leaves, self._parts, strict=True):
             if not part.names:
                 leaves.append(jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding))
@@ -152,22 +158,17 @@ class Canonical:
             if part.names[0].startswith(OPTIONAL) and part.names[0] not in arrays:
                 leaves.append(None)
                 continue
-            pieces = [arrays[name] for name in part.names]
-            waiting.subtract(part.names)
-            if waiting[part.names[0]] or part.rows is not None:
-                join = _joined(None, part.key, leaf.shape, leaf.dtype, leaf.sharding, part.rows)
-                leaves.append(jax.block_until_ready(join(pieces)))
-                if not waiting[part.names[0]] and isinstance(pieces[0], jax.Array):
-                    pieces[0].delete()
+            leaf_arrays = [arrays[name] for name in part.names]
+            pending_reads.subtract(part.names)
+            last_read = not pending_reads[part.names[0]]
+            whole = part.rows is None and part.key is None and part.stacked is None and last_read
+            if whole and leaf_arrays[0].shape == leaf.shape and leaf_arrays[0].dtype == leaf.dtype:
+                leaves.append(jax.device_put(leaf_arrays[0], leaf.sharding))
                 continue
-            alike = pieces[0].shape == leaf.shape and pieces[0].dtype == leaf.dtype
-            if alike and part.key is None and part.stacked is None:
-                leaves.append(jax.device_put(pieces[0], leaf.sharding))
-                continue
-            join = _joined(part.stacked, part.key, leaf.shape, leaf.dtype, leaf.sharding, order=part.order)
-            leaves.append(jax.block_until_ready(join(pieces)))
-            for array in pieces:
-                if isinstance(array, jax.Array):
+            join = _joined(part.stacked, part.key, leaf, part.rows, part.order)
+            leaves.append(jax.block_until_ready(join(leaf_arrays)))
+            for array in leaf_arrays:
+                if last_read and isinstance(array, jax.Array):
                     array.delete()
         state = jax.tree.unflatten(self._treedef, leaves)
         for extra in self._extras:
@@ -175,7 +176,8 @@ class Canonical:
         return state
 
 
-def _returned(array: Array, dtype: Any, host: bool) -> Array:
+def _finished(array: Array, dtype: np.dtype | None, host: bool) -> Array:
+    """An array of the canonical form in its dtype (`None` keeps it), in host memory if its leaf is."""
     array = array if dtype is None else array.astype(dtype)
     return to_host(array) if host else array
 
@@ -184,13 +186,19 @@ def _returned(array: Array, dtype: Any, host: bool) -> Array:
 def _joined(
     dim: int | None,
     key: str | None,
-    shape: tuple[int, ...],
-    dtype: Any,
-    sharding: NamedSharding,
-    rows: tuple[int, int] | None = None,
-    order: tuple[int, ...] = (),
-) -> Any:
-    """A compiled function from a leaf's arrays to the leaf; leaves of one shape and placement share it."""
+    leaf: jax.ShapeDtypeStruct,
+    rows: tuple[int, int] | None,
+    order: tuple[int, ...],
+) -> Callable[[list[Array]], Array]:
+    """A compiled function from the arrays of a leaf to the leaf, shared by leaves of one shape and placement.
+
+    Args:
+        dim: the dim along which arrays are stacked; `None` if the leaf is one array.
+        key: name of the generator's implementation if the leaf is a PRNG key.
+        leaf: shape, dtype and sharding of the leaf.
+        rows: (start, stop) of the array's rows that the leaf is; `None` for all.
+        order: the row of each array, if some rows of the leaf are zeros; () if there is an array for every row.
+    """
 
     def join(arrays: list[Array]) -> Array:
         arrays = to_device(arrays)
@@ -200,21 +208,21 @@ def _joined(
             return jax.random.wrap_key_data(arrays[0], impl=key)
         if order:
             assert dim is not None
-            where = dict(zip(order, arrays, strict=True))
-            arrays = [where.get(row, jnp.zeros_like(arrays[0])) for row in range(shape[dim])]
+            by_row = dict(zip(order, arrays, strict=True))
+            arrays = [by_row.get(row, jnp.zeros_like(arrays[0])) for row in range(leaf.shape[dim])]
         whole = arrays[0] if dim is None else jnp.stack(arrays, dim)
-        padding = [(0, want - have) for have, want in zip(whole.shape, shape, strict=True)]
-        return (jnp.pad(whole, padding) if any(p for _, p in padding) else whole).astype(dtype)
+        padding = [(0, padded - size) for size, padded in zip(whole.shape, leaf.shape, strict=True)]
+        return (jnp.pad(whole, padding) if any(p for _, p in padding) else whole).astype(leaf.dtype)
 
-    return jax.jit(join, out_shardings=sharding)
+    return jax.jit(join, out_shardings=leaf.sharding)
 
 
-def _in_one_stack(tree: Any, stacked: Callable[[Part], bool]) -> Any:
-    """Parts of leaves that are not taken apart, of stacks in groups: one array for all groups.
+def _in_one_stack(tree: PyTree[Part], stacked: Callable[[Part], bool]) -> PyTree[Part]:
+    """A tree of parts in which the groups of one stack share an array, if their leaves are not split into layers.
 
     Args:
-        tree: of parts.
-        stacked: whether the first dim of a part is layers.
+        tree: tree of parts.
+        stacked: function that returns whether the first dim of a part's leaf is layers.
     """
     parts, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, Part))
     starts: dict[str, set[int]] = collections.defaultdict(set)
@@ -234,21 +242,17 @@ def _in_one_stack(tree: Any, stacked: Callable[[Part], bool]) -> Any:
 
 
 def _spec(leaf: jax.ShapeDtypeStruct, part: Part) -> PartitionSpec:
-    """Placement of a leaf's arrays: the leaf's own where it still divides without padding and layers."""
+    """Placement of the arrays of a leaf: along each dim the leaf's own, if it divides without padding and layers."""
     if part.key:
         return PartitionSpec()
-    entries = list(leaf.sharding.spec) + [None] * (len(leaf.shape) - len(leaf.sharding.spec))
     mesh = leaf.sharding.mesh
-    for dim, entry in enumerate(entries):
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        ways = functools.reduce(lambda n, axis: n * mesh.shape[axis], axes, 1)
-        if part.shape[dim] % ways:
-            entries[dim] = None
+    spec = dividing(leaf.sharding.spec, part.shape, mesh)
     if part.stacked is None:
-        return PartitionSpec(*entries)
-    layers = entries.pop(part.stacked)
-    spec = PartitionSpec(*entries)
-    for axis in () if layers is None else (layers,) if isinstance(layers, str) else layers:
-        # a layer that lay on one stage's device is split over all of them, not copied to them
+        return spec
+    dims = list(dim_axes(spec, part.stacked + 1))
+    layer_axes = dims.pop(part.stacked)
+    spec = spec_of(dims)
+    for axis in layer_axes:
+        # a layer that lies on one stage's device is split over the devices of all stages, not copied to them
         spec = split([size for dim, size in enumerate(part.shape) if dim != part.stacked], None, spec, mesh, axis)
     return spec

@@ -1,38 +1,42 @@
-"""Conversion: the arrays of a checkpoint whose optimizer state has other bits or blocks, as those that a step wants.
+"""Conversion: restore a checkpoint whose optimizer state has other bits or blocks than the step's.
 
-Names say it all: a float32 array is NAME; a quantized one NAME/codes.MAP and NAME/scale, whose rows give the block.
-What a step wants in shorter blocks gets its scales repeated, to the bit; longer blocks, another map or float32 are
-decoded and encoded anew, array by array, where they lie. Weights that were split are joined, and the other way round.
+Names and shapes show the form of an array: NAME is a float32 array; NAME/codes.MAP and NAME/scale are a quantized one,
+whose block (the numbers that share a scale) follows from the rows of its scale. If the step has shorter blocks, scales
+are repeated, which is exact. For longer blocks, another map or float32, arrays are decoded and encoded again, one by
+one, where they lie. Split weights (bfloat16 with corrections in the optimizer state) are joined, or weights are split.
 """
 
 import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxscale.lowbit.codebooks import MAPS
 from jaxscale.lowbit.quantize import Quantized, decode, encode
 from jaxscale.lowbit.split_weights import join, split
 from jaxscale.sharding.memory_space import to_device
+from jaxscale.sharding.partition import dividing
 from jaxscale.state.canonical import PARAMS
 from jaxscale.state.naming import CODES, SCALE
-from jaxscale.typing import Array
+from jaxscale.typing import Array, PyTree
 
-Abstract = Mapping[str, jax.ShapeDtypeStruct]
+Abstract: TypeAlias = Mapping[str, jax.ShapeDtypeStruct]
+"""Shape, dtype and sharding of each array, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """How the arrays of a checkpoint become those that are wanted.
+    """How the arrays of a checkpoint become those of a step.
 
     Args:
-        abstract: what to read: name to shape, dtype and sharding.
-        convert: from the arrays read, which are donated, to those wanted.
+        abstract: shape, dtype and sharding of each array to read from the checkpoint, by name.
+        convert: function from the arrays that were read, which are donated, to the arrays of the step.
         lines: notes for the user.
     """
 
@@ -46,15 +50,18 @@ class Form:
     """How an array of a canonical form is kept.
 
     Args:
-        map: of its codes; "" for a plain array.
-        block: numbers of a column that share a scale; 0 for a plain array.
+        map: name of the map of its codes; "" for a plain array.
+        block: how many numbers of a column share a scale; 0 for a plain array.
     """
 
     map: str = ""
     block: int = 0
 
     def names(self, name: str) -> tuple[str, ...]:
-        """Of the arrays that are kept.
+        """Names of the arrays in which an array is kept.
+
+        Args:
+            name: name of the array.
 
         Example:
             >>> Form("soft8", 256).names("w"), Form().names("w")
@@ -70,7 +77,7 @@ def forms_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Form]:
     """The quantized arrays among the arrays of a canonical form, by name.
 
     Args:
-        shapes: of its arrays.
+        shapes: shape of each array of the canonical form, by name.
 
     Example:
         >>> forms_of({"w/codes.soft8": (512, 4), "w/scale": (2, 4), "b": (4,)})
@@ -79,74 +86,80 @@ def forms_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Form]:
     forms = {}
     for name, shape in shapes.items():
         base, _, last = name.rpartition("/")
-        scale = shapes.get(f"{base}/{SCALE}")
-        if last.startswith(CODES) and last.removeprefix(CODES) in MAPS and scale is not None and scale[-2]:
-            forms[base] = Form(last.removeprefix(CODES), shape[-2] // scale[-2])
+        scale_shape = shapes.get(f"{base}/{SCALE}")
+        if last.startswith(CODES) and last.removeprefix(CODES) in MAPS and scale_shape is not None and scale_shape[-2]:
+            forms[base] = Form(last.removeprefix(CODES), shape[-2] // scale_shape[-2])
     return forms
 
 
-def conversion(entries: Mapping[str, Sequence[Any]], abstract: Abstract) -> Conversion:
-    """How the arrays of a checkpoint become those that a step wants.
+def conversion(entries: Mapping[str, Sequence[PyTree]], abstract: Abstract) -> Conversion:
+    """How the arrays of a checkpoint become those of a step.
 
     Args:
         entries: shape and dtype of each array of the checkpoint, by name.
-        abstract: name to shape, dtype and sharding of what is wanted; what is missing in the checkpoint in every form
-            is asked for as it is, and refused by whoever reads.
+        abstract: shape, dtype and sharding of each array of the step, by name. An array that the checkpoint has in no
+            form is listed unchanged among those to read, and the reader reports it as missing.
     """
-    there = forms_of({name: entry[0] for name, entry in entries.items()})
-    wanted = forms_of({name: leaf.shape for name, leaf in abstract.items()})
+    saved_forms = forms_of({name: entry[0] for name, entry in entries.items()})
+    step_forms = forms_of({name: leaf.shape for name, leaf in abstract.items()})
     plain = Form()
     changes: dict[str, tuple[Form, Form]] = {}
-    for name in sorted({*there, *wanted}):  # in one order on all processes
-        old, new = there.get(name, plain), wanted.get(name, plain)
-        saved, asked = name in there or name in entries, name in wanted or name in abstract
-        if saved and asked and old != new:
+    for name in sorted({*saved_forms, *step_forms}):  # in one order on all processes
+        old, new = saved_forms.get(name, plain), step_forms.get(name, plain)
+        is_saved, in_step = name in saved_forms or name in entries, name in step_forms or name in abstract
+        if is_saved and in_step and old != new:
             changes[name] = (old, new)
     read = dict(abstract)
     for name, (old, new) in changes.items():
-        like = abstract[new.names(name)[0]]
-        for part in new.names(name):
-            del read[part]
-        for part in old.names(name):
-            shape, dtype = tuple(entries[part][0]), entries[part][1]
-            read[part] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=fitting(like.sharding, shape))
-    have, want = corrections(entries), corrections(abstract)
-    weights = [name for name in abstract if (name in have) != (name in want) and name in entries]
+        leaf = abstract[new.names(name)[0]]
+        for array_name in new.names(name):
+            del read[array_name]
+        for array_name in old.names(name):
+            shape, dtype = tuple(entries[array_name][0]), entries[array_name][1]
+            read[array_name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=fitting(leaf.sharding, shape))
+    saved_corrections, step_corrections = corrections(entries), corrections(abstract)
+    weights = [
+        name for name in abstract if name in entries and (name in saved_corrections) != (name in step_corrections)
+    ]
     for name in weights:
-        like = abstract[name]
-        if name in have:
-            read[name] = jax.ShapeDtypeStruct(like.shape, jnp.bfloat16, sharding=like.sharding)
-            read[have[name]] = jax.ShapeDtypeStruct(like.shape, jnp.int8, sharding=like.sharding)
+        leaf = abstract[name]
+        if name in saved_corrections:
+            read[name] = jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding)
+            read[saved_corrections[name]] = jax.ShapeDtypeStruct(leaf.shape, jnp.int8, sharding=leaf.sharding)
         else:
-            read[name] = jax.ShapeDtypeStruct(like.shape, jnp.float32, sharding=like.sharding)
-            del read[want[name]]
+            read[name] = jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding)
+            del read[step_corrections[name]]
 
     def convert(arrays: dict[str, Array]) -> dict[str, Array]:
         arrays = dict(arrays)
         for name in weights:
-            if name in have:
-                arrays[name] = _joined(abstract[name].sharding)(arrays[name], arrays.pop(have[name]))
+            if name in saved_corrections:
+                arrays[name] = _joined(abstract[name].sharding)(arrays[name], arrays.pop(saved_corrections[name]))
             else:
-                arrays[name], arrays[want[name]] = _split(abstract[name].sharding)(arrays[name])
+                arrays[name], arrays[step_corrections[name]] = _split(abstract[name].sharding)(arrays[name])
         for name, (old, new) in changes.items():
-            sources = [arrays.pop(part) for part in old.names(name)]
-            targets = [abstract[part] for part in new.names(name)]
-            change = _changed(old, new, tuple((leaf.dtype, leaf.sharding) for leaf in targets))
-            results = jax.block_until_ready(change(sources))  # dozens in flight can starve one another on a CPU
-            arrays |= dict(zip(new.names(name), results, strict=True))
-            for array in sources:
-                if not any(array is kept for kept in results):
-                    array.delete()
+            old_arrays = [arrays.pop(array_name) for array_name in old.names(name)]
+            new_leaves = [abstract[array_name] for array_name in new.names(name)]
+            change = _changed(old, new, tuple((leaf.dtype, leaf.sharding) for leaf in new_leaves))
+            new_arrays = jax.block_until_ready(change(old_arrays))  # dozens in flight can starve one another on a CPU
+            arrays |= dict(zip(new.names(name), new_arrays, strict=True))
+            for old_array in old_arrays:
+                if not any(old_array is new_array for new_array in new_arrays):
+                    old_array.delete()
         return arrays
 
     lines = change_lines(changes.values())
     if weights:
-        lines = (*lines, f"weights were {'split' if have else 'float32'} and are now {'float32' if have else 'split'}")
+        old_form, new_form = ("split", "float32") if saved_corrections else ("float32", "split")
+        lines = (*lines, f"weights were {old_form} and are now {new_form}")
     return Conversion(read, convert, lines)
 
 
 def corrections(names: Iterable[str]) -> dict[str, str]:
-    """The name of the correction of each parameter, by the parameter's.
+    """The name of the array that corrects each split weight, by the name of the weight.
+
+    Args:
+        names: names of the arrays of a canonical form.
 
     Example:
         >>> corrections(["params/w", "optimizer/1/correction/w"])
@@ -157,17 +170,22 @@ def corrections(names: Iterable[str]) -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=256)
-def _joined(sharding: NamedSharding) -> Any:
+def _joined(sharding: NamedSharding) -> Callable[[Array, Array], Array]:
+    """A compiled function from a split weight and its correction to the float32 weight."""
     return jax.jit(join, out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=256)
-def _split(sharding: NamedSharding) -> Any:
+def _split(sharding: NamedSharding) -> Callable[[Array], tuple[Array, Array]]:
+    """A compiled function from a float32 weight to the split weight and its correction."""
     return jax.jit(split, out_shardings=(sharding, sharding))
 
 
-def change_lines(changes: Any) -> tuple[str, ...]:
-    """Notes for the user on changes, a line for each kind.
+def change_lines(changes: Iterable[tuple[Form, Form]]) -> tuple[str, ...]:
+    """Notes for the user on arrays whose numbers change, a line for each pair of forms.
+
+    Args:
+        changes: old and new form of each array.
 
     Example:
         >>> change_lines([(Form(), Form("soft8", 256))] * 2 + [(Form("soft8", 256), Form("soft8", 128))])
@@ -182,13 +200,21 @@ def change_lines(changes: Any) -> tuple[str, ...]:
 
 
 def _exact(old: Form, new: Form) -> bool:
-    """Whether codes stay as they are: shorter blocks of the same map."""
+    """Whether a change keeps all codes: the new form has the same map, and blocks that divide the old ones."""
     return old.map == new.map and bool(new.block) and old.block % new.block == 0
 
 
 @functools.lru_cache(maxsize=256)
-def _changed(old: Form, new: Form, targets: tuple[tuple[Any, NamedSharding], ...]) -> Any:
-    """A compiled function from the arrays of one form to those of another."""
+def _changed(
+    old: Form, new: Form, targets: tuple[tuple[np.dtype, NamedSharding], ...]
+) -> Callable[[list[Array]], list[Array]]:
+    """A compiled function from the arrays of one form to those of another.
+
+    Args:
+        old: form of the arrays that are read.
+        new: form of the arrays of the step.
+        targets: dtype and sharding of each array of the step.
+    """
 
     def change(arrays: list[Array]) -> list[Array]:
         arrays = to_device(arrays)
@@ -207,10 +233,6 @@ def _changed(old: Form, new: Form, targets: tuple[tuple[Any, NamedSharding], ...
 
 
 def fitting(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """The sharding of an array of another shape: whole along the dims that do not divide."""
-    mesh, entries = sharding.mesh, list(sharding.spec)[: len(shape)]
-    for dim, entry in enumerate(entries):
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        if shape[dim] % functools.reduce(lambda ways, axis: ways * mesh.shape[axis], axes, 1):
-            entries[dim] = None
-    return NamedSharding(mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
+    """A sharding for an array of another shape, which stays whole along dims that do not divide."""
+    spec = dividing(sharding.spec, shape, sharding.mesh)
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)

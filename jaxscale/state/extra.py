@@ -1,50 +1,52 @@
 """StateExtra: what a technique adds to a train state, where it lies, and which part of it a checkpoint holds.
 
-`TrainState.extra` has its value under its name, and a checkpoint under that prefix. Three exist: the residuals of a
-codec (`step/exchange.py`), the weights of replicas that train alone (`step/replicas.py`), and what an asynchronous
-pipeline has in flight (`step/pipelined/asynchronous.py`). Another plan leaves them behind; a checkpoint without them is
-taken up.
+`TrainState.extra` holds the value of an extra under its name, and a checkpoint holds arrays with that prefix. There are
+three extras: the residuals of a codec (`step/exchange.py`), the weights of replicas that train alone
+(`step/replicas.py`), and what an asynchronous pipeline has in flight (`step/pipelined/asynchronous.py`). A plan without
+a technique ignores its extra in a checkpoint; if a checkpoint lacks an extra, it starts from its initial value.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxscale.compiler.collectives import Collective, collectives
 from jaxscale.platforms.megascale import slices_of
 from jaxscale.state.layout import Layout
-from jaxscale.state.naming import Naming
+from jaxscale.state.naming import Naming, Part
 from jaxscale.state.train_state import TrainState
+from jaxscale.typing import PyTree
 
 EXTRAS = ("in_flight", "reduce", "outer")
 """Names of all extras."""
 
 
 class Unreadable(Exception):
-    """The text of a compiled program has a spelling that is not known."""
+    """The text of a compiled program has a notation that is unknown to this version."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """A compiled program, as checks read it.
+    """A compiled program, parsed for checks.
 
     Args:
-        mesh: its devices.
-        as_text: gives its text.
+        mesh: mesh of its devices.
+        as_text: function that returns its text; `None` if the backend has none.
     """
 
-    mesh: Any
-    as_text: Callable[[], str]
+    mesh: Mesh | AbstractMesh
+    as_text: Callable[[], str | None]
 
     @functools.cached_property
     def collectives(self) -> Sequence[Collective]:
-        """What its devices send.
+        """The collectives of the program.
 
         Raises:
-            Unreadable: a spelling that is not known.
+            Unreadable: the text has an unknown notation.
         """
         try:
             return collectives(self._text, self.mesh)
@@ -53,12 +55,12 @@ class CompiledProgram:
 
     @functools.cached_property
     def slices(self) -> int:
-        """Slices that it sends between."""
+        """Number of TPU slices that the program sends between; 1 for a single slice."""
         return slices_of(self._text)
 
     @functools.cached_property
     def _text(self) -> str:
-        return self.as_text()
+        return self.as_text() or ""
 
 
 @runtime_checkable
@@ -72,44 +74,44 @@ class StateExtra(Protocol):
 
     @property
     def label(self) -> str:
-        """Its name in tables of memory."""
+        """Name of the extra in tables of memory."""
         ...
 
     def placed(self, layout: Layout) -> Layout:
-        """The layout of a train state that has it, from that of one without."""
+        """The layout of a train state with this extra, from the layout without it."""
         ...
 
-    def init(self, state: TrainState) -> Any:
-        """Its value in a state that lacks it: a function to jit with `out_shardings`."""
+    def init(self, state: TrainState) -> PyTree:
+        """The initial value of the extra, from a state that lacks it: a function to jit with `out_shardings`."""
         ...
 
     def saved(self, state: TrainState) -> TrainState:
-        """A state as a checkpoint holds it."""
+        """A train state with the extra in the form that a checkpoint holds."""
         ...
 
     def saved_abstract(self, abstract: TrainState) -> TrainState:
-        """Its shapes, dtypes and placements."""
+        """`saved` for shapes, dtypes and placements instead of arrays."""
         ...
 
     def loaded(self, state: TrainState) -> TrainState:
-        """The inverse of `saved`, where leaves that a checkpoint lacks are `None`."""
+        """The inverse of `saved`, from a state in which leaves that the checkpoint lacks are `None`."""
         ...
 
-    def parts(self, naming: Naming, abstract: TrainState) -> Any:
-        """How the leaves of its value become arrays of a checkpoint: a tree of `Part` like its saved value.
+    def parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
+        """A tree like the saved extra with a `Part` for each leaf: the arrays of a checkpoint that the leaf becomes.
 
         Args:
-            naming: of leaves that are shaped as parameters.
-            abstract: of the saved state.
+            naming: names of the arrays of leaves that are shaped like parameters.
+            abstract: shapes of the saved state.
         """
         ...
 
     def notes(self, names: Container[str], wanted: Iterable[str]) -> str:
-        """A note for the user on what a checkpoint lacks, behind a semicolon; mostly empty.
+        """A note for the user on missing arrays of the extra, starting with a semicolon; empty if none are missing.
 
         Args:
-            names: of the checkpoint's arrays.
-            wanted: names of the step's.
+            names: names of the arrays in the checkpoint.
+            wanted: names of the arrays that the step restores.
         """
         ...
 
@@ -118,15 +120,15 @@ class StateExtra(Protocol):
         ...
 
     def check(self, program: CompiledProgram) -> None:
-        """Compare the compiled step with what the technique promises.
+        """Check that the compiled step does what the technique is for.
 
         Raises:
-            NoEffect: they differ.
-            Unreadable: the text of the program has a spelling that is not known.
+            NoEffect: it does not.
+            Unreadable: the text of the program has an unknown notation.
         """
         ...
 
 
-def lacks(tree: Any) -> bool:
-    """Whether a checkpoint had not all of a tree."""
+def lacks(tree: PyTree) -> bool:
+    """Whether any leaf of a tree is `None`, because the checkpoint lacks it."""
     return any(leaf is None for leaf in jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None))

@@ -1,36 +1,62 @@
 """Layout: the mesh of a plan, and where every leaf of the train state lies on it."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
+from jaxscale.blocks import Model
 from jaxscale.errors import UserError
+from jaxscale.lowbit.products import RECIPES
 from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.offload.weights import of_a_block
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.memory_space import HOST_KIND
+from jaxscale.sharding.partition import axes_of
 from jaxscale.sharding.rules import AxisRules
-from jaxscale.sharding.zero import Placement, over, placed_axes, placement, stacked_over
-from jaxscale.state.pure_model import PureModel
+from jaxscale.sharding.zero import Placement, over, placement, stacked_over
+from jaxscale.state.pure_model import LazyArray, PureModel, in_groups
 from jaxscale.state.train_state import TrainState, Watch
 from jaxscale.trees import leaf_bytes, named_leaves, path_name
-from jaxscale.typing import Params
+from jaxscale.typing import Array, Params, PyTree
 
+Shapes: TypeAlias = PyTree[jax.ShapeDtypeStruct]
+"""Abstract arrays with shardings."""
+Shardings: TypeAlias = PyTree[NamedSharding]
+Label = TypeVar("Label", NamedSharding, str)
 BATCH_AXES = ("replica", "data", "fsdp")
+"""Mesh axes over which the rows of a batch are split."""
 PIPE_AXIS = "pipe"
-"""Along which stages lie."""
+"""Mesh axis over which the stages of a pipeline are divided."""
 REPLICA_AXIS = "replica"
-"""The slow one: copies of the whole model, across slices or nodes."""
+"""Mesh axis with the slowest links, across slices or nodes, along which the whole model is copied."""
+
+
+@runtime_checkable
+class Device(Protocol):
+    """A device: one that is present, or one that is only described, to plan for it."""
+
+    @property
+    def platform(self) -> str:
+        """Kind of the device: "cpu", "gpu" or "tpu"."""
+        ...
+
+    @property
+    def device_kind(self) -> str:
+        """Name of the chip."""
+        ...
 
 
 def effective_rules(plan: Plan) -> AxisRules:
-    """The plan's rules with what else it asks for written in: Megatron's sequence parallelism, pipeline stages."""
+    """The plan's axis rules, extended by the axes of Megatron's sequence parallelism and of pipeline stages."""
     rules = plan.rules
     if plan.sequence_parallel:
         rules = dataclasses.replace(rules, seq=(*rules.seq, "tensor"))
@@ -38,92 +64,82 @@ def effective_rules(plan: Plan) -> AxisRules:
 
 
 def vocab_multiple(plan: Plan) -> int:
-    """What the vocabulary must be padded to, to lie on its mesh axes."""
+    """The number whose multiple the padded vocabulary must be, to be split over its mesh axes."""
     assert plan.mesh is not None
     return math.prod(plan.mesh.sizes[axis] for axis in plan.rules.vocab)
 
 
-def check_model(plan: Plan, model: Any) -> None:
-    """Refuse a plan whose axes do not divide the model, before anything is traced."""
+def check_model(plan: Plan, model: Model) -> None:
+    """Refuse a plan whose axes do not divide the model, or whose settings it does not use, before anything is traced.
+
+    Args:
+        plan: the plan, with its mesh settled.
+        model: the model.
+
+    Raises:
+        UserError: a dim of the model does not divide by its mesh axes, or a setting has no effect on it.
+    """
     assert plan.mesh is not None
     rules, sizes = effective_rules(plan), plan.mesh.sizes
     if set(rules.batch) != set(BATCH_AXES):
         raise UserError(
-            f"rules.batch: got {', '.join(rules.batch) or 'none'}, expected {', '.join(BATCH_AXES)}: rows of a batch "
-            "lie over all of them; change the mesh instead"
+            f"rules.batch: got {', '.join(rules.batch) or 'none'}, expected {', '.join(BATCH_AXES)}, because the rows "
+            "of a batch are split over all of them; change the mesh instead"
         )
     for name, size in model.logical_sizes().items():
         axes = rules.axes(name)
-        ways = math.prod(sizes[axis] for axis in axes)
-        if name != "vocab" and size % ways:
-            over = " x ".join(f"{axis}:{sizes[axis]}" for axis in axes if sizes[axis] > 1)
+        shards = math.prod(sizes[axis] for axis in axes)
+        if name != "vocab" and size % shards:
+            axis_text = " x ".join(f"{axis}:{sizes[axis]}" for axis in axes if sizes[axis] > 1)
             raise UserError(
-                f"{name}: {size} of them over {over}, which does not divide; change the mesh or the model, "
+                f"{name}: {size} of them over {axis_text} do not divide evenly; change the mesh or the model, "
                 f"or keep {name} whole with --plan.rules.{name.replace('_', '-')} none"
             )
     kernels = plan.kernels
     if getattr(model, "foreign", False):
+        if plan.matmul in RECIPES:
+            raise UserError(
+                f"matmul {plan.matmul}: this model has its own layers, and only jaxscale.layers support this recipe; "
+                "build it of jaxscale.layers, or leave matmul out"
+            )
         if plan.reduce == "float32" and plan.precision != "float32":
             raise UserError(
-                "reduce: float32 under bfloat16 needs jaxscale layers; this model reduces in bfloat16 (leave it out)"
+                "reduce float32 with precision bfloat16: it needs jaxscale.layers, and this model has its own layers, "
+                "which reduce in bfloat16; leave reduce out"
             )
         if kernels.loss_chunk is not None:
             raise UserError(
-                "loss_chunk: this model computes its own loss, which can't be chunked from outside; leave it out"
+                "loss_chunk: this model computes its own loss, which jaxscale can't chunk; leave loss_chunk out"
             )
         if kernels.scores != "auto":
             raise UserError(
-                f"kernels cross_entropy={kernels.scores}: this model computes its own loss; leave it out of kernels"
+                f"kernels cross_entropy={kernels.scores}: this model computes its own loss; leave cross_entropy out"
             )
         if kernels.names_attention:
-            raise UserError(f"attention: {kernels.attends} is ours, and this model brings its own layers; leave it out")
+            raise UserError(f"attention {kernels.attends}: this model has its own layers; leave attention out")
         if plan.unroll > 1:
-            raise UserError(f"unroll {plan.unroll}: this model runs its own layers, without our scan; leave it out")
+            raise UserError(f"unroll {plan.unroll}: this model runs its own layers without a scan; leave unroll out")
     length = getattr(model, "context", None)
     if length is not None:
-        ways = math.prod(sizes[axis] for axis in rules.seq)
-        if length % ways:
-            raise UserError(f"context {length} is not a multiple of {ways}, over which the mesh {plan.mesh} splits it")
+        shards = math.prod(sizes[axis] for axis in rules.seq)
+        if length % shards:
+            raise UserError(f"context {length}: mesh {plan.mesh} splits it {shards} ways; take a multiple of {shards}")
 
 
-def kept(plan: Plan, params: Params) -> Params:
-    """Shapes of the weights that are kept between steps: float32, or the bfloat16 of split ones."""
-    if plan.state.master == "float32":
-        return params
-    return jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16 if jnp.issubdtype(p.dtype, jnp.floating) else p.dtype),
-        params,
-    )
-
-
-def placements_of(pure_model: PureModel, plan: Plan, mesh: Any) -> dict[str, Placement]:
-    """Where the tensors of each parameter live, by its name."""
+def placements_of(pure_model: PureModel, plan: Plan, mesh: Mesh | AbstractMesh) -> dict[str, Placement]:
+    """The placements of each parameter and of its gradient, state and copy, by the parameter's name."""
     rules, copied = effective_rules(plan), plan.precision != "float32"
-    params = named_leaves(pure_model.params)
-    placements = {
-        name: placement(
-            leaf.shape[1:] if name in pure_model.copies else leaf.shape,
-            pure_model.names.get(name),
-            plan.zero,
-            copied,
-            mesh,
-            rules,
-        )
-        for name, leaf in params.items()
-    }
-    if pure_model.copies:
-        # a stage's copy of what all share stays on its device
-        return {
-            name: stacked_over(place, PIPE_AXIS) if name in pure_model.copies else place
-            for name, place in placements.items()
-        }
-    if plan.pipeline is None:
-        return placements
-    # what all stages share is gathered to be read, and split over them between steps
-    return {
-        name: place if pure_model.stacked(name) else over(place, PIPE_AXIS, params[name].shape, mesh)
-        for name, place in placements.items()
-    }
+    placements = {}
+    for name, leaf in named_leaves(pure_model.params).items():
+        shape = leaf.shape[1:] if name in pure_model.copies else leaf.shape
+        place = placement(shape, pure_model.names.get(name), plan.zero, copied, mesh, rules)
+        if name in pure_model.copies:  # each stage's copy of a shared parameter stays on its device
+            place = stacked_over(place, PIPE_AXIS)
+        elif plan.pipeline is not None and not pure_model.stacked(name):
+            # a parameter that stages share is gathered when it is read, and split over the stages between steps
+            place = over(place, PIPE_AXIS, shape, mesh)
+        placements[name] = place
+    return placements
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,32 +147,42 @@ class Layout:
     """Where the train state lives.
 
     Args:
-        plan: with its mesh settled.
-        mesh: of devices.
-        rules: mesh axes per logical axis in force.
-        placements: of each parameter, by name.
-        masters, gradients, computes: trees of `NamedSharding` like the parameters.
-        state: `NamedSharding` of every leaf of the train state.
-        abstract: the train state's shapes and dtypes, with shardings.
+        plan: the plan, with its mesh settled.
+        mesh: the mesh of the devices.
+        rules: the mesh axes of each logical axis, from `effective_rules`.
+        placements: placements of each parameter and of its gradient, state and copy, by the parameter's name.
+        masters, gradients, computes: trees like the parameters with the `NamedSharding` of each float32 master, of its
+            gradient, and of the copy that passes read.
+        state: a train state with the `NamedSharding` of every leaf.
+        abstract: a train state with the shape, dtype and sharding of every leaf.
     """
 
     plan: Plan
-    mesh: Any
+    mesh: Mesh | AbstractMesh
     rules: AxisRules
     placements: dict[str, Placement]
-    masters: Any
-    gradients: Any
-    computes: Any
+    masters: Shardings
+    gradients: Shardings
+    computes: Shardings
     state: TrainState
     abstract: TrainState
 
     @classmethod
-    def of(cls, pure_model: PureModel, optimizer: optax.GradientTransformation, plan: Plan, mesh: Any) -> "Layout":
-        """Place every leaf; nothing is allocated."""
+    def of(
+        cls, pure_model: PureModel, optimizer: optax.GradientTransformation, plan: Plan, mesh: Mesh | AbstractMesh
+    ) -> "Layout":
+        """The layout of a train state. Nothing is allocated.
+
+        Args:
+            pure_model: the model as pure functions.
+            optimizer: the whole optimizer, clipping included.
+            plan: the plan, with its mesh settled.
+            mesh: the mesh of the devices.
+        """
         rules, placements = effective_rules(plan), placements_of(pure_model, plan, mesh)
 
-        def tree(kind: str, hosted: Callable[[str], bool] = lambda name: False) -> Any:
-            def of(path: Any, _: Any) -> NamedSharding:
+        def tree(kind: str, hosted: Callable[[str], bool] = lambda name: False) -> Shardings:
+            def of(path: KeyPath, _: jax.ShapeDtypeStruct) -> NamedSharding:
                 name = path_name(path)
                 sharding = NamedSharding(mesh, getattr(placements[name], kind))
                 return sharding.with_memory_kind(HOST_KIND) if hosted(name) else sharding
@@ -166,73 +192,68 @@ class Layout:
         masters = tree("master", lambda _: plan.offload.masters)
 
         whole = NamedSharding(mesh, PartitionSpec())
-        params = kept(plan, pure_model.params)
-        opt = jax.eval_shape(optimizer.init, params)
-        opt_shardings = optax.tree.map_params(
+        params = pure_model.params
+        if plan.state.master == "split":  # masters are kept in bfloat16, with corrections in the optimizer's state
+            low = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+            params = jax.tree.map(lambda p: low(p.shape) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
+        optimizer_state = jax.eval_shape(optimizer.init, params)
+        optimizer_shardings = optax.tree.map_params(
             optimizer,
-            # factored and scalar states have another shape than the parameter: they stay whole; codes and scales of a
-            # quantized one, whose blocks divide a shard, lie alike
+            # factored and scalar states, whose shape is not the parameter's, stay whole; codes and scales of a
+            # quantized state have one sharding, because blocks divide a shard
             lambda leaf, param, sharding: _alike(leaf, sharding if leaf.shape == param.shape else whole),
-            opt,
+            optimizer_state,
             params,
             tree("state", lambda _: plan.offload.optimizer_state != "device"),
             transform_non_params=lambda _: whole,
             is_leaf=is_quantized,
         )
-        watch = jax.eval_shape(Watch.start)
-        step = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
-        abstract = TrainState(step, params, opt, pure_model.rest, watch)
-        shardings = TrainState(
-            step=jax.tree.map(lambda _: whole, step),
-            params=masters,
-            optimizer=opt_shardings,
-            rest=jax.tree.map(lambda _: whole, pure_model.rest),
-            watch=jax.tree.map(lambda _: whole, watch),
-        )
+        step, watch = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), Watch.start()))
+        abstract = TrainState(step, params, optimizer_state, pure_model.rest, watch)
+        all_whole = jax.tree.map(lambda _: whole, abstract)
+        shardings = dataclasses.replace(all_whole, params=masters, optimizer=optimizer_shardings)
         placed = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
         gradients = tree("gradient", lambda name: plan.offload.gradients == "host" and of_a_block(name))
         return cls(plan, mesh, rules, placements, masters, gradients, tree("compute"), shardings, placed)
 
-    def with_extra(self, name: str, abstract: Any) -> "Layout":
-        """The layout of a train state that has an extra too.
+    def with_extra(self, name: str, abstract: Shapes) -> "Layout":
+        """The layout of the train state with an extra added.
 
         Args:
-            name: of the extra.
-            abstract: shapes and dtypes of its value, with shardings.
+            name: name of the extra.
+            abstract: shapes, dtypes and shardings of its value.
         """
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
         return dataclasses.replace(
             self,
-            state=dataclasses.replace(self.state, extra={**self.state.extra, name: shardings}),
+            state=dataclasses.replace(self.state, extra={**self.state.extra, name: shardings_of(abstract)}),
             abstract=dataclasses.replace(self.abstract, extra={**self.abstract.extra, name: abstract}),
         )
 
     @property
     def platform(self) -> str:
         """Kind of the devices, which may be described ones: "cpu", "gpu" or "tpu"."""
-        device = self.mesh.abstract_device if isinstance(self.mesh, AbstractMesh) else self.mesh.devices.flat[0]
-        return device.platform
+        return device_of(self.mesh).platform
 
     @property
     def batch(self) -> NamedSharding:
-        """Of every array of a batch: rows over the data axes."""
+        """Sharding of every array of a batch: its rows are split over the data axes."""
         return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
 
-    def check_axes_used(self, model: Any) -> None:
-        """Refuse a mesh axis on which nothing lies: a request without effect."""
-        used = {axis for p in self.placements.values() for axis in placed_axes(p.compute)} | set(BATCH_AXES)
+    def check_axes_used(self, model: Model) -> None:
+        """Refuse a mesh axis over which nothing is split, a request without effect."""
+        used = {axis for p in self.placements.values() for axis in axes_of(p.compute)} | set(BATCH_AXES)
         used |= set() if self.plan.pipeline is None else {PIPE_AXIS}
         if getattr(model, "context", None) is not None:
             used |= set(self.rules.seq)
         for axis, count in self.mesh.shape.items():
             if count > 1 and axis not in used:
                 raise UserError(
-                    f"mesh {self.plan.mesh}: no parameter or activation of this model lies on {axis}; "
-                    f"its {count} devices would repeat the same work. Use data or fsdp instead"
+                    f"mesh {self.plan.mesh}: no parameter or activation of this model is split over {axis}, so its "
+                    f"{count} devices would repeat the same work; use data or fsdp instead"
                 )
 
     def check_zero_used(self, optimizer: optax.GradientTransformation) -> None:
-        """Refuse a ZeRO stage that splits nothing: a request without effect."""
+        """Refuse a ZeRO stage that splits nothing, a request without effect."""
         if not self.plan.zero or self.mesh.shape["fsdp"] == 1:
             return
         stage, count = self.plan.zero, self.mesh.shape["fsdp"]
@@ -243,14 +264,14 @@ class Layout:
             )
         if stage == 1 and self.plan.precision == "float32" and not any(self.owners(optimizer)):
             raise UserError(
-                "zero 1 splits the optimizer's state, and this optimizer keeps none of its parameters' shapes: "
+                "zero 1 splits the optimizer's state, and this optimizer keeps no state of its parameters' shapes; "
                 "take zero 2 or 3, or zero 0"
             )
 
     def owners(self, optimizer: optax.GradientTransformation) -> list[str]:
-        """For each leaf of the optimizer's state, the parameter whose shape and place it shares; "" for none.
+        """For each leaf of the optimizer's state, the name of the parameter whose shape it has; "" for none.
 
-        Of a quantized array, codes and scales alike.
+        Codes and scales of a quantized array both have the array's parameter as their owner.
         """
         params = self.abstract.params
         names = jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), params)
@@ -266,27 +287,27 @@ class Layout:
         return jax.tree.leaves(owners)
 
     def unsplit(self) -> list[str]:
-        """Parameters that ZeRO was asked to split and could not: no dim divides."""
+        """Names of the parameters that ZeRO cannot split, because no dim divides."""
         if not self.plan.zero or self.mesh.shape["fsdp"] == 1:
             return []
-        return [name for name, p in self.placements.items() if "fsdp" not in placed_axes(p.state)]
+        return [name for name, p in self.placements.items() if "fsdp" not in axes_of(p.state)]
 
-    def table(self) -> dict[str, Any]:
-        """The layout as plain data, for the report: mesh, and parameters with where they lie, the biggest first."""
+    def table(self) -> dict[str, PyTree]:
+        """The layout as plain data for the report: the mesh, and the placement of each parameter, the biggest first."""
         rows = []
         for name, leaf in named_leaves(self.abstract.params).items():
-            shard = math.prod(leaf.sharding.shard_shape(leaf.shape))
+            shard_size = math.prod(leaf.sharding.shard_shape(leaf.shape))
             rows.append(
                 {
                     "name": name,
                     "shape": list(leaf.shape),
                     "dtype": str(leaf.dtype),
-                    "spec": [list(e) if isinstance(e, tuple) else e for e in leaf.sharding.spec],
+                    "spec": [list(axes) if isinstance(axes, tuple) else axes for axes in leaf.sharding.spec],
                     "bytes": leaf_bytes(leaf),
-                    "bytes_per_device": leaf_bytes(leaf) * shard // max(math.prod(leaf.shape), 1),
+                    "bytes_per_device": leaf_bytes(leaf) * shard_size // max(math.prod(leaf.shape), 1),
                 }
             )
-        device = self.mesh.devices.flat[0]
+        device = device_of(self.mesh)
         return {
             "mesh": {axis: count for axis, count in self.mesh.shape.items() if count > 1},
             "devices": self.mesh.size,
@@ -296,13 +317,51 @@ class Layout:
         }
 
 
-def _alike(leaf: Any, value: Any) -> Any:
-    """The value in the place of an array, or of both arrays of a quantized one."""
-    return jax.tree.map(lambda _: value, leaf)
+def device_of(mesh: Mesh | AbstractMesh) -> Device:
+    """One of the devices of a mesh."""
+    return mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
 
 
-def local_bytes(tree: Any, *, host: bool = False) -> int:
-    """Bytes of a tree of abstract arrays with shardings on each device, or on each device's share of its host."""
+def shardings_of(abstract: Shapes) -> Shardings:
+    """The sharding of each leaf of a tree."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+def _alike(leaf: PyTree, label: Label) -> PyTree[Label]:
+    """A label in place of an array, or in place of both arrays of a quantized one."""
+    return jax.tree.map(lambda _: label, leaf)
+
+
+def first_weights(pure_model: PureModel, layout: Layout) -> tuple[Params, Params]:
+    """Parameters and the model's other state before the first step. Every leaf is created sharded, never whole.
+
+    Parameters are drawn at random, or loaded if the model has `initial_params`.
+    """
+    params, rest = jax.jit(pure_model.create, out_shardings=(layout.masters, layout.state.rest))()
+    load = getattr(pure_model.model, "initial_params", None)
+    if load is None:
+        return params, rest
+
+    def placed(array: LazyArray, abstract: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Array:
+        """A host array put on the devices shard by shard; dims that are padded in the model get zeros."""
+        if array.shape != abstract.shape:
+            padding = [(0, padded - size) for size, padded in zip(array.shape, abstract.shape, strict=True)]
+            array = np.pad(np.asarray(array), padding)  # pyright: ignore[reportAssignmentType]
+        return jax.make_array_from_callback(
+            abstract.shape, sharding, lambda index: np.asarray(array[index or ()], abstract.dtype)
+        )
+
+    loaded = pure_model.in_rows(in_groups(load(), pure_model.groups))
+    return jax.tree.map(placed, loaded, pure_model.params, layout.masters), rest
+
+
+def local_bytes(tree: PyTree, *, host: bool = False) -> int:
+    """Bytes of a tree of abstract arrays with shardings, per device.
+
+    Args:
+        tree: tree of abstract arrays with shardings.
+        host: whether to count arrays in host memory instead of those in device memory.
+    """
     total = 0
     for leaf in jax.tree.leaves(tree):
         if (leaf.sharding.memory_kind == HOST_KIND) == host:

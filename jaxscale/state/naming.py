@@ -4,20 +4,22 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import KeyPath
 
 from jaxscale.layers.stack import in_one_stack
-from jaxscale.lowbit.quantize import is_quantized
+from jaxscale.lowbit.quantize import Quantized, is_quantized
 from jaxscale.state.pure_model import PureModel
 from jaxscale.trees import named_leaves, path_name
+from jaxscale.typing import PyTree
 
 CODES, SCALE = "codes.", "scale"
-"""The last part of the names of a quantized array's two: the map follows the first."""
+"""Ends of the names of the two arrays of a quantized one; the name of the map follows `CODES`."""
 WIDE = {"uint4": jnp.dtype(jnp.uint8), "int4": jnp.dtype(jnp.int8)}
-"""Types of codes that checkpoints hold a byte each of."""
+"""The dtype in which a checkpoint holds 4-bit codes, a byte each, by the name of their dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +27,15 @@ class Part:
     """How one leaf of a train state becomes arrays of the canonical form.
 
     Args:
-        names: of its arrays: one per layer for a stacked leaf, else one; none for a leaf without elements.
-        stacked: the dim that is taken apart; `None` if none is.
-        shape: of the leaf without padding.
+        names: names of its arrays: one per layer for a stacked leaf, otherwise one; none for a leaf without elements.
+        stacked: the dim along which the leaf is split into layers; `None` if it is not split.
+        shape: shape of the leaf without padding.
         key: name of the generator's implementation if the leaf is a PRNG key.
-        rows: of the array, along its first dim, which the leaf is: one group's layers of a stack in groups.
-        order: rows of a stacked leaf that have the names, in their order; empty: all. The others are zeros, which pad
-            a pipeline's shorter stages.
-        dtype: of the arrays, where it is not the leaf's.
+        rows: (start, stop) of the array's rows that the leaf is, for the layers of one group of a stack in groups;
+            `None` if the leaf is not such a group.
+        order: the row of a stacked leaf that each name is for; empty if there is a name for every row. The other rows
+            are zeros, which pad a pipeline's shorter stages.
+        dtype: dtype of the arrays; `None` for that of the leaf.
     """
 
     names: tuple[str, ...]
@@ -41,20 +44,20 @@ class Part:
     key: str | None = None
     rows: tuple[int, int] | None = None
     order: tuple[int, ...] = ()
-    dtype: Any = None
+    dtype: np.dtype | None = None
 
     def rows_of(self) -> list[tuple[int, str]]:
-        """Row and name of each array of a stacked leaf."""
+        """Index of the row, and name, of each array of a stacked leaf."""
         return list(zip(self.order or range(len(self.names)), self.names, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Naming:
-    """Names and parts of the leaves of a train state that are shaped as parameters.
+    """Names and parts of the leaves of a train state that are shaped like parameters.
 
     Args:
         pure_model: the model as pure functions.
-        split: weights are kept split, so that the optimizer's state is inside another one.
+        split: whether weights are kept split, so that the optimizer's state is nested in that of the split weights.
     """
 
     pure_model: PureModel
@@ -62,81 +65,89 @@ class Naming:
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parameters without padding, by name."""
+        """Shape of each parameter without padding, by name."""
         pure_model = self.pure_model
         if pure_model.vocab_multiple > 1:
             unpadded = PureModel.of(pure_model.model, pure_model.seed, 1, pure_model.groups, pure_model.rows)
             pure_model = unpadded.copied(pure_model.copies)
         return {name: tuple(leaf.shape) for name, leaf in named_leaves(pure_model.params).items()}
 
-    def of_param(self, prefix: str, path: Any, name: str | None, leaf: Any, role: str = "") -> Part:
-        """The part of a leaf that is treated as a parameter is.
+    def of_param(
+        self, prefix: str, path: KeyPath, name: str | None, leaf: jax.ShapeDtypeStruct, role: str = ""
+    ) -> Part:
+        """The part of a leaf that is treated like a parameter.
 
         Args:
-            prefix: of its name.
-            path: of the leaf, which follows the prefix.
-            name: of the parameter; `None` for a leaf that belongs to none.
-            leaf: shape and dtype.
-            role: of an array of a quantized one, as `roles` gives it.
+            prefix: prefix of the names of its arrays.
+            path: path of the leaf, which follows the prefix.
+            name: name of the parameter; `None` for a leaf that belongs to none.
+            leaf: shape and dtype of the leaf.
+            role: end of the name of one of a quantized array's two arrays, from `roles`; "" for any other array.
         """
         pure_model = self.pure_model
         if role:
             path = path[:-1]
-        if self.split:  # a rule's state has the names that it has without
+        if self.split:  # names are the same as without split weights
             path = tuple(key for key in path if getattr(key, "name", None) != "inner")
-        full = f"{prefix}/{path_name(path)}" if path else prefix
+        full_name = f"{prefix}/{path_name(path)}" if path else prefix
         if name is None or len(leaf.shape) != len(self.shapes[name]):
-            return plain(full, leaf)
+            return plain(full_name, leaf)
         shape, end = self.shapes[name], f"/{role}" if role else ""
         if role == SCALE:  # blocks along the last dim but one, which is never padded
             shape = (*shape[:-2], leaf.shape[-2], shape[-1])
         dtype = WIDE.get(str(leaf.dtype)) if role else None
-        if name in pure_model.copies:  # the others are zeros
-            return Part((full + end,), 0, shape, order=(pure_model.copies[name].index(0),), dtype=dtype)
+        if name in pure_model.copies:  # all copies but one are zeros
+            return Part((full_name + end,), 0, shape, order=(pure_model.copies[name].index(0),), dtype=dtype)
         axes = pure_model.names.get(name) or ()
         if "layers" not in axes:
-            return Part((full + end,), None, shape, dtype=dtype)
-        dim, order = axes.index("layers"), pure_model.rows
-        if order:
-            alive = tuple(row for row, layer in enumerate(order) if layer >= 0)
-            names = tuple(layer_name(full, order[row]) + end for row in alive)
-            return Part(names, dim, shape, order=alive, dtype=dtype)
-        return Part(tuple(layer_name(full, i) + end for i in range(leaf.shape[dim])), dim, shape, dtype=dtype)
+            return Part((full_name + end,), None, shape, dtype=dtype)
+        dim, layer_of_row = axes.index("layers"), pure_model.rows
+        if layer_of_row:
+            real_rows = tuple(row for row, layer in enumerate(layer_of_row) if layer >= 0)
+            names = tuple(layer_name(full_name, layer_of_row[row]) + end for row in real_rows)
+            return Part(names, dim, shape, order=real_rows, dtype=dtype)
+        return Part(tuple(layer_name(full_name, i) + end for i in range(leaf.shape[dim])), dim, shape, dtype=dtype)
 
-    def behind_replicas(self, every: bool, leaf: Any, of_one: Callable[[Any], Part]) -> Part:
-        """The part of a leaf that may have a dim of replicas before those of one's.
+    def behind_replicas(
+        self, has_replicas: bool, leaf: jax.ShapeDtypeStruct, of_one: Callable[[jax.ShapeDtypeStruct], Part]
+    ) -> Part:
+        """The part of a leaf that may have a first dim for the replicas.
 
         Args:
-            every: whether it has.
-            leaf: shape and dtype.
-            of_one: from the leaf of one replica to its part.
+            has_replicas: whether the leaf has that dim.
+            leaf: shape and dtype of the leaf.
+            of_one: function from the leaf of a single replica to its part.
         """
-        part = of_one(jax.ShapeDtypeStruct(leaf.shape[every:], leaf.dtype))
-        stacked = None if part.stacked is None else part.stacked + every
-        return dataclasses.replace(part, stacked=stacked, shape=(*leaf.shape[:every], *part.shape))
+        part = of_one(jax.ShapeDtypeStruct(leaf.shape[has_replicas:], leaf.dtype))
+        stacked = None if part.stacked is None else part.stacked + has_replicas
+        return dataclasses.replace(part, stacked=stacked, shape=(*leaf.shape[:has_replicas], *part.shape))
 
 
-def plain(name: str, leaf: Any) -> Part:
+def plain(name: str, leaf: jax.ShapeDtypeStruct) -> Part:
     """The part of a leaf that is one array under its own name."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        # the leaf is abstract, and only a key can tell its implementation: ask a traced one
-        implementations: list[Any] = []
-        jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), leaf)
-        return Part((name,), None, tuple(leaf.shape), key=str(implementations[0]))
+        # the leaf is abstract, and only a traced key shows its implementation
+        implementations: list[str] = []
+        jax.eval_shape(lambda key: implementations.append(str(jax.random.key_impl(key))), leaf)
+        return Part((name,), None, tuple(leaf.shape), key=implementations[0])
     return Part((name,), None, tuple(leaf.shape))
 
 
-def roles(tree: Any) -> Any:
-    """The last part of the name of each array of a quantized one; "" for any other array."""
+def roles(tree: PyTree) -> PyTree[str]:
+    """A tree with the end of the name of each array of a quantized one, and "" for any other array."""
 
-    def role(leaf: Any) -> Any:
-        return dataclasses.replace(leaf, codes=CODES + leaf.map, scale=SCALE) if is_quantized(leaf) else ""
+    def role(leaf: jax.ShapeDtypeStruct | Quantized) -> PyTree[str]:
+        return dataclasses.replace(leaf, codes=CODES + leaf.map, scale=SCALE) if isinstance(leaf, Quantized) else ""
 
     return jax.tree.map(role, tree, is_leaf=is_quantized)
 
 
 def layer_name(name: str, layer: int) -> str:
-    """Name of one layer of a stacked parameter: its number goes behind the last "layers" of the name.
+    """Name of one layer of a stacked parameter, with the number of the layer behind the last "layers" in the name.
+
+    Args:
+        name: name of the stacked parameter.
+        layer: number of the layer within its stack, or within its group of a stack.
 
     Example:
         >>> layer_name("params/blocks/layers/mlp/up/kernel", 3)

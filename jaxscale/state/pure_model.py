@@ -1,54 +1,71 @@
-"""A model as pure functions of nested dicts: what jit, grad, optax and checkpoints want; users keep their modules.
+"""A model as pure functions of nested dicts, for jit, grad, optax and checkpoints. Users keep their NNX modules.
 
-The graph definition of the NNX module is closed over; parameters are one nested dict, all other state another.
+Parameters are one nested dict, all other state is another, and the functions close over the module's graph definition.
 """
 
 import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.tree_util import KeyPath
 
 from jaxscale import blocks
 from jaxscale.blocks import Model
 from jaxscale.errors import UserError
 from jaxscale.layers.stack import group_name
 from jaxscale.trees import count, path_name
-from jaxscale.typing import Params
+from jaxscale.typing import Array, Params
 
-Names = tuple[str | None, ...]
+AxisNames = tuple[str | None, ...]
+LayerIndex: TypeAlias = slice | tuple[slice, ...]
+
+
+@runtime_checkable
+class LazyArray(Protocol):
+    """An array, or an array-like object that reads a part of a file when it is indexed."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of its dims."""
+        ...
+
+    def __getitem__(self, index: LayerIndex) -> "np.ndarray | Array":
+        """A part of the array."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PureModel:
-    """The parts of a model's module.
+    """A model as pure functions, with the shapes of its parameters.
 
     Args:
-        model: the value it was built from.
-        seed: of its parameters.
-        vocab_multiple: to which the vocabulary is padded.
+        model: the model value from which the module is built.
+        seed: seed of the initial parameters.
+        vocab_multiple: number to whose multiple the vocabulary is padded.
         graphdef: structure of the module.
         params: abstract parameters (nested dict of `ShapeDtypeStruct`).
-        names: logical axes of each parameter by name; a parameter without is absent.
+        names: logical axes of each parameter, by the parameter's name; a parameter without logical axes is absent.
         rest: abstract state that is not a parameter.
-        groups: layers in each group of the model's stack, which keeps each group's parameters as a stack of its own.
-        rows: under a pipeline, the layer that each row of a stacked parameter is, in the order of the devices; -1 for a
-            row that pads a shorter stage, which is zero. Empty: the layers in order.
-        copies: under an asynchronous pipeline, of each parameter that is not of a layer, the same of its copies: 0 for
-            the stage that reads it, and -1 for all others, whose copy is zero.
+        groups: number of layers in each group of the model's stack; each group's parameters are a stack of their own.
+            () for one group.
+        rows: under a pipeline, the layer in each row of a stacked parameter, in the order of the devices; -1 for a row
+            of zeros that pads a shorter stage. () if the rows are the layers in order.
+        copies: under an asynchronous pipeline, what the copies of each shared parameter hold, by its name: 0 for the
+            stage that reads the parameter, -1 for each other stage, whose copy is zero.
     """
 
     model: Model
     seed: int
     vocab_multiple: int
-    graphdef: Any
+    graphdef: nnx.GraphDef[nnx.Module]
     params: Params
-    names: dict[str, Names]
+    names: dict[str, AxisNames]
     rest: Params
     groups: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
@@ -63,18 +80,29 @@ class PureModel:
         groups: tuple[int, ...] = (),
         rows: tuple[int, ...] = (),
     ) -> "PureModel":
-        """Trace the construction of the module; nothing is allocated."""
+        """Trace the construction of a model's module; nothing is allocated.
+
+        Args:
+            model: the model value.
+            seed: seed of the initial parameters.
+            vocab_multiple: number to whose multiple the vocabulary is padded.
+            groups: number of layers in each group of the model's stack; () for one group.
+            rows: the layer in each row of a stacked parameter; () if the rows are the layers in order.
+
+        Raises:
+            UserError: a parameter has another number of axis names than dims.
+        """
         nnx.use_eager_sharding(False)
         abstract = nnx.eval_shape(functools.partial(_build, model, seed, vocab_multiple, groups))
         graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
-        names: dict[str, Names] = {}
+        names: dict[str, AxisNames] = {}
         for path, variable in nnx.to_flat_state(params):
             logical = variable.get_metadata().get("out_sharding")
             if logical is not None:
                 if len(logical) != len(variable.shape):
                     raise UserError(
-                        f"parameter {'/'.join(map(str, path))}: got {len(logical)} axis names {tuple(logical)} "
-                        f"for shape {tuple(variable.shape)}; name each dim (a stacked one is named 'layers')"
+                        f"parameter {'/'.join(map(str, path))}: got {len(logical)} axis names {tuple(logical)} for "
+                        f"shape {tuple(variable.shape)}; give each dim one name ('layers' for the dim of a stack)"
                     )
                 names["/".join(map(str, path))] = tuple(logical)
         masters = jax.eval_shape(_float32, nnx.to_pure_dict(params))
@@ -84,7 +112,11 @@ class PureModel:
         return dataclasses.replace(pure_model, params=jax.eval_shape(pure_model.in_rows, masters))
 
     def copied(self, copies: Mapping[str, tuple[int, ...]]) -> "PureModel":
-        """The same with a copy for each stage of what is not of a layer."""
+        """This model with a copy of each shared parameter for every stage.
+
+        Args:
+            copies: what the copies of each shared parameter hold, by its name, as in the field `copies`.
+        """
         if not copies:
             return self
         pure_model = dataclasses.replace(self, copies=copies)
@@ -92,12 +124,12 @@ class PureModel:
 
     @functools.cached_property
     def whole(self) -> Params:
-        """Abstract parameters as the module has them, whatever their rows."""
+        """Abstract parameters in the shapes that the module has, without padding rows and copies of a pipeline."""
         return jax.eval_shape(self.in_layers, self.params) if self.rows else self.params
 
     @property
     def parameters(self) -> int:
-        """How many numbers are trained."""
+        """Number of trained numbers, the elements of all parameters."""
         return count(self.whole)
 
     def stacked(self, name: str) -> bool:
@@ -105,22 +137,20 @@ class PureModel:
         return (self.names.get(name) or ("",))[0] == "layers"
 
     def in_rows(self, params: Params) -> Params:
-        """Parameters of the module, its layers in the rows that they have under a pipeline."""
+        """Parameters of the module with their layers in the order of `rows`, and with the `copies` of shared ones."""
 
-        def spread(path: Any, leaf: Any) -> Any:
+        def spread(path: KeyPath, leaf: Array | LazyArray) -> Array | LazyArray:
             name = path_name(path)
-            if name in self.copies:
-                rows = self.copies[name]
-                leaf = leaf[None] if hasattr(leaf, "at") else Alone(leaf)
-            elif self.rows and self.stacked(name):
-                rows = self.rows
-            else:
+            rows = self.copies.get(name, self.rows if self.stacked(name) else ())
+            if not rows:
                 return leaf
-            if not hasattr(leaf, "at"):  # of a file: read when it is asked for
+            if name in self.copies:
+                leaf = leaf[None] if isinstance(leaf, jax.Array) else Alone(leaf)
+            if not isinstance(leaf, jax.Array):  # an array of a file, which is read when it is indexed
                 return LayerRows(leaf, rows)
-            index = jnp.array(rows)
-            alive = (index >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
-            return jnp.where(alive, leaf[jnp.maximum(index, 0)], jnp.zeros((), leaf.dtype))
+            layers = jnp.array(rows)
+            is_layer = (layers >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
+            return jnp.where(is_layer, leaf[jnp.maximum(layers, 0)], jnp.zeros((), leaf.dtype))
 
         return jax.tree_util.tree_map_with_path(spread, params)
 
@@ -128,13 +158,13 @@ class PureModel:
         """The inverse of `in_rows`: parameters of the module."""
         if not self.rows:
             return params
-        order = jnp.array([self.rows.index(layer) for layer in range(max(self.rows) + 1)])
+        row_of_layer = jnp.array([self.rows.index(layer) for layer in range(max(self.rows) + 1)])
 
-        def gathered(path: Any, leaf: Any) -> Any:
+        def gathered(path: KeyPath, leaf: Array) -> Array:
             name = path_name(path)
             if name in self.copies:
                 return leaf[self.copies[name].index(0)]
-            return leaf[order] if self.stacked(name) else leaf
+            return leaf[row_of_layer] if self.stacked(name) else leaf
 
         return jax.tree_util.tree_map_with_path(gathered, params)
 
@@ -144,46 +174,22 @@ class PureModel:
         _, params, rest = nnx.split(module, nnx.Param, ...)
         return self.in_rows(_float32(nnx.to_pure_dict(params))), nnx.to_pure_dict(rest)
 
-    def module(self, params: Params, rest: Params) -> Any:
-        """The module with these values; its variables are its own, so it may be made inside a transformation."""
+    def module(self, params: Params, rest: Params) -> nnx.Module:
+        """A new module with these parameters and other state; it may be created inside a transformation."""
         return nnx.merge(self.graphdef, params, rest, copy=True)
 
-    def rest_of(self, module: Any) -> Params:
+    def rest_of(self, module: nnx.Module) -> Params:
         """The state of a module that is not a parameter."""
         return nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
-
-    def axis_names(self) -> Any:
-        """Tree like `params` whose leaves are the tuple of logical axes, or `None`."""
-        return jax.tree_util.tree_map_with_path(lambda path, _: self.names.get(path_name(path)), self.params)
-
-
-@dataclasses.dataclass(frozen=True)
-class Layers:
-    """Some neighbouring layers of an array-like whose first dim is the layers, read when they are asked for."""
-
-    whole: Any
-    start: int
-    layers: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the part."""
-        return (self.layers, *self.whole.shape[1:])
-
-    @property
-    def dtype(self) -> Any:
-        """Of the whole."""
-        return self.whole.dtype
-
-    def __getitem__(self, index: Any) -> Any:
-        first, *rest = index if isinstance(index, tuple) else (index,)
-        begin, end, _ = first.indices(self.layers)
-        return self.whole[(slice(self.start + begin, self.start + end), *rest)]
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerRows:
-    """An array-like whose first dim is the layers, in another order, zeros among them, read when asked for.
+    """Selected layers of an array whose first dim is the layers, in any order, read when they are indexed.
+
+    Args:
+        layers: array of all layers.
+        rows: the layer in each row; -1 for a row of zeros.
 
     Example:
         >>> import numpy as np
@@ -191,74 +197,77 @@ class LayerRows:
         [[2], [0], [1]]
     """
 
-    layers: Any
+    layers: LazyArray
     rows: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of all rows."""
+        """Shape with all rows."""
         return (len(self.rows), *self.layers.shape[1:])
 
-    @property
-    def dtype(self) -> Any:
-        """Of the layers."""
-        return self.layers.dtype
-
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: LayerIndex) -> np.ndarray:
         first, *rest = index if isinstance(index, tuple) else (index,)
-        layers = [np.asarray(self.layers[(slice(max(row, 0), max(row, 0) + 1), *rest)]) for row in self.rows[first]]
+        rows = self.rows[first]
+        if rows and rows[0] >= 0 and rows == tuple(range(rows[0], rows[0] + len(rows))):
+            return np.asarray(self.layers[(slice(rows[0], rows[0] + len(rows)), *rest)])
+        layers = [np.asarray(self.layers[(slice(max(row, 0), max(row, 0) + 1), *rest)]) for row in rows]
         return np.concatenate(
-            [part if row >= 0 else np.zeros_like(part) for part, row in zip(layers, self.rows[first], strict=True)]
+            [layer if row >= 0 else np.zeros_like(layer) for layer, row in zip(layers, rows, strict=True)]
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Alone:
-    """An array-like with a first dim of 1 before those of another one, read when asked for."""
+    """An array with a new first dim of 1, read when it is indexed.
 
-    whole: Any
+    Args:
+        whole: the array without that dim.
+    """
+
+    whole: LazyArray
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array, with its first dim."""
+        """Shape with the new first dim."""
         return (1, *self.whole.shape)
 
-    @property
-    def dtype(self) -> Any:
-        """Of the whole."""
-        return self.whole.dtype
-
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: LayerIndex) -> np.ndarray:
         first, *rest = index if isinstance(index, tuple) else (index,)
         return np.asarray(self.whole[tuple(rest)])[None][first]
 
 
 def in_groups(params: Params, groups: tuple[int, ...]) -> Params:
-    """Parameters of a model built with one stack, as those of the same model built under `blocks.grouping(groups)`.
+    """Parameters of a model with one stack in the form of the same model built under `blocks.grouping(groups)`.
+
+    Args:
+        params: parameters of the model with one stack.
+        groups: number of layers in each group; () for one group.
 
     Example:
         >>> import numpy as np
         >>> stacks = in_groups({"stack": {"layers": {"w": np.arange(3)}}}, (2, 1))["stack"]
-        >>> {name: part["w"][:].tolist() for name, part in stacks.items()}
+        >>> {name: group["w"][:].tolist() for name, group in stacks.items()}
         {'layers': [0, 1], 'layers_from_2': [2]}
     """
     if not groups:
         return params
-    grouped: dict[str, Any] = {}
+    grouped: dict[str, Params] = {}
     for name, inner in params.items():
         if name == "layers" and all(leaf.shape[:1] == (sum(groups),) for leaf in jax.tree.leaves(inner)):
             for start, layers in zip(itertools.accumulate((0, *groups)), groups, strict=False):
-                part = functools.partial(Layers, start=start, layers=layers)
-                grouped[group_name(start)] = jax.tree.map(part, inner)
+                select = functools.partial(LayerRows, rows=tuple(range(start, start + layers)))
+                grouped[group_name(start)] = jax.tree.map(select, inner)
         else:
             grouped[name] = in_groups(inner, groups) if isinstance(inner, dict) else inner
     return grouped
 
 
-def _build(model: Model, seed: int, vocab_multiple: int, groups: tuple[int, ...]) -> Any:
+def _build(model: Model, seed: int, vocab_multiple: int, groups: tuple[int, ...]) -> nnx.Module:
+    """The module of a model, with its stack in groups."""
     with blocks.grouping(groups):
         return model.build(nnx.Rngs(params=seed, dropout=seed + 1), vocab_multiple=vocab_multiple)
 
 
 def _float32(params: Params) -> Params:
+    """Parameters with floating-point ones cast to float32."""
     return jax.tree.map(lambda p: p.astype(jnp.float32) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)

@@ -1,22 +1,22 @@
 """Stages: which layers of a model's stack each stage of a pipeline has, and where their parameters lie.
 
-A stacked parameter of a pipelined step has one row per layer in the order of the devices: rank by rank, chunk by
-chunk, layer by layer, so that its first dim is sharded over the pipe axis. Stages of unlike depth are padded with rows
-of zeros to the deepest. Where a schedule runs a stage on two ranks (Chimera), the rank of the first route has the
-parameters, and the other is sent a copy at the start of every step.
+A rank is a device of the pipe axis, a chunk is a stage on a rank, and a route is the list of ranks that a microbatch
+visits, stage by stage. A stacked parameter of a pipelined step has one row per layer in the order of the devices: rank
+by rank, chunk by chunk, layer by layer, so that its first dim is sharded over the pipe axis. Stages with fewer layers
+than the deepest are padded with rows of zeros. If a schedule runs a stage on two ranks (Chimera), the rank of the first
+route, its home, has the parameters, and the other one receives a copy at the start of every step.
 """
 
 import dataclasses
 import functools
 import itertools
-from typing import Any
 
 import numpy as np
 from flax import nnx
 
+from jaxscale.blocks import Model
 from jaxscale.errors import UserError
 from jaxscale.layers.stack import Chain
-from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.run.tables import tabulate
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.recipe.experiment import Experiment
@@ -30,12 +30,12 @@ class Stages:
     """The layers of each stage of a schedule.
 
     Args:
-        schedule: whose stages they are.
-        layers: of each stage, in the model's order.
-        chain: where in the model the blocks are, if they are unlike (`layers.Chain`); `None` for a stack.
+        schedule: the schedule that runs the stages.
+        layers: number of layers of each stage, in the model's order.
+        chain: path of the `layers.Chain` in the model, if the blocks are unlike; `None` for a stack.
 
     Raises:
-        UserError: a stage without a layer, or layers for another number of stages.
+        UserError: a stage has no layer, or `layers` is for another number of stages.
 
     Example:
         >>> from jaxscale.pipeline.plan import PipelinePlan
@@ -57,70 +57,65 @@ class Stages:
 
     @classmethod
     def even(cls, schedule: Schedule, layers: int, period: int = 1) -> "Stages":
-        """As many layers to each stage, the first ones taking what is left over.
+        """Stages with equal numbers of layers; the first stages take one more each if some are left over.
 
         Args:
-            schedule: of the pipeline.
-            layers: of the model.
-            period: stages begin with a multiple of so many layers.
+            schedule: the schedule of the pipeline.
+            layers: number of layers of the model.
+            period: number of layers after which the model's blocks repeat; each stage starts at a multiple of it.
 
         Raises:
-            UserError: more stages than layers.
+            UserError: there are more stages than layers (or than periods).
         """
         units = layers // period
         if units < schedule.stages:
-            each = f" in steps of {period}" if period > 1 else ""
+            groups = f" in groups of {period}" if period > 1 else ""
             raise UserError(
-                f"pipeline {schedule.name}: {schedule.stages} stages, and the model has {layers} layers{each}; take "
-                f"at most {units} stages, or a deeper model"
+                f"pipeline {schedule.name}: got {schedule.stages} stages, and the model has {layers} layers{groups}; "
+                f"take at most {units} stages, or a deeper model"
             )
-        share, more = divmod(units, schedule.stages)
-        counts = [period * (share + (stage < more)) for stage in range(schedule.stages)]
+        units_per_stage, left_over = divmod(units, schedule.stages)
+        counts = [period * (units_per_stage + (stage < left_over)) for stage in range(schedule.stages)]
         counts[-1] += layers - units * period
         return cls(schedule, tuple(counts))
 
     def __str__(self) -> str:
         alike = len(set(self.layers)) == 1
-        shown = f"{self.layers[0]} layers each" if alike else f"{', '.join(map(str, self.layers))} layers"
-        return f"pipeline {self.schedule.name}: {len(self.layers)} stages of {shown}"
+        layers = f"{self.layers[0]} layers each" if alike else f"{', '.join(map(str, self.layers))} layers"
+        return f"pipeline {self.schedule.name}: {len(self.layers)} stages of {layers}"
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The first layer of each stage."""
+        """Number of the first layer of each stage."""
         return tuple(itertools.accumulate((0, *self.layers[:-1])))
 
     @property
     def depth(self) -> int:
-        """Rows of a chunk: layers of the deepest stage."""
+        """Number of rows of every chunk, which is the number of layers of the deepest stage."""
         return max(self.layers)
-
-    @property
-    def padded(self) -> bool:
-        """Whether some chunk has rows that are no layer."""
-        return -1 in self.rows
 
     @functools.cached_property
     def homes(self) -> tuple[tuple[int, ...], ...]:
-        """The stages whose parameters each rank has, chunk by chunk: those of the first route."""
+        """For each rank, the stages whose home it is, chunk by chunk."""
         homes: list[list[int]] = [[] for _ in range(self.schedule.ranks)]
         for stage, rank in enumerate(self.schedule.routes[0]):
             homes[rank].append(stage)
         if len({len(stages) for stages in homes}) > 1:
             raise UserError(
                 f"pipeline {self.schedule.name}: ranks have {', '.join(str(len(stages)) for stages in homes)} stages, "
-                "expected as many each"
+                "expected the same number on every rank"
             )
         return tuple(map(tuple, homes))
 
     @functools.cached_property
     def rows(self) -> tuple[int, ...]:
-        """The layer of each row of a stacked parameter; -1 for one that pads a chunk."""
+        """The layer in each row of a stacked parameter; -1 for a row that pads a chunk."""
         numbers = self.numbers
         return tuple(int(layer) for stages in self.homes for stage in stages for layer in numbers[stage])
 
     @functools.cached_property
     def numbers(self) -> np.ndarray:
-        """The layers of each stage (stages, depth), int32; -1 behind the last."""
+        """The layer in each row of every stage, int32 of shape (stages, depth); -1 for rows that pad a stage."""
         numbers = np.full((len(self.layers), self.depth), -1, np.int32)
         for stage, (start, layers) in enumerate(zip(self.starts, self.layers, strict=True)):
             numbers[stage, :layers] = np.arange(start, start + layers)
@@ -128,7 +123,10 @@ class Stages:
 
     @functools.cached_property
     def copies(self) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
-        """What ranks hold beside their own stages: for each further chunk, (chunk sent, pairs of ranks from and to)."""
+        """The copies that ranks hold of other ranks' stages: for each, (chunk that is sent, pairs of ranks).
+
+        Each pair is (home rank that sends the chunk, rank that receives the copy).
+        """
         copies = []
         for chunk in range(len(self.homes[0]), self.schedule.chunks):
             pairs, sent = [], set()
@@ -140,9 +138,9 @@ class Stages:
                     pairs.append((home, rank))
             if len(sent) > 1 or len({home for home, _ in pairs}) < self.schedule.ranks:
                 raise UserError(
-                    f"pipeline {self.schedule.name}: two ranks do the same stage, and copies of weights go from one "
-                    "rank to several, or come from several; expected a second route that passes each rank's stage to "
-                    "one other rank, as Chimera's does"
+                    f"pipeline {self.schedule.name}: two ranks run the same stage, but weights would be copied from "
+                    "one rank to several, or from several to one; expected a second route on which the stages of each "
+                    "rank are run by one other rank, as in Chimera"
                 )
             copies.append((sent.pop(), tuple(pairs)))
         return tuple(copies)
@@ -151,9 +149,13 @@ class Stages:
 def stages_of(experiment: Experiment, plan: Plan) -> Stages:
     """The stages of a plan's pipeline for a model.
 
+    Args:
+        experiment: the experiment, with its model.
+        plan: the plan, with a pipeline.
+
     Raises:
-        UserError: the model shows no blocks, or holds running statistics; there are fewer blocks than stages, or others
-            than the plan says.
+        UserError: the model has no blocks, or holds running statistics; it has fewer blocks than stages, or another
+            number than the plan specifies; or the pipeline cannot run the stages' copies or ticks.
     """
     pipeline = plan.pipeline
     assert pipeline is not None
@@ -169,8 +171,8 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
     stacks += [f"a chain of {count} blocks" for count in chains.values()]
     if len(stacks) > 1:
         raise UserError(
-            f"pipeline {pipeline}: this model has {' and '.join(stacks)}, and one is cut into stages; make it one "
-            "stack, or one chain"
+            f"pipeline {pipeline}: this model has {' and '.join(stacks)}, and only one can be cut into stages; build "
+            "the model of one stack, or of one chain"
         )
     statistics = list(named_leaves(pure_model.rest))
     if statistics:
@@ -182,23 +184,29 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
     (count,), chain = (set(layers), None) if layers else (chains.values(), next(iter(chains)))
     schedule = pipeline.schedule()
     period = period_of(experiment.model)
-    if pipeline.stages is None:
-        return _checked(dataclasses.replace(Stages.even(schedule, count, period), chain=chain), pipeline)
-    if sum(pipeline.stages) != count:
+    layers = Stages.even(schedule, count, period).layers if pipeline.stages is None else pipeline.stages
+    if sum(layers) != count:
         raise UserError(
-            f"pipeline {pipeline}: stages of {sum(pipeline.stages)} blocks together, and the model has {count}"
+            f"pipeline {pipeline}: stages of {sum(layers)} blocks together, and the model has {count} blocks"
         )
-    stages = Stages(schedule, pipeline.stages, chain)
+    stages = Stages(schedule, layers, chain)
     if any(start % period for start in stages.starts):
         raise UserError(
-            f"pipeline {pipeline}: the blocks of this model repeat every {period}, so each "
-            f"stage but the last takes a multiple of {period}"
+            f"pipeline {pipeline}: the blocks of this model repeat every {period} blocks; take a multiple of "
+            f"{period} blocks for each stage but the last"
         )
-    return _checked(stages, pipeline)
+    assert len(stages.copies) == schedule.chunks - len(stages.homes[0])
+    lockstep = schedule.versions is not None or tabulate(schedule, pipeline.stash).lockstep
+    if pipeline.lowering == "phased" and not lockstep:
+        raise UserError(
+            f"lowering phased with pipeline {pipeline}: in some of its ticks some devices go forward and "
+            "others backward, and phased needs all alike; take lockstep or gpipe, or lowering switch"
+        )
+    return stages
 
 
 def chains_of(pure_model: PureModel) -> dict[str, int]:
-    """The chains of unlike blocks of a model, by where they are, and how many blocks each has.
+    """The number of blocks of each chain of unlike blocks in a model, by the path of the chain.
 
     Example:
         >>> from jaxscale.models import ResNet
@@ -206,28 +214,12 @@ def chains_of(pure_model: PureModel) -> dict[str, int]:
         {'blocks': 3}
     """
     module = nnx.merge(pure_model.graphdef, pure_model.whole, pure_model.rest)
-    return {"/".join(map(str, path)): len(one.layers) for path, one in nnx.iter_graph(module) if isinstance(one, Chain)}
+    nodes = nnx.iter_graph(module)
+    return {"/".join(map(str, path)): len(node.layers) for path, node in nodes if isinstance(node, Chain)}
 
 
-def _checked(stages: Stages, pipeline: PipelinePlan) -> Stages:
-    """Stages that can be placed, of a schedule whose messages go between neighbours.
-
-    Raises:
-        UserError: they cannot.
-    """
-    assert len(stages.copies) == stages.schedule.chunks - len(stages.homes[0])
-    if stages.schedule.versions is None:
-        table = tabulate(stages.schedule, pipeline.stash)
-        if pipeline.lowering == "phased" and not table.lockstep:
-            raise UserError(
-                f"lowering phased with pipeline {pipeline}: in some of its ticks some devices go forward and "
-                "others backward; take lockstep or gpipe, or lowering switch"
-            )
-    return stages
-
-
-def period_of(model: Any) -> int:
-    """Layers after which a model's blocks repeat: those of unlike attention come in turn, and a stage has whole turns.
+def period_of(model: Model) -> int:
+    """Number of layers after which a model's blocks repeat, if kinds of attention alternate; 1 if all are alike.
 
     Example:
         >>> from jaxscale.models import Decoder

@@ -1,22 +1,24 @@
-"""TrainState: everything that a step carries on, and the watch over bad steps."""
+"""TrainState: everything that one step passes on to the next, and the watch for bad steps."""
 
 import dataclasses
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
 from jaxscale.recipe.experiment import Guard
-from jaxscale.typing import Array, Bool, Float, Int, Params
+from jaxscale.typing import Array, Bool, Float, Int, Params, PyTree
 
-Metrics = dict[str, Array]
+Metrics: TypeAlias = dict[str, Array | np.float32]
 """Scalars of a step, by name."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Watch:
-    """What is remembered of past steps to recognise a bad one.
+    """A record of past steps, to recognise a bad one: a step with a non-finite loss, or a spike in its gradient norm.
 
     Args:
         norm: running mean of the gradient norms of good steps.
@@ -32,11 +34,17 @@ class Watch:
 
     @classmethod
     def start(cls) -> "Watch":
-        """Before the first step."""
+        """The watch before the first step."""
         return cls(jnp.zeros((), jnp.float32), *(jnp.zeros((), jnp.int32) for _ in range(3)))
 
     def judge(self, loss: Float[Array, ""], norm: Float[Array, ""], guard: Guard) -> tuple[Bool[Array, ""], "Watch"]:
-        """Whether a step is good, and the watch after it. A bad step leaves the running mean alone."""
+        """Whether a step is good, and the watch after it. A bad step leaves the running mean unchanged.
+
+        Args:
+            loss: mean loss of the step.
+            norm: global norm of its gradients.
+            guard: which steps are bad.
+        """
         good = jnp.isfinite(loss) & jnp.isfinite(norm)
         if guard.spike > 0:
             good &= (self.good < guard.warmup) | (norm <= guard.spike * self.norm)
@@ -53,21 +61,21 @@ class Watch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a train step takes and gives back.
+    """The state that a train step receives and returns.
 
     Args:
-        step: steps made, skipped ones included.
+        step: number of steps so far, skipped ones included.
         params: float32 master weights, a nested dict by attribute name.
         optimizer: the optax state.
         rest: the model's other state (batch statistics, generators of dropout), a nested dict.
-        watch: memory of past gradient norms.
+        watch: record of past gradient norms and bad steps.
         extra: what techniques add (`StateExtra`), by its name: microbatches in flight, residuals of a codec,
             weights of replicas that train alone.
     """
 
     step: Int[Array, ""]
     params: Params
-    optimizer: Any
+    optimizer: optax.OptState
     rest: Params
     watch: Watch
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    extra: dict[str, PyTree] = dataclasses.field(default_factory=dict)

@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
+from jaxscale.blocks import Treatment
 from jaxscale.compiler.kept_programs import keep_ordered_programs
+from jaxscale.errors import UserError
 from jaxscale.memory.decision import Decision
 from jaxscale.offload.updates import Advance
 from jaxscale.platforms.cpu_threads import provide_threads
@@ -16,13 +19,21 @@ from jaxscale.programs.elementwise import first_mixing
 from jaxscale.recipe.combinations import check
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
-from jaxscale.recipe.products import describe_products
 from jaxscale.recipe.requests import Facts
 from jaxscale.sharding.memory_space import check_host_memory
-from jaxscale.state.layout import Layout, vocab_multiple
+from jaxscale.state.extra import StateExtra
+from jaxscale.state.layout import Device, Layout, vocab_multiple
 from jaxscale.state.pure_model import PureModel
 from jaxscale.state.train_state import TrainState
-from jaxscale.step.exchange import CodecResiduals, Exchanged, by_codec, by_compiler, none_yet, stage_of
+from jaxscale.step.exchange import (
+    CodecResiduals,
+    Exchanged,
+    by_codec,
+    by_compiler,
+    leaves_of_gradients,
+    none_yet,
+    stage_of,
+)
 from jaxscale.step.gradients import Objective, Whole
 from jaxscale.step.host import advance_of, check_host_size
 from jaxscale.step.memory_resolve import decide_memory, describe_decision, layers_of_groups, treatment_of
@@ -30,22 +41,21 @@ from jaxscale.step.pipelined.asynchronous import AsyncPipeline, InFlight
 from jaxscale.step.pipelined.gradients import Pipelined
 from jaxscale.step.planned_model import PlannedModel
 from jaxscale.step.replicas import Replicas
-from jaxscale.step.resolve import ResolvedPlan, needs_decision, resolve
-from jaxscale.step.synchronous import SynchronousStep, UpdateFn
+from jaxscale.step.resolve import ResolvedPlan, describe_products, needs_decision, resolve
+from jaxscale.step.synchronous import SynchronousStep
 from jaxscale.step.train_step import StepParts, TrainStep
 from jaxscale.step.update import Update, describe_state
-from jaxscale.step.without_effect import check_effect
 from jaxscale.trees import named_leaves
 from jaxscale.typing import Array, Bool
 
 
-def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence[Any] | None = None) -> TrainStep:
+def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence[Device] | None = None) -> TrainStep:
     """The train step of an experiment under a plan. Everything is checked; nothing is compiled or allocated yet.
 
     Args:
         experiment: what to train.
-        plan: how; the experiment's own by default.
-        devices: to run on; all by default.
+        plan: how to train it; the experiment's own plan by default.
+        devices: the devices to run on; all of JAX's by default.
 
     Raises:
         UserError: the plan does not fit the model, the batch or the devices.
@@ -69,13 +79,13 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Assembly:
-    """A resolved plan on its way to a train step.
+    """A resolved plan, with the model and the optimizer from which its train step is composed.
 
     Args:
-        resolved: the plan, settled.
+        resolved: the experiment, and the plan with its mesh and stages settled.
         pure_model: the model as pure functions.
         update: the optimizer.
-        layout: where their arrays lie.
+        layout: the placements of the arrays of model and optimizer.
     """
 
     resolved: ResolvedPlan
@@ -84,35 +94,35 @@ class Assembly:
     layout: Layout
 
     @classmethod
-    def of(cls, resolved: ResolvedPlan, mesh: Any, groups: tuple[int, ...] = ()) -> "Assembly":
+    def of(cls, resolved: ResolvedPlan, mesh: Mesh | AbstractMesh, groups: tuple[int, ...] = ()) -> "Assembly":
         """The model, its optimizer, and their layout.
 
         Args:
-            resolved: the plan, settled.
-            mesh: of devices.
-            groups: layers that a memory rule treats alike.
+            resolved: the experiment, and the plan with its mesh and stages settled.
+            mesh: the mesh of the devices.
+            groups: number of layers in each group of layers that the memory rule treats alike; () for one group.
         """
         experiment, plan, stages = resolved.experiment, resolved.plan, resolved.stages
-        rows = () if stages is None else stages.rows
-        pure_model = PureModel.of(experiment.model, experiment.seed, vocab_multiple(plan), groups, rows)
+        stage_rows = () if stages is None else stages.rows
+        pure_model = PureModel.of(experiment.model, experiment.seed, vocab_multiple(plan), groups, stage_rows)
         update = Update.of(experiment, plan, pure_model, mesh)
         return cls(resolved, pure_model, update, Layout.of(pure_model, update.whole, plan, mesh))
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def check_combination(self) -> None:
-        """Check every row of the combinations.
+        """Check the plan against every row of `recipe/combinations.py`.
 
         Raises:
-            Incompatible: with the reason of a row, and the way round.
+            Incompatible: two requests of the plan do not work together; the error says why, and what to use instead.
         """
         plan, stages, update = self.resolved.plan, self.resolved.stages, self.update
-        in_parts = plan.asynchronous or (plan.offload.any and plan.offload.optimizer_state != "host")
-        mixing = first_mixing(update.plain, self.pure_model.params) if in_parts else None
-        leaves = jax.tree.leaves(self.layout.abstract.optimizer)
+        updates_slices = plan.asynchronous or (plan.offload.any and plan.offload.optimizer_state != "host")
+        mixing = first_mixing(update.plain, self.pure_model.params) if updates_slices else None
+        state_leaves = jax.tree.leaves(self.layout.abstract.optimizer)
         owners = self.layout.owners(update.whole)
         reshaped = mixing is not None and any(
-            leaf.ndim and not owner for leaf, owner in zip(leaves, owners, strict=True)
+            leaf.ndim and not owner for leaf, owner in zip(state_leaves, owners, strict=True)
         )
         by_layer = update.layers is not None and not reshaped
         facts = Facts(
@@ -126,15 +136,15 @@ class Assembly:
         )
         check(facts)
 
-    def check(self, devices: Sequence[Any], kept: int) -> None:
-        """Refuse requests without effect, and host memory that is not there.
+    def check(self, devices: Sequence[Device], host_activation_bytes: int) -> None:
+        """Refuse requests that have no effect, or that need more host memory than there is.
 
         Args:
-            devices: to run on.
-            kept: bytes of activations that the backward pass finds on the host.
+            devices: the devices to run on.
+            host_activation_bytes: bytes of activations that each device keeps on the host for the backward pass.
 
         Raises:
-            UserError: with the reason and the way round.
+            UserError: a request is refused; the error says why, and what to do instead.
         """
         experiment, plan, layout = self.resolved.experiment, self.resolved.plan, self.layout
         layout.check_axes_used(experiment.model)
@@ -142,97 +152,118 @@ class Assembly:
         check_effect(experiment, layout)
         if plan.offload.any:
             check_host_memory(devices, str(plan.offload))
-        if kept:
+        if host_activation_bytes:
             check_host_memory(devices, f"memory {plan.memory}")
-        check_host_size(layout, host_memory(), kept)
+        check_host_size(layout, host_memory(), host_activation_bytes)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def planned(self, decision: Decision | None = None) -> PlannedModel:
-        """The model under its plan, with its blocks treated by a decision."""
-        plan, experiment = self.resolved.plan, self.resolved.experiment
-        treatment = treatment_of(plan, decision, self.layout.platform)
-        return PlannedModel(experiment, plan, self.pure_model, self.layout, treatment)
+    def objective(self, treatment: Treatment | None = None) -> Objective:
+        """The loss of the model under its plan.
 
-    def objective(self) -> Objective:
-        """The loss of the model under a plan whose memory rule is undecided."""
+        Args:
+            treatment: how its blocks run; `None` before the memory rule has its decision.
+        """
         plan, experiment = self.resolved.plan, self.resolved.experiment
-        return _objective(PlannedModel(experiment, plan, self.pure_model, self.layout), self.resolved)
+        planned = PlannedModel(experiment, plan, self.pure_model, self.layout, treatment)
+        return Whole(planned) if self.resolved.stages is None else Pipelined(planned, self.resolved.stages)
 
-    def parts(self, decision: Decision | None, devices: Sequence[Any]) -> StepParts:
+    def parts(self, decision: Decision | None, devices: Sequence[Device]) -> StepParts:
         """The parts of the train step.
 
         Args:
-            decision: of the memory rule, where it looks at the blocks.
-            devices: to run on.
+            decision: what the blocks keep; `None` if the memory rule does not depend on them.
+            devices: the devices to run on.
         """
-        plan, update, experiment = self.resolved.plan, self.update, self.resolved.experiment
-        planned = self.planned(decision)
+        plan, update, experiment, layout = self.resolved.plan, self.update, self.resolved.experiment, self.layout
         lines = [self.resolved.line]
         if decision is not None:
             lines.append(describe_decision(decision, devices[0].platform))
-        lines += describe_products(plan, devices)
-        lines += describe_state(plan, self.layout.abstract.optimizer, self.pure_model.parameters)
-        common: dict[str, Any] = {
-            "optimizer": update,
-            "stages": self.resolved.stages,
-            "decision": decision,
-            "lines": tuple(lines),
-        }
+        lines += describe_products(plan, devices[0])
+        lines += describe_state(plan, layout.abstract.optimizer, self.pure_model.parameters)
+        objective = self.objective(treatment_of(plan, decision, layout.platform))
+        extras: tuple[StateExtra, ...] = ()
+        stream = replicas = None
         if plan.asynchronous:
-            assert self.resolved.stages is not None
-            stream = AsyncPipeline(planned, self.resolved.stages, update.whole)
-            objective = stream.synchronous
-            return StepParts(
-                objective,
-                stream.layout,
-                function=stream.step,
-                extras=(InFlight(stream),),
-                stream=stream,
-                codec=stream.codec,
-                **common,
-            )
-        objective, layout, guard = _objective(planned, self.resolved), self.layout, experiment.guard
-        stage = stage_of(plan, self.pure_model, layout)
-        residuals = () if stage is None else (CodecResiduals(stage, experiment.optimizer, plan.diloco is None),)
-        if plan.diloco is not None:
-            replicas = Replicas.of(plan, self.pure_model, layout, update.whole, stage)
+            assert isinstance(objective, Pipelined)
+            stream = AsyncPipeline(objective.planned, objective.stages, update.whole)
+            objective, layout, codec = stream.synchronous, stream.layout, stream.codec
+            step_function, extras = stream.step, (InFlight(stream),)
+        else:
+            codec = stage_of(plan, self.pure_model, layout)
+            if codec is not None:
+                extras = (CodecResiduals(codec, experiment.optimizer, plan.diloco is None),)
             advance = advance_of(plan, update, layout)
-            return StepParts(
-                objective,
-                layout,
-                function=SynchronousStep(
-                    functools.partial(replicas.gradients, objective),
-                    none_yet,
-                    functools.partial(replicas.update, advance),
-                    guard,
-                ),
-                extras=(*residuals, replicas),
-                replicas=replicas,
-                codec=stage,
-                **common,
-            )
-        gradients = objective.gradients if stage is None else objective.gradients_apart
-        exchange = by_compiler(layout) if stage is None else by_codec(stage, update.messages, layout)
+            if plan.diloco is not None:
+                gradient_leaves = leaves_of_gradients(plan, self.pure_model, layout)
+                replicas = Replicas(plan.diloco, layout, update.whole, gradient_leaves, codec)
+                extras = (*extras, replicas)
+                gradients, exchange = functools.partial(replicas.gradients, objective), none_yet
+                update_function = functools.partial(replicas.update, advance)
+            else:
+                gradients = objective.gradients if codec is None else objective.gradients_apart
+                exchange = by_compiler(layout) if codec is None else by_codec(codec, update.messages, layout)
+                update_function = functools.partial(_update_shared, advance)
+            step_function = SynchronousStep(gradients, exchange, update_function, experiment.guard)
         return StepParts(
             objective,
             layout,
-            function=SynchronousStep(gradients, exchange, _shared(advance_of(plan, update, layout)), guard),
-            extras=residuals,
-            codec=stage,
-            **common,
+            update,
+            step_function,
+            extras=extras,
+            stream=stream,
+            replicas=replicas,
+            codec=codec,
+            stages=self.resolved.stages,
+            decision=decision,
+            lines=tuple(lines),
         )
 
 
-def _objective(planned: PlannedModel, resolved: ResolvedPlan) -> Objective:
-    return Whole(planned) if resolved.stages is None else Pipelined(planned, resolved.stages)
+def _update_shared(advance: Advance, exchanged: Exchanged, state: TrainState, good: Bool[Array, ""]) -> TrainState:
+    """The state after an update of weights that all replicas share."""
+    params, optimizer = advance(exchanged.gradients, state.optimizer, state.params, exchanged.norms, good)
+    return dataclasses.replace(state, params=params, optimizer=optimizer)
 
 
-def _shared(advance: Advance) -> UpdateFn:
-    """The update of weights that all replicas share."""
+def check_effect(experiment: Experiment, layout: Layout) -> None:
+    """Refuse requests whose lack of effect shows in the shapes; `traced_checks.py` refuses the others.
 
-    def update(exchanged: Exchanged, state: TrainState, good: Bool[Array, ""]) -> TrainState:
-        params, optimizer = advance(exchanged.gradients, state.optimizer, state.params, exchanged.norms, good)
-        return dataclasses.replace(state, params=params, optimizer=optimizer)
+    Args:
+        experiment: the experiment, whose data may specify the shapes of a batch.
+        layout: the layout of its train state, under its plan.
 
-    return update
+    Raises:
+        UserError: a request would have no effect; the error says why, and what to do instead.
+    """
+    plan, optimizer = layout.plan, layout.abstract.optimizer
+    length = _positions(experiment)
+    if plan.kernels.loss_chunk is not None and plan.kernels.scores == "auto" and length is not None:
+        shards = math.prod(layout.mesh.shape[axis] for axis in layout.rules.inner_seq)
+        local_length = length // shards if length % shards == 0 else length
+        if plan.kernels.loss_chunk >= local_length:
+            positions = f"{length} target positions"
+            positions += f", {local_length} on each of {shards} devices" if local_length != length else ""
+            raise UserError(
+                f"loss_chunk {plan.kernels.loss_chunk}: a row has {positions}, so one chunk would hold all; take less "
+                f"than {local_length}, or leave loss_chunk out"
+            )
+    if plan.offload.optimizer_state == "streamed" and not any(leaf.ndim for leaf in jax.tree.leaves(optimizer)):
+        rule = "the rule" if experiment.optimizer.custom is not None else experiment.optimizer.name
+        raise UserError(
+            f"optimizer_state streamed: {rule} keeps no array that could lie on the host; leave optimizer_state out, "
+            "or put the weights on the host with weights=host"
+        )
+    pipeline = plan.pipeline
+    if plan.asynchronous and pipeline is not None and pipeline.synchronous_steps >= experiment.steps:
+        raise UserError(
+            f"synchronous_steps {pipeline.synchronous_steps} with pipeline {pipeline}: the run has {experiment.steps} "
+            "steps, so the pipe would never fill; take fewer, or a synchronous pipeline"
+        )
+
+
+def _positions(experiment: Experiment) -> int | None:
+    """Number of target positions in a row; `None` if the data specifies no shapes, or its targets have no positions."""
+    shapes_of = getattr(experiment.data, "shapes", None)
+    shape: Sequence[int] = () if shapes_of is None else shapes_of(experiment.batch).get("targets", ((), ""))[0]
+    return shape[1] if len(shape) == 2 else None

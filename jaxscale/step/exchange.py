@@ -1,19 +1,21 @@
-"""Exchange: what replicas send one another in a step, and what a codec of it keeps in the train state.
+"""Exchange: what replicas send one another in a step, and what a codec for it keeps in the train state.
 
+A codec compresses what is sent. What it did not send of a gradient is the residual, and is sent in later steps.
 Under a codec the gradients of each replica come from `Objective.gradients_apart`. They are split over the devices
 inside a replica as far as they divide, whatever ZeRO's stage: no two devices of a replica send the same number.
-`replicas/reduce.py` makes their mean, which goes where the plan has its gradients.
+`replicas/reduce.py` computes their mean, which is then placed like the gradients of the plan.
 """
 
 import dataclasses
 import zlib
 from collections.abc import Callable, Container, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from jaxscale.layers.stack import in_one_stack
 from jaxscale.offload.updates import global_norm
@@ -21,28 +23,29 @@ from jaxscale.optim.one_bit import Messages
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.plan import Plan
 from jaxscale.replicas.codec import Codec
-from jaxscale.replicas.reduce import RESIDUAL, GradientExchange, GradientLeaf
+from jaxscale.replicas.reduce import RESIDUAL, CodecStates, GradientExchange, GradientLeaf
 from jaxscale.sharding.zero import split
 from jaxscale.state.extra import CompiledProgram, lacks
 from jaxscale.state.layout import PIPE_AXIS, REPLICA_AXIS, Layout
 from jaxscale.state.naming import Naming, Part, plain
 from jaxscale.state.pure_model import PureModel
 from jaxscale.state.train_state import TrainState
-from jaxscale.step.wire_checks import check_codec, slow_bytes
+from jaxscale.step.compiled_checks import bytes_over, check_codec
 from jaxscale.trees import named_leaves, path_name
-from jaxscale.typing import Array, Float, Params
+from jaxscale.typing import Array, Float, Params, PyTree
 from jaxscale.values.byte_sizes import bytes_at_least
 
 REDUCE = "reduce"
-"""Name of the extra."""
+"""Name of the `StateExtra` of a codec."""
 ONE, ALL = "one", "all"
+"""Keys of a saved extra: the states that a single replica would have in place of all, and those of every replica."""
 
 
 def stage_of(plan: Plan, pure_model: PureModel, layout: Layout) -> GradientExchange | None:
-    """A plan's codec at work on the gradients of its model; `None` where XLA reduces.
+    """The exchange of the model's gradients by the plan's codec; `None` if XLA reduces them.
 
     Raises:
-        UserError: the codec is for none of the gradients.
+        UserError: the codec can be applied to none of the gradients.
     """
     if not isinstance(plan.reduce, Codec):
         return None
@@ -51,7 +54,13 @@ def stage_of(plan: Plan, pure_model: PureModel, layout: Layout) -> GradientExcha
 
 
 def leaves_of_gradients(plan: Plan, pure_model: PureModel, layout: Layout) -> dict[str, GradientLeaf]:
-    """Gradients as they cross the replica axis: split over all devices of a replica as far as they divide."""
+    """Shape and placement of each gradient that replicas send, by name: split over a replica's devices if it divides.
+
+    Args:
+        plan: the plan, with or without a pipeline.
+        pure_model: the model whose gradients they are.
+        layout: the mesh, and the placements of gradients to split further.
+    """
     leaves = {}
     for name, leaf in named_leaves(pure_model.params).items():
         spec, names = layout.placements[name].gradient, pure_model.names.get(name)
@@ -64,32 +73,32 @@ def leaves_of_gradients(plan: Plan, pure_model: PureModel, layout: Layout) -> di
 
 
 class Exchanged(NamedTuple):
-    """What an update takes, once replicas have exchanged gradients.
+    """The inputs of an update, once replicas have exchanged gradients.
 
     Args:
-        gradients: means, where the plan has them; under DiLoCo each replica's own, along a first dim.
-        norm: global norm of the mean gradient, by which a step is judged.
-        norms: that gradients are clipped by: `norm`, or each replica's own.
-        metrics: of the exchange.
-        extra: what it changes of `TrainState.extra`; taken where the step is good.
+        gradients: mean gradients, placed by the plan; under DiLoCo each replica's own gradients along a first dim.
+        norm: global norm of the mean gradient, by which a step is judged good or bad.
+        norms: norms that gradients are clipped by: `norm`, or under DiLoCo each replica's own.
+        metrics: metrics of the exchange.
+        extra: new values of entries of `TrainState.extra`, by name; kept only if the step is good.
     """
 
     gradients: Params
     norm: Float[Array, ""]
     norms: Array
     metrics: dict[str, Array]
-    extra: dict[str, Any]
+    extra: dict[str, CodecStates]
 
 
 Exchange = Callable[[Params, TrainState], Exchanged]
-"""From the gradients of a step, and the state before it, to what the update takes."""
+"""From the gradients of a step, and the state before it, to the inputs of the update."""
 
 
 def by_compiler(layout: Layout) -> Exchange:
-    """No exchange: XLA has reduced the gradients, which are means.
+    """An `Exchange` that sends nothing, for gradients that XLA has reduced to their mean already.
 
     Args:
-        layout: where they lie.
+        layout: placements of the gradients.
     """
 
     def exchange(gradients: Params, state: TrainState) -> Exchanged:
@@ -100,23 +109,23 @@ def by_compiler(layout: Layout) -> Exchange:
 
 
 def by_codec(stage: GradientExchange, messages: Messages | None, layout: Layout) -> Exchange:
-    """The mean of what replicas send by a codec.
+    """An `Exchange` that sends gradients by a codec, and returns their mean.
 
-    Its norm is the global norm of the mean gradient, or, where momenta are sent, the root of the mean square of the
-    replicas' own.
+    The norm is the global norm of the mean gradient. If momenta are sent instead, it is the root of the mean square of
+    the norms of the replicas' own gradients.
 
     Args:
-        stage: of the codec.
-        messages: what each replica sends in place of its gradient; `None` where it sends that.
-        layout: where gradients lie.
+        stage: the exchange of gradients by the codec.
+        messages: computes what each replica sends in place of its gradient; `None` if it sends its gradient.
+        layout: placements of the gradients.
     """
 
     def exchange(gradients: Params, state: TrainState) -> Exchanged:
-        sent, updates = None, state.step
+        momenta, updates = None, state.step
         if messages is not None:
-            sent = jax.vmap(messages, in_axes=(0, None))(gradients, state.optimizer)
+            momenta = jax.vmap(messages, in_axes=(0, None))(gradients, state.optimizer)
             updates = messages.count(state.optimizer)
-            gradients = sent.message
+            gradients = momenta.message
         placed = {}
         for name, gradient in named_leaves(gradients).items():
             spec = PartitionSpec(REPLICA_AXIS, *stage.leaves[name].spec)
@@ -128,8 +137,8 @@ def by_codec(stage: GradientExchange, messages: Messages | None, layout: Layout)
             layout.gradients,
         )
         norm = global_norm(mean, layout.gradients)
-        if sent is not None:
-            norm = jnp.where(sent.frozen[0], jnp.sqrt(jnp.mean(jnp.square(sent.norm))), norm)
+        if momenta is not None:
+            norm = jnp.where(momenta.frozen[0], jnp.sqrt(jnp.mean(jnp.square(momenta.norm))), norm)
         metrics = {"residual_norm": reduced.residual_norm, "wire_bytes": stage.wire_bytes_at(updates)}
         return Exchanged(mean, norm, norm, metrics, {REDUCE: reduced.states})
 
@@ -137,39 +146,44 @@ def by_codec(stage: GradientExchange, messages: Messages | None, layout: Layout)
 
 
 def none_yet(gradients: Params, state: TrainState) -> Exchanged:
-    """No exchange: replicas train alone, and judge a step together by the root of the mean square of their norms."""
+    """An `Exchange` that sends no gradients, for replicas that train alone.
+
+    The norm by which they judge a step together is the root of the mean square of their gradients' norms.
+    """
     norms = jax.vmap(optax.tree.norm)(gradients)
     return Exchanged(gradients, jnp.sqrt(jnp.mean(jnp.square(norms))), norms, {}, {})
 
 
 def describe_codec(stage: GradientExchange, optimizer: Optimizer) -> list[str]:
     """Lines for the user on a codec, before the first step."""
-    lines, codec, (last, _) = [], stage.codec, stage.codec.timetable[-1]
-    if last:
-        lines.append(f"reduce {codec}: more than that is sent before step {last}")
-    if codec.late and codec.feedback and (carried := optimizer.momentum_after()):
-        name, decay = carried
+    lines, codec, (last_change, _) = [], stage.codec, stage.codec.timetable[-1]
+    if last_change:
+        lines.append(f"reduce {codec}: more than that is sent before step {last_change}")
+    if codec.late and codec.feedback and (momentum := optimizer.momentum_after()):
+        name, decay = momentum
         lines.append(
-            f"reduce {codec} with {optimizer.name}, {name} {decay:g}: what arrives many steps late is carried on by "
-            f"that momentum, which costs loss (0.2 nats of 2.3 in 400 steps at 1 %); take {name} 0: codec dgc brings "
-            "SGD's momentum with it"
+            f"reduce {codec} with {optimizer.name}, {name} {decay:g}: that momentum repeats what arrives many steps "
+            f"late, which costs loss (0.2 nats of 2.3 in 400 steps at 1 %); take {name} 0, or codec dgc, which has "
+            "SGD's momentum built in"
         )
-    few = f"; {len(stage.plain)} of {len(stage.leaves)} gradients are small and go as they are" if stage.plain else ""
+    small = (
+        f"; {len(stage.plain)} of {len(stage.leaves)} gradients are small and sent as float32" if stage.plain else ""
+    )
     return [
         f"reduce {codec}: {bytes_at_least(stage.wire_bytes)} per device and step over {stage.axis}, "
-        f"{stage.exact_bytes / stage.wire_bytes:.1f} times fewer than float32{few}",
+        f"{stage.exact_bytes / stage.wire_bytes:.1f} times fewer than float32{small}",
         *lines,
     ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CodecResiduals:
-    """The extra of a codec: what it keeps of each gradient, by name.
+    """The extra of a codec: its state for each gradient, by the gradient's name.
 
     Args:
-        stage: of the codec.
-        optimizer: of the experiment.
-        each_step: the codec is at work in every step; else when replicas meet.
+        stage: the exchange of gradients by the codec.
+        optimizer: the experiment's optimizer.
+        each_step: whether the codec runs in every step; if not, it runs when DiLoCo's replicas meet.
     """
 
     stage: GradientExchange
@@ -182,12 +196,12 @@ class CodecResiduals:
         """As of `StateExtra`."""
         return layout.with_extra(self.name, self.stage.abstract())
 
-    def init(self, state: TrainState) -> Any:
+    def init(self, state: TrainState) -> CodecStates:
         """As of `StateExtra`."""
         return self.stage.init()
 
     def saved(self, state: TrainState) -> TrainState:
-        """As of `StateExtra`: the states of every replica, and what one would have in place of all."""
+        """As of `StateExtra`: the states of every replica, and the states of a single replica in place of all."""
         states = state.extra[self.name]
         return _with(state, self.name, {ALL: states, ONE: self.stage.merged(states)})
 
@@ -198,33 +212,35 @@ class CodecResiduals:
     def loaded(self, state: TrainState) -> TrainState:
         """As of `StateExtra`.
 
-        With another number of replicas each takes what one would have; what that lacks too begins anew.
+        If the number of replicas has changed, each starts from the state of a single replica; what is missing there too
+        starts from its initial value.
         """
-        value, stage = state.extra[self.name], self.stage
-        states = value[ALL]
+        saved, stage = state.extra[self.name], self.stage
+        states = saved[ALL]
         if not lacks(states):
             return _with(state, self.name, states)
-        one = {name: {key: part for key, part in mine.items() if part is not None} for name, mine in value[ONE].items()}
-        fresh = jax.jit(stage.spread, out_shardings=stage.shardings())(one)
+        merged = {name: {key: x for key, x in arrays.items() if x is not None} for name, arrays in saved[ONE].items()}
+        spread = jax.jit(stage.spread, out_shardings=stage.shardings())(merged)
         states = {
-            name: {key: fresh[name][key] if part is None else part for key, part in mine.items()}
-            for name, mine in states.items()
+            name: {key: spread[name][key] if array is None else array for key, array in arrays.items()}
+            for name, arrays in states.items()
         }
         return _with(state, self.name, states)
 
-    def parts(self, naming: Naming, abstract: TrainState) -> Any:
-        """As of `StateExtra`: a residual is taken apart as its parameter is, behind the dim of replicas.
+    def parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
+        """As of `StateExtra`: a residual is taken apart like its parameter, behind the dim of replicas.
 
-        Arrays of one name have one shape: what is not shaped as its gradient is named by the codec and the shards too.
+        Arrays of one name must have one shape. So an array whose shape is not its gradient's has the codec and a hash
+        of the shards in its name too.
         """
         stage = self.stage
 
-        def part(path: Any, leaf: Any) -> Part:
-            which, name, key = (step.key for step in path)
-            count = f"of_{stage.replicas}" if which == ALL else ONE
+        def part(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Part:
+            group, name, key = (step.key for step in path)  # group: ONE or ALL
+            count = f"of_{stage.replicas}" if group == ALL else ONE
             if key == RESIDUAL:
                 prefix = f"{self.name}/{count}/{key}/{name}"
-                return naming.behind_replicas(which == ALL, leaf, lambda one: naming.of_param(prefix, (), name, one))
+                return naming.behind_replicas(group == ALL, leaf, lambda one: naming.of_param(prefix, (), name, one))
             gradient = stage.leaves[name]
             fields = ", ".join(
                 f"{field.name}={getattr(gradient, field.name)!r}" for field in dataclasses.fields(gradient)
@@ -237,27 +253,30 @@ class CodecResiduals:
 
     def notes(self, names: Container[str], wanted: Iterable[str]) -> str:
         """As of `StateExtra`."""
-        asked = [name.split("/") for name in wanted if name.startswith(f"{self.name}/")]
-        missing = [parts for parts in asked if "/".join(parts) not in names]
-        if not any(parts[1] != ONE for parts in missing):
+        wanted_words = [name.split("/") for name in wanted if name.startswith(f"{self.name}/")]
+        missing = [words for words in wanted_words if "/".join(words) not in names]
+        if not any(words[1] != ONE for words in missing):
             return ""
-        lost = sorted({parts[2].split(" ")[0] for parts in missing if parts[1] == ONE} - {RESIDUAL})
-        if any(parts[1:3] == [ONE, RESIDUAL] for parts in missing):
-            return f"; it holds nothing of what reduce {self.stage.codec} keeps: that begins anew"
-        spread = any(parts[2] == RESIDUAL for parts in missing)
-        note = "; what replicas owed goes on as its mean" * spread
-        return note + f"; the rest of what reduce {self.stage.codec} keeps begins anew" * bool(lost)
+        lost_states = {words[2].split(" ")[0] for words in missing if words[1] == ONE} - {RESIDUAL}
+        if any(words[1:3] == [ONE, RESIDUAL] for words in missing):
+            return f"; it has no state of reduce {self.stage.codec}, which starts from its initial value"
+        lacks_residuals = any(words[2] == RESIDUAL for words in missing)
+        note = "; each replica starts from the mean of the saved residuals" * lacks_residuals
+        return note + f"; other state of reduce {self.stage.codec} starts from its initial value" * bool(lost_states)
 
     def describe(self) -> list[str]:
-        """As of `StateExtra`; a codec of meetings is described with them."""
+        """As of `StateExtra`; `Replicas.describe` covers a codec that runs when replicas meet."""
         return describe_codec(self.stage, self.optimizer) if self.each_step else []
 
     def check(self, program: CompiledProgram) -> None:
-        """As of `StateExtra`: what crosses the codec's axis."""
+        """As of `StateExtra`: compare what is sent over the codec's axis."""
         if self.each_step:
-            sent = slow_bytes(program.collectives, self.stage, slices=program.slices)
-            check_codec(self.stage, sent, slices=program.slices)
+            stage, slices = self.stage, program.slices
+            check_codec(
+                stage, bytes_over(program.collectives, stage.axis, stage.replicas, slices=slices), slices=slices
+            )
 
 
-def _with(state: TrainState, name: str, value: Any) -> TrainState:
+def _with(state: TrainState, name: str, value: PyTree) -> TrainState:
+    """The state with another value of one extra."""
     return dataclasses.replace(state, extra={**state.extra, name: value})

@@ -6,12 +6,12 @@ the form that XLA turns into the collectives one expects (`sharding/zero.py` has
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxscale.blocks import Context, Loss
@@ -21,76 +21,86 @@ from jaxscale.state.batches import microbatches
 from jaxscale.state.layout import REPLICA_AXIS
 from jaxscale.state.train_state import TrainState
 from jaxscale.step.planned_model import FromWeights, PlannedModel, positive, unchanged
-from jaxscale.typing import Array, Batch, Float, Key, Params
+from jaxscale.typing import Array, Batch, Float, Key, Params, PyTree
 
 LossAndGradients = tuple[Loss, Params, Params]
-"""Sums of the loss, gradients, and the model's other state."""
+"""Sums of the loss over the targets, the gradients, and the model's other state (batch statistics)."""
 Sums = TypeVar("Sums")
 
 
 @runtime_checkable
 class Objective(Protocol):
-    """The loss of a model under a plan: its gradients, and its sums alone; `Whole` or `Pipelined`."""
+    """The loss of a model under a plan, with methods for its gradients and for its sums: `Whole` or `Pipelined`."""
 
     planned: PlannedModel
 
     @property
     def stage_depth(self) -> int | None:
-        """Blocks that run one after the other on a device; `None` for all of the model's."""
+        """Number of blocks in a pipeline's stage; `None` without a pipeline, when a device runs all blocks."""
         ...
 
     @property
     def stages_here(self) -> int:
-        """Stages of a pipeline on one device."""
+        """Number of stages of a pipeline that one device runs; 1 without a pipeline."""
         ...
 
     def gradients(self, state: TrainState, batch: Batch) -> LossAndGradients:
-        """Of a global batch; gradients are means, in float32."""
+        """Loss and gradients of a global batch; the gradients are float32 means over its targets."""
         ...
 
     def gradients_apart(self, state: TrainState, batch: Batch, weights: Params | None = None) -> LossAndGradients:
-        """The same with the gradients of each replica apart, along a first dim, whose mean is that of the global batch.
+        """Loss and gradients of a global batch, with each replica's own gradients along a first dim.
 
-        Nothing of the size of a parameter crosses the replica axis.
+        The mean over that dim is the gradient of the global batch. No array as large as a parameter is sent over the
+        replica axis.
 
         Args:
             state: the train state.
             batch: the global batch.
-            weights: float32, each replica's own along a first dim; the state's, which they share, by default.
+            weights: float32 weights of each replica along a first dim; by default all replicas use the state's.
         """
         ...
 
-    def sums(self, score: Callable[[Any, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
-        """The scores of each microbatch, added up: no more activations than training has.
+    def sums(self, score: Callable[[nnx.Module, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
+        """The sum of the scores of all microbatches, computed one by one, so that memory is no more than in training.
 
         Args:
-            score: from the module and a microbatch to a tree of sums.
+            score: function from the module and a microbatch to a tree of sums.
             state: the train state.
             batch: the global batch.
         """
         ...
 
     def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
-        """The objective of one microbatch, from float32 masters on the device: to trace, not to run."""
+        """The objective of one microbatch, from float32 masters on the device: a function to trace, not to run.
+
+        Args:
+            params: float32 master weights.
+            rest: the model's other state.
+            batch: one microbatch.
+            key: key of the step.
+            examples: index of every row in the global batch.
+        """
         ...
 
 
 def evaluate(objective: Objective, state: TrainState, batch: Batch) -> Loss:
-    """Sums of the loss of a batch, nothing random."""
+    """Sums of the loss of a batch, without dropout or other randomness."""
     planned = objective.planned
 
-    def score(module: Any, part: Batch) -> Loss:
-        loss = planned.loss(module, part, planned.context(None))
+    def score(module: nnx.Module, microbatch: Batch) -> Loss:
+        loss = planned.loss(module, microbatch, planned.context(None))
         return Loss(loss.total, loss.weight)
 
     return objective.sums(score, state, batch)
 
 
 def accuracy(objective: Objective, state: TrainState, batch: Batch) -> tuple[Array, Array]:
-    """Correct targets of a batch, and all."""
+    """Numbers of correct targets and of all targets in a batch, for a model that has `accuracy`: a classifier."""
     planned = objective.planned
-    model: Any = planned.experiment.model  # of the models, classifiers alone have it
-    return objective.sums(lambda module, part: model.accuracy(module, part, planned.context(None)), state, batch)
+    count = getattr(planned.experiment.model, "accuracy", None)
+    assert count is not None
+    return objective.sums(lambda module, microbatch: count(module, microbatch, planned.context(None)), state, batch)
 
 
 @dataclasses.dataclass(eq=False)
@@ -109,38 +119,32 @@ class Whole:
         """As of `Objective`."""
         with self.planned.tracing():
             weights, params_of = self.planned.differentiated(state.params)
-            key, examples = self.planned.key_and_examples(state, batch)
+            key, examples = self.planned.key(state), self.planned.examples(batch)
             return self._gradients(weights, params_of, state.rest, batch, key, examples)
 
     def gradients_apart(self, state: TrainState, batch: Batch, weights: Params | None = None) -> LossAndGradients:
-        """As of `Objective`: the replica axis is manual here, all others are the compiler's."""
-        planned, mesh = self.planned, self.planned.layout.mesh
-        replicas, whole, rows = mesh.shape[REPLICA_AXIS], PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+        """As of `Objective`: the replica axis is manual here, and the compiler handles all other axes."""
+        planned, replicas = self.planned, self.planned.layout.mesh.shape[REPLICA_AXIS]
+        whole, by_replica = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
 
-        def body(weights: Any, rest: Params, batch: Batch, key: Key, examples: Array) -> LossAndGradients:
-            with planned.within((REPLICA_AXIS,)):
-                if of_replicas:
-                    leaves, params_of = jax.tree.map(lambda w: w[0], weights), unchanged
-                else:
-                    leaves, params_of = planned.differentiated(*weights, apart=True)
-                loss, gradients, rest = self._gradients(leaves, params_of, rest, batch, key, examples, replicas)
-            loss = jax.tree.map(lambda part: jax.lax.psum(part, REPLICA_AXIS), loss)
+        def body(copies: PyTree, rest: Params, batch: Batch, key: Key, examples: Array) -> LossAndGradients:
+            if weights is None:
+                leaves, params_of = planned.differentiated(*copies, apart=True)
+            else:
+                leaves, params_of = jax.tree.map(lambda weight: weight[0], copies), unchanged
+            loss, gradients, rest = self._gradients(leaves, params_of, rest, batch, key, examples, replicas)
+            loss = jax.tree.map(lambda local_sum: jax.lax.psum(local_sum, REPLICA_AXIS), loss)
             return loss, jax.tree.map(lambda g: g[None], gradients), rest
 
-        of_replicas = weights is not None
         with planned.tracing():
             if weights is None:
-                copies: Any = (state.params, planned.copies(to_device(state.params)))
+                copies, copies_spec = (state.params, planned.copies(to_device(state.params))), whole
             else:
-                copies = jax.vmap(planned.copies, spmd_axis_name=REPLICA_AXIS)(weights)
-            return jax.shard_map(
-                body,
-                mesh=mesh,
-                in_specs=(rows if of_replicas else whole, whole, rows, whole, rows),
-                out_specs=(whole, rows, whole),
-                axis_names={REPLICA_AXIS},
-                check_vma=False,  # weights count as each replica's own: their gradients are not added up
-            )(copies, state.rest, dict(batch), *planned.key_and_examples(state, batch))
+                copies, copies_spec = jax.vmap(planned.copies, spmd_axis_name=REPLICA_AXIS)(weights), by_replica
+            inputs, outputs = (copies_spec, whole, by_replica, whole, by_replica), (whole, by_replica, whole)
+            return planned.mapped(body, (REPLICA_AXIS,), inputs, outputs)(
+                copies, state.rest, dict(batch), planned.key(state), planned.examples(batch)
+            )
 
     def _gradients(
         self,
@@ -152,37 +156,52 @@ class Whole:
         examples: Array,
         replicas: int = 1,
     ) -> LossAndGradients:
-        """Of a global batch, or, in a region that is manual over so many replicas, of one of them."""
+        """Loss and gradients of a global batch, or of one replica's rows in a region that is manual over replicas.
+
+        Args:
+            weights: the differentiated leaves.
+            params_of: function from them to the module's parameters.
+            rest: the model's other state.
+            batch: rows of the global batch, or of the replica.
+            key: key of the step.
+            examples: index of every row in the global batch.
+            replicas: number of replicas in a manual region; 1 outside of one.
+        """
         planned, apart = self.planned, replicas > 1
 
-        def objective(weights: Params, rest: Params, batch: Batch, context: Context) -> tuple[Array, Any]:
+        def objective(
+            weights: Params, rest: Params, batch: Batch, context: Context
+        ) -> tuple[Array, tuple[Loss, Params]]:
             return self._loss(params_of(weights), rest, batch, context, replicas)
 
         grad = jax.value_and_grad(objective, has_aux=True)
 
-        def of_part(rest: Params, batch: Batch, examples: Array) -> LossAndGradients:
+        def of_microbatch(rest: Params, batch: Batch, examples: Array) -> LossAndGradients:
             (_, (loss, rest)), gradients = grad(weights, rest, batch, planned.context(key, examples))
             return loss, planned.placed(gradients, apart=apart), rest
 
         if planned.plan.microbatches == 1:
-            return of_part(rest, batch, examples)
-        split = functools.partial(microbatches, parts=planned.plan.microbatches)
+            return of_microbatch(rest, batch, examples)
 
-        def add(carry: LossAndGradients, part: tuple[Batch, Array]) -> tuple[LossAndGradients, None]:
-            loss, gradients, rest = of_part(carry[2], *part)
+        def add(carry: LossAndGradients, microbatch: tuple[Batch, Array]) -> tuple[LossAndGradients, None]:
+            loss, gradients, rest = of_microbatch(carry[2], *microbatch)
             return (*jax.tree.map(jnp.add, (carry[0], carry[1]), (loss, gradients)), rest), None
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), planned.pure_model.params)
         start = (Loss(jnp.zeros(()), jnp.zeros(())), planned.placed(zeros, apart=apart), rest)
-        parts = (jax.tree.map(split, dict(batch)), split(examples))
-        (loss, gradients, rest), _ = jax.lax.scan(add, start, parts)
+        stacked_microbatches = microbatches((dict(batch), examples), parts=planned.plan.microbatches)
+        (loss, gradients, rest), _ = jax.lax.scan(add, start, stacked_microbatches)
         scale = 1.0 / _divisor(loss.weight, replicas)
         return loss, jax.tree.map(lambda g: g * scale, gradients), rest
 
     def _loss(
         self, params: Params, rest: Params, batch: Batch, context: Context, replicas: int = 1
     ) -> tuple[Array, tuple[Loss, Params]]:
-        """The mean of a batch, or the sum of a microbatch, whose mean waits for the others."""
+        """The mean loss of the batch if it is one microbatch, otherwise the sum of the microbatch, to divide later.
+
+        Returns:
+            The objective to differentiate, and with it the sums of the loss and the model's other state.
+        """
         module = self.planned.pure_model.module(params, rest)
         loss = self.planned.loss(module, batch, context)
         objective = loss.total + loss.penalty
@@ -191,43 +210,44 @@ class Whole:
         return objective, (Loss(loss.total, loss.weight), self.planned.pure_model.rest_of(module))
 
     def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
-        """As of `Objective`; one replica's where a step takes the gradients of each apart."""
+        """As of `Objective`; under a codec or DiLoCo, which keep the replicas' gradients apart, that of one replica."""
         planned = self.planned
         copies = planned.copies(params)
         if not isinstance(planned.plan.reduce, NamedCodec) and planned.plan.diloco is None:
             return self._loss(copies, rest, batch, planned.context(key, examples))[0]
-        mesh = planned.layout.mesh
-        whole, rows = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+        whole, by_replica = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
 
         def body(copies: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
-            with planned.within((REPLICA_AXIS,)):
-                return self._loss(copies, rest, batch, planned.context(key, examples), mesh.shape[REPLICA_AXIS])[0]
+            replicas = planned.layout.mesh.shape[REPLICA_AXIS]
+            return self._loss(copies, rest, batch, planned.context(key, examples), replicas)[0]
 
-        return jax.shard_map(
-            body,
-            mesh=mesh,
-            in_specs=(whole, whole, rows, whole, rows),
-            out_specs=whole,
-            axis_names={REPLICA_AXIS},
-            check_vma=False,
-        )(copies, rest, dict(batch), key, examples)
+        return planned.mapped(body, (REPLICA_AXIS,), (whole, whole, by_replica, whole, by_replica), whole)(
+            copies, rest, dict(batch), key, examples
+        )
 
-    def sums(self, score: Callable[[Any, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
+    def sums(self, score: Callable[[nnx.Module, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
         """As of `Objective`."""
         planned = self.planned
         with planned.tracing(plainly=True):
             weights, params_of = planned.differentiated(state.params)
             params = params_of(weights)
 
-            def part(batch: Batch) -> Sums:
+            def of_microbatch(batch: Batch) -> Sums:
                 return score(planned.pure_model.module(params, state.rest), batch)
 
             if planned.plan.microbatches == 1:
-                return part(batch)
-            split = functools.partial(microbatches, parts=planned.plan.microbatches)
-            return jax.tree.map(lambda x: x.sum(0), jax.lax.map(part, jax.tree.map(split, dict(batch))))
+                return of_microbatch(batch)
+            stacked_microbatches = microbatches(dict(batch), parts=planned.plan.microbatches)
+            return jax.tree.map(lambda sums: sums.sum(0), jax.lax.map(of_microbatch, stacked_microbatches))
 
 
 def _divisor(weight: Float[Array, ""], replicas: int) -> Float[Array, ""]:
-    """What sums are divided by, so that the mean over replicas is that over all targets, however many each has."""
+    """The number to divide sums by so that the mean over replicas is the mean over all targets.
+
+    Replicas may have different numbers of targets.
+
+    Args:
+        weight: number of targets; of one replica's in a manual region.
+        replicas: number of replicas in a manual region; 1 outside of one.
+    """
     return positive(weight) if replicas == 1 else positive(jax.lax.psum(weight, REPLICA_AXIS)) / replicas

@@ -1,16 +1,17 @@
-"""PlannedModel: a model under a plan, while it is traced: placements, blocks, precision, and weights to read.
+"""PlannedModel: a model with its plan, which sets placements, blocks, precision and weights while the model is traced.
 
-Whoever takes gradients or scores a batch holds one (`gradients.py`, `pipelined/`).
+The modules that compute gradients or score a batch use it (`gradients.py`, `pipelined/`).
 """
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale import blocks
 from jaxscale.blocks import Context, Loss
@@ -21,14 +22,18 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.sharding import place
 from jaxscale.sharding.memory_space import on_host, to_device
 from jaxscale.sharding.rules import AxisRules
+from jaxscale.sharding.zero import without
 from jaxscale.state.layout import Layout
 from jaxscale.state.pure_model import PureModel
 from jaxscale.state.train_state import TrainState
 from jaxscale.step.host import streamed_weights
-from jaxscale.typing import Array, Batch, Float, Key, Params
+from jaxscale.typing import Array, Batch, Float, Key, Params, PyTree
 
+R = TypeVar("R")
 FromWeights = Callable[[Params], Params]
 """From the differentiated leaves to the parameters of the module."""
+Specs: TypeAlias = PyTree[PartitionSpec]
+"""Placements of the leaves of a tree; one placement may stand for all leaves of a subtree."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,7 +42,7 @@ class PlannedModel:
 
     Args:
         experiment: what is trained.
-        plan: how, with the mesh settled.
+        plan: the plan, with its mesh settled.
         pure_model: the model as pure functions.
         layout: the mesh and every placement.
         treatment: how blocks run where gradients are taken; `None` leaves them unchanged.
@@ -51,10 +56,10 @@ class PlannedModel:
 
     @contextlib.contextmanager
     def tracing(self, *, plainly: bool = False) -> Iterator[None]:
-        """The plan in force: placements, blocks and the precision of matrix products, while the model is traced.
+        """A context that applies the plan's placements, treatment of blocks and matrix precision to a trace.
 
         Args:
-            plainly: nothing is differentiated, so blocks need no plan for what they keep.
+            plainly: whether to leave out what blocks keep for a backward pass, because none is taken.
         """
         matmul = self.plan.matmul if self.plan.matmul in ("high", "highest") else None
         with (
@@ -65,6 +70,7 @@ class PlannedModel:
             yield
 
     def _treatment(self, plainly: bool) -> blocks.Treatment:
+        """How blocks run, with weights and residuals on the host as the plan places them."""
         plain = plainly or self.treatment is None
         treatment = blocks.Treatment(unroll=self.plan.unroll) if plain else self.treatment
         assert treatment is not None
@@ -73,20 +79,37 @@ class PlannedModel:
         pipelined = self.plan.pipeline is not None
         return offloading_later(treatment) if pipelined and self.plan.stages_keep == "residuals" else treatment
 
-    def within(self, manual: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-        """The layout in force within a manual region: the axes that are left, by the rules without the others."""
-        rules = self.layout.rules
+    def mapped(self, body: Callable[..., R], manual: Sequence[str], inputs: Specs, outputs: Specs) -> Callable[..., R]:
+        """`body` on every device, manual over some mesh axes. Arrays inside it are placed by the other axes.
+
+        Args:
+            body: function of this device's shards; gradients of weights that it receives whole are not summed.
+            manual: names of the manual mesh axes.
+            inputs, outputs: placements of the arguments and of the results of `body`, by the manual axes.
+        """
         automatic = {
-            field.name: tuple(axis for axis in getattr(rules, field.name) if axis not in manual)
+            field.name: tuple(axis for axis in getattr(self.layout.rules, field.name) if axis not in manual)
             for field in dataclasses.fields(AxisRules)
         }
-        return place.layout(jax.sharding.get_abstract_mesh(), AxisRules(**automatic))
+
+        def inside(*arguments: PyTree) -> R:
+            with place.layout(jax.sharding.get_abstract_mesh(), AxisRules(**automatic)):
+                return body(*arguments)
+
+        return jax.shard_map(
+            inside,
+            mesh=self.layout.mesh,
+            in_specs=inputs,
+            out_specs=outputs,
+            axis_names=set(manual),
+            check_vma=False,
+        )
 
     def context(self, key: Key | None, examples: Array | None = None) -> Context:
         """The settings of a forward pass.
 
         Args:
-            key: of the step; `None` where nothing is random.
+            key: key of the step; `None` if nothing is random.
             examples: index of every row in the global batch.
         """
         return Context(
@@ -99,27 +122,33 @@ class PlannedModel:
             loss=self.plan.kernels.scores,
         )
 
-    def loss(self, module: Any, batch: Batch, context: Context) -> Loss:
+    def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
         """Sums of the model's loss."""
         return self.experiment.model.loss(module, batch, context)
 
-    def key_and_examples(self, state: TrainState, batch: Batch) -> tuple[Key, Array]:
-        """The key of a step, and the index of every row of its batch."""
-        rows = next(iter(batch.values())).shape[0]
-        return self.key(state), jnp.arange(rows, dtype=jnp.int32)
+    def examples(self, batch: Batch) -> Array:
+        """The index of every row of a global batch."""
+        return jnp.arange(next(iter(batch.values())).shape[0], dtype=jnp.int32)
 
     def key(self, state: TrainState) -> Key:
         """The key of a step."""
         return jax.random.fold_in(jax.random.key(self.experiment.seed), state.step)
 
+    def read_spec(self, name: str) -> PartitionSpec:
+        """The placement in which the loop of a pipeline reads a parameter; one that all stages share is whole."""
+        place = self.layout.placements[name]
+        if not self.pure_model.stacked(name):
+            return without(place.compute, "fsdp")
+        return place.master if self.plan.offload.weights == "host" else place.compute
+
     # -- weights and gradients -----------------------------------------------------------------------------------------
 
     def placed(self, gradients: Params, *, apart: bool = False) -> Params:
-        """Gradients in float32 where the plan has them.
+        """Gradients in float32, placed by the plan.
 
         Args:
-            gradients: of every parameter.
-            apart: in a region that is manual over replicas.
+            gradients: the gradient of every parameter.
+            apart: whether this is inside a region that is manual over replicas.
         """
 
         def placed(gradient: Array, sharding: NamedSharding) -> Array:
@@ -136,7 +165,7 @@ class PlannedModel:
             return params
         split, dtype = self.plan.zero in (1, 2), jnp.dtype(self.plan.precision)
         if self.plan.reduce == "float32" and not split:
-            return params  # the layers cast at the point of use, and hand back float32 gradients
+            return params  # the layers cast at the point of use, and return float32 gradients
 
         def copy(param: Array, master: NamedSharding, compute: NamedSharding) -> Array:
             master = NamedSharding(master.mesh, master.spec)  # which may lie on the host
@@ -145,7 +174,7 @@ class PlannedModel:
             low = param.astype(dtype)
             if split:
                 low = jax.lax.with_sharding_constraint(low, master)
-                # or XLA:GPU would gather first and cast then, at twice the bytes
+                # without it XLA:GPU would gather first and cast later, at twice the bytes
                 low = jax.lax.optimization_barrier(low)
                 low = jax.lax.with_sharding_constraint(low, compute)
             return low.astype(param.dtype) if self.plan.reduce == "float32" else low
@@ -158,9 +187,9 @@ class PlannedModel:
         """The differentiated leaves, and a function from them to the module's parameters.
 
         Args:
-            params: masters, where they lie.
-            copies: of each, as a pass on the device reads it; made here by default.
-            apart: in a region that is manual over replicas.
+            params: the float32 masters, on device or host.
+            copies: the copy of each parameter that a pass on the device reads; made here by default.
+            apart: whether this is inside a region that is manual over replicas.
         """
         copies = self.copies(to_device(params)) if copies is None else copies
         if self.plan.offload.weights == "device":
@@ -173,10 +202,10 @@ class PlannedModel:
 
 
 def unchanged(weights: Params) -> Params:
-    """The differentiated leaves where they are the module's parameters."""
+    """The differentiated leaves, unchanged: the `FromWeights` of leaves that are the module's parameters already."""
     return weights
 
 
 def positive(weight: Float[Array, ""]) -> Float[Array, ""]:
-    """A sum of weights to divide by: a batch without targets has a loss of zero and no gradient."""
+    """A sum of weights as a divisor: 1 in place of 0, so that a batch without targets has loss 0 and no gradient."""
     return jnp.where(weight > 0, weight, 1.0)

@@ -1,61 +1,67 @@
-"""Replicas: what DiLoCo adds to a train state, where it lies, how replicas meet, and their part of a checkpoint.
+"""Replicas: what DiLoCo adds to a train state, where it lies, how replicas synchronise, and what a checkpoint holds.
 
-The state's parameters are the weights that all share (θ): evaluation, samples and export read them as ever. Each
-replica's own weights, and the optimizer's state, have a first dim for the replicas. A meeting moves a part of θ by what
-the replicas have moved, in one manual region: every device sends its shard of the ways back over the replica axis, and
-no two devices of a replica the same number, whatever ZeRO's stage.
+The parameters of the state are the weights that all replicas share (θ): evaluation, samples and export read them. Each
+replica's own weights, and its optimizer state, lie along a first dim for the replicas. In a meeting, replicas
+synchronise one fragment of the weights (a part of them): θ moves by the mean displacement θ - w_i of the replicas'
+weights. Every device sends its shard of the displacements over the replica axis, and no two devices of a replica send
+the same number, whatever ZeRO's stage.
 
-A checkpoint holds all of it, and beside it what one replica would have: the mean of their weights and states. So a run
-goes on with another number of replicas, from that mean, and what they had moved since they met is kept on average; or
-without DiLoCo, from θ; and a run that had none takes it up.
+A checkpoint holds the arrays of all replicas, and also their mean, for a single replica. So a run can continue with
+another number of replicas, from that mean; or without DiLoCo, from θ; and a run without DiLoCo can continue with it.
 """
 
 import dataclasses
 import functools
-from collections.abc import Container, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
-from jaxscale.lowbit.quantize import is_quantized
+from jaxscale.lowbit.quantize import Quantized, is_quantized
 from jaxscale.offload.updates import Advance
-from jaxscale.recipe.plan import Plan
 from jaxscale.replicas import wire
 from jaxscale.replicas.diloco import Diloco, fragments_of
 from jaxscale.replicas.reduce import GradientExchange, GradientLeaf
 from jaxscale.sharding.memory_space import in_memory_of
 from jaxscale.state.extra import CompiledProgram, lacks
-from jaxscale.state.layout import REPLICA_AXIS, Layout
+from jaxscale.state.layout import REPLICA_AXIS, Layout, Shapes, shardings_of
 from jaxscale.state.naming import Naming, Part, roles
-from jaxscale.state.pure_model import PureModel
-from jaxscale.state.train_state import TrainState
-from jaxscale.step.exchange import REDUCE, Exchanged, leaves_of_gradients
+from jaxscale.state.train_state import Metrics, TrainState
+from jaxscale.step.compiled_checks import bytes_over, check_alone
+from jaxscale.step.exchange import REDUCE, Exchanged
 from jaxscale.step.gradients import LossAndGradients, Objective
-from jaxscale.step.wire_checks import bytes_over, check_alone, check_meeting
+from jaxscale.step.planned_model import Specs
 from jaxscale.trees import filled, named_leaves, path_name
-from jaxscale.typing import Array, Batch, Bool, Params
+from jaxscale.typing import Array, Batch, Bool, Params, PyTree
 from jaxscale.values.byte_sizes import bytes_at_least
 
+R = TypeVar("R")
 OUTER = "outer"
-"""Name of the extra: what is each replica's own, and the outer momentum."""
+"""Name of this `StateExtra`: each replica's own weights, and the outer momentum."""
 WEIGHTS, MOMENTUM, OPTIMIZER = "weights", "momentum", "optimizer"
+"""Keys of its value, and of what is saved of it."""
 ONE, ALL = "one", "all"
+"""Keys of what is saved: the arrays of a single replica in place of all, and those of all replicas."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replicas:
-    """DiLoCo on a mesh: replicas that train alone, and meet.
+    """DiLoCo on a mesh: replicas that train alone, and synchronise their weights in meetings.
 
     Args:
-        diloco: when replicas meet, and how they then move.
+        diloco: when replicas meet, and the outer step that they then take.
         plain: the layout of a step without extras.
-        optimizer: each replica's, clipping and all.
-        leaves: the parameters as a meeting has them, by name.
-        stage: of the codec, for all of them; `None` sends ways back as they are.
+        optimizer: the whole optimizer of each replica, clipping included.
+        leaves: shape and placement of each displacement that is sent, by the parameter's name.
+        stage: the exchange of all displacements by the codec; `None` sends them in float32.
+
+    Raises:
+        UserError: there are more fragments than tensors, or the codec can be applied to no tensor of a fragment.
     """
 
     diloco: Diloco
@@ -66,63 +72,51 @@ class Replicas:
     name: str = dataclasses.field(default=OUTER, init=False)
     label: str = dataclasses.field(default="outer state", init=False)
 
-    @classmethod
-    def of(
-        cls, plan: Plan, pure_model: PureModel, plain: Layout, optimizer: Any, stage: GradientExchange | None
-    ) -> "Replicas":
-        """DiLoCo of a plan that has it.
-
-        Raises:
-            UserError: more parts than tensors, or the codec is for nothing of a part.
-        """
-        assert plan.diloco is not None
-        replicas = cls(plan.diloco, plain, optimizer, leaves_of_gradients(plan, pure_model, plain), stage)
-        assert all(replicas.stages)
-        return replicas
+    def __post_init__(self) -> None:
+        assert len(self.stages) == len(self.fragments)
 
     # -- facts ---------------------------------------------------------------------------------------------------------
 
     @property
     def replicas(self) -> int:
-        """How many there are."""
+        """Number of replicas."""
         return self.plain.mesh.shape[REPLICA_AXIS]
 
     @functools.cached_property
     def fragments(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the parameters that meet together."""
+        """Names of the parameters of each fragment."""
         sizes = {name: leaf.size for name, leaf in named_leaves(self.plain.abstract.params).items()}
         return fragments_of(sizes, self.diloco.fragments)
 
     @functools.cached_property
-    def stages(self) -> tuple[GradientExchange | bool, ...]:
-        """The codec's stage of each part; `True` where there is no codec."""
+    def stages(self) -> tuple[GradientExchange | None, ...]:
+        """The exchange of each fragment by the codec; `None` for each without a codec."""
         if self.stage is None:
-            return (True,) * len(self.fragments)
-        leaves = [{name: self.leaves[name] for name in part} for part in self.fragments]
-        return tuple(dataclasses.replace(self.stage, leaves=mine) for mine in leaves)
+            return (None,) * len(self.fragments)
+        leaves_by_fragment = [{name: self.leaves[name] for name in names} for names in self.fragments]
+        return tuple(dataclasses.replace(self.stage, leaves=leaves) for leaves in leaves_by_fragment)
 
-    def exact_bytes(self, part: int) -> int:
-        """Bytes that a device sends over the replica axis when a part meets, in float32."""
-        shapes = [NamedSharding(self.plain.mesh, leaf.spec).shard_shape(leaf.shape) for leaf in self._leaves(part)]
+    def exact_bytes(self, fragment: int) -> int:
+        """Bytes that a device sends over the replica axis in a meeting of a fragment, in float32."""
+        leaves = [self.leaves[name] for name in self.fragments[fragment]]
+        shapes = [NamedSharding(self.plain.mesh, leaf.spec).shard_shape(leaf.shape) for leaf in leaves]
         return sum(wire.exact(shape, self.replicas) for shape in shapes)
 
-    def wire_bytes(self, part: int) -> int:
-        """The same in the dtype on the wire."""
-        stage = self.stages[part]
-        return stage.wire_bytes if isinstance(stage, GradientExchange) else self.exact_bytes(part)
-
-    def _leaves(self, part: int) -> list[GradientLeaf]:
-        return [self.leaves[name] for name in self.fragments[part]]
+    def wire_bytes(self, fragment: int) -> int:
+        """Bytes that a device sends over the replica axis in a meeting of a fragment, by the codec if there is one."""
+        stage = self.stages[fragment]
+        return self.exact_bytes(fragment) if stage is None else stage.wire_bytes
 
     def describe(self) -> list[str]:
-        """What a user should know of it before the first step."""
-        count, asked = len(self.fragments), self.diloco
-        sent = [bytes_at_least(self.wire_bytes(part)) for part in range(count)]
-        fewer = sum(map(self.exact_bytes, range(count))) / sum(map(self.wire_bytes, range(count)))
-        codec = f", {fewer:.1f} times fewer than float32," if self.stage else ""
+        """As of `StateExtra`: which bytes are sent, and how often."""
+        count, diloco = len(self.fragments), self.diloco
+        byte_texts = [bytes_at_least(self.wire_bytes(fragment)) for fragment in range(count)]
+        ratio = sum(map(self.exact_bytes, range(count))) / sum(map(self.wire_bytes, range(count)))
+        codec_text = f", {ratio:.1f} times fewer than float32," if self.stage else ""
         return [
-            f"diloco {asked}: {self.replicas} replicas train alone, and {' and '.join(sent)} per device{codec} cross "
-            f"{REPLICA_AXIS} every {asked.every} steps{' in turn' * (count > 1)}; single numbers in between"
+            f"diloco {diloco}: {self.replicas} replicas train alone, and {' and '.join(byte_texts)} per "
+            f"device{codec_text} cross {REPLICA_AXIS} every {diloco.every} steps{' in turn' * (count > 1)}; "
+            "single numbers in between"
         ]
 
     # -- the state -----------------------------------------------------------------------------------------------------
@@ -130,234 +124,223 @@ class Replicas:
     def placed(self, layout: Layout) -> Layout:
         """As of `StateExtra`; the optimizer's state has a dim of replicas too."""
         optimizer = self._abstract_apart(layout.abstract.optimizer)
-        state = dataclasses.replace(layout.state, optimizer=self._shardings(optimizer))
+        state = dataclasses.replace(layout.state, optimizer=shardings_of(optimizer))
         abstract = dataclasses.replace(layout.abstract, optimizer=optimizer)
         return dataclasses.replace(layout, state=state, abstract=abstract).with_extra(self.name, self._abstract())
 
-    def _apart(self, shardings: Any) -> Any:
-        def apart(sharding: NamedSharding) -> NamedSharding:
-            return in_memory_of(sharding, NamedSharding(sharding.mesh, PartitionSpec(REPLICA_AXIS, *sharding.spec)))
+    def _abstract_apart(self, abstract: Shapes) -> Shapes:
+        """Shapes with a first dim for the replicas."""
 
-        return jax.tree.map(apart, shardings)
-
-    def _abstract_apart(self, abstract: Any) -> Any:
-        def one(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        def apart(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            plain = leaf.sharding
+            sharding = in_memory_of(plain, NamedSharding(plain.mesh, PartitionSpec(REPLICA_AXIS, *plain.spec)))
             return jax.ShapeDtypeStruct((self.replicas, *leaf.shape), leaf.dtype, sharding=sharding)
 
-        return jax.tree.map(one, abstract, self._apart(self._shardings(abstract)))
+        return jax.tree.map(apart, abstract)
 
-    def _abstract(self) -> dict[str, Any]:
+    def _abstract(self) -> dict[str, Shapes]:
         params = self.plain.abstract.params
         abstract = {WEIGHTS: self._abstract_apart(params)}
         if self.diloco.momentum:
             abstract[MOMENTUM] = jax.tree_util.tree_map_with_path(
-                lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=self._place(path_name(path))),
+                lambda path, leaf: jax.ShapeDtypeStruct(
+                    leaf.shape,
+                    jnp.float32,
+                    sharding=NamedSharding(self.plain.mesh, self.leaves[path_name(path)].spec),
+                ),
                 params,
             )
         return abstract
 
-    def _shardings(self, abstract: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.sharding, abstract)
-
-    def _place(self, name: str, *apart: str) -> NamedSharding:
-        """Where a parameter lies at a meeting."""
-        return NamedSharding(self.plain.mesh, PartitionSpec(*apart, *self.leaves[name].spec))
-
-    def _spread(self, tree: Any) -> Any:
+    def _spread(self, tree: PyTree) -> PyTree:
+        """Arrays repeated for every replica, along a new first dim."""
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.replicas, *x.shape)), tree)
 
-    def init_optimizer(self, params: Params) -> Any:
+    def init_optimizer(self, params: Params) -> optax.OptState:
         """Each replica's optimizer state before the first step: a function to jit with `out_shardings`."""
         return self._spread(self.optimizer.init(params))
 
-    def init(self, state: TrainState) -> dict[str, Any]:
+    def init(self, state: TrainState) -> dict[str, Params]:
         """As of `StateExtra`: all replicas begin with the weights that they share."""
-        value = {WEIGHTS: self._spread(state.params)}
+        outer_state = {WEIGHTS: self._spread(state.params)}
         if self.diloco.momentum:
-            value[MOMENTUM] = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
-        return value
+            outer_state[MOMENTUM] = _zeros(state.params)
+        return outer_state
 
     # -- steps alone ---------------------------------------------------------------------------------------------------
 
     def gradients(self, objective: Objective, state: TrainState, batch: Batch) -> LossAndGradients:
-        """Each replica's gradients, of its own weights."""
+        """The gradients of each replica at its own weights."""
         return objective.gradients_apart(state, batch, state.extra[self.name][WEIGHTS])
 
     def update(self, advance: Advance, exchanged: Exchanged, state: TrainState, good: Bool[Array, ""]) -> TrainState:
-        """Each replica's own update, in a region that is manual over replicas: no tensor of another's is reached."""
-        own, whole = PartitionSpec(REPLICA_AXIS), PartitionSpec()
-        value = state.extra[self.name]
+        """Update each replica by itself, in a region that is manual over replicas: none reads another's tensors.
 
-        def body(gradients: Params, optimizer: Any, weights: Params, norms: Array, good: Array) -> Any:
-            mine = jax.tree.map(lambda x: x[0], (gradients, optimizer, weights, norms))
-            return jax.tree.map(lambda x: x[None], advance(mine[0], mine[1], mine[2], mine[3], good))
+        Args:
+            advance: one step of the optimizer.
+            exchanged: each replica's gradients and their norms.
+            state: the state before the update.
+            good: whether the step is good; if not, weights and optimizer state are left unchanged.
+        """
+        by_replica, whole = PartitionSpec(REPLICA_AXIS), PartitionSpec()
+        outer_state = state.extra[self.name]
 
-        weights, optimizer = jax.shard_map(
-            body,
-            mesh=self.plain.mesh,
-            in_specs=(own, own, own, own, whole),
-            out_specs=own,
-            axis_names={REPLICA_AXIS},
-            check_vma=False,
-        )(exchanged.gradients, state.optimizer, value[WEIGHTS], exchanged.norms, good)
-        extra = {**state.extra, self.name: {**value, WEIGHTS: weights}}
+        def body(
+            gradients: Params, optimizer: optax.OptState, weights: Params, norms: Array, good: Array
+        ) -> tuple[Params, optax.OptState]:
+            gradients, optimizer, weights, norms = jax.tree.map(lambda x: x[0], (gradients, optimizer, weights, norms))
+            return jax.tree.map(lambda x: x[None], advance(gradients, optimizer, weights, norms, good))
+
+        weights, optimizer = self._alone(body, (by_replica, by_replica, by_replica, by_replica, whole), by_replica)(
+            exchanged.gradients, state.optimizer, outer_state[WEIGHTS], exchanged.norms, good
+        )
+        extra = {**state.extra, self.name: {**outer_state, WEIGHTS: weights}}
         return dataclasses.replace(state, optimizer=optimizer, extra=extra)
 
     # -- meetings ------------------------------------------------------------------------------------------------------
 
-    def meet(self, part: int, state: TrainState) -> tuple[TrainState, dict[str, Array]]:
-        """A part of the weights moves by what replicas have moved it: a function to jit, the state being donated.
+    def meet(self, fragment: int, state: TrainState) -> tuple[TrainState, Metrics]:
+        """Synchronise a fragment of the weights: a function to jit, whose state is donated.
 
-        Where one replica's weights are not finite, all stay as they are.
+        If the weights of a replica are not finite, all weights stay unchanged.
+
+        Args:
+            fragment: index of the fragment.
+            state: the train state.
+
+        Returns:
+            The state after the meeting, and with a codec the norm of the residuals.
         """
-        stage, names, mesh = self.stages[part], self.fragments[part], self.plain.mesh
-        value, metrics, extra = state.extra[self.name], {}, dict(state.extra)
-        shared, own = named_leaves(state.params), named_leaves(value[WEIGHTS])
-        momenta = named_leaves(value.get(MOMENTUM, {}))
-        here = {name: shared[name] for name in names}
-        ways = self._within_replicas(
-            lambda here, own: {name: self._placed(here[name] - own[name][0], name)[None] for name in names}
-        )(here, {name: own[name] for name in names})
-        if isinstance(stage, GradientExchange):
+        stage, names, mesh = self.stages[fragment], self.fragments[fragment], self.plain.mesh
+        whole, by_replica = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+        outer_state, extra = state.extra[self.name], dict(state.extra)
+        metrics: Metrics = {}
+        shared, own = named_leaves(state.params), named_leaves(outer_state[WEIGHTS])
+        momenta = named_leaves(outer_state.get(MOMENTUM, {}))
+        thetas = {name: shared[name] for name in names}
+
+        def displaced(thetas: Params, own: Params) -> dict[str, Array]:
+            return {n: self._constrained(thetas[n] - own[n][0], self.leaves[n].spec)[None] for n in names}
+
+        displacements = self._alone(displaced, (whole, by_replica), by_replica)(thetas, {n: own[n] for n in names})
+        if stage is not None:
             residuals = state.extra[REDUCE]
-            reduced = stage(ways, {name: residuals[name] for name in stage.coded}, state.step)
+            reduced = stage(displacements, {name: residuals[name] for name in stage.coded}, state.step)
             means, extra[REDUCE] = reduced.mean, {**residuals, **reduced.states}
             metrics = {"residual_norm": reduced.residual_norm}
         else:
             specs = {name: self.leaves[name].spec for name in names}
             means = jax.shard_map(
-                lambda mine: jax.tree.map(lambda way: lax.pmean(way[0], REPLICA_AXIS), mine),
+                lambda arrays: jax.tree.map(lambda array: lax.pmean(array[0], REPLICA_AXIS), arrays),
                 mesh=mesh,
                 in_specs=({name: PartitionSpec(REPLICA_AXIS, *spec) for name, spec in specs.items()},),
                 out_specs=specs,
-            )(ways)
+            )(displacements)
         good = jnp.isfinite(optax.tree.norm(means))
         masters = named_leaves(self.plain.masters)
 
-        def moved(here: Any, momenta: Any, means: Any) -> Any:
-            after = {}
+        def moved(thetas: Params, momenta: Params, means: Params) -> dict[str, tuple[Array, Array | None]]:
+            new_arrays = {}
             for name in names:
-                theta = self._placed(here[name], name)
+                theta = self._constrained(thetas[name], self.leaves[name].spec)
                 weight, momentum = self.diloco.moved(theta, momenta.get(name), means[name])
                 weight = jnp.where(good, weight, theta)
                 if momentum is not None:
                     momentum = jnp.where(good, momentum, momenta[name])
-                after[name] = self._constrained(weight, masters[name].spec), momentum
-            return after
+                new_arrays[name] = self._constrained(weight, masters[name].spec), momentum
+            return new_arrays
 
-        whole = {name: momenta[name] for name in names if name in momenta}
-        for name, (weight, momentum) in self._within_replicas(moved, apart=False)(here, whole, means).items():
+        fragment_momenta = {name: momenta[name] for name in names if name in momenta}
+        new_arrays = self._alone(moved, whole, whole)(thetas, fragment_momenta, means)
+        for name, (weight, momentum) in new_arrays.items():
             shared[name] = weight
             own[name] = jnp.where(good, weight[None], own[name])
             if momentum is not None:
                 momenta[name] = momentum
 
-        extra[self.name] = {WEIGHTS: filled(value[WEIGHTS], own)}
+        extra[self.name] = {WEIGHTS: filled(outer_state[WEIGHTS], own)}
         if momenta:
-            extra[self.name][MOMENTUM] = filled(value[MOMENTUM], momenta)
+            extra[self.name][MOMENTUM] = filled(outer_state[MOMENTUM], momenta)
         return dataclasses.replace(state, params=filled(state.params, shared), extra=extra), metrics
 
-    def check_meeting(self, part: int, program: CompiledProgram) -> None:
-        """Compare what a compiled meeting sends with what it should.
-
-        Raises:
-            NoEffect: more crosses the replica axis, or less.
-        """
-        stage = self.stages[part]
-        check_meeting(
-            self.diloco, stage if isinstance(stage, GradientExchange) else None, self.wire_bytes(part), program
+    def _alone(self, function: Callable[..., R], inputs: Specs, outputs: Specs) -> Callable[..., R]:
+        """`function` in a region that is manual over replicas, so that it sends nothing between replicas."""
+        return jax.shard_map(
+            function,
+            mesh=self.plain.mesh,
+            in_specs=inputs,
+            out_specs=outputs,
+            axis_names={REPLICA_AXIS},
+            check_vma=False,
         )
 
-    def _within_replicas(self, function: Any, *, apart: bool = True) -> Any:
-        """`function` in a region that is manual over replicas: what it moves from place to place stays in its replica.
-
-        Args:
-            function: of what all replicas share, and, where `apart`, of what each has of its own, which it returns.
-            apart: the last argument and the result have a first dim for the replicas.
-        """
-        whole, rows = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
-
-        def run(*args: Any) -> Any:
-            specs = (*(whole,) * (len(args) - 1), rows if apart else whole)
-            return jax.shard_map(
-                function,
-                mesh=self.plain.mesh,
-                in_specs=specs,
-                out_specs=rows if apart else whole,
-                axis_names={REPLICA_AXIS},
-                check_vma=False,
-            )(*args)
-
-        return run
-
-    def _placed(self, x: Array, name: str) -> Array:
-        """A tensor where a meeting has it, within a replica."""
-        return self._constrained(x, self.leaves[name].spec)
-
     def _constrained(self, x: Array, spec: PartitionSpec) -> Array:
+        """An array constrained to a placement, inside or outside of a manual region."""
         return lax.with_sharding_constraint(x, NamedSharding(jax.sharding.get_abstract_mesh(), spec))
 
     # -- in checkpoints ------------------------------------------------------------------------------------------------
 
     def saved(self, state: TrainState) -> TrainState:
-        """As of `StateExtra`: the optimizer's state is what one replica would have, and all is beside it."""
-        value = state.extra[self.name]
-        one = _mean(value[WEIGHTS])
-        saved = self._saved(value, state.optimizer, one)
-        return dataclasses.replace(state, optimizer=_mean(state.optimizer), extra={**state.extra, self.name: saved})
+        """As of `StateExtra`: the saved optimizer state is that of a single replica; the extra holds those of all."""
+        return self._saved(state, _mean(state.extra[self.name][WEIGHTS]), _mean(state.optimizer))
 
     def saved_abstract(self, abstract: TrainState) -> TrainState:
         """As of `StateExtra`."""
-        saved = self._saved(abstract.extra[self.name], abstract.optimizer, self.plain.abstract.params)
-        optimizer = self.plain.abstract.optimizer
-        return dataclasses.replace(abstract, optimizer=optimizer, extra={**abstract.extra, self.name: saved})
+        return self._saved(abstract, self.plain.abstract.params, self.plain.abstract.optimizer)
 
-    def _saved(self, value: dict[str, Any], optimizer: Any, one: Any) -> dict[str, Any]:
-        saved = {ALL: {WEIGHTS: value[WEIGHTS], OPTIMIZER: optimizer}, ONE: {WEIGHTS: one}}
-        return saved | {name: value[name] for name in value if name == MOMENTUM}
+    def _saved(self, state: TrainState, weights: Params, optimizer: optax.OptState) -> TrainState:
+        """A state in the form that a checkpoint holds.
+
+        Args:
+            state: the train state.
+            weights: weights of a single replica in place of all.
+            optimizer: optimizer state of a single replica in place of all.
+        """
+        outer_state = dict(state.extra[self.name])
+        of_all = {WEIGHTS: outer_state.pop(WEIGHTS), OPTIMIZER: state.optimizer}
+        saved = {ALL: of_all, ONE: {WEIGHTS: weights}, **outer_state}
+        return dataclasses.replace(state, optimizer=optimizer, extra={**state.extra, self.name: saved})
 
     def loaded(self, state: TrainState) -> TrainState:
         """As of `StateExtra`.
 
-        With another number of replicas each begins from the mean; without DiLoCo before, from the weights.
+        If the number of replicas has changed, each starts from the mean; if the run had no DiLoCo before, from its
+        weights.
         """
-        saved, layout = state.extra[self.name], self.placed(self.plain).state
-        places = layout.extra[self.name]
-        spread = functools.partial(_jitted, self._spread)
-        one = saved[ONE][WEIGHTS]
-        weights = saved[ALL][WEIGHTS]
+        saved, shardings = state.extra[self.name], self.placed(self.plain).state
+        outer_shardings = shardings.extra[self.name]
+        mean_weights, weights, optimizer = saved[ONE][WEIGHTS], saved[ALL][WEIGHTS], saved[ALL][OPTIMIZER]
         if lacks(weights):
-            weights = spread(places[WEIGHTS])(state.params if lacks(one) else one)
-        optimizer = saved[ALL][OPTIMIZER]
+            spread = jax.jit(self._spread, out_shardings=outer_shardings[WEIGHTS])
+            weights = spread(state.params if lacks(mean_weights) else mean_weights)
         if lacks(optimizer):
-            optimizer = spread(layout.optimizer)(state.optimizer)
-        value = {WEIGHTS: weights}
+            optimizer = jax.jit(self._spread, out_shardings=shardings.optimizer)(state.optimizer)
+        outer_state = {WEIGHTS: weights}
         if self.diloco.momentum:
             momentum = saved[MOMENTUM]
             if lacks(momentum):
-                zeros = functools.partial(jax.tree.map, lambda p: jnp.zeros(p.shape, jnp.float32))
-                momentum = _jitted(zeros, places[MOMENTUM])(state.params)
-            value[MOMENTUM] = momentum
-        return dataclasses.replace(state, optimizer=optimizer, extra={**state.extra, self.name: value})
+                momentum = jax.jit(_zeros, out_shardings=outer_shardings[MOMENTUM])(state.params)
+            outer_state[MOMENTUM] = momentum
+        return dataclasses.replace(state, optimizer=optimizer, extra={**state.extra, self.name: outer_state})
 
-    def parts(self, naming: Naming, abstract: TrainState) -> Any:
-        """As of `StateExtra`: by parameter, behind the dim of replicas where all have their own."""
+    def parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
+        """As of `StateExtra`: arrays are named by their parameter; those of all replicas have a first dim for them."""
         saved = abstract.extra[self.name]
         structure = jax.tree.structure(abstract.optimizer)
         trees = jax.tree.unflatten(structure, self.plain.owners(self.optimizer)), roles(abstract.optimizer)
         owners, kinds = (jax.tree.map(lambda _: "", saved) for _ in trees)
         owners[ALL][OPTIMIZER], kinds[ALL][OPTIMIZER] = trees
 
-        def part(path: Any, leaf: Any, owner: str, role: str) -> Part:
-            which = path[0].key
-            if which == MOMENTUM:
+        def part(path: KeyPath, leaf: jax.ShapeDtypeStruct, owner: str, role: str) -> Part:
+            key = path[0].key  # ONE, ALL or MOMENTUM
+            if key == MOMENTUM:
                 prefix, path = f"{self.name}/{MOMENTUM}", path[1:]
             else:
-                count = f"of_{self.replicas}" if which == ALL else ONE
+                count = f"of_{self.replicas}" if key == ALL else ONE
                 prefix, path = f"{self.name}/{count}/{path[1].key}", path[2:]
             name = owner if prefix.endswith(OPTIMIZER) else path_name(path)
             return naming.behind_replicas(
-                which == ALL, leaf, lambda one: naming.of_param(prefix, path, name or None, one, role)
+                key == ALL, leaf, lambda one: naming.of_param(prefix, path, name or None, one, role)
             )
 
         return jax.tree_util.tree_map_with_path(part, saved, owners, kinds)
@@ -366,29 +349,30 @@ class Replicas:
         """As of `StateExtra`."""
         missing = [name for name in wanted if name.startswith(f"{self.name}/") and name not in names]
         if any(name.startswith(f"{self.name}/{ONE}/") for name in missing):
-            return f"; it was trained without diloco: {self.replicas} replicas begin with its weights"
+            return f"; it was trained without diloco, so {self.replicas} replicas start from its weights"
         if any(name.startswith(f"{self.name}/of_{self.replicas}/") for name in missing):
-            return f"; it had another number of replicas: {self.replicas} begin with their mean"
+            return f"; it had another number of replicas, so {self.replicas} replicas start from their mean"
         if any(name.startswith(f"{self.name}/{MOMENTUM}/") for name in missing):
-            return "; it had no outer momentum, which begins with zero"
+            return "; it had no outer momentum, which starts from zero"
         return ""
 
     def check(self, program: CompiledProgram) -> None:
-        """As of `StateExtra`: single numbers alone cross the replica axis between meetings."""
-        sent = bytes_over(program.collectives, REPLICA_AXIS, self.replicas, slices=program.slices)
-        check_alone(self.diloco, sent)
+        """As of `StateExtra`: check that a step sends only single numbers over the replica axis."""
+        sent_bytes = bytes_over(program.collectives, REPLICA_AXIS, self.replicas, slices=program.slices)
+        check_alone(self.diloco, sent_bytes)
 
 
-def _mean(tree: Any) -> Any:
-    """What one replica would have of what all have; of what has no mean, such as codes, the first's."""
+def _zeros(params: Params) -> Params:
+    """Outer momentum before the first meeting."""
+    return jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), params)
 
-    def one(leaf: Any) -> Any:
-        if is_quantized(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+
+def _mean(tree: PyTree) -> PyTree:
+    """The mean of arrays over their first dim, the replicas; of quantized and integer arrays, the first replica's."""
+
+    def mean_leaf(leaf: Array | Quantized) -> Array | Quantized:
+        if isinstance(leaf, Quantized) or not jnp.issubdtype(leaf.dtype, jnp.floating):
             return jax.tree.map(lambda x: x[0], leaf)
         return jnp.mean(leaf, 0)
 
-    return jax.tree.map(one, tree, is_leaf=is_quantized)
-
-
-def _jitted(function: Any, shardings: Any) -> Any:
-    return jax.jit(function, out_shardings=shardings)
+    return jax.tree.map(mean_leaf, tree, is_leaf=is_quantized)

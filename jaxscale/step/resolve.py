@@ -1,20 +1,20 @@
-"""resolve: a plan with all settled that needs no tracing of the model: mesh, codec of momenta, stages, unroll."""
+"""resolve: settle all of a plan that needs no trace of the model: mesh, codec of momenta, pipeline stages, unroll."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from jaxscale.errors import UserError
+from jaxscale.lowbit.products import RECIPES
 from jaxscale.memory.apply import policy_of
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.platforms.detect import chip_of
 from jaxscale.recipe.combinations import check
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
-from jaxscale.recipe.products import check_products
 from jaxscale.recipe.requests import Facts
 from jaxscale.replicas.codecs.one_bit import OneBit
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.state.layout import check_model
+from jaxscale.state.layout import Device, check_model
 from jaxscale.state.stages import Stages, stages_of
 
 
@@ -24,9 +24,9 @@ class ResolvedPlan:
 
     Args:
         experiment: what is trained.
-        plan: with its mesh.
-        stages: of its pipeline; `None` without one.
-        line: for the user: how it was settled.
+        plan: the plan, with its mesh settled.
+        stages: the stages of its pipeline; `None` without a pipeline.
+        line: a line for the user on how the plan was settled.
     """
 
     experiment: Experiment
@@ -35,14 +35,14 @@ class ResolvedPlan:
     line: str
 
 
-def resolve(experiment: Experiment, plan: Plan, devices: Sequence[Any], remark: str = "") -> ResolvedPlan:
+def resolve(experiment: Experiment, plan: Plan, devices: Sequence[Device], remark: str = "") -> ResolvedPlan:
     """Settle a plan.
 
     Args:
         experiment: what is trained.
-        plan: as the user wrote it.
-        devices: to run on.
-        remark: for the user, where there are several devices.
+        plan: the plan, as the user wrote it.
+        devices: the devices to run on.
+        remark: text for the user, shown if the mesh has several devices.
 
     Raises:
         UserError: the plan does not fit the model, the batch or the devices.
@@ -63,21 +63,21 @@ def resolve(experiment: Experiment, plan: Plan, devices: Sequence[Any], remark: 
     assert plan.mesh is not None
     line += note + remark * (plan.mesh.devices > 1)
     check_model(plan, experiment.model)
-    check_products(plan, experiment.model)
-    check_memory(plan)
+    if plan.memory.rule == "fit":
+        raise UserError("memory fit: it is settled before a step is built; jaxscale train and jaxscale.train do that")
     return ResolvedPlan(experiment, plan, stages, line)
 
 
-def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, str]:
-    """The plan with its mesh settled, and a sentence that says how.
+def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Device]) -> tuple[Plan, str]:
+    """The plan with its mesh settled, and a line for the user that describes the choice.
 
-    Without a mesh a run takes the most devices that divide the rows of a microbatch: along "fsdp" if ZeRO shards, else
-    along "data". Where that is one device, ZeRO has nothing to shard over and is left out, so that the same plan runs
-    on a laptop.
+    Without a mesh in the plan, the run uses as many devices as divide the rows of a microbatch: along "fsdp" if ZeRO
+    shards, otherwise along "data". If that is one device, ZeRO has nothing to shard over and is left out, so that the
+    same plan runs on a laptop.
 
     Args:
-        plan: as the user wrote it.
-        batch: rows of the global batch.
+        plan: the plan, as the user wrote it.
+        batch: number of rows of the global batch.
         devices: devices that may be used.
 
     Raises:
@@ -106,7 +106,7 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, 
         line = f"mesh {mesh}: {mesh.devices} of {len(devices)} {kind} device{'s' if len(devices) > 1 else ''}"
         line += f", the most that divide {rows} rows" if mesh.devices < len(devices) else ""
         if plan.zero and count == 1:
-            line += f"; zero {plan.zero}: one device along fsdp, so nothing is sharded: zero 0"
+            line += f"; zero 0 instead of {plan.zero}, because there is one device along fsdp and nothing to shard"
             plan = dataclasses.replace(plan, zero=0)
         return dataclasses.replace(plan, mesh=mesh), line
     if plan.mesh.devices > len(devices):
@@ -124,11 +124,11 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Any]) -> tuple[Plan, 
 
 
 def with_messages(experiment: Experiment, plan: Plan) -> Plan:
-    """The plan of an optimizer whose replicas send momenta (1-bit Adam and LAMB): the codec that takes them, in it.
+    """The plan with a codec of momenta, if the optimizer is one whose replicas send momenta (1-bit Adam and LAMB).
 
     Args:
-        experiment: with its optimizer and steps.
-        plan: with its mesh settled.
+        experiment: the experiment, with its optimizer and number of steps.
+        plan: the plan, with its mesh settled.
 
     Raises:
         UserError: the run ends before anything is sent in few bits.
@@ -152,31 +152,35 @@ def needs_decision(plan: MemoryPlan) -> bool:
 
 
 def settled_unroll(plan: Plan, platform: str) -> tuple[Plan, str]:
-    """The plan with one layer per iteration where its memory rule wants a loop, and the words that say so.
+    """The plan with one layer per iteration if its memory rule needs that, and a note on the change for the user.
 
-    A rule that looks at the blocks first treats one layer at a time. On a CPU any rule does: a loop takes the least
-    there, and is no slower (the default experiment under `full`: 21.4 MiB of temporaries in a loop, 23.1 without one).
+    The decision of a rule that depends on the blocks is for one layer at a time. On a CPU every rule runs one layer per
+    iteration: such a loop uses the least memory there, and is no slower (the default experiment under `full`: 21.4 MiB
+    of temporaries in a loop, 23.1 without one).
 
     Args:
-        plan: with its mesh settled.
-        platform: kind of the devices.
+        plan: the plan, with its mesh settled.
+        platform: kind of the devices: "cpu", "gpu" or "tpu".
     """
     if plan.unroll == 1 or plan.memory.rule == "none":
         return plan, ""
     if needs_decision(plan.memory):
-        why = "whose decision is of one layer at a time"
+        why = "whose decision is for one layer at a time"
     elif platform == "cpu":
-        why = "for on a CPU a loop over single layers keeps the least"
+        why = "because on a CPU a loop over single layers uses the least memory"
     else:
         return plan, ""
-    return dataclasses.replace(plan, unroll=1), f"; unroll {plan.unroll}: 1 under memory {plan.memory}, {why}"
+    return dataclasses.replace(plan, unroll=1), f"; unroll 1 instead of {plan.unroll} under memory {plan.memory}, {why}"
 
 
-def check_memory(plan: Plan) -> None:
-    """Refuse a memory plan that nobody has settled.
-
-    Raises:
-        UserError: as it says.
-    """
-    if plan.memory.rule == "fit":
-        raise UserError("memory fit: it is settled before a step is built; jaxscale train and jaxscale.train do that")
+def describe_products(plan: Plan, device: Device) -> list[str]:
+    """A line for the user if the device emulates the plan's recipe of matrix products; none if its chip has them."""
+    recipe = RECIPES.get(plan.matmul)
+    if recipe is None:
+        return []
+    chip = chip_of(device.device_kind, device.platform)
+    if recipe.emulated:
+        return [f"matmul {plan.matmul}: emulated in wider types by XLA, because no chip has all its products"]
+    if chip.peak(recipe.operands.dtype) is None:
+        return [f"matmul {plan.matmul}: emulated in wider types by XLA, because {chip.name} has no such products"]
+    return []

@@ -1,4 +1,4 @@
-"""SynchronousStep: gradients of the newest weights, their exchange between replicas, a judgement, and an update."""
+"""SynchronousStep: gradients at the newest weights, their exchange, a check that the step is good, and the update."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from jaxscale.typing import Array, Batch, Bool
 GradientFn = Callable[[TrainState, Batch], LossAndGradients]
 """From a state and a global batch to sums of the loss, gradients, and the model's other state."""
 UpdateFn = Callable[[Exchanged, TrainState, Bool[Array, ""]], TrainState]
-"""From what replicas exchanged, the state, and whether the step is good, to the state with new weights."""
+"""From exchanged gradients, the state, and whether the step is good, to the state with new weights."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,10 +24,10 @@ class SynchronousStep:
     """A function from a state and a global batch to the next state and its metrics.
 
     Args:
-        gradients: means, or each replica's.
-        exchange: between replicas.
-        update: by the optimizer, where weights and its state are.
-        guard: against steps that would spoil the run.
+        gradients: computes mean gradients, or each replica's gradients.
+        exchange: exchanges them between replicas.
+        update: updates weights and optimizer state, in the memory where they lie.
+        guard: which steps are bad, and are not applied.
     """
 
     gradients: GradientFn
@@ -36,7 +36,7 @@ class SynchronousStep:
     guard: Guard
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """The next state; `loss`, `grad_norm` and `weight`, and the metrics of the exchange."""
+        """The next state, and as metrics `loss`, `grad_norm`, `weight` and those of the exchange."""
         loss, gradients, rest = self.gradients(state, batch)
         exchanged = self.exchange(gradients, state)
         mean = loss.total / positive(loss.weight)

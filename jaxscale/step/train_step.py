@@ -1,40 +1,42 @@
-"""TrainStep: one pure, compiled train step, with where its arrays live.
+"""TrainStep: one pure, compiled train step, and the placements of its arrays.
 
     (TrainState, batch) -> (TrainState, metrics)
 
-`build` composes it of `StepParts`. The function itself is `synchronous.py`'s, or the ticks of a pipeline that never
-drains (`step/pipelined/asynchronous.py`).
+`build` composes it of `StepParts`. The function itself is a `SynchronousStep`, or the step of an asynchronous pipeline,
+which never waits until all its microbatches are done (`step/pipelined/asynchronous.py`).
 """
 
 import dataclasses
 import functools
 import time
 from collections.abc import Callable, Container, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from flax import nnx
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.blocks import Loss
+from jaxscale.errors import UserError
 from jaxscale.memory.decision import Decision
+from jaxscale.programs.flop import model_flop
 from jaxscale.recipe.kernels import Taken
 from jaxscale.replicas.reduce import GradientExchange
 from jaxscale.state import batches
 from jaxscale.state.canonical import Canonical
 from jaxscale.state.extra import StateExtra
-from jaxscale.state.first_weights import first_weights
-from jaxscale.state.layout import Layout, local_bytes
+from jaxscale.state.layout import Layout, first_weights, local_bytes
 from jaxscale.state.naming import Naming
 from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import Metrics, TrainState, Watch
-from jaxscale.step.compiled import Compiled
+from jaxscale.step.compiled_checks import Compiled, check_compiled, check_host_bytes, check_kept_on_host
 from jaxscale.step.gradients import Objective, accuracy, evaluate
-from jaxscale.step.host import check_host_bytes, describe
-from jaxscale.step.kernel_trace import KernelTrace, check_taken
+from jaxscale.step.host import describe
 from jaxscale.step.meetings import Meetings
 from jaxscale.step.pipelined.asynchronous import AsyncPipeline
 from jaxscale.step.replicas import Replicas
+from jaxscale.step.traced_checks import KernelTrace, check_taken, check_traced
 from jaxscale.step.update import Update
 from jaxscale.typing import Array, Batch, Float, Params
 
@@ -47,17 +49,17 @@ class StepParts:
     """What a train step is composed of. `build` makes them.
 
     Args:
-        objective: the loss of the model under its plan, with the newest weights.
+        objective: the loss of the model under its plan, at the newest weights.
         layout: the mesh and every placement, without extras.
-        optimizer: the optimizer in its forms.
-        function: the step itself: a `SynchronousStep`, or that of an asynchronous pipeline.
+        optimizer: the optimizer in its three forms.
+        function: the step function: a `SynchronousStep`, or the step of an asynchronous pipeline.
         extras: what techniques add to the train state.
-        stream: the asynchronous pipeline, if there is one.
-        replicas: that train alone and meet.
-        codec: at work on the gradients of replicas, or on what they send when they meet.
-        stages: of the pipeline.
-        decision: of the plan's memory rule, where it looks at the blocks.
-        lines: for the user: how the mesh was chosen, the memory rule's decision.
+        stream: the asynchronous pipeline; `None` without one.
+        replicas: the replicas of DiLoCo, which train alone and synchronise now and then; `None` without DiLoCo.
+        codec: the exchange by a codec of gradients, or of displacements under DiLoCo; `None` without a codec.
+        stages: the stages of the pipeline; `None` without one.
+        decision: what the blocks keep; `None` if the plan's memory rule does not depend on them.
+        lines: lines for the user: how the mesh was chosen, the memory rule's decision, and others.
     """
 
     objective: Objective
@@ -74,10 +76,10 @@ class StepParts:
 
 
 class TrainStep:
-    """A train step, its evaluation, and where their arrays live. Make one with `build`.
+    """A train step, its evaluation, and the placements of their arrays. Make one with `build`.
 
     Args:
-        parts: that it is composed of.
+        parts: the parts that it is composed of.
     """
 
     def __init__(self, parts: StepParts) -> None:
@@ -101,17 +103,14 @@ class TrainStep:
             in_shardings=(state, batches),
             out_shardings=(state, whole),
         )
-        self.gradients_fn = jax.jit(
-            lambda state, batch: self._mean_gradients(state, batch),
-            in_shardings=(state, batches),
-            out_shardings=layout.gradients,
-        )
-        self.evaluate_fn = jax.jit(self._evaluate, in_shardings=(state, batches), out_shardings=whole)
-        self.accuracy_fn = jax.jit(self._accuracy, in_shardings=(state, batches), out_shardings=whole)
+        on_batch = functools.partial(jax.jit, in_shardings=(state, batches))
+        self.gradients_fn = on_batch(self._mean_gradients, out_shardings=layout.gradients)
+        self.evaluate_fn = on_batch(self._evaluate, out_shardings=whole)
+        self.accuracy_fn = on_batch(self._accuracy, out_shardings=whole)
         self.meetings = None
         if parts.replicas is not None:
             self.meetings = Meetings(parts.replicas, layout, self.experiment.steps, self._kernels.noted)
-        self._executable: Any = None
+        self._executable: jax.stages.Compiled | None = None
         # up to JAX 0.10, collectives of some fifty programs in flight starve one another of a CPU's threads
         self._one_at_a_time = layout.mesh.size > 1 and layout.platform == "cpu"
         # up to JAX 0.10 a compiled program refuses its own 4-bit arrays; `jit` runs the same program, compiled once
@@ -120,23 +119,23 @@ class TrainStep:
     # -- facts ---------------------------------------------------------------------------------------------------------
 
     @property
-    def mesh(self) -> Any:
+    def mesh(self) -> Mesh | AbstractMesh:
         """The devices and their axes."""
         return self.layout.mesh
 
     @property
     def devices(self) -> int:
-        """How many devices the step runs on."""
+        """Number of devices that the step runs on."""
         return self.layout.mesh.size
 
     @property
     def parameters(self) -> int:
-        """How many numbers are trained."""
+        """Number of trained numbers, the elements of all parameters."""
         return self.pure_model.parameters
 
     @property
     def kernels(self) -> tuple[Taken, ...]:
-        """Which implementation of each kernel the step takes, and why not a better one; known once it is traced."""
+        """The implementation of each kernel that the step uses, and why not a better one; empty before it is traced."""
         return self._kernels.taken
 
     @property
@@ -145,7 +144,7 @@ class TrainStep:
         return None if self._executable is None else self._executable.as_text()
 
     def describe(self) -> list[str]:
-        """What a user should know before the first step, one line each."""
+        """Lines for the user on the plan's effects, before the first step."""
         lines = list(self.parts.lines)
         unsplit = self.layout.unsplit()
         if unsplit:
@@ -156,7 +155,7 @@ class TrainStep:
         return lines + describe(self.layout)
 
     def memory(self, batch: Batch) -> dict[str, int]:
-        """Bytes per device of what lives in its own memory between steps, by kind of tensor."""
+        """Bytes that each device holds in its own memory between steps, by kind of tensor."""
         abstract = self.layout.abstract
         return {
             "parameters": local_bytes(abstract.params),
@@ -167,7 +166,7 @@ class TrainStep:
         }
 
     def host_memory(self) -> dict[str, int]:
-        """Bytes on each device's share of its host, by kind of tensor; nothing where all is on the device."""
+        """Bytes that each device keeps on its host, by kind of tensor; empty if all is on the device."""
         abstract = self.layout.abstract
         kinds = {
             "parameters": local_bytes(abstract.params, host=True),
@@ -177,16 +176,12 @@ class TrainStep:
         return {kind: count for kind, count in kinds.items() if count}
 
     def model_flop(self, batch: Batch) -> int:
-        """FLOP of the matrix products and convolutions of a step's forward and backward pass, nothing recomputed."""
-        from jaxscale.programs.flop import model_flop
-
+        """FLOP of the matrix products and convolutions of a step's forward and backward pass, without recomputation."""
         context = self.objective.planned.context(None)
         context = dataclasses.replace(context, attention="plain", loss_chunk=None, loss="reference")
 
         def objective(params: Params, rest: Params, batch: Batch) -> Float[Array, ""]:
-            module = self.pure_model.module(params, rest)
-            loss = self.experiment.model.loss(module, batch, context)
-            return loss.total
+            return self.experiment.model.loss(self.pure_model.module(params, rest), batch, context).total
 
         return model_flop(jax.grad(objective), self.pure_model.whole, self.pure_model.rest, batches.shapes(batch))
 
@@ -201,36 +196,33 @@ class TrainStep:
         return batches.shard_of(self.layout.batch, self.experiment.batch)
 
     def place(self, batch: Batch) -> dict[str, Array]:
-        """This process's rows of a batch, put on the devices as their part of the global batch."""
+        """The global batch on the devices, from this process's rows of it."""
         return batches.put(batch, self.layout.batch, self._data_shard)
 
     def abstract_batch(self, batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of a global batch (of arrays or of shapes), with their sharding."""
+        """Shapes and shardings of a global batch, which is given as arrays or shapes."""
         return batches.shapes(batch, self.layout.batch)
 
     # -- states --------------------------------------------------------------------------------------------------------
 
     def init(self) -> TrainState:
         """The state before the first step. Every leaf is created already sharded, never whole on one device."""
-        params, rest = first_weights(self.experiment.model, self.pure_model, self.layout)
+        params, rest = first_weights(self.pure_model, self.layout)
         places = self.layout.state
-        params, optimizer = self._first_optimizer(params)
+        if self.update.split:
+            start = jax.jit(self.update.start, out_shardings=(places.params, places.optimizer))
+            params, optimizer = start(params)
+        else:
+            init = self.optimizer.init if self.replicas is None else self.replicas.init_optimizer
+            optimizer = jax.jit(init, out_shardings=places.optimizer)(params)
         step, watch = jax.jit(
             lambda: (jnp.zeros((), jnp.int32), Watch.start()), out_shardings=(places.step, places.watch)
         )()
         state = TrainState(step, params, optimizer, rest, watch)
         for extra in self.extras:
-            value = jax.jit(extra.init, out_shardings=places.extra[extra.name])(state)
-            state = dataclasses.replace(state, extra={**state.extra, extra.name: value})
+            extra_state = jax.jit(extra.init, out_shardings=places.extra[extra.name])(state)
+            state = dataclasses.replace(state, extra={**state.extra, extra.name: extra_state})
         return state
-
-    def _first_optimizer(self, params: Params) -> tuple[Params, Any]:
-        """The weights as they are kept, and the optimizer's state before the first step."""
-        places = self.layout.state
-        if self.update.split:
-            return jax.jit(self.update.start, out_shardings=(places.params, places.optimizer))(params)
-        init = self.optimizer.init if self.replicas is None else self.replicas.init_optimizer
-        return params, jax.jit(init, out_shardings=places.optimizer)(params)
 
     @functools.cached_property
     def _canonical(self) -> Canonical:
@@ -238,31 +230,38 @@ class TrainStep:
         return Canonical(self.layout, self.extras, naming, self.plain_layout.owners(self.optimizer))
 
     def canonical_abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes, dtypes and placements of the canonical form of this step's states: what to restore into."""
+        """Shapes, dtypes and placements of the arrays of a canonical form, to restore a checkpoint into."""
         return self._canonical.abstract()
 
     @property
     def canonical_copy_bytes(self) -> int:
-        """Bytes per device that the canonical form takes beside the state."""
+        """Bytes per device that the canonical form needs in addition to the state."""
         return self._canonical.copy_bytes
 
     def to_canonical(self, state: TrainState) -> dict[str, Array]:
-        """The state as a flat dict of arrays that no mesh, ZeRO stage or stacking shows in: what a checkpoint holds."""
+        """The canonical form of a state, which checkpoints hold: a flat dict of arrays.
+
+        Its names and shapes do not depend on mesh, ZeRO stage or stacking of layers.
+        """
         return self._canonical.take_apart(state)
 
     def from_canonical(self, arrays: Mapping[str, Array]) -> TrainState:
-        """The state of a canonical form, placed as `canonical_abstract` says. The arrays are donated.
+        """The state of a canonical form, whose arrays are placed as in `canonical_abstract`. The arrays are donated.
 
-        Extras may be missing, and then begin anew.
+        Arrays of extras may be missing; such an extra starts from its initial value.
         """
         return self._canonical.put_together(dict(arrays))
 
     def describe_restored(self, names: Container[str]) -> str:
-        """A note for the user on what a checkpoint with these arrays lacks, behind a semicolon; mostly empty."""
+        """A note for the user on missing arrays of extras, starting with a semicolon; empty if none are missing.
+
+        Args:
+            names: names of the arrays in the checkpoint.
+        """
         return "".join(extra.notes(names, self.canonical_abstract()) for extra in self.extras)
 
-    def module(self, state: TrainState) -> Any:
-        """The user's module with the parameters of a state, for generation, export, or a look inside."""
+    def module(self, state: TrainState) -> nnx.Module:
+        """The user's module with the parameters of a state, for generation, export or inspection."""
         params = state.params
         if self.plan.offload.masters:
             placed = jax.tree.map(lambda s: NamedSharding(s.mesh, s.spec), self.layout.masters)
@@ -272,33 +271,45 @@ class TrainStep:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def compile(self, batch: Batch) -> Compiled:
-        """Compile the step for batches like `batch` (global shapes), and check that every request took effect."""
-        from jaxscale.step.program_checks import check_compiled, check_kept_on_host, check_traced
-
+        """Compile the step for batches like `batch` (of global shapes), and check that every request took effect."""
         start = time.perf_counter()
         traced = self.step_fn.trace(self.layout.abstract, self.abstract_batch(batch))
-        check_traced(self, traced.jaxpr, batch)
+        self.check_traced(traced.jaxpr, batch)
         self.check_kernels()
         executable = traced.lower().compile()
         seconds = time.perf_counter() - start
-        check_compiled(self, executable)
+        check_compiled(self.layout, self.optimizer, self.extras, executable)
         self._executable = executable
         memory = executable.memory_analysis()
-        check_kept_on_host(self, memory)
-        check_host_bytes(self.layout, memory, executable.as_text)
+        assert memory is not None, "CPU, GPU and TPU all report it"
+        check_kept_on_host(self.layout, self.decision, memory.host_temp_size_in_bytes)
+        check_host_bytes(self.layout, memory.host_argument_size_in_bytes, executable.as_text)
         if self.meetings is not None:
             start = time.perf_counter()
             self.meetings.compile()
             seconds += time.perf_counter() - start
         return Compiled.of(executable, seconds)
 
-    def check_kernels(self) -> None:
-        """Refuse a plan that names a kernel which the step does not take, once it is traced.
+    def check_traced(self, jaxpr: ClosedJaxpr, batch: Batch) -> None:
+        """Refuse requests that have no effect on the model.
+
+        Args:
+            jaxpr: jaxpr of the whole step.
+            batch: arrays or shapes that the step was traced for.
 
         Raises:
-            UserError: as it says.
+            UserError: a request has no effect; the error says why, and what to do instead.
         """
-        if self.meetings is not None and self.codec is not None:  # which takes its kernels there
+        evaluation = functools.partial(self.evaluate_fn.trace, self.layout.abstract, self.abstract_batch(batch))
+        check_traced(self.objective.planned, self.decision, batch, jaxpr, evaluation)
+
+    def check_kernels(self) -> None:
+        """Refuse a plan that names an implementation of a kernel which the traced step does not use.
+
+        Raises:
+            UserError: the named implementation is not used; the error reports which one is.
+        """
+        if self.meetings is not None and self.codec is not None:  # the kernels of the codec are used in meetings
             self.meetings.trace()
         check_taken(self.plan, self.kernels)
 
@@ -312,8 +323,9 @@ class TrainStep:
         Returns:
             The next state, and scalars: `loss` (nats per target), `grad_norm` before clipping, `learning_rate`,
             `weight` (targets), `skipped` (steps so far that were not applied), `skipped_in_row`; with a codec
-            `residual_norm` (of what replicas owe) and `wire_bytes` (each device's, over the replica axis). Under DiLoCo
-            `grad_norm` is the root of the mean square of the replicas' own, and `wire_bytes` is 0 between meetings.
+            `residual_norm` (norm of what replicas have yet to send) and `wire_bytes` (bytes that each device sends over
+            the replica axis). Under DiLoCo `grad_norm` is the root of the mean square of the replicas' norms, and
+            `wire_bytes` is 0 in steps without a meeting.
         """
         if self._one_at_a_time:
             jax.block_until_ready(state.watch)
@@ -329,10 +341,10 @@ class TrainStep:
         return jax.block_until_ready(loss) if self._one_at_a_time else loss
 
     def accuracy(self, state: TrainState, batch: Mapping[str, Array]) -> tuple[Array, Array] | None:
-        """Correct targets of a batch, and all, computed as the loss is but in a forward pass of its own.
+        """Numbers of correct targets and of all targets in a batch, from a forward pass as for the loss.
 
         Returns:
-            Two sums; `None` where the model does not count them.
+            Two sums; `None` if the model has no `accuracy`.
         """
         if getattr(self.experiment.model, "accuracy", None) is None:
             return None
@@ -342,20 +354,26 @@ class TrainStep:
     # -- the step itself -----------------------------------------------------------------------------------------------
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """The step function, with the metrics that all steps have in common."""
         after, metrics = self.parts.function(state, batch)
-        return after, {**metrics, **self._progress(state.watch, after.watch)}
-
-    def _progress(self, before: Watch, after: Watch) -> Metrics:
-        rate = self.experiment.optimizer.schedule_fn(self.experiment.steps)(before.good)
-        return {
+        rate = self.experiment.optimizer.schedule_fn(self.experiment.steps)(state.watch.good)
+        progress = {
             "learning_rate": jnp.asarray(rate, jnp.float32),
-            "skipped": after.skipped,
-            "skipped_in_row": after.in_row,
+            "skipped": after.watch.skipped,
+            "skipped_in_row": after.watch.in_row,
         }
+        return after, {**metrics, **progress}
 
     def _mean_gradients(self, state: TrainState, batch: Batch) -> Params:
+        """The gradients of a global batch.
+
+        Raises:
+            UserError: the pipeline is asynchronous.
+        """
         if self.stream is not None:
-            raise self.stream.without_gradients()
+            raise UserError(
+                f"{self.stream.asked}: a step has no gradients of its own; take a synchronous pipeline to compute them"
+            )
         return self.objective.gradients(state, batch)[1]
 
     def _evaluate(self, state: TrainState, batch: Batch) -> Loss:
@@ -365,5 +383,5 @@ class TrainStep:
         return accuracy(self.objective, self._newest(state), batch)
 
     def _newest(self, state: TrainState) -> TrainState:
-        """The state that an evaluation reads."""
+        """The state with the newest weights, for an evaluation."""
         return state if self.stream is None else self.stream.newest(state)

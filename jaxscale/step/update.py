@@ -1,16 +1,16 @@
-"""Update: the optimizer of an experiment, with its state as the plan keeps it.
+"""Update: the optimizer of an experiment, with its state in the number of bits that the plan specifies.
 
-The rule is the experiment's; the plan decides in how many bits its moments are kept, and in which parts of a device's
-shard they share a scale. `Layout` places what comes of it, `step/host.py` decides where it is run.
+The experiment specifies the update rule (an optax transformation). The plan specifies in how many bits its moments are
+kept; blocks of moments within a device's shard share a scale. `Layout` places the state, and `step/host.py` selects
+device or host for the update.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxscale.errors import UserError
 from jaxscale.lowbit.quantized import quantize_state, state_bytes
@@ -21,10 +21,10 @@ from jaxscale.optim.one_bit import Messages, clipped
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
-from jaxscale.state.layout import placements_of
+from jaxscale.state.layout import device_of, placements_of
 from jaxscale.state.pure_model import PureModel
 from jaxscale.trees import path_name, tree_bytes
-from jaxscale.typing import Params
+from jaxscale.typing import Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,16 +32,16 @@ class Update:
     """An optimizer in its three forms.
 
     Args:
-        plain: the experiment's rule, without clipping, as if its state were float32.
-        rule: the same with its state, and its weights, as the plan keeps them.
-        whole: clipping, then that.
+        plain: the experiment's rule without clipping, with float32 weights and state.
+        rule: the rule without clipping, with weights and state in the bits that the plan specifies.
+        whole: clipping, then `rule`.
         clip: global norm that gradients are clipped to; `None` never clips.
-        split: whether weights are kept as bfloat16, and what that takes off them as part of the state.
-        messages: what each replica sends, where the rule takes the mean of that; `None` takes that of gradients.
-        fused: the whole step where a kernel makes it on the plan's platform; `None`: `whole`.
-        unfused: why no kernel makes it of a state in few bits; `None` where one does, and of a float32 state.
-        layers: whether a parameter is a stack of layers, which the rule treats one by one; `None`: that is not known of
-            a rule of the user's own.
+        split: whether weights are kept in bfloat16, with their rounding errors as part of the optimizer state.
+        messages: computes what each replica sends (1-bit Adam and LAMB); `None` if replicas send gradients.
+        fused: the whole update by a fused kernel of the plan's platform; `None` if there is no such kernel.
+        unfused: why no kernel updates a state in few bits; `None` if one does, or if the state is float32.
+        layers: for each parameter, whether it is a stack of layers that the rule treats one by one; `None` for a rule
+            of the user's own, about which this is unknown.
     """
 
     plain: optax.GradientTransformation
@@ -55,11 +55,12 @@ class Update:
     layers: Params | None = None
 
     @classmethod
-    def of(cls, experiment: Experiment, plan: Plan, pure_model: PureModel, mesh: Any) -> "Update":
+    def of(cls, experiment: Experiment, plan: Plan, pure_model: PureModel, mesh: Mesh | AbstractMesh) -> "Update":
         """The optimizer of an experiment under a plan.
 
         Raises:
-            UserError: its moments cannot be kept as asked, or a TPU's compiler takes none in few bits on the host.
+            UserError: moments of this rule cannot be kept in the plan's bits, or are to be updated on the host of a
+                TPU, whose compiler does not support such types there.
         """
         placements, by_path = placements_of(pure_model, plan, mesh), jax.tree_util.tree_map_with_path
         places = by_path(lambda path, _: NamedSharding(mesh, placements[path_name(path)].state), pure_model.params)
@@ -74,12 +75,12 @@ class Update:
         fused = unfused = None
         if plan.state.moments != "float32":
             layers = by_path(lambda path, _: pure_model.stacked(path_name(path)), pure_model.params)
-            device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
+            device = device_of(mesh)
             if plan.offload.optimizer_state == "host" and device.platform == "tpu":
                 raise UserError(
-                    f"state {plan.state.moments} with optimizer_state host: the compiler for TPU dies on numbers of so "
-                    "few bits in what the host's CPU runs; take offload.optimizer_state streamed, or state.moments "
-                    "float32 where the rule mixes elements of a tensor"
+                    f"state {plan.state.moments} with optimizer_state host: the compiler for TPU crashes on numbers of "
+                    "so few bits in code for the host's CPU; take offload.optimizer_state streamed, or, if the rule "
+                    "mixes elements of a tensor, state.moments float32"
                 )
             platform = "cpu" if plan.offload.optimizer_state == "host" else device.platform
             rule = quantize_state(rule, plan.state.moments, local=places, layers=layers, platform=platform)
@@ -90,52 +91,63 @@ class Update:
         if plan.state.master == "split":
             rule = split_weights(rule)
         clip, messages = experiment.optimizer.clip, experiment.optimizer.messages(experiment.steps)
+        whole = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
         if messages is not None:
             whole = clipped(rule, messages)
-        else:
-            whole = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
-        one_by_one = None
-        if experiment.optimizer.custom is None:
-            one_by_one = jax.tree.map(lambda leaf: leaf.stack > 0, leaves)
+        known = experiment.optimizer.custom is None
+        one_by_one = jax.tree.map(lambda leaf: leaf.stack > 0, leaves) if known else None
         return cls(plain, rule, whole, clip, plan.state.master == "split", messages, fused, unfused, one_by_one)
 
-    def start(self, params: Params) -> tuple[Params, Any]:
+    def start(self, params: Params) -> tuple[Params, optax.OptState]:
         """Split weights, and the state before the first update.
 
         Args:
-            params: float32.
+            params: float32 parameters.
+
+        Returns:
+            Weights in bfloat16, and the optimizer state with their rounding errors.
         """
         pairs = jax.tree.map(
             lambda p: split(p) if jnp.issubdtype(p.dtype, jnp.floating) else (p, optax.MaskedNode()), params
         )
         outer = jax.tree.structure(params)
         weights, corrections = (outer.unflatten([pair[i] for pair in outer.flatten_up_to(pairs)]) for i in (0, 1))
-        empty: Any = self.rule.init(weights)
-        state = empty._replace(correction=corrections)
+        state: PyTree = self.rule.init(weights)
+        state = state._replace(correction=corrections)
         return weights, state if self.clip is None else (optax.clip_by_global_norm(self.clip).init(weights), state)
 
 
 def _why_unfused(optimizer: Optimizer, plan: Plan, platform: str) -> str | None:
-    """Why the kernel of 8-bit AdamW does not step a state in few bits; `None` where it may."""
+    """Why the kernel of 8-bit AdamW cannot update a state in few bits; `None` if it can."""
     if plan.offload.optimizer_state != "device" or plan.offload.weights != "device":
         return "it needs weights and state on the device"
     if platform not in ("tpu", "gpu"):
         return "kernels are for TPU and GPU"
     if plan.kernels.of("adam8") == "reference":
-        return "reference is named"
+        return "the plan names the reference"
     if plan.state.moments not in ("int8", "dynamic8"):
-        return f"the kernel knows states int8 and dynamic8, not {plan.state.moments}"
+        return f"the kernel supports states int8 and dynamic8, not {plan.state.moments}"
     if optimizer.name != "adamw" or optimizer.custom is not None:
-        return f"the kernel is AdamW, not {'a rule of your own' if optimizer.custom is not None else optimizer.name}"
+        rule = "a rule of your own" if optimizer.custom is not None else optimizer.name
+        return f"the kernel supports AdamW, not {rule}"
     if plan.state.master == "split":
         return "it needs float32 weights, not split ones"
-    return "replicas under diloco step together by XLA's program" if plan.diloco is not None else None
+    return "replicas under diloco are updated together by XLA's program" if plan.diloco is not None else None
 
 
 def _fused(
     optimizer: Optimizer, steps: int, rule: optax.GradientTransformation, leaves: Params, places: Params, platform: str
 ) -> Advance:
-    """AdamW by the kernel of a chip."""
+    """The update of AdamW by a fused kernel.
+
+    Args:
+        optimizer: AdamW, with its options.
+        steps: number of steps of the run, for the schedule of the learning rate.
+        rule: the rule with its state in few bits, without clipping.
+        leaves: description of each parameter, with whether it decays.
+        places: sharding of each parameter's state.
+        platform: platform and kind of the device, such as "tpu TPU v5e".
+    """
     from jaxscale.optim.fused import AdamW, fused
 
     mask = jax.tree.map(lambda leaf: leaf.decays, leaves) if optimizer.decay == "matrices" else None
@@ -143,13 +155,13 @@ def _fused(
     return fused(rule, adamw, platform=platform, places=places, clip=optimizer.clip)
 
 
-def describe_state(plan: Plan, state: Any, parameters: int) -> list[str]:
-    """What a user should know of a state in few bits, one line; nothing of a float32 one.
+def describe_state(plan: Plan, state: PyTree, parameters: int) -> list[str]:
+    """A line for the user on an optimizer state in few bits; none for a float32 state.
 
     Args:
-        plan: with the bits.
+        plan: the plan, which specifies the bits of a moment.
         state: shapes of the optimizer's state.
-        parameters: how many numbers are trained.
+        parameters: number of trained numbers.
 
     Example:
         >>> from jaxscale.lowbit.quantize import zeros
@@ -159,9 +171,9 @@ def describe_state(plan: Plan, state: Any, parameters: int) -> list[str]:
     """
     if plan.state.moments == "float32":
         return []
-    taken, numbers = state_bytes(state)
-    rest = "the others in float32" + (", corrections of weights in int8" if plan.state.master == "split" else "")
+    moment_bytes, moments = state_bytes(state)
+    others = "the others in float32" + (", corrections of weights in int8" if plan.state.master == "split" else "")
     return [
-        f"state {plan.state.moments}: {tree_bytes(state) / parameters:.2f} bytes a parameter; {numbers:,} moments in "
-        f"{taken / numbers:.2f} bytes each, {rest}"
+        f"state {plan.state.moments}: {tree_bytes(state) / parameters:.2f} bytes a parameter; {moments:,} moments in "
+        f"{moment_bytes / moments:.2f} bytes each, {others}"
     ]

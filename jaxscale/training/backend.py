@@ -14,18 +14,14 @@ from typing import Any
 from jaxscale.platforms.detect import accelerators, hush_absent_gpus
 
 
-def has_accelerator(devices: Path = Path("/dev")) -> bool:
-    """Whether the system has a TPU or GPU, without starting a backend."""
-    return bool(accelerators(devices))
-
-
 def cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """CPU cores that this process may use: its affinity, or a container's quota if that is less."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """CPU cores that this process may use: its affinity, or a container's quota (in `quota_file`) if that is less."""
+    core_count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):
         quota, period = quota_file.read_text().split()
-        count = min(count, max(1, int(quota) // int(period)))  # "max" is no number: no quota
-    return count
+        # without a quota the file holds "max", for which `int` raises
+        core_count = min(core_count, max(1, int(quota) // int(period)))
+    return core_count
 
 
 def start_backend() -> None:
@@ -40,7 +36,7 @@ def start_backend() -> None:
 
     hush_absent_gpus()
     config: Any = jax.config
-    if not os.environ.get("JAX_PLATFORMS") and not config.jax_platforms and not has_accelerator():
+    if not os.environ.get("JAX_PLATFORMS") and not config.jax_platforms and not accelerators():
         config.update("jax_platforms", "cpu")
     # -1 is JAX's own default; the environment's JAX_NUM_CPU_DEVICES shows here too
     is_count_set = config.jax_num_cpu_devices != -1 or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
@@ -59,14 +55,14 @@ def start_backend() -> None:
 
 
 def cache_folder() -> Path | None:
-    """Folder of compiled programs, `$JAXSCALE_CACHE/compile` or `~/.cache/jaxscale/compile`.
+    """The folder for compiled programs, `$JAXSCALE_CACHE/compile` or `~/.cache/jaxscale/compile`.
 
     Returns:
         The folder; `None`, after a message on stderr, if it cannot be written.
     """
-    base = os.environ.get("JAXSCALE_CACHE")
+    root = os.environ.get("JAXSCALE_CACHE")
     try:
-        folder = (Path(base) if base else Path.home() / ".cache" / "jaxscale") / "compile"
+        folder = (Path(root) if root else Path.home() / ".cache" / "jaxscale") / "compile"
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
@@ -79,12 +75,12 @@ def cache_folder() -> Path | None:
 
 
 def keep_freed_memory() -> None:
-    """Make the C library keep memory that the CPU backend frees: the next step allocates the same buffers.
+    """Make the C library keep memory that the CPU backend frees, since the next step allocates the same buffers.
 
-    By default glibc returns large buffers to the kernel, which clears every page again at the next step: a third of the
-    step's time, once a process has grown. Threads other than the first would still do so, since they allocate from
-    separate arenas, which hold 64 MiB at most and are freed when empty: so all threads that start from now on share one
-    arena. Without glibc this does nothing.
+    By default glibc returns large buffers to the kernel, which clears every page again at the next step. That takes a
+    third of the step's time, once a process has grown. Threads other than the first would still return buffers, since
+    their arenas hold 64 MiB at most and are freed when empty, so all threads that start from now on share one arena.
+    Without glibc this does nothing.
     """
     import ctypes
 

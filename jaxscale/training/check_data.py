@@ -1,4 +1,4 @@
-"""Whether data and model fit each other, checked before a batch is read."""
+"""A check, before a batch is read, that a model can be trained on the data."""
 
 from typing import Any
 
@@ -7,7 +7,11 @@ from jaxscale.recipe.experiment import Experiment
 
 
 def check_data(experiment: Experiment, data: Any) -> None:
-    """Refuse data that the model cannot take.
+    """Raise an error for data that the model cannot be trained on.
+
+    Args:
+        experiment: the experiment, with the model.
+        data: the opened data.
 
     Raises:
         UserError: tokens beyond the vocabulary, prompts of samples that the tokenizer cannot encode, labels beyond
@@ -33,18 +37,14 @@ def check_data(experiment: Experiment, data: Any) -> None:
         raise UserError(
             f"the data has {facts['classes']} classes, and model.classes is {classes}: set it to {facts['classes']}"
         )
-    shape, model_shape = facts.get("shape"), _image_shape(experiment.model)
-    if shape is not None and any(b not in (None, a) for a, b in zip(shape, model_shape, strict=True)):
-        images, model = (" x ".join("any" if n is None else str(n) for n in sizes) for sizes in (shape, model_shape))
-        raise UserError(f"the images are {images}, and the model takes {model}: set its image and channels")
-    length = getattr(experiment.data, "context", None)
-    if context is not None and length is not None and length > context:
+    image_size = getattr(experiment.model, "image", None)
+    # `None` accepts any size
+    shape, model_shape = facts.get("shape"), (image_size, image_size, getattr(experiment.model, "channels", None))
+    if shape is not None and any(need not in (None, size) for size, need in zip(shape, model_shape, strict=True)):
+        images, accepted = (" x ".join(str(size or "any") for size in dims) for dims in (shape, model_shape))
+        raise UserError(f"the images are {images}, and the model takes {accepted}: set its image and channels")
+    data_context = getattr(experiment.data, "context", None)
+    if context is not None and data_context is not None and data_context > context:
         raise UserError(
-            f"data.context is {length}, and model.context is {context} positions: set data.context to {context}"
+            f"data.context is {data_context}, and model.context is {context} positions: set data.context to {context}"
         )
-
-
-def _image_shape(model: Any) -> tuple[int | None, int | None, int | None]:
-    """Height, width and channels of a model's images; `None` where any fit."""
-    side = getattr(model, "image", None)
-    return side, side, getattr(model, "channels", None)

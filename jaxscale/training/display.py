@@ -1,11 +1,15 @@
 """The progress of a run on the screen: one live line in a terminal or a notebook, a line every 20 s in a file.
 
-It receives every step and shows a few per second, so that it costs a fast step only microseconds.
+The display receives every step and shows a few per second, so that it costs a fast step only microseconds.
 """
 
+import datetime
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
+
+from jaxscale.values.units import count
 
 _LIVE_SECONDS, _FILE_SECONDS = 0.2, 20.0
 
@@ -14,8 +18,8 @@ class Display:
     """The progress of one run.
 
     Args:
-        steps: updates of the run.
-        quiet: show nothing at all.
+        steps: number of updates in the run.
+        quiet: whether to show nothing at all.
         name: name of the run.
 
     `live` is true in a terminal or a notebook, where lines may be updated and coloured.
@@ -32,7 +36,7 @@ class Display:
         self._open_line = False
 
     def say(self, text: str) -> None:
-        """Show a permanent line."""
+        """Show a line that stays on the screen."""
         if self._quiet:
             return
         if self._progress is not None:
@@ -41,21 +45,22 @@ class Display:
         self._end_line()
         print(text, flush=True)
 
-    def show(self, step: int, row: dict[str, Any]) -> None:
+    def show(self, step: int, row: Mapping[str, Any]) -> None:
         """Update the live line.
 
         Args:
-            step: updates so far.
+            step: number of updates so far.
             row: metrics of the step, as in metrics.jsonl.
         """
         if self._quiet or (time.monotonic() - self._shown_at < self._interval and step < self._steps):
             return
         self._shown_at = time.monotonic()
-        text = f"loss {row['loss']:.4f}  {_si(row.get('tokens_per_second', 0.0))} tokens/s"
+        text = f"loss {row['loss']:.4f}  {count(row.get('tokens_per_second', 0.0))} tokens/s"
         if "mfu" in row:
             text += f"  mfu {row['mfu']:.1%}"
         if self._notebook:
-            remaining = _clock((self._steps - step) * row.get("step_seconds", 0.0))
+            seconds = round((self._steps - step) * row.get("step_seconds", 0.0))
+            remaining = datetime.timedelta(seconds=seconds)
             print(f"\rstep {step}/{self._steps}  {text}  {remaining} left ", end="", flush=True)
             self._open_line = True
         elif self.live:
@@ -71,6 +76,7 @@ class Display:
             self._progress = None
 
     def _start(self) -> Any:
+        """The live line of a terminal, started at the first call."""
         if self._progress is None:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -87,19 +93,7 @@ class Display:
         return self._progress
 
     def _end_line(self) -> None:
+        """End the live line of a notebook."""
         if self._open_line:
             print(flush=True)
             self._open_line = False
-
-
-def _si(value: float) -> str:
-    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value:.0f}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

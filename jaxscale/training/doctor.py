@@ -19,11 +19,15 @@ from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.kernels import KNOWN
 from jaxscale.values.units import rate, size
 
-State = Literal["ok", "note", "missing"]
-MARKS: Mapping[State, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("·", "yellow"), "missing": ("✗", "bold red")}
+FindingState = Literal["ok", "note", "missing"]
+MARKS: Mapping[FindingState, tuple[str, str]] = {
+    "ok": ("✓", "green"),
+    "note": ("·", "yellow"),
+    "missing": ("✗", "bold red"),
+}
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 PLUGINS = ("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
-# extra: the packages it installs, and their purpose
+# by extra: the packages that it installs, and their purpose
 OPTIONAL: Mapping[str, tuple[tuple[str, ...], str]] = {
     "notebook": (("ipykernel", "matplotlib", "nbclient"), "plots and notebooks"),
     "remote": (("fsspec", "gcsfs", "s3fs"), "data and runs on gs:// and s3://"),
@@ -41,15 +45,15 @@ class Finding:
     """One row of the report.
 
     Args:
-        what: name of the item.
-        value: its version, size or condition, as text.
-        state: "ok"; "note" is good to know; "missing" stops a run, or leaves the machine's accelerator idle.
-        to_do: advice to the user; empty for none.
+        name: name of the item.
+        text: its version, size or condition, as text.
+        state: "ok"; "note" for useful information; "missing" if no run can start, or the accelerator would be idle.
+        to_do: advice to the user; empty without one.
     """
 
-    what: str
-    value: str
-    state: State = "ok"
+    name: str
+    text: str
+    state: FindingState = "ok"
     to_do: str = ""
 
 
@@ -66,14 +70,14 @@ class Diagnosis:
     """The doctor's report.
 
     Args:
-        sections: in the order to print them.
+        sections: sections in the order in which they are printed.
     """
 
     sections: tuple[Section, ...]
 
     @property
     def status(self) -> int:
-        """The exit status: 0 when a run can start and uses the machine, 1 when a row says "missing"."""
+        """The exit status: 1 if the state of a row is "missing", otherwise 0."""
         return int(any(row.state == "missing" for section in self.sections for row in section.rows))
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
@@ -88,10 +92,10 @@ class Diagnosis:
             table.add_column(overflow="fold")
             for row in section.rows:
                 mark, style = MARKS[row.state]
-                cell = Text(row.value)
+                cell = Text(row.text)
                 if row.to_do:
                     cell.append(f"\n{row.to_do}", style="italic")
-                table.add_row(Text(mark, style=style), row.what, cell)
+                table.add_row(Text(mark, style=style), row.name, cell)
             yield table
             yield Text()
 
@@ -110,18 +114,18 @@ class Machine:
 
     Args:
         python: version of Python.
-        versions: versions of the relevant packages that are installed, by name.
-        platform: the platform JAX runs on; None where it found no device.
-        failure: JAX's error message where it found no device.
-        processes: JAX processes of this run.
-        nvidia: the system has an NVIDIA GPU.
-        tpu: the system has a TPU.
-        jax_platforms: JAX's setting of that name; empty where it is not set.
-        cores: CPU cores.
+        versions: version of each relevant package that is installed, by name.
+        platform: the platform that JAX runs on; None if JAX found no device.
+        failure: JAX's error message if it found no device.
+        processes: number of JAX processes.
+        nvidia: whether the system has an NVIDIA GPU.
+        tpu: whether the system has a TPU.
+        jax_platforms: JAX's setting `jax_platforms`; empty if it is not set.
+        cores: number of CPU cores.
         host_memory: bytes of main memory; None if unknown.
         disks: free bytes by (label, path) of a folder.
-        cache: folder of the compile cache; None where it is off.
-        modules: optional packages that can be imported.
+        cache: folder of the compile cache; None if it is off.
+        modules: names of optional packages that can be imported.
     """
 
     python: str
@@ -153,7 +157,7 @@ def doctor() -> Diagnosis:
 
 
 def examine() -> Machine:
-    """The facts about this machine. Starts JAX's backend."""
+    """Collect the facts about this machine; starts JAX's backend."""
     from jaxscale.platforms.detect import detect, host_memory
     from jaxscale.training.backend import cores
 
@@ -188,7 +192,7 @@ def examine() -> Machine:
 
 
 def sees_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
-    """Whether a TPU is on the PCI bus."""
+    """Whether a TPU is on the PCI bus, by the folder of its devices."""
     for vendor in devices.glob("*/vendor"):
         try:
             if vendor.read_text().strip() == _GOOGLE and (vendor.parent / "device").read_text().strip() in _TPUS:
@@ -199,7 +203,7 @@ def sees_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
 
 
 def diagnose(machine: Machine) -> Diagnosis:
-    """The report on a machine. A pure function."""
+    """The report on a machine, as a pure function of its facts."""
     return Diagnosis(
         (
             Section("versions", tuple(_versions(machine))),
@@ -213,6 +217,7 @@ def diagnose(machine: Machine) -> Diagnosis:
 
 
 def _versions(machine: Machine) -> Iterator[Finding]:
+    """Versions of Python and of the packages, and those that do not match."""
     yield Finding("python", machine.python)
     for name in ("jaxscale", *REQUIRED):
         version = machine.versions.get(name)
@@ -222,9 +227,7 @@ def _versions(machine: Machine) -> Iterator[Finding]:
             yield Finding(name, "not installed", "missing", f"pip install {name}")
     jax, jaxlib = (machine.versions.get(name) for name in ("jax", "jaxlib"))
     if jax and jaxlib and _release(jax) != _release(jaxlib):
-        yield Finding(
-            "jax and jaxlib", f"{jax} and {jaxlib} differ", "note", f"pip install 'jaxlib=={jax}' keeps them alike"
-        )
+        yield Finding("jax and jaxlib", f"{jax} and {jaxlib} differ", "note", f"pip install 'jaxlib=={jax}'")
     for name in PLUGINS[1:]:
         version = machine.versions.get(name)
         if version and jax and _release(version) != _release(jax):
@@ -232,6 +235,7 @@ def _versions(machine: Machine) -> Iterator[Finding]:
 
 
 def _devices(machine: Machine) -> Iterator[Finding]:
+    """The devices that JAX found, and accelerators that it does not use."""
     platform = machine.platform
     if platform is None:
         yield Finding("devices", f"none: {machine.failure}", "missing", "unset JAX_PLATFORMS, or set JAX_PLATFORMS=cpu")
@@ -244,7 +248,7 @@ def _devices(machine: Machine) -> Iterator[Finding]:
                 "cores",
                 f"{machine.cores}, and {platform.chips} device(s)",
                 "note",
-                "runs take one device per core by themselves",
+                "runs use one device per core without a setting",
             )
     kind = None if platform is None else platform.chip.kind
     setting = f" (jax_platforms is {machine.jax_platforms!r})" if machine.jax_platforms else ""
@@ -268,6 +272,7 @@ def _devices(machine: Machine) -> Iterator[Finding]:
 
 
 def _chip(platform: Platform) -> Iterator[Finding]:
+    """The chip, and its peak if the tables have one."""
     chip = platform.chip
     yield Finding("devices", f"{platform.devices} x {chip.device_kinds[0]} ({platform})")
     peak = platform.chip.peak("bfloat16") or platform.chip.peak("float16")
@@ -294,11 +299,12 @@ def _kernels(machine: Machine) -> Iterator[Finding]:
     kind = platform.chip.kind
     for entry in overview(f"{kind} {platform.chip.device_kinds[0]}"):
         reason = entry.reasons.get(kind)
-        choice = entry.chosen if entry.kernel in KNOWN else f"{entry.chosen} (for your own layers: none here takes it)"
+        choice = entry.chosen if entry.kernel in KNOWN else f"{entry.chosen} (for your own layers; ours do not use it)"
         yield Finding(entry.kernel, choice if reason is None else f"{choice}; not {kind}: {reason}")
 
 
 def _memory(machine: Machine) -> Iterator[Finding]:
+    """Main memory, and the memory of each device."""
     if machine.host_memory is not None:
         yield Finding("host", size(machine.host_memory))
     platform = machine.platform
@@ -311,26 +317,29 @@ def _memory(machine: Machine) -> Iterator[Finding]:
 
 
 def _disk(machine: Machine) -> Iterator[Finding]:
-    for (label, path), free in machine.disks.items():
-        scarce = free < _DISK_MARGIN
-        to_do = "checkpoints and caches may not fit: free some, or give --out another disk" if scarce else ""
-        yield Finding(label, f"{size(free)} free at {path}", "note" if scarce else "ok", to_do)
+    """Free bytes of the folders that a run writes to."""
+    for (label, path), free_bytes in machine.disks.items():
+        is_scarce = free_bytes < _DISK_MARGIN
+        to_do = "checkpoints and caches may not fit: free some space, or use --out on another disk" if is_scarce else ""
+        yield Finding(label, f"{size(free_bytes)} free at {path}", "note" if is_scarce else "ok", to_do)
     if machine.cache is None:
         text = "off: every run compiles again"
         yield Finding("compile cache", text, "note", "set JAXSCALE_CACHE or JAX_COMPILATION_CACHE_DIR to a folder")
 
 
 def _optional(machine: Machine) -> Iterator[Finding]:
+    """The extras of this package, and the packages that each lacks."""
     for extra, (packages, purpose) in OPTIONAL.items():
-        absent = [name for name in packages if name not in machine.modules]
-        if absent:
-            text = f"{', '.join(absent)} not installed: {purpose}"
+        missing = [name for name in packages if name not in machine.modules]
+        if missing:
+            text = f"{', '.join(missing)} not installed: {purpose}"
             yield Finding(extra, text, "note", f"pip install 'jaxscale[{extra}]'")
         else:
             yield Finding(extra, f"{', '.join(packages)}: {purpose}")
 
 
 def _version(name: str) -> str | None:
+    """Version of a package; `None` if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -338,5 +347,5 @@ def _version(name: str) -> str | None:
 
 
 def _release(version: str) -> tuple[str, ...]:
-    """The first three numbers: jax 0.12.0.1 matches jaxlib 0.12.0."""
+    """The first three numbers of a version: jax 0.12.0.1 matches jaxlib 0.12.0."""
     return tuple(version.split("."))[:3]

@@ -1,4 +1,4 @@
-"""Ways for a run to end before its last step: stopped by a signal, before or after the first step; diverged."""
+"""Endings of a run before its last step, by a signal or by divergence."""
 
 import contextlib
 from collections.abc import Mapping
@@ -9,43 +9,36 @@ from jaxscale.errors import Diverged, Preempted, UserError
 from jaxscale.records import directory as place
 from jaxscale.training.journal import Journal
 
-_OTHER_PROCESS = "a signal to another process"
 
-
-def stopped_before_the_first_step(journal: Journal, n: int, by: str) -> NoReturn:
-    """Stop without a save.
+def preempted(journal: Journal, step: int, signal: str, *, saved: bool) -> NoReturn:
+    """Stop a run after a signal.
 
     Args:
         journal: the run's journal.
-        n: updates of the checkpoint that it started from.
-        by: the signal; empty if another process received it.
+        step: number of updates made.
+        signal: name of the signal; empty if another process received it.
+        saved: whether the state after these updates was saved; if not, the process stops before its first step.
     """
-    by = by or _OTHER_PROCESS
-    journal.event(n, "preempted", by=by)
+    cause = signal or "a signal to another process"
+    journal.event(step, "preempted", by=cause)
     journal.report()
-    if n:
+    if saved:
+        raise Preempted(f"stopped by {cause} after step {step}, and saved: start the run again to continue it")
+    if step:
         raise Preempted(
-            f"stopped by {by} before step {n + 1}; the checkpoint of step {n} is intact: start the run again to "
-            "continue it"
+            f"stopped by {cause} before step {step + 1}; the checkpoint of step {step} is intact: start the run again "
+            "to continue it"
         )
-    raise KeyboardInterrupt(f"stopped by {by} before the first step: nothing is lost, start the run again")
+    raise KeyboardInterrupt(f"stopped by {cause} before the first step: nothing is lost, start the run again")
 
 
-def preempted(journal: Journal, n: int, by: str) -> NoReturn:
-    """Stop after step `n`, which has been saved; `by` as above."""
-    by = by or _OTHER_PROCESS
-    journal.event(n, "preempted", by=by)
-    journal.report()
-    raise Preempted(f"stopped by {by} after step {n}, and saved: start the run again to continue it")
-
-
-def diverged(journal: Journal, checkpoints: Checkpoints, n: int, metrics: Mapping[str, float]) -> NoReturn:
-    """Stop: too many steps in a row were skipped.
+def diverged(journal: Journal, checkpoints: Checkpoints, step: int, metrics: Mapping[str, float]) -> NoReturn:
+    """Stop a run in which too many steps in a row were skipped.
 
     Args:
         journal: the run's journal.
         checkpoints: the run's checkpoints; a save may still be running.
-        n: the last skipped step.
+        step: number of the last skipped step.
         metrics: metrics of that step.
     """
     with contextlib.suppress(UserError):
@@ -54,10 +47,10 @@ def diverged(journal: Journal, checkpoints: Checkpoints, n: int, metrics: Mappin
     fallback = "no checkpoint was saved"
     if steps:
         fallback = f"the last good checkpoint is {journal.folder / place.CHECKPOINTS / f'{steps[-1]:08d}'}"
-    loss, norm, in_row = metrics["loss"], metrics["grad_norm"], metrics["skipped_in_row"]
-    journal.event(n, "diverged", loss=loss, grad_norm=norm, checkpoint=steps[-1] if steps else None)
+    loss, norm, skip_count = metrics["loss"], metrics["grad_norm"], metrics["skipped_in_row"]
+    journal.event(step, "diverged", loss=loss, grad_norm=norm, checkpoint=steps[-1] if steps else None)
     journal.report()
     raise Diverged(
-        f"{in_row} steps in a row were skipped up to step {n} (loss {loss:.4g}, gradient norm {norm:.4g}); {fallback}: "
-        "lower the learning rate, or raise guard.spike if these steps are sound"
+        f"{skip_count} steps in a row were skipped up to step {step} (loss {loss:.4g}, gradient norm {norm:.4g}); "
+        f"{fallback}: lower the learning rate, or raise guard.spike if these steps are sound"
     )

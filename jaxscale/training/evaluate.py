@@ -1,60 +1,50 @@
-"""Held-out loss, and accuracy where the model reports it: while training, and of a run afterwards."""
+"""Held-out loss, and accuracy if the model reports it, during training and of a run afterwards."""
 
+import itertools
 from typing import Any
 
 from jaxscale.errors import UserError
 
 _IN_FLIGHT = 8
-"""Batches that may wait on the devices at once."""
+"""Number of batches that may wait on the devices at once."""
 
 
-class Evaluator:
-    """Measures the held-out part of the data; its programs are compiled once.
+def held_out_means(
+    step: Any, data: Any, state: Any, batches: int | None = None, *, one_at_a_time: bool
+) -> dict[str, float] | None:
+    """Held-out loss, and accuracy if the model reports it.
 
     Args:
-        step: the train step.
+        step: the train step, which compiles its evaluation once.
         data: the opened data.
-        one_at_a_time: wait for each batch, as the CPU platform needs.
+        state: the train state.
+        batches: number of batches; all by default.
+        one_at_a_time: wait for each batch before the next one, which the CPU platform requires.
+
+    Returns:
+        `loss` (nats per target), `targets`, `accuracy` if reported; `None` if nothing is held out.
     """
+    import jax
 
-    def __init__(self, step: Any, data: Any, *, one_at_a_time: bool) -> None:
-        self._step, self._data = step, data
-        self._in_flight = 1 if one_at_a_time else _IN_FLIGHT
-
-    def __call__(self, state: Any, batches: int | None = None) -> dict[str, float] | None:
-        """Held-out loss, and accuracy where the model reports it.
-
-        Args:
-            state: the train state.
-            batches: number of batches; all by default.
-
-        Returns:
-            `loss` (nats per target), `targets`, `accuracy` if reported; `None` where nothing is held out.
-        """
-        import jax
-
-        sums: list[Any] = []
-        for number, batch in enumerate(self._data.evaluation()):
-            if number == batches:
-                break
-            device_batch = self._step.place(batch)
-            loss = self._step.evaluate(state, device_batch)
-            if self._in_flight == 1:
-                jax.block_until_ready(loss)
-            # a second forward pass: losses may come in chunks that never hold the logits whole
-            sums.append((loss.total, loss.weight, self._step.accuracy(state, device_batch)))
-            if len(sums) >= self._in_flight:
-                jax.block_until_ready(sums[-self._in_flight])
-        if not sums:
-            return None
-        rows = jax.device_get(sums)
-        weight = sum(float(row[1]) for row in rows)
-        if weight == 0:
-            return None
-        means = {"loss": sum(float(row[0]) for row in rows) / weight, "targets": weight}
-        if rows[0][2] is not None:
-            means["accuracy"] = sum(float(row[2][0]) for row in rows) / sum(float(row[2][1]) for row in rows)
-        return means
+    in_flight = 1 if one_at_a_time else _IN_FLIGHT
+    sums: list[Any] = []
+    for batch in itertools.islice(data.evaluation(), batches):
+        device_batch = step.place(batch)
+        loss = step.evaluate(state, device_batch)
+        if one_at_a_time:
+            jax.block_until_ready(loss)
+        # a second forward pass: losses may come in chunks that never hold the logits whole
+        sums.append((loss.total, loss.weight, step.accuracy(state, device_batch)))
+        if len(sums) >= in_flight:
+            jax.block_until_ready(sums[-in_flight])
+    rows = jax.device_get(sums)
+    weight = sum(float(row[1]) for row in rows)
+    if weight == 0:
+        return None
+    means = {"loss": sum(float(row[0]) for row in rows) / weight, "targets": weight}
+    if rows[0][2] is not None:
+        means["accuracy"] = sum(float(row[2][0]) for row in rows) / sum(float(row[2][1]) for row in rows)
+    return means
 
 
 def evaluate(run: Any, *, best: bool = False, batches: int | None = None) -> dict[str, Any]:
@@ -66,10 +56,10 @@ def evaluate(run: Any, *, best: bool = False, batches: int | None = None) -> dic
         batches: number of held-out batches; all by default.
 
     Returns:
-        `step`, `loss` (nats per target), `targets`, and `accuracy` where the model reports it.
+        `step`, `loss` (nats per target), `targets`, and `accuracy` if the model reports it.
 
     Raises:
-        UserError: no run or checkpoint there, or data with nothing held out.
+        UserError: the directory has no run or checkpoint, or the data has nothing held out.
     """
     from jaxscale.checkpoint.restore import restore_parameters
 
@@ -77,8 +67,8 @@ def evaluate(run: Any, *, best: bool = False, batches: int | None = None) -> dic
     experiment = trained.experiment
     process, processes = trained.step.data_shard()
     data = experiment.data.open(experiment.batch, experiment.seed, process=process, processes=processes)
-    platform = trained.step.mesh.devices.flat[0].platform
-    means = Evaluator(trained.step, data, one_at_a_time=platform == "cpu")(trained.state, batches)
+    is_cpu = trained.step.mesh.devices.flat[0].platform == "cpu"
+    means = held_out_means(trained.step, data, trained.state, batches, one_at_a_time=is_cpu)
     if means is None:
         raise UserError(f"the data of {trained.directory} has nothing held out: set its held_out above 0")
     return {"step": trained.description.step, **means}

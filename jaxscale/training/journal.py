@@ -1,6 +1,6 @@
-"""Journal: the output of a run in progress: lines on the screen, metrics.jsonl, samples, the report, the summary.
+"""Journal: the output of a run in progress, on the screen and to metrics.jsonl, samples.txt and the report.
 
-Of several processes only the first writes and shows.
+Of several processes, only the first has output.
 """
 
 import contextlib
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.records import directory as place
-from jaxscale.records.metrics import MetricsLog
+from jaxscale.records.metrics import MetricsLog, RowKind
 from jaxscale.records.processes import is_first
 from jaxscale.training.display import Display
 
@@ -18,7 +18,7 @@ class Journal:
 
     Args:
         folder: the run's folder.
-        display: its output on the screen.
+        display: the run's output on the screen.
     """
 
     def __init__(self, folder: Any, display: Display) -> None:
@@ -26,7 +26,7 @@ class Journal:
         self._log: MetricsLog | None = None
 
     def open(self) -> None:
-        """Open metrics.jsonl; earlier output is shown and not logged."""
+        """Open metrics.jsonl; output before this call is shown, but not logged."""
         with place.writing(self.folder):
             self._log = MetricsLog(self.folder) if is_first() else None
 
@@ -41,35 +41,35 @@ class Journal:
         """Show a line."""
         self._display.say(text)
 
-    def event(self, n: int, name: str, **fields: Any) -> None:
-        """Log an event after step `n`."""
+    def _append(self, step: int, kind: RowKind, **fields: Any) -> None:
+        """Log a row for a step."""
         if self._log is not None:
             with place.writing(self.folder):
-                self._log.event(n, name, **fields)
+                self._log.append(step, kind, **fields)
 
-    def step(self, n: int, row: Mapping[str, Any]) -> None:
-        """Log and show the metrics of step `n`."""
-        if self._log is not None:
-            with place.writing(self.folder):
-                self._log.train(n, **row)
-        self._display.show(n, dict(row))
+    def event(self, step: int, name: str, **fields: Any) -> None:
+        """Log an event after a step."""
+        self._append(step, "event", name=name, **fields)
 
-    def evaluated(self, n: int, metrics: Mapping[str, float], *, better: bool) -> None:
-        """Log and show the held-out metrics after step `n`."""
-        if self._log is not None:
-            with place.writing(self.folder):
-                self._log.eval(n, **metrics)
-        accuracy = "".join(f", {name} {value:.4f}" for name, value in metrics.items() if name == "accuracy")
-        self.say(f"step {n}: held-out loss {metrics['loss']:.4f}{accuracy}{' (best)' if better else ''}")
+    def step(self, step: int, row: Mapping[str, Any]) -> None:
+        """Log and show the metrics of a step."""
+        self._append(step, "train", **row)
+        self._display.show(step, row)
 
-    def sampled(self, n: int, prompt: str, text: str) -> None:
-        """Store and show a text that was drawn after step `n`."""
+    def evaluated(self, step: int, metrics: Mapping[str, float], *, better: bool) -> None:
+        """Log and show the held-out metrics after a step; `better` if the loss is the least so far."""
+        self._append(step, "eval", **metrics)
+        accuracy = f", accuracy {metrics['accuracy']:.4f}" if "accuracy" in metrics else ""
+        self.say(f"step {step}: held-out loss {metrics['loss']:.4f}{accuracy}{' (best)' if better else ''}")
+
+    def sampled(self, step: int, prompt: str, text: str) -> None:
+        """Store and show a text that was drawn after a step."""
         from jaxscale.records.samples import append_sample
 
         if is_first():
             with place.writing(self.folder):
-                append_sample(self.folder, n, prompt, text)
-        self.say(f"--- step {n}\n{prompt}{text}\n---")
+                append_sample(self.folder, step, prompt, text)
+        self.say(f"--- step {step}\n{prompt}{text}\n---")
 
     def flush(self) -> None:
         """Write out buffered lines; in a bucket they are buffered."""
@@ -92,7 +92,7 @@ class Journal:
             self.say(f"the report was not written: {error}")
 
     def conclude(self) -> None:
-        """Show the figures of a run that has ended."""
+        """Show the summary of a run that has ended."""
         from jaxscale.report.summary import summary
 
         self._display.close()

@@ -15,7 +15,7 @@ from jaxscale.checkpoint.restore import write_tokenizer
 from jaxscale.checkpoint.store import Checkpoints, save_memory_warning
 from jaxscale.compiler.kept_programs import left_out
 from jaxscale.errors import Preempted, UserError
-from jaxscale.planning.settle import settled
+from jaxscale.planning.automatic_choices import resolve_choices
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.kernels import fields_of, lines_of
 from jaxscale.recipe.plan import Plan
@@ -56,13 +56,13 @@ def train(
     Args:
         experiment: the experiment to train.
         plan: the plan to train by; the experiment's by default.
-        steps: updates, instead of the experiment's. The schedule ends with them: a run that is continued with other
-            steps goes on at another learning rate, which it prints and logs.
-        out: the run directory, local or gs:// or s3://; `runs/NAME` by default.
+        steps: number of updates, in place of the experiment's. The schedule ends with the last one, so a run that is
+            continued with another number changes its learning rate, which it prints and logs.
+        out: the run directory, a local, gs:// or s3:// path; `runs/NAME` by default.
         resume: "auto" continues the run in the directory, whose experiment may differ in steps, evaluation, samples,
             checkpoint and plan; "never" renames that directory and starts a new run.
-        log_every: steps per line of the log; the tokens and seconds of a line cover all of them.
-        profile: steps to trace, as "10:13" (the three from 10 to 12).
+        log_every: number of steps per line of the log; a line's tokens and seconds are those of all its steps.
+        profile: range of steps to trace, such as "10:13" (the three from 10 to 12).
         source: origin of the experiment, so that commands can rebuild it.
         quiet: print nothing.
         devices: devices to run on; all by default.
@@ -71,10 +71,11 @@ def train(
         The run, with its metrics and its last state.
 
     Raises:
-        UserError: an argument does not fit, before anything is traced; or the disk failed, and older checkpoints are
+        UserError: an argument is not valid, which is checked before anything is traced; or the disk failed, and older
+            checkpoints are intact.
+        Preempted: a signal stopped the run, after which it saved, or before its first step with older checkpoints
             intact.
-        Preempted: stopped by a signal, and saved; or stopped before the first step, with earlier checkpoints intact.
-        KeyboardInterrupt: stopped by a signal before the first step of a run that has saved nothing.
+        KeyboardInterrupt: a signal stopped the run before its first step, with no checkpoint saved.
         Diverged: too many steps in a row were skipped; the message names the last good checkpoint.
     """
     if steps is not None:
@@ -83,50 +84,60 @@ def train(
         raise UserError(f"resume: got {resume!r}, expected auto or never")
     if log_every < 1:
         raise UserError(f"log_every: got {log_every!r}, expected a whole number >= 1")
-    profiler = None if profile is None else Profiler(ProfileRange.parse(profile).within(experiment.steps))
+    profiler = Profiler(None if profile is None else ProfileRange.parse(profile).within(experiment.steps))
     start_backend()
-    plan = settled(experiment, experiment.plan if plan is None else plan)
+    plan = resolve_choices(experiment, experiment.plan if plan is None else plan)
     folder = run_path(place.default_directory(experiment) if out is None else out)
     display = Display(experiment.steps, quiet=quiet or not is_first(), name=experiment.name)
     journal = Journal(folder, display)
     return _Training(experiment, plan, journal, resume, log_every, profiler, source, devices).run()
 
 
+@dataclasses.dataclass
 class _Training:
-    """A run in progress."""
+    """A run in progress: the arguments of `train`, and the counts so far.
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        plan: Plan,
-        journal: Journal,
-        resume: str,
-        log_every: int,
-        profile: Profiler | None,
-        source: Source | None,
-        devices: Sequence[Any] | None,
-    ) -> None:
-        self.experiment, self.plan, self.folder, self.resume = experiment, plan, journal.folder, resume
-        self.log_every, self.profile, self.source = log_every, profile, source
-        self.journal, self.devices = journal, devices
-        self.n = 0
-        self.tokens = 0
-        self.skipped = 0
-        self.best: float | None = None
-        self.earlier: Earlier | None = None
+    Args:
+        n: number of updates made.
+        tokens: number of target tokens seen.
+        skipped: number of updates that the guard skipped.
+        best: the least held-out loss so far; `None` before the first.
+        data_state: state of the iterator over batches, after the newest batch that was taken.
+        earlier: the run that this one continues; `None` for a new one.
+    """
+
+    experiment: Experiment
+    plan: Plan
+    journal: Journal
+    resume: str
+    log_every: int
+    profiler: Profiler
+    source: Source | None
+    devices: Sequence[Any] | None
+    n: int = 0
+    tokens: int = 0
+    skipped: int = 0
+    best: float | None = None
+    data_state: Any = None
+    earlier: Earlier | None = None
+
+    @property
+    def folder(self) -> Any:
+        """The run directory."""
+        return self.journal.folder
 
     # -- before the first step -----------------------------------------------------------------------------------------
 
     def run(self) -> Run:
         """Check, train and return the result."""
-        exists = (self.folder / place.EXPERIMENT).exists()
-        if exists and self.resume == "never":
+        run_exists = (self.folder / place.EXPERIMENT).exists()
+        if run_exists and self.resume == "never":
             if is_first():
                 with place.claimed(self.folder):
                     self.journal.say(f"the run that was in {self.folder} is now {place.set_aside(self.folder)}")
-            exists = False
+            run_exists = False
         wait_for_all("the directory is set")
-        if not exists:
+        if not run_exists:
             self._prepare()  # reports mistakes before the directory is made
         with place.claimed(self.folder) if is_first() else contextlib.nullcontext():
             checkpoint = self.experiment.checkpoint
@@ -136,7 +147,7 @@ class _Training:
                 if steps and steps[-1] >= self.experiment.steps:
                     return self._finished_before(steps[-1])
             wait_for_all("the directory is checked")
-            if exists:
+            if run_exists:
                 self._prepare()
             if self.earlier is None:
                 self._write_values()
@@ -146,11 +157,10 @@ class _Training:
                 return self._train()
             finally:
                 self.journal.close()
-                if self.profile is not None:
-                    self.profile.close()
+                self.profiler.close()
 
     def _write_values(self) -> None:
-        """Write the run's values; in a continued run only once state and data are restored."""
+        """Write experiment, plan, tokenizer and source; a continued run does so once state and data are restored."""
         if not is_first():
             return
         with place.writing(self.folder):
@@ -160,17 +170,18 @@ class _Training:
             source.write(self.folder)
 
     def _finished_before(self, step: int) -> Run:
+        """The result of a run that has a checkpoint of its last step already."""
         run = Run(self.folder, self.experiment, self.plan, devices=self.devices)
         if is_first() and not (self.folder / "report.html").exists():
             self.journal.report()
         self.journal.conclude()
         self.journal.say(
-            f"nothing is left to do: raise steps beyond {step} to train on, or give another directory (--out)"
+            f"the run is complete: raise steps beyond {step} to train on, or give another directory (--out)"
         )
         return run
 
     def _prepare(self) -> None:
-        """Build the step and open the data: every check that needs no compilation."""
+        """Build the step and open the data, with every check that needs no compilation."""
         import jax
 
         from jaxscale.state.layout import check_model
@@ -181,24 +192,23 @@ class _Training:
         plan, _ = resolve_mesh(self.plan, self.experiment.batch, devices)
         check_model(plan, self.experiment.model)
         single_process = jax.process_count() == 1
-        if single_process:
-            self.data = self._open(0, 1)
+        if single_process:  # a mistake in the data shows before the step is built
+            self._open_data(0, 1)
         self.step = build(self.experiment, self.plan, devices=self.devices)
         if not single_process:
-            self.data = self._open(*self.step.data_shard())
+            self._open_data(*self.step.data_shard())
         # on the CPU, steps in flight starve each other's collectives: wait for each step
         self.one_at_a_time = devices[0].platform == "cpu"
 
-    def _open(self, process: int, processes: int) -> Any:
+    def _open_data(self, process: int, processes: int) -> None:
+        """Open this process's shard of the data, and check that the model can take it."""
         experiment = self.experiment
-        data = experiment.data.open(experiment.batch, experiment.seed, process=process, processes=processes)
-        check_data(self.experiment, data)
-        return data
+        self.data = experiment.data.open(experiment.batch, experiment.seed, process=process, processes=processes)
+        check_data(experiment, self.data)
 
     def _start(self) -> Any:
-        """The state of the newest checkpoint that verifies, or the initial state."""
+        """The state of the newest checkpoint that is not damaged, or the initial state."""
         restored = self.checkpoints.restore(self.step.canonical_abstract(), set_aside=True, say=self.journal.say)
-        self.data_state: Any = None
         if restored is None:
             return self.step.init()
         description = restored.description
@@ -206,9 +216,11 @@ class _Training:
         self.data_state = description.data
         state = self.step.from_canonical(restored.arrays)
         self.skipped = int(state.watch.skipped)
-        damaged = {str(step): reason for step, reason in restored.damaged.items()}
-        fields: dict[str, Any] = {"damaged": damaged} if damaged else {}
-        fields |= {"converted": list(restored.converted)} if restored.converted else {}
+        fields: dict[str, Any] = {}
+        if restored.damaged:
+            fields["damaged"] = {str(step): reason for step, reason in restored.damaged.items()}
+        if restored.converted:
+            fields["converted"] = list(restored.converted)
         self.journal.say(f"continuing {self.folder} after step {self.n}{self.step.describe_restored(restored.arrays)}")
         for line in restored.converted:
             self.journal.say(line)
@@ -217,15 +229,16 @@ class _Training:
             self.journal.say(line)
             fields |= changes
         self.event("resume", tokens=self.tokens, **fields)
-        if self.profile is not None and self.profile.missed(self.n):
+        if self.profiler.missed(self.n):
             self.journal.say(
-                f"profile {self.profile.steps}: the run goes on after step {self.n}, and these steps are not traced"
+                f"profile {self.profiler.steps}: the run continues after step {self.n}, so these steps are not traced"
             )
         return state
 
     # -- the steps -----------------------------------------------------------------------------------------------------
 
     def _train(self) -> Run:
+        """Train from the newest checkpoint, or from the initial state, to the last step."""
         with Stop() as stop:
             state = self._start()
             self.agreement = Agreement(self.step.mesh)
@@ -241,8 +254,9 @@ class _Training:
                 self._compile(batch)
                 self._stop_before_the_first_step(stop)
                 start = time.monotonic()
-                options = {"best": self.best, "one_at_a_time": self.one_at_a_time}
-                pauses = Pauses(self.experiment, self.step, self.data, self.checkpoints, self.journal, **options)
+                pauses = Pauses(
+                    self.experiment, self.step, self.data, self.checkpoints, self.journal, self.best, self.one_at_a_time
+                )
                 try:
                     state = self._steps(state, batches, batch, stop, pauses)
                 except (UserError, Preempted):
@@ -254,17 +268,20 @@ class _Training:
                     raise
         self.event("finished", loss=pauses.held_out, best=pauses.best, seconds=time.monotonic() - start)
         self.journal.report()
-        objects = {"train_step": self.step, "state": state, "data": self.data}
         self.journal.conclude()
-        return Run(self.folder, self.experiment, self.plan, devices=self.devices, **objects)
+        in_memory = {"train_step": self.step, "state": state, "data": self.data}
+        return Run(self.folder, self.experiment, self.plan, devices=self.devices, **in_memory)
 
     def _steps(self, state: Any, batches: Any, batch: Any, stop: Stop, pauses: Pauses) -> Any:
-        """Run all steps from a state and the first batch; returns the last state."""
+        """Run all steps from a state and the first batch; returns the last state.
+
+        Except on the CPU, the metrics of a step are read once the next one is dispatched; `pending` is the step in
+        flight.
+        """
         pending: tuple[int, Any, Any] | None = None
         self.meter.resume()
         while self.n < self.experiment.steps:
-            if self.profile is not None:
-                self.profile.before(self.n + 1, self.folder)
+            self.profiler.before(self.n + 1, self.folder)
             state, metrics = self.step.run(state, batch)
             self.n += 1
             saved_data_state = self.data_state
@@ -283,19 +300,20 @@ class _Training:
             if pause_due and pending is not None:
                 answers = self._settle_pending(pending)
                 stop_now, pending = stop_now or answers[0], None
-            if self.profile is not None and (is_last or stop_now or self.profile.ends(self.n)):
-                self.profile.after(self.n, self.folder, state, self.event, self.journal.say, trace_files(self.step))
+            if self.profiler.running and (is_last or stop_now or self.profiler.ends(self.n)):
+                self.profiler.after(self.n, self.folder, state, self.event, self.journal.say, trace_files(self.step))
                 self.meter.resume()
             if pause_due:
                 stop_early = stop_now and not is_last
                 pauses(self.n, self.tokens, state, saved_data_state, stopping=stop_early, save_now=save_now)
                 self.meter.resume()
                 if stop_early:
-                    endings.preempted(self.journal, self.n, stop.requested)
+                    endings.preempted(self.journal, self.n, stop.requested, saved=True)
             pauses.poll()
         return state
 
     def _compile(self, batch: Mapping[str, Any]) -> None:
+        """Compile the step; show and log its memory, FLOP and kernels."""
         for line in self.step.describe():
             self.journal.say(line)
         excluded_count = left_out()
@@ -307,19 +325,19 @@ class _Training:
         flop = int(self.step.model_flop(batch))
         memory = self.step.memory(batch)
         host_memory = self.step.host_memory()
-        prediction = {f"{kind.replace(' ', '_')}_bytes": kind_bytes for kind, kind_bytes in memory.items()}
-        prediction |= {f"host_{kind.replace(' ', '_')}_bytes": kind_bytes for kind, kind_bytes in host_memory.items()}
         copy_bytes = self.step.canonical_copy_bytes
-        prediction["checkpoint_copy_bytes"] = copy_bytes
+        bytes_by_name = memory | {f"host {kind}": kind_bytes for kind, kind_bytes in host_memory.items()}
+        bytes_by_name["checkpoint copy"] = copy_bytes
+        prediction = {f"{kind.replace(' ', '_')}_bytes": kind_bytes for kind, kind_bytes in bytes_by_name.items()}
         self.event("predicted", model_flop=flop, parameters=self.step.parameters, **prediction)
         if is_first():
-            kinds = {**memory, "gradients and activations": facts.temp_bytes}
+            bytes_by_kind = {**memory, "gradients and activations": facts.temp_bytes}
             with place.writing(self.folder):
-                table = {**self.step.layout.table(), "memory": kinds, "host_memory": host_memory}
-                place.write_json(self.folder / "layout.json", table)
+                layout = {**self.step.layout.table(), "memory": bytes_by_kind, "host_memory": host_memory}
+                place.write_json(self.folder / "layout.json", layout)
                 if self.step.decision is not None:
                     place.write_json(self.folder / "memory.json", to_json(self.step.decision))
-        device = None if self.one_at_a_time else self.step.mesh.local_devices[0]
+        device = None if self.one_at_a_time else self.step.mesh.local_devices[0]  # pyright: ignore[reportOptionalSubscript]
         self.meter = Meter(flop, peak_of(self.step), device)
         if (warning := save_memory_warning(sum(memory.values()), copy_bytes, device)) is not None:
             self.journal.say(warning)
@@ -331,6 +349,7 @@ class _Training:
             )
 
     def _settle_pending(self, pending: tuple[int, Any, Any] | None) -> tuple[bool, bool]:
+        """Settle a step in flight (number, metrics, question); returns whether to stop, and whether to save."""
         if pending is None:
             return False, False
         self._settle(pending[0], pending[1])
@@ -340,13 +359,13 @@ class _Training:
         """Wait for the metrics of step `n`, and log them."""
         import jax
 
-        scalars = {name: value.item() for name, value in jax.device_get(dict(metrics)).items()}
+        scalars = {name: scalar.item() for name, scalar in jax.device_get(dict(metrics)).items()}
         self.tokens += (tokens := round(scalars["weight"]))
         self.meter.add(tokens)
         if scalars["skipped"] > self.skipped:
             self.skipped = scalars["skipped"]
-            facts = {"loss": scalars["loss"], "grad_norm": scalars["grad_norm"], "skipped": self.skipped}
-            self.journal.event(n, "skipped", **facts)
+            skip_fields = {"loss": scalars["loss"], "grad_norm": scalars["grad_norm"], "skipped": self.skipped}
+            self.journal.event(n, "skipped", **skip_fields)
         if n % self.log_every == 0 or n == self.experiment.steps:
             names = ("loss", "grad_norm", "learning_rate", "residual_norm", "wire_bytes")  # the last two with a codec
             row = {name: scalars[name] for name in names if name in scalars}
@@ -355,10 +374,10 @@ class _Training:
             endings.diverged(self.journal, self.checkpoints, n, scalars)
 
     def _stop_before_the_first_step(self, stop: Stop) -> None:
-        """Stop if any process received a signal."""
+        """Stop the run if any process received a signal."""
         stop_now, _ = self.agreement.answer(self.agreement.ask(bool(stop.requested), False))
         if stop_now:
-            endings.stopped_before_the_first_step(self.journal, self.n, stop.requested)
+            endings.preempted(self.journal, self.n, stop.requested, saved=False)
 
     def event(self, name: str, **fields: Any) -> None:
         """Log an event after the newest step."""

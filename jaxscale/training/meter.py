@@ -5,12 +5,12 @@ from typing import Any
 
 
 class Meter:
-    """Adds up steps between two lines of the log.
+    """Measures the steps between two lines of the log.
 
     Args:
         flop: model FLOP per step, without recomputation.
-        peak: FLOP/s of all chips together; `None` if unknown.
-        device: its memory statistics are logged; `None` if the platform reports none.
+        peak: peak FLOP/s of all chips together; `None` if unknown.
+        device: device whose memory statistics are logged; `None` if the platform reports none.
     """
 
     def __init__(self, flop: int, peak: float | None, device: Any) -> None:
@@ -19,11 +19,11 @@ class Meter:
         self.resume()
 
     def resume(self) -> None:
-        """Count seconds from now on; those since the last step are not part of a step."""
+        """Start the clock of the next step now, which leaves out the time since the last step."""
         self._since = time.perf_counter()
 
     def add(self, tokens: int) -> None:
-        """Count a step that ends now."""
+        """Count a step of `tokens` target tokens that ends now."""
         now = time.perf_counter()
         self._seconds += now - self._since
         self._since = now
@@ -49,7 +49,7 @@ class Meter:
 
 
 def peak_of(step: Any) -> float | None:
-    """FLOP/s of all chips of a step's mesh at the plan's precision; `None` if the tables have none."""
+    """Peak FLOP/s of all chips of a step's mesh at the plan's precision; `None` if the tables have no peak."""
     from jaxscale.platforms.detect import detect
 
     if step.plan.matmul != "default":

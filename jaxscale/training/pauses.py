@@ -1,122 +1,125 @@
 """Work between the steps of a run: evaluation, samples and checkpoints, each when it is due."""
 
+import dataclasses
 import time
 from typing import Any
 
 from jaxscale.checkpoint.store import Checkpoints, Description
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.records.source import versions
-from jaxscale.training.evaluate import Evaluator
+from jaxscale.training.evaluate import held_out_means
 from jaxscale.training.journal import Journal
 
 
+@dataclasses.dataclass
 class Pauses:
     """The pauses of one run, from its first step on.
 
     Args:
-        experiment: specifies the intervals.
+        experiment: the experiment, which specifies the intervals.
         step: the train step.
         data: the opened data.
         checkpoints: the run's checkpoints.
         journal: the run's journal.
-        best: the least held-out loss so far; `None` without one.
-        one_at_a_time: wait for each batch of the held-out data, as the CPU platform needs.
+        best: the least held-out loss so far; `None` before the first.
+        one_at_a_time: wait for each batch of the held-out data before the next, which the CPU platform requires.
+        held_out: held-out loss of the last pause; `None` if it measured none.
     """
 
+    experiment: Experiment
+    step: Any
+    data: Any
+    checkpoints: Checkpoints
+    journal: Journal
+    best: float | None
+    one_at_a_time: bool
     held_out: float | None = None
-    """Held-out loss of the last pause; `None` if it measured none."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        step: Any,
-        data: Any,
-        checkpoints: Checkpoints,
-        journal: Journal,
-        *,
-        best: float | None,
-        one_at_a_time: bool,
-    ) -> None:
-        self._experiment, self._step, self._data = experiment, step, data
-        self._checkpoints, self._journal, self.best = checkpoints, journal, best
-        self._evaluator = Evaluator(step, data, one_at_a_time=one_at_a_time)
+    def __post_init__(self) -> None:
         self._saved_at = time.monotonic()
 
     def late(self) -> bool:
         """Whether a checkpoint is due by the clock."""
-        minutes = self._experiment.checkpoint.minutes
+        minutes = self.experiment.checkpoint.minutes
         return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 
-    def due(self, n: int) -> bool:
-        """Whether the number of step `n` makes a pause due."""
-        intervals = self._experiment.evaluation.every, self._experiment.samples.every, self._experiment.checkpoint.every
-        return any(_is_due(n, interval) for interval in intervals)
+    def due(self, updates: int) -> bool:
+        """Whether a pause is due after this number of updates."""
+        intervals = self.experiment.evaluation.every, self.experiment.samples.every, self.experiment.checkpoint.every
+        return any(_is_due(updates, interval) for interval in intervals)
 
-    def __call__(self, n: int, tokens: int, state: Any, data_state: Any, *, stopping: bool, save_now: bool) -> None:
-        """Evaluate, sample and save after step `n`, as far as they are due.
+    def __call__(
+        self, updates: int, tokens: int, state: Any, data_state: Any, *, stopping: bool, save_now: bool
+    ) -> None:
+        """After a step, evaluate, sample and save if they are due.
 
         Args:
-            n: updates so far; all three are due after the last.
-            tokens: target tokens so far.
+            updates: number of updates so far; all three are due after the last.
+            tokens: number of target tokens so far.
             state: the train state.
             data_state: state of the iterator over batches.
-            stopping: the run stops early, after this step.
-            save_now: a checkpoint is due by the clock.
+            stopping: whether the run stops early, after this step.
+            save_now: whether a checkpoint is due by the clock.
         """
-        last = n == self._experiment.steps
-        checkpoint, better = self._experiment.checkpoint, False
+        is_last = updates == self.experiment.steps
+        checkpoint, better = self.experiment.checkpoint, False
         self.held_out = None
-        if last or _is_due(n, self._experiment.evaluation.every):
-            better = self._evaluate(n, state)
-        if last or _is_due(n, self._experiment.samples.every):
-            self._sample(n, state)
-        if last or stopping or save_now or _is_due(n, checkpoint.every) or (better and checkpoint.best):
-            self._save(n, tokens, state, data_state, wait=last or stopping)
+        if is_last or _is_due(updates, self.experiment.evaluation.every):
+            better = self._evaluate(updates, state)
+        if is_last or _is_due(updates, self.experiment.samples.every):
+            self._sample(updates, state)
+        if is_last or stopping or save_now or _is_due(updates, checkpoint.every) or (better and checkpoint.best):
+            self._save(updates, tokens, state, data_state, wait=is_last or stopping)
 
     def poll(self) -> None:
         """Log a checkpoint that was committed since the last call."""
-        self._log(self._checkpoints.poll())
+        self._log(self.checkpoints.poll())
 
-    def _evaluate(self, n: int, state: Any) -> bool:
+    def _evaluate(self, updates: int, state: Any) -> bool:
         """Measure and log the held-out loss; returns whether it is the least so far."""
-        metrics = self._evaluator(state, self._experiment.evaluation.batches)
+        batches = self.experiment.evaluation.batches
+        metrics = held_out_means(self.step, self.data, state, batches, one_at_a_time=self.one_at_a_time)
         if metrics is None:
             return False
         self.held_out = metrics["loss"]
         better = self.best is None or metrics["loss"] < self.best
         if better:
             self.best = metrics["loss"]
-        self._journal.evaluated(n, metrics, better=better)
+        self.journal.evaluated(updates, metrics, better=better)
         return better
 
-    def _sample(self, n: int, state: Any) -> None:
+    def _sample(self, updates: int, state: Any) -> None:
+        """Draw, store and show the samples of the experiment."""
         from jaxscale.training.generate import draw_samples
 
-        for prompt, text in draw_samples(self._experiment, self._data.tokenizer, lambda: self._step.module(state)):
-            self._journal.sampled(n, prompt, text)
+        for prompt, text in draw_samples(self.experiment, self.data.tokenizer, lambda: self.step.module(state)):
+            self.journal.sampled(updates, prompt, text)
 
-    def _save(self, n: int, tokens: int, state: Any, data_state: Any, *, wait: bool) -> None:
-        self._log(self._checkpoints.wait())
+    def _save(self, updates: int, tokens: int, state: Any, data_state: Any, *, wait: bool) -> None:
+        """Save a checkpoint in the background; with `wait`, return once it is committed."""
+        self._log(self.checkpoints.wait())
         self._save_began = time.perf_counter()
         description = Description(
-            step=n,
+            step=updates,
             tokens=tokens,
             data=data_state,
-            experiment=self._experiment.name,
+            experiment=self.experiment.name,
             loss=self.held_out,
             best=self.best,
             versions=versions(),
         )
-        self._journal.flush()  # in a bucket lines are buffered; they must be written before the checkpoint
-        self._checkpoints.save(self._step.to_canonical(state), description)
+        self.journal.flush()  # in a bucket lines are buffered; they must be written before the checkpoint
+        self.checkpoints.save(self.step.to_canonical(state), description)
         self._saved_at = time.monotonic()
         if wait:
-            self._log(self._checkpoints.wait())
+            self._log(self.checkpoints.wait())
 
     def _log(self, description: Description | None) -> None:
+        """Log that a checkpoint was committed; `None` logs nothing."""
         if description is not None:
-            self._journal.event(description.step, "checkpoint", seconds=time.perf_counter() - self._save_began)
+            self.journal.event(description.step, "checkpoint", seconds=time.perf_counter() - self._save_began)
 
 
 def _is_due(step: int, interval: int) -> bool:
+    """Whether work of this interval is due after a step; never for an interval of 0."""
     return interval > 0 and step % interval == 0

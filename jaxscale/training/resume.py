@@ -16,11 +16,11 @@ from jaxscale.records.source import Source, written_sha256
 
 @dataclasses.dataclass(frozen=True)
 class Earlier:
-    """A run as its directory recorded it before it is continued.
+    """What the directory of a run recorded before the run is continued.
 
     Args:
-        steps: its updates.
-        sha256: SHA-256 of its experiment file; `None` without one.
+        steps: number of updates that the run had.
+        sha256: SHA-256 of its experiment file; `None` without a file.
     """
 
     steps: int
@@ -28,10 +28,10 @@ class Earlier:
 
     @classmethod
     def read(cls, run_dir: Any, experiment: Experiment) -> "Earlier | None":
-        """The run in the directory; `None` where it holds none. Call it before anything is written there.
+        """The earlier run in the directory; `None` if it holds no run. Call it before anything is written there.
 
         Raises:
-            UserError: it is a run of another experiment, or its experiment.json is damaged.
+            UserError: the directory holds a run of another experiment, or its experiment.json is damaged.
         """
         stored_json = check_same_experiment(run_dir, experiment)
         return None if stored_json is None else cls(stored_json.get("steps", experiment.steps), written_sha256(run_dir))
@@ -39,26 +39,27 @@ class Earlier:
     def changes(
         self, experiment: Experiment, source: Source | None, step: int
     ) -> Iterator[tuple[str, dict[str, int | float | str]]]:
-        """The changes when the run goes on after `step`: for each a line to print, and fields for the log.
+        """The changes of a run that continues after `step`, as pairs of a line to print and fields for the log.
 
-        The schedule falls until the last step, so other steps change the learning rate at once. Where the experiment
-        holds code (functions, or classes of its file), its values do not show an edit, and the hash of the file does
-        not distinguish an edited loss from an edited comment or variant: so a change is reported, not refused.
+        The schedule falls until the last step, so another number of steps changes the learning rate at once. If the
+        experiment holds code (functions, or classes of its file), its values do not show an edit, and the hash of the
+        file does not distinguish an edited loss from an edited comment or variant. So a change is reported, and is no
+        error.
         """
         if experiment.steps != self.steps:
-            old, new = self.steps, experiment.steps
-            old_lr, new_lr = (experiment.optimizer.learning_rate_at(step, steps) for steps in (old, new))
+            old_steps, new_steps = self.steps, experiment.steps
+            old_lr, new_lr = (experiment.optimizer.learning_rate_at(step, steps) for steps in (old_steps, new_steps))
             effect = f"stays at {new_lr:.4g}" if old_lr == new_lr else f"goes from {old_lr:.4g} to {new_lr:.4g}"
             yield (
-                f"steps were {old:,} and are {new:,}: the learning rate of step {step + 1:,} {effect}",
-                {"old_steps": old, "steps": new, "old_learning_rate": old_lr, "learning_rate": new_lr},
+                f"steps were {old_steps:,} and are {new_steps:,}: the learning rate of step {step + 1:,} {effect}",
+                {"old_steps": old_steps, "steps": new_steps, "old_learning_rate": old_lr, "learning_rate": new_lr},
             )
         if source is None or source.path is None or None in (self.sha256, source.sha256):
             return
         if source.sha256 != self.sha256 and _holds_code(experiment, source):
             yield (
                 f"{source.relative or source.path} has changed since this run was last started, and the experiment "
-                f"holds code of it: up to step {step:,} another text was trained",
+                f"uses code from it: the steps up to {step:,} ran the earlier code",
                 {"old_sha256": str(self.sha256), "sha256": str(source.sha256)},
             )
 

@@ -17,12 +17,12 @@ class Run:
 
     Args:
         directory: the run directory.
-        experiment: the trained experiment; by default rebuilt from the directory when it is needed.
+        experiment: the trained experiment; by default rebuilt from the directory at first use.
         plan: the plan to rebuild the step with.
         devices: devices to rebuild the step on.
         train_step: the step that trained, if it is still in memory.
-        state: its last state.
-        data: the opened data.
+        state: the last train state, if it is still in memory.
+        data: the opened data, if it is still in memory.
 
     Example:
         >>> Run.open("no/such/run")
@@ -47,15 +47,12 @@ class Run:
 
     @classmethod
     def open(cls, directory: Any) -> "Run":
-        """A run from its directory, finished or in progress.
+        """Open a run, finished or in progress, by its directory.
 
         Raises:
-            UserError: there is no run.
+            UserError: the directory holds no run.
         """
-        path = run_path(directory)
-        if not (path / place.EXPERIMENT).exists():
-            raise UserError(f"{path} holds no run: expected {place.EXPERIMENT} there; give the directory of a run")
-        return cls(path)
+        return cls(place.existing_run(directory))
 
     # -- measurements --------------------------------------------------------------------------------------------------
 
@@ -88,7 +85,7 @@ class Run:
 
     @property
     def held_out_loss(self) -> float:
-        """The last held-out loss in nats per target; NaN where none was measured."""
+        """The last held-out loss in nats per target; NaN if none was measured."""
         rows = self.evaluations
         return rows[-1]["loss"] if rows else float("nan")
 
@@ -112,7 +109,7 @@ class Run:
 
     @property
     def state(self) -> Any:
-        """The train state after the last step, or the newest checkpoint's."""
+        """The train state after the last step, or that of the newest checkpoint."""
         self._restore()
         return self._state
 
@@ -125,35 +122,29 @@ class Run:
     def generate(
         self, prompt: str | Sequence[str] = "\n", tokens: int = 200, *, temperature: float = 0.8, seed: int = 0
     ) -> Any:
-        """The model's continuation of a prompt, or of several: see `training.generate.generate`."""
+        """The model's continuation of a prompt, or of each of several prompts, as by `training.generate.generate`."""
         from jaxscale.checkpoint.restore import read_tokenizer
-        from jaxscale.training.generate import can_generate, check, continuations
+        from jaxscale.training.generate import Sampling, check_generates, continuations
 
-        check(tokens, temperature)
-        model = self.experiment.model
+        sampling = Sampling(tokens, temperature, seed)
         tokenizer = self._data.tokenizer if self._data is not None else read_tokenizer(self.dir)
-        if not can_generate(model, tokenizer):
-            raise UserError(f"{type(model).__name__} with this data does not generate text")
-        prompts = (prompt,) if isinstance(prompt, str) else tuple(prompt)
-        texts = continuations(self.module, model, tokenizer, prompts, tokens=tokens, temperature=temperature, seed=seed)
-        return texts[0] if isinstance(prompt, str) else texts
+        check_generates(self.experiment.model, tokenizer)
+        return continuations(self.module, self.experiment.model, tokenizer, prompt, sampling)
 
     def _restore(self) -> None:
+        """Build the step and restore its newest checkpoint, unless the state is in memory."""
         if self._state is not None:
             return
-        from jaxscale.checkpoint.store import Checkpoints
+        from jaxscale.checkpoint.restore import restore_newest
         from jaxscale.step.build import build
 
         step = build(self.experiment, self._plan, devices=self._devices)
-        restored = Checkpoints(self.dir / place.CHECKPOINTS, write=False).restore(step.canonical_abstract())
-        if restored is None:
-            raise UserError(f"{self.dir} has no checkpoint yet: train it until its first save")
-        self._train_step, self._state = step, step.from_canonical(restored.arrays)
+        self._train_step, self._state = step, step.from_canonical(restore_newest(self.dir, step).arrays)
 
     # -- for people ----------------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """The most important figures, in a few lines: see `training.summary.summary`."""
+        """The most important figures in a few lines, by `report.summary.summary`."""
         from jaxscale.report.summary import summary
 
         return summary(self.dir)

@@ -1,4 +1,4 @@
-"""Signals of a run: the first SIGTERM or Ctrl-C makes it save and stop after the step, a second one ends it at once.
+"""Stop signals: after the first SIGTERM or Ctrl-C a run saves and stops after its step; a second one ends it at once.
 
 Colab's stop button interrupts the kernel, like Ctrl-C. With several processes a signal may reach any of them:
 `Agreement` makes all of them stop, or save, after the same step.
@@ -15,7 +15,7 @@ import numpy as np
 
 
 class Stop:
-    """Within the context, `requested` is the name of the first stop signal, or empty.
+    """A context in which `requested` is the name of the first stop signal, or empty before one arrives.
 
     Handlers are set only in the main thread, as Python requires; on exit the previous ones are restored.
 
@@ -43,6 +43,7 @@ class Stop:
         self._before.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Record the first signal; a second one ends the process, or interrupts the notebook's kernel."""
         if not self.requested:
             self.requested = signal.Signals(number).name
             return
@@ -53,7 +54,9 @@ class Stop:
 
 
 class Agreement:
-    """The same decisions on every process: stop if any received a signal, save if the first one's clock says so.
+    """The same decisions on every process.
+
+    All stop if any process received a signal, and save if a checkpoint is due by the first process's clock.
 
     A tiny program on the devices combines the flags; it is dispatched after a step and read with the step's metrics, so
     that no device waits for it.
@@ -76,7 +79,7 @@ class Agreement:
             self._any = jax.jit(lambda flags: jnp.max(flags, axis=0), out_shardings=replicated)
 
     def ask(self, stop: bool, save: bool) -> Any:
-        """Dispatch the question; every process does so after the same step."""
+        """Dispatch the question whether to `stop` and to `save`; every process does so after the same step."""
         if self._is_single:
             return stop, save
         import jax
@@ -88,7 +91,7 @@ class Agreement:
         return self._any(flags)
 
     def answer(self, question: Any) -> tuple[bool, bool]:
-        """Whether to stop, and whether to save by the clock."""
+        """The answer to what `ask` returned: whether to stop, and whether to save by the clock."""
         if self._is_single:
             return question
         stop, save = np.asarray(question)

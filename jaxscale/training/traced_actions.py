@@ -1,4 +1,4 @@
-"""The pipeline actions of a trace: their operations, written beside the trace, and the chart of both.
+"""The pipeline actions of a trace: which operations belong to each, and when they ran.
 
 A trace names operations as the compiled program does. Each kind of action has its own branch there, marked by the named
 scope of its operations (`pipeline_F`, ...). `actions.json` holds, for every kind, the operations that its branch runs
@@ -8,18 +8,18 @@ once, and the rank of each device. It is written with the trace, while the progr
 import collections
 import json
 import re
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from jaxscale.compiler.hlo_program import HloProgram, called
 from jaxscale.errors import UserError
-from jaxscale.pipeline.clock.measured import Timeline, measured
+from jaxscale.pipeline.clock.measured import MeasuredSpans, measured
 from jaxscale.pipeline.clock.simulate import Simulation, Span
 from jaxscale.recipe.plan import Plan, read_plan
 from jaxscale.records.storage import is_remote
-from jaxscale.training.profile import FOLDER, newest_trace
+from jaxscale.training.device_times import newest_trace, operations_of, traced_event
+from jaxscale.training.profile import FOLDER
 
 ACTIONS, PLAN = "actions.json", "plan.json"
 _SCOPE = re.compile(r'op_name="[^"]*\bpipeline_([FBIW])\b')
@@ -30,10 +30,11 @@ def actions_of(program: str) -> dict[str, list[str]]:
     """The operations of a compiled program that each kind of pipeline action runs once.
 
     Args:
-        program: `compiled.as_text()`.
+        program: text of the program, `compiled.as_text()`.
 
     Returns:
-        Operation names by kind; empty where kinds have no branches: no pipeline, or the lowering without conditionals.
+        Names of operations by kind of action, such as "F"; empty if kinds have no branches, that is without a pipeline
+        or with the lowering without conditionals.
     """
     hlo = HloProgram(program)
     actions: dict[str, list[str]] = {}
@@ -55,7 +56,7 @@ def actions_of(program: str) -> dict[str, list[str]]:
 
 
 def trace_files(step: Any) -> dict[str, str]:
-    """The text of files to write beside a trace of this step, by name; empty without a pipeline.
+    """Text of each file to write beside a trace of this step, by file name; empty without a pipeline.
 
     Args:
         step: a compiled `TrainStep`.
@@ -85,10 +86,10 @@ def measured_run(folder: Any) -> tuple[Plan, Simulation, int]:
         folder: the run's folder.
 
     Returns:
-        Its plan, the schedule with its measured times, and the number of steps that they are the mean of.
+        The run's plan, the schedule with its measured times, and the number of steps over which times are means.
 
     Raises:
-        UserError: no run, no pipeline, no trace, or a trace without actions; with advice.
+        UserError: the folder has no run, pipeline or trace, or a trace without actions; the message has advice.
     """
     plan = traced_plan(folder)
     trace = Path(folder) / FOLDER
@@ -101,32 +102,32 @@ def measured_run(folder: Any) -> tuple[Plan, Simulation, int]:
     if not actions["operations"]:
         raise UserError(f"{trace}: this program has no branch for each kind of action, and devices do not idle in it")
     operation_names = {name for names in actions["operations"].values() for name in names}
-    timelines = _timelines(newest_trace(trace), operation_names)
-    ranks: dict[int, list[Timeline]] = {}
+    with newest_trace(trace) as profiles:
+        timelines = _timelines((plane for profile in profiles for plane in profile.planes), operation_names)
+    timelines_of_rank: dict[int, list[MeasuredSpans]] = {}
     for device, rank in actions["ranks"].items():
         if int(device) in timelines:
-            ranks.setdefault(rank, []).append(timelines[int(device)])
+            timelines_of_rank.setdefault(rank, []).append(timelines[int(device)])
     assert plan.pipeline is not None
     schedule = plan.pipeline.schedule()
-    forwards = sum(action.kind.value == "F" for action in schedule.orders[0])
-    counts = collections.Counter(
+    forward_count = sum(action.kind.value == "F" for action in schedule.orders[0])
+    run_counts = collections.Counter(
         len(spans)
-        for names in [actions["operations"].get("F", ())]
-        for name in names
-        for timeline in ranks.get(0, ())
+        for name in actions["operations"].get("F", ())
+        for timeline in timelines_of_rank.get(0, ())
         if (spans := timeline.get(name))
     )
-    if not counts or counts.most_common(1)[0][0] % forwards:
+    if not run_counts or run_counts.most_common(1)[0][0] % forward_count:
         raise UserError(f"{trace}: no whole step is in the trace; {advice}")
-    steps = counts.most_common(1)[0][0] // forwards
-    return plan, measured(schedule, actions["operations"], ranks, steps), steps
+    steps = run_counts.most_common(1)[0][0] // forward_count
+    return plan, measured(schedule, actions["operations"], timelines_of_rank, steps), steps
 
 
 def traced_plan(folder: Any) -> Plan:
-    """The plan of a run, after a check of its files that its trace can be drawn.
+    """The plan of a run, after a check that its files suffice to draw its trace.
 
     Raises:
-        UserError: as `measured_run`.
+        UserError: the files do not suffice, as in `measured_run`.
     """
     if is_remote(folder):
         raise UserError(f"{folder} lies in a bucket: copy its {PLAN} and {FOLDER}/ here, and give their folder")
@@ -135,10 +136,10 @@ def traced_plan(folder: Any) -> Plan:
         raise UserError(f"{folder} is no run: it has no {PLAN}; expected the folder that train wrote (--out)")
     plan = read_plan(folder / PLAN)
     if plan.pipeline is None:
-        raise UserError(f"{folder} was trained without a pipeline: there is nothing of one to draw")
+        raise UserError(f"{folder} was trained without a pipeline: there is no pipeline to draw")
     if plan.asynchronous:
         raise UserError(
-            f"{folder}: pipeline {plan.pipeline} never drains, and a step holds parts of several batches; draw a "
+            f"{folder}: pipeline {plan.pipeline} never drains, and a step works on several batches; draw a "
             f"synchronous one, or `draw pipeline {plan.pipeline}` with --cost"
         )
     if not (folder / FOLDER / ACTIONS).exists():
@@ -148,43 +149,27 @@ def traced_plan(folder: Any) -> Plan:
     return plan
 
 
-def _timelines(files: Any, operations: set[str]) -> dict[int, Timeline]:
-    """The times of operations on each device of a trace, in seconds."""
-    from jax.profiler import ProfileData
-
+def _timelines(planes: Iterable[Any], names: set[str]) -> dict[int, MeasuredSpans]:
+    """Start and end in seconds of each run of the operations with these names, by device and operation."""
     timelines: dict[int, dict[str, list[Span]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # as in `profile.summary_of`
-        for file in files:
-            for plane in ProfileData.from_file(str(file)).planes:
-                _read_plane(plane, operations, timelines)
-    return {device: {name: sorted(spans) for name, spans in timeline.items()} for device, timeline in timelines.items()}
-
-
-def _read_plane(plane: Any, operations: set[str], timelines: Mapping[int, Mapping[str, list[Span]]]) -> None:
-    accelerator = re.fullmatch(r"/device:(?:TPU|GPU):(\d+)", plane.name)
-    is_host = plane.name == "/host:CPU"
-    if accelerator is None and not is_host:
-        return
-    events, ends = [], {}
-    for line in plane.lines:
-        if accelerator is not None and line.name != "XLA Ops" and not line.name.startswith("Stream"):
-            continue
-        for event in line.events:
-            name = str(event.name).split(" = ")[0].lstrip("%")
-            stats = dict(event.stats)
-            if is_host and name.startswith("end: "):
-                ends[stats.get("_c")] = event.start_ns + event.duration_ns
-                continue
-            name = str(stats.get("hlo_op", name))
-            if name in operations and str(stats.get("hlo_module", "jit__step")).startswith("jit__step"):
-                if is_host and "hlo_op" not in stats:
-                    continue
-                device = int(accelerator[1]) if accelerator else int(stats.get("device_ordinal", 0))
-                events.append((device, name, event.start_ns, event.start_ns + event.duration_ns, stats.get("_p")))
-    for device, name, start, end, producer in events:
+    for plane in planes:
         # a CPU's work in other threads ends after the call has returned, with a separate event
-        timelines[device][name].append((start * 1e-9, max(end, ends.get(producer, end)) * 1e-9))
+        host_events = (event for line in plane.lines for event in line.events if plane.name == "/host:CPU")
+        ends = {
+            event.stats.get("_c"): event.end
+            for event in map(traced_event, host_events)
+            if event.name.startswith("end: ")
+        }
+        for device, operations in operations_of(plane):
+            number = re.fullmatch(r"[CGT]PU:(\d+)", device)
+            if number is None:
+                continue
+            for operation in operations:
+                name = str(operation.stats.get("hlo_op", operation.name))
+                if name in names and str(operation.stats.get("hlo_module", "jit__step")).startswith("jit__step"):
+                    end = max(operation.end, ends.get(operation.stats.get("_p"), operation.end))
+                    timelines[int(number[1])][name].append((operation.start * 1e-9, end * 1e-9))
+    return {device: {name: sorted(spans) for name, spans in timeline.items()} for device, timeline in timelines.items()}
 
 
 def _number(device: Any) -> int:

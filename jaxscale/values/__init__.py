@@ -1,5 +1,5 @@
-"""Frozen dataclasses as text: to and from JSON, from a command line's `--model.embed 256`, and the check that every
-field holds its declared type.
+"""Frozen dataclasses to and from JSON, with fields set by a command line's `--model.embed 256`, and the check that
+every field holds its declared type.
 
 One interpretation of type annotations (`annotations.py`) serves experiment.json, plan.json, the command line and error
 messages. Supported are bool, int, float, str, paths, `Literal`, `X | None` and other unions, tuples, lists, dicts,
@@ -11,7 +11,7 @@ code is rebuilt from its file, not from its name. Left out: enums and generic da
 
 from jaxscale.values.annotations import describe, field_types, is_record
 from jaxscale.values.as_json import from_json, has_code, read_json, to_json
-from jaxscale.values.as_text import override, parse, paths
+from jaxscale.values.as_text import override, parse, paths, spell
 from jaxscale.values.check import check_types
 from jaxscale.values.difference import ABSENT, Difference, difference
 from jaxscale.values.earlier import changes
@@ -31,5 +31,6 @@ __all__ = [
     "parse",
     "paths",
     "read_json",
+    "spell",
     "to_json",
 ]

@@ -1,4 +1,4 @@
-"""The meaning of a field's declared type, and its description in messages."""
+"""The meaning of a field's declared type (its *hint*, as Python calls it), and its description in messages."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ def field_types(cls: type) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(cls) if field.init]
     try:
         hints = typing.get_type_hints(cls)
-    except NameError:  # a name imported for type checkers only: such a class goes unchecked
+    except NameError:  # a name that is imported for type checkers only: the class is not checked
         hints = {}
     return {name: hints.get(name, Any) for name in names}
 
@@ -40,7 +40,7 @@ def members(hint: Any) -> tuple[Any, ...]:
 
 
 def accepts_none(hint: Any) -> bool:
-    """Whether `None` is one of the alternatives."""
+    """Whether `None` is one of the alternatives of the type."""
     return types.NoneType in members(hint)
 
 
@@ -50,7 +50,7 @@ def _is_open(hint: Any) -> bool:
 
 
 def names_its_class(hint: Any) -> bool:
-    """Whether the JSON of a dataclass in such a field names its class."""
+    """Whether the JSON of a dataclass in a field of this type names its class."""
     records = [member for member in members(hint) if dataclasses.is_dataclass(member)]
     return _is_open(hint) or any(map(_is_open, members(hint))) or len(records) > 1
 
@@ -98,7 +98,7 @@ def describe(hint: Any) -> str:
 
 
 def wrong(path: str, value: Any, hint: Any, near: str = "") -> UserError:
-    """The error for a value that is not of its declared type."""
+    """The error for the value at `path`, which is not of its declared type; `near` is a suggestion to append."""
     if isinstance(value, type):
         value_text = f"the class {value.__qualname__}"
     else:
@@ -116,7 +116,7 @@ def literal_near(word: Any, hint: Any) -> str:
 
 
 def located(error: UserError, path: str, names: Sequence[str]) -> UserError:
-    """An error of a nested value's own checks, with its path in front: "zero: got 7" becomes "plan.zero: got 7"."""
+    """An error of a nested value's own checks with its path in front: "zero: got 7" becomes "plan.zero: got 7"."""
     text = str(error)
     if not path:
         return error

@@ -34,6 +34,7 @@ _TYPE = "type"
 
 
 _ONE_WAY = ("callable", "object")
+"""Keys of values that are written to JSON and not read."""
 
 
 def to_json(value: Any) -> Any:
@@ -56,8 +57,8 @@ def from_json(cls: type[T], data: Any, where: str = "the JSON") -> T:
     """The value of class `cls` from JSON of `to_json`; missing fields get their defaults.
 
     Args:
-        cls: a dataclass, or any other supported annotation.
-        data: the result of `json.loads`.
+        cls: a dataclass, or any other supported type.
+        data: JSON data, as `json.loads` returns it.
         where: name of the file, for messages.
 
     Raises:
@@ -70,7 +71,7 @@ def from_json(cls: type[T], data: Any, where: str = "the JSON") -> T:
 
 
 def has_code(data: Any) -> bool:
-    """Whether JSON of `to_json` contains a function, class or other object that JSON cannot restore."""
+    """Whether JSON of `to_json` contains a function, class or other object that cannot be read back."""
     if isinstance(data, dict):
         return any(key in data for key in _ONE_WAY) or any(map(has_code, data.values()))
     return isinstance(data, list) and any(map(has_code, data))
@@ -91,6 +92,7 @@ def read_json(path: Any) -> Any:
 
 
 def _dump(value: Any, hint: Any) -> Any:
+    """The JSON of a value in a field of a declared type."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -102,16 +104,15 @@ def _dump(value: Any, hint: Any) -> Any:
     if has_text_form(type(value)) and not names_its_class(hint):
         return str(value)
     if dataclasses.is_dataclass(value):
-        fields = {name: _dump(getattr(value, name), inner) for name, inner in field_types(type(value)).items()}
+        fields = {name: _dump(getattr(value, name), item_hint) for name, item_hint in field_types(type(value)).items()}
         return {_TYPE: type_name(_code_name(type(value))), **fields} if names_its_class(hint) else fields
     if isinstance(value, tuple | list):
-        single = [member for member in members(hint) if (get_origin(member) or member) in (tuple, list)]
-        return [
-            _dump(item, inner) for item, inner in zip(value, item_hints((*single, Any)[0], len(value)), strict=True)
-        ]
+        sequence_hints = [member for member in members(hint) if (get_origin(member) or member) in (tuple, list)]
+        hints = item_hints((*sequence_hints, Any)[0], len(value))
+        return [_dump(item, item_hint) for item, item_hint in zip(value, hints, strict=True)]
     if isinstance(value, Mapping):
-        inner = ([get_args(member)[1] for member in members(hint) if len(get_args(member)) == 2] or [Any])[0]
-        return {str(key): _dump(item, inner) for key, item in value.items()}
+        item_hint = ([get_args(member)[1] for member in members(hint) if len(get_args(member)) == 2] or [Any])[0]
+        return {str(key): _dump(item, item_hint) for key, item in value.items()}
     scalar: Any = value
     if getattr(scalar, "shape", None) == ():
         return scalar.item()
@@ -134,6 +135,7 @@ def _code_name(code: Any) -> str:
 
 
 def _arguments(positional: Iterable[Any], named: Mapping[str, Any]) -> list[str]:
+    """Arguments of a call as text."""
     return [*map(_argument, positional), *(f"{name}={_argument(value)}" for name, value in named.items())]
 
 
@@ -155,11 +157,11 @@ def _argument(value: Any) -> str:
 
 
 def load(data: Any, hint: Any, path: str) -> Any:
-    """The value of a declared type from JSON data; `path` names it in messages."""
+    """The value of a declared type from JSON data; `path` is its dotted path, for messages."""
     if isinstance(data, dict) and any(key in data for key in _ONE_WAY):
         name = next(data[key] for key in _ONE_WAY if key in data)
         raise UserError(
-            f"{path}: {name} is code, which JSON does not hold: rebuild the value from the file that made it"
+            f"{path}: {name} is code, which cannot be read from JSON: rebuild the value from the file that defines it"
         )
     if isinstance(data, dict) and _TYPE in data and names_its_class(hint):
         fields = {key: item for key, item in data.items() if key != _TYPE}
@@ -181,11 +183,11 @@ def load(data: Any, hint: Any, path: str) -> Any:
         if len(hints) != len(data):
             raise wrong(path, data, hint)
         return origin(
-            load(item, inner, f"{path}[{i}]") for i, (item, inner) in enumerate(zip(data, hints, strict=True))
+            load(item, item_hint, f"{path}[{i}]") for i, (item, item_hint) in enumerate(zip(data, hints, strict=True))
         )
     if origin in (dict, Mapping) and isinstance(data, dict):
-        inner = (*get_args(hint), Any, Any)[1]
-        return {key: load(item, inner, f"{path}.{key}") for key, item in data.items()}
+        item_hint = (*get_args(hint), Any, Any)[1]
+        return {key: load(item, item_hint, f"{path}.{key}") for key, item in data.items()}
     if hint is Any:
         return tuple(load(item, Any, path) for item in data) if isinstance(data, list) else data
     check(data, hint, path)
@@ -194,9 +196,10 @@ def load(data: Any, hint: Any, path: str) -> Any:
 
 
 def _load_record(data: Any, cls: type, path: str) -> Any:
+    """The value of a dataclass from a JSON object."""
     hints = field_types(cls)
-    upgraded = getattr(cls, "upgraded_json", None)  # for classes whose earlier versions had other fields
-    data = data if upgraded is None else upgraded(data)
+    upgrade = getattr(cls, "upgraded_json", None)  # for classes whose earlier versions had other fields
+    data = data if upgrade is None else upgrade(data)
     if not isinstance(data, dict):
         raise wrong(path, data, cls)
     for name in data:
@@ -204,22 +207,27 @@ def _load_record(data: Any, cls: type, path: str) -> Any:
             dotted = f"{path}.{name}" if path else name
             raise UserError(f"unknown field {dotted!r}: {cls.__name__} has {', '.join(hints)}{near_miss(name, hints)}")
     values = {name: load(item, hints[name], f"{path}.{name}" if path else name) for name, item in data.items()}
-    required = {
-        field.name
-        for field in dataclasses.fields(cls)
-        if field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
-    for name in hints:
-        if name in required - set(values):
-            raise UserError(f"{path}.{name}".lstrip(".") + " is missing, and has no default")
+    for field in dataclasses.fields(cls):
+        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        if field.init and not has_default and field.name not in values:
+            raise UserError(f"{path}.{field.name}".lstrip(".") + " is missing, and has no default")
     try:
         return cls(**values)
     except UserError as error:
         raise located(error, path, list(hints)) from None
 
 
-def first_that_accepts(read: Callable[[Any], Any], hint: Any, path: str, data: Any) -> Any:
-    """The result of the first alternative that accepts; if only one is not `None`, its error is raised."""
+def first_that_accepts(load_as: Callable[[Any], Any], hint: Any, path: str, data: Any) -> Any:
+    """The value of some data as the first alternative of a union that accepts it.
+
+    Raises a `UserError` if none accepts it: that of the alternative, if only one is not `None`.
+
+    Args:
+        load_as: returns the value of the data as the given alternative, or raises a `UserError`.
+        hint: the union.
+        path: dotted path of the value, for messages.
+        data: JSON data, or text.
+    """
     alternatives = [member for member in members(hint) if member is not types.NoneType]
     alternatives.sort(key=lambda member: member is str)  # text would swallow every other alternative
     if accepts_none(hint):
@@ -227,7 +235,7 @@ def first_that_accepts(read: Callable[[Any], Any], hint: Any, path: str, data: A
             return None
         if len(alternatives) == 1:
             try:
-                return read(alternatives[0])
+                return load_as(alternatives[0])
             except UserError as error:
                 text = str(error)
                 start, middle, end = text.partition(f", expected {describe(alternatives[0])}")
@@ -235,7 +243,7 @@ def first_that_accepts(read: Callable[[Any], Any], hint: Any, path: str, data: A
     form_error: UserError | None = None
     for member in alternatives:
         try:
-            return read(member)
+            return load_as(member)
         except UserError as error:
             # the error of a class with a text form is the most specific for a text of more than a word
             if has_text_form(member) and isinstance(data, str) and not data.strip().isalnum():

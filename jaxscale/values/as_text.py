@@ -1,5 +1,6 @@
 """Fields by dotted path, and their values by text: `--plan.mesh fsdp:4`."""
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -29,14 +30,15 @@ T = TypeVar("T")
 def override(value: T, changes: Mapping[str, str]) -> T:
     """The value with some fields replaced, specified by dotted path and text.
 
-    Each dataclass on a path is replaced once, with all its changes together, so that checks across fields see all.
+    Each dataclass on a path is replaced once, with all its changes together, so that its checks see the new
+    values alone.
 
     Args:
         value: a frozen dataclass.
         changes: text by dotted path: `{"model.embed": "256", "plan.mesh": "fsdp:4"}`; `-` may stand for `_` in a path.
 
     Raises:
-        UserError: an unknown path, with the nearest of all paths; text that is not of the field's type.
+        UserError: a path is unknown (the message suggests the nearest), or a text is not of the field's type.
 
     Example:
         >>> from jaxscale.recipe.plan import Plan
@@ -49,17 +51,17 @@ def override(value: T, changes: Mapping[str, str]) -> T:
     nested: dict[str, Any] = {}
     for key, text in changes.items():
         path = key.replace("-", "_")
-        _find(value, path, key)
-        level = nested
+        _check_path(value, path, key)
+        changes_here = nested
         *parents, leaf = path.split(".")
         for index, parent in enumerate(parents):
-            level = level.setdefault(parent, {})
-            if isinstance(level, str):
+            changes_here = changes_here.setdefault(parent, {})
+            if isinstance(changes_here, str):
                 parent_path = ".".join(parents[: index + 1])
-                raise UserError(f"{parent_path} and {path} are both given: give the whole or the part")
-        if leaf in level:
-            raise UserError(f"{path} and a field of it are both given, or it is given twice: give one")
-        level[leaf] = text
+                raise UserError(f"{parent_path} and {path} are both given: set one of them")
+        if leaf in changes_here:
+            raise UserError(f"{path} and a field of it are both given, or it is given twice: set one of them, once")
+        changes_here[leaf] = text
     return _replace(value, nested, "")
 
 
@@ -75,7 +77,7 @@ def paths(value: Any, prefix: str = "") -> Iterator[str]:
 
 
 def parse(text: str, hint: Any, path: str) -> Any:
-    """The value of type `hint` with the text form `text`; `path` names it in messages.
+    """The value of type `hint` with the text form `text`; `path` is its dotted path, for messages.
 
     Example:
         >>> parse("1e4", int, "steps"), parse("none", int | None, "loss_chunk"), parse("a, b", tuple[str, ...], "axes")
@@ -122,55 +124,62 @@ def parse(text: str, hint: Any, path: str) -> Any:
     )
 
 
+def spell(value: Any) -> str:
+    """The text that `parse` reads back as the value.
+
+    Example:
+        >>> spell(None), spell(True), spell(("a", "b")), spell(0.5)
+        ('none', 'true', 'a, b', '0.5')
+    """
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return ", ".join(map(spell, value)) or "()"
+    return repr(value) if isinstance(value, str) and not value.isprintable() else str(value)
+
+
 def _number(text: str, hint: type, path: str) -> int | float:
-    try:
-        number = float(text) if hint is float else int(text)
-    except ValueError:
-        try:  # 1e4 is a whole number too
-            number = float(text)
-        except ValueError:
-            raise wrong(path, text, hint) from None
-        if hint is int and not number.is_integer():
-            raise wrong(path, text, hint) from None
-        number = int(number) if hint is int else number
-    if math.isnan(number):
+    """The number in a text, of type `hint`; 1e4 is also a whole number."""
+    number = math.nan
+    for kind in (float, hint):
+        with contextlib.suppress(ValueError):
+            number = kind(text)
+    if isinstance(number, float) and (math.isnan(number) or (hint is int and not number.is_integer())):
         raise wrong(path, text, hint)
-    return number
+    return hint(number)
 
 
-def _find(value: Any, path: str, key: str) -> None:
+def _check_path(value: Any, path: str, key: str) -> None:
     """Check that the dotted path leads to a field that text can set."""
     record, hint = value, Any
     parts = path.split(".")
-    for index, part in enumerate(parts):
-        types = field_types(type(record)) if is_record(record) else {}
-        if part not in types or (part in getattr(type(record), "moved", {}) and index == len(parts) - 1):
-            new_path = getattr(type(record), "moved", {}).get(part)
+    for index, name in enumerate(parts):
+        hints = field_types(type(record)) if is_record(record) else {}
+        if name not in hints or (name in getattr(type(record), "moved", {}) and index == len(parts) - 1):
+            new_path = getattr(type(record), "moved", {}).get(name)
             if new_path is not None:
                 raise UserError(f"{key} has moved: set {'.'.join([*parts[:index], ''])}{new_path}")
             if index and record is None:
-                raise UserError(f"{key}: {'.'.join(parts[:index])} is none here, so nothing inside it can be set")
+                raise UserError(f"{key}: {'.'.join(parts[:index])} is none here, so its fields cannot be set")
             raise UserError(f"unknown field {key!r}{_near_path(path, list(paths(value)))}")
-        hint, record = types[part], getattr(record, part)
+        hint, record = hints[name], getattr(record, name)
     if is_record(record) and not accepts_none(hint):
         raise UserError(f"{key} has fields of its own: set one of {', '.join(paths(record, path + '.'))}")
 
 
-def _near_path(path: str, known: Sequence[str]) -> str:
-    """A suggestion of a path: the nearest as a whole, or one with the same last part."""
-    last = path.rpartition(".")[2]
-    same_tail = [candidate for candidate in known if candidate.rpartition(".")[2] == last]
-    nearest = difflib.get_close_matches(path, known, n=1, cutoff=0.6)
-    if nearest and same_tail and path not in known:
-        ratio = difflib.SequenceMatcher(None, path, nearest[0]).ratio()
-        nearest = nearest if ratio >= 0.8 else same_tail
-    suggestions = nearest or same_tail or difflib.get_close_matches(last, [*known], n=1, cutoff=0.6)
+def _near_path(path: str, known_paths: Sequence[str]) -> str:
+    """A suggestion of a path: the nearest as a whole, or one with the same or nearly the same last part."""
+    by_last_part = {candidate.rpartition(".")[2]: candidate for candidate in reversed(known_paths)}
+    last_part = path.rpartition(".")[2]
+    same_last_part = [by_last_part[last_part]] if last_part in by_last_part else []
+    nearest = difflib.get_close_matches(path, known_paths, n=1)
+    if nearest and same_last_part and difflib.SequenceMatcher(None, path, nearest[0]).ratio() < 0.8:
+        nearest = same_last_part
+    suggestions = nearest or same_last_part or difflib.get_close_matches(last_part, known_paths, n=1)
     if not suggestions:
-        near_tails = difflib.get_close_matches(
-            last, [candidate.rpartition(".")[2] for candidate in known], n=1, cutoff=0.75
-        )
-        suggestions = [candidate for candidate in known if near_tails and candidate.rpartition(".")[2] == near_tails[0]]
-    return f"; did you mean {suggestions[0]!r}?" if suggestions else f"; known are {', '.join(known)}"
+        near_last_parts = difflib.get_close_matches(last_part, by_last_part, n=1, cutoff=0.75)
+        suggestions = [by_last_part[near_last_part] for near_last_part in near_last_parts]
+    return f"; did you mean {suggestions[0]!r}?" if suggestions else f"; expected one of {', '.join(known_paths)}"
 
 
 def _narrowed(hint: Any, value: Any) -> Any:
@@ -179,6 +188,7 @@ def _narrowed(hint: Any, value: Any) -> Any:
 
 
 def _replace(value: Any, changes: Mapping[str, Any], path: str) -> Any:
+    """The value with some fields replaced: each by a text, or by the changes of a nested value's fields."""
     hints = field_types(type(value))
     values = {}
     for name, change in changes.items():

@@ -13,15 +13,15 @@ UNITS = {
 """Bytes of each unit: KiB is 1024 bytes, KB is 1000."""
 
 
-def parse_bytes(text: str, what: str = "bytes") -> int:
+def parse_bytes(text: str, quantity: str = "bytes") -> int:
     """The number of bytes of a text such as "1.5GiB".
 
     Args:
         text: a number and a unit; "0" alone needs no unit.
-        what: name of the quantity, at the start of error messages.
+        quantity: name of the quantity, which begins error messages.
 
     Raises:
-        UserError: no number, an unknown unit, a negative number, or a fraction of a byte.
+        UserError: the text is no number >= 0 with a known unit, or is a fraction of a byte.
 
     Example:
         >>> parse_bytes("1.5GiB"), parse_bytes("200 MB"), parse_bytes("0")
@@ -32,17 +32,17 @@ def parse_bytes(text: str, what: str = "bytes") -> int:
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", text)
     if match is None:
-        raise UserError(f"{what} {text!r}: expected a number of bytes with its unit, such as 136MiB or 1.5GiB")
+        raise UserError(f"{quantity} {text!r}: expected a number of bytes with its unit, such as 136MiB or 1.5GiB")
     number, unit = Decimal(match[1]), match[2]
     if not unit and number:
-        raise UserError(f"{what} {text!r}: a unit is missing; write {match[1]}GiB, {match[1]}MiB or {match[1]}B")
+        raise UserError(f"{quantity} {text!r}: a unit is missing; write {match[1]}GiB, {match[1]}MiB or {match[1]}B")
     if unit and unit not in UNITS:
         near = next((f"; did you mean {known!r}?" for known in UNITS if known.lower() == unit.lower()), None)
         near = near or near_miss(unit, UNITS)
-        raise UserError(f"{what} {text!r}: unknown unit {unit!r}{near} (B, KiB to PiB, KB to PB)")
+        raise UserError(f"{quantity} {text!r}: unknown unit {unit!r}{near} (B, KiB to PiB, KB to PB)")
     count = number * UNITS[unit or "B"]
     if unit in ("", "B") and count != int(count):
-        raise UserError(f"{what} {text!r}: a fraction of a byte; write a whole number of bytes")
+        raise UserError(f"{quantity} {text!r}: a fraction of a byte; write a whole number of bytes")
     return int(count)
 
 
@@ -63,7 +63,7 @@ def bytes_text(count: int) -> str:
 
 
 def bytes_at_least(count: int) -> str:
-    """A readable text of at least `count` bytes, at most 1 % more: a budget that suffices.
+    """A readable text of a number of bytes from `count` to 1 % more: a budget that suffices.
 
     Example:
         >>> bytes_at_least(5_308_186_624), bytes_at_least(27136), bytes_at_least(12)
@@ -75,11 +75,11 @@ def bytes_at_least(count: int) -> str:
 
 
 def short_budget(count: int) -> int:
-    """At least `count` bytes, at most 0.8 % more, with a short `bytes_text`.
+    """A number of bytes from `count` to 0.8 % more, with a short `bytes_text`.
 
     Example:
         >>> bytes_text(1_215_968_048), bytes_text(short_budget(1_215_968_048)), short_budget(96)
         ('1215968048B', '1160MiB', 96)
     """
-    grain = 2 ** max(count.bit_length() - 8, 0)
-    return -(-count // grain) * grain
+    multiple = 2 ** max(count.bit_length() - 8, 0)
+    return -(-count // multiple) * multiple

@@ -11,7 +11,7 @@ from jaxscale.values.annotations import field_types, is_record, item_hints, lite
 def check_types(value: Any) -> None:
     """Check that every field of a frozen dataclass holds its declared type; call it first in `__post_init__`.
 
-    An int passes for a float, and becomes one; a bool passes for neither. NaN is no number. Fields whose annotation
+    An int passes for a float, and becomes one; a bool passes for neither, NaN for no float. Fields whose annotation
     cannot be checked pass.
 
     Raises:
@@ -36,7 +36,7 @@ def check_types(value: Any) -> None:
 
 
 def check(value: Any, hint: Any, path: str) -> None:
-    """Check a value, and the values inside it, against a declared type."""
+    """Check the value at a dotted path, and the values inside it, against a declared type."""
     if len(members(hint)) > 1:
         # skip members that clearly do not match, without building an error
         for member in members(hint):

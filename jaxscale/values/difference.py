@@ -5,7 +5,7 @@ from typing import Any, Final, NamedTuple
 
 
 class Absent(enum.Enum):
-    """Stands for what a JSON value lacks, so that no string of a user's is taken for it."""
+    """Marks a path that a JSON value lacks; no string of a user can be mistaken for it."""
 
     ABSENT = "absent"
 
@@ -17,7 +17,13 @@ ABSENT: Final = Absent.ABSENT
 
 
 class Difference(NamedTuple):
-    """One dotted path at which two JSON values differ; `ABSENT` stands for a path that one of them lacks."""
+    """One dotted path at which two JSON values differ.
+
+    Args:
+        path: the dotted path.
+        here: value at this path in the first JSON value; `ABSENT` if there is none.
+        there: value at this path in the second JSON value; `ABSENT` if there is none.
+    """
 
     path: str
     here: Any
@@ -28,7 +34,7 @@ class Difference(NamedTuple):
 
 
 def difference(here: Any, there: Any, path: str = "") -> list[Difference]:
-    """Where two JSON values differ, leaf by leaf.
+    """Differences between two JSON values, leaf by leaf; `path` is put in front of their paths.
 
     Example:
         >>> [str(change) for change in difference({"model": {"embed": 256}}, {"model": {"embed": 128}})]

@@ -22,7 +22,7 @@ def changes(value: Any, earlier: Any) -> list[Difference]:
 
     Args:
         value: a frozen dataclass.
-        earlier: the result of `json.loads`.
+        earlier: JSON of an earlier value, as `json.loads` returns it.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True)
@@ -39,9 +39,9 @@ def changes(value: Any, earlier: Any) -> list[Difference]:
 def _aligned(value: Any, new_json: Any, old_json: Any) -> tuple[Any, Any]:
     """The JSON of a value and the earlier JSON, without irrelevant differences."""
     if isinstance(new_json, dict) and isinstance(old_json, dict):
-        new_json, old_json = dict(new_json), dict(old_json)
-        upgraded = getattr(type(value), "upgraded_json", None)
-        old_json = old_json if upgraded is None else dict(upgraded(old_json))
+        new_json = dict(new_json)
+        upgraded_json = getattr(type(value), "upgraded_json", dict)
+        old_json = dict(upgraded_json(old_json))
         if isinstance(old_json.get("type"), str):
             old_json["type"] = type_name(old_json["type"])
         if is_record(value) and new_json.get("type") == old_json.get("type"):
@@ -52,9 +52,9 @@ def _aligned(value: Any, new_json: Any, old_json: Any) -> tuple[Any, Any]:
                     new_json[name], old_json[name] = (
                         _without_place(record[name], place) for record in (new_json, old_json)
                     )
-        for name, inner in _items(value).items():
+        for name, item in _items(value).items():
             if name in new_json and name in old_json:
-                new_json[name], old_json[name] = _aligned(inner, new_json[name], old_json[name])
+                new_json[name], old_json[name] = _aligned(item, new_json[name], old_json[name])
     elif isinstance(value, tuple | list) and isinstance(old_json, list) and len(value) == len(old_json):
         pairs = [_aligned(*items) for items in zip(value, new_json, old_json, strict=True)]
         new_json, old_json = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -62,33 +62,35 @@ def _aligned(value: Any, new_json: Any, old_json: Any) -> tuple[Any, Any]:
 
 
 def _items(value: Any) -> dict[str, Any]:
+    """The values inside a mapping or a dataclass by their names in JSON."""
     if isinstance(value, Mapping):
         return {str(name): item for name, item in value.items()}
     return {name: getattr(value, name) for name in field_types(type(value))} if is_record(value) else {}
 
 
 def _defaults(value: Any, old_json: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON defaults of the fields that the earlier record lacks; empty if the class refuses them."""
+    """JSON defaults of the fields that the earlier record lacks; empty if the class rejects them."""
     names = field_types(type(value))
     missing = [name for name in names if name not in old_json]
     if not missing:
         return {}
     try:
         default_value = type(value)(**{name: getattr(value, name) for name in names if name in old_json})
-    except Exception:  # any error of the class; the fields then count as different
+    except Exception:  # the class may raise any error; the fields then count as different
         return {}
     record = json.loads(json.dumps(to_json(default_value)))
     return {name: record[name] for name in missing}
 
 
 def _is_place(value: Any) -> bool:
-    """Whether a JSON value is one or several paths with a folder; a plain word ("byte") is a choice."""
+    """Whether a JSON value is one or several paths with a folder; a plain word ("byte") is no path."""
     if isinstance(value, list):
         return bool(value) and all(map(_is_place, value))
     return isinstance(value, str) and ("/" in value or "\\" in value)
 
 
 def _without_place(paths: Any, place: str) -> Any:
+    """One or several paths without what may differ between machines (the module's docstring)."""
     if place == "content":
         return "a place"
     return [_without_place(item, place) for item in paths] if isinstance(paths, list) else PurePath(paths).name

@@ -21,7 +21,9 @@ _WHERE = {
     "models.ResNet": "jaxscale.models.resnet",
     "models.ViT": "jaxscale.models.vit",
 }
+"""Module of the class with each public name."""
 _PUBLIC = {f"{module}:{name.rpartition('.')[2]}": name for name, module in _WHERE.items()}
+"""Public name of each MODULE:CLASS of today."""
 _EARLIER = {
     "jaxscale.data.images:Images": "data.Images",
     "jaxscale.data.text:Mixture": "data.Mixture",
@@ -34,11 +36,11 @@ _EARLIER = {
     "jaxscale.models.resnet:ResNet": "models.ResNet",
     "jaxscale.models.vit:ViT": "models.ViT",
 }
-"""Module and class in files of earlier versions, and the public name of today. Lines are only added."""
+"""Public name of today for each MODULE:CLASS in files of earlier versions. Lines are only added."""
 
 
 def type_name(path: str) -> str:
-    """Public name of a class, or what names it without one.
+    """Public name of a class, or `path` itself if the class has none.
 
     Args:
         path: MODULE:CLASS of today, a name in an earlier file, or a public name.
@@ -51,11 +53,11 @@ def type_name(path: str) -> str:
 
 
 def type_of(name: str, path: str) -> type:
-    """The dataclass of a name under "type".
+    """The dataclass that JSON names under "type".
 
     Args:
         name: a public name, MODULE:CLASS, or a name in an earlier file.
-        path: of the record, for messages.
+        path: dotted path of the record, for messages.
 
     Raises:
         UserError: there is no such dataclass.

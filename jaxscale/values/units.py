@@ -1,6 +1,11 @@
 """Numbers for people: counts, bytes, durations, with few digits. No program parses them."""
 
 import math
+from collections.abc import Sequence
+
+_COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
+_BYTES = ((1024.0**5, "PiB"), (1024.0**4, "TiB"), (1024.0**3, "GiB"), (1024.0**2, "MiB"), (1024.0, "KiB"))
+_DECIMAL = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -13,28 +18,28 @@ def number(value: float | None, digits: int = 4) -> str:
     if value is None:
         return ""
     if not math.isfinite(value):
-        return _minus(repr(float(value)))
+        return _with_minus(repr(float(value)))
     if value == 0:
         return "0"
     magnitude = math.floor(math.log10(abs(value)))
     if not -5 <= magnitude < 9:
-        head, _, power = f"{value:.{digits - 1}e}".partition("e")
-        return f"{_minus(head)}e{int(power)}"
+        mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
+        return f"{_with_minus(mantissa)}e{int(power)}"
     rounded = round(value, digits - 1 - magnitude)
     places = max(0, digits - 1 - magnitude)
-    return _minus(f"{rounded:,.{places}f}")
+    return _with_minus(f"{rounded:,.{places}f}")
 
 
 def count(value: float) -> str:
-    """How many: exact below a hundred thousand, then with a prefix.
+    """A count: exact below a hundred thousand, from there on with a prefix.
 
     Example:
         >>> count(12), count(98765), count(1_536_000), count(8.03e9)
         ('12', '98,765', '1.54 M', '8.03 B')
     """
-    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if abs(value) >= limit:
-            return f"{_three(value / limit)} {letter}"
+    scaled, letter = _scaled(value, _COUNTS)
+    if letter:
+        return f"{_three_digits(scaled)} {letter}"
     return f"{value / 1e3:.0f} k" if abs(value) >= 1e5 else f"{round(value):,}"
 
 
@@ -45,10 +50,8 @@ def size(value: float) -> str:
         >>> size(512), size(1_572_864), size(80 * 2**30)
         ('512 B', '1.50 MiB', '80.0 GiB')
     """
-    for power, unit in ((5, "PiB"), (4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if abs(value) >= 1024**power:
-            return f"{_three(value / 1024**power)} {unit}"
-    return f"{value:.0f} B"
+    scaled, unit = _scaled(value, _BYTES)
+    return f"{_three_digits(scaled)} {unit}" if unit else f"{value:.0f} B"
 
 
 def round_size(value: float) -> str:
@@ -58,10 +61,8 @@ def round_size(value: float) -> str:
         >>> round_size(20 * 2**30), round_size(0)
         ('20 GiB', '0')
     """
-    for power, unit in ((5, "PiB"), (4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if abs(value) >= 1024**power:
-            return f"{value / 1024**power:.4g} {unit}"
-    return f"{value:.0f} B" if value else "0"
+    scaled, unit = _scaled(value, _BYTES)
+    return f"{scaled:.4g} {unit or 'B'}" if value else "0"
 
 
 def rate(value: float, unit: str) -> str:
@@ -71,10 +72,8 @@ def rate(value: float, unit: str) -> str:
         >>> rate(3.21e12, "FLOP/s")
         '3.21 TFLOP/s'
     """
-    for limit, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return f"{_three(value / limit)} {letter}{unit}"
-    return f"{_three(value)} {unit}"
+    scaled, letter = _scaled(value, _DECIMAL)
+    return f"{_three_digits(scaled)} {letter}{unit}"
 
 
 def short(value: float) -> str:
@@ -84,10 +83,8 @@ def short(value: float) -> str:
         >>> short(20_000), short(2.5e9), short(0)
         ('20 k', '2.5 G', '0')
     """
-    for limit, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return f"{_minus(f'{value / limit:.4g}')} {letter}"
-    return _minus(f"{value:.4g}")
+    scaled, letter = _scaled(value, _DECIMAL)
+    return f"{_with_minus(f'{scaled:.4g}')} {letter}".rstrip()
 
 
 def duration(seconds: float) -> str:
@@ -100,7 +97,7 @@ def duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 60:
-        return f"{_three(seconds * 1e3)} ms" if seconds < 0.1 else f"{_three(seconds)} s"
+        return f"{_three_digits(seconds * 1e3)} ms" if seconds < 0.1 else f"{_three_digits(seconds)} s"
     for unit_seconds, part_seconds, names in (
         (86400, 3600, ("d", "h")),
         (3600, 60, ("h", "min")),
@@ -112,7 +109,7 @@ def duration(seconds: float) -> str:
 
 
 def field(name: str, value: object) -> str:
-    """The value of a metric's field, in the unit that its name ends in.
+    """The value of a metric's field as text, in the unit with which the field's name ends.
 
     Example:
         >>> field("step_seconds", 0.25), field("temp_bytes", 2048), field("path", "checkpoints/500")
@@ -121,7 +118,7 @@ def field(name: str, value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if name.endswith("seconds") and math.isfinite(value):
-        return duration(value) if value >= 0.5 else f"{_three(value * 1e3)} ms"
+        return duration(value) if value >= 0.5 else f"{_three_digits(value * 1e3)} ms"
     if name.endswith("bytes") and math.isfinite(value):
         return size(value)
     if name.endswith("flop") and math.isfinite(value):
@@ -129,11 +126,18 @@ def field(name: str, value: object) -> str:
     return count(value) if isinstance(value, int) else number(value)
 
 
-def _three(value: float) -> str:
+def _scaled(value: float, scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """A value in the largest unit that it reaches, and the unit; the value itself and "" below all units."""
+    return next(((value / scale, unit) for scale, unit in scales if abs(value) >= scale), (value, ""))
+
+
+def _three_digits(value: float) -> str:
+    """A number with three significant digits, and no power of ten."""
     if value == 0:
         return "0"
     return f"{value:.{max(0, 2 - max(0, math.floor(math.log10(abs(value)))))}f}"
 
 
-def _minus(text: str) -> str:
+def _with_minus(text: str) -> str:
+    """The text with minus signs for hyphens."""
     return text.replace("-", "\N{MINUS SIGN}")

@@ -50,7 +50,7 @@ DEFAULT = Settings()
 
 
 def hyper(learning_rate: Any, count: Any, settings: Settings, *, factor: Any = 1.0, go: Any = True) -> Array:
-    """What changes from step to step, as `adam8` wants it.
+    """The numbers that change from step to step, as `adam8` takes them.
 
     Args:
         learning_rate: of this step.
@@ -197,7 +197,7 @@ def facts(case: Case) -> dict[str, int | str]:
 
 
 def tiles_for(case: Case, where: Target) -> tpu.Tiles:
-    """What the TPU's kernel takes of a case on a chip: what was tuned there, else what its rule says."""
+    """Tiles of the TPU kernel for a case on a chip: the tuned ones, else the rule's."""
     allowed = tpu.candidates(case, where.chip)
     return files.tiles("adam8", where.chip, facts(case), tpu.Tiles, lambda: allowed[0], lambda found: found in allowed)
 
@@ -210,24 +210,24 @@ def _case(p: Array, g: Array, m: Moment, v: Moment, hyper: Array, settings: Sett
     if rows % settings.block:
         raise ValueError(f"adam8: blocks of {settings.block} rows do not divide R of {p.shape}: give another block")
     scale = (*p.shape[:-2], rows // settings.block, cols)
-    f32, either = (jnp.float32,), (jnp.float32, jnp.bfloat16)
-    wanted = {
+    f32, float_types = (jnp.float32,), (jnp.float32, jnp.bfloat16)
+    expected = {
         "p": (p, p.shape, f32),
-        "g": (g, p.shape, either),
+        "g": (g, p.shape, float_types),
         "codes of m": (m[0], p.shape, (MAPS[settings.map].m_dtype,)),
         "scales of m": (m[1], scale, f32),
         "codes of v": (v[0], p.shape, (jnp.uint8,)),
         "scales of v": (v[1], scale, f32),
         "hyper": (hyper, (HYPER,), f32),
     }
-    for name, (given, shape, dtypes) in wanted.items():
-        names = [jnp.dtype(one).name for one in dtypes]
-        if given.shape != shape or given.dtype.name not in names:
+    for name, (array, shape, dtypes) in expected.items():
+        names = [jnp.dtype(dtype).name for dtype in dtypes]
+        if array.shape != shape or array.dtype.name not in names:
             raise ValueError(
-                f"adam8: got {name} {given.dtype.name}{list(given.shape)}, expected {' or '.join(names)}{list(shape)}"
+                f"adam8: got {name} {array.dtype.name}{list(array.shape)}, expected {' or '.join(names)}{list(shape)}"
             )
     gradient: Any = g.dtype.name
     kind: Any = settings.map
-    varying = any(varies(one) for one in (p, g, *m, *v, hyper))
+    varying = any(varies(dtype) for dtype in (p, g, *m, *v, hyper))
     layers = math.prod(p.shape[:-2])
     return Case("", layers, rows, cols, settings.block, kind, gradient, settings.weight_decay, varying, tags=())

@@ -17,7 +17,7 @@ class Case:
         map: of the codes, a name of `maps.MAPS`.
         gradient: dtype of the gradient.
         weight_decay: decoupled.
-        varying: whether types of arrays say over which mesh axes they vary, as `jax.shard_map` has it by default.
+        varying: whether types of arrays carry the mesh axes over which they vary, the default of `jax.shard_map`.
         tags: "small" runs in the interpreter, "aot" is compiled for absent chips, "bench" is timed on a device.
     """
 

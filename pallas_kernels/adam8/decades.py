@@ -58,24 +58,24 @@ class Decades:
         """Eight numbers of each row: by the last bits of a float32's exponent, or of a logarithm's whole part."""
         first, decade = int(not self.signed), np.arange(DECADES)
         n, ten = 2.0 ** (decade + first), 10.0 ** (decade - DECADES + 1)
-        made = np.zeros((ROWS, SUBLANES))
+        table = np.zeros((ROWS, SUBLANES))
         at = (127 + first + decade) % SUBLANES
-        made[0, at], made[1, at] = 0.9 / n * ten, -0.8 * ten
+        table[0, at], table[1, at] = 0.9 / n * ten, -0.8 * ten
         # zero and one are on no decade, and share the sublane that is left: a line from one to the other
         lowest, last = (0.5, 128.5) if self.signed else (1.5, 256.5)
         free = (126 + first) % SUBLANES
         slope = round(2**29 / (last - lowest)) / 2**29  # of so few bits that zero is exact
-        made[0, free], made[1, free] = slope, -lowest * slope
+        table[0, free], table[1, free] = slope, -lowest * slope
         if self.signed:
-            made[:LINE] *= -1
+            table[:LINE] *= -1
         below = n - n[0]
         middles = (self.values[:-1] + self.values[1:]) / 2
         at = (decade - DECADES) % SUBLANES
-        made[2, at], made[3, at] = n / ten / 0.9 / self.unit, below + 0.5 - n / 9
-        made[4, at] = np.append(self.values[0] / 2, middles[below[1:].astype(int) - 1]) * self.unit
-        made[5, at] = below
-        made[3, 0] = len(self.values)  # one's
-        return made.astype(np.float32)
+        table[2, at], table[3, at] = n / ten / 0.9 / self.unit, below + 0.5 - n / 9
+        table[4, at] = np.append(self.values[0] / 2, middles[below[1:].astype(int) - 1]) * self.unit
+        table[5, at] = below
+        table[3, 0] = len(self.values)  # one's
+        return table.astype(np.float32)
 
 
 M, V = Decades(True), Decades(False)

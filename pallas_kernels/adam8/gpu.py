@@ -80,14 +80,14 @@ def step(
         interpret: see `compat.interpreter`.
     """
     rows = case.layers * case.rows
-    state = [one.reshape(-1, case.cols) for one in (p, *m, *v)]
+    state = [array.reshape(-1, case.cols) for array in (p, *m, *v)]
 
-    def tile(one: Array) -> Any:
-        return wide((case.block, COLS), one.dtype, COLS * one.dtype.itemsize)
+    def tile(array: Array) -> Any:
+        return wide((case.block, COLS), array.dtype, COLS * array.dtype.itemsize)
 
     scale = plgpu.SMEM((COLS,), jnp.float32)
     scratch = [tile(g), tile(p), tile(m[0]), scale, tile(v[0]), scale, plgpu.Barrier(num_arrivals=6)]
-    made = launch_in_place(
+    outputs = launch_in_place(
         functools.partial(_kernel, settings=settings),
         (hyper, g.reshape(-1, case.cols)),
         state,
@@ -98,5 +98,5 @@ def step(
         cost=estimate(FLOP * p.size, (g, *state), state, 2 * p.size),
         interpret=interpret,
     )
-    new, *rest = (one.reshape(like.shape) for one, like in zip(made, (p, *m, *v), strict=True))
-    return new, (rest[0], rest[1]), (rest[2], rest[3])
+    new_p, *rest = (array.reshape(like.shape) for array, like in zip(outputs, (p, *m, *v), strict=True))
+    return new_p, (rest[0], rest[1]), (rest[2], rest[3])

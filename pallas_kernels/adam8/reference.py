@@ -102,15 +102,17 @@ def step(
     new_m = jnp.where(ok, settings.b1 * old_m + (1 - settings.b1) * grad, old_m)
     new_v = jnp.where(ok, settings.b2 * old_v + (1 - settings.b2) * jnp.square(grad), old_v)
     root = jnp.sqrt(new_v * correct_v) + settings.eps
-    moved = weight - lr * (new_m * correct_m / root + settings.weight_decay * weight)
+    new_weight = weight - lr * (new_m * correct_m / root + settings.weight_decay * weight)
     scale_m, scale_v = jnp.max(jnp.abs(new_m), 2), jnp.max(new_v, 2)
     codes_m = maps.encode_m(new_m * (1 / jnp.maximum(scale_m, LEAST))[:, :, None])
     codes_v = maps.encode_v(new_v * (1 / jnp.maximum(scale_v, LEAST))[:, :, None], jnp.sqrt)
     new = (
-        jnp.where(ok, moved, weight).reshape(p.shape),
+        jnp.where(ok, new_weight, weight).reshape(p.shape),
         (codes_m.astype(m[0].dtype).reshape(p.shape), scale_m),
         (codes_v.astype(v[0].dtype).reshape(p.shape), scale_v),
     )
-    good = go > 0
-    kept = [(jnp.where(good, a, b), jnp.where(good, c, d)) for (a, c), (b, d) in zip(new[1:], (m, v), strict=True)]
-    return jnp.where(good, new[0], p), kept[0], kept[1]
+    is_good = go > 0
+    moments = [
+        (jnp.where(is_good, a, b), jnp.where(is_good, c, d)) for (a, c), (b, d) in zip(new[1:], (m, v), strict=True)
+    ]
+    return jnp.where(is_good, new[0], p), moments[0], moments[1]

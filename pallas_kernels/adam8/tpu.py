@@ -81,11 +81,11 @@ def candidates(case: Case, chip: str | None = None) -> list[Tiles]:
     most = ELEMENTS * ROOMY.get(chip or "", 1)
     count = case.rows // case.block
     widths = [case.cols] if case.cols < LANES else [n for n in (128, 256) if n <= case.cols]
-    found = []
+    tilings = []
     for cols in widths:
         fit = most // max(cols, LANES) - count
-        found += [Tiles(n, cols) for n in range(count, 0, -1) if count % n == 0 and n * case.block <= fit]
-    return sorted(found, key=lambda tiles: -tiles.blocks * min(tiles.cols, case.cols))
+        tilings += [Tiles(n, cols) for n in range(count, 0, -1) if count % n == 0 and n * case.block <= fit]
+    return sorted(tilings, key=lambda tiles: -tiles.blocks * min(tiles.cols, case.cols))
 
 
 def _root(x: Array) -> Array:
@@ -152,7 +152,7 @@ def _kernel(hyper: Any, *refs: Any, settings: Settings, tiles: Tiles) -> None:
 
     def one(block: Any, correct_root: Array) -> Array:
         at = rows(block)
-        # Mosaic wants no index into one row
+        # Mosaic refuses an index into one row
         row = slice(0, 1) if ms.shape[0] == 1 else pl.ds(first + block, 1), slice(None)
         weight, grad = p[at], g[at].astype(f32)
         square = grad * grad
@@ -189,8 +189,10 @@ def _kernel(hyper: Any, *refs: Any, settings: Settings, tiles: Tiles) -> None:
 def cost(case: Case) -> pl.CostEstimate:
     """What a step takes: float32 weights read and written, gradients read, 2 bytes of codes and 8 / block of scales."""
     elements = case.layers * case.rows * case.cols
-    moved = 8 + jnp.dtype(case.gradient).itemsize + 2 * (2 + 8 / case.block)
-    return pl.CostEstimate(flops=FLOP * elements, transcendentals=2 * elements, bytes_accessed=int(elements * moved))
+    bytes_per_element = 8 + jnp.dtype(case.gradient).itemsize + 2 * (2 + 8 / case.block)
+    return pl.CostEstimate(
+        flops=FLOP * elements, transcendentals=2 * elements, bytes_accessed=int(elements * bytes_per_element)
+    )
 
 
 def step(
@@ -218,13 +220,13 @@ def step(
     state = (p, *m, *v)
     roomy = (tiles.blocks * settings.block + count) * max(tiles.cols, LANES) > ELEMENTS
     looked_up = settings.map == "dynamic8" and tiles.cols % LANES == 0
-    given = (hyper, p, g, *m, *v, *[jnp.asarray(decades.tables())] * looked_up)
+    operands = (hyper, p, g, *m, *v, *[jnp.asarray(decades.tables())] * looked_up)
     p, *rest = pl.pallas_call(
         functools.partial(_kernel, settings=settings, tiles=tiles),
         grid=(L, pl.cdiv(C, tiles.cols), count // tiles.blocks),
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), big, big, big, small, big, small, *[table] * looked_up],
         out_specs=[big, big, small, big, small],
-        out_shape=[like(one.shape, one.dtype, *given) for one in state],
+        out_shape=[like(array.shape, array.dtype, *operands) for array in state],
         input_output_aliases={1: 0, 3: 1, 4: 2, 5: 3, 6: 4},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM if roomy else None
@@ -232,5 +234,5 @@ def step(
         cost_estimate=cost(case),
         interpret=interpreter("tpu", interpret),
         name="adam8",
-    )(*varying_alike(*given))
+    )(*varying_alike(*operands))
     return p, (rest[0], rest[1]), (rest[2], rest[3])

@@ -2,7 +2,7 @@
 
 The output and the log-sum-exp of each query's scores carry the residual names of `NAMES`: a rematerialization policy
 that keeps them spares the backward a second run of the forward. A call is code of one device; under a mesh, wrap it in
-`jax.shard_map`, with keys and values whole along the sequence; queries may be a part of it, and say which.
+`jax.shard_map`, with keys and values whole along the sequence; queries may be a part of it, given by `query_offset`.
 """
 
 import dataclasses
@@ -187,35 +187,37 @@ def _pair(segment_ids: Any) -> tuple[Any, Any] | None:
     if segment_ids is None:
         return None
     if isinstance(segment_ids, tuple | list):
-        if not all(one is None or (hasattr(one, "shape") and hasattr(one, "dtype")) for one in segment_ids):
+        if not all(ids is None or (hasattr(ids, "shape") and hasattr(ids, "dtype")) for ids in segment_ids):
             raise ValueError(
                 f"attention: segment_ids as a {type(segment_ids).__name__} of what are no arrays, expected one array, "
                 "or a pair of arrays: take jnp.asarray(segment_ids)"
             )
-        if len(segment_ids) != 2 or any(one is None for one in segment_ids):
+        if len(segment_ids) != 2 or any(ids is None for ids in segment_ids):
             raise ValueError("attention: segment_ids of queries or of keys alone: give one array, or a pair of both")
         return segment_ids[0], segment_ids[1]
     arguments.arrays("attention", segment_ids=segment_ids)
     return segment_ids, segment_ids
 
 
-def _offset(given: Any, q: Any) -> Any:
+def _offset(query_offset: Any, q: Any) -> Any:
     """The position of the first query, an int where it is known while tracing.
 
     Raises:
         ValueError: it is no whole number, or negative, or positions would exceed int32.
     """
-    said = "expected a whole number, or an int32 scalar, of at least 0"
-    if hasattr(given, "dtype"):
-        if given.shape != () or not jnp.issubdtype(given.dtype, jnp.integer):
-            raise ValueError(f"attention: query_offset of {given.shape} {given.dtype}, {said}")
-        if isinstance(given, Tracer | jax.ShapeDtypeStruct):
-            return given
-    if isinstance(given, bool) or not hasattr(given, "__index__") or int(given) < 0:
-        raise ValueError(f"attention: query_offset={given!r}, {said}")
-    if int(given) + q.shape[1] > 2**30:
-        raise ValueError(f"attention: query_offset={given!r} and {q.shape[1]} queries, expected positions below 2**30")
-    return int(given)
+    expectation = "expected a whole number, or an int32 scalar, of at least 0"
+    if hasattr(query_offset, "dtype"):
+        if query_offset.shape != () or not jnp.issubdtype(query_offset.dtype, jnp.integer):
+            raise ValueError(f"attention: query_offset of {query_offset.shape} {query_offset.dtype}, {expectation}")
+        if isinstance(query_offset, Tracer | jax.ShapeDtypeStruct):
+            return query_offset
+    if isinstance(query_offset, bool) or not hasattr(query_offset, "__index__") or int(query_offset) < 0:
+        raise ValueError(f"attention: query_offset={query_offset!r}, {expectation}")
+    if int(query_offset) + q.shape[1] > 2**30:
+        raise ValueError(
+            f"attention: query_offset={query_offset!r} and {q.shape[1]} queries, expected positions below 2**30"
+        )
+    return int(query_offset)
 
 
 def _checked(
@@ -243,20 +245,20 @@ def _checked(
     if N % K:
         raise ValueError(f"attention: {N} query heads and {K} key heads; expected a multiple")
     if not (q.dtype == k.dtype == v.dtype) or not jnp.issubdtype(q.dtype, jnp.floating):
-        given = f"{q.dtype}, {k.dtype} and {v.dtype}"
-        raise ValueError(f"attention: q, k, v of {given}; expected one floating type: cast them first")
+        types_text = f"{q.dtype}, {k.dtype} and {v.dtype}"
+        raise ValueError(f"attention: q, k, v of {types_text}; expected one floating type: cast them first")
     if ids is not None:
-        given = f"segment_ids of {tuple(ids[0].shape)} {ids[0].dtype} and {tuple(ids[1].shape)} {ids[1].dtype}"
+        types_text = f"segment_ids of {tuple(ids[0].shape)} {ids[0].dtype} and {tuple(ids[1].shape)} {ids[1].dtype}"
         if ids[0].shape != (B, T) or ids[1].shape != (B, S):
-            raise ValueError(f"attention: {given}; expected {(B, T)} for queries and {(B, S)} for keys")
-        if not all(jnp.issubdtype(one.dtype, jnp.integer) for one in ids):
-            raise ValueError(f"attention: {given}; expected integers")
+            raise ValueError(f"attention: {types_text}; expected {(B, T)} for queries and {(B, S)} for keys")
+        if not all(jnp.issubdtype(array.dtype, jnp.integer) for array in ids):
+            raise ValueError(f"attention: {types_text}; expected integers")
     if window is not None and (isinstance(window, bool) or not hasattr(window, "__index__")):
         raise ValueError(f"attention: window={window!r}, expected a whole number known while tracing")
     scale = 1 / math.sqrt(H) if scale is None else float(scale)
     options = Options(bool(causal), window, None if soft_cap is None else float(soft_cap), scale)
-    moved = options.causal and not (isinstance(offset, int) and offset == 0)
-    return Problem(B, T, S, N, K, H, jnp.dtype(q.dtype).name, ids is not None, options, moved)
+    has_offset = options.causal and not (isinstance(offset, int) and offset == 0)
+    return Problem(B, T, S, N, K, H, jnp.dtype(q.dtype).name, ids is not None, options, has_offset)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,7 +349,7 @@ def _filled(problem: Problem, module: Any, step: int) -> Problem:
 
 
 class _Arrays:
-    """Arrays as a kernel takes them: lengths that are multiples of LENGTH, a width of heads that it knows, and its
+    """Arrays as a kernel takes them: lengths that are multiples of LENGTH, a width of heads that it supports, and its
     order of dims (on TPU heads come before positions: Mosaic tiles the last two dims).
 
     Keys that fill up are hidden by segment ids, unless positions hide them already.
@@ -356,16 +358,18 @@ class _Arrays:
     def __init__(self, module: Any, q: Any, k: Any, ids: Sequence[Any], offset: Any, options: Options) -> None:
         (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
         dtype = jnp.dtype(q.dtype).name
-        given = Problem(B, T, S, N, K, H, dtype, ids[0] is not None, options, offset is not None)
-        self.problem = _padded(given, module)
+        unpadded = Problem(B, T, S, N, K, H, dtype, ids[0] is not None, options, offset is not None)
+        self.problem = _padded(unpadded, module)
         self.swapped = module.__name__.endswith("tpu")
         self.ids: tuple[Any, ...] = (None, None)
         if self.problem.segments:
             sides = ((T, self.problem.T, _LONE_QUERY), (S, self.problem.S, _LONE_KEY))
-            own = ids if given.segments else [filled((B, length), jnp.int32, 0, q, k) for length, _, _ in sides]
+            unpadded_ids = (
+                ids if unpadded.segments else [filled((B, length), jnp.int32, 0, q, k) for length, _, _ in sides]
+            )
             self.ids = tuple(
-                jnp.pad(one.astype(jnp.int32), ((0, 0), (0, longer - length)), constant_values=lone)
-                for one, (length, longer, lone) in zip(own, sides, strict=True)
+                jnp.pad(side_ids.astype(jnp.int32), ((0, 0), (0, longer - length)), constant_values=lone)
+                for side_ids, (length, longer, lone) in zip(unpadded_ids, sides, strict=True)
             )
 
     def queries(self, x: Any) -> Any:

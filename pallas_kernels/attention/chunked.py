@@ -1,120 +1,218 @@
-"""Attention that never holds T x S, in plain JAX: an online softmax over chunks of keys (Rabe and Staats,
-arXiv 2112.05682), and a backward that recomputes the scores chunk by chunk (Dao et al., arXiv 2205.14135).
+"""Attention without T x S scores, in plain JAX: an online softmax over chunks of keys (Rabe and Staats,
+arXiv 2112.05682), and FlashAttention's backward pass (Dao et al., arXiv 2205.14135), which recomputes the scores chunk
+by chunk from the row's log-sum-exp.
 
-Chunks that positions hide from all queries of a chunk are not visited. It runs anywhere; memory grows with T + S.
+Memory grows with T + S. Chunks that no query may see by the order of indices (causal, window) are skipped at run time;
+segments do not skip chunks, since a skip must be the same for all rows of a sharded batch.
+
+`attend` and `gradients` take any `Visibility` and a part of the queries, so that a caller may shard the queries and run
+both on every shard. `forward` and `backward` are the interface of an implementation (see README.md).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.reference import Options, visible
+from pallas_kernels.attention.reference import UNSEEN, Options, cap_slope, scores
+from pallas_kernels.attention.visibility import Visibility
 from pallas_kernels.compat import filled
 
 CHUNK = 256
 """Queries and keys at a time."""
 
 F32 = jnp.float32
-UNSEEN = float(jnp.finfo(F32).min)
-"""Stands for -inf: a row that has seen nothing yet never makes a NaN."""
 
 
-def _chunks(x: Any, width: int, axis: int = 1, value: float = 0) -> Any:
-    """Cut an axis into chunks (chunks, ...), the last filled up."""
-    fill = [(0, 0)] * x.ndim
-    fill[axis] = (0, -x.shape[axis] % width)
-    x = jnp.pad(x, fill, constant_values=value)
-    x = x.reshape(*x.shape[:axis], -1, width, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x, axis, 0)
+class Chunking(NamedTuple):
+    """The static parameters of a call.
+
+    Args:
+        queries, keys: lengths of the chunks.
+        scale, soft_cap: as of `Options`.
+        strict: a query whose visible scores are all -inf (or below `UNSEEN`) gives NaN; else 0, as one that sees none.
+    """
+
+    queries: int
+    keys: int
+    scale: float
+    soft_cap: float | None
+    strict: bool = False
 
 
-def _whole(x: Any, length: int, axis: int = 1) -> Any:
+def _chunks(x: Any, width: int) -> Any:
+    """(B, T, ...) to (chunks, B, width, ...), padded with zeros."""
+    count = -(-x.shape[1] // width)
+    pad = count * width - x.shape[1]
+    x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2)) if pad else x
+    return jnp.moveaxis(x.reshape(x.shape[0], count, width, *x.shape[2:]), 1, 0)
+
+
+def _unchunked(chunks: Any, length: int) -> Any:
     """The inverse of `_chunks`."""
-    x = jnp.moveaxis(x, 0, axis)
-    return lax.slice_in_dim(x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]), 0, length, axis=axis)
+    x = jnp.moveaxis(chunks, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
-def _reach(options: Options, t0: Any, width: int, S: int, step: int) -> tuple[Any, Any]:
-    """First and past-the-last chunk of keys that the queries at positions t0 .. t0 + width may see."""
-    first, end = t0 * 0, t0 * 0 + -(-S // step)
-    if options.causal:
-        end = jnp.minimum(end, (t0 + width - 1) // step + 1)
-    if options.window is not None:
-        first = jnp.minimum(jnp.maximum(t0 - (options.window - 1), 0) // step, end)
-    return first, end
+def _mask(chunking: Chunking, visibility: Visibility, q_first: Any, j: Any, keys: int) -> Any:
+    """Mask of chunk j of the keys for the queries from `q_first` on: (B or 1, 1, 1, queries, keys) of a chunk."""
+    q_index = q_first + jnp.arange(chunking.queries)
+    kv_index = j * chunking.keys + jnp.arange(chunking.keys)
+    visible = visibility.mask(q_index, kv_index)
+    if keys % chunking.keys:
+        visible = visible & (kv_index < keys)[None, None, :]
+    return visible[:, None, None, :, :]
 
 
-def _starts(count: int, width: int, offset: Any) -> Any:
-    """Positions of the chunks' first queries."""
-    starts = jnp.arange(count) * width
-    return starts if offset is None else starts + offset
+def _if_reachable(chunking: Chunking, visibility: Visibility, q_first: Any, j: Any, function: Any, operand: Any) -> Any:
+    """`function(operand)`, or the operand unchanged if no query from `q_first` on may see a key of chunk j."""
+    reachable = visibility.reachable(q_first, chunking.queries, j * chunking.keys, chunking.keys)
+    if reachable is True:
+        return function(operand)
+    return lax.cond(reachable, function, lambda unchanged: unchanged, operand)
 
 
-class _Pair:
-    """A chunk of queries against chunks of keys: scores, and who sees whom."""
-
-    def __init__(self, q: Any, t0: Any, ids: Any, keys: tuple[Any, Any, int], options: Options) -> None:
-        self.q, self.t0, self.ids, self.options = q, t0, ids, options
-        self.k, self.key_ids, self.S = keys
-
-    def scores(self, j: Any) -> tuple[Any, Any, Any]:
-        """Scores (B,K,G,queries,keys) in float32, the cap's derivative, and which pairs are visible."""
-        k = self.k[j]
-        s = jnp.einsum("btkgh,bskh->bkgts", self.q, k, preferred_element_type=jnp.float32) * self.options.scale
-        slope: Any = 1.0
-        if self.options.soft_cap is not None:
-            s = jnp.tanh(s / self.options.soft_cap)
-            slope, s = 1 - jnp.square(s), self.options.soft_cap * s
-        t = self.t0 + jnp.arange(self.q.shape[1])
-        u = j * k.shape[1] + jnp.arange(k.shape[1])
-        seen = visible(self.options, t, u, self.ids, None if self.ids is None else self.key_ids[j])
-        return s, slope, (seen & (u < self.S)[None, None])[:, None, None]
+def _first_queries(chunking: Chunking, start: Any, queries: int) -> Any:
+    """Index of the first query of every chunk, from that of all, (1,)."""
+    return start + jnp.arange(-(-queries // chunking.queries)) * chunking.queries
 
 
-def _split(q: Any, k: Any, q_ids: Any, kv_ids: Any) -> tuple[Any, Any, Any, Any, int, int]:
-    B, T, N, H = q.shape
-    S, K = k.shape[1:3]
-    width, step = min(CHUNK, T), min(CHUNK, S)
-    ids = None if q_ids is None else _chunks(q_ids, width)
-    key_ids = None if kv_ids is None else _chunks(kv_ids, step)
-    return _chunks(q.reshape(B, T, K, N // K, H), width), _chunks(k, step), ids, key_ids, width, step
+def _depending_on(start: Any, q: Any) -> Any:
+    """Both arguments, with a barrier that makes the masks depend on the queries.
+
+    In a scan over layers JAX would hoist the masks of all chunks, which are equal in every layer, out of the loop. For
+    every row and head they take as many numbers as the scores that chunks avoid.
+    """
+    return lax.optimization_barrier((start, q))
+
+
+def attend(chunking: Chunking, start: Any, q: Any, k: Any, v: Any, visibility: Visibility) -> tuple[Any, Any]:
+    """Attention of some queries, and the log-sum-exp of their scores, float32 (B,T,K,G).
+
+    Args:
+        chunking: static parameters.
+        start: index of the first query in the arrays of `visibility`, int32 (1,).
+        q: queries (B,T,K,G,H).
+        k, v: all keys and values (B,S,K,H).
+        visibility: which keys a query sees.
+    """
+    keys = k.shape[1]
+    start, q = _depending_on(start, q)
+    k_chunks, v_chunks = _chunks(k, chunking.keys), _chunks(v, chunking.keys)
+
+    def query_chunk(_: Any, chunk: Any) -> tuple[Any, Any]:
+        first, q_i = chunk
+        row_shape = (q_i.shape[0], *q_i.shape[2:4], q_i.shape[1])
+
+        def step(carry: Any, chunk: Any) -> tuple[Any, Any]:
+            j, k_j, v_j = chunk
+
+            def add(carry: Any) -> Any:
+                top, total, output, sees_key = carry
+                visible = _mask(chunking, visibility, first, j, keys)
+                chunk_scores = jnp.where(visible, scores(q_i, k_j, chunking.scale, chunking.soft_cap), UNSEEN)
+                new_top = jnp.maximum(top, jnp.max(chunk_scores, -1))
+                weights = jnp.where(visible, jnp.exp(chunk_scores - new_top[..., None]), 0.0)
+                decay = jnp.exp(top - new_top)
+                weighted_values = jnp.einsum(
+                    "bkgts,bskh->bkgth", weights.astype(v_j.dtype), v_j, preferred_element_type=F32
+                )
+                total = total * decay + jnp.sum(weights, -1)
+                output = output * decay[..., None] + weighted_values
+                return new_top, total, output, None if sees_key is None else sees_key | visible.any(-1)
+
+            return _if_reachable(chunking, visibility, first, j, add, carry), None
+
+        start_of_row = (
+            filled(row_shape, F32, UNSEEN, q, k, v),
+            filled(row_shape, F32, 0.0, q, k, v),
+            filled((*row_shape, v.shape[-1]), F32, 0.0, q, k, v),
+            filled(row_shape, bool, False, q, k, v) if chunking.strict else None,
+        )
+        (top, total, output, sees_key), _ = lax.scan(
+            step, start_of_row, (jnp.arange(k_chunks.shape[0]), k_chunks, v_chunks)
+        )
+        if sees_key is not None:
+            top = jnp.where(sees_key, top, -jnp.inf)
+            total = jnp.where(sees_key & (total == 0.0), jnp.nan, total)
+        sees_no_key = total == 0.0
+        total = jnp.where(sees_no_key, 1.0, total)
+        output = jnp.einsum("bkgth->btkgh", output / total[..., None]).astype(q.dtype)
+        return None, (output, jnp.einsum("bkgt->btkg", top + jnp.log(total)))
+
+    queries = q.shape[1]
+    firsts = _first_queries(chunking, start, queries)
+    _, (output, lse) = lax.scan(query_chunk, None, (firsts, _chunks(q, chunking.queries)))
+    return _unchunked(output, queries), _unchunked(lse, queries)
+
+
+def gradients(
+    chunking: Chunking, start: Any, q: Any, d_out: Any, out: Any, lse: Any, k: Any, v: Any, visibility: Visibility
+) -> tuple[Any, Any, Any]:
+    """Gradients of the queries, in their type, and the parts of these queries in those of keys and values, float32.
+
+    Args:
+        chunking, start, q, k, v, visibility: as of `attend`.
+        d_out: the gradient of `out`.
+        out, lse: what `attend` returned.
+    """
+    keys = k.shape[1]
+    start, q = _depending_on(start, q)
+    k_chunks, v_chunks = _chunks(k, chunking.keys), _chunks(v, chunking.keys)
+
+    def query_chunk(carry: Any, chunk: Any) -> tuple[Any, Any]:
+        first, q_i, d_out_i, out_i, lse_i = chunk
+        lse_i = jnp.einsum("btkg->bkgt", lse_i)
+        row_dots = jnp.einsum("btkgh,btkgh->bkgt", d_out_i, out_i, preferred_element_type=F32)
+
+        def step(dq_i: Any, chunk: Any) -> tuple[Any, Any]:
+            j, k_j, v_j, dk_j, dv_j = chunk
+
+            def add(carry: Any) -> Any:
+                dq_i, dk_j, dv_j = carry
+                chunk_scores = scores(q_i, k_j, chunking.scale, chunking.soft_cap)
+                visible = _mask(chunking, visibility, first, j, keys)
+                weights = jnp.where(visible, jnp.exp(chunk_scores - lse_i[..., None]), 0.0)
+                d_weights = jnp.einsum("btkgh,bskh->bkgts", d_out_i, v_j, preferred_element_type=F32)
+                d_scores = weights * (d_weights - row_dots[..., None])
+                if chunking.soft_cap is not None:
+                    d_scores = d_scores * cap_slope(chunk_scores, chunking.soft_cap)
+                d_scores = (d_scores * chunking.scale).astype(q_i.dtype)
+                narrow_weights = weights.astype(d_out_i.dtype)
+                return (
+                    dq_i + jnp.einsum("bkgts,bskh->btkgh", d_scores, k_j, preferred_element_type=F32),
+                    dk_j + jnp.einsum("bkgts,btkgh->bskh", d_scores, q_i, preferred_element_type=F32),
+                    dv_j + jnp.einsum("bkgts,btkgh->bskh", narrow_weights, d_out_i, preferred_element_type=F32),
+                )
+
+            dq_i, dk_j, dv_j = _if_reachable(chunking, visibility, first, j, add, (dq_i, dk_j, dv_j))
+            return dq_i, (dk_j, dv_j)
+
+        initial = filled(q_i.shape, F32, 0.0, q, k, v, d_out)
+        chunks = (jnp.arange(k_chunks.shape[0]), k_chunks, v_chunks, *carry)
+        dq_i, carry = lax.scan(step, initial, chunks)
+        return carry, dq_i.astype(q.dtype)
+
+    initial = tuple(filled(x.shape, F32, 0.0, q, k, v, d_out) for x in (k_chunks, v_chunks))
+    rows = (_chunks(x, chunking.queries) for x in (q, d_out, out, lse))
+    firsts = _first_queries(chunking, start, q.shape[1])
+    (dk, dv), dq = lax.scan(query_chunk, initial, (firsts, *rows))
+    return _unchunked(dq, q.shape[1]), _unchunked(dk, keys), _unchunked(dv, keys)
+
+
+def _chunking(options: Options, T: int, S: int) -> Chunking:
+    return Chunking(min(CHUNK, T), min(CHUNK, S), options.scale, options.soft_cap, strict=True)
 
 
 def forward(q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, offset: Any, options: Options) -> tuple[Any, Any]:
     """As `reference.forward`."""
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
-    queries, keys, ids, key_ids, width, step = _split(q, k, q_ids, kv_ids)
-    values = _chunks(v, step)
-
-    def one(chunk: Any) -> tuple[Any, Any]:
-        t0, q_i, ids_i = chunk
-        pair = _Pair(q_i, t0, ids_i, (keys, key_ids, S), options)
-
-        def add(j: Any, carry: Any) -> Any:
-            some, top, total, out = carry
-            s, _, seen = pair.scores(j)
-            s = jnp.where(seen, s, UNSEEN)
-            new = jnp.maximum(top, jnp.max(s, -1))
-            p = jnp.where(seen, jnp.exp(s - new[..., None]), 0.0)
-            fade = jnp.exp(top - new)
-            more = jnp.einsum("bkgts,bskh->bkgth", p.astype(v.dtype), values[j], preferred_element_type=jnp.float32)
-            return some | seen.any(-1), new, total * fade + jnp.sum(p, -1), out * fade[..., None] + more
-
-        row = (B, K, N // K, width)
-        wanted = ((row, UNSEEN), (row, 0.0), ((*row, H), 0.0))
-        start = tuple(filled(shape, F32, value, q, k, v) for shape, value in wanted)
-        none = filled((B, 1, 1, width), bool, False, q, k, v)
-        some, top, total, out = lax.fori_loop(*_reach(options, t0, width, S, step), add, (none, *start))
-        # where keys are seen and nothing adds up, all scores are -inf
-        total = jnp.where(some, jnp.where(total == 0, jnp.nan, total), 1.0)
-        broken = jnp.where(jnp.isfinite(q_i).all(-1), 0.0, jnp.nan)[..., None]
-        out = jnp.einsum("bkgth->btkgh", out / total[..., None]) + broken
-        return out.astype(q.dtype), jnp.where(some, top + jnp.log(total), -jnp.inf)
-
-    out, lse = lax.map(one, (_starts(queries.shape[0], width, offset), queries, ids))
-    return _whole(out, T).reshape(q.shape), _whole(lse, T, 3).reshape(B, N, T)
+    visibility = options.visibility(q_ids, kv_ids, offset)
+    start = jnp.zeros(1, jnp.int32)
+    out, lse = attend(_chunking(options, T, S), start, q.reshape(B, T, K, N // K, H), k, v, visibility)
+    broken = jnp.where(jnp.isfinite(q).all(-1, keepdims=True), 0.0, jnp.nan)
+    return out.reshape(q.shape) + broken.astype(q.dtype), jnp.moveaxis(lse, 1, 3).reshape(B, N, T)
 
 
 def backward(
@@ -123,33 +221,8 @@ def backward(
     """As `reference.backward`."""
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
-    queries, keys, ids, key_ids, width, step = _split(q, k, q_ids, kv_ids)
-    values = _chunks(v, step)
-    grouped = (B, T, K, N // K, H)
-    delta = jnp.einsum("btkgh,btkgh->bkgt", d_out.reshape(grouped), out.reshape(grouped), preferred_element_type=F32)
-    rows = [_chunks(x.reshape(B, K, N // K, T), width, 3) for x in (jnp.where(jnp.isneginf(lse), 0.0, lse), delta)]
-    starts = _starts(queries.shape[0], width, offset)
-    by_query = (starts, queries, _chunks(d_out.reshape(grouped), width), ids, *rows)
-
-    def one(carry: Any, chunk: Any) -> tuple[Any, Any]:
-        t0, q_i, d_i, ids_i, lse_i, delta_i = chunk
-        pair = _Pair(q_i, t0, ids_i, (keys, key_ids, S), options)
-
-        def add(j: Any, carry: Any) -> Any:
-            dq_i, dk, dv = carry
-            s, slope, seen = pair.scores(j)
-            p = jnp.where(seen, jnp.exp(s - lse_i[..., None]), 0.0)
-            dp = jnp.einsum("btkgh,bskh->bkgts", d_i, values[j], preferred_element_type=F32)
-            ds = (p * (dp - delta_i[..., None]) * slope * options.scale).astype(q.dtype)
-            dk_j = jnp.einsum("bkgts,btkgh->bskh", ds, q_i, preferred_element_type=F32)
-            dv_j = jnp.einsum("bkgts,btkgh->bskh", p.astype(q.dtype), d_i, preferred_element_type=F32)
-            dq_i += jnp.einsum("bkgts,bskh->btkgh", ds, keys[j], preferred_element_type=F32)
-            return dq_i, dk.at[j].add(dk_j), dv.at[j].add(dv_j)
-
-        start = filled(q_i.shape, F32, 0.0, q, k, v, d_out), *carry
-        dq_i, *carry = lax.fori_loop(*_reach(options, t0, width, S, step), add, start)
-        return tuple(carry), dq_i.astype(q.dtype)
-
-    zeros = tuple(filled(x.shape, F32, 0.0, q, k, v, d_out) for x in (keys, values))
-    (dk, dv), dq = lax.scan(one, zeros, by_query)
-    return _whole(dq, T).reshape(q.shape), _whole(dk, S).astype(k.dtype), _whole(dv, S).astype(v.dtype)
+    start, visibility = jnp.zeros(1, jnp.int32), options.visibility(q_ids, kv_ids, offset)
+    queries, d_outs, outs = (x.reshape(B, T, K, N // K, H) for x in (q, d_out, out))
+    lse = jnp.moveaxis(lse.reshape(B, K, N // K, T), 3, 1)
+    dq, dk, dv = gradients(_chunking(options, T, S), start, queries, d_outs, outs, lse, k, v, visibility)
+    return dq.reshape(q.shape), dk.astype(k.dtype), dv.astype(v.dtype)

@@ -1,4 +1,4 @@
-"""Problem: what an implementation of attention asks before it says whether it can."""
+"""Problem: the facts by which an implementation of attention decides whether it supports a call."""
 
 import dataclasses
 

@@ -5,7 +5,7 @@ than `window` positions back. Positions count from 0 on both sides, also where S
 offset where one is given. A query that sees no key gives 0, and its log-sum-exp is -inf; one with a value that is not
 finite gives NaN, and so does one whose scores are all -inf, or one of them +inf or NaN.
 
-Two exceptions: the kernels cannot tell scores that are all -inf (below -5e29 counts as that) from none where segment
+Two exceptions: the kernels cannot distinguish scores that are all -inf (or below -5e29) from no scores where segment
 ids or a window may leave a query no key, or where ids hide keys that fill up a length (causal is False, or T > S, and S
 no multiple of 128): there they give 0. And a value (of `v`) that is not finite makes queries NaN from which it is
 hidden: all of them here, with kernels and chunks those of its tiles.
@@ -17,6 +17,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.attention.visibility import Visibility
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,15 @@ class Options:
             raise ValueError(f"attention: logit_soft_cap={self.soft_cap}, expected a positive number, or None for none")
         if self.scale == 0 or not math.isfinite(self.scale):
             raise ValueError(f"attention: scale={self.scale}, expected a finite number that is not 0")
+
+    def visibility(self, q_ids: Any, kv_ids: Any, offset: Any) -> Visibility:
+        """Which keys a query sees.
+
+        Args:
+            q_ids, kv_ids: segment ids (B,T) and (B,S), or None; no id is padding.
+            offset: position of the first query, an int32 scalar; None for 0.
+        """
+        return Visibility(None, None, q_ids, kv_ids, self.window, self.causal, offset, padding=None)
 
     def sighted(self, T: int, S: int, *, anywhere: bool = False) -> bool:
         """Whether the positions let every query see a key.
@@ -82,39 +93,43 @@ class Options:
         return int((end - start).clip(0).sum()) // parts
 
 
-def visible(options: Options, t: Any, u: Any, q_ids: Any, kv_ids: Any) -> Any:
-    """Whether queries see keys, (B or 1, queries, keys).
+UNSEEN = -1e30
+"""Score of an invisible key where implementations add up: finite, so that a query that sees none gives no NaN."""
+
+
+def scores(q: Any, k: Any, scale: float, soft_cap: float | None) -> Any:
+    """Capped scores in float32.
 
     Args:
-        options: causal and window.
-        t, u: positions of the queries and of the keys, 1-D.
-        q_ids, kv_ids: segment ids (B, queries) and (B, keys), or None.
+        q: (B,T,K,G,H), or (B,T,K,H) with one query head for each key head: a dim of one head per group would cost
+            XLA:CPU a transposed copy of all scores.
+        k: (B,S,K,H).
+        scale, soft_cap: as of `Options`.
+
+    Returns:
+        (B,K,G,T,S), or (B,K,T,S).
     """
-    back = t[:, None] - u[None, :]
-    seen = jnp.ones((1, *back.shape), bool)
-    if options.causal:
-        seen &= (back >= 0)[None]
-    if options.window is not None:
-        seen &= (back < options.window)[None]
-    return seen if q_ids is None else seen & (q_ids[:, :, None] == kv_ids[:, None, :])
+    products = jnp.einsum(
+        "btkgh,bskh->bkgts" if q.ndim == 5 else "btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32
+    )
+    products = products if scale == 1.0 else products * scale
+    return products if soft_cap is None else soft_cap * jnp.tanh(products / soft_cap)
 
 
-def _scores(q: Any, k: Any, options: Options) -> tuple[Any, Any]:
-    """Scores (B,K,G,T,S) in float32, and the derivative of the cap."""
+def cap_slope(capped: Any, soft_cap: float) -> Any:
+    """The derivative of the cap, from capped scores."""
+    return 1 - jnp.square(capped / soft_cap)
+
+
+def _scores_and_mask(
+    q: Any, k: Any, q_ids: Any, kv_ids: Any, offset: Any, options: Options
+) -> tuple[jnp.ndarray, jnp.ndarray]:
+    """Scores (B,K,G,T,S) in float32, and which keys are visible (B or 1,1,1,T,S)."""
     B, T, N, H = q.shape
-    K = k.shape[2]
-    q = q.reshape(B, T, K, N // K, H).astype(jnp.float32)
-    s = jnp.einsum("btkgh,bskh->bkgts", q, k.astype(jnp.float32)) * options.scale
-    if options.soft_cap is None:
-        return s, 1.0
-    capped = jnp.tanh(s / options.soft_cap)
-    return options.soft_cap * capped, 1 - jnp.square(capped)
-
-
-def _seen(q: Any, k: Any, q_ids: Any, kv_ids: Any, offset: Any, options: Options) -> Any:
-    t = jnp.arange(q.shape[1])
-    t = t if offset is None else t + offset
-    return visible(options, t, jnp.arange(k.shape[1]), q_ids, kv_ids)[:, None, None]
+    S, K = k.shape[1:3]
+    grouped = q.reshape(B, T, K, N // K, H).astype(jnp.float32)
+    mask = options.visibility(q_ids, kv_ids, offset).mask(jnp.arange(T), jnp.arange(S))
+    return scores(grouped, k.astype(jnp.float32), options.scale, options.soft_cap), mask[:, None, None]
 
 
 def forward(q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, offset: Any, options: Options) -> tuple[Any, Any]:
@@ -131,8 +146,7 @@ def forward(q: Any, k: Any, v: Any, q_ids: Any, kv_ids: Any, offset: Any, option
         (B,T,N,H) in the type of `q`, and (B,N,T) in float32.
     """
     B, T, N, H = q.shape
-    s, _ = _scores(q, k, options)
-    seen = _seen(q, k, q_ids, kv_ids, offset, options)
+    s, seen = _scores_and_mask(q, k, q_ids, kv_ids, offset, options)
     some = seen.any(-1)
     top = jnp.where(some, jnp.max(jnp.where(seen, s, -jnp.inf), -1), 0.0)
     p = jnp.where(seen, jnp.exp(s - top[..., None]), 0.0)
@@ -156,8 +170,8 @@ def backward(
     """
     B, T, N, H = q.shape
     K = k.shape[2]
-    s, slope = _scores(q, k, options)
-    seen = _seen(q, k, q_ids, kv_ids, offset, options)
+    s, seen = _scores_and_mask(q, k, q_ids, kv_ids, offset, options)
+    slope = 1.0 if options.soft_cap is None else cap_slope(s, options.soft_cap)
     lse = lse.reshape(B, K, N // K, T)
     p = jnp.where(seen, jnp.exp(s - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]), 0.0)
     d = d_out.reshape(B, T, K, N // K, H).astype(jnp.float32)

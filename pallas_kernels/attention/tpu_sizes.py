@@ -218,18 +218,18 @@ class Sizes:
 
     def steps(self, by_key: bool) -> int:
         """The longest range of tiles that a tile of keys, else of queries, visits; of any offset where there is one."""
-        length, own, most, other = self.T, self.bq, self.S, self.bk
+        length, tile, other_length, other_tile = self.T, self.bq, self.S, self.bk
         if by_key:
-            length, own, most, other = most, other, length, own
+            length, tile, other_length, other_tile = other_length, other_tile, length, tile
         if not self.offset:
-            first, end = (self.query_tiles if by_key else self.key_tiles)(np.arange(length // own), xp=np)
+            first, end = (self.query_tiles if by_key else self.key_tiles)(np.arange(length // tile), xp=np)
             return max(1, int(np.max(end - first)))
         if self.options.window is None:
-            return most // other
-        seen = own + self.options.window - 1
-        return min(most // other, (seen + other - 2) // other + 1)
+            return other_length // other_tile
+        reach = tile + self.options.window - 1
+        return min(other_length // other_tile, (reach + other_tile - 2) // other_tile + 1)
 
 
 def div(a: Any, b: int) -> Any:
-    """a // b of what is not negative: without the code for signs, which knows no chip but the one at hand."""
+    """a // b of numbers that are not negative, without the code for signs."""
     return a // b if isinstance(a, np.ndarray) else lax.div(a, jnp.int32(b))

@@ -50,8 +50,8 @@ def problem(case: Case, platform: str) -> Problem:
     """What a case poses to the kernel of a platform."""
     options = Options(case.causal, case.window, case.soft_cap, 1 / math.sqrt(case.H))
     sizes = case.B, case.T, case.S, case.N, case.K, case.H
-    given = Problem(*sizes, case.dtype, case.segments > 0, options, case.causal and case.offset > 0)
-    return api._padded(given, tpu_sizes if platform == "tpu" else gpu_sizes)
+    unpadded = Problem(*sizes, case.dtype, case.segments > 0, options, case.causal and case.offset > 0)
+    return api._padded(unpadded, tpu_sizes if platform == "tpu" else gpu_sizes)
 
 
 def supports(case: Case, platform: str) -> str | None:
@@ -106,9 +106,9 @@ def _on_gpu(asked: Problem) -> Iterator[Candidate]:
 def shapes(case: Case) -> tuple[Any, ...]:
     """Types of q, k, v, and of segment ids where the case has them."""
     rows = ((case.T, case.N), (case.S, case.K), (case.S, case.K))
-    made = [jax.ShapeDtypeStruct((case.B, length, heads, case.H), jnp.dtype(case.dtype)) for length, heads in rows]
+    arrays = [jax.ShapeDtypeStruct((case.B, length, heads, case.H), jnp.dtype(case.dtype)) for length, heads in rows]
     ids = [jax.ShapeDtypeStruct((case.B, length), jnp.int32) for length in (case.T, case.S)]
-    return *made, *(ids if case.segments else [])
+    return *arrays, *(ids if case.segments else [])
 
 
 def run(case: Case, tiles: Any, platform: str, gradient: bool) -> Callable[..., Any]:
@@ -154,17 +154,18 @@ def cycles(found: ahead.Schedule, asked: Problem, name: str, tile: tuple[int, ..
     return steps * found.always + rows * by_row + work // parts
 
 
-def static(case: Case, one: Candidate, at: Any, platform: str, folder: pathlib.Path) -> dict[str, float] | str:
+def static(case: Case, candidate: Candidate, at: Any, platform: str, folder: pathlib.Path) -> dict[str, float] | str:
     """What each pass of a candidate costs on a chip that is not here, or why it is refused."""
-    asked = problem(case, platform)
-    made = ahead.compiled(run(case, one.tiles, platform, True), shapes(case), at)
-    if made.refused is not None:
-        return made.refused
+    tuned_problem = problem(case, platform)
+    result = ahead.compiled(run(case, candidate.tiles, platform, True), shapes(case), at)
+    if result.refused is not None:
+        return result.refused
     if platform == "gpu":
-        return dict.fromkeys(one.passes, float(made.spilled))
-    found = ahead.schedules(folder)
+        return dict.fromkeys(candidate.passes, float(result.spilled))
+    schedules = ahead.schedules(folder)
     return {
-        name: float(cycles(found[f"attention_{name}_kernel"], asked, name, sizes)) for name, sizes in one.passes.items()
+        name: float(cycles(schedules[f"attention_{name}_kernel"], tuned_problem, name, sizes))
+        for name, sizes in candidate.passes.items()
     }
 
 
@@ -185,23 +186,23 @@ def timed(
         seconds: of shapes, compiled programs and the device, to the seconds of each program.
     """
     rule = _sizes(tried[0].tiles, FIELDS[platform])["forward"]
-    kept = dict(zip(FIELDS[platform]["forward"], rule, strict=True))
+    rule_forward = dict(zip(FIELDS[platform]["forward"], rule, strict=True))
     costs: list[dict[str, float] | str] = [{} for _ in tried]
     for gradient in (False, True):
         programs = dict[int, Any]()
-        for i, one in enumerate(tried):
-            if not any((name != "forward") == gradient for name in one.passes) or isinstance(costs[i], str):
+        for i, candidate in enumerate(tried):
+            if not any((name != "forward") == gradient for name in candidate.passes) or isinstance(costs[i], str):
                 continue
-            tiles = dataclasses.replace(one.tiles, **kept) if gradient else one.tiles
-            made = ahead.compiled(run(case, tiles, platform, gradient), shapes(case), at)
-            if made.refused is None:
-                programs[i] = made.program
+            tiles = dataclasses.replace(candidate.tiles, **rule_forward) if gradient else candidate.tiles
+            result = ahead.compiled(run(case, tiles, platform, gradient), shapes(case), at)
+            if result.refused is None:
+                programs[i] = result.program
             else:
-                costs[i] = made.refused
-        for i, found in zip(programs, seconds(shapes(case), list(programs.values()), at), strict=True):
+                costs[i] = result.refused
+        for i, program_seconds in zip(programs, seconds(shapes(case), list(programs.values()), at), strict=True):
             cost = costs[i]
             assert not isinstance(cost, str), "a refusal has no program"
-            costs[i] = cost | {name: found for name in tried[i].passes if (name != "forward") == gradient}
+            costs[i] = cost | {name: program_seconds for name in tried[i].passes if (name != "forward") == gradient}
     return costs
 
 
@@ -222,19 +223,19 @@ def best(
     Raises:
         ValueError: all were refused.
     """
-    tiles, told = tried[0].tiles, dict[str, tuple[float, float]]()
+    tiles, costs_by_pass = tried[0].tiles, dict[str, tuple[float, float]]()
     for name, fields in FIELDS[platform].items():
-        known = [
-            (cost[name], one.passes[name])
-            for one, cost in zip(tried, costs, strict=True)
+        cost_and_sizes = [
+            (cost[name], candidate.passes[name])
+            for candidate, cost in zip(tried, costs, strict=True)
             if not isinstance(cost, str) and name in cost
         ]
-        if not known:
+        if not cost_and_sizes:
             raise ValueError(f"attention: nothing that was tried compiles: {costs[0]}")
-        first = costs[0]
-        rule = math.inf if isinstance(first, str) else first[name]
-        cost, sizes = min(known, key=lambda one: one[0])
-        taken = cost < rule * (1 - gain)
-        tiles = dataclasses.replace(tiles, **dict(zip(fields, sizes, strict=True))) if taken else tiles
-        told[name] = cost if taken else rule, rule
-    return tiles, told
+        rule_costs = costs[0]
+        rule = math.inf if isinstance(rule_costs, str) else rule_costs[name]
+        cost, sizes = min(cost_and_sizes, key=lambda pair: pair[0])
+        is_cheaper = cost < rule * (1 - gain)
+        tiles = dataclasses.replace(tiles, **dict(zip(fields, sizes, strict=True))) if is_cheaper else tiles
+        costs_by_pass[name] = cost if is_cheaper else rule, rule
+    return tiles, costs_by_pass

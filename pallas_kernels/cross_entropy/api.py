@@ -19,6 +19,7 @@ from pallas_kernels import arguments, dispatch
 from pallas_kernels.compat import Interpret, varying_alike
 from pallas_kernels.cross_entropy import chunked, reference
 from pallas_kernels.cross_entropy.cases import Case
+from pallas_kernels.cross_entropy.chunked import Chunking
 from pallas_kernels.cross_entropy.reference import F32, Terms
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.target import Target
@@ -195,17 +196,23 @@ def _check(x: Any, head: Any, labels: Any, weights: Any, soft_cap: float | None,
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _chunked(terms: Terms, chunk: int, dtype: str, x: Any, head: Any, labels: Any, weights: Any) -> Any:
-    return chunked.loss(x, head, labels, weights, terms, chunk)
+    return chunked.loss(*_as_one_row(x, head, labels, weights), terms, Chunking(chunk))
 
 
 def _chunked_forward(terms: Terms, chunk: int, dtype: str, x: Any, head: Any, labels: Any, weights: Any) -> Any:
-    sums, gradients = chunked.with_gradients(x, head, labels, weights, terms, chunk)
+    sums, gradients = chunked.with_gradients(*_as_one_row(x, head, labels, weights), terms, Chunking(chunk))
     return sums, checkpoint_name(gradients, NAMES[0])
 
 
 def _chunked_backward(terms: Terms, chunk: int, dtype: str, gradients: Any, d_sums: Any) -> Any:
-    dx, d_head, d_weights = (one * d_sums[0] for one in gradients)
-    return dx.astype(dtype), d_head.astype(dtype), None, d_weights
+    # in float32 until they are scaled: rounded once
+    dx, d_head, d_weights = (gradient * d_sums[0] for gradient in gradients)
+    return dx[0].astype(dtype), d_head.astype(dtype), None, d_weights[0]
+
+
+def _as_one_row(x: Any, head: Any, labels: Any, weights: Any) -> tuple[Any, Any, Any, Any]:
+    """Operands of `chunked`, whose rows are (B, T), with B of 1 and ignored rows cleared."""
+    return reference.without_ignored(x, labels)[None], head, labels[None], weights[None]
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)
@@ -246,8 +253,9 @@ def _kernel_forward(
     run = dispatch.first_order("cross_entropy", functools.partial(tpu.forward, **options))
     lse, hit = terms.over_shards(*run(x, head, mine, words))
     # rows of ignored labels may hold anything, and 0 * NaN is NaN
-    lse, hit = (jnp.where(labels < 0, 0.0, one) for one in (lse, hit))
+    lse, hit = (jnp.where(labels < 0, 0.0, score) for score in (lse, hit))
     losses, penalties = terms.part(lse, hit)
+    losses = losses + penalties
     sums = jnp.sum(weights * losses), jnp.sum(weights * penalties)
     lse = checkpoint_name(lse, NAMES[1])
     return sums, (x, head, labels, weights, lse, losses)

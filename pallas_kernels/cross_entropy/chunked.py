@@ -3,70 +3,111 @@
 The forward makes both gradients of a chunk while its logits are at hand, so that no product is done twice: 3 products
 of M*D*V where a kernel that makes the logits again needs 4 or 5. Logits live as (chunk, V). The weight of each row must
 be known in the forward, hence the result is a sum.
+
+Rows are (B, T): a caller whose compiler shards them names the shards, and every shard sums its gradient of the head,
+which is added up once, at the end.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.compat import varying_alike
-from pallas_kernels.cross_entropy import reference
-from pallas_kernels.cross_entropy.reference import F32, Terms
+from pallas_kernels.compat import filled
+from pallas_kernels.cross_entropy.reference import F32, Terms, products, score
 
 
-def _chunks(a: Any, chunk: int) -> Any:
-    """(M, ...) to (chunks, chunk, ...), with zeros behind."""
-    pad = -a.shape[0] % chunk
-    a = jnp.pad(a, ((0, pad),) + ((0, 0),) * (a.ndim - 1)) if pad else a
-    return a.reshape(-1, chunk, *a.shape[1:])
+def _unchanged(x: Any) -> Any:
+    return x
 
 
-def loss(x: Any, head: Any, labels: Any, weights: Any, terms: Terms, chunk: int) -> tuple[Any, Any]:
-    """As `reference.loss`, with (chunk, V) logits at a time.
+@dataclasses.dataclass(frozen=True)
+class Chunking:
+    """How rows (B, T) are cut, and where the arrays of a chunk are placed.
 
     Args:
-        x, head, labels, weights, terms: as there.
-        chunk: rows.
+        length: positions of a chunk, in each shard.
+        row_shards, position_shards: the numbers of shards of B and of T.
+        gather: as of `reference.score`.
+        dtype: of the gradient of x.
+        place_logits: places (row shards, rows, position shards, positions, V).
+        place_head: places the shards' gradients of the head (row shards, position shards, V, D).
     """
 
-    def one(sums: Any, rows: Any) -> tuple[Any, None]:
-        x, labels, weights = rows
-        found = reference.loss(x, head, labels, weights, terms)
-        return (sums[0] + found[0], sums[1] + found[1]), None
+    length: int
+    row_shards: int = 1
+    position_shards: int = 1
+    gather: bool = False
+    dtype: Any = F32
+    place_logits: Callable[[Any], Any] = _unchanged
+    place_head: Callable[[Any], Any] = _unchanged
 
-    zero = varying_alike(jnp.zeros((), F32), x, head, labels, weights)[0]
-    # the penalty is the same on every shard, and yet counted as varying: as the total
-    return lax.scan(one, (zero, zero), tuple(_chunks(a, chunk) for a in (x, labels, weights)))[0]
+    def split(self, x: Any) -> Any:
+        """(B, T, ...) to (chunks, row shards, rows, position shards, length, ...), within shards; padded with zeros."""
+        batch, length = x.shape[:2]
+        rows, positions = batch // self.row_shards, length // self.position_shards
+        x = x.reshape(self.row_shards, rows, self.position_shards, positions, *x.shape[2:])
+        pad = -x.shape[3] % self.length
+        x = jnp.pad(x, ((0, 0),) * 3 + ((0, pad),) + ((0, 0),) * (x.ndim - 4)) if pad else x
+        x = x.reshape(*x.shape[:3], -1, self.length, *x.shape[4:])
+        return jnp.moveaxis(x, 3, 0)
+
+    def join(self, x: Any, batch: int, length: int) -> Any:
+        """The inverse of `split`."""
+        x = jnp.moveaxis(x, 0, 3)
+        x = x.reshape(*x.shape[:3], -1, *x.shape[5:])[:, :, :, : length // self.position_shards]
+        return x.reshape(batch, length, *x.shape[4:])
 
 
-def with_gradients(x: Any, head: Any, labels: Any, weights: Any, terms: Terms, chunk: int) -> tuple[Any, Any]:
-    """The parts of `loss`, and their gradients of x, head and weights in float32: whoever scales them rounds once."""
+def loss(x: Any, head: Any, labels: Any, weights: Any, terms: Terms, chunking: Chunking) -> tuple[Any, Any]:
+    """As `reference.loss`, with the logits of one chunk at a time; no label is ignored.
 
-    def one(carry: Any, rows: Any) -> tuple[Any, Any]:
-        total, penalty, d_head = carry
-        x, labels, weights = rows
-        x = reference.without_ignored(x, labels)
-        z, word = reference.logits(x, head, terms)
-        top = jnp.maximum(jnp.max(z, -1, keepdims=True), -1e30)
-        lse = (top + jnp.log(jnp.sum(jnp.exp(z - top), -1, keepdims=True)))[:, 0]
-        label = word == labels[:, None]
-        lse, hit = terms.over_shards(lse, jnp.sum(jnp.where(label, z, 0.0), -1))
-        losses, penalties = terms.part(lse, hit)
-        slope = 1 + 2 * terms.z_loss * lse
-        d = weights[:, None] * (slope[:, None] * jnp.exp(z - lse[:, None]) - label)
-        if terms.soft_cap is not None:
-            inside = jnp.where(z > -jnp.inf, z / terms.soft_cap, 0.0)
-            d = d * (1 - inside * inside)
-        d = d.astype(x.dtype)
-        d_x = lax.dot_general(d, head, (((1,), (0,)), ((), ())), preferred_element_type=F32)
-        d_head = d_head + lax.dot_general(d, x, (((0,), (0,)), ((), ())), preferred_element_type=F32)
-        sums = total + jnp.sum(weights * losses), penalty + jnp.sum(weights * penalties)
-        return (*sums, d_head), (d_x, losses)
+    Args:
+        x: (B, T, D).
+        head: (V, D), this device's rows, in the type of x.
+        labels, weights: (B, T), integers and float32.
+        terms: see `Terms`.
+        chunking: see `Chunking`.
+    """
 
-    zero, d_head = varying_alike(jnp.zeros((), F32), jnp.zeros(head.shape, F32), x, head, labels, weights)[:2]
-    rows = tuple(_chunks(a, chunk) for a in (x, labels, weights))
-    (total, penalty, d_head), (d_x, d_weights) = lax.scan(one, (zero, zero, d_head), rows)
-    count = x.shape[0]
-    d_x, d_weights = d_x.reshape(-1, x.shape[1])[:count], d_weights.reshape(-1)[:count]
-    return (total, penalty), (d_x, d_head, d_weights)
+    def step(sums: Any, chunk: Any) -> tuple[Any, None]:
+        x, labels, weights = chunk
+        z = chunking.place_logits(products(x, head))
+        losses, penalties = score(z, labels, terms, gather=chunking.gather)
+        penalty = jnp.sum(penalties * weights)
+        return (sums[0] + jnp.sum(losses * weights) + penalty, sums[1] + penalty), None
+
+    zero = filled((), F32, 0.0, x, head, labels, weights)
+    return lax.scan(step, (zero, zero), tuple(map(chunking.split, (x, labels, weights))))[0]
+
+
+def with_gradients(x: Any, head: Any, labels: Any, weights: Any, terms: Terms, chunking: Chunking) -> tuple[Any, Any]:
+    """The sums of `loss`, and the gradients of the first of x, head and weights; the last two are float32."""
+
+    def step(carry: Any, chunk: Any) -> tuple[Any, Any]:
+        total, total_penalty, d_head = carry
+        x, labels, weights = chunk
+
+        def sums(z: Any) -> tuple[Any, Any]:
+            losses, penalties = score(z, labels, terms, gather=chunking.gather)
+            penalty = jnp.sum(penalties * weights)
+            return jnp.sum(losses * weights) + penalty, (penalty, losses + penalties)
+
+        z = chunking.place_logits(products(x, head))
+        (chunk_total, (penalty, d_weights)), d_z = jax.value_and_grad(sums, has_aux=True)(z)
+        d_z = d_z.astype(x.dtype)
+        d_head = d_head + jnp.einsum("rbptv,rbptd->rpvd", d_z, x, preferred_element_type=F32)
+        d_head = chunking.place_head(d_head)
+        d_x = lax.dot_general(d_z, head, (((4,), (0,)), ((), ())), preferred_element_type=chunking.dtype)
+        return (total + chunk_total, total_penalty + penalty, d_head), (d_x, d_weights)
+
+    chunks = tuple(map(chunking.split, (x, labels, weights)))
+    d_head = filled((chunking.row_shards, chunking.position_shards, *head.shape), F32, 0.0, x, head, labels, weights)
+    d_head = chunking.place_head(d_head)
+    zero = filled((), F32, 0.0, x, head, labels, weights)
+    (total, penalty, d_head), gradients = lax.scan(step, (zero, zero, d_head), chunks)
+    d_x, d_weights = (chunking.join(gradient, *labels.shape) for gradient in gradients)
+    return (total, penalty), (d_x, jnp.sum(d_head, (0, 1)), d_weights)

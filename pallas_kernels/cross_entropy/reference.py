@@ -7,6 +7,7 @@ that is sharded.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -47,20 +48,24 @@ class Terms:
 
     def part(self, lse: Any, hit: Any) -> tuple[Any, Any]:
         """This device's part of the loss of each row, and of its penalty; parts add up over the axis."""
-        penalty = self.z_loss * lse * lse / self.shards
-        return lse / self.shards - hit + penalty, penalty
+        penalty = self.z_loss * jnp.square(lse) if self.z_loss else jnp.zeros_like(lse)
+        return (lse - hit, penalty) if self.axis is None else (lse / self.shards - hit, penalty / self.shards)
 
 
-def logits(x: Any, head: Any, terms: Terms) -> tuple[Any, Any]:
-    """Logits (M, V) in float32, capped, -inf where a row of the head is no word; and the words (1, V)."""
-    z = lax.dot_general(x, head, (((1,), (1,)), ((), ())), preferred_element_type=F32)
+def products(x: Any, head: Any) -> Any:
+    """`x @ head.T` (..., V) of operands of one type, with a float32 sum."""
+    return lax.dot_general(x, head, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=F32)
+
+
+def logits(z: Any, terms: Terms) -> Any:
+    """Logits from products (..., V): capped, and -inf where a row of the head is no word."""
     if terms.soft_cap is not None:
         z = terms.soft_cap * jnp.tanh(z / terms.soft_cap)
-    rows = head.shape[0]
-    word = terms.first(rows) + jnp.arange(rows, dtype=jnp.int32)[None]
-    if terms.shards * rows != terms.vocab:
-        z = jnp.where(word < terms.vocab, z, -jnp.inf)
-    return z, word
+    rows = z.shape[-1]
+    if terms.shards * rows == terms.vocab:
+        return z
+    is_word = terms.first(rows) + jnp.arange(rows) < terms.vocab
+    return jnp.where(is_word.reshape((1,) * (z.ndim - 1) + is_word.shape), z, -jnp.inf)
 
 
 def without_ignored(x: Any, labels: Any) -> Any:
@@ -73,20 +78,25 @@ def without_ignored(x: Any, labels: Any) -> Any:
     return jnp.where((labels < 0)[:, None], jnp.zeros((), x.dtype), x)
 
 
-def scores(x: Any, head: Any, labels: Any, terms: Terms) -> tuple[Any, Any]:
-    """Log-sum-exp (M,) over all words, and this device's part of the label's logit.
+def score(z: Any, labels: Any, terms: Terms, *, gather: bool = False) -> tuple[Any, Any]:
+    """This device's parts of the loss and of the penalty of each row, unweighted.
 
     Args:
-        x: (M, D).
-        head: (V, D), this device's rows; the product has the operands' types, and a float32 sum.
-        labels: (M,) int32.
+        z: products (..., V) with this device's rows of the head.
+        labels: (...) integers.
         terms: see `Terms`.
+        gather: look the label's logit up, where the vocabulary is whole; else a sum over all words finds it, since a
+            gather along a sharded dim would gather the logits.
     """
-    z, word = logits(x, head, terms)
-    top = jnp.maximum(jnp.max(lax.stop_gradient(z), -1, keepdims=True), -1e30)
-    lse = (top + jnp.log(jnp.sum(jnp.exp(z - top), -1, keepdims=True)))[:, 0]
-    # a sum and no gather: a row of the head lies on one device
-    return terms.over_shards(lse, jnp.sum(jnp.where(word == labels[:, None], z, 0.0), -1))
+    z = logits(z, terms)
+    lse = jax.nn.logsumexp(z, -1)
+    if gather:
+        hit = jnp.take_along_axis(z, labels[..., None], -1, mode="clip")[..., 0]
+    else:
+        words = lax.broadcasted_iota(labels.dtype, z.shape, z.ndim - 1)
+        words = words if terms.axis is None else words + terms.first(z.shape[-1])
+        hit = jnp.sum(jnp.where(words == labels[..., None], z, 0.0), -1)
+    return terms.part(*terms.over_shards(lse, hit))
 
 
 def loss(x: Any, head: Any, labels: Any, weights: Any, terms: Terms) -> tuple[Any, Any]:
@@ -105,5 +115,6 @@ def loss(x: Any, head: Any, labels: Any, weights: Any, terms: Terms) -> tuple[An
         >>> round(float(whole), 4)  # log 4
         1.3863
     """
-    losses, penalties = terms.part(*scores(without_ignored(x, labels), head, labels, terms))
-    return jnp.sum(weights * losses), lax.stop_gradient(jnp.sum(weights * penalties))
+    losses, penalties = score(products(without_ignored(x, labels), head), labels, terms)
+    penalty = jnp.sum(weights * penalties)
+    return jnp.sum(weights * losses) + penalty, lax.stop_gradient(penalty)

@@ -61,10 +61,14 @@ def default_tiles(case: Case) -> Tiles | None:
     """
     for words in (1024, 512, 256, 128):
         for rows in (512, 256, 128):
-            found = Tiles(rows, words)
-            longer = words >= case.head + LANES
-            if case.rows % rows == 0 and not longer and found.bytes(case.width, jnp.dtype(case.dtype).itemsize) <= VMEM:
-                return found
+            tiles = Tiles(rows, words)
+            longer_than_head = words >= case.head + LANES
+            if (
+                case.rows % rows == 0
+                and not longer_than_head
+                and tiles.bytes(case.width, jnp.dtype(case.dtype).itemsize) <= VMEM
+            ):
+                return tiles
     return None
 
 
@@ -185,11 +189,11 @@ def _d_head_kernel(words: Any, *refs: Any, masked: bool, soft_cap: Any) -> None:
     def add(at: Any, ignored: bool) -> None:
         first, limit = start + at.start, words[0] if masked else None
         d = _d_logits(x[...], head[at, :], rows, first, limit, soft_cap)
-        given = x[...]
+        rows_of_x = x[...]
         if ignored:  # where d is 0 a NaN still is one
             real = jnp.broadcast_to(jnp.broadcast_to(live, (8, x.shape[0])).T[:, :1], x.shape) > 0
-            given = jnp.where(real, given, jnp.zeros((), x.dtype))
-        total[at, :] += _dot(d, given, ((1,), (0,)))
+            rows_of_x = jnp.where(real, rows_of_x, jnp.zeros((), x.dtype))
+        total[at, :] += _dot(d, rows_of_x, ((1,), (0,)))
 
     for ignored in (False, True):
         pl.when(some == ignored)(

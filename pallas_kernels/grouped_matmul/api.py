@@ -146,9 +146,9 @@ def _check(x: Any, w: Any, sizes: Any) -> None:
         got = f"sizes of type {sizes.dtype} and shape {sizes.shape}"
         raise ValueError(f"grouped_matmul: got {got}, expected integers of shape {w.shape[:1]}, one per matrix")
     if not isinstance(sizes, Tracer | jax.ShapeDtypeStruct):
-        known = np.asarray(sizes)
-        if known.min() < 0 or sum(known.tolist()) > x.shape[0]:
-            got = f"sizes {known.tolist()}"
+        values = np.asarray(sizes)
+        if values.min() < 0 or sum(values.tolist()) > x.shape[0]:
+            got = f"sizes {values.tolist()}"
             raise ValueError(f"grouped_matmul: got {got}, expected none negative, and at most {x.shape[0]} rows in sum")
 
 
@@ -166,13 +166,13 @@ def _branches(what: str, interpret: Interpret, **options: Any) -> Any:
 
         rows = args[0].shape[0]
         # rows that fill up are of no group: their products are 0, and no gradient has a part of them
-        padded = [_padded(one) if one.ndim == 2 else one for one in args]
-        found = getattr(gpu, what)(*padded, interpret=interpret, **options)
-        return found[:rows] if what == "forward" else found
+        padded = [_padded(array) if array.ndim == 2 else array for array in args]
+        product = getattr(gpu, what)(*padded, interpret=interpret, **options)
+        return product[:rows] if what == "forward" else product
 
     plain = {"ragged": ragged, "reference": reference}
     kernels = {"gpu": dispatch.first_order("grouped_matmul", gpu)}
-    return kernels | {name: functools.partial(getattr(one, what), **options) for name, one in plain.items()}
+    return kernels | {name: functools.partial(getattr(array, what), **options) for name, array in plain.items()}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -1,7 +1,7 @@
 """Grouped matmul on Hopper (Mosaic GPU): rows times their group's matrix, and the matrices' gradients.
 
 After MegaBlocks (Gale et al., arXiv 2211.15841). Groups need no padding. In the product of rows, a tile of 128 rows
-belongs to one group, and a table made by XLA says which; it reads past its group's end and stores its own rows only,
+belongs to one group, and a table lists the groups; it reads past its group's end and stores its own rows only,
 as a sum of power-of-two slices, since a TMA copy has a static shape. In the gradient of the matrices a program sums
 over the rows of one group; the copying warpgroup clears what the last chunk has of the next group before it is
 multiplied. A warpgroup copies by TMA into a ring of buffers, two multiply (wgmma), one product in flight each.

@@ -118,7 +118,7 @@ def _backward_kernel(*refs: Any, eps: float, center: bool, bias: bool, residual:
     rows, width = h.shape
     i = lax.axis_index("i")
     first, count = _rows_of_block(rows, tile)
-    kept = _load(weight, width) if width <= KEPT else None
+    loaded_weight = _load(weight, width) if width <= KEPT else None
 
     def one(k: Any, totals: Any) -> Any:
         r = first + k
@@ -126,7 +126,7 @@ def _backward_kernel(*refs: Any, eps: float, center: bool, bias: bool, residual:
         g = _load(dy.at[r], width)
         unit = f * scale
         totals = (totals[0] + g * unit, *([totals[1] + g] if bias else []))
-        g = g * (_load(weight, width) if kept is None else kept)
+        g = g * (_load(weight, width) if loaded_weight is None else loaded_weight)
         d = g - unit * (jnp.sum(g * unit) * (1 / width))
         if center:
             d = d - jnp.sum(g) * (1 / width)
@@ -164,8 +164,8 @@ def forward(
     ins = [a for a in (x, weight, bias, residual) if a is not None]
     options = {"bias": bias is not None, "residual": residual is not None, "tile": tile}
     kernel = functools.partial(_forward_kernel, eps=eps, center=center, **options)
-    found = _call(kernel, tile, ins, [like(x.shape, x.dtype, *ins)] * (1 + options["residual"]), "norm", interpret)
-    return found[0], found[-1] if options["residual"] else x
+    outputs = _call(kernel, tile, ins, [like(x.shape, x.dtype, *ins)] * (1 + options["residual"]), "norm", interpret)
+    return outputs[0], outputs[-1] if options["residual"] else x
 
 
 def backward(
@@ -188,6 +188,6 @@ def backward(
     kernel = functools.partial(_backward_kernel, eps=eps, center=center, **options)
     partial = like((pl.cdiv(rows, tile), width), F32, *ins)
     outs = [like(h.shape, h.dtype, *ins), *[partial] * (1 + options["bias"])]
-    dx, *found = _call(kernel, tile, ins, outs, "norm_backward", interpret)
-    sums = [jnp.sum(one, 0) for one in found]
+    dx, *parts = _call(kernel, tile, ins, outs, "norm_backward", interpret)
+    sums = [jnp.sum(part, 0) for part in parts]
     return dx, sums[0].astype(weight.dtype), None if bias is None else sums[1].astype(bias.dtype)

@@ -108,7 +108,7 @@ def _call(kernel: Any, tile: int, ins: Any, outs: Any, sums: int, name: str, int
     """The kernel over tiles of rows; vectors are whole in every step, as one row. `sums` vectors add up over steps."""
     rows, width = ins[0].shape
     matrix, vector = pl.BlockSpec((tile, width), lambda i: (i, 0)), pl.BlockSpec((1, width), lambda i: (0, 0))
-    found = pl.pallas_call(
+    outputs = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(rows, tile),),
         in_specs=[matrix if a.ndim == 2 else vector for a in ins],
@@ -120,7 +120,7 @@ def _call(kernel: Any, tile: int, ins: Any, outs: Any, sums: int, name: str, int
         name=name,
         interpret=interpreter("tpu", interpret),
     )(*(a if a.ndim == 2 else a[None] for a in ins))
-    return [a if like.ndim == 2 else a[0] for a, like in zip(found, outs, strict=True)]
+    return [a if like.ndim == 2 else a[0] for a, like in zip(outputs, outs, strict=True)]
 
 
 def forward(
@@ -139,8 +139,8 @@ def forward(
     ins = [a for a in (x, weight, bias, residual) if a is not None]
     options = {"bias": bias is not None, "residual": residual is not None}
     kernel = functools.partial(_forward_kernel, eps=eps, center=center, **options)
-    found = _call(kernel, tile, ins, [like(x.shape, x.dtype, *ins)] * (1 + options["residual"]), 0, "norm", interpret)
-    return found[0], found[-1] if options["residual"] else x
+    outputs = _call(kernel, tile, ins, [like(x.shape, x.dtype, *ins)] * (1 + options["residual"]), 0, "norm", interpret)
+    return outputs[0], outputs[-1] if options["residual"] else x
 
 
 def backward(
@@ -163,6 +163,6 @@ def backward(
     options = {"bias": bias is not None, "residual": dh is not None, "rows": rows, "tile": tile}
     kernel = functools.partial(_backward_kernel, eps=eps, center=center, **options)
     outs = [like(h.shape, h.dtype, *ins), *[like((width,), F32, *ins)] * sums]
-    dx, *found = _call(kernel, tile, ins, outs, sums, "norm_backward", interpret)
-    d_bias = None if bias is None else found[1].astype(bias.dtype)
-    return dx, found[0].astype(weight.dtype), d_bias
+    dx, *vector_sums = _call(kernel, tile, ins, outs, sums, "norm_backward", interpret)
+    d_bias = None if bias is None else vector_sums[1].astype(bias.dtype)
+    return dx, vector_sums[0].astype(weight.dtype), d_bias

@@ -29,8 +29,8 @@ def _gpu_supports(where: Target, case: Case) -> str | None:
         return f"it needs blocks of {', '.join(map(str, blocks))}, not {case.block}"
     if case.axis == -1 and case.cols != case.block:
         return f"it needs rows of one block, not {case.cols} columns in blocks of {case.block}"
-    name, given, wanted = ("columns", case.cols, GPU_COLS) if case.axis == -2 else ("rows", case.rows, GPU_ROWS)
-    return f"it needs {name} that are a multiple of {wanted}, not {given}" if given % wanted else None
+    lines, length, multiple = ("columns", case.cols, GPU_COLS) if case.axis == -2 else ("rows", case.rows, GPU_ROWS)
+    return f"it needs {lines} that are a multiple of {multiple}, not {length}" if length % multiple else None
 
 
 IMPLEMENTATIONS = (
@@ -117,14 +117,14 @@ def dequantize(codes: Array, scale: Array, *, bits: int = 8, block: int = 128, a
     Raises:
         ValueError: codes and scales are not of each other.
     """
-    held = block // 2 if bits == 4 else block
-    wanted = list(codes.shape)
+    codes_per_block = block // 2 if bits == 4 else block
+    scale_shape = list(codes.shape)
     if axis in (-1, -2) and codes.ndim == 2:
-        wanted[axis] //= held
-    if codes.dtype != jnp.int8 or codes.ndim != 2 or scale.shape != tuple(wanted):
+        scale_shape[axis] //= codes_per_block
+    if codes.dtype != jnp.int8 or codes.ndim != 2 or scale.shape != tuple(scale_shape):
         raise ValueError(
             f"dequantize: got codes {codes.dtype.name}{list(codes.shape)} and scales {list(scale.shape)}, expected "
-            f"int8 (R, C) and scales {wanted} for {bits} bits in blocks of {block} along dim {axis}"
+            f"int8 (R, C) and scales {scale_shape} for {bits} bits in blocks of {block} along dim {axis}"
         )
     return reference.dequantize(codes, scale, bits=bits, block=block, axis=axis)
 

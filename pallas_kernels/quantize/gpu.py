@@ -36,8 +36,8 @@ def _kernel(x: Any, codes: Any, scales: Any, x_s: Any, codes_s: Any, scales_s: A
     top = functools.reduce(jnp.maximum, tops)
     spread = along_columns if down else along_rows
     factor = inverse(top, case.bits)
-    made = [coded(part, spread(factor, part.shape), case.bits) for part in parts]
-    codes_s[...] = (made[0] if case.bits == 8 else packed(*made)).astype(jnp.int8)
+    part_codes = [coded(part, spread(factor, part.shape), case.bits) for part in parts]
+    codes_s[...] = (part_codes[0] if case.bits == 8 else packed(*part_codes)).astype(jnp.int8)
     store(scales_s, top)
     plgpu.commit_smem()
     n, m = codes_s.shape

@@ -14,7 +14,7 @@ from jax import Array
 FLOP = 8
 """Of a number."""
 SMALLEST = 2.0**-100
-"""Scale of a block that is still told from zeros."""
+"""Smallest scale of a block that is not taken for zeros."""
 
 
 def levels(bits: int) -> int:

@@ -56,11 +56,13 @@ def candidates(case: Case) -> list[Tiles]:
         return [Tiles(min(8 * LANES, pl.cdiv(case.rows, LANES) * LANES), case.cols)]
     count = case.rows // case.block
     widths = [case.cols] if case.cols < LANES else [n for n in (256, 128, 512) if n <= case.cols]
-    found = []
+    tilings = []
     for cols in widths:
         fit = ELEMENTS // max(cols, LANES) - count
-        found += [Tiles(n * case.block, cols) for n in range(count, 0, -1) if count % n == 0 and n * case.block <= fit]
-    return sorted(found, key=lambda tiles: -tiles.rows * tiles.cols)
+        tilings += [
+            Tiles(n * case.block, cols) for n in range(count, 0, -1) if count % n == 0 and n * case.block <= fit
+        ]
+    return sorted(tilings, key=lambda tiles: -tiles.rows * tiles.cols)
 
 
 def _down_columns(x: Any, codes: Any, scales: Any, *, block: int, bits: int) -> None:
@@ -70,7 +72,7 @@ def _down_columns(x: Any, codes: Any, scales: Any, *, block: int, bits: int) -> 
     def one(i: Any, _: None) -> None:
         f = x[pl.ds(pl.multiple_of(i * block, block), block), :].astype(jnp.float32)
         top = jnp.max(jnp.abs(f), 0, keepdims=True)
-        row = slice(0, 1) if scales.shape[0] == 1 else pl.ds(first + i, 1)  # Mosaic wants no index into one row
+        row = slice(0, 1) if scales.shape[0] == 1 else pl.ds(first + i, 1)  # Mosaic refuses an index into one row
         scales[row, :] = top
         code = coded(f, inverse(top, bits), bits)
         code = packed(code[:held], code[held:]) if bits == 4 else code
@@ -99,8 +101,8 @@ def _along_rows(x: Any, codes: Any, scales: Any, *, bits: int) -> None:
 def cost(case: Case) -> pl.CostEstimate:
     """What it takes: the array read, codes and scales written."""
     elements = case.rows * case.cols
-    moved = jnp.dtype(case.dtype).itemsize + case.bits / 8 + 4 / case.block
-    return pl.CostEstimate(flops=FLOP * elements, transcendentals=0, bytes_accessed=int(elements * moved))
+    bytes_per_element = jnp.dtype(case.dtype).itemsize + case.bits / 8 + 4 / case.block
+    return pl.CostEstimate(flops=FLOP * elements, transcendentals=0, bytes_accessed=int(elements * bytes_per_element))
 
 
 def quantize(x: Array, *, case: Case, tiles: Tiles, interpret: Interpret = False) -> tuple[Array, Array]:
@@ -118,8 +120,8 @@ def quantize(x: Array, *, case: Case, tiles: Tiles, interpret: Interpret = False
         count = R // case.block
         body = functools.partial(_down_columns, block=case.block, bits=case.bits)
         grid = (pl.cdiv(C, tiles.cols), R // tiles.rows)
-        given = pl.BlockSpec((tiles.rows, tiles.cols), lambda j, i: (i, j))
-        made = [
+        in_spec = pl.BlockSpec((tiles.rows, tiles.cols), lambda j, i: (i, j))
+        out_specs = [
             pl.BlockSpec((tiles.rows // halves, tiles.cols), lambda j, i: (i, j)),
             pl.BlockSpec((count, tiles.cols), lambda j, i: (0, j)),
         ]
@@ -128,8 +130,8 @@ def quantize(x: Array, *, case: Case, tiles: Tiles, interpret: Interpret = False
     else:
         body = functools.partial(_along_rows, bits=case.bits)
         grid = (pl.cdiv(R, tiles.rows),)
-        given = pl.BlockSpec((tiles.rows, C), lambda i: (i, 0))
-        made = [
+        in_spec = pl.BlockSpec((tiles.rows, C), lambda i: (i, 0))
+        out_specs = [
             pl.BlockSpec((tiles.rows, C // halves), lambda i: (i, 0)),
             pl.BlockSpec((tiles.rows // LANES, LANES), lambda i: (i, 0)),
         ]
@@ -138,8 +140,8 @@ def quantize(x: Array, *, case: Case, tiles: Tiles, interpret: Interpret = False
     codes, scales = pl.pallas_call(
         body,
         grid=grid,
-        in_specs=[given],
-        out_specs=made,
+        in_specs=[in_spec],
+        out_specs=out_specs,
         out_shape=[like(shapes[0], jnp.int8, x), like(shapes[1], jnp.float32, x)],
         compiler_params=semantics,
         cost_estimate=cost(case),

@@ -64,7 +64,7 @@ def _along_rows(x: Any, values: Any, places: Any, *, k: int, rows: int) -> None:
 
         f = load_rows(x.at[at], layout).astype(jnp.float32)
         place = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout).astype(jnp.float32)
-        # a place and what a magnitude does not say, as one float: a round looks for nothing else
+        # a place, the sign, and whether it is NaN, as one float: a round looks for nothing else
         code = 4 * place + jnp.where(f < 0, 1.0, 0.0) + jnp.where(f != f, 2.0, 0.0)
 
         def one(n: Any, a: Any) -> Any:
@@ -98,7 +98,7 @@ def top_k(x: Array, *, case: Case, interpret: Interpret = False) -> tuple[Array,
         blocks = R * C // case.block
         rows = 4 * max(1, 32 * HELD // case.block)
         outs = [like((blocks, case.k), dtype, x) for dtype in (x.dtype, jnp.int32)]
-        made = launch(
+        outputs = launch(
             functools.partial(_along_rows, k=case.k, rows=rows),
             (x.reshape(blocks, case.block),),
             out_type=outs,
@@ -108,7 +108,7 @@ def top_k(x: Array, *, case: Case, interpret: Interpret = False) -> tuple[Array,
             cost=estimate(FLOP * case.k * R * C, (x,), outs),
             interpret=interpret,
         )
-        return tuple(one.reshape(R, C // case.block * case.k) for one in made)
+        return tuple(array.reshape(R, C // case.block * case.k) for array in outputs)
     shape = (R // case.block * case.k, C)
     outs = [like(shape, x.dtype, x), like(shape, jnp.int32, x)]
     return tuple(

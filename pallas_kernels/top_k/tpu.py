@@ -83,7 +83,7 @@ def _down_columns(x: Any, values: Any, places: Any, *found: Any, block: int, k: 
 
         def round_(n: Any, a: Any) -> Any:
             value, at, a = _round(f, a, place, 0)
-            row = slice(0, 1) if values.shape[0] == 1 else pl.ds(i * k + n, 1)  # Mosaic wants no index into one row
+            row = slice(0, 1) if values.shape[0] == 1 else pl.ds(i * k + n, 1)  # Mosaic refuses an index into one row
             held[row, :], places[row, :] = value, at
             return a
 
@@ -117,9 +117,9 @@ def _along_rows(x: Any, values: Any, places: Any, *, k: int) -> None:
 def cost(case: Case) -> pl.CostEstimate:
     """What it takes: the array read, values and places written."""
     elements, size = case.rows * case.cols, jnp.dtype(case.dtype).itemsize
-    kept = elements // case.block * case.k
+    kept_elements = elements // case.block * case.k
     return pl.CostEstimate(
-        flops=FLOP * case.k * elements, transcendentals=0, bytes_accessed=elements * size + kept * (size + 4)
+        flops=FLOP * case.k * elements, transcendentals=0, bytes_accessed=elements * size + kept_elements * (size + 4)
     )
 
 
@@ -135,16 +135,16 @@ def top_k(x: Array, *, case: Case, tiles: Tiles, interpret: Interpret = False) -
     R, C = x.shape
     if case.axis == -2:
         body = functools.partial(_down_columns, block=case.block, k=case.k)
-        shape, made = (R // case.block * case.k, C), (tiles.rows // case.block * case.k, tiles.cols)
-        scratch = [] if x.dtype == jnp.float32 else [pltpu.VMEM(made, jnp.float32)]
+        shape, out_tile = (R // case.block * case.k, C), (tiles.rows // case.block * case.k, tiles.cols)
+        scratch = [] if x.dtype == jnp.float32 else [pltpu.VMEM(out_tile, jnp.float32)]
     else:
         body = functools.partial(_along_rows, k=case.k)
-        shape, made, scratch = (R, case.k), (tiles.rows, case.k), []
+        shape, out_tile, scratch = (R, case.k), (tiles.rows, case.k), []
     values, places = pl.pallas_call(
         body,
         grid=(pl.cdiv(R, tiles.rows), pl.cdiv(C, tiles.cols)),
         in_specs=[pl.BlockSpec((tiles.rows, tiles.cols), lambda i, j: (i, j))],
-        out_specs=[pl.BlockSpec(made, lambda i, j: (i, j))] * 2,
+        out_specs=[pl.BlockSpec(out_tile, lambda i, j: (i, j))] * 2,
         out_shape=[like(shape, x.dtype, x), like(shape, jnp.int32, x)],
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),

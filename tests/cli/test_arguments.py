@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from jaxscale.cli.arguments import Arguments, read, synopsis
 from jaxscale.cli.commands import COMMANDS, Train
-from jaxscale.cli.usage import parse
+from jaxscale.cli.experiment_commands import experiment_flags
+from jaxscale.cli.flags import words_of
 from jaxscale.errors import UserError
 from jaxscale.recipe.experiment import Experiment
 
@@ -34,6 +35,7 @@ from jaxscale.recipe.experiment import Experiment
         ("train a.py --model.embed 3 --model.embed=4", "--model.embed is given twice"),
         ("train", "train lacks its FILE: jaxscale train FILE [VARIANT] [flags]"),
         ("train a.py tiny more", "train does not take 'more'"),
+        ("generate runs/x -5", "generate does not take '-5'"),
         ("train a.py -- b", "'--' stands alone"),
         ("generate", "generate lacks its RUN_DIR"),
         ("generate runs/a --prmopt x", "did you mean '--prompt'?"),
@@ -56,40 +58,60 @@ def test_right_words():
     assert read([]) == read(["--help"]) == Arguments(None, help=True)
     assert read(["train", "--help"]) == Arguments("train", help=True)
     assert read(["train", "a.py", "tiny", "--log_every=2", "--plan.loss-chunk", "-1"]) == Arguments(
-        "train", ("a.py", "tiny", "--log_every=2"), {"plan.loss_chunk": "-1"}
+        "train", {"file": "a.py", "variant": "tiny", "log_every": 2}, {"plan.loss_chunk": "-1"}
     )
     assert read(["explain", "a.py", "-o", "memory.html"]) == read(["explain", "a.py", "--out", "memory.html"])
-    assert read(["generate", "r", "--prompt", "-", "--best"]).own == ("r", "--prompt=-", "--best")
+    assert read(["generate", "r", "--prompt", "-", "--best"]).values == {"run_dir": "r", "prompt": "-", "best": True}
 
 
 def test_every_plain_field_of_an_experiment_is_a_flag_of_train():
     """Else `--FIELD` would be called unknown before the experiment is there to ask."""
     plain = {field.name for field in dataclasses.fields(Experiment) if field.type in (int, str, float, bool)}
-    assert plain == set(Train.of_experiment)
+    assert plain == set(experiment_flags(Train))
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "expected"),
     [
-        "train a.py",
-        "train a.py tiny --out=b --resume never --log-every 1e1 --steps 3 --plan-file p.json --profile 1:2 --name n",
-        "generate r --prompt -x --tokens 3 --temperature 1 --seed -1 --best",
-        "generate r --prompt=none",
-        "evaluate r --best",
-        "export r d --dtype bfloat16",
-        "doctor",
+        ("train a.py", {"file": "a.py"}),
+        (
+            "train a.py tiny --out=b --resume never --log-every 1e1 --steps 3 --plan-file p.json --profile 1:2",
+            {
+                "file": "a.py",
+                "variant": "tiny",
+                "out": "b",
+                "resume": "never",
+                "log_every": 10,
+                "steps": 3,
+                "plan_file": "p.json",
+                "profile": "1:2",
+            },
+        ),
+        (
+            "generate r --prompt -x --tokens 3 --temperature 1 --seed -1 --best",
+            {"run_dir": "r", "prompt": "-x", "tokens": 3, "temperature": 1.0, "seed": -1, "best": True},
+        ),
+        ("generate r --prompt=none", {"run_dir": "r", "prompt": "none"}),
+        ("train a.py --steps none", {"file": "a.py", "steps": None}),
+        ("evaluate r --best", {"run_dir": "r", "best": True}),
+        ("export r d --dtype bfloat16", {"run_dir": "r", "folder": "d", "dtype": "bfloat16"}),
+        ("doctor", {}),
     ],
 )
-def test_tyro_reads_the_same(words):
-    given = read(words.split())
-    command = parse(given.command, given.own)
-    for name, value in given.early.items():
-        assert getattr(command, name) == value
+def test_values_are_of_their_fields_types(words, expected):
+    arguments = read(words.split())
+    assert arguments.values == expected
+    assert arguments.command is not None
+    command = COMMANDS[arguments.command](**arguments.values)
+    for field in dataclasses.fields(command):
+        assert getattr(command, field.name) == expected.get(field.name, field.default)
+    for name, value in expected.items():
+        assert type(arguments.values[name]) is type(value)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_synopsis_names_every_place(name):
-    assert len(synopsis(name).split()) == 3 + len(COMMANDS[name].positional)
+    assert len(synopsis(name).split()) == 3 + len(words_of(COMMANDS[name]))
 
 
 @given(

@@ -103,7 +103,7 @@ def test_stages_priced_by_an_experiment(capsys):
         ("draw pipeline chimera:3x6", "expected an even number"),
         ("draw pipeline auto:4", "its schedule is still to be chosen"),
         ("draw pipeline file:none.csv", "none.csv"),
-        ("draw pipeline 1f1b:4x8 --compare gpipe:4x8", "put all of them behind --compare"),
+        ("draw pipeline 1f1b:4x8 --compare gpipe:4x8", "put all of them after --compare"),
         ("draw pipeline --compare ,", "got no schedule, expected some"),
         ("draw pipeline --compare 1f1b:4x8,zbv:4x8", "did you mean 'zb-v'?"),
         ("draw pipeline 1f1b:4x8 --cost q=1", "unknown price 'q': expected some of f, i, w, b, u, link"),
@@ -111,6 +111,10 @@ def test_stages_priced_by_an_experiment(capsys):
         ("draw pipeline 1f1b:4x8 --cost f", "got 'f', expected a number >= 0, such as f=1"),
         ("draw pipeline 1f1b:4x8 --cost f=-1", "got 'f=-1', expected a number >= 0"),
         ("draw pipeline 1f1b:4x8 --cost f=nan", "got 'f=nan', expected a number >= 0"),
+        (
+            "draw pipeline --measured runs/x --model.embed 3",
+            "--model.embed is a field of an experiment",
+        ),
         ("draw pipeline 1f1b:4x8 --cost f=1,f=2", "f is given twice"),
         ("draw pipeline 1f1b:4x8 --cost f=0", "a forward that takes no time leaves nothing to draw"),
         ("draw pipeline 1f1b:4x8 -o chart.pdf", "chart.pdf: expected a name that ends in .svg, .html or .csv"),
@@ -142,7 +146,7 @@ def test_a_platform_of_unknown_rates_and_one_that_does_not_divide(capsys):
     assert main([*asked, "cpu x 4"]) == 2
     assert "the rates of a cpu are unknown" in capsys.readouterr().err
     assert main([*asked, "tpu v5e:2x2"]) == 2
-    assert "a pipeline of 3 devices does not divide the 4 of tpu v5e:2x2" in capsys.readouterr().err
+    assert "pipeline of 3 ranks: tpu v5e:2x2 has 4 devices, expected a multiple of 3" in capsys.readouterr().err
 
 
 def test_colors_where_a_terminal_is(capsys, monkeypatch):

@@ -44,7 +44,7 @@ def refused(capsys: pytest.CaptureFixture[str], words: str | list[str], *message
         (["fit", "experiments/toy.py", "--platform", "tpu v5e:3x5"], "tpu v5e has no slice 3x5"),
         ("fit experiments/toy.py --limit 14Gib", "--limit '14Gib': unknown unit 'Gib'; did you mean 'GiB'?"),
         ("fit experiments/toy.py --limit 0B", "--limit 0B: expected at least 1B"),
-        (["fit", "experiments/toy.py", "--platform", "gpu l4", "--verify"], "its insides are not in our table"),
+        (["fit", "experiments/toy.py", "--platform", "gpu l4", "--verify"], "compiler/gpu_target.py lacks its data"),
         (["fit", "experiments/toy.py", "--platform", "gpu h100 x 12", "--verify"], "12 GPUs do not fill hosts of 8"),
         ("fit experiments/toy.py --batch 0", "batch: got 0, expected a whole number >= 1"),
         ("fit experiments/toy.py --host-limit much", "--host-limit 'much': expected a number of bytes with its unit"),
@@ -54,7 +54,7 @@ def refused(capsys: pytest.CaptureFixture[str], words: str | list[str], *message
             "explain experiments/toy.py -o nowhere/memory.html",
             "--out nowhere/memory.html cannot be written: No such file",
         ),
-        ("train experiments/toy.py --limit 1GiB", "--limit applies to --plan.memory fit: add it"),
+        ("train experiments/toy.py --limit 1GiB", "--limit applies only to --plan.memory fit: add --plan.memory fit"),
         ("train experiments/toy.py --stpes 3", "unknown flag '--stpes' of train; did you mean '--steps'?"),
         ("train experiments/toy.py --resume nver", "did you mean 'never'?"),
         ("train experiments/toy.py --log-every 0", "--log-every: got 0, expected a whole number >= 1"),
@@ -80,7 +80,10 @@ def refused(capsys: pytest.CaptureFixture[str], words: str | list[str], *message
         ("train experiments/toy.py --guard.patience 0", "guard.patience: got 0"),
         ("train experiments/toy.py --optimizer.eps -1", "jaxscale: optimizer.eps: got -1.0, expected 0 or more"),
         ("train experiments/toy.py --optimizer muno", "optimizer.name: got 'muno'"),
-        ("train experiments/toy.py --optimizer lars --optimizer.b1 0.9", "optimizer.b1: lars has none, got 0.9"),
+        (
+            "train experiments/toy.py --optimizer lars --optimizer.b1 0.9",
+            "optimizer.b1: got 0.9, and lars has no such option",
+        ),
         ("train experiments/toy.py --model other", "fields of the experiment are set by path, such as --model.embed"),
         ("train experiments/toy.py --plan.rules none", "plan.rules has fields of its own: set one of plan.rules.batch"),
         ("train experiments/toy.py --optimizer.learning-rate fast", "optimizer.learning_rate: got 'fast'"),
@@ -142,7 +145,7 @@ def test_a_file_of_bytes(toy: Path, capsys):
     ("content", "message"),
     [
         ('{"version": 1, "zeor": 3}', "plan.json: unknown field 'zeor'"),
-        ('{"version": 99}', "plan.json is of plan version 99, and this jaxscale reads up to 2"),
+        ('{"version": 99}', "plan.json has plan version 99, and this jaxscale reads versions up to 2"),
         ('{"version": 1, "ze', "plan.json is not JSON"),
         ("[]", "plan.json: got a list, expected a plan"),
         ('{"version": 1, "microbatches": 0}', "microbatches: got 0"),
@@ -289,7 +292,7 @@ def test_a_finished_run_started_again_shows_its_result_and_exits_with_0(tmp_path
         assert re.search(r"^real +finished$", shown, re.MULTILINE)
         assert re.search(r"^steps +2 of 2, 32 target tokens$", shown, re.MULTILINE)
         assert re.search(r"^report +runs/real/report\.html$", shown, re.MULTILINE)
-    assert "\nnothing is left to do: raise steps beyond 2 to train on" in again
+    assert "\nthe run is complete: raise steps beyond 2 to train on" in again
     assert "compiled" in first
     assert "compiled" not in again
     assert main(["train", "real.py", "--profile", "3:4"]) == 2

@@ -7,9 +7,9 @@ import pytest
 
 from jaxscale.cli import main
 from jaxscale.cli.commands import COMMANDS
-from jaxscale.cli.usage import field_help, spell
+from jaxscale.cli.usage import field_help
 from jaxscale.records.source import load
-from jaxscale.values import override
+from jaxscale.values import override, spell
 
 
 def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
@@ -32,11 +32,7 @@ def test_a_subcommand_shows_every_field_with_its_help(name, capsys, monkeypatch)
     text = shown(capsys, monkeypatch, name, "--help")
     told = field_help(COMMANDS[name])
     for field in dataclasses.fields(COMMANDS[name]):
-        word = (
-            field.metadata["metavar"]
-            if field.name in COMMANDS[name].positional
-            else f"--{field.name.replace('_', '-')}"
-        )
+        word = field.metadata["metavar"] if "word" in field.metadata else f"--{field.name.replace('_', '-')}"
         assert word in text
         assert told[field.name].split()[0] in text
     assert "{None" not in text

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxscale.compiler.collectives import Collective, collectives, groups_of, parse_groups
 from jaxscale.compiler.hlo_program import HloProgram
 from jaxscale.compiler.hlo_source import Sources
-from jaxscale.compiler.live_names import Names
+from jaxscale.compiler.live_names import ValueNames
 
 
 def make_mesh(sizes: dict[str, int], order=None) -> Mesh:
@@ -473,7 +473,7 @@ def test_attributes_with_line_breaks():
     assert [name for name in ops if "#" not in name] == ["state", "k", "element", "out"]
     assert ops["out"].is_root
     assert 'op_name="jit(step)/attend/pallas_call"' in ops["k"].attributes
-    assert Names(program, Sources(LINE_BREAKS)).called("loop", (1,)) == "attend/pallas_call"
+    assert ValueNames(program, Sources(LINE_BREAKS)).user_name("loop", (1,)) == "attend/pallas_call"
 
 
 def test_the_start_of_an_all_reduce_counts_its_results_alone():

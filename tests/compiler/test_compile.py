@@ -79,7 +79,7 @@ def test_a_compiler_that_dies_is_a_report(number, says):
 
 def test_a_compiler_that_takes_too_long_is_a_report():
     report = compile_report(ProgramRecipe(PROGRAMS + "sleeps"), "cpu", timeout=0.5)
-    assert report.crashed == "not done in 0.5 s: give it a longer timeout"
+    assert report.crashed == "not done in 0.5 s: pass a longer timeout"
 
 
 def test_a_recipes_own_error_comes_back_with_its_traceback():
@@ -111,7 +111,7 @@ def test_a_recipe_that_names_nothing(function, says):
         (functools.partial(programs.train_step, rows=lambda: 1), "cpu", "cannot be sent"),
         (programs.train_step, "tpu v5e:3x5", "has no slice 3x5"),
         (programs.train_step, "tpu v5e:0x4", "has no slice 0x4"),
-        (programs.train_step, "gpu l4", "not in our table"),
+        (programs.train_step, "gpu l4", "lacks its data"),
         (programs.train_step, "gpu h100 x 12", "do not fill hosts of 8"),
     ],
 )

@@ -81,7 +81,7 @@ def test_a_failure_leaves_nothing_behind(corpus, cache, monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module._Split, "add", fail)
+    monkeypatch.setattr(module._Writer, "add", fail)
     with pytest.raises(KeyboardInterrupt):
         open_corpus([str(corpus)], Bytes(), RECIPE)
     assert entries(cache) == []

@@ -58,7 +58,7 @@ def arrays(**changes):
         (arrays(y=np.arange(9)), r"y is int64\[9\]: expected 10 whole numbers from 0"),
         (arrays(y=np.arange(10.0)), "y is float64"),
         (arrays(y=np.arange(10) - 1), "whole numbers from 0"),
-        (arrays(y=np.array([None] * 10)), "not a whole .npz file of numbers"),
+        (arrays(y=np.array([None] * 10)), "not a complete .npz file of numbers"),
         (arrays(x=np.zeros((1, 2, 2)), y=np.zeros(1, int)), "holds 1 images: held_out 0.2 leaves none to train on"),
     ],
 )
@@ -73,7 +73,7 @@ def test_arrays_that_are_no_images_are_refused(tmp_path, content, message):
 def test_a_broken_file_is_refused(tmp_path, content):
     path = tmp_path / "a.npz"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"a.npz is not a whole .npz file"):
+    with pytest.raises(UserError, match=r"a.npz is not a complete .npz file"):
         Images(path).open(2, 0)
 
 

@@ -178,7 +178,7 @@ def test_a_share_that_does_not_divide_is_refused_before_files_are_read(share, me
     [
         (b"short", {"context": 64}, "training part .* has 4 tokens in 1 documents, too few .* context of at most 3"),
         (b"x" * 300, {"context": 64}, "held-out part .* has 30 tokens .* needs 65"),
-        (b"one document", {"layout": "packed"}, "training part .* 0 documents.* separator that stands between them"),
+        (b"one document", {"layout": "packed"}, "training part .* 0 documents.* separator between them"),
         (b"a|b|c|d", {"layout": "packed", "separator": "|"}, "no target to learn: expected documents of two tokens"),
         (b"", {}, "is empty"),
         (b"\0", {}, "is binary: NUL byte at offset 0"),

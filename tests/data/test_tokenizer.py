@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxscale.data import tokenizer
-from jaxscale.data.joined import marker_of, pieces
+from jaxscale.data.joined import join_texts, marker_of
 from jaxscale.data.tokenizer import Bytes, Characters, Subwords
 from jaxscale.errors import UserError
 
@@ -29,7 +29,7 @@ def test_characters_are_numbered_as_nanogpt_does(text):
 
 @pytest.mark.parametrize("stranger", ["z", "!", "\U0001f600"])
 def test_an_unknown_character_is_named(stranger):
-    with pytest.raises(UserError, match="unknown to this alphabet of 3") as caught:
+    with pytest.raises(UserError, match="unknown to this alphabet of 3 characters") as caught:
         Characters("abc").encode("ab" + stranger)
     assert repr(stranger) in str(caught.value)
 
@@ -108,7 +108,7 @@ def test_ids_beyond_the_alphabet_decode_to_the_replacement_character():
 def test_a_broken_file_is_named(tmp_path, content):
     path = tmp_path / "broken.json"
     path.write_text(content)
-    with pytest.raises(UserError, match=r"broken.json: not a tokenizer of the tokenizers library"):
+    with pytest.raises(UserError, match=r"broken.json: not a tokenizer.json of the tokenizers library"):
         tokenizer.load(str(path))
 
 
@@ -130,7 +130,7 @@ def test_short_texts_are_joined_at_a_special_token_without_changing_their_ids():
     assert marker is not None
     assert marker.text == "<eos>"
     texts = [*words * 40, "this<eos>spells it", "<eos>", *words]
-    assert len(list(pieces(texts, marker, 1024))) < len(texts) / 2
+    assert len(list(join_texts(texts, marker, 1024))) < len(texts) / 2
     assert joined(list(ours.encode_all(texts)), texts) == [ours.encode(text).tolist() for text in texts]
 
 

@@ -13,10 +13,10 @@ from jaxscale.errors import UserError
 from jaxscale.layers.attend import attend
 from jaxscale.layers.attention_kernel import attend_kernel
 from jaxscale.layers.attention_splash import attend_splash
-from jaxscale.layers.visibility import Visibility
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.place import layout
 from jaxscale.sharding.rules import AxisRules
+from pallas_kernels.attention.visibility import Visibility
 from tests.kernels import battery
 
 LONG = 256

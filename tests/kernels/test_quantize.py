@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.replicas.integers import Coded, Integers
+from jaxscale.replicas import integers
 from pallas_kernels.quantize.api import dequantize, explain, quantize
 from pallas_kernels.quantize.cases import CASES, Case
 from pallas_kernels.quantize.reference import SMALLEST, levels
@@ -68,16 +68,15 @@ def test_battery(case, implementation, interpret, capfd):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_definition_is_the_codecs(bits):
-    """Along the rows: codes and scales of `Integers`, to the bit."""
+    """Along the rows: codes and scales of `replicas.integers`, to the bit."""
     case = Case("", 16, 64, bits, 64, -1, "float32")
     (x,) = array(case, jax.random.key(0))
     codes, scale = quantize(x, bits=bits, block=64, axis=-1, implementation="reference")
-    rule = Integers(bits, 64)
-    theirs = rule.encode(x, None)
+    theirs = integers.encode(x, bits, 64, None)
     np.testing.assert_array_equal(codes[:, None], theirs.codes)
     np.testing.assert_array_equal(scale, theirs.scale)
     ours = dequantize(codes, scale, bits=bits, block=64, axis=-1)
-    np.testing.assert_array_equal(ours, rule.decode(Coded(codes[:, None], scale)))
+    np.testing.assert_array_equal(ours, integers.decode(integers.Coded(codes[:, None], scale), bits))
 
 
 @pytest.mark.parametrize(("bits", "axis"), [(8, -2), (4, -2), (8, -1), (4, -1)])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.replicas.largest import Largest
+from jaxscale.replicas import TopK
 from pallas_kernels.top_k.api import explain, top_k
 from pallas_kernels.top_k.cases import CASES, Case
 from pallas_kernels.top_k.tpu import Tiles, candidates
@@ -52,7 +52,7 @@ def test_the_definition_is_the_codecs():
     case = Case("", 16, 64, 5, 64, -1, "float32")
     (x,) = array(case, jax.random.key(0))
     values, places = top_k(x, 5, block=64, axis=-1)
-    kept = Largest(5 / 64, 64).encode(x.reshape(-1))
+    kept = TopK(5 / 64, block=64).encode(x.reshape(-1), None)
     np.testing.assert_array_equal(values, kept.values)
     np.testing.assert_array_equal(places, kept.offsets)
 
@@ -113,7 +113,7 @@ def test_a_named_kernel_that_cannot_run_says_why(platform, fields, says):
 def test_the_codec_takes_the_kernel_on_hopper():
     """Of the blocks that it makes by default, and of a shorter leaf's."""
     for elements in (10**6, 1024, 768):
-        blocks, block, kept = Largest(0.01, 1024).sizes(elements)
+        blocks, block, kept = TopK(0.01).sizes(elements)
         assert explain(Case("", blocks, block, kept, block, -1, "float32"), "gpu h200").chosen == "gpu"
 
 

@@ -17,10 +17,10 @@ from jaxscale.compiler.hlo_program import HloProgram
 from jaxscale.errors import UserError
 from jaxscale.layers.attend import attend
 from jaxscale.layers.attention_splash import attend_splash
-from jaxscale.layers.visibility import Visibility
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.place import layout
 from jaxscale.sharding.rules import AxisRules
+from pallas_kernels.attention.visibility import Visibility
 
 SEGMENTS = jnp.array([[1, 1, 1, 2, 2, 2, 2, 2, 3, 0, 0], [0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
 POSITIONS = jnp.array([[0, 1, 2, 0, 1, 2, 3, 4, 0, 0, 0], [7, 7, 0, 1, 2, 3, 4, 5, 6, 7, 8]])
@@ -350,5 +350,5 @@ def test_refused(settings, message):
 
 
 def test_heads_that_do_not_divide_are_refused():
-    with pytest.raises(UserError, match="4 query heads and 3 key heads"):
+    with pytest.raises(UserError, match="4 query heads, expected a multiple of the 3 key heads"):
         attend(*_draw(groups=3))

@@ -181,7 +181,7 @@ def test_a_stack_carries_its_layers_caches(cycle):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Attention(12, 4, 3, 6, rngs=nnx.Rngs(0)), "4 query heads and 3 key heads"),
+        (lambda: Attention(12, 4, 3, 6, rngs=nnx.Rngs(0)), "4 query heads, expected a multiple of the 3 key heads"),
         (lambda: _layer(rotary=Rotary(8)), "expected 6"),
         (lambda: _layer()(_x(), window="all"), "expected a whole number"),
     ],

@@ -12,10 +12,11 @@ from jaxscale.blocks import Context, Treatment
 from jaxscale.errors import UserError
 from jaxscale.layers.conv import BatchNorm
 from jaxscale.layers.dropout import Dropout
+from jaxscale.layers.layer_group import restack, unstack
 from jaxscale.layers.linear import Linear
 from jaxscale.layers.mlp import MLP
 from jaxscale.layers.norm import RMSNorm
-from jaxscale.layers.stack import Chain, Stack, restack, unstack
+from jaxscale.layers.stack import Chain, Stack
 
 
 class Block(nnx.Module):
@@ -432,8 +433,8 @@ def test_segments_keep_what_enters_them():
     ("make", "match"),
     [
         (lambda: Treatment(segment=0), "segment: got 0"),
-        (lambda: Treatment(groups=((0, _remat), (7, _remat))), "groups of 0, 7 layers"),
-        (lambda: Treatment(groups=((5, _remat), (1, _remat))).runs(7), r"5 \+ 1 layers for a stack of 7"),
+        (lambda: Treatment(groups=((0, _remat), (7, _remat))), "groups: got 0, 7 layers"),
+        (lambda: Treatment(groups=((5, _remat), (1, _remat))).runs(7), r"5 \+ 1 layers, the stack 7"),
     ],
 )
 def test_treatments_check_themselves(make, match):

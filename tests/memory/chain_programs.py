@@ -6,7 +6,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxscale import blocks
 from jaxscale.blocks import Call, Treatment
-from jaxscale.memory.chain_apply import chain_treatment
+from jaxscale.memory.apply import chain_treatment
 
 CHAIN_WIDTH, CHAIN_ROWS = 256, 1024
 WIDTH, ROWS, DEPTH = 1024, 65536, 32

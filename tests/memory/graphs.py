@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from jaxscale.memory.graph import recompute
+from jaxscale.memory.save_set import recompute
 from jaxscale.programs.block import BlockGraph, Equation, Value
 
 

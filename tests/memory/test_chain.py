@@ -151,8 +151,8 @@ def test_every_stage_runs_once_for_each_segment_around_it():
     ("nodes", "match"),
     [
         (keep_all(2), "a plan of 2 stages .* for a chain of 3"),
-        ((Save(0), Save(2), Save(1)), "each of them once, in order"),
-        ((Save(0), Save(1, 3), Save(2)), "option 3 of stage 1, which has 1"),
+        ((Save(0), Save(2), Save(1)), "each stage once, in order"),
+        ((Save(0), Save(1, 3), Save(2)), "option 3 of stage 1, and it has 1 \\(numbered from 0\\)"),
     ],
 )
 def test_a_plan_of_another_chain_is_refused(nodes, match):
@@ -169,7 +169,7 @@ def test_a_plan_of_another_chain_is_refused(nodes, match):
         (lambda: Option(-5), "kept_bytes: got -5"),
         (lambda: Option(1.5), "kept_bytes"),
         (lambda: Save(-1), "stage: got -1"),
-        (lambda: Remat(()), "no stages"),
+        (lambda: Remat(()), "got no nodes"),
         (lambda: revolve(4, 0), "4 stages and 0 slots"),
         (lambda: periodic(4, 0), "periodic: got 0"),
     ],

@@ -15,8 +15,9 @@ from jaxscale.layers.conv import BatchNorm
 from jaxscale.layers.mlp import MLP
 from jaxscale.layers.norm import RMSNorm
 from jaxscale.layers.stack import Chain, Stack
+from jaxscale.memory.apply import chain_treatment
 from jaxscale.memory.chain import Option, Remat, Save, Stage, keep_all, periodic, revolve, simulate
-from jaxscale.memory.chain_apply import CHAIN_RULES, chain_nodes, chain_treatment
+from jaxscale.memory.chain_decision import CHAIN_RULES, chain_nodes
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.memory.rotor import rotor
 from jaxscale.programs.flop import count_flop
@@ -202,7 +203,7 @@ def test_every_rule_gives_a_plan():
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("dots", "not one of a chain of blocks: take none, full"),
+        ("dots", "is not for a chain of blocks: expected one of none, full"),
         ("chain:3B", "a budget of 3B kept .* the least possible is 6B"),
     ],
 )

@@ -17,9 +17,10 @@ from jaxscale.blocks import Context, Loss
 from jaxscale.errors import UserError
 from jaxscale.layers.mlp import MLP
 from jaxscale.layers.stack import Chain, Stack
+from jaxscale.memory.apply import treatment_for, treatment_of_chain
 from jaxscale.memory.chain import Save, saves, times_run
-from jaxscale.memory.chain_decision import block_options, block_stage, decide_chain, treatment_of_chain
-from jaxscale.memory.decide import decide, treatment_for
+from jaxscale.memory.chain_decision import block_options, block_stage, decide_chain
+from jaxscale.memory.decide import decide
 from jaxscale.memory.decision import ChainDecision, Decision
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.programs.collect import collect

@@ -9,10 +9,10 @@ from memory.graphs import best, every_set, random_graph
 from programs.blocks import decoder_block
 
 from jaxscale.errors import UserError
-from jaxscale.memory.graph import EVERYTHING, Host, exposed_seconds, menu, recompute, save_set, smallest, solve
+from jaxscale.memory.graph import menu, smallest, solve
 from jaxscale.memory.greedy import greedy
 from jaxscale.memory.plan import POLICIES
-from jaxscale.memory.policy_sets import policy_set
+from jaxscale.memory.save_set import EVERYTHING, Host, exposed_seconds, policy_set, recompute, save_set
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs.block import BlockGraph, Equation, Value, block_graph
 
@@ -218,9 +218,9 @@ def test_mistakes_are_named(llama):
     without = dataclasses.replace(
         llama, equations=tuple(dataclasses.replace(equation, seconds=0.0) for equation in llama.equations)
     )
-    with pytest.raises(UserError, match="need a chip"):
+    with pytest.raises(UserError, match="needs a chip"):
         solve(without, 0, objective="seconds")
-    with pytest.raises(UserError, match="need a chip"):
+    with pytest.raises(UserError, match="needs a chip"):
         greedy(without, 0, objective="seconds")
     with pytest.raises(UserError, match="ask for seconds"):
         solve(llama, 0, host=Host(1, 1.0))

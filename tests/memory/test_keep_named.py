@@ -15,8 +15,9 @@ from jaxscale.errors import UserError
 from jaxscale.layers.conv import BatchNorm, Conv
 from jaxscale.layers.stack import Chain
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import EVERYTHING, menu, save_set, solve
+from jaxscale.memory.graph import menu, solve
 from jaxscale.memory.keep_named import KeepNamed, StaleGraph, keeping
+from jaxscale.memory.save_set import EVERYTHING, save_set
 from jaxscale.models.decoder import Decoder
 from jaxscale.programs.block import block_graph
 from jaxscale.programs.collect import collect

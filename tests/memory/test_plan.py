@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxscale.errors import UserError
-from jaxscale.memory.plan import FORMS, POLICIES, MemoryPlan, Rule
+from jaxscale.memory.plan import FORMS, POLICIES, MemoryPlan, MemoryRule
 from jaxscale.values import from_json, to_json
 
 TEXTS = (
@@ -24,7 +24,7 @@ def test_text_and_json_are_read_back(text):
 
 
 def test_every_rule_has_a_form_and_a_case():
-    assert {text.partition(":")[0] for text in TEXTS} == set(FORMS) == set(Rule.__args__)
+    assert {text.partition(":")[0] for text in TEXTS} == set(FORMS) == set(MemoryRule.__args__)
 
 
 @given(st.sampled_from(["chain", "save", "greedy", "dtr_static"]), st.integers(0, 2**50))

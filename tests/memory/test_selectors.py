@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxscale.errors import UserError
-from jaxscale.memory.graph import Host, recompute, save_set, solve, value_index
+from jaxscale.memory.graph import solve
 from jaxscale.memory.plan import Selector
+from jaxscale.memory.save_set import Host, recompute, save_set, value_index
 from jaxscale.memory.selectors import SELECTORS
 from jaxscale.memory.selectors.swap import idle_values
 from jaxscale.platforms.platform import Platform
@@ -99,7 +100,7 @@ def test_capuchin_copies_what_is_hidden_and_recomputes_the_rest():
 
 @pytest.mark.parametrize("rule", SWAPPING)
 def test_a_host_that_is_too_small_is_refused_by_rules_that_recompute_nothing(rule):
-    with pytest.raises(UserError, match=r"room for 1MiB: take offload:pofo, a larger budget, or a larger host limit"):
+    with pytest.raises(UserError, match=r"room for 1MiB: use offload:pofo, a larger budget, or a larger host limit"):
         SELECTORS[rule](graph(), 0, host(budget=MiB))
 
 

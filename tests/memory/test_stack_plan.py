@@ -15,7 +15,9 @@ from jaxscale.blocks import Context
 from jaxscale.errors import UserError
 from jaxscale.layers.mlp import MLP
 from jaxscale.layers.stack import Chain, Stack
-from jaxscale.memory.decide import decide, default_objective, treatment_for
+from jaxscale.memory.apply import treatment_for
+from jaxscale.memory.chain_decision import default_objective
+from jaxscale.memory.decide import decide
 from jaxscale.memory.decision import Decision, Group, SaveSet, StackDecision, read_decision
 from jaxscale.memory.graph import menu, solve
 from jaxscale.memory.plan import MemoryPlan
@@ -238,7 +240,7 @@ def test_groups_become_a_treatment_of_groups():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(UserError, match="shows no blocks"):
+    with pytest.raises(UserError, match="marks no blocks"):
         decide(MemoryPlan.parse("save:1MiB"), ())
     loss, params, x = scanned()
     calls = collect(loss, params, x)

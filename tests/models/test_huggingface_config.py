@@ -174,7 +174,7 @@ def test_patterns():
             {"rope_parameters": {"rope_type": "llama3", "factor": 4.0}},
             "the keys factor, high_freq_factor, low_freq",
         ),
-        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "turning a part of each head is not supported"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rotating a part of each head is not supported"),
         (
             "llama",
             {"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}}},

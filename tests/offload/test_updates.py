@@ -265,12 +265,12 @@ def test_a_state_is_made_beside_its_parameters():
 @pytest.mark.parametrize(
     ("rule", "options", "says"),
     [
-        (optax.adam(0.1), {"pattern": "("}, r"pattern '\(' is no regular expression"),
+        (optax.adam(0.1), {"pattern": "("}, r"pattern '\(' is not a regular expression"),
         (optax.adam(0.1), {"pattern": "trace"}, r"'trace' matches no path of the state's arrays \(0/mu/bias, "),
         (optax.sgd(0.1), {}, "state has no arrays that could lie on the host"),
-        (optax.lamb(0.1), {}, r'mixes elements of a tensor \(reduce_sum\).* take run="host"'),
+        (optax.lamb(0.1), {}, r'mixes elements of a tensor \(reduce_sum\).* use run="host"'),
         (optax.adam(0.1), {"shardings": None}, r"bias lies on a mesh \{'fsdp': 8\}.* give shardings="),
-        (optax.adam(0.1), {"shardings": {"bias": None}}, "none for bias; expected a tree like the parameters"),
+        (optax.adam(0.1), {"shardings": {"bias": None}}, "no sharding of bias; expected a tree like the parameters"),
     ],
 )
 def test_what_a_wrapper_refuses(rule, options, says):
@@ -302,7 +302,7 @@ def test_the_host_of_a_tpu_updates_no_state_in_few_bits(few):
 
     rule = split_weights(optax.adamw(0.1)) if few == "split" else quantize_state(optax.adamw(0.1), few)
     hosted = offload_state(rule, run="host")
-    with pytest.raises(UserError, match=r'run="host" with a quantized state, or split weights.* take "streamed"'):
+    with pytest.raises(UserError, match=r'run="host" with a quantized state or split weights.* use run="streamed"'):
         jax.eval_shape(hosted.init, shapes("tpu"))
     assert jax.eval_shape(hosted.init, shapes("gpu"))
 

@@ -11,8 +11,8 @@ from flax import nnx
 from jaxscale import blocks
 from jaxscale.layers.mlp import MLP
 from jaxscale.layers.stack import Chain, Stack
-from jaxscale.memory.apply import wrapper
-from jaxscale.memory.decide import decide, treatment_for
+from jaxscale.memory.apply import treatment_for, wrapper
+from jaxscale.memory.decide import decide
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.offload.weights import Streamed, streaming
 from jaxscale.programs.collect import collect

@@ -5,7 +5,7 @@ import pytest
 from jaxscale.errors import UserError
 from jaxscale.pipeline.choose.auto import choose
 from jaxscale.pipeline.choose.partition import ModelPrices, TooLarge, partition
-from jaxscale.pipeline.choose.price import Device, Price
+from jaxscale.pipeline.choose.price import PipelineDevice, Price
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.schedules import METHODS
 
@@ -17,7 +17,7 @@ NAMES = ("1f1b", "gpipe", "zb-h1", "interleaved")
 
 @pytest.mark.parametrize("memory", [200, 500])
 def test_nothing_that_fits_is_faster(memory: int) -> None:
-    devices = [Device(memory_bytes=memory, link=1000.0, latency=0.01)] * 3
+    devices = [PipelineDevice(memory_bytes=memory, link=1000.0, latency=0.01)] * 3
     found = choose(BATCH.share, 3, [3, 6], devices, names=NAMES)
     best = float("inf")
     for name in NAMES:
@@ -37,8 +37,8 @@ def test_nothing_that_fits_is_faster(memory: int) -> None:
 
 
 def test_less_memory_means_recomputation() -> None:
-    wide = choose(BATCH.share, 4, [4, 16], [Device(memory_bytes=10_000)] * 4, names=NAMES)
-    tight = choose(BATCH.share, 4, [4], [Device(memory_bytes=200)] * 4, names=NAMES)
+    wide = choose(BATCH.share, 4, [4, 16], [PipelineDevice(memory_bytes=10_000)] * 4, names=NAMES)
+    tight = choose(BATCH.share, 4, [4], [PipelineDevice(memory_bytes=200)] * 4, names=NAMES)
     assert wide.best.stash == "residuals"
     assert wide.best.microbatches == 16
     assert tight.best.stash == "input"
@@ -63,7 +63,7 @@ def test_the_table_tells_all() -> None:
 
 def test_what_is_refused() -> None:
     with pytest.raises(TooLarge, match=r"auto:4: nothing fits; the nearest is .* needs .* on rank"):
-        choose(BATCH.share, 4, [4, 8], [Device(memory_bytes=20)] * 4, names=NAMES)
+        choose(BATCH.share, 4, [4, 8], [PipelineDevice(memory_bytes=20)] * 4, names=NAMES)
     with pytest.raises(UserError, match="unknown synchronous schedule 'pipedream'"):
         choose(BATCH.share, 4, [4], names=["pipedream"])
     with pytest.raises(UserError, match=r"auto:9: no schedule can run: .*the model 8 blocks"):

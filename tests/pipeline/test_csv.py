@@ -175,7 +175,7 @@ WRONG = {
     "rank 0, cell 0: 0F99999999 is of microbatch 99999999, but most lower ones are missing": "0F99999999,0B99999999",
     "rank 0: lacks 0F0": "0W0,0I0",
     "rank 0, cell 0: got '٣F0'": "٣F0,0B0",
-    "rank 1: computes nothing": "0F0,0B0\n,,\n1F0,1B0",
+    "rank 1: computes nothing, expected one pass or more": "0F0,0B0\n,,\n1F0,1B0",
     "rank 1, cell 0: lacks|rank 1: lacks 1RECV_F0, the message of 1F0, which it needs": changed(LOWERED, (1, 0, "")),
     "rank 0: lacks 0SEND_F1, the message of 0F1, which another rank waits for": changed(LOWERED, (0, 4, "")),
     "rank 1, cell 0: 1RECV_F1 stands|rank 1, cell 2: 1RECV_F1 occurs twice": changed(LOWERED, (1, 0, "1RECV_F1")),

@@ -5,15 +5,13 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.charts.draw import Chart
 from jaxscale.pipeline.charts.svg import svg_chart
-from jaxscale.pipeline.charts.text import FILL, columns_per_second, step_of, text_chart
+from jaxscale.pipeline.charts.text import FILL, columns_per_second, text_chart
 from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.clock.simulate import Machine, Simulation, simulate
+from jaxscale.pipeline.clock.simulate import MachineModel, Simulation, simulate
 from jaxscale.pipeline.csv import parse_csv
 from jaxscale.pipeline.schedules import METHODS
 
@@ -21,7 +19,7 @@ ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def simulated(name: str, machine: Machine = "neighbour", ranks: int = 4, **costs: float) -> Simulation:
+def simulated(name: str, machine: MachineModel = "neighbour", ranks: int = 4, **costs: float) -> Simulation:
     method = METHODS[name]
     updates = 8 if method.steps else 1
     schedule = method.schedule(ranks, 1 if method.streams else 2 * ranks, updates=updates)
@@ -98,14 +96,6 @@ def test_a_terminal_without_unicode():
     assert text.isascii()
 
 
-@given(st.floats(1e-9, 1e9), st.integers(4, 12))
-def test_ticks_are_round(seconds, most):
-    step = step_of(seconds, most)
-    assert seconds / step <= most * (1 + 1e-6)
-    assert f"{step:e}"[:3] in ("1.0", "2.0", "5.0")
-    assert step <= 10 * seconds / most
-
-
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_every_action_is_a_box_of_the_image_with_words(name):
     found = simulated(name, update=0.5)
@@ -136,7 +126,7 @@ def test_the_page_stands_alone(tmp_path: Path):
     assert "<title>&lt;1f1b&gt;, &lt;chimera&gt;</title>" in page
     assert page.count("<svg") == 1
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
-    assert f"<td class=r>{chart.drawn[0][1].bubble:.1%}</td>" in page
+    assert f'<td class="n">{chart.simulations[0][1].bubble:.1%}</td>' in page
     chart.write(tmp_path / "chart.svg")
     assert ET.parse(tmp_path / "chart.svg").getroot().tag == f"{SVG}svg"
 
@@ -168,7 +158,7 @@ def test_seconds_and_bytes_where_they_are_known():
 def test_a_notebook_shows_the_chart():
     shown = Chart((("1f1b", simulated("1f1b")),))._repr_html_()
     assert shown.startswith("<svg")
-    assert "<table>" in shown
+    assert "<table" in shown
 
 
 def test_a_csv_that_reads_back(tmp_path: Path):

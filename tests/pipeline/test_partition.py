@@ -11,13 +11,14 @@ import pytest
 from jaxscale.errors import UserError
 from jaxscale.pipeline.choose.footprint import footprints
 from jaxscale.pipeline.choose.partition import ModelPrices, Partition, Stash, partition
-from jaxscale.pipeline.choose.price import Device, Price
+from jaxscale.pipeline.choose.price import PipelineDevice, Price
 from jaxscale.pipeline.choose.virtual_workers import virtual_workers
+from jaxscale.pipeline.clock.clock import Clock
 from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.clock.many_costs import Clock
 from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.schedule import Kind, Schedule
 from jaxscale.pipeline.schedules import METHODS
+from jaxscale.pipeline.ticks import rows
 
 ALIKE = Price(1, 1, 1)
 
@@ -43,7 +44,9 @@ def some_schedule(rng: random.Random) -> Schedule:
 class Told:
     """A partition priced block by block, without arrays: the definition that `partition` must agree with."""
 
-    def __init__(self, models: dict[str, ModelPrices], schedule: Schedule, devices: list[Device], stash: Stash) -> None:
+    def __init__(
+        self, models: dict[str, ModelPrices], schedule: Schedule, devices: list[PipelineDevice], stash: Stash
+    ) -> None:
         self.models, self.schedule, self.devices, self.stash = models, schedule, devices, stash
 
     def stage(self, cut: tuple[int, ...], stage: int) -> dict[str, float]:
@@ -118,7 +121,7 @@ def test_no_partition_is_faster(seed: int) -> None:
         for kind in kinds
     }
     devices = [
-        Device(kind=rng.choice(kinds), link=rng.uniform(5, 50), latency=rng.uniform(0, 0.1))
+        PipelineDevice(kind=rng.choice(kinds), link=rng.uniform(5, 50), latency=rng.uniform(0, 0.1))
         for _ in range(schedule.ranks)
     ]
     told = Told(models, schedule, devices, stash)
@@ -142,6 +145,27 @@ def test_no_partition_is_faster(seed: int) -> None:
         partition(models, schedule, tight, stash=stash)
 
 
+def in_plain_loops(schedule: Schedule, costs: Costs) -> float:
+    """Seconds on the neighbour machine, tick by tick and rank by rank."""
+    times = [0.0] * schedule.ranks
+    for row in rows(schedule):
+        later = {action for order in schedule.orders for action in order} - {action for action in row if action}
+        sent = any(
+            schedule.rank(source) != schedule.rank(action) and source in row
+            for action in later
+            for source in schedule.inputs(action)
+        )
+        times = [
+            time + (costs.seconds(one.kind, one.stage) if one else 0) for time, one in zip(times, row, strict=True)
+        ]
+        if sent:
+            ends, last = list(times), schedule.ranks - 1
+            for rank in range(schedule.ranks):
+                left, right = ends[rank - 1] + costs.links[rank - 1], ends[0 if rank == last else rank + 1]
+                times[rank] = max(ends[rank], left, right + costs.links[rank])
+    return max(times)
+
+
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "lockstep", "zb-h1", "zb-h2", "zb-v", "chimera", "dualpipe-v"])
 def test_the_clock_is_the_simulator(name: str) -> None:
     rng = random.Random(name)
@@ -157,6 +181,7 @@ def test_the_clock_is_the_simulator(name: str) -> None:
     passes = [[costs.seconds(*one) for one in clock.passes] for costs in batch]
     seconds = clock.seconds(np.array(passes), np.array([costs.links for costs in batch]))
     assert seconds.tolist() == pytest.approx([simulate(schedule, costs).seconds for costs in batch])
+    assert seconds.tolist() == pytest.approx([in_plain_loops(schedule, costs) for costs in batch])
     # a path is worth the seconds where it was found, and never more than them elsewhere
     for blur in (0.0, 0.5):
         path = clock.path(np.array(passes[0]), np.array(batch[0].links), blur)
@@ -174,7 +199,7 @@ def test_bound_holds_where_not_all_is_looked_at() -> None:
     rng = random.Random(0)
     schedule = METHODS["1f1b"].schedule(4, 8)
     model = ModelPrices(tuple(some_price(rng) for _ in range(12)))
-    told = Told({"": model}, schedule, [Device()] * 4, "residuals")
+    told = Told({"": model}, schedule, [PipelineDevice()] * 4, "residuals")
     best = min(map(told.seconds, every(12, 4)))
     for width in (1, 2, 8):
         found = partition(model, schedule, width=width)
@@ -191,7 +216,7 @@ def test_a_head_of_128k_words_takes_the_place_of_blocks() -> None:
     )
     schedule = METHODS["lockstep"].schedule(4, 16)
     found = partition(model, schedule)
-    equal = Told({"": model}, schedule, [Device()] * 4, "residuals").seconds((0, 8, 16, 24, 32))
+    equal = Told({"": model}, schedule, [PipelineDevice()] * 4, "residuals").seconds((0, 8, 16, 24, 32))
     assert len(found.stages[-1]) < 8
     assert found.seconds < 0.9 * equal
     assert found.bytes == (0, 0, 0, int(logits))
@@ -199,13 +224,13 @@ def test_a_head_of_128k_words_takes_the_place_of_blocks() -> None:
 
 def test_stash_depends_on_the_schedule() -> None:
     model = ModelPrices((Price(1, 1, 1, stash_bytes=10),) * 8)
-    devices = [Device(memory_bytes=90)] * 4
+    devices = [PipelineDevice(memory_bytes=90)] * 4
     with pytest.raises(UserError, match=r"gpipe: no partition .* needs 320B on rank 0, which has 90B"):
-        partition(model, METHODS["gpipe"].schedule(4, 16), [Device(memory_bytes=90)] * 4)
+        partition(model, METHODS["gpipe"].schedule(4, 16), [PipelineDevice(memory_bytes=90)] * 4)
     found = partition(model, METHODS["1f1b"].schedule(4, 16), devices)
     assert found.bytes == (80, 60, 40, 20)
     # where stage 0 may hold 40, it takes one block: four activations of it wait there
-    tight = partition(model, METHODS["1f1b"].schedule(4, 16), [Device(memory_bytes=60)] * 4)
+    tight = partition(model, METHODS["1f1b"].schedule(4, 16), [PipelineDevice(memory_bytes=60)] * 4)
     assert tight.boundaries == (0, 1, 3, 5, 8)
     # recomputation holds nothing but what enters
     again = partition(model, METHODS["gpipe"].schedule(4, 16), devices, stash="input")
@@ -224,19 +249,24 @@ def test_versions_of_weights_take_memory() -> None:
 
 def test_slow_link_is_crossed_where_messages_are_small() -> None:
     blocks = tuple(Price(1, 1, 1, message_bytes=8 if index % 2 else 80) for index in range(8))
-    slow = [Device(link=1.0), Device(link=1.0)]
+    slow = [PipelineDevice(link=1.0), PipelineDevice(link=1.0)]
     assert partition(ModelPrices(blocks), METHODS["1f1b"].schedule(2, 4), slow).boundaries[1] % 2 == 0
 
 
 def test_virtual_workers() -> None:
     kinds = {"new": 1.0, "old": 2.0}
-    devices = [Device(10, "old"), Device(40, "new", link=5.0), Device(20, "new"), Device(15, "old", latency=1.0)]
+    devices = [
+        PipelineDevice(10, "old"),
+        PipelineDevice(40, "new", link=5.0),
+        PipelineDevice(20, "new"),
+        PipelineDevice(15, "old", latency=1.0),
+    ]
     places = virtual_workers(devices, kinds, 2)
-    assert places == (Device(20, "new", link=5.0), Device(10, "old", latency=1.0))
+    assert places == (PipelineDevice(20, "new", link=5.0), PipelineDevice(10, "old", latency=1.0))
     with pytest.raises(UserError, match="4 devices for 3 virtual workers"):
         virtual_workers(devices, kinds, 3)
     with pytest.raises(UserError, match="did you mean 'old'"):
-        virtual_workers([Device(kind="odl")], kinds, 1)
+        virtual_workers([PipelineDevice(kind="odl")], kinds, 1)
 
 
 def test_what_is_refused() -> None:
@@ -245,21 +275,25 @@ def test_what_is_refused() -> None:
         partition(model, METHODS["1f1b"].schedule(4, 8))
     two = METHODS["1f1b"].schedule(2, 4)
     with pytest.raises(UserError, match="3 devices for the 2 ranks"):
-        partition(model, two, [Device()] * 3)
+        partition(model, two, [PipelineDevice()] * 3)
     with pytest.raises(UserError, match=r"kind of device 'nwe'.*did you mean 'new'"):
-        partition({"new": model}, two, [Device(kind="nwe"), Device(kind="new")])
+        partition({"new": model}, two, [PipelineDevice(kind="nwe"), PipelineDevice(kind="new")])
     unlike = {"a": model, "b": ModelPrices((ALIKE,) * 2)}
     with pytest.raises(UserError, match="2 blocks on 'b', of 3 on 'a'"):
-        partition(unlike, two, [Device(kind="a"), Device(kind="b")])
+        partition(unlike, two, [PipelineDevice(kind="a"), PipelineDevice(kind="b")])
     with pytest.raises(UserError, match="chimera does every stage on several devices"):
-        partition({"a": model, "b": model}, METHODS["chimera"].schedule(2, 2), [Device(kind="a"), Device(kind="b")])
+        partition(
+            {"a": model, "b": model},
+            METHODS["chimera"].schedule(2, 2),
+            [PipelineDevice(kind="a"), PipelineDevice(kind="b")],
+        )
     for bad in ({"forward": -1.0}, {"stash_bytes": float("nan")}):
         with pytest.raises(UserError, match="expected a finite number >= 0"):
             dataclasses.replace(ALIKE, **bad)
     bad: dict[str, Any]
     for bad in ({"memory_bytes": 0}, {"link": 0.0}, {"latency": -1.0}):
         with pytest.raises(UserError, match="device: got"):
-            Device(**bad)
+            PipelineDevice(**bad)
 
 
 def test_one_device() -> None:

@@ -143,17 +143,17 @@ def test_the_stash_bound():
 
 
 def test_ticks_of_kinds_that_the_cycle_lacks():
-    with pytest.raises(Fault, match="rank 1, cell 1: 1I0 is of a kind that no tick has"):
+    with pytest.raises(Fault, match="rank 1, cell 1: 1I0 is of no tick's kind, expected F/B"):
         plain("0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1B1 1W0", cycle=(Kind.F, Kind.B))
 
 
 SHAPES = {
     "got 2 ranks, 2 stages, 0 microbatches": {"microbatches": 0, "route": ()},
-    "got the route of 1 microbatches, expected 2": {"route": (0,)},
+    "got routes for 1 microbatches, expected 2": {"route": (0,)},
     "route 0 names the ranks of 3 stages, expected 2": {"routes": ((0, 1, 1),)},
     "stage 1 is on rank 2, expected 0 to 1": {"routes": ((0, 2),)},
-    "microbatch 1 takes route 1, of 1": {"route": (0, 1)},
-    "rank 1: holds no stage": {"routes": ((0, 0),)},
+    "microbatch 1 is on route 1, expected 0 to 0": {"route": (0, 1)},
+    "rank 1: holds no stage, expected one or more": {"routes": ((0, 0),)},
 }
 
 
@@ -170,7 +170,7 @@ UPDATES = {
         "0F0 0B0 0U1 0F1 0B1 0U0"
     ),
     "rank 0, cell 1: 0U0 stands where 0 microbatches are done": "0F0 0U0 0B0 0F1 0B1 0U1",
-    "rank 0, cell 3: 0B1 is not of the microbatches of update 0": "0F0 0F1 0B0 0B1 0U0 0U1",
+    "rank 0, cell 3: 0B1 belongs to update 1, expected 0": "0F0 0F1 0B0 0B1 0U0 0U1",
 }
 
 
@@ -189,7 +189,7 @@ def test_updates_by_groups_and_versions_in_time():
     assert plain(early, microbatches=4, versions=Versions(2, "forward", lag=1)).live == (2,)
     with pytest.raises(Fault, match="rank 0, cell 3: 0F2 reads the weights after 1 updates; 0 are done"):
         plain(early, microbatches=4, versions=Versions(2, "forward", lag=0))
-    with pytest.raises(Fault, match="4 microbatches are no multiple of the 3 of an update"):
+    with pytest.raises(Fault, match="got 4 microbatches, expected a multiple of the 3 per update"):
         plain(row, microbatches=4, versions=Versions(3, "forward"))
     with pytest.raises(UserError, match="0 microbatches per update"):
         Versions(0, "forward")

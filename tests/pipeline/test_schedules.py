@@ -11,7 +11,7 @@ from jaxscale.errors import UserError
 from jaxscale.pipeline import schedules
 from jaxscale.pipeline.action import Action, Kind
 from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.clock.simulate import Network
+from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
 from jaxscale.pipeline.ticks import rows, ticks
@@ -159,7 +159,7 @@ def test_interleaved_for_every_number_of_microbatches(p, v):
 
 
 def run(schedule: Schedule, *seconds: float):
-    return Network(schedule).run(Costs.alike(schedule, *seconds), "dataflow")
+    return simulate(schedule, Costs.alike(schedule, *seconds), "dataflow")
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])

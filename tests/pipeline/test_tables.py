@@ -3,9 +3,9 @@
 import pytest
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.action import Action, Kind
+from jaxscale.pipeline.action import KINDS, Action, Kind
 from jaxscale.pipeline.run.phases import phases
-from jaxscale.pipeline.run.tables import CODES, IDLE, KINDS, MESSAGES, tabulate
+from jaxscale.pipeline.run.tables import CODES, IDLE, MESSAGES, tabulate
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
 
@@ -30,12 +30,12 @@ def follow(tables, *, forward_only=False):
     sent, ran = [None] * ranks, []
     for tick in range(tables.ticks):
         cells = {name: column[tick] for name, column in columns.items()}
-        travels = {"from_left": tick and tables.right[tick - 1], "from_right": tick and tables.left[tick - 1]}
+        travels = {way: tick and flags[tick - 1] for way, flags in tables.travels.items()}
         arrives = {"from_left": sent[-1:] + sent[:-1], "from_right": sent[1:] + sent[:1], "to_self": sent}
         for rank in range(ranks):
             for way in MESSAGES:
                 if (slot := cells[way][rank]) < tables.messages:
-                    assert way == "to_self" or travels[way], "nothing travelled"
+                    assert way == "to_self" or travels[way], "no message travelled"
                     messages[rank][slot] = arrives[way][rank]
         sent = [None] * ranks
         for rank in range(ranks):

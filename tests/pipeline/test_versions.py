@@ -111,7 +111,7 @@ def test_slots_hold_what_is_read(name, ranks, group, stash):
 def test_what_cannot_stream_is_refused():
     with pytest.raises(UserError, match="1f1b is synchronous"):
         stream(METHODS["1f1b"], 4, 8)
-    with pytest.raises(UserError, match="without versions"):
+    with pytest.raises(UserError, match="has no versions of weights, expected an asynchronous one"):
         uses(METHODS["1f1b"].schedule(2, 2))
     mine = METHODS["pipedream"].schedule(2, 1, updates=4)
     late = [list(order) for order in mine.orders]

@@ -9,9 +9,9 @@ import pytest
 from jaxscale.compiler.report import CompileReport, OutOfMemory
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
-from jaxscale.planning.cheapest import cheapest_fit
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.fit import fit
+from jaxscale.planning.memory_search import cheapest_fit
 from jaxscale.platforms.platform import Platform
 from jaxscale.records.source import load
 

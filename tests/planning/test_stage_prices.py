@@ -96,7 +96,7 @@ def test_the_plan_deals_out_the_blocks():
 def test_refusals():
     with pytest.raises(UserError, match="the rates of a cpu are unknown"):
         model_prices(experiment(), Platform.parse("cpu x 4"), 2, 4)
-    with pytest.raises(UserError, match="a pipeline of 3 devices does not divide the 8 of tpu v5p:2x2x2"):
+    with pytest.raises(UserError, match="pipeline of 3 ranks: tpu v5p:2x2x2 has 8 devices, expected a multiple of 3"):
         model_prices(experiment(), V5P, 3, 4)
     with pytest.raises(UserError, match="batch 32 does not divide into 5 microbatches"):
         model_prices(experiment(), V5P, 2, 5)

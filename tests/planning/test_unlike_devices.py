@@ -14,7 +14,7 @@ from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.planning import unlike_devices
-from jaxscale.planning.unlike_devices import dealt, devices_of
+from jaxscale.planning.unlike_devices import assign, devices_of
 from jaxscale.recipe.experiment import Experiment
 
 SLOWER = {"h100": 1.0, "a100-80": 2.5}
@@ -55,23 +55,34 @@ def every_way(schedule, slowness):
 def test_it_is_the_fastest_of_all(text):
     plan = PipelinePlan.parse(text)
     groups = devices_of("gpu a100-80, gpu h100 x 2", 3)
-    found = dealt(EXPERIMENT, groups, plan, plan.schedule())
-    assert found.places == ("a100-80", "h100", "h100")
-    assert found.layers[0] < min(found.layers[1:])
-    assert sum(found.layers) == 7
+    assignment = assign(EXPERIMENT, groups, plan, plan.schedule())
+    assert assignment.places == ("a100-80", "h100", "h100")
+    assert assignment.pipeline.stages[0] < min(assignment.pipeline.stages[1:])
+    assert sum(assignment.pipeline.stages) == 7
     # messages take a moment, which the count of all partitions leaves out
-    assert found.partition.seconds == pytest.approx(every_way(plan.schedule(), (2.5, 1.0, 1.0)), rel=1e-6)
-    assert str(found).startswith(
-        f"ranks on a100-80, h100, h100: --plan.pipeline ...,stages={'+'.join(map(str, found.layers))}"
-    )
+    assert assignment.partition.seconds == pytest.approx(every_way(plan.schedule(), (2.5, 1.0, 1.0)), rel=1e-6)
+    stages = "+".join(map(str, assignment.pipeline.stages))
+    assert str(assignment).startswith(f"ranks on a100-80, h100, h100: --plan.pipeline {text},stages={stages}")
+    assert PipelinePlan.parse(str(assignment).split()[-1]) == assignment.pipeline
+
+
+def test_the_printed_plan_can_be_pasted_whatever_else_is_printed():
+    plan = PipelinePlan.parse("interleaved:2x4,v=2,stash=input")
+    assignment = assign(EXPERIMENT, devices_of("gpu h100, gpu a100-80", 2), plan, plan.schedule())
+    partition = dataclasses.replace(assignment.partition, bound=assignment.partition.seconds / 1.25)
+    text = str(dataclasses.replace(assignment, partition=partition))
+    assert text.endswith(" (at most 25.0% slower than the fastest)")
+    pasted = PipelinePlan.parse(text.partition("--plan.pipeline ")[2].partition(" ")[0])
+    assert pasted == assignment.pipeline
+    assert dataclasses.replace(pasted, stages=None) == plan
 
 
 def test_virtual_workers_are_alike_and_share_the_rows():
     plan = PipelinePlan.parse("1f1b:2x4")
-    found = dealt(EXPERIMENT, devices_of("gpu a100-80 x 2, gpu h100 x 2", 2), plan, plan.schedule())
-    assert (found.workers, found.places) == (2, ("h100", "a100-80"))
-    assert found.layers[0] > found.layers[1]
-    assert "2 virtual workers side by side" in str(found)
+    assignment = assign(EXPERIMENT, devices_of("gpu a100-80 x 2, gpu h100 x 2", 2), plan, plan.schedule())
+    assert (assignment.workers, assignment.places) == (2, ("h100", "a100-80"))
+    assert assignment.pipeline.stages[0] > assignment.pipeline.stages[1]
+    assert "2 virtual workers side by side" in str(assignment)
     assert unlike_devices.taken == [(4, 2, 4)] * 2
 
 
@@ -79,14 +90,14 @@ def test_turns_of_unlike_attention_stay_whole():
     model = dataclasses.replace(EXPERIMENT.model, windows=(4, None))
     plan = PipelinePlan.parse("1f1b:2x4")
     experiment = dataclasses.replace(EXPERIMENT, model=model)
-    found = dealt(experiment, devices_of("gpu h100, gpu a100-80", 2), plan, plan.schedule())
-    assert found.layers[0] % 2 == 0
+    assignment = assign(experiment, devices_of("gpu h100, gpu a100-80", 2), plan, plan.schedule())
+    assert assignment.pipeline.stages[0] % 2 == 0
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("gpu h100 x 2", "expected two kinds of chips or more; for one, give --platform"),
+        ("gpu h100 x 2", "expected two kinds of chips or more; for one kind, give --platform"),
         ("gpu h100 x 2, gpu a100-80", "3 devices for 2 ranks"),
         ("gpu h100, gpu b1000", "b1000"),
     ],

@@ -7,8 +7,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxscale.programs.dims import dims_of
 from jaxscale.programs.flat import flatten
-from jaxscale.programs.placements import dims_of, padding, place
+from jaxscale.programs.placements import padding, place
 
 SIZES = {"fsdp": 2, "tensor": 4}
 
@@ -35,6 +36,7 @@ def placed(mesh, fn, *given):
 CASES = {
     "product": (lambda x, w: x @ w, ((8, 16), P("fsdp")), ((16, 32), P(None, "tensor"))),
     "contracted": (lambda x, w: x @ w, ((8, 16), P("fsdp", "tensor")), ((16, 32), P("tensor"))),
+    "constant operand": (lambda x: x @ np.ones((16, 32), np.float32), ((8, 16), P("fsdp"))),
     "elementwise": (lambda x, y: jnp.tanh(x) * y, ((8, 16), P("fsdp")), ((8, 16), P("fsdp"))),
     "heads": (lambda x: x.reshape(8, 4, 8).transpose(1, 0, 2), ((8, 32), P("fsdp", "tensor"))),
     "merged": (lambda x: x.reshape(8, 32), ((8, 4, 8), P("fsdp", "tensor"))),

@@ -6,8 +6,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxscale.programs.dims import parts
 from jaxscale.programs.inline import inline
-from jaxscale.programs.spread import local_bytes, parts, propagate, spread_of_spec
+from jaxscale.programs.spread import propagate
+from jaxscale.sharding.partition import dim_axes
 
 SIZES = {"data": 2, "tensor": 4}
 
@@ -15,7 +17,7 @@ SIZES = {"data": 2, "tensor": 4}
 def spread_of(fn, *shapes, given):
     """The spread of the (one) result of `fn`, and of every input."""
     program = inline(jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)))
-    known = {program.inputs[index]: spread_of_spec(spec, len(shapes[index])) for index, spec in given.items()}
+    known = {program.inputs[index]: dim_axes(spec, len(shapes[index])) for index, spec in given.items()}
     spreads = propagate(program, known, SIZES)
     return spreads[program.outputs[0]], [spreads[number] for number in program.inputs]
 
@@ -44,7 +46,7 @@ def spread_of(fn, *shapes, given):
 )
 def test_a_result_lies_where_its_operands_do(fn, shapes, given, expected):
     made, _ = spread_of(fn, *shapes, given=given)
-    assert made == spread_of_spec(expected, len(made))
+    assert made == dim_axes(expected, len(made))
 
 
 def test_an_axis_lies_along_one_dim_and_no_dim_is_cut_finer_than_it_is_long():
@@ -70,15 +72,6 @@ def test_a_constraint_holds_forwards_and_backwards_and_a_gather_stops_it():
     assert w == ((), ("tensor",))
 
 
-def test_bytes_of_a_part_are_those_of_the_compiler():
-    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    spec = P("data", "tensor")
-    x = jax.ShapeDtypeStruct((6, 8), jnp.bfloat16)
-    place = NamedSharding(mesh, spec)
-    compiled = jax.jit(lambda x: x * 2, in_shardings=place).lower(x).compile()
-    count = local_bytes(x, spread_of_spec(spec, 2), SIZES)
-    assert count == 3 * 2 * 2 == compiled.memory_analysis().argument_size_in_bytes
-
-
-def test_what_does_not_divide_is_padded():
-    assert local_bytes(jax.ShapeDtypeStruct((5, 3), jnp.int8), (("data",), ()), SIZES) == 9
+def test_a_result_of_lower_precision_lies_where_its_operand_does():
+    made, _ = spread_of(lambda x: jax.lax.reduce_precision(x, 8, 7), (4, 8), given={0: P("data", "tensor")})
+    assert made == (("data",), ("tensor",))

@@ -72,7 +72,7 @@ EXAMPLES = (
     ("pipeline=1f1b:2x4 correction=0.1", {}, "take pipemare:P"),
     ("pipeline=1f1b:2x4 synchronous_steps=3", {}, "take pipemare:P"),
     ("pipeline=2bw:2x4 correction=0.1", {}, "read the weights of their forwards"),
-    ("pipeline=2bw:2x4 lowering=phased", {}, "its ticks mix kinds"),
+    ("pipeline=2bw:2x4 lowering=phased", {}, "its ticks mix forward and backward passes"),
     ("pipeline=chimera:2x4 weights=host", {"copied": True}, "take another pipeline"),
     ("pipeline=2bw:2x4 precision=bfloat16 master=split", {}, "take state.master float32"),
     ("pipeline=2bw:2x4 weights=host", {}, "take offload.weights device"),
@@ -82,7 +82,7 @@ EXAMPLES = (
     ("pipeline=2bw:2x4 mesh=replica:2", {"experiment": ONE_BIT}, "a synchronous pipeline, or adamw"),
     ("pipeline=2bw:2x4 diloco=every=2 mesh=replica:2", {}, "replicas meet between steps"),
     ("pipeline=2bw:2x4 memory=offload:pofo:1MiB", {}, "add the option stash=input"),
-    ("pipeline=2bw:2x4", {"mixing": "reduce_sum"}, "may be of several layers"),
+    ("pipeline=2bw:2x4", {"mixing": "reduce_sum"}, "may belong to several layers"),
     ("pipeline=2bw:2x4", {"reshaped": True}, "other shapes than its parameters"),
     ("pipeline=2bw:2x4", UNLIKE, "take a synchronous one"),
     ("pipeline=1f1b:2x4", UNLIKE, "add the option stash=input"),
@@ -90,7 +90,7 @@ EXAMPLES = (
     ("pipeline=1f1b:2x4 stash=input mesh=sequence:2", UNLIKE, "nothing splits over sequence"),
     ("pipeline=1f1b:2x4 stash=input mesh=fsdp:2 zero=3", UNLIKE, "take zero 2"),
     ("pipeline=1f1b:2x4 stash=input weights=host", UNLIKE, "take offload.weights device"),
-    ("pipeline=1f1b:2x4 stash=input mesh=replica:2 reduce=int8", UNLIKE, "made for weights that stages have"),
+    ("pipeline=1f1b:2x4 stash=input mesh=replica:2 reduce=int8", UNLIKE, "support only stages of alike blocks"),
     ("pipeline=1f1b:2x4 stash=input memory=sqrt", UNLIKE, "take none, dots or full"),
 )
 

@@ -23,8 +23,8 @@ from jaxscale.recipe.kernels import Kernels, Taken, fields_of, lines_of
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.batches import batch_shapes
 from jaxscale.step.build import build
-from jaxscale.step.kernel_trace import KernelTrace, check_taken
 from jaxscale.step.resolve import resolve_mesh
+from jaxscale.step.traced_checks import KernelTrace, check_taken
 from jaxscale.values import override, to_json
 from pallas_kernels.dispatch import CannotRun, noting
 from tests.kernels.aot import compiled, tpu_compiler
@@ -78,12 +78,12 @@ def test_mistakes_are_told_before_anything_is_traced(text, said):
     ],
 )
 def test_a_kernel_of_another_platform_is_refused(text, where):
-    with pytest.raises(UserError, match=f"a {where} kernel, and this runs on cpu: take .*reference"):
+    with pytest.raises(UserError, match=f"a {where} kernel, and this runs on cpu; take .*reference"):
         resolve_mesh(Plan(kernels=Kernels.parse(text)), 8, jax.devices())
 
 
 def test_a_chunk_of_the_loss_goes_with_kernels_that_take_one():
-    with pytest.raises(UserError, match="kernels cross_entropy=tpu,loss_chunk=64: cross_entropy tpu takes no chunk"):
+    with pytest.raises(UserError, match="kernels cross_entropy=tpu,loss_chunk=64: cross_entropy tpu has no chunks"):
         Kernels.parse("cross_entropy=tpu,loss_chunk=64")
     with pytest.raises(UserError, match="kernels loss_chunk: got 0, expected a whole number >= 1"):
         Kernels.parse("loss_chunk=0")
@@ -153,7 +153,7 @@ def test_choices_are_those_of_the_platform_traced_for(platform, kernel, why):
     largest = took(platform, mesh="replica:2,fsdp:2", reduce="topk:0.05")["top_k"]
     assert largest == (kernel or "reference", why), "in every fraction of its warm-up"
     fp8 = took(platform, state="fp8")["adam8"]
-    knows = "the kernel knows states int8 and dynamic8, not fp8"
+    knows = "the kernel supports states int8 and dynamic8, not fp8"
     assert fp8 == ("reference", why if platform.startswith("cpu") else knows)
 
 
@@ -176,7 +176,7 @@ def test_estimates_and_meetings_tell_it_too():
     step.check_kernels()
     found = {one.kernel: (one.chosen, one.why) for one in step.kernels}
     assert found["quantize"] == ("tpu", None)
-    assert found["adam8"] == ("reference", "replicas under diloco step together by XLA's program")
+    assert found["adam8"] == ("reference", "replicas under diloco are updated together by XLA's program")
 
 
 @pytest.mark.parametrize("name", ["chunked", "reference"])
@@ -200,10 +200,12 @@ def test_what_is_named_must_be_taken():
     check_taken(plan, (Taken("cross_entropy", "cpu", "chunked"),))
     with pytest.raises(UserError, match="cross_entropy=chunked: nothing in this step takes cross_entropy; leave it"):
         check_taken(plan, ())
-    with pytest.raises(UserError, match=r"takes cross_entropy reference: .*must be given context.loss"):
+    with pytest.raises(UserError, match=r"takes cross_entropy reference; pass context.loss and context.loss_chunk"):
         check_taken(plan, (Taken("cross_entropy", "cpu", "reference", "no chunk"),))
     largest = Plan(kernels=Kernels.parse("top_k=gpu"))
-    with pytest.raises(UserError, match="top_k=gpu: this step takes top_k reference: kernels are of blocks; leave it"):
+    with pytest.raises(
+        UserError, match=r"top_k=gpu: this step takes top_k reference \(kernels are of blocks\); leave it"
+    ):
         check_taken(largest, (Taken("top_k", "gpu", "reference", "kernels are of blocks"),))
 
 
@@ -248,7 +250,7 @@ def test_estimates_tell_what_a_meeting_takes():
 )
 def test_a_codec_that_no_kernel_knows_says_why(kernels, codec, why):
     kernel = kernels.partition("=")[0]
-    with pytest.raises(UserError, match=f"{kernels}: this step takes {kernel} reference: .*{why}; leave it out"):
+    with pytest.raises(UserError, match=rf"{kernels}: this step takes {kernel} reference \(.*{why}\); leave it out"):
         took("gpu h200 x 4", kernels=kernels, mesh="replica:2,fsdp:2", reduce=codec)
 
 

@@ -40,10 +40,10 @@ def test_every_float_comes_back_in_every_bit_from_strict_json(double, single):
 
 def test_the_file_is_one_json_object_a_line_with_step_and_kind(tmp_path):
     with MetricsLog(tmp_path, tensorboard=False) as log:
-        log.train(1, loss=np.float32(0.1), tokens=np.int64(768), skipped=np.bool_(True))
-        log.train(2, loss=float("nan"), grad_norm=float("inf"))
-        log.eval(2, loss=1.5)
-        log.event(2, "compile", seconds=3.0, memory={"parameters": 12})
+        log.append(1, "train", loss=np.float32(0.1), tokens=np.int64(768), skipped=np.bool_(True))
+        log.append(2, "train", loss=float("nan"), grad_norm=float("inf"))
+        log.append(2, "eval", loss=1.5)
+        log.append(2, "event", name="compile", seconds=3.0, memory={"parameters": 12})
     rows = [strict(line) for line in (tmp_path / FILE).read_text().splitlines()]
     assert [(row["step"], row["kind"]) for row in rows] == [(1, "train"), (2, "train"), (2, "eval"), (2, "event")]
     assert rows[0]["loss"] == float(np.float32(0.1))
@@ -60,7 +60,7 @@ def test_the_file_is_one_json_object_a_line_with_step_and_kind(tmp_path):
 
 def test_a_jax_scalar_is_written_as_the_float_of_its_value(tmp_path):
     with MetricsLog(tmp_path, tensorboard=False) as log:
-        log.train(1, loss=jnp.float32(1 / 3), learning_rate=jnp.bfloat16(0.1))
+        log.append(1, "train", loss=jnp.float32(1 / 3), learning_rate=jnp.bfloat16(0.1))
     (row,) = read_metrics(tmp_path)
     assert row["loss"] == float(np.float32(1 / 3))
     assert row["learning_rate"] == 0.10009765625
@@ -69,13 +69,13 @@ def test_a_jax_scalar_is_written_as_the_float_of_its_value(tmp_path):
 def test_the_last_line_of_a_step_counts_and_resume_takes_back_what_came_after(tmp_path):
     with MetricsLog(tmp_path, tensorboard=False) as log:
         for step in range(1, 8):
-            log.train(step, loss=float(step))
-        log.eval(5, loss=50.0)
-        log.event(7, "preempted")
+            log.append(step, "train", loss=float(step))
+        log.append(5, "eval", loss=50.0)
+        log.append(7, "event", name="preempted")
     with MetricsLog(tmp_path, tensorboard=False) as log:
-        log.event(4, "resume")
-        log.train(5, loss=-5.0)
-        log.train(5, loss=-5.5)
+        log.append(4, "event", name="resume")
+        log.append(5, "train", loss=-5.0)
+        log.append(5, "train", loss=-5.5)
     train = read_metrics(tmp_path, "train")
     assert train.column("step").tolist() == [1, 2, 3, 4, 5]
     assert train.column("loss").tolist() == [1, 2, 3, 4, -5.5]
@@ -95,7 +95,7 @@ def test_a_torn_last_line_is_dropped(tmp_path, tail):
     assert len(read_metrics(tmp_path)) == 2
     with MetricsLog(tmp_path, tensorboard=False) as log:
         assert (tmp_path / FILE).read_bytes() == whole
-        log.train(3, loss=3.0)
+        log.append(3, "train", loss=3.0)
     assert read_metrics(tmp_path).column("step").tolist() == [1, 2, 3]
 
 
@@ -130,7 +130,7 @@ def test_sigkill_loses_at_most_the_line_being_written(tmp_path):
         step = 0
         while True:
             step += 1
-            log.train(step, loss=1 / step, text="x" * 5000)
+            log.append(step, "train", loss=1 / step, text="x" * 5000)
             print(step, flush=True)
     """
     child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
@@ -149,7 +149,7 @@ def test_sigkill_loses_at_most_the_line_being_written(tmp_path):
 
 def write_many(log):
     for step in range(1, 1000):
-        log.train(step, loss=1.0)
+        log.append(step, "train", loss=1.0)
 
 
 def test_a_full_disk_raises_oserror_with_the_path_and_the_lines_before_stay(tmp_path):
@@ -204,8 +204,8 @@ def crc(data):
 def test_tensorboard_events_hold_the_scalars_and_a_resumed_run_purges(tmp_path):
     with MetricsLog(tmp_path) as log:
         for step in range(1, 4):
-            log.train(step, loss=step / 2, tokens_per_second=10.0, note="words")
-        log.eval(3, loss=0.25)
+            log.append(step, "train", loss=step / 2, tokens_per_second=10.0, note="words")
+        log.append(3, "eval", loss=0.25)
     first = events(tmp_path / "tensorboard")
     assert first[0].file_version == "brain.Event:2"
     scalars = [(e.step, v.tag, v.simple_value) for e in first for v in e.summary.value]
@@ -214,8 +214,8 @@ def test_tensorboard_events_hold_the_scalars_and_a_resumed_run_purges(tmp_path):
     assert (2, "speed/tokens_per_second", 10.0) in scalars
     assert {tag for _, tag, _ in scalars} == {"train/loss", "eval/loss", "speed/tokens_per_second"}
     with MetricsLog(tmp_path) as log:
-        log.event(2, "resume")
-        log.train(3, loss=9.0)
+        log.append(2, "event", name="resume")
+        log.append(3, "train", loss=9.0)
     files = sorted((tmp_path / "tensorboard").iterdir())
     assert len(files) == 2
     second = events(tmp_path / "tensorboard")[len(first) :]
@@ -232,7 +232,7 @@ def test_tensorboard_is_imported_only_when_written(tmp_path):
         import sys
         from jaxscale.records.metrics import MetricsLog, read_metrics
         log = MetricsLog({str(tmp_path)!r})
-        log.train(1, loss=1.0)
+        log.append(1, "train", loss=1.0)
         read_metrics({str(tmp_path)!r})
         assert not {{"tensorboardX", "jax", "flax", "etils"}} & set(sys.modules)
         log.close()
@@ -268,19 +268,19 @@ def bucket(tmp_path, monkeypatch):
 
 def test_a_run_in_a_bucket_uploads_now_and_then_and_appends_after_a_restart(bucket, monkeypatch):
     log = MetricsLog("gs://bucket/run")
-    log.train(1, loss=1.0)
+    log.append(1, "train", loss=1.0)
     assert not (bucket / "run" / FILE).exists()
     monkeypatch.setattr(storage, "UPLOAD_SECONDS", 0.0)
-    log.train(2, loss=2.0)
+    log.append(2, "train", loss=2.0)
     assert len((bucket / "run" / FILE).read_bytes().splitlines()) == 2
     monkeypatch.setattr(storage, "UPLOAD_SECONDS", 1e9)
-    log.train(3, loss=3.0)
+    log.append(3, "train", loss=3.0)
     assert len((bucket / "run" / FILE).read_bytes().splitlines()) == 2
     log.flush()
     assert len((bucket / "run" / FILE).read_bytes().splitlines()) == 3
     log.close()
     with MetricsLog("gs://bucket/run") as log:
-        log.train(4, loss=4.0)
+        log.append(4, "train", loss=4.0)
     assert read_metrics("gs://bucket/run", "train").column("loss").tolist() == [1, 2, 3, 4]
     assert len(events(bucket / "run" / "tensorboard")) == 2 + 4
     append_sample("gs://bucket/run", 1, "a", "b")

@@ -13,8 +13,8 @@ from jaxscale.errors import UserError
 from jaxscale.records import processes
 from jaxscale.records.metrics import read_metrics
 
-PROGRAM = Path(__file__).with_name("process.py")
-RESTORING = Path(__file__).with_name("restoring.py")
+PROGRAM = Path(__file__).parents[1] / "training" / "process.py"
+RESTORING = PROGRAM.with_name("restoring.py")
 
 
 def free_port():
@@ -87,7 +87,7 @@ def test_what_one_process_cannot_read_all_pass_over(tmp_path):
     first, second = together(*(start(RESTORING, tmp_path, port, index) for index in range(2)))
     assert "RESTORED 1 1.0 [2, 3, 4]" in first
     assert "RESTORED 1 1.0 [2, 3, 4]" in second
-    assert first.count("another process could not read it") == 3
+    assert first.count("reading failed on another process") == 3
     assert "another process" not in second
 
 
@@ -103,7 +103,7 @@ def failing(problem):
 @pytest.mark.parametrize(
     ("mine", "other", "expected", "message"),
     [
-        (None, 1, LookupError, "another process could not read it"),
+        (None, 1, LookupError, "reading failed on another process"),
         (None, 2, UserError, "another process failed"),
         (LookupError("here"), 0, LookupError, "here"),
         (LookupError("here"), 1, LookupError, "here"),

@@ -43,7 +43,7 @@ def test_spellings():
         ("powersgd:four", r"codec 'powersgd:four': rank: got 'four', expected a whole number"),
         ("powersgd:0", r"rank: got 0, expected a whole number >= 1"),
         ("gradzip:4,ridge=0", r"ridge: got 0.0, expected 1e-6"),
-        ("topk:1.5", r"fraction: got 1.5, expected a part of the elements in \(0, 1\]"),
+        ("topk:1.5", r"fraction: got 1.5, expected a number in \(0, 1\]"),
         ("topk:0.0001", r"fraction 0.0001 of blocks of 1024 is no element: give block=16384"),
         ("topk:0.000001", r"of blocks of 1024 is no element: give block=none"),
         ("topk:0.1,block=100000", r"block: got 100000, expected 1 to 65536 elements"),

@@ -129,5 +129,5 @@ def test_text_and_value() -> None:
     value = Diloco.parse("every=20, lr=0.5, momentum=0, fragments=4")
     assert value == Diloco(20, 0.5, 0.0, 4)
     assert Diloco.parse(str(value)) == value
-    with pytest.raises(UserError, match="expected how many there are"):
+    with pytest.raises(UserError, match="expected their number, 2 or more"):
         diloco(optax.sgd(0.1), codec=Int8())

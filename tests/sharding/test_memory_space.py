@@ -34,6 +34,6 @@ def test_devices_without_host_memory_are_refused():
     with pytest.raises(UserError, match=says):
         check_host_memory([device], "weights host")
     memories.clear()
-    with pytest.raises(UserError, match=r"weights host: Abacus is described and not here.* take fit --verify"):
+    with pytest.raises(UserError, match=r"weights host: Abacus is described, not attached.* use fit --verify"):
         check_host_memory([device], "weights host")
     assert not rehearses([device])

@@ -8,10 +8,10 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.errors import UserError
 from jaxscale.layers.attention_chunked import attend_chunked
 from jaxscale.layers.loss import cross_entropy
-from jaxscale.layers.visibility import Visibility
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.place import constrain, layout, move, spec
 from jaxscale.sharding.rules import AxisRules
+from pallas_kernels.attention.visibility import Visibility
 
 MESH = MeshSpec(data=2, fsdp=2, tensor=2).build()
 

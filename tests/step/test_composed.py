@@ -28,8 +28,8 @@ from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.step.build import build
+from jaxscale.step.compiled_checks import bytes_over
 from jaxscale.step.train_step import TrainStep
-from jaxscale.step.wire_checks import slow_bytes
 from jaxscale.values import override
 from tests.plans import grouped
 
@@ -184,7 +184,9 @@ def main(cases: list[str]) -> None:
             {
                 "start": losses[0],
                 "loss": float(held.total) / float(held.weight),
-                "sent": sum(c.bytes * c.count for c in sent) if stage is None else slow_bytes(sent, stage),
+                "sent": sum(c.bytes * c.count for c in sent)
+                if stage is None
+                else bytes_over(sent, stage.axis, stage.replicas),
                 "told": None if stage is None else stage.wire_bytes,
             }
         )

@@ -16,7 +16,7 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.replicas.diloco import Diloco
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.wire_checks import SCALARS, NoEffect, bytes_over, check_alone
+from jaxscale.step.compiled_checks import SCALARS, NoEffect, bytes_over, check_alone
 from jaxscale.values import override
 from tests.plans import grouped
 
@@ -165,7 +165,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_other_replicas_and_without_them(
     for leaf, theta in zip(arrays(weights), arrays(ends[0].params), strict=True):
         np.testing.assert_array_equal(leaf, np.broadcast_to(theta, leaf.shape))
     for mesh, diloco, said in (
-        (MeshSpec(replica=4), Diloco(2), "another number of replicas: 4 begin with their mean"),
+        (MeshSpec(replica=4), Diloco(2), "another number of replicas, so 4 replicas start from their mean"),
         (MeshSpec(data=2), None, ""),
     ):
         other = build(experiment(), Plan(mesh=mesh, diloco=diloco))
@@ -179,7 +179,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_other_replicas_and_without_them(
                 np.testing.assert_allclose(a, np.broadcast_to(b, a.shape), rtol=1e-6)
             continue
         plain = {n: np.asarray(a) for n, a in other.to_canonical(taken).items()}
-        assert "it was trained without diloco: 2 replicas begin with its weights" in step.describe_restored(plain)
+        assert "it was trained without diloco, so 2 replicas start from its weights" in step.describe_restored(plain)
         begun = put(step, plain)
         for a, b in zip(arrays(begun.extra["outer"]["weights"]), arrays(begun.params), strict=True):
             np.testing.assert_array_equal(a, np.broadcast_to(b, a.shape))

@@ -23,7 +23,7 @@ from jaxscale.compiler.collectives import Collective, collectives
 from jaxscale.compiler.hlo_flop import program_flop
 from jaxscale.compiler.hlo_program import HloProgram
 from jaxscale.errors import UserError
-from jaxscale.memory.plan import Rule
+from jaxscale.memory.plan import MemoryRule
 from jaxscale.models import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.pipeline.plan import OPTIONS
@@ -31,7 +31,7 @@ from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import OffloadPlan, Plan, StatePlan
 from jaxscale.replicas.codecs import CODECS
 from jaxscale.step.build import build
-from jaxscale.step.wire_checks import bytes_over
+from jaxscale.step.compiled_checks import bytes_over
 from jaxscale.values import override
 from jaxscale.values.annotations import field_types
 from tests.plans import grouped
@@ -253,7 +253,7 @@ def test_every_field_and_every_named_value_has_a_row():
     groups = {"offload": {field.name for field in dataclasses.fields(OffloadPlan)}, "state": {"state", "master"}}
     groups |= {"kernels": {"kernels", "attention", "loss_chunk"}, "pipeline": {"pipeline", *OPTIONS[1:]}}
     values = {part.partition(":")[0].partition(",")[0] for part in chosen}
-    named = {"memory": set(get_args(Rule)) - {"none", "fit", "file"}, "reduce": set(CODECS)}
+    named = {"memory": set(get_args(MemoryRule)) - {"none", "fit", "file"}, "reduce": set(CODECS)}
     named |= {"state": set(get_args(field_types(StatePlan)["moments"]))}
     named |= {"master": set(get_args(field_types(StatePlan)["master"]))}
     named |= {"precision": set(get_args(field_types(Plan)["precision"]))}
@@ -304,7 +304,7 @@ def test_a_chunk_below_a_row_and_a_named_implementation_are_taken():
 def test_one_device_that_nobody_named_leaves_zero_out_and_says_so():
     step = build(EXPERIMENT, Plan(zero=3), devices=jax.devices()[:1])
     assert step.plan.zero == 0
-    assert any("zero 3: one device along fsdp, so nothing is sharded" in line for line in step.describe())
+    assert any("zero 0 instead of 3, because there is one device along fsdp" in line for line in step.describe())
     assert build(EXPERIMENT, Plan(zero=3)).plan.zero == 3
 
 

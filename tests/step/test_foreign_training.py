@@ -16,7 +16,7 @@ from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.sharding.zero import placed_axes
+from jaxscale.sharding.partition import axes_of
 from jaxscale.step.build import build
 from jaxscale.trees import named_leaves
 from tests.plans import plan_of
@@ -138,7 +138,7 @@ def assert_sharded(step, state):
             ("first moment", named_leaves(adam.mu)[name], 1),
             ("second moment", named_leaves(adam.nu)[name], 1),
         ):
-            split = "fsdp" in placed_axes(leaf.sharding.spec)
+            split = "fsdp" in axes_of(leaf.sharding.spec)
             assert split == (divides and zero >= stage), f"{kind} of {name}"
             part = leaf.addressable_shards[0].data.size
             assert part == leaf.size // (count if split else 1), f"{kind} of {name}"
@@ -196,7 +196,7 @@ def test_bfloat16_stays_near_float32():
     np.testing.assert_allclose(numbers, expected[0], rtol=5e-2)
     assert np.abs(numbers / expected[0] - 1).max() > 1e-6, "bfloat16 had no effect"
     assert {leaf.dtype for leaf in jax.tree.leaves((state.params, state.optimizer[1][0].mu))} == {jnp.dtype("float32")}
-    assert all("fsdp" in placed_axes(p.sharding.spec) for p in jax.tree.leaves(state.params) if p.shape != (CLASSES,))
+    assert all("fsdp" in axes_of(p.sharding.spec) for p in jax.tree.leaves(state.params) if p.shape != (CLASSES,))
     for name, value in expected[1].items():
         np.testing.assert_allclose(statistics[name], value, rtol=0.05, atol=0.05, err_msg=name)
 
@@ -210,11 +210,11 @@ def test_bfloat16_stays_near_float32():
             "reduce: float32 under bfloat16 needs jaxscale layers",
         ),
         (layout("data:2", loss_chunk=4), "loss_chunk: this model computes its own loss"),
-        (layout("data:2", attention="chunked"), "attention: chunked is ours"),
+        (layout("data:2", attention="chunked"), "attention chunked: this model has its own layers"),
         (layout("data:2", unroll=2), "unroll 2: this model runs its own layers"),
-        (layout("tensor:2"), "lies on tensor"),
-        (layout("data:2,tensor:2", sequence_parallel=True), "lies on tensor"),
-        (layout("sequence:2"), "lies on sequence"),
+        (layout("tensor:2"), "is split over tensor"),
+        (layout("data:2,tensor:2", sequence_parallel=True), "is split over tensor"),
+        (layout("sequence:2"), "is split over sequence"),
     ],
 )
 def test_what_a_foreign_model_cannot_take_is_refused_by_name(make, plan, says):

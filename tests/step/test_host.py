@@ -15,8 +15,8 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.step.build import build
-from jaxscale.step.host import check_host_bytes, check_host_size
-from jaxscale.step.wire_checks import NoEffect
+from jaxscale.step.compiled_checks import NoEffect, check_host_bytes
+from jaxscale.step.host import check_host_size
 from tests.plans import plan_of
 
 ROWS, LENGTH, VOCAB = 8, 8, 13
@@ -131,7 +131,10 @@ def test_a_bad_step_leaves_what_is_on_the_host_as_it_was():
     ("fields", "message"),
     [
         ({"gradients": "host"}, "add offload.weights host"),
-        ({"gradients": "host", "weights": "host", "microbatches": 2}, "nothing adds up the gradients"),
+        (
+            {"gradients": "host", "weights": "host", "microbatches": 2},
+            "gradients on the host are not summed over microbatches",
+        ),
         ({"weights": "host", "memory": MemoryPlan.parse("jax:everything_saveable")}, "keeps every weight"),
         ({"optimizer_state": "hots"}, "did you mean 'host'"),
         ({"optimizer_state": "streamed", "optimizer": Optimizer(name="adafactor")}, "mixes elements"),
@@ -190,17 +193,13 @@ def test_a_host_that_is_too_small_is_refused():
 
 def test_a_compiled_step_without_host_bytes_or_with_whole_copies_has_no_effect(monkeypatch):
     layout = make(mesh="1", weights="host", optimizer_state="streamed").layout
-    monkeypatch.setattr("jaxscale.step.host.rehearses", lambda devices: False)
-    monkeypatch.setattr("jaxscale.step.host.cut", lambda *args: types.SimpleNamespace(pieces=3))
-
-    def memory(size):
-        return types.SimpleNamespace(host_argument_size_in_bytes=size)
-
-    with pytest.raises(NoEffect, match="0 bytes of the compiled step lie on the host"):
-        check_host_bytes(layout, memory(0), str)
-    check_host_bytes(layout, memory(2**30), str)
+    monkeypatch.setattr("jaxscale.step.compiled_checks.rehearses", lambda devices: False)
+    monkeypatch.setattr("jaxscale.step.compiled_checks.cut", lambda *args: types.SimpleNamespace(pieces=3))
+    with pytest.raises(NoEffect, match="0 bytes of the compiled step's arguments lie on the host"):
+        check_host_bytes(layout, 0, str)
+    check_host_bytes(layout, 2**30, str)
     whole = "%c = (f32[3,8,24]{2,1,0:T(8,128)}, f32[3,8,24]{2,1,0:T(8,128)S(5)}, u32[]{:S(2)}) copy-start(%p)"
-    with pytest.raises(NoEffect, match="saves nothing"):
-        check_host_bytes(layout, memory(2**30), lambda: whole)
+    with pytest.raises(NoEffect, match="saves no memory"):
+        check_host_bytes(layout, 2**30, lambda: whole)
     table = "x".join(map(str, layout.abstract.params["embedding"]["weight"].shape)).replace("x", ",")
-    check_host_bytes(layout, memory(2**30), lambda: whole.replace("3,8,24", table))  # read whole by the embedding
+    check_host_bytes(layout, 2**30, lambda: whole.replace("3,8,24", table))  # read whole by the embedding

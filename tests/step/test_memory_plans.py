@@ -1,7 +1,6 @@
 """A memory plan changes what the backward pass keeps, and neither loss nor gradients."""
 
 import dataclasses
-import types
 from pathlib import Path
 
 import jax
@@ -21,12 +20,11 @@ from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.state.pure_model import PureModel, in_groups
-from jaxscale.step import program_checks
+from jaxscale.step import compiled_checks
 from jaxscale.step.build import build
-from jaxscale.step.program_checks import check_kept_on_host
+from jaxscale.step.compiled_checks import NoEffect, check_kept_on_host
 from jaxscale.step.resolve import settled_unroll
 from jaxscale.step.train_step import TrainStep
-from jaxscale.step.wire_checks import NoEffect
 from jaxscale.values import from_json, override, to_json
 from tests.plans import plan_of
 
@@ -122,12 +120,11 @@ def test_an_offload_that_shows_no_host_bytes_is_an_error(monkeypatch):
     step = step_of("offload:pofo:24KiB")
     assert step.decision is not None
     assert step.decision.host_bytes > 0
-    memory = types.SimpleNamespace(host_temp_size_in_bytes=step.decision.host_bytes - 1)
-    check_kept_on_host(step, memory)  # a CPU rehearses
-    monkeypatch.setattr(program_checks, "rehearses", lambda devices: False)
+    check_kept_on_host(step.layout, step.decision, step.decision.host_bytes - 1)  # a CPU rehearses
+    monkeypatch.setattr(compiled_checks, "rehearses", lambda devices: False)
     with pytest.raises(NoEffect, match="kept on the host"):
-        check_kept_on_host(step, memory)
-    check_kept_on_host(step, types.SimpleNamespace(host_temp_size_in_bytes=step.decision.host_bytes))
+        check_kept_on_host(step.layout, step.decision, step.decision.host_bytes - 1)
+    check_kept_on_host(step.layout, step.decision, step.decision.host_bytes)
 
 
 @pytest.mark.parametrize("memory", ["save:24KiB", "sqrt"])
@@ -151,7 +148,7 @@ def test_a_decision_is_read_from_a_file_and_refused_for_another_model(memory, tm
 
 def test_activations_on_a_host_that_is_too_small_are_refused(monkeypatch):
     monkeypatch.setattr("jaxscale.step.build.host_memory", lambda: 1024)
-    with pytest.raises(UserError, match=r"^memory offload:pofo:24KiB: .* lies on their host: .* the host has 1KiB"):
+    with pytest.raises(UserError, match=r"^memory offload:pofo:24KiB: .* lies on their host, .* the host has 1KiB"):
         step_of("offload:pofo:24KiB")
 
 

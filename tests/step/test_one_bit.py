@@ -15,7 +15,7 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.replicas import OneBit
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
-from jaxscale.step.wire_checks import NoEffect, check_codec, slow_bytes
+from jaxscale.step.compiled_checks import NoEffect, bytes_over, check_codec
 from jaxscale.values import override
 from tests.plans import grouped
 
@@ -96,8 +96,9 @@ def test_gradients_sent_in_full_are_found() -> None:
     assert step.codec is not None
     whole = build(experiment("adamw"), Plan(mesh=MeshSpec(replica=2)))
     whole.compile(BATCHES[0])
+    sent = bytes_over(collectives(whole.program or "", whole.mesh), step.codec.axis, step.codec.replicas)
     with pytest.raises(NoEffect, match="onebit"):
-        check_codec(step.codec, slow_bytes(collectives(whole.program or "", whole.mesh), step.codec))
+        check_codec(step.codec, sent)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,10 @@ class Tokens:
 DECODER = Decoder(vocab=12, context=8, layers=4, embed=8, heads=2)
 
 REFUSED = {
-    "`gradients` host": ({"weights": "host", "gradients": "host"}, "nothing adds up the gradients of its microbatches"),
+    "`gradients` host": (
+        {"weights": "host", "gradients": "host"},
+        "gradients on the host are not summed over its microbatches",
+    ),
     "another `microbatches`": ({"microbatches": "2"}, "a pipeline specifies by itself how many"),
     "a `mesh` with another pipe axis": ({"mesh": "pipe:4"}, "leave pipe out of the mesh"),
 }
@@ -55,7 +58,7 @@ OTHERS = {
         {"stash": "input", "mesh": "fsdp:2", "zero": "2"},
         "",
     ),
-    "a `Chain` with `stash` residuals": (Unlike(), {}, "what a stage keeps has shapes of its own"),
+    "a `Chain` with `stash` residuals": (Unlike(), {}, "the residuals of each stage have other shapes"),
     "a `Chain` with `mesh` tensor, sequence": (
         Unlike(),
         {"stash": "input", "mesh": "tensor:2"},

@@ -20,7 +20,6 @@ from jaxscale.pipeline.run.actions import Actions
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.step.build import build
-from jaxscale.step.program_checks import check_traced
 from jaxscale.step.train_step import TrainStep
 from jaxscale.trees import leaf_bytes
 from jaxscale.values import override
@@ -155,7 +154,7 @@ def hosted_bytes(step: TrainStep, monkeypatch: pytest.MonkeyPatch) -> int:
     with monkeypatch.context() as patch:
         patch.setattr(Actions, "start", start)
         traced = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch()))
-    check_traced(step, traced.jaxpr, batch())
+    step.check_traced(traced.jaxpr, batch())
     return sum(found)
 
 
@@ -175,7 +174,7 @@ def test_what_is_offloaded_lies_on_the_host_between_forward_and_backward(
     dataclasses.replace(decision, plan=MemoryPlan.parse(f"file:{file}"), saves=(), stack=stack).write(file)
     first = build(experiment(), override(Plan(), {"pipeline": f"{schedule}:2x4", "memory": f"file:{file}"}))
     assert hosted_bytes(first, monkeypatch) == found // 2
-    with pytest.raises(UserError, match="in flight from step to step"):
+    with pytest.raises(UserError, match="activations from step to step"):
         build(experiment(), override(Plan(), {"pipeline": "2bw:2x4", "memory": f"file:{file}"}))
 
 
@@ -191,5 +190,5 @@ def test_zero_bubble_schedules_keep_less_under_a_rule_that_computes_again() -> N
 
 def test_what_stages_of_an_asynchronous_pipeline_keep_is_not_offloaded() -> None:
     changes = {"pipeline": "pipedream:2", "memory": "offload:vdnn:20KiB"}
-    with pytest.raises(UserError, match=r"in flight from step to step.* add the option stash=input"):
+    with pytest.raises(UserError, match=r"activations from step to step.* add the option stash=input"):
         build(experiment(), override(Plan(), grouped(changes)))

@@ -26,8 +26,7 @@ from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.state.conversion import conversion, forms_of
 from jaxscale.state.naming import CODES, SCALE
 from jaxscale.step.build import build
-from jaxscale.step.program_checks import check_state_bits
-from jaxscale.step.wire_checks import NoEffect
+from jaxscale.step.compiled_checks import NoEffect, check_state_bits
 from tests.plans import plan_of
 
 ROWS, LENGTH, VOCAB = 8, 8, 13

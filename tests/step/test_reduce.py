@@ -19,9 +19,9 @@ from jaxscale.replicas import Codec
 from jaxscale.replicas.reduce import GradientExchange, GradientLeaf
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
+from jaxscale.step.compiled_checks import NoEffect, bytes_over, check_codec
 from jaxscale.step.exchange import describe_codec
 from jaxscale.step.train_step import TrainStep
-from jaxscale.step.wire_checks import NoEffect, check_codec, slow_bytes
 from jaxscale.values import override
 from tests.plans import grouped
 
@@ -134,7 +134,7 @@ def test_a_warm_up_is_compiled_and_told_step_by_step() -> None:
         .lower(given, stage.abstract(), jnp.int32(0))
         .compile()
     )
-    check_codec(stage, slow_bytes(collectives(compiled.as_text() or "", mesh), stage))
+    check_codec(stage, bytes_over(collectives(compiled.as_text() or "", mesh), stage.axis, stage.replicas))
 
     later = [dataclasses.replace(stage, codec=Codec.parse(f"dgc:{f},warmup=0")) for f in (0.25, 0.0625, 0.05)]
     first, second, last = (each.wire_bytes for each in later)
@@ -146,7 +146,7 @@ def test_a_warm_up_is_compiled_and_told_step_by_step() -> None:
 def test_momentum_after_late_gradients_is_said() -> None:
     sgd, mesh = EXPERIMENT.optimizer, MeshSpec(replica=2, fsdp=2).build(jax.devices()[:4])
     stage = GradientExchange(Codec.parse("topk:0.05"), mesh, {"w": GradientLeaf((64, 64), PartitionSpec("fsdp"))})
-    late = "what arrives many steps late is carried on"
+    late = "that momentum repeats what arrives many steps late"
 
     def said(optimizer: Optimizer, codec: str) -> str:
         return "\n".join(describe_codec(dataclasses.replace(stage, codec=Codec.parse(codec)), optimizer))
@@ -222,7 +222,7 @@ def test_a_reduction_in_full_is_found() -> None:
 
         shardings = {"w": jax.NamedSharding(mesh, PartitionSpec("replica", "fsdp"))}
         compiled = jax.jit(step, in_shardings=(shardings, stage.shardings())).lower(given, stage.abstract()).compile()
-        return slow_bytes(collectives(compiled.as_text() or "", mesh), stage)
+        return bytes_over(collectives(compiled.as_text() or "", mesh), stage.axis, stage.replicas)
 
     assert states == {}
     check_codec(stage, sent(fault=False))

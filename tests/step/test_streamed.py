@@ -177,7 +177,7 @@ def test_a_restart_is_exact_and_any_plan_goes_on(pipedream: TrainStep, alone: Tr
     # and the other way round: a pipe that is filled anew
     begun = restored(pipedream, taken)
     assert pipedream.describe_restored(taken) == (
-        "; nothing was in flight for pipeline pipedream:2, which begins empty"
+        "; it has nothing in flight for pipeline pipedream:2, which starts empty"
     )
     assert not pipedream.describe_restored(saved)
     for name, leaf in taken.items():

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxscale.cli import arguments
-from jaxscale.cli.commands import Train
+from jaxscale.cli.experiment_commands import Train, load_experiment
 from jaxscale.errors import UserError
 from jaxscale.step.build import build
 from tests.system.techniques import TECHNIQUES, Technique
@@ -62,5 +62,5 @@ def _fields(flags: str) -> set[str]:
 
 def _build(file: Path, flags: str) -> None:
     given = arguments.read(["train", str(file), *shlex.split(flags)])
-    experiment, _ = Train(**given.early).load(given.fields)
+    experiment, _ = load_experiment(Train(**given.values), given.fields)
     build(experiment)

@@ -17,7 +17,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from kept_programs import kept
 
-from jaxscale.memory.plan import Rule
+from jaxscale.memory.plan import MemoryRule
 from jaxscale.memory.selectors import SELECTORS
 from jaxscale.optim.optimizer import Name
 from jaxscale.pipeline.schedules import METHODS
@@ -140,7 +140,7 @@ def test_killed(flags: str, layout: str, place):
         ("--optimizer", get_args(Name)),
         ("--plan.pipeline", METHODS),
         ("--plan.memory offload", SELECTORS),
-        ("--plan.memory", {*get_args(Rule)} - {"none", "fit"}),
+        ("--plan.memory", {*get_args(MemoryRule)} - {"none", "fit"}),
         ("--plan.state.moments", {*get_args(StatePlan.__annotations__["moments"])} - {"float32"}),
     ],
 )

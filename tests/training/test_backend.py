@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxscale.training.backend import cache_folder, cores, has_accelerator
+from jaxscale.platforms.detect import accelerators
+from jaxscale.training.backend import cache_folder, cores
 
 SHOW = """
 import json, jax
 from jaxscale.training import backend
-backend.has_accelerator = lambda: False
+backend.accelerators = frozenset
 backend.start_backend()
 found = [jax.config.jax_platforms, jax.config.jax_num_cpu_devices, jax.config.jax_compilation_cache_dir]
 print(json.dumps([*found, backend.cores(), len(jax.devices())]))
@@ -45,14 +46,14 @@ def test_what_the_user_set_stays(tmp_path: Path):
 def test_accelerators_show_as_device_files(tmp_path: Path, names):
     (tmp_path / "null").touch()
     (tmp_path / "nvidia-caps").mkdir()
-    assert not has_accelerator(tmp_path)
+    assert not accelerators(tmp_path)
     *folders, file = names
     for folder in folders:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "vfio").touch()  # there without any device, too
-        assert not has_accelerator(tmp_path)
+        assert not accelerators(tmp_path)
     (tmp_path / file).touch()
-    assert has_accelerator(tmp_path)
+    assert accelerators(tmp_path)
 
 
 def test_cores_within_a_quota(tmp_path: Path):

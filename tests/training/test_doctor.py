@@ -40,7 +40,7 @@ def machine(**facts) -> Machine:
 
 
 def rows(seen: Machine, state: str) -> dict[str, Finding]:
-    return {row.what: row for section in diagnose(seen).sections for row in section.rows if row.state == state}
+    return {row.name: row for section in diagnose(seen).sections for row in section.rows if row.state == state}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_what_stops_a_run_or_leaves_the_accelerator_idle(facts, what, to_do):
 )
 def test_what_is_good_to_know(facts, what, says):
     found = rows(machine(**facts), "note")
-    assert says in found[what].value + found[what].to_do
+    assert says in found[what].text + found[what].to_do
     assert diagnose(machine(**facts)).status == 0
 
 
@@ -113,7 +113,7 @@ def test_an_unknown_gpu_trains_without_mfu():
     unknown = dataclasses.replace(Platform.parse("gpu t4"), chip=detect().chip)
     chip = dataclasses.replace(unknown.chip, name="NVIDIA X", kind="gpu", device_kinds=("NVIDIA X",))
     seen = machine(platform=Platform(chip, 2), nvidia=True, versions=CUDA)
-    assert "no mfu" in rows(seen, "note")["peak"].value
+    assert "no mfu" in rows(seen, "note")["peak"].text
     assert diagnose(seen).status == 0
 
 
@@ -172,7 +172,7 @@ def test_tpus_on_the_bus(tmp_path):
     assert sees_tpu(tmp_path)
 
 
-OWN = "(for your own layers: none here takes it)"
+OWN = "(for your own layers; ours do not use it)"
 
 
 @pytest.mark.parametrize(
@@ -194,5 +194,5 @@ def test_it_tells_which_kernels_run(platform, expected):
     (kernels,) = (
         part for part in diagnose(machine(platform=Platform.parse(platform))).sections if part.title == "kernels"
     )
-    told = {row.what: row.value for row in kernels.rows}
+    told = {row.name: row.text for row in kernels.rows}
     assert told | expected == told

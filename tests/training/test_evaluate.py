@@ -9,7 +9,7 @@ from jaxscale.checkpoint.restore import restore_parameters
 from jaxscale.errors import UserError
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.training.evaluate import Evaluator, evaluate
+from jaxscale.training.evaluate import evaluate, held_out_means
 from jaxscale.training.loop import train
 from jaxscale.training.run import Run
 
@@ -48,7 +48,7 @@ def test_evaluation_of_a_model_that_does_not_split(toy, tmp_path):
     trained = restore_parameters(tmp_path / "run", experiment=experiment, split=True)
     assert trained.step.plan.zero == 0
     assert trained.step.mesh.size == trained.step.plan.microbatches == 2
-    found = Evaluator(trained.step, experiment.data.open(4, 0), one_at_a_time=True)(trained.state, 2)
+    found = held_out_means(trained.step, experiment.data.open(4, 0), trained.state, 2, one_at_a_time=True)
     assert found["loss"] == pytest.approx(run.held_out_loss, rel=1e-5)
 
 
@@ -70,7 +70,7 @@ def test_accuracy_where_the_model_tells_it(toy, tmp_path):
     assert run.evaluations[-1]["accuracy"] == pytest.approx(right / targets)
     assert run.evaluations[-1]["targets"] == targets
     assert not run.samples
-    with pytest.raises(UserError, match="does not generate text"):
+    with pytest.raises(UserError, match="cannot generate text"):
         run.generate("a")
 
 

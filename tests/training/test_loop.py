@@ -94,7 +94,7 @@ def test_a_finished_run_says_so_and_trains_no_more(toy, whole, capsys):
     said = capsys.readouterr().out
     assert re.search(r"toy +finished\n", said)
     assert re.search(r"steps +12 of 12, 768 target tokens\n", said)
-    assert "nothing is left to do: raise steps beyond 12" in said
+    assert "the run is complete: raise steps beyond 12" in said
     assert (whole / "metrics.jsonl").read_bytes() == before
     assert int(run.state.step) == run.step == 12
 
@@ -289,7 +289,7 @@ def test_a_profile_of_steps_that_never_come_is_refused(toy, tmp_path):
 def test_a_profile_of_steps_that_lie_behind_is_said(toy, whole, capsys):
     drop_checkpoint(whole, 12)
     train(toy(), out=whole, profile="8:11")
-    assert "profile 8:11: the run goes on after step 10, and these steps are not traced" in capsys.readouterr().out
+    assert "profile 8:11: the run continues after step 10, so these steps are not traced" in capsys.readouterr().out
     assert not (whole / "profile").exists()
 
 
@@ -395,7 +395,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_goes_on(toy, whole, cap
     content[len(content) // 3] ^= 4
     file.write_bytes(content)
     train(toy(steps=13), out=whole)
-    assert "checkpoint of step 12 is damaged and passed over" in capsys.readouterr().out
+    assert "checkpoint of step 12 is damaged and skipped" in capsys.readouterr().out
     assert "12" in events(whole, "resume")[0]["damaged"]
     assert exact(whole)[:10] == before[:10]
     assert Run.open(whole).step == 13

@@ -7,7 +7,8 @@ from jax import P
 from jax.sharding import AxisType, NamedSharding
 
 from jaxscale.errors import UserError
-from jaxscale.training.profile import Profiler, ProfileRange, device_times, kind_of, summary_of
+from jaxscale.training.device_times import device_times, kind_of, summary_of
+from jaxscale.training.profile import Profiler, ProfileRange
 
 
 @pytest.mark.parametrize(("text", "first", "stop"), [("10:13", 10, 13), ("7", 7, 8), (" 1 : 2 ", 1, 2)])
@@ -91,7 +92,7 @@ def test_a_run_resumed_after_the_range_traces_nothing(tmp_path):
 
 def test_no_trace_is_the_users_mistake(tmp_path):
     with pytest.raises(UserError, match="no trace in"):
-        summary_of(tmp_path)
+        summary_of(tmp_path, 1)
 
 
 def planes(text: str):

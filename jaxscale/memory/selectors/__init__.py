@@ -1,42 +1,40 @@
-"""Rules that select a block's values for host memory: each from a block's graph, a budget and a host to a SaveSet.
+"""Rules that select a block's values for host memory: functions of a block's graph, a budget and a host.
 
 | rule | chooses | module |
 |---|---|---|
 | pofo | keep, recompute or offload, together, at the least cost | `pofo` |
 | capuchin | values whose copies are hidden, then the cheaper of copying and recomputing | `capuchin` |
-| vdnn | inputs of the matrix products | `vdnn` |
-| tflms | the values that are idle the longest | `tflms` |
-| autoswap | the largest product of bytes and idle time | `autoswap` |
+| vdnn | inputs of the matrix products | `orders` |
+| tflms | the values that are idle the longest | `orders` |
+| autoswap | the largest product of bytes and idle time | `orders` |
 | swapadvisor | by genetic search | `swapadvisor` |
 
-The last four recompute nothing. They were designed from 2016 to 2020 for GPUs of 12 TFLOP/s on links of 12 GB/s; a v5p
-computes 40 times as fast on a similar link, which hides a tenth of their copies: they are here for comparison.
-`experiments/benchmarks/offload.py` shows all of them on one block.
+The last four rules recompute nothing. They were designed from 2016 to 2020 for GPUs of 12 TFLOP/s on links of 12 GB/s.
+A v5p computes 40 times as fast over a similar link, so that only a tenth of their copies is hidden. They are here for
+comparison. `experiments/benchmarks/offload.py` shows all of them on one block.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import Host
-from jaxscale.memory.selectors.autoswap import autoswap
+from jaxscale.memory.save_set import Host
 from jaxscale.memory.selectors.capuchin import capuchin
+from jaxscale.memory.selectors.orders import autoswap, tflms, vdnn
 from jaxscale.memory.selectors.pofo import pofo
+from jaxscale.memory.selectors.swap import swap
 from jaxscale.memory.selectors.swapadvisor import swapadvisor
-from jaxscale.memory.selectors.tflms import tflms
-from jaxscale.memory.selectors.vdnn import vdnn
 from jaxscale.programs.block import BlockGraph
 
-Selector = Callable[[BlockGraph, int, Host], SaveSet]
-"""From a block with seconds, its budget of bytes on the device, and the host, to its save set."""
+SelectorFunction = Callable[[BlockGraph, int, Host], SaveSet]
+"""Function of a block's graph with seconds, its budget of bytes on the device, and the host; returns a save set."""
 
-SELECTORS: Mapping[str, Selector] = {
+SELECTORS: Mapping[str, SelectorFunction] = {
     "pofo": pofo,
     "capuchin": capuchin,
-    "vdnn": vdnn,
-    "tflms": tflms,
-    "autoswap": autoswap,
+    "vdnn": functools.partial(swap, order=vdnn),
+    "tflms": functools.partial(swap, order=tflms),
+    "autoswap": functools.partial(swap, order=autoswap),
     "swapadvisor": swapadvisor,
 }
-"""The rules, by the word of `MemoryPlan.selector`."""
-
-__all__ = ["SELECTORS", "Selector", "autoswap", "capuchin", "pofo", "swapadvisor", "tflms", "vdnn"]
+"""The rules, by the name in `MemoryPlan.selector`."""

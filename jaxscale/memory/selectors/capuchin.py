@@ -1,14 +1,14 @@
 """Capuchin (Peng et al. 2020, "Capuchin: Tensor-based GPU Memory Management for Deep Learning", ASPLOS 2020).
 
-Values whose copies are hidden go to the host first, the longest idle first; then each next value is copied or
+Values whose copies are hidden go to the host first, in order of falling idle time. Each further value is copied or
 recomputed, whichever is cheaper per byte.
 
-Left out: the slow first step that measures times, which a roofline gives here; management of tensors while the program
-runs; and feedback when a copy comes late.
+Left out: the slow first step that measures times (here a roofline model estimates them); management of tensors while
+the program runs; and feedback when a copy comes late.
 """
 
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import Host, save_set
+from jaxscale.memory.save_set import Host, save_set
 from jaxscale.memory.selectors.swap import Idle, everything, idle_values
 from jaxscale.programs.block import BlockGraph
 
@@ -17,38 +17,38 @@ def capuchin(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
     """The save set of a block by Capuchin.
 
     Args:
-        graph: of the block, with seconds.
-        budget: bytes kept on the device besides the block's inputs.
-        host: gets the values that are neither kept nor recomputed.
+        graph: graph of the block, with seconds.
+        budget: most bytes kept on the device besides the block's inputs.
+        host: host memory for the values that are neither kept nor recomputed.
     """
     values = idle_values(graph)
-    kept, offloaded = list(values), []
+    kept_values, offloaded_values = list(values), []
 
-    def choice(kept: list[Idle], offloaded: list[Idle]) -> SaveSet:
-        names = [[name for value in group for name in value.names] for group in (kept, offloaded)]
+    def set_of(kept_values: list[Idle], offloaded_values: list[Idle]) -> SaveSet:
+        names = [[name for value in group for name in value.names] for group in (kept_values, offloaded_values)]
         return save_set(graph, names[0], names[1], host)
 
-    def without(value: Idle) -> list[Idle]:
-        return [candidate for candidate in kept if candidate is not value]
+    def kept_without(value: Idle) -> list[Idle]:
+        return [candidate for candidate in kept_values if candidate is not value]
 
     if full_set := everything(graph, budget):
         return full_set
-    save = choice(kept, offloaded)
+    save = set_of(kept_values, offloaded_values)
     for value in sorted(values, key=lambda value: -value.seconds):
         if save.bytes <= budget:
             return save
-        option = choice(without(value), [*offloaded, value])
-        hidden = value.seconds >= 2 * value.bytes / host.bandwidth and option.seconds <= save.seconds
-        if hidden and option.host_bytes <= host.budget:
-            kept, offloaded, save = without(value), [*offloaded, value], option
-    while save.bytes > budget and kept:
-        options = []
-        for value in kept:
-            recomputed = choice(without(value), offloaded)
-            options.append(((recomputed.seconds - save.seconds) / max(value.bytes, 1), value, False, recomputed))
-            copied = choice(without(value), [*offloaded, value])
-            if copied.host_bytes <= host.budget:
-                options.append(((copied.seconds - save.seconds) / max(value.bytes, 1), value, True, copied))
+        copied_set = set_of(kept_without(value), [*offloaded_values, value])
+        hidden = value.seconds >= 2 * value.bytes / host.bandwidth and copied_set.seconds <= save.seconds
+        if hidden and copied_set.host_bytes <= host.budget:
+            kept_values, offloaded_values, save = kept_without(value), [*offloaded_values, value], copied_set
+    while save.bytes > budget and kept_values:
+        options = []  # (seconds per byte, value, whether it is copied to the host, save set)
+        for value in kept_values:
+            rerun_set = set_of(kept_without(value), offloaded_values)
+            options.append(((rerun_set.seconds - save.seconds) / max(value.bytes, 1), value, False, rerun_set))
+            copied_set = set_of(kept_without(value), [*offloaded_values, value])
+            if copied_set.host_bytes <= host.budget:
+                options.append(((copied_set.seconds - save.seconds) / max(value.bytes, 1), value, True, copied_set))
         _, value, to_host, save = min(options, key=lambda option: option[0])
-        kept, offloaded = without(value), [*offloaded, value] if to_host else offloaded
+        kept_values, offloaded_values = kept_without(value), offloaded_values + [value] * to_host
     return save

@@ -1,13 +1,14 @@
 """POFO (Beaumont et al. 2021, "Efficient Combination of Rematerialization and Offloading for Training DNNs", NeurIPS).
 
-Keep, recompute or offload, chosen together at the least cost. The paper's dynamic program is for chains, with copies
-that a step hides elsewhere; here the same choice is made within one block by integer program (`graph.solve`), and
-copies hide behind the work of their own block. Left out: prefetching across blocks, which in a scan over layers XLA
-does not do.
+Each value is kept, recomputed or offloaded, and all are chosen together at the least cost. The paper's dynamic program
+is for chains, whose copies overlap with other stages. Here the same choice is made within one block by an integer
+program (`graph.solve`), and copies overlap with the computation of their own block. Left out: prefetching across
+blocks, which XLA does not do in a scan over layers.
 """
 
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import Host, solve
+from jaxscale.memory.graph import solve
+from jaxscale.memory.save_set import Host
 from jaxscale.memory.selectors.swap import everything
 from jaxscale.programs.block import BlockGraph
 
@@ -16,9 +17,9 @@ def pofo(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
     """The cheapest of all ways to keep, recompute and offload the values of a block.
 
     Args:
-        graph: of the block, with seconds.
-        budget: bytes kept on the device besides the block's inputs.
-        host: gets the offloaded values, within its budget.
+        graph: graph of the block, with seconds.
+        budget: most bytes kept on the device besides the block's inputs.
+        host: host memory for the offloaded values, within its budget.
 
     Example:
         >>> import jax, jax.numpy as jnp

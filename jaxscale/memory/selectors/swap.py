@@ -1,15 +1,15 @@
-"""The common part of the rules that swap: the values to move, their idle times, infeasible budgets.
+"""The common part of the rules that move values to the host: the values, their idle times, and budgets too small.
 
-Times are of the block alone, by roofline: the forward pass runs its equations in order, the backward pass in reverse,
-twice as long.
+Times are those of the block alone, by the roofline model: the forward pass runs the equations in order; the backward
+pass runs them in reverse and takes twice as long.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import EVERYTHING, Host, recompute, save_set
+from jaxscale.memory.save_set import EVERYTHING, Host, recompute, save_set
 from jaxscale.programs.block import BlockGraph
 from jaxscale.values.byte_sizes import bytes_text
 
@@ -19,14 +19,14 @@ SMALL = 256 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class Idle:
-    """A value between the forward and the backward pass.
+    """Values that are kept or moved together, idle between the forward and the backward pass.
 
     Args:
-        names: of the values kept together under one mark.
-        bytes: of them, per device.
-        start: seconds of its last read in the forward pass, from the start of the block.
-        stop: seconds of its first read in the backward pass.
-        read_by_products: whether a matrix product or convolution reads it.
+        names: names of the values.
+        bytes: bytes of the values, per device.
+        start: time of their last read in the forward pass, in seconds from the start of the block.
+        stop: time of their first read in the backward pass, in seconds from the start of the block.
+        read_by_products: whether a matrix product or convolution reads one of them.
     """
 
     names: tuple[str, ...]
@@ -37,32 +37,32 @@ class Idle:
 
     @property
     def seconds(self) -> float:
-        """Seconds for which the value is idle."""
+        """Seconds for which the values are idle."""
         return self.stop - self.start
 
 
 def idle_values(graph: BlockGraph) -> tuple[Idle, ...]:
     """The values to keep or move so that the backward pass recomputes no product, in order of computation.
 
-    They are the named values that it reads; a value inside an operation has no name, and is recomputed from the result
-    of a product before it.
+    They are the named values that the backward pass reads. A value inside an operation has no name, and is recomputed
+    from the result of a product before it.
 
     Raises:
         UserError: the graph has no seconds.
     """
     if graph.equations and not graph.seconds:
-        raise UserError("offload needs seconds, and so a chip whose rates are known: name a platform")
-    clock, ends = 0.0, []
+        raise UserError("offload needs modelled seconds, and so a chip whose rates are known: specify a platform")
+    clock, end_seconds = 0.0, []
     for equation in graph.equations:
         clock += equation.seconds
-        ends.append(clock)
+        end_seconds.append(clock)
     last_read: dict[int, float] = {}
     read_by_products: set[int] = set()
-    for equation, end in zip(graph.equations, ends, strict=True):
+    for equation, end in zip(graph.equations, end_seconds, strict=True):
         for index in (*equation.inputs, *equation.outputs):
             last_read[index] = end
         read_by_products |= set(equation.inputs) if equation.flop else set()
-    groups: dict[str, list[int]] = {}
+    indices_by_mark: dict[str, list[int]] = {}
     indices_to_keep = {index for index in graph.needed if graph.values[index].mark is not None}
     while True:
         products = [graph.equations[e] for e in recompute(graph, indices_to_keep).equations if graph.equations[e].flop]
@@ -73,9 +73,9 @@ def idle_values(graph: BlockGraph) -> tuple[Idle, ...]:
             break
         indices_to_keep |= unkept_products
     for index in sorted(indices_to_keep):
-        groups.setdefault(str(graph.values[index].mark), []).append(index)
+        indices_by_mark.setdefault(str(graph.values[index].mark), []).append(index)
     values = []
-    for indices in groups.values():
+    for indices in indices_by_mark.values():
         start = max(last_read[index] for index in indices)
         values.append(
             Idle(
@@ -90,17 +90,24 @@ def idle_values(graph: BlockGraph) -> tuple[Idle, ...]:
 
 
 def everything(graph: BlockGraph, budget: int) -> SaveSet | None:
-    """The save set that keeps every residual, if it fits."""
+    """The save set that keeps every residual; `None` if it exceeds the budget."""
     return save_set(graph, (EVERYTHING,)) if graph.needed_bytes <= budget else None
 
 
-def swap(graph: BlockGraph, budget: int, host: Host, order: Sequence[Idle]) -> SaveSet:
-    """The save set that moves values to the host, in this order, until the others fit; small values go last.
+def swap(graph: BlockGraph, budget: int, host: Host, order: Callable[[Idle], float]) -> SaveSet:
+    """The save set that moves values to the host, in a given order, until the others fit; small values go last.
+
+    Args:
+        graph: graph of the block, with seconds.
+        budget: most bytes kept on the device besides the block's inputs.
+        host: host memory for the other values.
+        order: sort key of the values; the value with the least key moves first.
 
     Raises:
         UserError: the host's budget is too small.
     """
-    return everything(graph, budget) or chosen(graph, host, order, moved_to_fit(budget, host, order))
+    values = sorted(idle_values(graph), key=order)
+    return everything(graph, budget) or set_without(graph, host, values, moved_to_fit(budget, host, values))
 
 
 def moved_to_fit(budget: int, host: Host, order: Sequence[Idle]) -> list[Idle]:
@@ -119,12 +126,12 @@ def moved_to_fit(budget: int, host: Host, order: Sequence[Idle]) -> list[Idle]:
     if host_bytes > host.budget:
         raise UserError(
             f"a rule that recomputes nothing puts {bytes_text(host_bytes)} of each block on the host, and there is "
-            f"room for {bytes_text(host.budget)}: take offload:pofo, a larger budget, or a larger host limit"
+            f"room for {bytes_text(host.budget)}: use offload:pofo, a larger budget, or a larger host limit"
         )
     return moved
 
 
-def chosen(graph: BlockGraph, host: Host, values: Iterable[Idle], moved: Iterable[Idle]) -> SaveSet:
+def set_without(graph: BlockGraph, host: Host, values: Iterable[Idle], moved: Iterable[Idle]) -> SaveSet:
     """The save set that keeps all values but the moved ones."""
     moved_set = set(moved)
     return save_set(

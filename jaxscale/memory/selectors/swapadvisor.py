@@ -1,37 +1,38 @@
 """SwapAdvisor (Huang et al. 2020, "SwapAdvisor: Pushing Deep Learning Beyond the GPU Memory Limit via Smart Swapping",
 ASPLOS 2020): a genetic search over the values that go to the host, scored by a simulated step.
 
-The score is this project's model of a block's seconds. Left out: its search over the schedule of operations and over
-memory pools, both of which are XLA's. The search is seeded: the same block gives the same set.
+The score is this project's model of a block's seconds. Left out: the paper's search over the schedule of operations and
+over memory pools, both of which XLA decides. The search is seeded: the same block gives the same set.
 """
 
 import random
 
 from jaxscale.memory.decision import SaveSet
-from jaxscale.memory.graph import Host
-from jaxscale.memory.selectors.swap import chosen, everything, idle_values, moved_to_fit
+from jaxscale.memory.save_set import Host
+from jaxscale.memory.selectors.swap import everything, idle_values, moved_to_fit, set_without
 from jaxscale.programs.block import BlockGraph
 
 POPULATION, GENERATIONS, MUTATION = 32, 40, 0.05
+"""Sizes of the search; the last is the probability that a gene changes."""
 
 
 def swapadvisor(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
     """The save set of a block by SwapAdvisor.
 
     Args:
-        graph: of the block, with seconds.
-        budget: bytes kept on the device besides the block's inputs.
-        host: gets the other values.
+        graph: graph of the block, with seconds.
+        budget: most bytes kept on the device besides the block's inputs.
+        host: host memory for the other values.
     """
     values = idle_values(graph)
     moved = moved_to_fit(budget, host, values)  # a first solution, which raises if there is none
     if not moved:
-        return everything(graph, budget) or chosen(graph, host, values, ())
+        return everything(graph, budget) or set_without(graph, host, values, ())
     rng = random.Random(0)
     Genes = tuple[bool, ...]  # whether each value moves
 
     def evaluate(genes: Genes) -> tuple[float, SaveSet]:
-        save = chosen(graph, host, values, [v for v, moves in zip(values, genes, strict=True) if moves])
+        save = set_without(graph, host, values, [v for v, moves in zip(values, genes, strict=True) if moves])
         excess_bytes = max(0, save.bytes - budget) + max(0, save.host_bytes - host.budget)
         return save.seconds + (graph.seconds * (1 + excess_bytes / max(budget, 1)) * 1e3 if excess_bytes else 0.0), save
 
@@ -43,11 +44,11 @@ def swapadvisor(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
         return evaluations[genes][0], evaluations[genes][1].host_bytes
 
     def child(mother: Genes, father: Genes) -> Genes:
-        mixed = (rng.choice(pair) for pair in zip(mother, father, strict=True))
-        return tuple(gene ^ (rng.random() < MUTATION) for gene in mixed)
+        mixed_genes = (rng.choice(pair) for pair in zip(mother, father, strict=True))
+        return tuple(gene ^ (rng.random() < MUTATION) for gene in mixed_genes)
 
-    first: Genes = tuple(value in moved for value in values)
-    population = [first] + [tuple(rng.random() < 0.5 for _ in values) for _ in range(POPULATION - 1)]
+    first_genes: Genes = tuple(value in moved for value in values)
+    population = [first_genes] + [tuple(rng.random() < 0.5 for _ in values) for _ in range(POPULATION - 1)]
     for _ in range(GENERATIONS):
         parents = sorted(population, key=score)[: POPULATION // 4]
         children = [child(*rng.choices(parents, k=2)) for _ in range(POPULATION - len(parents))]

@@ -3,10 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from html import escape
 from pathlib import Path
 
 from jaxscale.errors import UserError
+from jaxscale.figures import markup
+from jaxscale.figures.markup import Markup, element, joined, write_figure, write_text
 from jaxscale.pipeline.charts.svg import svg_chart
 from jaxscale.pipeline.charts.text import PLAIN, columns_per_second, text_chart
 from jaxscale.pipeline.clock.simulate import Simulation, simulate
@@ -26,7 +27,7 @@ class Chart:
     """Charts and numbers of simulated schedules.
 
     Args:
-        drawn: name and simulation of each.
+        simulations: name and simulation of each schedule.
         timed: whether costs are seconds; otherwise they have any unit.
 
     Example:
@@ -39,12 +40,12 @@ class Chart:
         zb-h1:4x8    27  3.375   11.1%      5.9%     4        1     27
     """
 
-    drawn: tuple[tuple[str, Simulation], ...]
+    simulations: tuple[tuple[str, Simulation], ...]
     timed: bool = False
 
     @property
     def clock(self) -> Callable[[float], str]:
-        """The format of a time."""
+        """The function that formats a time."""
         return duration if self.timed else "{:.5g}".format
 
     def text(self, width: int = 100, *, color: bool = False, unicode: bool = True) -> str:
@@ -55,123 +56,105 @@ class Chart:
             color: whether it shows colors.
             unicode: whether it shows letters beyond ASCII.
         """
-        per_second = columns_per_second([simulation for _, simulation in self.drawn], width)
-        parts = []
-        for name, simulation in self.drawn:
-            chart = text_chart(simulation, per_second=per_second, color=color, clock=self.clock)
-            parts.append(f"{name}\n{chart}" if len(self.drawn) > 1 else chart)
-        parts.append(f"{self.table()}\n\n{self.legend()}")
-        text = "\n\n".join(parts)
+        scale = columns_per_second([simulation for _, simulation in self.simulations], width)
+        sections = []
+        for name, simulation in self.simulations:
+            chart = text_chart(simulation, per_second=scale, color=color, clock=self.clock)
+            sections.append(f"{name}\n{chart}" if len(self.simulations) > 1 else chart)
+        sections.append(f"{self.table()}\n\n{self.legend()}")
+        text = "\n\n".join(sections)
         return text if unicode else text.translate(PLAIN)
 
     def table(self) -> str:
         """The numbers of each schedule, in columns."""
-        rows = [self._heads(), *([name, *self._numbers(simulation)] for name, simulation in self.drawn)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        heads, rows = self._columns()
+        cells = [heads, *rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         return "\n".join(
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells
         )
 
     def legend(self) -> str:
         """The meaning of the table's columns."""
-        steady = any(simulation.period is not None for _, simulation in self.drawn)
+        steady = any(simulation.period is not None for _, simulation in self.simulations)
         state = "; asynchronous: in the steady state" if steady else ""
-        lines = [
-            f"each: time for each microbatch{state}",
-            f"bubble: idle share of all devices' time{state}",
-            "own span: the same between each device's first action and its last",
-            "live: activations that the fullest device waits with, in microbatches of its part of the model",
-            "weights: how often the fullest device holds the weights of its part of the model",
-            "apart: the time with a program for each device, which waits for what it needs alone",
-        ]
-        return "\n".join(lines)
+        return "\n".join(
+            (
+                f"each: time for each microbatch{state}",
+                f"bubble: idle share of all devices' time{state}",
+                "own span: idle share of the time between each device's first action and its last",
+                "live: activations that the fullest device holds, in microbatches of its part of the model",
+                "weights: how often the fullest device holds the weights of its part of the model",
+                "apart: the time if each device ran its own program, which waits for its inputs alone",
+            )
+        )
 
-    def svg(self) -> str:
+    def svg(self) -> Markup:
         """The chart alone, as an image."""
-        panels = [(self._heading(name, simulation), simulation) for name, simulation in self.drawn]
+        panels = [(self._heading(name, simulation), simulation) for name, simulation in self.simulations]
         return svg_chart(panels, clock=self.clock)
 
     def html(self) -> str:
         """A page: chart, numbers, and the action under the pointer, with its microbatch highlighted."""
-        return page(", ".join(name for name, _ in self.drawn), self.svg() + self.html_table() + self.html_legend())
+        title = ", ".join(name for name, _ in self.simulations)
+        return page(title, joined([self.svg(), self.html_table(), self.html_legend()]))
 
     def _repr_html_(self) -> str:
-        return self.svg() + self.html_table()
+        return joined([self.svg(), self.html_table()])
 
-    def html_table(self) -> str:
+    def html_table(self) -> Markup:
         """The numbers of each schedule, as a table of a page."""
-        heads = "".join(f"<th>{escape(head)}</th>" for head in self._heads())
-        rows = "".join(
-            f"<tr><td>{escape(name)}</td>"
-            + "".join(f"<td class=r>{escape(cell)}</td>" for cell in self._numbers(simulation))
-            + "</tr>"
-            for name, simulation in self.drawn
-        )
-        return f"<table><tr>{heads}</tr>{rows}</table>"
+        heads, rows = self._columns()
+        return markup.table(rows, heads, numeric=range(1, len(heads)))
 
-    def html_legend(self) -> str:
+    def html_legend(self) -> Markup:
         """The legend as paragraphs of a page."""
-        return "".join(f"<p>{escape(line)}</p>" for line in self.legend().splitlines())
+        return joined([element("p", line) for line in self.legend().splitlines()])
 
     def write(self, path: str | Path) -> None:
         """Write a file of the type of its suffix.
 
         Raises:
-            UserError: a suffix other than .svg, .html or .csv; a CSV of several schedules; a path that fails.
+            UserError: the suffix is not .svg, .html or .csv, a CSV has several schedules, or writing fails.
         """
-        path = Path(path)
-        check_file(path, [simulation.schedule for _, simulation in self.drawn])
-        writers = {
-            ".svg": lambda: self.svg() + "\n",
-            ".html": self.html,
-            ".csv": lambda: to_csv(self.drawn[0][1].schedule),
-        }
-        try:
-            path.write_text(writers[path.suffix]())
-        except OSError as error:
-            raise UserError(f"{path} cannot be written: {error.strerror}; give another name") from error
+        check_file(path, [simulation.schedule for _, simulation in self.simulations])
+        if Path(path).suffix == ".csv":
+            write_text(path, to_csv(self.simulations[0][1].schedule))
+        else:
+            write_figure(path, lambda: self.svg() + "\n", self.html)
 
     def _heading(self, name: str, simulation: Simulation) -> str:
+        """The line above a schedule's panel."""
         state = "" if simulation.period is None else " in the steady state"
         live = max(simulation.live_shares)
         return f"{name}: {self.clock(simulation.seconds)}, bubble {simulation.bubble:.1%}{state}, {live:g} live"
 
-    @property
-    def _priced(self) -> bool:
-        return any(any(simulation.live_bytes) for _, simulation in self.drawn)
+    def _columns(self) -> tuple[list[str], list[list[str]]]:
+        """Heads of the table, and a row for each schedule."""
+        rows = [self._numbers(simulation) for _, simulation in self.simulations]
+        return ["", *rows[0]], [[name, *row.values()] for (name, _), row in zip(self.simulations, rows, strict=True)]
 
-    def _heads(self) -> list[str]:
-        return [
-            "",
-            "time",
-            "each",
-            "bubble",
-            "own span",
-            "live",
-            *(["live bytes"] if self._priced else []),
-            "weights",
-            "apart",
-        ]
-
-    def _numbers(self, simulation: Simulation) -> list[str]:
-        dataflow = simulate(simulation.schedule, simulation.costs, "dataflow")
-        cells = [
-            self.clock(simulation.seconds),
-            self.clock(simulation.seconds_per_microbatch),
-            f"{simulation.bubble:.1%}",
-            f"{abs(simulation.bubble_own_span):.1%}",
-            f"{max(simulation.live_shares):g}",
-        ]
-        cells += [size(max(simulation.live_bytes))] if self._priced else []
-        return [*cells, f"{_weights(simulation.schedule):g}", self.clock(dataflow.seconds)]
+    def _numbers(self, simulation: Simulation) -> dict[str, str]:
+        """The numbers of a schedule by the heads of their columns."""
+        has_bytes = any(any(charted.live_bytes) for _, charted in self.simulations)
+        return {
+            "time": self.clock(simulation.seconds),
+            "each": self.clock(simulation.seconds_per_microbatch),
+            "bubble": f"{simulation.bubble:.1%}",
+            "own span": f"{abs(simulation.bubble_own_span):.1%}",
+            "live": f"{max(simulation.live_shares):g}",
+            **({"live bytes": size(max(simulation.live_bytes))} if has_bytes else {}),
+            "weights": f"{_weights(simulation.schedule):g}",
+            "apart": self.clock(simulate(simulation.schedule, simulation.costs, "dataflow").seconds),
+        }
 
 
 def drawable(plan: PipelinePlan, updates: int | None = None) -> Schedule:
-    """The schedule of a plan; an asynchronous one is so long that most of it neither fills nor drains.
+    """The schedule of a plan, long enough, if asynchronous, that most of it is neither filling nor draining.
 
     Args:
-        plan: the request.
-        updates: of an asynchronous schedule; `None`: enough.
+        plan: the request for a schedule.
+        updates: number of updates of an asynchronous schedule; `None`: a number that is long enough.
 
     Example:
         >>> drawable(PipelinePlan.parse("pipedream:4")).microbatches
@@ -187,25 +170,23 @@ def page(title: str, body: str) -> str:
     """A self-contained HTML page that shows the action under the pointer at its top.
 
     Args:
-        title: plain text.
-        body: HTML, with charts of `Chart.svg`.
+        title: title of the page, plain text.
+        body: HTML of the page's content, with charts from `Chart.svg`.
     """
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-        f"<h1>{escape(title)}</h1><p id=told>Point at an action.</p>{body}<script>{_SCRIPT}</script></html>\n"
-    )
+    description = element("p", "Point at an action.", id="action")
+    return markup.page(title, element("h1", title), description, Markup(body), style=_STYLE, script=_SCRIPT)
 
 
 def check_file(path: str | Path, schedules: Sequence[Schedule]) -> None:
     """Refuse a file that could not be written, before anything is drawn.
 
     Args:
-        path: of the file.
-        schedules: the drawn ones.
+        path: path of the file.
+        schedules: the schedules to be drawn.
 
     Raises:
-        UserError: a suffix other than .svg, .html or .csv; a CSV of several schedules, or of an asynchronous one; a
-            folder that does not exist.
+        UserError: the suffix is not .svg, .html or .csv, a CSV has several schedules or an asynchronous one, or the
+            folder does not exist.
     """
     if not Path(path).parent.is_dir():
         raise UserError(
@@ -231,18 +212,14 @@ def _weights(schedule: Schedule) -> float:
     return max(copies) * schedule.ranks / schedule.stages
 
 
-_STYLE = (
-    ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2rem auto;"
-    "padding:0 1rem}h1{font-size:1.3rem}svg{width:100%;height:auto}p{margin:.1rem 0}"
-    "#told{font-weight:600;position:sticky;top:0;background:Canvas;padding:.3rem 0}"
-    "table{border-collapse:collapse;margin:1rem 0}td,th{padding:.15rem .7rem;text-align:left;"
-    "border-bottom:1px solid #8883}th{text-align:right}.r{text-align:right;font-variant-numeric:tabular-nums}"
+_STYLE = markup.STYLE + (
+    "h1{font-size:1.3rem}#action{font-weight:600;position:sticky;top:0;background:Canvas;padding:.3rem 0}"
     "svg.on g[data-m]{opacity:.25}svg.on g.on{opacity:1}"
 )
 _SCRIPT = (
-    "const told=document.getElementById('told');document.addEventListener('mouseover',e=>{"
+    "const action=document.getElementById('action');document.addEventListener('mouseover',e=>{"
     "const g=e.target.closest('g[data-m]'),s=e.target.closest('svg');"
     "document.querySelectorAll('.on').forEach(o=>o.classList.remove('on'));if(!g)return;s.classList.add('on');"
-    "told.textContent=g.querySelector('title').textContent;"
+    "action.textContent=g.querySelector('title').textContent;"
     "s.querySelectorAll(`g[data-m=\"${g.dataset.m}\"]`).forEach(o=>o.classList.add('on'))})"
 )

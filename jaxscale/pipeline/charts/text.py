@@ -8,15 +8,16 @@ it.
 import math
 from collections.abc import Callable, Sequence
 
+from jaxscale.figures.axes import ticks
 from jaxscale.pipeline.clock.simulate import Simulation, Span
 from jaxscale.pipeline.schedule import Action, Kind
 
 FILL = {Kind.F: "─", Kind.B: "═", Kind.I: "─", Kind.W: "┄", Kind.U: "*"}
 PLAIN = str.maketrans({"─": "-", "═": "=", "┄": ".", "│": "|"})
-"""For terminals without these letters."""
+"""Replacements for terminals without these letters."""
 COLORS = {Kind.F: (75, 67), Kind.B: (114, 71), Kind.I: (80, 37), Kind.W: (215, 172), Kind.U: (176, 133)}
-"""Of the 256 terminal colors: one for a rank's first stage, one for its later stages."""
-LEAST = 24
+"""Numbers of two of the 256 terminal colors: one for a rank's first stage, one for its later stages."""
+LEAST_COLUMNS = 24
 """The least number of columns for time, however narrow the terminal."""
 
 Cell = tuple[str, Kind | None, bool]
@@ -34,11 +35,11 @@ def text_chart(
     """The chart of a simulation, with the most live activations at the right of each rank.
 
     Args:
-        simulation: to be drawn.
+        simulation: the simulation to be drawn.
         width: columns of the terminal.
-        per_second: columns of a second; `None`: to fill the width (`columns_per_second`).
+        per_second: number of columns per second; `None`: as many as fill the width (`columns_per_second`).
         color: whether to use the escape sequences of a terminal.
-        clock: the format of a time.
+        clock: function that formats a time.
 
     Example:
         >>> from jaxscale.pipeline.clock.costs import Costs
@@ -72,11 +73,11 @@ def columns_per_second(simulations: Sequence[Simulation], width: int) -> float:
     Every action gets a whole number of columns if all can, though some of the width stays unused.
     """
     columns = min(width - len(_name(run, 0)) - len(f"││ {max(run.live_shares):g} live") for run in simulations)
-    per_second = max(columns, LEAST) / max(run.seconds for run in simulations)
-    lengths = {end - start for run in simulations for _, start, end in _actions(run) if end - start > 1e-9 * end}
-    shortest = min(lengths)
+    per_second = max(columns, LEAST_COLUMNS) / max(run.seconds for run in simulations)
+    durations = {end - start for run in simulations for _, start, end in _actions(run) if end - start > 1e-9 * end}
+    shortest = min(durations)
     shortest_columns = per_second * shortest
-    all_whole = all(abs(length / shortest - round(length / shortest)) < 1e-6 for length in lengths)
+    all_whole = all(abs(duration / shortest - round(duration / shortest)) < 1e-6 for duration in durations)
     return math.floor(shortest_columns) / shortest if all_whole and shortest_columns >= 1 else per_second
 
 
@@ -84,36 +85,24 @@ def axis(per_second: float, columns: int, clock: Callable[[float], str]) -> str:
     """Times below a chart, at round numbers.
 
     Args:
-        per_second: columns of a second.
-        columns: of the chart.
-        clock: the format of a time.
+        per_second: number of columns per second.
+        columns: number of columns of the chart.
+        clock: function that formats a time.
 
     Example:
         >>> axis(1.2, 40, "{:g}".format)
         '0     5     10    15    20    25    30'
     """
-    line, seconds = "", columns / per_second
-    for number in range(int(seconds / step_of(seconds)) + 1):
-        time = number * step_of(seconds)
-        label, place = clock(time) if number else "0", round(time * per_second)
+    line = ""
+    for time in ticks(0.0, columns / per_second, 8):
+        label, place = clock(time) if time else "0", round(time * per_second)
         if place >= len(line) + bool(line):
             line += " " * (place - len(line)) + label
     return line
 
 
-def step_of(seconds: float, most: int = 8) -> float:
-    """The distance of ticks on an axis: 1, 2 or 5 times a power of ten, no more than `most` of them.
-
-    Example:
-        >>> step_of(33.0), step_of(0.0049)
-        (5.0, 0.001)
-    """
-    least_step = seconds / most
-    power = math.floor(math.log10(least_step))
-    return next(step for factor in (1, 2, 5, 10) if (step := float(f"{factor}e{power}")) >= least_step * (1 - 1e-9))
-
-
 def _name(simulation: Simulation, rank: int) -> str:
+    """A rank's name at the left of its line, as wide as the longest."""
     return f"rank {rank:<{len(str(simulation.schedule.ranks - 1))}} "
 
 
@@ -124,26 +113,27 @@ def _actions(simulation: Simulation) -> list[tuple[Action, float, float]]:
 
 
 def _cells(
-    order: Sequence[Action], spans: Sequence[Span], first: int, columns: int, per_second: float, numbered: bool
+    order: Sequence[Action], spans: Sequence[Span], first_stage: int, columns: int, per_second: float, numbered: bool
 ) -> list[Cell]:
     """A rank's line, letter by letter."""
     cells: list[Cell] = [(" ", None, False)] * columns
-    fill_lengths = [0.0] * columns
+    shown_lengths = [0.0] * columns
     for action, (start, end) in zip(order, spans, strict=True):
-        is_later, length = action.stage != first, (end - start) * per_second
+        is_later, length = action.stage != first_stage, (end - start) * per_second
         left, right = round(start * per_second), round(end * per_second)
         if right > left:
             text = _label(action) if numbered else action.kind.value
             text = (text.lower() if is_later else text) + FILL[action.kind] * (right - left)
             for column in range(left, right):
-                cells[column], fill_lengths[column] = (text[column - left], action.kind, is_later), 1.0
-        elif left < columns and length > fill_lengths[left]:
+                cells[column], shown_lengths[column] = (text[column - left], action.kind, is_later), 1.0
+        elif left < columns and length > shown_lengths[left]:
             letter = action.kind.value.lower() if is_later else action.kind.value
-            cells[left], fill_lengths[left] = (letter, action.kind, is_later), length
+            cells[left], shown_lengths[left] = (letter, action.kind, is_later), length
     return cells
 
 
 def _label(action: Action) -> str:
+    """The letter of an action's kind and the number of its microbatch."""
     return f"{action.kind.value}{action.microbatch}"
 
 

@@ -2,9 +2,9 @@
 
 Every named synchronous schedule is made for every number of microbatches, and its blocks are cut into stages
 (`partition.py`) within the devices' memory. The candidate of the fewest seconds on the neighbour machine for the same
-batch wins; among equals, the one that holds least. More microbatches shorten the bubble, but a microbatch takes its
-share of the batch's time only if the prices have it so: with measured prices small microbatches do not look better than
-they are. Candidates that cannot be faster, even without a bubble, are skipped.
+batch wins; among equals, the one that holds least. More microbatches shorten the bubble, but a small microbatch may
+take more than its share of the batch's time: measured prices show this. Candidates that cannot be faster, even without
+a bubble, are skipped.
 
 Left out: asynchronous schedules, which train differently, and searched ones (`search.py`), which are made for one
 partition.
@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jaxscale.errors import UserError, unknown
 from jaxscale.pipeline.choose.partition import ModelPrices, Partition, TooLarge, partition
-from jaxscale.pipeline.choose.price import Device
+from jaxscale.pipeline.choose.price import PipelineDevice
 from jaxscale.pipeline.choose.search import NAME
-from jaxscale.pipeline.run.tables import Stash
+from jaxscale.pipeline.run.lifetimes import Stash
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
 
@@ -30,11 +30,11 @@ class PipelineCandidate:
     """A way to run the pipeline, with its partition or the reason why it has none.
 
     Args:
-        name: of the schedule.
-        ranks: p.
-        microbatches: m.
-        chunks: v, if the schedule takes it.
-        stash: what waits for a backward.
+        name: name of the schedule.
+        ranks: p, number of ranks.
+        microbatches: m, number of microbatches.
+        chunks: v, number of stages per rank, if the schedule takes it.
+        stash: what a stage keeps from a forward to its backward.
         partition: the blocks of each stage, or `None`.
         reason: why there is no partition.
     """
@@ -61,15 +61,15 @@ class Choice:
     """The best candidate, and the others.
 
     Args:
-        best: the fastest.
-        partition: its blocks.
-        candidates: all that were priced or refused, the fastest first.
+        best: the fastest candidate.
+        partition: the partition of the fastest candidate.
+        candidates: all candidates that were priced or refused, the fastest first.
         skipped: number of candidates that cannot be faster, whatever their bubble.
 
     Example:
         >>> from jaxscale.pipeline.choose.price import Price
         >>> batch = ModelPrices((Price(8.0, 8.0, 8.0, stash_bytes=80),) * 8)
-        >>> choice = choose(batch.share, 2, [4, 8], [Device(memory_bytes=160)] * 2)
+        >>> choice = choose(batch.share, 2, [4, 8], [PipelineDevice(memory_bytes=160)] * 2)
         >>> str(choice.best), choice.partition.boundaries, choice.partition.seconds
         ('chimera:2x8', (0, 4, 8), 96.0)
     """
@@ -93,7 +93,7 @@ def choose(
     prices: Callable[[int], Prices],
     ranks: int,
     microbatches: Sequence[int],
-    devices: Sequence[Device] | None = None,
+    devices: Sequence[PipelineDevice] | None = None,
     *,
     names: Sequence[str] | None = None,
     chunks: Sequence[int] = (2,),
@@ -103,19 +103,19 @@ def choose(
     """The fastest schedule, microbatches, stash and partition within the memory.
 
     Args:
-        prices: from a number of microbatches to the prices of a model for one of them; `ModelPrices.share`
-            divides a batch's.
-        ranks: p, devices on the pipe axis.
-        microbatches: the numbers to try.
-        devices: of each rank in order; `None`: alike devices without a memory bound.
-        names: of schedules to try; `None`: all synchronous ones.
+        prices: function from a number of microbatches to the prices of a model for one of them, such as
+            `ModelPrices.share` of the prices for a whole batch.
+        ranks: p, number of devices on the pipe axis.
+        microbatches: the numbers of microbatches to try.
+        devices: the device of each rank, in order; `None`: equal devices without a memory bound.
+        names: names of the schedules to try; `None`: all synchronous ones.
         chunks: values of v to try besides 1, with schedules that take it.
-        stashes: what may wait for a backward.
-        width: as of `partition`.
+        stashes: the values of `stash` to try: what a stage keeps from a forward to its backward.
+        width: number of partial partitions that branch and bound keeps, as in `partition`.
 
     Raises:
-        TooLarge: none fits; the message has the needs of the nearest.
-        UserError: an unknown or asynchronous schedule; no schedule is defined for these numbers.
+        TooLarge: no candidate fits; the message has the bytes of the one that needs least.
+        UserError: a schedule is unknown or asynchronous, or no schedule is defined for these numbers.
     """
     synchronous = [name for name, method in METHODS.items() if not method.steps and name != NAME]
     for name in names or ():
@@ -125,30 +125,29 @@ def choose(
     feasible: list[PipelineCandidate] = []
     nearest: TooLarge | None = None
     skipped = 0
-    best = float("inf")
-    for schedule, candidate in _candidates(names or synchronous, ranks, microbatches, chunks, stashes, refusals):
+    best_seconds = float("inf")
+    for candidate in _candidates(names or synchronous, ranks, microbatches, chunks, stashes):
         model = prices(candidate.microbatches)
-        if _least(model, schedule, candidate.stash) >= best:
-            skipped += 1
-            continue
         try:
+            schedule = METHODS[candidate.name].schedule(ranks, candidate.microbatches, candidate.chunks)
+            if _least(model, schedule, candidate.stash) >= best_seconds:
+                skipped += 1
+                continue
             solution = partition(model, schedule, devices, stash=candidate.stash, width=width)
-        except TooLarge as error:
-            nearest = error if nearest is None or error.ratio < nearest.ratio else nearest
-            refusals.append(dataclasses.replace(candidate, reason=str(error)))
-            continue
         except UserError as error:
+            if isinstance(error, TooLarge) and (nearest is None or error.ratio < nearest.ratio):
+                nearest = error
             refusals.append(dataclasses.replace(candidate, reason=str(error)))
-            continue
-        feasible.append(dataclasses.replace(candidate, partition=solution))
-        best = min(best, solution.seconds)
+        else:
+            feasible.append(dataclasses.replace(candidate, partition=solution))
+            best_seconds = min(best_seconds, solution.seconds)
     ranking = sorted(feasible, key=lambda candidate: candidate.seconds)
     if not ranking:
         if nearest is not None:
             raise TooLarge(f"pipeline auto:{ranks}: nothing fits; the nearest is {nearest}", nearest.ratio)
         reasons = sorted({candidate.reason for candidate in refusals})
         raise UserError(f"pipeline auto:{ranks}: no schedule can run: {'; '.join(reasons) or 'none was named'}")
-    ties = [candidate for candidate in ranking if candidate.seconds <= best * (1 + _CLOSE)]
+    ties = [candidate for candidate in ranking if candidate.seconds <= best_seconds * (1 + _CLOSE)]
     winner = min(ties, key=lambda candidate: max(candidate.partition.bytes) if candidate.partition else 0)
     assert winner.partition is not None
     slower = [candidate for candidate in ranking if candidate is not winner]
@@ -156,27 +155,15 @@ def choose(
 
 
 def _candidates(
-    names: Sequence[str],
-    ranks: int,
-    microbatches: Sequence[int],
-    chunks: Sequence[int],
-    stashes: Sequence[Stash],
-    refusals: list[PipelineCandidate],
-) -> Iterator[tuple[Schedule, PipelineCandidate]]:
-    """The defined schedules, the likeliest to be fast first, so that most are skipped; others become refusals."""
+    names: Sequence[str], ranks: int, microbatches: Sequence[int], chunks: Sequence[int], stashes: Sequence[Stash]
+) -> Iterator[PipelineCandidate]:
+    """The candidates to try; those likely to be fast come first, so that most others are skipped."""
     priority = {name: place for place, name in enumerate(("zb-v", "zb-h1", "zb-h2", "dualpipe-v", "lockstep"))}
     for stash in stashes:
-        for count in sorted(microbatches, reverse=True):
+        for microbatch_count in sorted(microbatches, reverse=True):
             for name in sorted(names, key=lambda name: priority.get(name, len(priority))):
-                method = METHODS[name]
-                for v in sorted({1, *chunks}) if method.interleaves else (None,):
-                    candidate = PipelineCandidate(name, ranks, count, v, stash)
-                    try:
-                        schedule = method.schedule(ranks, count, v)
-                    except UserError as error:
-                        refusals.append(dataclasses.replace(candidate, reason=str(error)))
-                        continue
-                    yield schedule, candidate
+                for v in sorted({1, *chunks}) if METHODS[name].interleaves else (None,):
+                    yield PipelineCandidate(name, ranks, microbatch_count, v, stash)
 
 
 def _least(prices: Prices, schedule: Schedule, stash: Stash) -> float:

@@ -3,8 +3,8 @@ function of them, and branch and bound over a maximum of such functions.
 
 A pipeline's seconds, and its bytes, are a maximum of linear functions of its stages' features: the seconds of the
 passes along a path through the schedule, or the bytes that one rank holds at some moment. A shortest path minimises one
-such function: V(k, b) = min over e of value(k, b, e) + V(k + 1, e). V is also the least cost of the remaining stages,
-so it bounds every cut that begins alike, and bounds the maximum too.
+such function: V(k, b) = min over e of value(k, b, e) + V(k + 1, e), where stage k holds the blocks b to e - 1. V(k, b)
+is the least cost of stage k and all later ones, so it bounds every cut that begins alike, and bounds the maximum too.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ def features(blocks: Sequence[Price], first: Price | None, last: Price | None, r
     """float[feature, begin, end]: features of the stage of blocks begin..end-1, for each pair.
 
     Args:
-        blocks: price of each.
+        blocks: price of each block.
         first: price of the embedding, before the first block.
         last: price of the head, behind the last block.
-        recompute: a backward runs the forward again, so that only the stage's input is stashed.
+        recompute: whether a backward runs the forward again, so that only the stage's input is stashed.
     """
     count = len(blocks)
     table = np.zeros((len(FEATURES), count + 1, count + 1))
@@ -49,9 +49,9 @@ def features(blocks: Sequence[Price], first: Price | None, last: Price | None, r
     working = np.array([block.working_bytes for block in blocks])
     for begin in range(count):
         table[INDEX["working_bytes"], begin, begin + 1 :] = np.maximum.accumulate(working[begin:])
-    leaves = np.array([block.message_bytes for block in blocks[:-1]])
-    table[INDEX["enters"], 1:count, :] = leaves[:, None]
-    table[INDEX["leaves"], :, 1:count] = leaves[None, :]
+    leaving_bytes = np.array([block.message_bytes for block in blocks[:-1]])
+    table[INDEX["enters"], 1:count, :] = leaving_bytes[:, None]
+    table[INDEX["leaves"], :, 1:count] = leaving_bytes[None, :]
     table[INDEX["one"]] = 1
     for price, region in ((first, np.s_[0, :]), (last, np.s_[:, count])):
         if price is not None:
@@ -72,7 +72,7 @@ class BoundedCuts:
 
     Args:
         cuts: int[cuts, stages + 1], the boundaries of the cuts that may be below the ceiling.
-        bound: every other cut is at or above this.
+        bound: a lower bound on the objective of every other cut.
     """
 
     cuts: np.ndarray
@@ -83,24 +83,22 @@ class BlockChain:
     """A chain of blocks that is cut into stages of one block or more.
 
     Args:
-        stages: how many.
-        features: of each kind of device, float[feature, begin, end].
+        stages: number of stages.
+        features: for each kind of device, float[feature, begin, end].
         kinds: the kind of each stage's device, an index into `features`.
     """
 
     def __init__(self, stages: int, features: Sequence[np.ndarray], kinds: Sequence[int]) -> None:
         self.stages, self.blocks = stages, features[0].shape[1] - 1
         self._features, self._kinds = features, tuple(kinds)
-        begin, end = np.ogrid[: self.blocks + 1, : self.blocks + 1]
-        self.possible = np.stack(
-            [
-                (begin < end)
-                & (begin >= stage)
-                & (end <= self.blocks - (stages - 1 - stage))
-                & ((begin == 0) == (stage == 0))
-                & ((end == self.blocks) == (stage == stages - 1))
-                for stage in range(stages)
-            ]
+        # whether each stage may hold the blocks begin..end-1
+        stage, begin, end = np.ogrid[:stages, : self.blocks + 1, : self.blocks + 1]
+        self.possible = (
+            (begin < end)
+            & (begin >= stage)
+            & (end <= self.blocks - (stages - 1 - stage))
+            & ((begin == 0) == (stage == 0))
+            & ((end == self.blocks) == (stage == stages - 1))
         )
 
     def allow(self, linear: np.ndarray, limit: float) -> None:
@@ -109,22 +107,23 @@ class BlockChain:
 
     def values(self, linear: np.ndarray) -> np.ndarray:
         """float[stage, begin, end]: what each stage adds to a linear function; infinite if it is not possible."""
-        contributions = np.full(self.possible.shape, np.inf)
-        for stage, row in enumerate(linear):
-            active = np.flatnonzero(row)
-            contribution = np.tensordot(row[active], self._features[self._kinds[stage]][active], 1)
-            contributions[stage] = np.where(self.possible[stage], contribution, np.inf)
-        return contributions
+        values = np.where(self.possible, 0.0, np.inf)
+        for stage in np.flatnonzero(linear.any(1)):
+            values[stage] += self._contribution(linear, stage)
+        return values
 
     def largest(self, linears: Sequence[np.ndarray]) -> np.ndarray:
         """float[stage, begin, end]: the most that each possible stage adds to any of the linear functions, all >= 0."""
         largest = np.where(self.possible, 0.0, np.inf)
         for linear in linears:
             for stage in np.flatnonzero(linear.any(1)):
-                active = np.flatnonzero(linear[stage])
-                contribution = np.tensordot(linear[stage, active], self._features[self._kinds[stage]][active], 1)
-                np.maximum(largest[stage], contribution, out=largest[stage])
+                np.maximum(largest[stage], self._contribution(linear, stage), out=largest[stage])
         return largest
+
+    def _contribution(self, linear: np.ndarray, stage: int | np.integer) -> np.ndarray:
+        """float[begin, end]: what a stage of these blocks adds to a linear function."""
+        active = np.flatnonzero(linear[stage])
+        return np.tensordot(linear[stage, active], self._features[self._kinds[stage]][active], 1)
 
     def stage_features(self, cuts: np.ndarray) -> np.ndarray:
         """float[cut, stage, feature] of int[cut, stages + 1] boundaries."""
@@ -138,8 +137,8 @@ class BlockChain:
         to_go = np.full((self.stages + 1, self.blocks + 1), np.inf)
         to_go[self.stages, self.blocks] = -np.inf if most else 0.0
         for stage in range(self.stages - 1, -1, -1):
-            behind = to_go[stage + 1][None, :]
-            to_go[stage] = (np.maximum(values[stage], behind) if most else values[stage] + behind).min(1)
+            later_costs = to_go[stage + 1][None, :]
+            to_go[stage] = (np.maximum(values[stage], later_costs) if most else values[stage] + later_costs).min(1)
         return to_go
 
     def shortest(self, values: np.ndarray, *, most: bool = False) -> tuple[float, np.ndarray]:
@@ -147,8 +146,8 @@ class BlockChain:
         to_go = self.cost_to_go(values, most=most)
         cut = [0]
         for stage in range(self.stages):
-            begin, behind = cut[-1], to_go[stage + 1]
-            totals = np.maximum(values[stage, begin], behind) if most else values[stage, begin] + behind
+            begin, later_costs = cut[-1], to_go[stage + 1]
+            totals = np.maximum(values[stage, begin], later_costs) if most else values[stage, begin] + later_costs
             cut.append(int(totals.argmin()))
         return float(to_go[0, 0]), np.array(cut)
 
@@ -157,17 +156,17 @@ class BlockChain:
     ) -> BoundedCuts:
         """The cuts that may stay below a ceiling, built stage by stage.
 
-        Of more than `width` partial cuts, those of the least bounds are extended.
+        If there are more than `width` partial cuts, those with the least bounds are extended.
 
         Args:
             times: float[stage, feature] each, linear functions that are never above the objective.
-            limits: the same; each must be at most 1.
+            limits: float[stage, feature] each, linear functions that must be at most 1.
             bounds: float[stage, begin, end], a lower bound on the objective by one stage.
-            ceiling: of the objective.
-            width: how many partial cuts are kept.
+            ceiling: value that the objective must stay below.
+            width: number of partial cuts that are kept.
         """
         values = np.stack([self.values(linear) for linear in (*times, *limits)])
-        to_go = np.stack([self.cost_to_go(value) for value in values])
+        to_go = np.stack([self.cost_to_go(stage_values) for stage_values in values])
         highest_to_go = self.cost_to_go(bounds, most=True)
         cuts = np.zeros((1, 1), int)
         sums = np.zeros((1, len(values)))
@@ -180,12 +179,12 @@ class BlockChain:
             sums = sums[parent] + values[:, stage, begin, end].T
             totals = sums + to_go[:, stage + 1, end].T
             highest = np.maximum(highest[parent], np.maximum(bounds[stage, begin, end], highest_to_go[stage + 1, end]))
-            lower = np.maximum(highest, totals[:, : len(times)].max(1, initial=-np.inf))
-            survivors = np.flatnonzero((lower < ceiling) & (totals[:, len(times) :] <= 1 + 1e-12).all(1))
+            lower_bounds = np.maximum(highest, totals[:, : len(times)].max(1, initial=-np.inf))
+            survivors = np.flatnonzero((lower_bounds < ceiling) & (totals[:, len(times) :] <= 1 + 1e-12).all(1))
             if len(survivors) > width:
-                order = survivors[np.argsort(lower[survivors], kind="stable")]
-                bound = min(bound, float(lower[order[width]]))
-                survivors = order[:width]
+                ranking = survivors[np.argsort(lower_bounds[survivors], kind="stable")]
+                bound = min(bound, float(lower_bounds[ranking[width]]))
+                survivors = ranking[:width]
             cuts = np.concatenate([cuts[parent[survivors]], end[survivors, None]], 1)
             sums, highest = sums[survivors], highest[survivors]
         return BoundedCuts(cuts, bound)

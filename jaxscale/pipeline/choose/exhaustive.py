@@ -1,7 +1,8 @@
 """Every order of a small pipeline: the definition of the fastest schedule, the reference for `search.py`.
 
-Microbatches of one kind come in order (they are alike, so another order is no faster); a backward is one
-action or two. Two ranks and three microbatches have some ten thousand orders, four microbatches a million.
+Passes of one kind come in the order of microbatches, which all take equally long, so that no other order is faster; a
+backward is one action or two. Two ranks and three microbatches have some ten thousand orders, four microbatches a
+million.
 """
 
 import itertools
@@ -13,19 +14,19 @@ from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.many_orders import BatchClock
 from jaxscale.pipeline.schedule import Action, Kind
 
-_BATCH = 20_000
-_FEW = 30_000
+_BATCH = 20_000  # schedules that are timed at once
+_FEW = 30_000  # schedules that are timed in a tenth of a second
 _FEW_PASSES = 6
-"""Forwards of all stages: with more there are more orders than `_FEW`, except on one rank."""
+"""The most forwards, of all stages together, with which schedules may be few; one rank alone could have more."""
 
 
 def orders(stage: int, microbatches: int, most: int) -> Iterator[tuple[Action, ...]]:
     """Every order of one stage's passes.
 
     Args:
-        stage: its number.
-        microbatches: m.
-        most: activations that may wait for a backward (or W) at once.
+        stage: number of the stage.
+        microbatches: m, number of microbatches.
+        most: the most activations that may wait for a backward (or W) at once.
 
     Example:
         >>> [" ".join(map(str, order)) for order in orders(0, 1, 1)]
@@ -33,6 +34,7 @@ def orders(stage: int, microbatches: int, most: int) -> Iterator[tuple[Action, .
     """
 
     def extend(order: tuple[Action, ...], f: int, g: int, split: tuple[int, ...]) -> Iterator[tuple[Action, ...]]:
+        """Every completion of an order with f forwards, g gradients and the microbatches `split` that wait for W."""
         waiting = f - sum(action.kind in (Kind.B, Kind.W) for action in order)
         if f == g == microbatches and not split:
             yield order
@@ -48,12 +50,12 @@ def orders(stage: int, microbatches: int, most: int) -> Iterator[tuple[Action, .
 
 
 def fastest(costs: Costs, microbatches: int, most: int) -> tuple[float, tuple[tuple[Action, ...], ...]]:
-    """Seconds and passes of the fastest of all orders of one stage a rank, on the neighbour machine.
+    """The seconds and the orders of the fastest schedule with one stage per rank, on the neighbour machine.
 
     Args:
-        costs: of the stages.
-        microbatches: m.
-        most: activations that a rank may hold.
+        costs: costs of the stages.
+        microbatches: m, number of microbatches.
+        most: the most activations that a rank may hold.
 
     Example:
         >>> fastest(Costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0)), 2, 2)[0]
@@ -64,18 +66,18 @@ def fastest(costs: Costs, microbatches: int, most: int) -> tuple[float, tuple[tu
     tables = [np.stack([clock.numbers([order])[0] for order in candidates]) for candidates in stage_orders]
     best, best_choice = np.inf, (0,) * costs.stages
     choices = itertools.product(*(range(len(table)) for table in tables))
-    while chunk := list(itertools.islice(choices, _BATCH)):
-        indices = np.array(chunk).T
-        batch = np.stack([table[index] for table, index in zip(tables, indices, strict=True)], 1)
-        seconds = clock.seconds(batch)
-        first = int(seconds.argmin())
-        if seconds[first] < best:
-            best, best_choice = float(seconds[first]), chunk[first]
+    while choice_batch := list(itertools.islice(choices, _BATCH)):
+        indices = np.array(choice_batch).T
+        order_batch = np.stack([table[index] for table, index in zip(tables, indices, strict=True)], 1)
+        seconds = clock.seconds(order_batch)
+        lowest = int(seconds.argmin())
+        if seconds[lowest] < best:
+            best, best_choice = float(seconds[lowest]), choice_batch[lowest]
     return float(best), tuple(candidates[index] for candidates, index in zip(stage_orders, best_choice, strict=True))
 
 
 def few(stages: int, microbatches: int, most: int) -> bool:
-    """Whether all orders of one stage a rank are timed in a tenth of a second.
+    """Whether schedules with one stage per rank are so few that all are timed in a tenth of a second.
 
     Example:
         >>> few(2, 3, 3), few(2, 4, 4), few(8, 32, 8)

@@ -3,9 +3,9 @@
 The objective is the executor's time: the schedule's seconds on the neighbour machine, with devices in the given order.
 These are the longest path through the schedule's table, a maximum of linear functions of the stages' costs. Dynamic
 programming over (stage, block) minimises one function, as in PipeDream and Pipe-torch, with a price list for each
-device and a rate for each link. The maximum is minimised by a game between the two (the program answers the mean of the
-paths so far, the clock the mean of the partitions), by moving boundaries, and by branch and bound. No partition is
-faster than `Partition.bound`; a partition whose seconds meet it is optimal.
+device and a rate for each link. The maximum is minimised by a game between the dynamic program and the clock (the
+program answers the mean of the paths so far, the clock the mean of the partitions so far), by moving boundaries, and by
+branch and bound. No partition is faster than `Partition.bound`; a partition whose seconds meet it is optimal.
 
 Memory is a maximum of linear functions too (`footprint.py`), and as in MadPipe and DAPPLE it depends on the schedule:
 stage 0 of 1f1b holds p activations, the last stage one. Stages that exceed the memory by themselves are excluded.
@@ -23,57 +23,34 @@ References:
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxscale.errors import UserError, unknown
-from jaxscale.pipeline.choose.chain_cut import FEATURES, INDEX, BlockChain, features
-from jaxscale.pipeline.choose.footprint import footprints
-from jaxscale.pipeline.choose.price import Device, Price
+from jaxscale.errors import UserError
+from jaxscale.pipeline.choose.chain_cut import FEATURES, INDEX
+from jaxscale.pipeline.choose.price import ModelPrices, PipelineDevice
+from jaxscale.pipeline.choose.problem import Problem
 from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.clock.many_costs import Clock, Path
-from jaxscale.pipeline.run.tables import Stash
-from jaxscale.pipeline.schedule import Kind, Schedule
+from jaxscale.pipeline.run.lifetimes import Stash
+from jaxscale.pipeline.schedule import Schedule
 from jaxscale.values.byte_sizes import bytes_at_least
 
 _TURNS = 24  # of the game between program and clock
 _BLUR = 0.002  # share of the seconds: paths so near the longest count too, so the clock's answers change little
-_TIMED = 3  # the first features, which are seconds
 _POWERS = (2, 4, 8)
 _REFINED = 2  # starts that are refined by moving boundaries
 _FUNCTIONS = 4  # memory functions that branch and bound looks ahead for; all are checked in the end
 _CLOSE = 1e-9  # relative distance at which a bound meets the seconds
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelPrices:
-    """The prices of a model on one kind of device.
-
-    Args:
-        blocks: prices in order.
-        first: price of the first stage's work before its blocks (the embedding).
-        last: price of the last stage's work behind them (head and loss, with chunked logits as working bytes).
-        shared_bytes: bytes on every device that all stages read (gathered embedding and head, their gradients).
-    """
-
-    blocks: tuple[Price, ...]
-    first: Price | None = None
-    last: Price | None = None
-    shared_bytes: float = 0
-
-    def share(self, parts: float) -> "ModelPrices":
-        """The prices of one of `parts` microbatches, from those of a whole batch whose time is proportional."""
-        first, last = (None if price is None else price.share(parts) for price in (self.first, self.last))
-        return ModelPrices(tuple(block.share(parts) for block in self.blocks), first, last, self.shared_bytes)
-
-
 class TooLarge(UserError):
-    """No partition fits.
+    """The error that no partition fits the memory.
 
     Args:
-        message: for the user.
-        ratio: needed memory over available memory, of the partition that needs least.
+        message: error message for the user.
+        ratio: needed memory divided by available memory, for the partition that needs least.
     """
 
     def __init__(self, message: str, ratio: float) -> None:
@@ -83,17 +60,18 @@ class TooLarge(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """Blocks cut into stages.
+    """The blocks of each stage, and the seconds and bytes of the pipeline.
 
     Args:
         boundaries: stage s is blocks boundaries[s] to boundaries[s + 1] - 1.
-        seconds: of the schedule, on the neighbour machine.
-        bytes: the most that each rank holds.
+        seconds: seconds of the schedule on the neighbour machine.
+        bytes: the most bytes that each rank holds.
         bound: a lower bound on the seconds of every partition within the memory.
-        costs: of the stages, for `simulate`.
+        costs: costs of the stages, for `simulate`.
         schedule: name of the schedule.
 
     Example:
+        >>> from jaxscale.pipeline.choose.price import Price
         >>> from jaxscale.pipeline.schedules import METHODS
         >>> model = ModelPrices((Price(1, 1, 1),) * 6, last=Price(2, 2, 2))
         >>> fastest = partition(model, METHODS["gpipe"].schedule(2, 4))
@@ -129,8 +107,8 @@ class Partition:
         lines = [f"{self.schedule}: {self.seconds:.6g} s, {gap}"]
         ranges = [f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"{blocks[0]}" for blocks in self.stages]
         width = max(map(len, ranges))
-        for stage, text in enumerate(ranges):
-            f, i, w = (getattr(self.costs, name)[stage] for name in ("forward", "input", "weight"))
+        stage_rows = zip(ranges, self.costs.forward, self.costs.input, self.costs.weight, strict=True)
+        for stage, (text, f, i, w) in enumerate(stage_rows):
             lines.append(f"  stage {stage}  blocks {text.ljust(width)}  F {f:.4g}  I {i:.4g}  W {w:.4g}")
         lines += [f"  rank {rank}  {bytes_at_least(count)}" for rank, count in enumerate(self.bytes)]
         return "\n".join(lines)
@@ -139,7 +117,7 @@ class Partition:
 def partition(
     model: ModelPrices | Mapping[str, ModelPrices],
     schedule: Schedule,
-    devices: Sequence[Device] | None = None,
+    devices: Sequence[PipelineDevice] | None = None,
     *,
     stash: Stash = "residuals",
     width: int | None = None,
@@ -147,242 +125,148 @@ def partition(
     """The fastest partition of a model that fits its devices.
 
     Args:
-        model: its prices; for unlike devices, the prices on each kind.
+        model: prices of the model; for unlike devices, its prices by kind of device.
         schedule: the actions of each rank, in order.
-        devices: of each rank in order; `None`: alike devices without a memory bound, on links that take no time.
-        stash: what waits for a backward: residuals, or the stage's input, whose forward then runs again.
-        width: partial partitions that branch and bound keeps; more are slower, and nearer the best. `None`:
-            65536 / stages^2, 256 at least; then 32 blocks on 4 devices are solved exactly.
+        devices: the device of each rank, in order; `None`: equal devices without a memory bound, on links that take no
+            time.
+        stash: what waits for a backward: the residuals, or the stage's input, from which the backward runs the forward
+            again.
+        width: number of partial partitions that branch and bound keeps; with more it is slower and comes nearer to the
+            best. `None`: 65536 / stages^2, at least 256, which solves 32 blocks on 4 devices exactly.
 
     Raises:
-        TooLarge: nothing fits; the message names the least memory that suffices and ways to lower it.
-        UserError: more stages than blocks, a number of devices that differs from the ranks, a kind without prices.
+        TooLarge: no partition fits; the message has the least memory that suffices and ways to lower it.
+        UserError: there are more stages than blocks, the number of devices is not that of ranks, or a kind of device
+            has no prices.
 
     Example:
+        >>> from jaxscale.pipeline.choose.price import Price
         >>> from jaxscale.pipeline.schedules import METHODS
         >>> prices = {"new": ModelPrices((Price(1, 1, 1),) * 9), "old": ModelPrices((Price(2, 2, 2),) * 9)}
-        >>> devices = [Device(kind="new"), Device(kind="old")]
+        >>> devices = [PipelineDevice(kind="new"), PipelineDevice(kind="old")]
         >>> partition(prices, METHODS["lockstep"].schedule(2, 16), devices).boundaries
         (0, 6, 9)
     """
-    problem = _Problem(model, schedule, devices, stash)
     width = max(256, 65536 // schedule.stages**2) if width is None else width
-    if problem.bounded:
-        problem.fit(width)
-    return problem.solve(width)
+    search = _Search(Problem(model, schedule, devices, stash), width)
+    search.fit()
+    return search.solve()
 
 
-class _Problem:
-    """One model, schedule and list of devices, as features and linear functions."""
+@dataclasses.dataclass
+class _Search:
+    """The search for the fastest partition of a problem.
 
-    def __init__(
-        self,
-        model: ModelPrices | Mapping[str, ModelPrices],
-        schedule: Schedule,
-        devices: Sequence[Device] | None,
-        stash: Stash,
-    ) -> None:
-        self.schedule, self.stash = schedule, stash
-        self.devices = tuple(devices) if devices is not None else (Device(),) * schedule.ranks
-        if len(self.devices) != schedule.ranks:
-            raise UserError(f"partition: {len(self.devices)} devices for the {schedule.ranks} ranks of {schedule.name}")
-        kinds = sorted({device.kind for device in self.devices})
-        models = dict.fromkeys(kinds, model) if isinstance(model, ModelPrices) else dict(model)
-        for kind in kinds:
-            if kind not in models:
-                raise unknown("kind of device", kind, models)
-        self.models = [models[kind] for kind in kinds]
-        self.blocks = len(self.models[0].blocks)
-        for kind, prices in zip(kinds, self.models, strict=True):
-            if len(prices.blocks) != self.blocks:
-                raise UserError(f"prices of {len(prices.blocks)} blocks on {kind!r}, of {self.blocks} on {kinds[0]!r}")
-        if schedule.stages > self.blocks:
-            raise UserError(
-                f"{schedule.name} of {schedule.ranks} ranks has {schedule.stages} stages, the model {self.blocks} "
-                "blocks: a stage needs one block at least; use fewer devices on the pipe axis, or fewer chunks (v)"
-            )
-        if len(kinds) > 1 and len(schedule.routes) > 1:
-            raise UserError(
-                f"{schedule.name} does every stage on several devices, and they are unlike ({', '.join(kinds)}): "
-                "use a schedule of one route, such as 1f1b"
-            )
-        rank_kind = [kinds.index(device.kind) for device in self.devices]
-        tables = [features(prices.blocks, prices.first, prices.last, stash == "input") for prices in self.models]
-        self.chain = BlockChain(schedule.stages, tables, [rank_kind[rank] for rank in schedule.routes[0]])
-        self.clock = Clock(schedule)
-        self._pass_features = np.zeros((len(self.clock.passes), len(FEATURES)))
-        for index, (kind, _) in enumerate(self.clock.passes):
-            self._pass_features[index, [INDEX[name] for name in _SECONDS[kind]]] = 1
-        self._pass_stages = np.array([stage for _, stage in self.clock.passes])
-        self._pass_weights = np.zeros((schedule.stages, _TIMED, len(self._pass_stages)))
-        self._pass_weights[self._pass_stages, :, np.arange(len(self._pass_stages))] = self._pass_features[:, :_TIMED]
-        self._pass_weights = self._pass_weights.reshape(-1, len(self._pass_stages))
-        self._senders = [self.devices[link] for _, link in self.clock.crossings]
-        self._crossings = np.array(self.clock.crossings, int).reshape(-1, 2)
-        self._message_features = np.zeros((len(self._crossings), len(FEATURES)))
-        for index, (_, link) in enumerate(self._crossings):
-            self._message_features[index, INDEX["leaves"]] = 1 / self.devices[link].link
-            self._message_features[index, INDEX["one"]] = self.devices[link].latency
-        self.footprints = footprints(schedule)
-        self.shared_bytes = [self.models[kind].shared_bytes for kind in rank_kind]
-        self.bounded = any(device.memory_bytes is not None for device in self.devices)
-        self.memory_functions: list[np.ndarray] = []
-        self.smallest: np.ndarray | None = None
+    `width` is that of `partition`. A cut is an array of boundaries.
+    """
 
-    # costs of a partition
+    problem: Problem
+    width: int
+    smallest: np.ndarray | None = None
+    """The partition that needs least memory, if memory is bounded."""
 
-    def costs(self, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of the clock's passes, float[cut, pass], and of messages on each link, float[cut, rank]."""
-        stage_features = self.chain.stage_features(cuts)
-        passes = stage_features[:, :, :_TIMED].reshape(len(cuts), -1) @ self._pass_weights
-        links = np.zeros((len(cuts), self.schedule.ranks))
-        for (stage, link), device in zip(self._crossings, self._senders, strict=True):
-            seconds = stage_features[:, stage, INDEX["leaves"]] / device.link + device.latency
-            np.maximum(links[:, link], seconds, out=links[:, link])
-        return passes, links
-
-    def seconds(self, cuts: np.ndarray) -> np.ndarray:
-        """Seconds of each of a batch of partitions, infinite for those that do not fit the memory."""
-        parts = [self.clock.seconds(*self.costs(cuts[at : at + 1024])) for at in range(0, len(cuts), 1024)]
-        return np.where(self.fits(cuts), np.concatenate(parts), np.inf)
-
-    def fits(self, cuts: np.ndarray) -> np.ndarray:
-        """bool[cut]: whether each of a batch of partitions fits every device's memory."""
-        stages = np.arange(self.schedule.stages)
-        fits = np.all(self.chain.possible[stages, cuts[:, :-1], cuts[:, 1:]], axis=1)
-        if self.memory_functions:
-            functions = np.stack(self.memory_functions).reshape(len(self.memory_functions), -1)
-            ratios = self.chain.stage_features(cuts).reshape(len(cuts), -1) @ functions.T
-            fits &= ratios.max(1) <= 1 + 1e-12
-        return fits
-
-    def path(self, cut: np.ndarray) -> np.ndarray:
-        """float[stage, feature]: the linear function whose value is the seconds of a partition."""
-        passes, links = self.costs(cut[None])
-        return self._linear(cut, self.clock.path(passes[0], links[0]))
-
-    def _linear(self, cut: np.ndarray, path: Path) -> np.ndarray:
-        """A path as a linear function; on each link the longest message counts."""
-        linear = np.zeros((self.schedule.stages, len(FEATURES)))
-        np.add.at(linear, self._pass_stages, path.passes[:, None] * self._pass_features)
-        if len(self._crossings):
-            seconds = (self.chain.stage_features(cut[None])[0, self._crossings[:, 0]] * self._message_features).sum(1)
-            for link in np.flatnonzero(path.links):
-                messages = np.flatnonzero(self._crossings[:, 1] == link)
-                if len(messages):
-                    index = messages[seconds[messages].argmax()]
-                    linear[self._crossings[index, 0]] += path.links[link] * self._message_features[index]
-        return linear
-
-    def bytes(self, cut: np.ndarray) -> tuple[int, ...]:
-        """The most bytes that each rank holds."""
-        stage_features = self.chain.stage_features(cut[None])[0]
-        peaks = [0.0] * self.schedule.ranks
-        for rank, linear in self.footprints:
-            peaks[rank] = max(peaks[rank], float((stage_features * linear).sum()) + self.shared_bytes[rank])
-        return tuple(int(np.ceil(count - 1e-6)) for count in peaks)
-
-    # memory
-
-    def fit(self, width: int) -> None:
+    def fit(self) -> None:
         """Exclude stages that exceed the memory by themselves, and find the partition that needs least.
 
         Raises:
-            UserError: nothing fits.
+            TooLarge: no partition fits.
         """
-        ratios = []
-        for rank, linear in self.footprints:
-            memory = self.devices[rank].memory_bytes
+        memory_ratios = []
+        for rank, linear in self.problem.footprints:
+            memory = self.problem.devices[rank].memory_bytes
             if memory is not None:
                 shared = np.zeros_like(linear)
-                shared[self.schedule.stages_of(rank)[0], INDEX["one"]] = self.shared_bytes[rank]
-                ratios.append((linear + shared) / memory)
-        self.smallest, least = self._least_memory(ratios, width)
-        if least > 1 + 1e-12:
-            raise self._too_large(self.smallest, least)
-        for linear in ratios:
+                shared[self.problem.schedule.stages_of(rank)[0], INDEX["one"]] = self.problem.shared_bytes[rank]
+                memory_ratios.append((linear + shared) / memory)
+        if not memory_ratios:
+            return
+        self.smallest, least_ratio = self._least_memory(memory_ratios)
+        if least_ratio > 1 + 1e-12:
+            raise self._too_large(self.smallest, least_ratio)
+        for linear in memory_ratios:
             if (linear.any(1)).sum() == 1:
-                self.chain.allow(linear, 1.0)
+                self.problem.chain.allow(linear, 1.0)
             else:
-                self.memory_functions.append(linear)
+                self.problem.memory_functions.append(linear)
 
-    def _least_memory(self, ratios: list[np.ndarray], width: int) -> tuple[np.ndarray, float]:
-        """A partition whose largest ratio is at most 1, else the one whose largest ratio is least."""
-        largest = self.chain.largest(ratios)
-        best, cut = self.chain.shortest(largest, most=True)
+    def _least_memory(self, ratios: list[np.ndarray]) -> tuple[np.ndarray, float]:
+        """A cut and its ratio of bytes to memory: at most 1 if any cut has such a ratio, otherwise the least."""
+        chain = self.problem.chain
+        largest = chain.largest(ratios)
+        least, cut = chain.shortest(largest, most=True)
         if all(linear.any(1).sum() == 1 for linear in ratios):
-            return cut, best
+            return cut, least
         functions = np.stack(ratios)
         functions = functions.reshape(len(functions), -1)
-        peaks = functions @ self.chain.stage_features(cut[None]).ravel()
-        best, active = float(peaks.max()), [int(peaks.argmax())]
-        while best > 1:
-            cuts = self.chain.branch([ratios[index] for index in active], (), largest, best * (1 - 1e-12), width).cuts
+        peaks = functions @ chain.stage_features(cut[None]).ravel()
+        least, active = float(peaks.max()), [int(peaks.argmax())]
+        while least > 1:
+            cuts = chain.branch([ratios[index] for index in active], (), largest, least * (1 - 1e-12), self.width).cuts
             if not len(cuts):
-                return cut, best
-            needs = self.chain.stage_features(cuts).reshape(len(cuts), -1) @ functions.T
-            lowest = int(needs.max(1).argmin())
-            binding = int(needs[lowest].argmax())
-            if needs[lowest, binding] < best:
-                best, cut = float(needs[lowest, binding]), cuts[lowest]
+                return cut, least
+            cut_ratios = chain.stage_features(cuts).reshape(len(cuts), -1) @ functions.T
+            lowest = int(cut_ratios.max(1).argmin())
+            binding = int(cut_ratios[lowest].argmax())
+            if cut_ratios[lowest, binding] < least:
+                least, cut = float(cut_ratios[lowest, binding]), cuts[lowest]
             elif binding in active or len(active) >= _FUNCTIONS:
-                return cut, best
+                return cut, least
             active.append(binding)
-        return cut, best
+        return cut, least
 
     def _too_large(self, cut: np.ndarray, ratio: float) -> TooLarge:
-        needs = self.bytes(cut)
-        limits = [device.memory_bytes for device in self.devices]
-        rank = max(range(len(needs)), key=lambda rank: needs[rank] / (limits[rank] or np.inf))
-        memory = int(limits[rank] or 0)
+        """The error for a model whose smallest partition needs `ratio` times the memory."""
+        problem, schedule = self.problem, self.problem.schedule
+        needed_bytes = problem.bytes(cut)
+        limits = [device.memory_bytes for device in problem.devices]
+        rank = max(range(len(needed_bytes)), key=lambda rank: needed_bytes[rank] / (limits[rank] or np.inf))
         hints = ["smaller microbatches"]
-        if self.stash == "residuals":
+        if problem.stash == "residuals":
             hints.append("the stash of inputs alone (a stage's forward is run again), or a memory plan that keeps less")
-        if max(self.schedule.live) * self.schedule.ranks > self.schedule.ranks**2 * self.schedule.chunks:
+        if max(schedule.live) > schedule.ranks * schedule.chunks:
             hints.append("a schedule with fewer activations alive (1f1b)")
         hints.append("more devices on the pipe axis, or weights sharded over data (ZeRO)")
         return TooLarge(
-            f"{self.schedule.name}: no partition of {self.blocks} blocks into {self.schedule.stages} stages fits; the "
-            f"smallest needs {bytes_at_least(needs[rank])} on rank {rank}, which has "
-            f"{bytes_at_least(memory)} ({ratio:.2f} times as much); ways to lower it: {'; '.join(hints)}",
+            f"{schedule.name}: no partition of {problem.blocks} blocks into {schedule.stages} stages fits; the "
+            f"smallest needs {bytes_at_least(needed_bytes[rank])} on rank {rank}, which has "
+            f"{bytes_at_least(int(limits[rank] or 0))} (a ratio of {ratio:.2f}); ways to lower it: "
+            f"{'; '.join(hints)}",
             ratio,
         )
 
-    # time
-
-    def solve(self, width: int) -> Partition:
+    def solve(self) -> Partition:
         """The fastest partition of the search, with the bound."""
-        stage_bounds = self._stage_bounds()
+        chain, stage_bounds = self.problem.chain, self.problem.stage_bounds()
         scaled_bounds = stage_bounds / stage_bounds[np.isfinite(stage_bounds)].max()
-        starts = [self.chain.shortest(scaled_bounds, most=True)[1]]
-        starts += [self.chain.shortest(scaled_bounds**power)[1] for power in _POWERS]  # flatter than the least maximum
+        starts = [chain.shortest(scaled_bounds, most=True)[1]]
+        starts += [chain.shortest(scaled_bounds**power)[1] for power in _POWERS]  # flatter than the least maximum
         starts += [] if self.smallest is None else [self.smallest]
         cuts = np.unique(np.stack(starts), axis=0)
-        seconds = self.seconds(cuts)
+        seconds = self.problem.seconds(cuts)
         fastest = seconds.argsort(kind="stable")[:_REFINED]
         refinements = [self._refine(float(seconds[index]), cuts[index]) for index in fastest]
         best, cut = min(refinements, key=lambda pair: pair[0])
-        self.chain.possible &= stage_bounds <= best * (1 + _CLOSE)
-        best, cut, bound = self._branch_and_bound(best, cut, -np.inf, [], stage_bounds, width)
+        chain.possible &= stage_bounds <= best * (1 + _CLOSE)
+        best, cut, bound = self._branch_and_bound(best, cut, -np.inf, [], stage_bounds)
         if best > bound * (1 + _CLOSE):
             game_bound, linear, game_cuts = self._play(cut, best)
-            seconds = self.seconds(game_cuts)
+            seconds = self.problem.seconds(game_cuts)
             if seconds.min() < best:
                 best, cut = self._refine(float(seconds.min()), game_cuts[seconds.argmin()])
-            best, cut, bound = self._branch_and_bound(best, cut, max(bound, game_bound), [linear], stage_bounds, width)
+            best, cut, bound = self._branch_and_bound(best, cut, max(bound, game_bound), [linear], stage_bounds)
         return self._partition(cut, float(best), float(min(bound, best)))
 
     def _branch_and_bound(
-        self, best: float, cut: np.ndarray, bound: float, paths: list[np.ndarray], stage_bounds: np.ndarray, width: int
+        self, best: float, cut: np.ndarray, bound: float, paths: list[np.ndarray], stage_bounds: np.ndarray
     ) -> tuple[float, np.ndarray, float]:
-        """Branch and bound, repeated while it finds a faster partition: seconds, partition, bound."""
+        """(seconds, cut, bound) after branch and bound, which is repeated while it finds a faster partition."""
         limits = self._tightest(cut)
         while best > bound * (1 + _CLOSE):
-            paths = [*paths, self.path(cut)]
-            survivors = self.chain.branch(paths, limits, stage_bounds, best, width)
+            paths = [*paths, self.problem.path(cut)]
+            survivors = self.problem.chain.branch(paths, limits, stage_bounds, best, self.width)
             if not len(survivors.cuts):
                 return best, cut, max(bound, min(best, survivors.bound))
-            seconds = self.seconds(survivors.cuts)
+            seconds = self.problem.seconds(survivors.cuts)
             lowest = int(seconds.argmin())
             least = float(seconds[lowest])
             bound = max(bound, min(best, least, survivors.bound))
@@ -396,53 +280,42 @@ class _Problem:
 
     def _tightest(self, cut: np.ndarray) -> list[np.ndarray]:
         """The memory functions that are nearest their limit."""
-        stage_features = self.chain.stage_features(cut[None])[0]
-        return sorted(self.memory_functions, key=lambda linear: -(stage_features * linear).sum())[:_FUNCTIONS]
-
-    def _stage_bounds(self) -> np.ndarray:
-        """float[stage, begin, end]: a lower bound on the seconds by one stage: all its passes on its busiest rank."""
-        linear = np.zeros((self.schedule.stages, len(FEATURES)))
-        number = {key: index for index, key in enumerate(self.clock.passes)}
-        for order in self.schedule.orders:
-            work = np.zeros_like(linear)
-            for action in order:
-                work[action.stage] += self._pass_features[number[action.kind, action.stage]]
-            larger = work.sum(1) > linear.sum(1)
-            linear[larger] = work[larger]
-        return self.chain.values(linear)
+        stage_features = self.problem.chain.stage_features(cut[None])[0]
+        return sorted(self.problem.memory_functions, key=lambda linear: -(stage_features * linear).sum())[:_FUNCTIONS]
 
     def _play(self, cut: np.ndarray, best: float) -> tuple[float, np.ndarray, np.ndarray]:
-        """A game between program and clock: a bound, its linear function, and the partitions that were tried.
+        """A game between dynamic program and clock: a lower bound, its linear function, and the cuts that were tried.
 
         The clock answers the mean of the costs so far, the program the mean of the clock's paths so far.
         """
+        problem = self.problem
         blur = _BLUR * best
-        passes, links = (costs[0] for costs in self.costs(cut[None]))
-        average = np.zeros((self.schedule.stages, len(FEATURES)))
-        bound, best_linear, cuts = -np.inf, average, []
+        passes, links = (costs[0] for costs in problem.costs(cut[None]))
+        mean_path = np.zeros((problem.schedule.stages, len(FEATURES)))
+        bound, best_linear, cuts = -np.inf, mean_path, []
         for turn in range(_TURNS):
-            path = self._linear(cut, self.clock.path(passes, links, blur))
-            average = average + (path - average) * (2 / (turn + 2))
-            value, cut = self.chain.shortest(self.chain.values(average))
-            if value > bound:
-                bound, best_linear = value, average
+            path = problem.linear(cut, problem.clock.path(passes, links, blur))
+            mean_path = mean_path + (path - mean_path) * (2 / (turn + 2))
+            lower_bound, cut = problem.chain.shortest(problem.chain.values(mean_path))
+            if lower_bound > bound:
+                bound, best_linear = lower_bound, mean_path
             cuts.append(cut)
             if best <= bound * (1 + _CLOSE):
                 break
-            costs = self.costs(cut[None])
+            costs = problem.costs(cut[None])
             passes = passes + (costs[0][0] - passes) / (turn + 4)
             links = links + (costs[1][0] - links) / (turn + 4)
         return bound, best_linear, np.stack(cuts)
 
     def _refine(self, best: float, cut: np.ndarray) -> tuple[float, np.ndarray]:
-        """A partition after moving one boundary or several neighbours together, while that makes it faster."""
-        inner = self.schedule.stages - 1
-        if not inner:
+        """(seconds, cut) after moving one boundary, or several neighbours together, while that makes the cut faster."""
+        inner_count = self.problem.schedule.stages - 1
+        if not inner_count:
             return best, cut
-        begin, end = np.triu_indices(inner)
-        selection = (end - begin < 3) | (begin == 0) | (end == inner - 1)
+        begin, end = np.triu_indices(inner_count)
+        selection = (end - begin < 3) | (begin == 0) | (end == inner_count - 1)
         begin, end = begin[selection], end[selection]
-        boundary = np.arange(inner)
+        boundary = np.arange(inner_count)
         moves = ((boundary >= begin[:, None]) & (boundary <= end[:, None])).astype(int)
         moves = np.concatenate([moves, -moves, 2 * moves[begin == end], -2 * moves[begin == end]])
         while True:
@@ -451,38 +324,26 @@ class _Problem:
             cuts = cuts[(np.diff(cuts) > 0).all(1)]
             if not len(cuts):
                 return best, cut
-            seconds = self.seconds(cuts)
+            seconds = self.problem.seconds(cuts)
             if seconds.min() >= best * (1 - _CLOSE):
                 return best, cut
             best, cut = float(seconds.min()), cuts[seconds.argmin()]
 
     def _partition(self, cut: np.ndarray, seconds: float, bound: float) -> Partition:
-        stage_features = self.chain.stage_features(cut[None])[0]
-        links = self.costs(cut[None])[1][0]
-        columns = {
-            "forward": INDEX["forward"],
-            "input": INDEX["input_gradient"],
-            "weight": INDEX["weight_gradient"],
-        }
+        """The `Partition` with the boundaries of a cut."""
+        columns = dict(zip(FEATURES, self.problem.chain.stage_features(cut[None])[0].T.tolist(), strict=True))
         return Partition(
             boundaries=tuple(map(int, cut)),
             seconds=seconds,
-            bytes=self.bytes(cut),
+            bytes=self.problem.bytes(cut),
             bound=bound,
             costs=Costs(
-                **{name: tuple(map(float, stage_features[:, column])) for name, column in columns.items()},
-                links=tuple(map(float, links)),
-                stash=tuple(int(np.ceil(count)) for count in stage_features[:, INDEX["stash_bytes"]]),
-                pending=tuple(int(np.ceil(count)) for count in stage_features[:, INDEX["between_bytes"]]),
+                forward=tuple(columns["forward"]),
+                input=tuple(columns["input_gradient"]),
+                weight=tuple(columns["weight_gradient"]),
+                links=tuple(self.problem.costs(cut[None])[1][0].tolist()),
+                stash=tuple(map(math.ceil, columns["stash_bytes"])),
+                pending=tuple(map(math.ceil, columns["between_bytes"])),
             ),
-            schedule=self.schedule.name,
+            schedule=self.problem.schedule.name,
         )
-
-
-_SECONDS: dict[Kind, tuple[str, ...]] = {
-    Kind.F: ("forward",),
-    Kind.I: ("input_gradient",),
-    Kind.W: ("weight_gradient",),
-    Kind.B: ("input_gradient", "weight_gradient"),
-    Kind.U: (),
-}

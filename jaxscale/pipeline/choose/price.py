@@ -1,4 +1,4 @@
-"""Price, Device: the costs of a block on a device of a pipeline, and the resources of a device, for the partition."""
+"""The costs of a model's blocks on a device of a pipeline, and the resources of a device, for the partition."""
 
 import dataclasses
 import math
@@ -14,15 +14,15 @@ class Price:
         forward: seconds of its forward.
         input_gradient: seconds of its input gradient (I).
         weight_gradient: seconds of its weight gradient (W); a backward in one action takes I + W.
-        weight_bytes: its weights, their gradients and the optimizer's state.
-        version_bytes: one more version of its weights (asynchronous schedules).
-        stash_bytes: kept from the forward of a microbatch to its backward (or W).
-        between_bytes: kept in addition from I to W, where the two are apart.
-        message_bytes: sent to the next block; its gradient has as many.
-        working_bytes: alive only while it runs. Of neighbours the largest counts.
+        weight_bytes: bytes of its weights, their gradients and the optimizer's state.
+        version_bytes: bytes of one more version of its weights (asynchronous schedules).
+        stash_bytes: bytes kept from the forward of a microbatch to its backward (or W).
+        between_bytes: further bytes kept from I to W, if the backward is split.
+        message_bytes: bytes sent to the next block; the gradient that comes back has as many.
+        working_bytes: bytes that are alive only while it runs. Of neighbouring blocks the largest number counts.
 
     Raises:
-        UserError: a price that is negative or not finite.
+        UserError: a price is negative or not finite.
 
     Example:
         >>> Price(1.0, 1.0, 1.0, stash_bytes=10).times(2.0) == Price(2.0, 2.0, 2.0, stash_bytes=10)
@@ -62,17 +62,39 @@ class Price:
 
 
 @dataclasses.dataclass(frozen=True)
-class Device:
+class ModelPrices:
+    """The prices of a model on one kind of device.
+
+    Args:
+        blocks: prices of the blocks, in order.
+        first: price of the first stage's work before its blocks (the embedding).
+        last: price of the last stage's work behind them (head and loss, with chunked logits as working bytes).
+        shared_bytes: bytes on every device that all stages read (gathered embedding and head, their gradients).
+    """
+
+    blocks: tuple[Price, ...]
+    first: Price | None = None
+    last: Price | None = None
+    shared_bytes: float = 0
+
+    def share(self, parts: float) -> "ModelPrices":
+        """The prices for one of `parts` microbatches, from those for a whole batch, if seconds are proportional."""
+        first, last = (price and price.share(parts) for price in (self.first, self.last))
+        return ModelPrices(tuple(block.share(parts) for block in self.blocks), first, last, self.shared_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineDevice:
     """A place on the pipe axis, and the link from it to the next place (from the last to the first).
 
     Args:
-        memory_bytes: available to this program; `None`: no bound.
-        kind: name of its price list, if devices are unlike.
+        memory_bytes: bytes available to this program; `None`: no bound.
+        kind: name of its kind, which selects the price list if devices are unlike.
         link: bytes/s to and from the next device.
         latency: seconds of a message on that link, however small.
 
     Raises:
-        UserError: no memory, a link of no bytes/s, a negative latency.
+        UserError: the bytes of memory or the bytes/s of the link are not above 0, or the latency is negative.
     """
 
     memory_bytes: float | None = None

@@ -7,10 +7,10 @@ less often, if it is a little slower (simulated annealing). The search is seeded
 The result is never slower than the best named schedule. For very small pipelines (`exhaustive.few`) all orders are
 timed.
 
-Microbatches are alike, so every rank runs those of one kind and stage in order: another order is no faster. The bound:
-a rank cannot start before its first input arrives, and ends with its own passes, or with the gradients of the ranks
-before it; before its first gradient it runs at most as many forwards as it may hold (so memory buys time). The largest
-of these over the ranks bounds every order.
+All microbatches take equally long, so every rank runs the passes of one kind and stage in the order of microbatches: no
+other order is faster. The lower bound on the seconds: a rank cannot start before its first input arrives, and it ends
+with its own passes, or with the gradients of the ranks before it; before its first gradient it runs at most as many
+forwards as it may hold (so memory buys time). The largest of these times over the ranks bounds every order.
 
 Left out: Chimera's two routes (a named schedule, but not changed), asynchronous schedules, idling on purpose.
 
@@ -28,21 +28,22 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from jaxscale.errors import UserError
+from jaxscale.pipeline.action import KINDS, Action, Kind
 from jaxscale.pipeline.choose.exhaustive import fastest, few
 from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.clock.many_orders import KINDS, BatchClock
+from jaxscale.pipeline.clock.many_orders import BatchClock
 from jaxscale.pipeline.clock.simulate import simulate
-from jaxscale.pipeline.schedule import Action, Kind, Schedule
+from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules.searched import NAME
 
-_BATCH = 48
-_LISTS = 48
-_CLOSE = 1e-9  # seconds so near the bound meet it
+_BATCH = 48  # changed orders that are timed at once
+_LISTS = 48  # random lists of priorities to start from
+_CLOSE = 1e-9  # relative distance at which seconds count as equal to the bound
 _HEAT = 0.01  # share of the seconds that a change may cost at first
 
 _F, _B, _I, _W = range(4)  # as in KINDS
 Word = list[int]
-"""The passes of a rank in order, each as kind * stages + stage; its microbatch follows by counting."""
+"""The passes of a rank in order. Each is a letter, kind * stages + stage; its microbatch follows by counting."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +52,10 @@ class Searched:
 
     Args:
         schedule: the fastest schedule.
-        seconds: of it on the neighbour machine.
+        seconds: seconds of that schedule on the neighbour machine.
         bound: a lower bound on the seconds of every schedule of these stages within the memory.
-        named: the fastest named schedule within the memory.
-        named_seconds: of the named schedule.
+        named: name of the fastest named schedule within the memory.
+        named_seconds: seconds of that named schedule.
     """
 
     schedule: Schedule
@@ -93,16 +94,18 @@ def search(
     """The fastest schedule that the search finds within a memory.
 
     Args:
-        costs: of one stage a rank; or by stages a rank, `{1: ..., 2: ...}`, to try schedules of each.
-        ranks: p.
-        microbatches: m.
-        activations: that a rank may hold, each of one microbatch and one rank's share of the model; `None`: p.
-        copies: of each stage's weights: 2 admits Chimera among the named schedules.
-        changes: number of orders to try for each kind of route.
-        seed: of the random changes.
+        costs: costs of the stages, with one stage per rank; or costs by the number of stages per rank,
+            `{1: ..., 2: ...}`, to try schedules of each number.
+        ranks: p, number of ranks.
+        microbatches: m, number of microbatches.
+        activations: the most activations that a rank may hold, each of one microbatch and one rank's share of the
+            model; `None`: p.
+        copies: the most copies of each stage's weights; 2 admits Chimera among the named schedules.
+        changes: number of changed orders to try for each route.
+        seed: seed of the random changes.
 
     Raises:
-        UserError: costs of a wrong number of stages; less memory than any named schedule needs.
+        UserError: the costs have a wrong number of stages, or every named schedule needs more memory.
 
     Example:
         >>> costs = Costs((1.0, 1.3), (1.2, 0.9), (0.7, 1.1))
@@ -129,21 +132,19 @@ def search(
     if not named_schedules:
         raise UserError(f"search: no named schedule holds as few as {activations:g} activations; 1f1b needs {ranks}")
     named_schedules.sort(key=lambda pair: pair[0])
-    best, schedule = named_schedules[0]
-    fastest_named = named_schedules[0]
-    searched_routes: set[tuple[int, ...]] = set()
-    for _, start in named_schedules:
-        route = start.routes[0]
-        if len(start.routes) > 1 or route in searched_routes or best <= floor * (1 + _CLOSE):
+    named_seconds, named = named_schedules[0]
+    best_seconds, schedule = named_seconds, named
+    for routes in dict.fromkeys(named.routes for _, named in named_schedules):
+        if len(routes) > 1 or best_seconds <= floor * (1 + _CLOSE):
             continue
-        searched_routes.add(route)
-        starts = [schedule.orders for _, schedule in named_schedules if schedule.routes == start.routes][:3]
-        route_search = _RouteSearch(by_chunks[start.stages // ranks], route, ranks, microbatches, activations, seed)
+        stage_costs = by_chunks[len(routes[0]) // ranks]
+        starts = [named.orders for _, named in named_schedules if named.routes == routes][:3]
+        route_search = _RouteSearch(stage_costs, routes[0], ranks, microbatches, activations, seed)
         seconds, orders = route_search.run(starts, changes, floor)
-        if seconds < best * (1 - 1e-12):
-            candidate = Schedule(NAME, orders, start.stages, microbatches, (route,), (0,) * microbatches)
-            best, schedule = simulate(candidate, by_chunks[start.stages // ranks]).seconds, candidate
-    return Searched(schedule, best, min(floor, best), fastest_named[1].name, fastest_named[0])
+        if seconds < best_seconds * (1 - 1e-12):
+            schedule = Schedule(NAME, orders, len(routes[0]), microbatches, routes, (0,) * microbatches)
+            best_seconds = simulate(schedule, stage_costs).seconds
+    return Searched(schedule, best_seconds, min(floor, best_seconds), named.name, named_seconds)
 
 
 def _named_schedules(
@@ -152,9 +153,8 @@ def _named_schedules(
     """The named synchronous schedules within the memory, with their seconds."""
     from jaxscale.pipeline.schedules import METHODS  # one of them is the search itself
 
-    for method in sorted(
-        METHODS.values(), key=lambda method: method.name != "zb-h1"
-    ):  # the likeliest to meet the bound
+    # zb-h1 first, which is the likeliest to meet the bound
+    for method in sorted(METHODS.values(), key=lambda method: method.name != "zb-h1"):
         if method.steps or method.name == NAME:
             continue
         for chunks in {*costs} if method.interleaves else (method.chunks,):
@@ -172,21 +172,24 @@ def _named_schedules(
 def bound(costs: Costs, ranks: int, microbatches: int, activations: float, *, one_route: bool = True) -> float:
     """A lower bound on the seconds of every schedule, whatever its order, on either machine.
 
-    For the stage s of a rank, with forwards F, input gradients I, weight gradients W and m microbatches:
+    For the stage s of a rank, with forwards F, input gradients I, weight gradients W and m microbatches, the
+    last two lines are lower bounds; the largest of them over all stages is the result:
 
-        start = sum of F before s,  round trip = F of s and all behind, I of all behind
-        idle  = max(0, round trip - (forwards that it may hold) * F of s)
+        start      = F of all stages before s
+        round trip = F of s and of all stages after s + I of all stages after s
+        idle       = max(0, round trip - (activations that the rank may hold) * F of s)
         start + idle + m (F + I + W) of s
-        start + idle + m (F + I) of s + I of all before s + W of stage 0
+        start + idle + m (F + I) of s + I of all stages before s + W of stage 0
 
-    Where a rank may have several stages, or a stage several ranks, the stages of a rank depend on the route: then the
-    bound is the work of all ranks in equal parts, or the round trip of one microbatch.
+    If a rank may have several stages, or a stage several ranks, the stages of a rank depend on the route. Then the
+    bound is the larger of two times: the work of all stages in equal parts for the ranks, and the round trip of one
+    microbatch through all stages.
 
     Args:
-        costs: of the stages.
-        ranks: p.
-        microbatches: m.
-        activations: that a rank may hold, of one rank's share of the model.
+        costs: costs of the stages.
+        ranks: p, number of ranks.
+        microbatches: m, number of microbatches.
+        activations: the most activations that a rank may hold, each of one rank's share of the model.
         one_route: whether stage s is on rank s alone.
 
     Example:
@@ -195,15 +198,15 @@ def bound(costs: Costs, ranks: int, microbatches: int, activations: float, *, on
     """
     f, m = costs.forward, microbatches
     backward = [min(costs.input[s] + costs.weight[s], costs.seconds(Kind.B, s)) for s in range(costs.stages)]
-    inner = [min(costs.input[s], backward[s]) for s in range(costs.stages)]
-    seconds = sum(f) + sum(inner) + backward[0] - inner[0]
+    inputs = [min(costs.input[s], backward[s]) for s in range(costs.stages)]
+    seconds = sum(f) + sum(inputs) + backward[0] - inputs[0]
     if not one_route:
         return max(seconds, m * (sum(f) + sum(backward)) / ranks)
     for s in range(costs.stages):
-        round_trip = sum(f[s:]) + sum(inner[s + 1 :])
+        round_trip = sum(f[s:]) + sum(inputs[s + 1 :])
         earliest = sum(f[:s]) + max(0.0, round_trip - min(m, math.floor(activations + 1e-9)) * f[s])
         seconds = max(seconds, earliest + m * (f[s] + backward[s]))
-        seconds = max(seconds, earliest + m * (f[s] + inner[s]) + sum(inner[:s]) + backward[0] - inner[0])
+        seconds = max(seconds, earliest + m * (f[s] + inputs[s]) + sum(inputs[:s]) + backward[0] - inputs[0])
     return seconds
 
 
@@ -222,13 +225,19 @@ class _RouteSearch:
     def run(
         self, starts: Sequence[Sequence[Sequence[Action]]], changes: int, floor: float
     ) -> tuple[float, tuple[tuple[Action, ...], ...]]:
-        """Seconds and actions of the fastest orders."""
-        straight = self.route == tuple(range(self.ranks))
-        if straight and few(self.ranks, self.microbatches, self.limit):
+        """The seconds and the orders of the fastest schedule.
+
+        Args:
+            starts: orders of the named schedules from which the search starts.
+            changes: number of changed orders to try.
+            floor: a lower bound on the seconds, at which the search stops.
+        """
+        one_stage_each = self.route == tuple(range(self.ranks))
+        if one_stage_each and few(self.ranks, self.microbatches, self.limit):
             return fastest(self.costs, self.microbatches, self.limit)
         states = [[self._word(order) for order in orders] for orders in starts]
         states += [listed_words for _ in range(_LISTS) if (listed_words := self._list_schedule()) is not None]
-        numbers = np.stack([np.stack([self._numbers(word) for word in words]) for words in states])
+        numbers = np.stack([np.stack([self._row(self._passes(word)) for word in state]) for state in states])
         seconds = self.clock.seconds(numbers)
         ranking = np.argsort(seconds, kind="stable")
         best, best_words = float(seconds[ranking[0]]), states[ranking[0]]
@@ -239,9 +248,10 @@ class _RouteSearch:
             lowest, words = self._anneal(float(seconds[index]), states[index], numbers[index], changes * share // 4)
             if lowest < best:
                 best, best_words = lowest, words
-        return best, tuple(tuple(self._actions(word)) for word in best_words)
+        return best, tuple(tuple(map(self._action, self._passes(word) or ())) for word in best_words)
 
     def _anneal(self, current: float, words: list[Word], numbers: np.ndarray, changes: int) -> tuple[float, list[Word]]:
+        """Seconds and words of the best orders met by random changes of the current ones."""
         best, best_words = current, words
         rounds = max(1, changes // _BATCH)
         for turn in range(rounds):
@@ -249,9 +259,9 @@ class _RouteSearch:
             proposals, proposed_numbers = [], np.repeat(numbers[None], _BATCH, 0)
             for index in range(_BATCH):
                 rank = self.rng.randrange(self.ranks)
-                word = self._neighbour(words[rank], rank)
+                word, passes = self._neighbour(words[rank])
                 proposals.append((rank, word))
-                proposed_numbers[index, rank] = self._numbers(word)
+                proposed_numbers[index, rank] = self._row(passes)
             seconds = self.clock.seconds(proposed_numbers)
             lowest = int((seconds + np.array([self.rng.random() * 1e-9 * best for _ in range(_BATCH)])).argmin())
             if seconds[lowest] <= current - heat * math.log(1 - self.rng.random()):
@@ -262,65 +272,43 @@ class _RouteSearch:
                     best, best_words = current, words
         return best, best_words
 
-    def _neighbour(self, word: Word, rank: int) -> Word:
-        """A valid word that differs a little."""
+    def _neighbour(self, word: Word) -> tuple[Word, list[int] | None]:
+        """A valid word that differs a little, and its passes."""
         for _ in range(50):
             neighbour = list(word)
             for _ in range(self.rng.choice((1, 1, 2))):
                 self._mutate(neighbour)
-            if neighbour != word and self._valid(neighbour):
-                return neighbour
-        return word
+            if neighbour != word and (passes := self._passes(neighbour)) is not None:
+                return neighbour, passes
+        return word, self._passes(word)
 
     def _mutate(self, word: Word) -> None:
+        """Change a word in place: split a backward, join its halves, or move a pass."""
         rng, index = self.rng, int(self.rng.random() * len(word))
         kind, stage = divmod(word[index], self.clock.stages)
-        weight = _W * self.clock.stages + stage
+        weight_letter = _W * self.clock.stages + stage
         if kind == _B and rng.random() < 0.5:  # split
             word[index] = _I * self.clock.stages + stage
-            word.insert(min(len(word), index + 1 + rng.randrange(4)), weight)
+            word.insert(min(len(word), index + 1 + rng.randrange(4)), weight_letter)
         elif kind == _I and rng.random() < 0.3:  # join with the next weight gradient
-            if weight in word[index:]:
-                del word[word.index(weight, index)]
+            if weight_letter in word[index:]:
+                del word[word.index(weight_letter, index)]
                 word[index] = _B * self.clock.stages + stage
         else:
             letter = word.pop(index)
             distance = len(word) if rng.random() < 0.1 else 6
             word.insert(max(0, min(len(word), index + rng.randint(-distance, distance))), letter)
 
-    def _valid(self, word: Word) -> bool:
-        """Whether F precedes its I or B, I precedes its W, and no more activations wait than the limit."""
-        stages, limit = self.clock.stages, self.limit
-        open_forwards, open_weights = [0] * stages, [0] * stages  # passes that wait for a gradient, and for W alone
-        waiting = 0
-        for letter in word:
-            kind, stage = divmod(letter, stages)
-            if kind == _F:
-                open_forwards[stage] += 1
-                waiting += 1
-                if waiting > limit:
-                    return False
-            elif kind == _W:
-                waiting -= 1
-                open_weights[stage] -= 1
-                if open_weights[stage] < 0:
-                    return False
-            else:
-                open_forwards[stage] -= 1
-                if open_forwards[stage] < 0:
-                    return False
-                if kind == _B:
-                    waiting -= 1
-                else:
-                    open_weights[stage] += 1
-        return True
-
     def _word(self, order: Sequence[Action]) -> Word:
+        """The letters of an order."""
         return [KINDS.index(action.kind) * self.clock.stages + action.stage for action in order]
 
-    def _passes(self, word: Word) -> list[int]:
-        """The pass numbers of `BatchClock`: microbatches of each kind and stage in order, W in the order of I."""
-        stages, m = self.clock.stages, self.microbatches
+    def _passes(self, word: Word) -> list[int] | None:
+        """The pass numbers of `BatchClock`: microbatches of each kind and stage in order, W in the order of I.
+
+        `None` for an invalid word: a gradient before its forward, W before its I, or more activations than the limit.
+        """
+        stages, waiting = self.clock.stages, 0
         forwards, gradients = [0] * stages, [0] * stages
         pending: list[collections.deque[int]] = [collections.deque() for _ in range(stages)]
         numbers = []
@@ -329,29 +317,39 @@ class _RouteSearch:
             if kind == _F:
                 microbatch = forwards[stage]
                 forwards[stage] += 1
+                waiting += 1
+                if waiting > self.limit:
+                    return None
             elif kind == _W:
+                if not pending[stage]:
+                    return None
                 microbatch = pending[stage].popleft()
+                waiting -= 1
             else:
                 microbatch = gradients[stage]
                 gradients[stage] += 1
+                if gradients[stage] > forwards[stage]:
+                    return None
                 if kind == _I:
                     pending[stage].append(microbatch)
-            numbers.append(letter * m + microbatch)
+                else:
+                    waiting -= 1
+            numbers.append(letter * self.microbatches + microbatch)
         return numbers
 
-    def _actions(self, word: Word) -> Iterator[Action]:
-        for number in self._passes(word):
-            letter, microbatch = divmod(number, self.microbatches)
-            kind, stage = divmod(letter, self.clock.stages)
-            yield Action(KINDS[kind], stage, microbatch)
+    def _action(self, number: int) -> Action:
+        """The action of a pass number of `BatchClock`."""
+        letter, microbatch = divmod(number, self.microbatches)
+        kind, stage = divmod(letter, self.clock.stages)
+        return Action(KINDS[kind], stage, microbatch)
 
-    def _numbers(self, word: Word) -> np.ndarray:
-        numbers = np.full(self.clock.length + 1, self.clock.end)
-        numbers[: len(word)] = self._passes(word)
-        return numbers
+    def _row(self, passes: list[int] | None) -> np.ndarray:
+        """The passes of a valid word as a row of `BatchClock`."""
+        assert passes is not None
+        return np.array(passes + [self.clock.end] * (self.clock.length + 1 - len(passes)))
 
     def _list_schedule(self) -> list[Word] | None:
-        """Orders by one random list of priorities; `None` if they get stuck for memory."""
+        """The words of all ranks by a random list of priorities; `None` if the ranks get stuck at the memory limit."""
         rng, stages, m = self.rng, self.clock.stages, self.microbatches
         priority = [rng.random() + rng.random(), 0.0, rng.random() + rng.random(), rng.random()]
         depth_weight = rng.choice((0.0, 1.0, -1.0))  # whether later stages of a rank go before earlier ones
@@ -361,23 +359,24 @@ class _RouteSearch:
         warmups = [self.limit if rng.random() < 0.3 else max(1, self.limit - rank) for rank in range(self.ranks)]
         seconds = [[self.costs.seconds(kind, stage) for stage in range(stages)] for kind in KINDS]
         unit = max(self.costs.forward) or 1.0
+        # passes that have run, by kind and stage
         count = [[0] * stages for _ in KINDS]
         waiting = [0] * self.ranks
         words: list[Word] = [[] for _ in range(self.ranks)]
         remaining = stages * m * (2 if gradient == _B else 3)
         while remaining:
             passes: list[tuple[int, int, int]] = []
-            longest = 0.0
+            tick_seconds = 0.0
             for rank, rank_stages in enumerate(self.stages):
                 ready = []
                 warmup = warmups[rank] if len(rank_stages) == 1 else self.limit
                 for stage in rank_stages:
                     f, g, w = count[_F][stage], count[gradient][stage], count[_W][stage]
-                    inputs = count[_F][stage - 1] if stage else m
-                    incoming = count[gradient][stage + 1] if stage + 1 < stages else m
-                    if f < inputs and waiting[rank] < self.limit and f - g < warmup:
+                    arrived_inputs = count[_F][stage - 1] if stage else m
+                    arrived_gradients = count[gradient][stage + 1] if stage + 1 < stages else m
+                    if f < arrived_inputs and waiting[rank] < self.limit and f - g < warmup:
                         ready.append((_F, stage))
-                    if g < min(f, incoming):
+                    if g < min(f, arrived_gradients):
                         ready.append((gradient, stage))
                     if gradient == _I and w < g:
                         ready.append((_W, stage))
@@ -387,11 +386,11 @@ class _RouteSearch:
                     priority[kind]
                     + (kind == _W and waiting[rank] >= self.limit) * 0.5
                     + depth_weight * stage / stages
-                    - length_weight * max(0.0, seconds[kind][stage] - longest) / unit
+                    - length_weight * max(0.0, seconds[kind][stage] - tick_seconds) / unit
                     for kind, stage in ready
                 ]
                 kind, stage = ready[scores.index(max(scores))]
-                longest = max(longest, seconds[kind][stage])
+                tick_seconds = max(tick_seconds, seconds[kind][stage])
                 passes.append((rank, kind, stage))
             if not passes:
                 return None

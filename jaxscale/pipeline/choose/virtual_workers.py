@@ -7,10 +7,12 @@ References:
 from collections.abc import Mapping, Sequence
 
 from jaxscale.errors import UserError, unknown
-from jaxscale.pipeline.choose.price import Device
+from jaxscale.pipeline.choose.price import PipelineDevice
 
 
-def virtual_workers(devices: Sequence[Device], slowness: Mapping[str, float], workers: int) -> tuple[Device, ...]:
+def virtual_workers(
+    devices: Sequence[PipelineDevice], slowness: Mapping[str, float], workers: int
+) -> tuple[PipelineDevice, ...]:
     """The places of pipelines of unlike devices that run side by side in one program (HetPipe).
 
     Devices are sorted by speed, and each group of `workers` devices gives one to every worker (HetPipe's equal
@@ -18,23 +20,23 @@ def virtual_workers(devices: Sequence[Device], slowness: Mapping[str, float], wo
     slowest link of its devices.
 
     Args:
-        devices: all of them; as many as `workers` times the places.
-        slowness: of each kind, its seconds relative to the fastest.
+        devices: all devices, `workers` of them for each place.
+        slowness: seconds of each kind of device relative to the fastest kind.
         workers: number of pipelines.
 
     Returns:
         The device that stands for each place, the fastest kind first.
 
     Raises:
-        UserError: a number of devices that `workers` does not divide; a kind without slowness.
+        UserError: `workers` does not divide the number of devices, or a kind has no slowness.
 
     Example:
-        >>> four = [Device(kind="a"), Device(kind="b"), Device(kind="b"), Device(kind="a")]
+        >>> four = [PipelineDevice(kind=kind) for kind in "abba"]
         >>> [place.kind for place in virtual_workers(four, {"a": 1.0, "b": 2.5}, 2)]
         ['a', 'b']
     """
     if workers < 1 or len(devices) % workers:
-        raise UserError(f"got {len(devices)} devices for {workers} virtual workers, expected a multiple of them")
+        raise UserError(f"got {len(devices)} devices for {workers} virtual workers, expected as many for each worker")
     for device in devices:
         if device.kind not in slowness:
             raise unknown("kind of device", device.kind, slowness)
@@ -42,13 +44,7 @@ def virtual_workers(devices: Sequence[Device], slowness: Mapping[str, float], wo
     places = []
     for start in range(0, len(by_speed), workers):
         group = by_speed[start : start + workers]
-        memory = [device.memory_bytes for device in group if device.memory_bytes is not None]
-        places.append(
-            Device(
-                memory_bytes=min(memory, default=None),
-                kind=group[-1].kind,
-                link=min(device.link for device in group),
-                latency=max(device.latency for device in group),
-            )
-        )
+        memory = min((device.memory_bytes for device in group if device.memory_bytes is not None), default=None)
+        link, latency = min(device.link for device in group), max(device.latency for device in group)
+        places.append(PipelineDevice(memory, group[-1].kind, link, latency))
     return tuple(places)

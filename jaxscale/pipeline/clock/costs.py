@@ -9,20 +9,22 @@ import math
 from jaxscale.errors import UserError
 from jaxscale.pipeline.schedule import Kind, Schedule
 
+_FIELDS = {Kind.F: "forward", Kind.I: "input", Kind.W: "weight", Kind.B: "backward", Kind.U: "update"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds of each pass of one microbatch through each stage and of messages; bytes that wait for the backward.
+    """The seconds of messages and of each pass of one microbatch through each stage, and the bytes that passes keep.
 
     Args:
         forward: seconds of F, for each stage.
         input: seconds of I, the input gradient, for each stage.
         weight: seconds of W, the weight gradient, for each stage.
         backward: seconds of B for each stage; empty: I + W.
-        update: seconds of U for each stage; empty: none.
-        links: seconds of a message between ranks r and r + 1, either way; the last link closes the ring; empty: none.
-        stash: bytes kept from F until B or W is done, for each stage; empty: none.
-        pending: further bytes kept from I until W is done, for each stage; empty: none.
+        update: seconds of U for each stage; empty: 0.
+        links: seconds of a message between ranks r and r + 1, either way; the last link closes the ring; empty: 0.
+        stash: bytes kept from F until B or W is done, for each stage; empty: 0.
+        pending: further bytes kept from I until W is done, for each stage; empty: 0.
 
     Example:
         >>> costs = Costs((1.0, 2.0), (1.0, 2.0), (0.5, 1.0))
@@ -41,13 +43,13 @@ class Costs:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            values = getattr(self, field.name)
-            for value in values:
-                if not (math.isfinite(value) and value >= 0):
-                    raise UserError(f"costs: {field.name} is {value}, expected 0 or more")
-            needed = field.name in ("forward", "input", "weight")
-            if field.name != "links" and (values or needed) and len(values) != self.stages:
-                raise UserError(f"costs: {field.name} of {len(values)} stages, expected {self.stages}")
+            field_costs = getattr(self, field.name)
+            for cost in field_costs:
+                if not (math.isfinite(cost) and cost >= 0):
+                    raise UserError(f"costs: {field.name} is {cost}, expected 0 or more")
+            is_required = field.name in ("forward", "input", "weight")
+            if field.name != "links" and (field_costs or is_required) and len(field_costs) != self.stages:
+                raise UserError(f"costs: got {field.name} of {len(field_costs)} stages, expected {self.stages}")
 
     @classmethod
     def alike(
@@ -63,34 +65,36 @@ class Costs:
         stash: float = 0,
         pending: float = 0,
     ) -> "Costs":
-        """Costs of equal ranks: those of one rank's share of the model, divided by its stages.
+        """Costs of ranks that all take equally long: the costs of one rank's layers, in equal parts for its stages.
 
         Args:
-            schedule: with the stages.
+            schedule: schedule whose ranks and stages the costs are for.
             forward: seconds of F of one rank's layers for one microbatch.
-            input: of I.
-            weight: of W.
-            backward: of B; `None`: I + W.
-            update: of U.
+            input: seconds of I of one rank's layers.
+            weight: seconds of W of one rank's layers.
+            backward: seconds of B of one rank's layers; `None`: I + W.
+            update: seconds of U of one rank's layers.
             link: seconds of a message.
-            stash: bytes of one rank's layers from F until B or W.
-            pending: further bytes from I until W.
+            stash: bytes that one rank's layers keep from F until B or W is done.
+            pending: further bytes that they keep from I until W is done.
 
         Example:
             >>> from jaxscale.pipeline.schedules import METHODS
             >>> Costs.alike(METHODS["gpipe"].schedule(2, 4), 3.0).forward
             (3.0, 3.0)
         """
-        stages, share = schedule.stages, schedule.ranks / schedule.stages
+
+        def shares(rank_cost: float) -> tuple[float, ...]:
+            """A rank's cost in equal parts, one for every stage of the schedule."""
+            return (rank_cost * (schedule.ranks / schedule.stages),) * schedule.stages
+
         return cls(
-            (forward * share,) * stages,
-            (input * share,) * stages,
-            (weight * share,) * stages,
-            () if backward is None else (backward * share,) * stages,
-            update=(update * share,) * stages,
+            *map(shares, (forward, input, weight)),
+            backward=() if backward is None else shares(backward),
+            update=shares(update),
             links=(link,) * schedule.ranks,
-            stash=(stash * share,) * stages,
-            pending=(pending * share,) * stages,
+            stash=shares(stash),
+            pending=shares(pending),
         )
 
     @property
@@ -99,17 +103,12 @@ class Costs:
         return len(self.forward)
 
     def seconds(self, kind: Kind, stage: int) -> float:
-        """Seconds of one pass."""
-        match kind:
-            case Kind.F:
-                return self.forward[stage]
-            case Kind.I:
-                return self.input[stage]
-            case Kind.W:
-                return self.weight[stage]
-            case Kind.B:
-                return self.backward[stage] if self.backward else self.input[stage] + self.weight[stage]
-        return self.update[stage] if self.update else 0.0
+        """Seconds of a pass of this kind through a stage."""
+        if kind is Kind.B and not self.backward:
+            return self.input[stage] + self.weight[stage]
+        if kind is Kind.U and not self.update:
+            return 0.0
+        return getattr(self, _FIELDS[kind])[stage]
 
     @property
     def whole(self) -> float:
@@ -120,7 +119,7 @@ class Costs:
         """Refuse costs whose number of stages or links is not the schedule's.
 
         Raises:
-            UserError: with both numbers.
+            UserError: a number differs; the message has both numbers.
         """
         if self.stages != schedule.stages:
             raise UserError(f"costs of {self.stages} stages for {schedule.name}, which has {schedule.stages}")

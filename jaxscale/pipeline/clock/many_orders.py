@@ -9,21 +9,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxscale.pipeline.action import KINDS, Action
 from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.schedule import Action, Kind
 
-KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
-Order = Sequence[Action]
+RankOrder = Sequence[Action]
+"""The actions of one rank, in order."""
 
 
 class BatchClock:
-    """The clock of one route and one set of costs.
+    """A clock for all schedules of one route under one set of costs.
 
     Args:
-        costs: of the stages and links.
+        costs: costs of the stages and links.
         route: the rank of each stage.
-        ranks: p.
-        microbatches: m.
+        ranks: p, number of ranks.
+        microbatches: m, number of microbatches.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -36,64 +36,64 @@ class BatchClock:
     def __init__(self, costs: Costs, route: tuple[int, ...], ranks: int, microbatches: int) -> None:
         stages = len(route)
         self.ranks, self.microbatches, self.stages = ranks, microbatches, stages
+        # the most passes of a rank, with every backward split
         self.length = 3 * microbatches * max(route.count(rank) for rank in range(ranks))
         self.links = np.array(costs.links or (0.0,) * ranks)
         self.end = len(KINDS) * stages * microbatches  # stands for no pass, behind the end of an order
         kind, stage, microbatch = np.unravel_index(np.arange(self.end), (len(KINDS), stages, microbatches))
-        # events: 0 for no input, then the forward and the input gradient of each stage and microbatch
+        # an event is the end of a forward or input gradient of a stage and microbatch; event 0 stands for no input
         forward = 1 + stage * microbatches + microbatch
         gradient = forward + stages * microbatches
         self._events = 1 + 2 * stages * microbatches
         is_forward, is_weight = kind == 0, kind == 3
-        needs_before, needs_behind = is_forward & (stage > 0), (kind == 1) | (kind == 2)
-        input_events = np.where(needs_before, forward - microbatches, 0)
-        input_events = np.where(needs_behind & (stage < stages - 1), gradient + microbatches, input_events)
+        needs_previous, needs_next = is_forward & (stage > 0), (kind == 1) | (kind == 2)
+        input_events = np.where(needs_previous, forward - microbatches, 0)
+        input_events = np.where(needs_next & (stage < stages - 1), gradient + microbatches, input_events)
         result_events = np.where(is_forward, forward, gradient)
         seconds = np.array([[costs.seconds(kind, stage) for stage in range(stages)] for kind in KINDS])
-        rank = np.array(route)
-        target = np.where(is_forward, np.minimum(stage + 1, stages - 1), np.maximum(stage - 1, 0))
+        rank_of_stage = np.array(route)
+        target_stage = np.where(is_forward, np.minimum(stage + 1, stages - 1), np.maximum(stage - 1, 0))
         # the last entry stands for the end of an order: its input never arrives
         self._input_events = np.append(input_events, self._events + 1)
         self._result_events = np.append(np.where(is_weight, self._events, result_events), self._events)
         self._pass_seconds = np.append(seconds[kind, stage], 0.0)
-        self._sends = np.append(~is_weight & (rank[target] != rank[stage]), False)
+        self._sends = np.append(~is_weight & (rank_of_stage[target_stage] != rank_of_stage[stage]), False)
 
-    def number(self, action: Action) -> int:
-        """The number of a pass."""
-        return (KINDS.index(action.kind) * self.stages + action.stage) * self.microbatches + action.microbatch
-
-    def numbers(self, orders: Sequence[Order]) -> np.ndarray:
-        """int[rank, length + 1] of the orders of a schedule."""
+    def numbers(self, orders: Sequence[RankOrder]) -> np.ndarray:
+        """int[rank, length + 1]: the orders of a schedule as pass numbers."""
         numbers = np.full((self.ranks, self.length + 1), self.end)
         for rank, order in enumerate(orders):
-            numbers[rank, : len(order)] = [self.number(action) for action in order]
+            for place, (kind, stage, microbatch) in enumerate(order):
+                numbers[rank, place] = (KINDS.index(kind) * self.stages + stage) * self.microbatches + microbatch
         return numbers
 
     def seconds(self, orders: np.ndarray) -> np.ndarray:
-        """Seconds of each of int[batch, rank, length + 1], infinite if an action waits for ever.
+        """float[batch]: seconds of each schedule, infinite if an action waits for ever.
 
-        Within a rank a pass must follow the passes of its own stage and microbatch that it needs.
+        Args:
+            orders: int[batch, rank, length + 1], the pass numbers of each schedule. Within a rank a pass must follow
+                the passes of its own stage and microbatch that it needs.
         """
-        batch = len(orders)
+        batch_size = len(orders)
         flat_orders = orders.reshape(-1)
-        row = np.arange(batch * self.ranks).reshape(batch, self.ranks) * orders.shape[2]
-        position = row.copy()
-        width = self._events + 2
-        base = np.arange(batch)[:, None] * width
-        event_ticks = np.full(batch * width, np.iinfo(np.int64).max)
-        event_ticks[base[:, 0]] = -1
+        order_starts = np.arange(batch_size * self.ranks).reshape(batch_size, self.ranks) * orders.shape[2]
+        position = order_starts.copy()
+        event_count = self._events + 2
+        first_event = np.arange(batch_size)[:, None] * event_count
+        event_ticks = np.full(batch_size * event_count, np.iinfo(np.int64).max)
+        event_ticks[first_event[:, 0]] = -1
         left, right = np.roll(np.arange(self.ranks), 1), np.roll(np.arange(self.ranks), -1)
         left_links = self.links[left]
-        times = np.zeros((batch, self.ranks))
+        times = np.zeros((batch_size, self.ranks))
         tick = 0
         while True:
             passes = flat_orders[position]
-            ready = event_ticks[base + self._input_events[passes]] < tick
+            ready = event_ticks[first_event + self._input_events[passes]] < tick
             if not ready.any():
                 break
-            events = (base + self._result_events[passes])[ready]
+            events = (first_event + self._result_events[passes])[ready]
             event_ticks[events] = tick
-            event_ticks[base[:, 0] + self._events] = tick
+            event_ticks[first_event[:, 0] + self._events] = tick
             times += np.where(ready, self._pass_seconds[passes], 0.0)
             arrivals = np.maximum(times, np.maximum(times[:, left] + left_links, times[:, right] + self.links))
             sends = np.any(ready & self._sends[passes], axis=1)

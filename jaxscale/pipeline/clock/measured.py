@@ -8,35 +8,37 @@ actions, and schedules that never drain, whose steps hold parts of several batch
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Kind
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import Simulation, Span
 from jaxscale.pipeline.schedule import Schedule
 
-Timeline = Mapping[str, Sequence[Span]]
+MeasuredSpans = Mapping[str, Sequence[Span]]
 """The spans of each operation on one device, in order and in seconds."""
 
 
 def measured(
     schedule: Schedule,
     operations: Mapping[str, Sequence[str]],
-    timelines: Mapping[int, Sequence[Timeline]],
+    timelines: Mapping[int, Sequence[MeasuredSpans]],
     steps: int,
 ) -> Simulation:
-    """The schedule with measured times from a step's start: the mean over traced steps and over the devices of a rank.
+    """A schedule with measured times: the means over the traced steps and over the devices of each rank.
 
     Args:
-        schedule: synchronous.
-        operations: for each kind ("F", "B", "I", "W"), those that an action runs once.
-        timelines: of the devices of each rank.
+        schedule: a synchronous schedule.
+        operations: for each kind ("F", "B", "I", "W"), names of the operations that each of its actions runs once.
+        timelines: for each rank, the spans of its devices.
         steps: number of steps in the trace.
 
     Returns:
-        A simulation with the measured spans, and with their means by kind and stage as costs.
+        A simulation with the measured spans, from a step's start; its costs are their means by kind and stage.
 
     Raises:
-        UserError: a rank without a device in the trace; a number of actions that differs from the schedule's.
+        UserError: a rank has no device in the trace, or the trace has another number of actions than the schedule.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -45,33 +47,23 @@ def measured(
         >>> run.spans, run.costs.forward, run.costs.backward
         ((((0.0, 1.0), (1.0, 3.0)),), (1.0,), (2.0,))
     """
-    by_rank = []
+    spans_by_rank = []
     for rank in range(schedule.ranks):
         if not timelines.get(rank):
             raise UserError(
                 f"the trace has no device of rank {rank} of {schedule.name}: it is of a run on other devices, or of "
                 "one process of several; trace a run of one process"
             )
-        by_rank.append([_spans(schedule, rank, operations, timeline, steps) for timeline in timelines[rank]])
-    step_starts = [min(spans[step][0][0] for devices in by_rank for spans in devices) for step in range(steps)]
-    orders: list[tuple[Span, ...]] = []
-    for devices in by_rank:
-        step_spans = [(spans[step], step_starts[step]) for spans in devices for step in range(steps)]
-        count = len(step_spans)
-        orders.append(
-            tuple(
-                (
-                    sum(spans[place][0] - origin for spans, origin in step_spans) / count,
-                    sum(spans[place][1] - origin for spans, origin in step_spans) / count,
-                )
-                for place in range(len(step_spans[0][0]))
-            )
-        )
+        spans_by_rank.append([_spans(schedule, rank, operations, timeline, steps) for timeline in timelines[rank]])
+    step_starts = [min(spans[step][0][0] for devices in spans_by_rank for spans in devices) for step in range(steps)]
+    # float[device, step, action, end]; times of a step count from its start
+    times = [np.array(devices) - np.array(step_starts)[:, None, None] for devices in spans_by_rank]
+    orders = [tuple(map(tuple, rank_times.mean((0, 1)).tolist())) for rank_times in times]
     return Simulation(schedule, _costs(schedule, orders), "measured", tuple(orders))
 
 
 def _spans(
-    schedule: Schedule, rank: int, operations: Mapping[str, Sequence[str]], timeline: Timeline, steps: int
+    schedule: Schedule, rank: int, operations: Mapping[str, Sequence[str]], timeline: MeasuredSpans, steps: int
 ) -> list[list[Span]]:
     """One device's actions, step by step, in the order of the schedule."""
     order = schedule.orders[rank]
@@ -85,16 +77,9 @@ def _spans(
                 f"{count}, {count // steps} a step: it is of another plan, or was cut short; trace the run again"
             )
         by_kind[kind] = [(min(times[n][0] for times in runs), max(times[n][1] for times in runs)) for n in range(count)]
-    step_spans = []
-    for step in range(steps):
-        positions = dict.fromkeys(by_kind, 0)
-        spans = []
-        for action in order:
-            kind_spans = by_kind[action.kind]
-            spans.append(kind_spans[step * (len(kind_spans) // steps) + positions[action.kind]])
-            positions[action.kind] += 1
-        step_spans.append(spans)
-    return step_spans
+    # a kind's spans of all steps are consumed step by step
+    spans = {kind: iter(kind_spans) for kind, kind_spans in by_kind.items()}
+    return [[next(spans[action.kind]) for action in order] for _ in range(steps)]
 
 
 def _costs(schedule: Schedule, orders: Sequence[Sequence[Span]]) -> Costs:
@@ -105,18 +90,13 @@ def _costs(schedule: Schedule, orders: Sequence[Sequence[Span]]) -> Costs:
             durations.setdefault((action.kind, action.stage), []).append(end - start)
 
     def mean(kind: Kind) -> tuple[float | None, ...]:
+        """Mean seconds of a kind on each stage, `None` without such actions."""
         stage_durations = [durations.get((kind, stage)) for stage in range(schedule.stages)]
         return tuple(None if times is None else sum(times) / len(times) for times in stage_durations)
 
-    forward, backward, inner, outer = (mean(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
-    splits = [
-        (i or 0.0, w or 0.0) if b is None else (i or b / 2, w or b / 2)
-        for b, i, w in zip(backward, inner, outer, strict=True)
-    ]
-    backwards = [sum(pair) if b is None else b for b, pair in zip(backward, splits, strict=True)]
-    return Costs(
-        tuple(time or 0.0 for time in forward),
-        tuple(pair[0] for pair in splits),
-        tuple(pair[1] for pair in splits),
-        tuple(backwards),
-    )
+    forward, backward, inputs_alone, weights_alone = (mean(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+    halves = [(b or 0.0) / 2 for b in backward]
+    inputs = [i or half for i, half in zip(inputs_alone, halves, strict=True)]
+    weights = [w or half for w, half in zip(weights_alone, halves, strict=True)]
+    backwards = [i + w if b is None else b for b, i, w in zip(backward, inputs, weights, strict=True)]
+    return Costs(tuple(time or 0.0 for time in forward), tuple(inputs), tuple(weights), tuple(backwards))

@@ -16,15 +16,18 @@ References:
 
 import dataclasses
 import functools
+import operator
 from typing import Literal
 
-from jaxscale.errors import UserError
 from jaxscale.pipeline.clock.costs import Costs
+from jaxscale.pipeline.clock.table import TickTable, links_between
 from jaxscale.pipeline.schedule import Action, Kind, Schedule
 from jaxscale.pipeline.ticks import ticks
 
-Machine = Literal["neighbour", "dataflow"]
+MachineModel = Literal["neighbour", "dataflow"]
+"""How ranks wait for one another: the two machines above."""
 Span = tuple[float, float]
+"""(start, end) in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +36,8 @@ class Simulation:
 
     Args:
         schedule: the schedule.
-        costs: of its passes.
-        machine: how ranks wait for one another; "measured": times of a real run (`measured.py`).
+        costs: costs of its passes and messages.
+        machine: how ranks wait for one another; "measured" if the times are those of a real run (`measured.py`).
         spans: start and end of each action in seconds, in the order of `schedule.orders`.
 
     Example:
@@ -47,12 +50,12 @@ class Simulation:
 
     schedule: Schedule
     costs: Costs
-    machine: Machine | Literal["measured"]
+    machine: MachineModel | Literal["measured"]
     spans: tuple[tuple[Span, ...], ...]
 
     @functools.cached_property
     def seconds(self) -> float:
-        """From the first start to the last end, on any rank."""
+        """Seconds from the first start to the last end on any rank: the makespan."""
         return max(order[-1][1] for order in self.spans)
 
     @functools.cached_property
@@ -62,7 +65,7 @@ class Simulation:
 
     @functools.cached_property
     def period(self) -> float | None:
-        """Seconds from one update to the next in the steady state of an asynchronous schedule, `None` of others.
+        """Seconds from one update to the next in the steady state of an asynchronous schedule, otherwise `None`.
 
         Measured between the first stage's forwards in the second half of the schedule: they do not depend on later
         actions, so neither filling nor draining counts.
@@ -77,24 +80,24 @@ class Simulation:
             for action, (start, _) in zip(order, spans, strict=True)
             if action.kind is Kind.F and action.stage == 0
         }
-        count = updates // 2
-        if not count:
+        counted_updates = updates // 2
+        if not counted_updates:
             return self.seconds / updates
-        last = (updates - 1) * group
-        seconds = (starts[last] - starts[last - count * group]) / count
+        last_entry = (updates - 1) * group
+        seconds = (starts[last_entry] - starts[last_entry - counted_updates * group]) / counted_updates
         # a period below a rank's busy time shows that too few updates have reached no steady state
         return seconds if seconds * updates >= max(self.busy) * (1 - 1e-9) else self.seconds / updates
 
     @property
     def seconds_per_microbatch(self) -> float:
-        """Makespan over microbatches; for an asynchronous schedule, in the steady state."""
+        """Makespan divided by the microbatches; for an asynchronous schedule, the seconds in the steady state."""
         if self.period is not None and self.schedule.versions is not None:
             return self.period / self.schedule.versions.group
         return self.seconds / self.schedule.microbatches
 
     @property
     def bubble(self) -> float:
-        """Idle share of all ranks' time: of the makespan; for an asynchronous schedule, of the steady state.
+        """Idle share of all ranks' time in the makespan, or in the steady state if the schedule is asynchronous.
 
         1 - sum(busy) / (ranks * seconds)
         """
@@ -120,7 +123,7 @@ class Simulation:
 
     @property
     def live(self) -> tuple[int, ...]:
-        """Activations that each rank holds at most: of one stage and microbatch, from F until B or W is done."""
+        """The most activations that each rank holds at once; one is held from its F until its B or W is done."""
         return self.schedule.live
 
     @property
@@ -131,124 +134,60 @@ class Simulation:
 
     @functools.cached_property
     def live_bytes(self) -> tuple[float, ...]:
-        """Most bytes that each rank holds for its backwards, with those from I to W."""
+        """The most bytes that each rank holds for its backwards, those from I to W included."""
         stash = self.costs.stash or (0,) * self.schedule.stages
         pending = self.costs.pending or (0,) * self.schedule.stages
         peaks = []
-        for order in self.schedule.orders:
-            live = peak = 0.0
-            for action in order:
-                live += {Kind.F: stash[action.stage], Kind.I: pending[action.stage]}.get(action.kind, 0)
-                peak = max(peak, live)
-                if action.kind in (Kind.B, Kind.W):
-                    live -= stash[action.stage] + (pending[action.stage] if action.kind is Kind.W else 0)
-            peaks.append(peak)
+        for rank in range(self.schedule.ranks):
+            stages = self.schedule.stages_of(rank)
+            byte_counts = [stash[stage] for stage in stages] + [pending[stage] for stage in stages]
+            moments = self.schedule.waiting(rank)
+            peaks.append(max(sum(map(operator.mul, counts, byte_counts), 0.0) for counts in moments))
         return tuple(peaks)
 
     def __str__(self) -> str:
         return f"{self.schedule.name}: {self.seconds:.6g}, bubble {self.bubble:.1%} ({self.machine})"
 
 
-def simulate(schedule: Schedule, costs: Costs, machine: Machine = "neighbour") -> Simulation:
+def simulate(schedule: Schedule, costs: Costs, machine: MachineModel = "neighbour") -> Simulation:
     """Simulate a schedule.
 
     Args:
         schedule: the actions of each rank, in order.
         costs: seconds of passes and messages.
-        machine: `neighbour` as our executor, `dataflow` as separate programs.
+        machine: `neighbour`, one program on all ranks like this package's executor, or `dataflow`, separate programs.
 
     Raises:
-        UserError: costs of a wrong number of stages; a message that a neighbour exchange cannot carry.
+        UserError: the costs have a wrong number of stages or links, or, on `neighbour`, a message goes to a rank
+            that is not a neighbour.
     """
-    return Network(schedule).run(costs, machine)
+    costs.check(schedule)
+    starts = {"dataflow": _dataflow, "neighbour": _neighbour}[machine](schedule, costs)
+    orders = []
+    for order in schedule.orders:
+        spans = ((starts[action], starts[action] + costs.seconds(action.kind, action.stage)) for action in order)
+        orders.append(tuple(spans))
+    return Simulation(schedule, costs, machine, tuple(orders))
 
 
-class Network:
-    """A schedule ready to be simulated under many costs: its dependences are computed once.
-
-    Args:
-        schedule: the actions of each rank, in order.
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        tick_of = ticks(schedule)
-        cells = [(tick_of[action], rank, action) for rank, order in enumerate(schedule.orders) for action in order]
-        index_of = {action: index for index, (_, _, action) in enumerate(cells)}
-        self._order_lengths = [len(order) for order in schedule.orders]
-        self._rank = [rank for _, rank, _ in cells]
-        self._passes = [(action.kind, action.stage) for _, _, action in cells]
-        self._rows: list[list[int]] = [[] for _ in range(1 + max(tick_of.values()))]
-        self._sends = [False] * len(self._rows)
-        self._inputs: list[list[tuple[int, tuple[int, ...]]]] = []
-        self._unreachable: tuple[Action, Action] | None = None
-        for index, (tick, rank, action) in enumerate(cells):
-            self._rows[tick].append(index)
-            inputs = []
-            for input_action in schedule.inputs(action):
-                source = index_of[input_action]
-                path = _shortest_path(self._rank[source], rank, schedule.ranks)
-                if path:
-                    self._sends[cells[source][0]] = True
-                if len(path) > 1 and self._unreachable is None:
-                    self._unreachable = (input_action, action)
-                inputs.append((source, path))
-            self._inputs.append(inputs)
-
-    def run(self, costs: Costs, machine: Machine = "neighbour") -> Simulation:
-        """As `simulate`."""
-        costs.check(self.schedule)
-        pass_seconds = {key: costs.seconds(*key) for key in set(self._passes)}
-        links = costs.links or (0.0,) * self.schedule.ranks
-        starts = {"dataflow": self._dataflow, "neighbour": self._neighbour}[machine](pass_seconds, links)
-        spans = [(start, start + pass_seconds[key]) for start, key in zip(starts, self._passes, strict=True)]
-        orders, begin = [], 0
-        for count in self._order_lengths:
-            orders.append(tuple(spans[begin : begin + count]))
-            begin += count
-        return Simulation(self.schedule, costs, machine, tuple(orders))
-
-    def _dataflow(self, pass_seconds: dict[tuple[Kind, int], float], links: tuple[float, ...]) -> list[float]:
-        free_at = [0.0] * self.schedule.ranks
-        starts, ends = [0.0] * len(self._passes), [0.0] * len(self._passes)
-        for row in self._rows:  # in the order of ticks inputs come first
-            for index in row:
-                rank = self._rank[index]
-                start = free_at[rank]
-                for source, path in self._inputs[index]:
-                    arrival = ends[source] + sum(links[link] for link in path)
-                    start = max(start, arrival)
-                starts[index] = start
-                free_at[rank] = ends[index] = start + pass_seconds[self._passes[index]]
-        return starts
-
-    def _neighbour(self, pass_seconds: dict[tuple[Kind, int], float], links: tuple[float, ...]) -> list[float]:
-        if self._unreachable is not None:
-            source, target = self._unreachable
-            raise UserError(
-                f"schedule {self.schedule.name}: {target} on rank {self.schedule.rank(target)} needs {source} of rank "
-                f"{self.schedule.rank(source)}, which is no neighbour on the ring of {self.schedule.ranks}; place "
-                "neighbouring stages on neighbouring ranks (separate programs could send it: the dataflow machine)"
-            )
-        ranks = self.schedule.ranks
-        times = [0.0] * ranks
-        starts = [0.0] * len(self._passes)
-        for row, sends in zip(self._rows, self._sends, strict=True):
-            for index in row:
-                rank = self._rank[index]
-                starts[index] = times[rank]
-                times[rank] += pass_seconds[self._passes[index]]
-            if sends:
-                times = [
-                    max(times[rank], times[rank - 1] + links[rank - 1], times[(rank + 1) % ranks] + links[rank])
-                    for rank in range(ranks)
-                ]
-        return starts
+def _dataflow(schedule: Schedule, costs: Costs) -> dict[Action, float]:
+    """When each action starts if ranks wait for their inputs alone."""
+    free_at = [0.0] * schedule.ranks
+    starts, ends = {}, {}
+    for action in ticks(schedule):  # in the order of ticks, inputs come first
+        rank = schedule.rank(action)
+        start = free_at[rank]
+        for source in schedule.inputs(action):
+            links = links_between(schedule.rank(source), rank, schedule.ranks)
+            start = max(start, ends[source] + sum(costs.links[link] for link in links if costs.links))
+        starts[action] = start
+        free_at[rank] = ends[action] = start + costs.seconds(action.kind, action.stage)
+    return starts
 
 
-def _shortest_path(source: int, target: int, ranks: int) -> tuple[int, ...]:
-    """The links that a message crosses, the shorter way around the ring; of equal ways, not over the closing link."""
-    right, left = (target - source) % ranks, (source - target) % ranks
-    if right < left or (right == left and source < target):
-        return tuple((source + step) % ranks for step in range(right))
-    return tuple((source - 1 - step) % ranks for step in range(left))
+def _neighbour(schedule: Schedule, costs: Costs) -> dict[Action, float]:
+    """When each action starts if ranks exchange messages with both neighbours."""
+    table = TickTable(schedule)
+    seconds = [costs.seconds(*key) for key in table.passes]
+    starts = table.starts(seconds, costs.links or (0.0,) * schedule.ranks)
+    return {action: starts[row][schedule.rank(action)] for action, row in table.row_of.items()}

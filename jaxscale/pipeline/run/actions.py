@@ -1,5 +1,7 @@
 """The actions of a device in a tick: forward, backward, or a half of one, on its weights, slots and sums."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -8,126 +10,123 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.action import Kind
+from jaxscale.pipeline.action import KINDS, Kind
 from jaxscale.pipeline.run.passes import At, FromInput, FromResiduals, StageContext, StageFunction
-from jaxscale.pipeline.run.pools import differentiable, empty, read, read_in_place, vary, where, write
-from jaxscale.pipeline.run.tables import IDLE, KINDS, Tables
+from jaxscale.pipeline.run.pools import differentiable, empty, read, read_in_place, vary, where, write, zeros
+from jaxscale.pipeline.run.tables import IDLE, Tables
 
-Row = dict[str, Any]
+TableRow = dict[str, Any]
 """A device's row of the table: int32 scalars by column."""
-State = dict[str, Any]
+CarriedState = dict[str, Any]
 """The values that actions change: `kept` and `cut` (pools), `weights` and `shared` (gradients), `sums`."""
 
 
+@dataclasses.dataclass(eq=False)
 class Actions:
     """The actions of a table for one stage function.
 
     Args:
         tables: the schedule, with the number of slots.
-        stage: as of `execute`.
-        weights: leaves (v, ...), varying.
-        shared: varying.
-        batch: leaves (m, ...), varying.
-        key: varying.
-        x: shapes of the message.
+        stage: stage function, as in `execute`.
+        weights: weights of this device's chunks, leaves (v, ...), marked as varying over the manual axes.
+        shared: weights that every stage may read, marked likewise.
+        batch: microbatches, leaves (m, ...), marked likewise.
+        key: random key for the stage, marked likewise.
+        x: shapes of the message between stages.
         manual: the manual axes.
         readers: stages that read `shared`; `None`: all may.
         hosted: names of residuals whose slots lie on the host.
-        frozen: leaves (v, ...), as of `execute`.
+        frozen: weights without gradients, leaves (v, ...), as in `execute`.
     """
 
-    def __init__(
-        self,
-        tables: Tables,
-        stage: StageFunction,
-        weights: Any,
-        shared: Any,
-        batch: Any,
-        key: Any,
-        x: Any,
-        manual: Sequence[str],
-        readers: Sequence[int] | None = None,
-        hosted: Collection[str] = (),
-        frozen: Any = None,
-    ) -> None:
-        self._frozen = frozen
-        self._tables, self._manual = tables, manual
-        stages = range(tables.schedule.stages)
-        self._reads_shared = None if readers is None else [stage in readers for stage in stages]
-        self._weights, self._shared, self._batch, self._key = weights, shared, batch, key
-        self._last = tables.schedule.stages - 1
-        zero_row = {name: jnp.int32(0) for name in ("stage", "microbatch", "chunk")}
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x)
-        context, zeros = self._vary((self._context(zero_row), zeros))
-        message, objective, self._sums = jax.eval_shape(lambda: stage(context[0], context[1], zeros, *context[2:]))
-        _check(message, objective, x)
-        if tables.stash == "residuals" and tables.backward:
-            self._passes: Any = FromResiduals(stage, self._vary, context, zeros, split=tables.cuts > 0, hosted=hosted)
-        else:
-            self._passes = FromInput(stage, self._vary)
+    tables: Tables
+    stage: StageFunction
+    weights: Any
+    shared: Any
+    batch: Any
+    key: Any
+    x: Any
+    manual: Sequence[str]
+    readers: Sequence[int] | None = None
+    hosted: Collection[str] = ()
+    frozen: Any = None
 
-    def start(self) -> State:
+    def __post_init__(self) -> None:
+        stages = range(self.tables.schedule.stages)
+        self._reads_shared = [self.readers is None or stage in self.readers for stage in stages]
+        first_row = {name: jnp.int32(0) for name in ("stage", "microbatch", "chunk")}
+        context, x = self._vary((self._context(first_row), zeros(self.x)))
+        message, objective, self._sums = jax.eval_shape(lambda: self.stage(context[0], context[1], x, *context[2:]))
+        _check(message, objective, self.x)
+        if self.tables.stash == "residuals" and self.tables.backward:
+            split = self.tables.cuts > 0
+            self._passes: Any = FromResiduals(self.stage, self._vary, context, x, split=split, hosted=self.hosted)
+        else:
+            self._passes = FromInput(self.stage, self._vary)
+
+    def start(self) -> CarriedState:
         """Empty pools and zero sums."""
-        state: State = {"sums": jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), self._sums)}
-        if self._tables.backward:
-            for name in ("weights", "shared"):
-                tree = self._weights if name == "weights" else self._shared
-                state[name] = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tree)
-            state["kept"] = empty(self._passes.kept, self._tables.residuals, self._passes.hosted)
-            state["cut"] = empty(self._passes.cut, self._tables.cuts)
+        state: CarriedState = {"sums": zeros(self._sums, jnp.float32)}
+        if self.tables.backward:
+            state["weights"] = zeros(self.weights, jnp.float32)
+            state["shared"] = zeros(self.shared, jnp.float32)
+            state["kept"] = empty(self._passes.kept, self.tables.residuals, self._passes.hosted)
+            state["cut"] = empty(self._passes.cut, self.tables.cuts)
         return state
 
-    def run_kind(self, kind: int, state: State, row: Row, x: Any, g: Any) -> tuple[State, Any]:
+    def run_kind(self, kind: int, state: CarriedState, row: TableRow, x: Any, g: Any) -> tuple[CarriedState, Any]:
         """The action of a tick of one kind, without a branch: an idle device drops its results.
 
         Args:
-            kind: of the tick.
-            state: of this device.
-            row: of this device.
+            kind: code of the tick's kind.
+            state: state of this device.
+            row: row of this device.
             x: the message in slot `x`.
             g: the message in slot `g`.
 
         Returns:
             The state, and the message to send.
         """
-        # the inputs of idle devices are zeros, so that their results are finite where possible (hazard 7)
+        # the inputs of idle devices are zeros, so that their results are finite where possible
         live = row["kind"] != IDLE
         return self._action(kind, state, row, where(live, x), where(live, g), live)
 
-    def run_switch(self, kinds: Sequence[int], state: State, row: Row, messages: Any) -> tuple[State, Any]:
+    def run_switch(
+        self, kinds: Sequence[int], state: CarriedState, row: TableRow, messages: Any
+    ) -> tuple[CarriedState, Any]:
         """The action of a tick, by a branch for each kind; each branch reads its own operands.
 
         Args:
-            kinds: the possible ones.
-            state: of this device.
-            row: of this device.
-            messages: the pool.
+            kinds: codes of the kinds that occur in the table.
+            state: state of this device.
+            row: row of this device.
+            messages: the pool of messages.
 
         Returns:
-            As `run_kind`.
+            The state, and the message to send.
         """
 
-        def branch(kind: int) -> Callable[[State, Any], tuple[State, Any]]:
-            def run(state: State, messages: Any) -> tuple[State, Any]:
-                x, g = (read(messages, row[name]) for name in ("x", "g"))
-                return self._vary(self._action(kind, state, row, x, g, None))
+        def branch(kind: int, state: CarriedState, messages: Any) -> tuple[CarriedState, Any]:
+            x, g = (read(messages, row[name]) for name in ("x", "g"))
+            return self._vary(self._action(kind, state, row, x, g, None))
 
-            return run
+        branches = [functools.partial(branch, kind) for kind in kinds]
+        branch_of_kind = [kinds.index(kind) if kind in kinds else 0 for kind in range(1 + max(kinds))]
+        return lax.switch(jnp.asarray(branch_of_kind)[row["kind"]], branches, state, messages)
 
-        branches = [0] * (1 + max(kinds))
-        for index, kind in enumerate(kinds):
-            branches[kind] = index
-        return lax.switch(jnp.asarray(branches)[row["kind"]], [branch(kind) for kind in kinds], state, messages)
-
-    def _action(self, kind: int, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+    def _action(
+        self, kind: int, state: CarriedState, row: TableRow, x: Any, g: Any, live: Any
+    ) -> tuple[CarriedState, Any]:
+        """The action of one kind; `live` is `None`, or whether the device works in this tick."""
         if kind == IDLE:
-            return state, _zero_message(x)
-        name = KINDS[kind - 1]
+            return state, jax.tree.map(jnp.zeros_like, x)
+        name, last_stage = KINDS[kind - 1], self.tables.schedule.stages - 1
         run = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._inner, Kind.W: self._outer}[name]
         with jax.named_scope(f"pipeline_{name.value}"):
-            return run(state, row, where(row["stage"] > 0, x), where(row["stage"] < self._last, g), live)
+            return run(state, row, where(row["stage"] > 0, x), where(row["stage"] < last_stage, g), live)
 
-    def _forward(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+    def _forward(self, state: CarriedState, row: TableRow, x: Any, g: Any, live: Any) -> tuple[CarriedState, Any]:
+        """F: adds the sums, keeps the stash, and sends the output."""
         del g
         y, sums, stash = self._passes.forward(self._context(row), x)
         new_state = {**state, "sums": jax.tree.map(_add, state["sums"], _masked(live, sums))}
@@ -135,60 +134,69 @@ class Actions:
             new_state["kept"] = self._write(state["kept"], row["residual"], stash, live)
         return new_state, y
 
-    def _backward(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+    def _backward(self, state: CarriedState, row: TableRow, x: Any, g: Any, live: Any) -> tuple[CarriedState, Any]:
+        """B: adds gradients of weights and shared weights, and sends that of the input."""
         stash = read(state["kept"], row["residual"])
 
-        def run(sums: State, reads: bool) -> tuple[State, Any]:
-            weights, shared, dx = self._passes.backward(self._context(row), x, stash, g)
-            sums = self._accumulate(sums, row, weights, live)
-            return (self._accumulate_shared(sums, shared, live) if reads else sums), dx
+        def run(sums: CarriedState, reads: bool) -> tuple[CarriedState, Any]:
+            """The sums with the gradients added, those of `shared` only if `reads`, and the gradient of the input."""
+            weight_gradients, shared_gradients, dx = self._passes.backward(self._context(row), x, stash, g)
+            sums = self._add_weights(sums, row, weight_gradients, live)
+            return (self._add_shared(sums, shared_gradients, live) if reads else sums), dx
 
         sums, dx = self._with_shared(run, {name: state[name] for name in ("weights", "shared")}, row, live)
         return {**state, **sums}, dx
 
-    def _inner(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+    def _inner(self, state: CarriedState, row: TableRow, x: Any, g: Any, live: Any) -> tuple[CarriedState, Any]:
+        """I: adds gradients of the shared weights, keeps the values for W, and sends the gradient of the input."""
         stash = read(state["kept"], row["residual"])
 
-        def run(sums: State, reads: bool) -> tuple[State, Any]:
-            shared, dx, cut = self._passes.inner(self._context(row), x, stash, g)
-            return (self._accumulate_shared(sums, shared, live) if reads else sums), (dx, cut)
+        def run(sums: CarriedState, reads: bool) -> tuple[CarriedState, Any]:
+            """The sums, with gradients of `shared` added only if `reads`, the gradient of the input, and the cut."""
+            shared_gradients, dx, cut = self._passes.inner(self._context(row), x, stash, g)
+            return (self._add_shared(sums, shared_gradients, live) if reads else sums), (dx, cut)
 
         sums, (dx, cut) = self._with_shared(run, {"shared": state["shared"]}, row, live)
         return {**state, **sums, "cut": self._write(state["cut"], row["cut"], cut, live)}, dx
 
-    def _with_shared(self, run: Callable[[State, bool], Any], sums: State, row: Row, live: Any) -> Any:
-        """`run` of the sums, with gradients of `shared` on stages that read it.
+    def _with_shared(
+        self, run: Callable[[CarriedState, bool], Any], sums: CarriedState, row: TableRow, live: Any
+    ) -> Any:
+        """Call `run` on the sums; it adds gradients of `shared` only on stages that read `shared`.
 
-        On other stages these are zeros as large as embedding and head, and would take longer to make and add than the
-        stage. In a program without branches (`run_kind`) they are added on every stage.
+        On other stages these gradients are zeros as large as embedding and head, and would take longer to make and add
+        than the stage. In a program without branches (`run_kind`) they are added on every stage.
         """
-        if self._reads_shared is None or all(self._reads_shared) or live is not None:
+        if all(self._reads_shared) or live is not None:
             return run(sums, True)
         branches = [lambda sums, reads=reads: self._vary(run(sums, reads)) for reads in (True, False)]
         return lax.cond(jnp.asarray(self._reads_shared)[row["stage"]], *branches, sums)
 
-    def _outer(self, state: State, row: Row, x: Any, g: Any, live: Any) -> tuple[State, Any]:
+    def _outer(self, state: CarriedState, row: TableRow, x: Any, g: Any, live: Any) -> tuple[CarriedState, Any]:
+        """W: adds gradients of the weights, and sends zeros, which no device reads."""
         stash, cut = read(state["kept"], row["residual"]), read(state["cut"], row["cut"])
-        weights = self._passes.outer(self._context(row), x, stash, g, cut)
-        return self._accumulate(state, row, weights, live), _zero_message(x)
+        weight_gradients = self._passes.outer(self._context(row), x, stash, g, cut)
+        return self._add_weights(state, row, weight_gradients, live), jax.tree.map(jnp.zeros_like, x)
 
-    def _accumulate(self, state: State, row: Row, weights: Any, live: Any) -> State:
-        chunk = row["chunk"]
+    def _add_weights(self, state: CarriedState, row: TableRow, gradients: Any, live: Any) -> CarriedState:
+        """The state with gradients added to the sums of their chunk."""
 
         def add(total: Any, gradient: Any, primal: Any) -> Any:
             if not differentiable(primal):
                 return total
             if total.shape[0] == 1:
                 return _add(total, gradient[None])
-            return write(total, chunk, _add(read(total, chunk), gradient))
+            return write(total, row["chunk"], _add(read(total, row["chunk"]), gradient))
 
-        return {**state, "weights": jax.tree.map(add, state["weights"], _masked(live, weights), self._weights)}
+        return {**state, "weights": jax.tree.map(add, state["weights"], _masked(live, gradients), self.weights)}
 
-    def _accumulate_shared(self, state: State, shared: Any, live: Any) -> State:
+    def _add_shared(self, state: CarriedState, gradients: Any, live: Any) -> CarriedState:
+        """The state with gradients of the shared weights added to their sums."""
+
         def add(total: Any, gradient: Any, primal: Any) -> Any:
             return _add(total, gradient) if differentiable(primal) else total
 
-        return {**state, "shared": jax.tree.map(add, state["shared"], _masked(live, shared), self._shared)}
+        return {**state, "shared": jax.tree.map(add, state["shared"], _masked(live, gradients), self.shared)}
 
     def _write(self, pool: Any, slot: Any, value: Any, live: Any) -> Any:
         """The pool with a value in a slot; an idle device writes back the old value."""
@@ -196,33 +204,32 @@ class Actions:
             value = jax.tree.map(lambda new, old: jnp.where(live, new, old), value, read(pool, slot))
         return write(pool, slot, value)
 
-    def _context(self, row: Row) -> StageContext:
-        microbatch = read(self._batch, row["microbatch"])
-        weights = read(self._weights, row["chunk"])
-        at = At(row["stage"], row["microbatch"], read_in_place(self._frozen, row["chunk"]))
-        return StageContext(weights, self._shared, microbatch, at, self._key)
+    def _context(self, row: TableRow) -> StageContext:
+        """The arguments of the stage in this row."""
+        at = At(row["stage"], row["microbatch"], read_in_place(self.frozen, row["chunk"]))
+        microbatch, weights = read(self.batch, row["microbatch"]), read(self.weights, row["chunk"])
+        return StageContext(weights, self.shared, microbatch, at, self.key)
 
     def _vary(self, tree: Any) -> Any:
-        return vary(tree, self._manual)
-
-
-def _zero_message(x: Any) -> Any:
-    """A message of zeros, which no device reads."""
-    return jax.tree.map(jnp.zeros_like, x)
+        """A tree marked as varying over the manual axes."""
+        return vary(tree, self.manual)
 
 
 def _add(total: Any, value: Any) -> Any:
+    """A sum and an addend of any type, added in the type of the sum."""
     return total + value.astype(total.dtype)
 
 
 def _masked(live: Any, tree: Any) -> Any:
-    """The tree, or zeros where the device is idle; with `live` None it is never idle."""
+    """The tree, or zeros if the device is idle; if `live` is `None`, it is never idle."""
     if live is None:
         return tree
     return jax.tree.map(lambda leaf: leaf if leaf.dtype == jax.dtypes.float0 else jnp.where(live, leaf, 0), tree)
 
 
 def _check(message: Any, objective: Any, x: Any) -> None:
+    """Refuse a stage whose message or objective has another shape or type than expected."""
+
     def shapes(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: f"{leaf.dtype.name}{list(leaf.shape)}", tree)
 

@@ -1,9 +1,10 @@
 """The executor of asynchronous schedules: a pipeline that never drains, with the updates inside.
 
-Like `execute.py`, one scan over the ticks of a table. This table has no end (`stream.py`); each call runs the ticks in
-which its microbatches enter. A stage updates its own weights right after the backward that completes a group of
-microbatches; slots keep the older weights that actions still need. A call returns the state between ticks (`in_flight`)
-and the next call takes it, so nothing drains between training steps, and a checkpoint of it restores exactly.
+Like `execute.py`, it is one scan over the ticks of a table. This table has no end (`stream.py`); each call runs the
+ticks in which its microbatches enter. A stage updates its own weights right after the backward that completes a group
+of microbatches; slots keep the older weights that actions still need. A call returns the state between ticks
+(`in_flight`) and the next call takes it, so nothing drains between training steps, and a checkpoint of it restores
+exactly.
 
 Every stage has its own copy of the shared weights (embedding, head) and updates it: only the first stage's embedding
 and the last stage's head matter. So tied weights and norms over all stages (clipping) have no meaning here: the caller
@@ -16,6 +17,7 @@ References:
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,12 +28,10 @@ from jax import lax
 from jaxscale.errors import UserError
 from jaxscale.pipeline.run.passes import At, FromInput, FromResiduals, StageContext, StageFunction
 from jaxscale.pipeline.run.pipemare import Remedies, delay_of
-from jaxscale.pipeline.run.pools import empty, gradients, read, vary, where, write
+from jaxscale.pipeline.run.pools import WAYS, empty, gradients, read, shifted, vary, where, write, zeros
 from jaxscale.pipeline.run.stream import COLUMNS, Stream
 
-WAYS = {"from_left": 1, "from_right": -1}
-"""Origins of messages, and the step of each along the ranks."""
-InFlight = dict[str, Any]
+InFlightArrays = dict[str, Any]
 """The state between ticks on one device, every leaf with a first dim of 1: messages, batches, versions, sums."""
 
 
@@ -39,15 +39,15 @@ class UpdateAt(NamedTuple):
     """The stage and number of an update.
 
     Args:
-        stage: int32, traced.
-        number: int32, updates of this stage before it, since the pipe was filled.
+        stage: number of the stage, int32, traced.
+        number: number of updates of this stage before it, since the pipe was filled, int32, traced.
     """
 
     stage: Any
     number: Any
 
 
-Update = Callable[[Any, Any, Any, UpdateAt], tuple[Any, Any]]
+StageUpdate = Callable[[Any, Any, Any, UpdateAt], tuple[Any, Any]]
 """`update(parameters, gradients, optimizer, at) -> (parameters, optimizer)` of one stage; gradients are float32 sums
 over the group of microbatches. It may reduce over manual axes other than the pipe's."""
 
@@ -56,15 +56,15 @@ class Advanced(NamedTuple):
     """The result of a call.
 
     Args:
-        parameters: the newest of this stage.
-        optimizer: its optimizer's state.
-        in_flight: for the next call.
-        sums: of this device's forwards in these ticks, also those of microbatches of earlier calls.
+        parameters: the newest parameters of this stage.
+        optimizer: state of the stage's optimizer.
+        in_flight: state between ticks, for the next call.
+        sums: the stage's `sums`, added over this device's forwards in these ticks, of earlier calls' microbatches too.
     """
 
     parameters: Any
     optimizer: Any
-    in_flight: InFlight
+    in_flight: InFlightArrays
     sums: Any
 
 
@@ -76,21 +76,22 @@ class Asynchronous:
 
     Args:
         stream: the schedule.
-        stage: as of `execute`; gets weights and shared without their first dim; `at.microbatch` counts within a call.
-        update: of one stage.
+        stage: stage function, as in `execute`; its weights and shared weights have no first dim, and `at.microbatch`
+            counts within a call.
+        update: update of one stage.
         x: shapes of the message between stages.
-        compute: from parameters to the weights that stages compute with (a cast); `None`: unchanged.
-        remedies: of PipeMare.
+        compute: function from parameters to the weights that stages compute with (a cast); `None`: they are the same.
+        remedies: remedies of PipeMare.
         axis: the mesh axis of the stages.
         manual: all manual axes.
 
     Raises:
-        UserError: a correction with a schedule that keeps the weights of its forwards.
+        UserError: the remedies have a correction, but the schedule's backwards use the weights of their forwards.
     """
 
     stream: Stream
     stage: StageFunction
-    update: Update
+    update: StageUpdate
     x: Any
     compute: Callable[[Any], Any] | None = None
     remedies: Remedies = dataclasses.field(default_factory=Remedies)
@@ -100,74 +101,69 @@ class Asynchronous:
     def __post_init__(self) -> None:
         if self.remedies.correction is not None and not self.stream.newest:
             raise UserError(
-                f"schedule {self.stream.name}: got a correction of the weights of backwards, but they are those of the "
-                "forwards there; expected it with pipemare alone"
+                f"schedule {self.stream.name}: got a correction of the weights of backwards, but its backwards use "
+                "those of their forwards; expected it with pipemare alone"
             )
 
-    def fill(self, parameters: Any, batch: Any, key: Any) -> InFlight:
+    def fill(self, parameters: Any, batch: Any, key: Any) -> InFlightArrays:
         """An empty pipe, for calls with batches like this one.
 
         Args:
-            parameters: the initial ones.
-            batch: leaves (n, ...), n microbatches a call; only shapes are read.
-            key: like those of the calls; only its type is read.
+            parameters: the initial parameters.
+            batch: a batch like those of the calls, leaves (n, ...) for n microbatches; only its shapes are read.
+            key: a key like those of the calls; only its type is read.
         """
         parameters, batch, key = self._vary((parameters, batch, key))
         microbatch = jax.tree.map(lambda leaf: leaf[0], batch)
         slots = self.stream.carried + _microbatches(batch)
-        state: InFlight = {
+        state: InFlightArrays = {
             "tick": jnp.int32(0),
             "messages": empty(self.x, self.stream.messages + 1),
-            "boxes": {way: _zeros(self.x) for way in WAYS},
+            # messages that have arrived, and enter their slots in the next tick
+            "boxes": {way: zeros(self.x) for way in WAYS},
             "kept": empty(self._stage_passes(parameters, microbatch, key).kept, self.stream.kept),
             "batch": empty(microbatch, slots),
             "key": jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (slots, *leaf.shape)), key),
-            "versions": (),
-            "gradients": (),
-            "change": (),
+            "versions": self._copies(parameters),
+            "gradients": zeros(parameters, jnp.float32) if self.stream.group > 1 else (),
+            "change": () if self.remedies.correction is None else zeros(parameters, jnp.float32),
         }
-        if self._has_copies:
-            copy = self._compute_weights(parameters)
-            state["versions"] = jax.tree.map(lambda leaf: jnp.repeat(leaf, self.stream.versions, 0), copy)
-        if self.stream.group > 1:
-            state["gradients"] = _float32(parameters)
-        if self.remedies.correction is not None:
-            state["change"] = _float32(parameters)
         return jax.tree.map(lambda leaf: leaf[None], self._vary(state))
 
-    def advance(self, parameters: Any, optimizer: Any, in_flight: InFlight, batch: Any, key: Any) -> Advanced:
+    def advance(self, parameters: Any, optimizer: Any, in_flight: InFlightArrays, batch: Any, key: Any) -> Advanced:
         """Let n microbatches enter, and run the ticks until the next may enter.
 
         Args:
-            parameters: the newest.
-            optimizer: state, for `update`.
-            in_flight: from `fill`, or from the previous call.
-            batch: leaves (n, ...).
-            key: for the stage with these microbatches.
+            parameters: the newest parameters.
+            optimizer: state of the optimizer, for `update`.
+            in_flight: state from `fill`, or from the previous call.
+            batch: the microbatches that enter, leaves (n, ...).
+            key: random key for the stage with these microbatches.
 
         Raises:
-            UserError: a number of microbatches that differs from that of `fill`.
+            UserError: the number of microbatches differs from that of `fill`.
         """
         microbatches, expected = _microbatches(batch), self._microbatches(in_flight)
         if microbatches != expected:
-            raise UserError(f"got {microbatches} microbatches, expected {expected}, as the pipe was filled for")
+            raise UserError(f"got {microbatches} microbatches, expected {expected} as when the pipe was filled")
         state = jax.tree.map(lambda leaf: leaf[0], in_flight)
         batch, key = self._vary((batch, key))
         numbers = state["tick"] // self.stream.pace + jnp.arange(microbatches)
         slots = numbers % (self.stream.carried + microbatches)
-        state["batch"] = jax.tree.map(lambda pool, new: pool.at[slots].set(new), state["batch"], batch)
-        state["key"] = jax.tree.map(lambda pool, new: pool.at[slots].set(new), state["key"], key)
+        for name, arrivals in (("batch", batch), ("key", key)):
+            state[name] = jax.tree.map(lambda pool, new: pool.at[slots].set(new), state[name], arrivals)
         return self._run(parameters, optimizer, state, microbatches, ticks=self.stream.pace * microbatches, enters=True)
 
-    def drain(self, parameters: Any, optimizer: Any, in_flight: InFlight) -> Advanced:
-        """Run all microbatches in the pipe to their end; to go on, `fill` it again. Arguments as of `advance`."""
+    def drain(self, parameters: Any, optimizer: Any, in_flight: InFlightArrays) -> Advanced:
+        """Run all microbatches in the pipe to their end; to go on, `fill` it again. Arguments as in `advance`."""
         state = jax.tree.map(lambda leaf: leaf[0], in_flight)
         ticks = self.stream.tail - self.stream.pace
         return self._run(parameters, optimizer, state, self._microbatches(in_flight), ticks=ticks, enters=False)
 
     def _run(
-        self, parameters: Any, optimizer: Any, state: InFlight, microbatches: int, *, ticks: int, enters: bool
+        self, parameters: Any, optimizer: Any, state: InFlightArrays, microbatches: int, *, ticks: int, enters: bool
     ) -> Advanced:
+        """Run the ticks of a call; with `enters`, its microbatches are already in the state."""
         stream = self.stream
         state = self._vary({**state, "parameters": parameters, "optimizer": optimizer})
         rows = lax.dynamic_index_in_dim(jnp.asarray(stream.rows), lax.axis_index(self.axis), 2, keepdims=False)
@@ -176,14 +172,14 @@ class Asynchronous:
         period = len(stream.rows) - stream.beginning
         microbatch, key = (read(state[name], 0) for name in ("batch", "key"))
         passes = self._stage_passes(state["parameters"], microbatch, key)
-        zeros = self._vary(_zeros(self.x))
-        context = self._sample_context(state, microbatch, key)
-        state["sums"] = self._vary(_float32(jax.eval_shape(passes.forward, context, zeros)[1]))
+        context = self._sample_context(state["parameters"], microbatch, key)
+        sums = jax.eval_shape(passes.forward, context, self._vary(zeros(self.x)))[1]
+        state["sums"] = self._vary(zeros(sums, jnp.float32))
 
         def tick(state: dict[str, Any], _: None) -> tuple[dict[str, Any], None]:
-            time = state["tick"]
-            steady_ticks = jnp.maximum(time - stream.beginning, 0)
-            row_index = jnp.where(time < stream.beginning, time, stream.beginning + steady_ticks % period)
+            now = state["tick"]
+            steady_ticks = jnp.maximum(now - stream.beginning, 0)
+            row_index = jnp.where(now < stream.beginning, now, stream.beginning + steady_ticks % period)
             row: dict[str, Any] = dict(zip(COLUMNS, rows[row_index], strict=True))
             row["microbatch"] += stream.turns * (steady_ticks // period)
             kind = jnp.where(row["microbatch"] < microbatch_end, row["kind"], 0)
@@ -192,25 +188,24 @@ class Asynchronous:
                 messages = write(messages, row[way], state["boxes"][way])
             carry = {name: value for name, value in state.items() if name not in ("tick", "messages", "boxes")}
 
-            def action(run: Any) -> Callable[..., Any]:
-                def branch(state: Any, messages: Any) -> Any:
-                    # each branch reads its own operands, or a TPU moves the pool into its fast memory for all of them
-                    x = where(lax.axis_index(self.axis) > 0, read(messages, row["x"]))
-                    g = where(lax.axis_index(self.axis) < stream.ranks - 1, read(messages, row["g"]))
-                    return self._vary(run(passes, state, row, x, g))
+            def branch(action: Callable[..., tuple[Any, Any]], state: Any, messages: Any) -> Any:
+                """The state after an action, and its message."""
+                # each branch reads its own operands, or a TPU moves the pool into its fast memory for all of them
+                x = where(lax.axis_index(self.axis) > 0, read(messages, row["x"]))
+                g = where(lax.axis_index(self.axis) < stream.ranks - 1, read(messages, row["g"]))
+                return self._vary(action(passes, state, row, x, g))
 
-                return branch
-
-            runs = [action(run) for run in (_idle, self._forward, self._backward)]
-            carry, message = lax.switch(kind, runs, carry, messages)
-            boxes = {way: self._shift(message, step) for way, step in WAYS.items()}
-            return self._vary({**carry, "tick": time + 1, "messages": messages, "boxes": boxes}), None
+            branches = [functools.partial(branch, action) for action in (_idle, self._forward, self._backward)]
+            carry, message = lax.switch(kind, branches, carry, messages)
+            boxes = {way: shifted(message, self.axis, stream.ranks, way) for way in WAYS}
+            return self._vary({**carry, "tick": now + 1, "messages": messages, "boxes": boxes}), None
 
         state, _ = lax.scan(tick, state, None, length=ticks)
         parameters, optimizer, sums = (state.pop(name) for name in ("parameters", "optimizer", "sums"))
         return Advanced(parameters, optimizer, jax.tree.map(lambda leaf: leaf[None], state), sums)
 
     def _forward(self, passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: Any) -> tuple[Any, Any]:
+        """F: adds the sums, keeps the stash, and sends the output."""
         del g
         with jax.named_scope("pipeline_F"):
             y, sums, stash = passes.forward(self._row_context(state, row, self._weights_of(state, row)), x)
@@ -218,6 +213,7 @@ class Asynchronous:
         return {**state, "sums": total, "kept": write(state["kept"], row["kept"], stash)}, y
 
     def _backward(self, passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: Any) -> tuple[Any, Any]:
+        """B: adds or applies the gradients of this stage, and sends that of the input."""
         stage = lax.axis_index(self.axis)
         weights = self._weights_of(state, row)
         if self.remedies.correction is not None:
@@ -227,13 +223,14 @@ class Asynchronous:
         with jax.named_scope("pipeline_B"):
             context = self._row_context(state, row, weights)
             weight_gradients, shared_gradients, dx = passes.backward(context, x, read(state["kept"], row["kept"]), g)
-        pair = gradients((weight_gradients, shared_gradients), weights)
-        increments = jax.tree.map(lambda leaf: leaf.astype(jnp.float32)[None], pair)
+        gradient_pair = gradients((weight_gradients, shared_gradients), weights)
+        increments = jax.tree.map(lambda leaf: leaf.astype(jnp.float32)[None], gradient_pair)
         if self.stream.group == 1:
             return self._apply_update(state, row, increments), dx
         state = {**state, "gradients": jax.tree.map(jnp.add, state["gradients"], increments)}
 
         def update(state: dict[str, Any]) -> dict[str, Any]:
+            """The state after the update, with zero gradients."""
             new_state = self._apply_update(state, row, state["gradients"])
             return self._vary({**new_state, "gradients": jax.tree.map(jnp.zeros_like, new_state["gradients"])})
 
@@ -260,45 +257,47 @@ class Asynchronous:
         return self.stream.versions > 1 or self.compute is not None
 
     def _compute_weights(self, parameters: Any) -> Any:
+        """The weights that stages compute with, of these parameters."""
         return parameters if self.compute is None else self.compute(parameters)
 
+    def _copies(self, parameters: Any) -> Any:
+        """A pool with as many copies of the weights as there are versions."""
+        if not self._has_copies:
+            return ()
+        return jax.tree.map(lambda leaf: jnp.repeat(leaf, self.stream.versions, 0), self._compute_weights(parameters))
+
     def _weights_of(self, state: dict[str, Any], row: dict[str, Any]) -> Any:
-        """(weights, shared) for the action of this row."""
+        """The weights (weights, shared) for the action of this row."""
         if self._has_copies:
             return read(state["versions"], row["reads"])
         return jax.tree.map(lambda leaf: leaf[0], state["parameters"])
 
     def _stage_passes(self, parameters: Any, microbatch: Any, key: Any) -> Any:
+        """Forward and backward of the stage for the stream's stash."""
         if self.stream.stash == "input":
             return FromInput(self.stage, self._vary)
-        state = {"parameters": parameters}
-        zeros = self._vary(_zeros(self.x))
-        return FromResiduals(self.stage, self._vary, self._sample_context(state, microbatch, key), zeros, split=False)
+        context = self._sample_context(parameters, microbatch, key)
+        return FromResiduals(self.stage, self._vary, context, self._vary(zeros(self.x)), split=False)
 
-    def _sample_context(self, state: dict[str, Any], microbatch: Any, key: Any) -> StageContext:
+    def _sample_context(self, parameters: Any, microbatch: Any, key: Any) -> StageContext:
         """The context of a sample action, for its shapes."""
-        weights, shared = jax.tree.map(lambda leaf: leaf[0], self._compute_weights(state["parameters"]))
+        weights, shared = jax.tree.map(lambda leaf: leaf[0], self._compute_weights(parameters))
         return self._vary(StageContext(weights, shared, microbatch, At(jnp.int32(0), jnp.int32(0)), key))
 
-    def _row_context(self, state: dict[str, Any], row: dict[str, Any], pair: Any) -> StageContext:
-        """The context of the action of this row, from (weights, shared)."""
+    def _row_context(self, state: dict[str, Any], row: dict[str, Any], weight_pair: Any) -> StageContext:
+        """The context of the action of this row, from its weights (weights, shared)."""
         slots = jax.tree.leaves(state["batch"])[0].shape[0]
         microbatch, key = (read(state[name], row["microbatch"] % slots) for name in ("batch", "key"))
         at = At(lax.axis_index(self.axis), row["microbatch"] % (slots - self.stream.carried))
-        weights, shared = pair
+        weights, shared = weight_pair
         return self._vary(StageContext(weights, shared, microbatch, at, key))
 
-    def _microbatches(self, in_flight: InFlight) -> int:
-        """Microbatches that enter with each call."""
+    def _microbatches(self, in_flight: InFlightArrays) -> int:
+        """Number of microbatches that enter with each call."""
         return jax.tree.leaves(in_flight["batch"])[0].shape[1] - self.stream.carried
 
-    def _shift(self, message: Any, step: int) -> Any:
-        """The message from the neighbour."""
-        ranks = self.stream.ranks
-        route = [(rank, (rank + step) % ranks) for rank in range(ranks)]
-        return jax.tree.map(lambda leaf: lax.ppermute(leaf, self.axis, route), message)
-
     def _vary(self, tree: Any) -> Any:
+        """A tree marked as varying over the manual axes."""
         return vary(tree, self.manual)
 
 
@@ -309,12 +308,5 @@ def _idle(passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: An
 
 
 def _microbatches(batch: Any) -> int:
+    """Number of microbatches of a batch."""
     return jax.tree.leaves(batch)[0].shape[0]
-
-
-def _zeros(shapes: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-
-def _float32(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tree)

@@ -12,10 +12,10 @@ Left to its caller: the `jax.shard_map` around it, every reduction over devices 
 unequal stages (inside the stage function), updates (`asynchronous.py` has those inside a schedule).
 """
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -24,7 +24,7 @@ from jaxscale.errors import UserError
 from jaxscale.pipeline.run.actions import Actions
 from jaxscale.pipeline.run.passes import At, StageFunction
 from jaxscale.pipeline.run.phases import phases
-from jaxscale.pipeline.run.pools import empty, read, vary, write
+from jaxscale.pipeline.run.pools import empty, read, shifted, vary, write, zeros
 from jaxscale.pipeline.run.tables import MESSAGES, Tables
 from jaxscale.trees import named_leaves
 
@@ -40,8 +40,8 @@ class Executed(NamedTuple):
 
     Args:
         sums: the stages' `sums`, summed over the forwards of this device.
-        weight_gradients: of the weights, float32 (v, ...); `None` if no backward ran.
-        shared_gradients: of the shared weights, float32; `None` if no backward ran.
+        weight_gradients: gradients of the weights, float32 (v, ...); `None` if no backward ran.
+        shared_gradients: gradients of the shared weights, float32; `None` if no backward ran.
     """
 
     sums: Any
@@ -73,56 +73,56 @@ def execute(
             device: `at.stage` and `at.microbatch` are traced. `x` is zeros on the first stage, and the last stage's `y`
             goes nowhere. `objective` is a float32 scalar, differentiated with cotangent 1 and summed over all stages
             and microbatches; `sums` a tree of float32 scalars.
-        weights: of this device's chunks, leaves (v, ...); chunk c holds the stage that `Schedule.place` puts there.
+        weights: weights of this device's chunks, leaves (v, ...); chunk c holds the stage that `Schedule.place` puts
+            there.
         shared: weights that every stage may read (embedding, head), gathered by the caller.
-        batch: leaves (m, ...); a stage gets those of its microbatch.
-        key: handed to the stage unchanged; fold microbatch and layer into it, and every schedule draws the same.
+        batch: microbatches, leaves (m, ...); a stage gets the leaves of its microbatch.
+        key: random key, handed to the stage unchanged; if the stage folds microbatch and layer into it, every schedule
+            draws the same numbers.
         x: the message from stage to stage, a tree of `jax.ShapeDtypeStruct`.
-        axis: of the mesh, along which the stages lie.
+        axis: name of the mesh axis along which the stages lie.
         manual: all axes over which the surrounding `jax.shard_map` is manual.
         lowering: "phased", for lock-step tables only: no branches, idle devices compute on zeros and drop the results.
         readers: stages that read anything of `shared`; only their backwards add to its gradients. `None`: all may.
         hosted: names (`checkpoint_name`) of residuals that lie on the host between a forward and its backward.
-        frozen: leaves (v, ...) without gradients, such as weights on the host; a stage gets those of its chunk as
-            `at.frozen`, in their own memory.
+        frozen: weights without gradients, leaves (v, ...), such as weights on the host; a stage gets those of its chunk
+            as `at.frozen`, in the memory where they are.
 
     Returns:
         This device's sums; reduce them over the axes that share the parameters.
 
     Raises:
-        UserError: a batch without m microbatches, weights of a wrong number of chunks, a stage that returns a message
-            unlike `x`, "phased" with a table whose ticks mix kinds.
+        UserError: the batch has not m microbatches, the weights have a wrong number of chunks, the stage returns a
+            message unlike `x`, or the lowering is "phased" and a tick of the table has several kinds.
     """
     _check(tables, weights, batch, lowering)
     weights, shared, batch, key, frozen = vary((weights, shared, batch, key, frozen), manual)
     actions = Actions(tables, stage, weights, shared, batch, key, x, manual, readers, hosted, frozen)
     table = np.stack([tables.columns[name] for name in tables.columns], axis=1)
     rows = lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(axis), 2, keepdims=False)
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x)
+    no_message = zeros(x)
     state = {
         "messages": empty(x, tables.messages + 1),
-        "boxes": {way: zeros for way in MESSAGES if tables.meets(way)},
+        # messages that have arrived, and enter their slots in the next tick
+        "boxes": {way: no_message for way in MESSAGES if tables.meets(way)},
         "sums": actions.start(),
     }
-    run = _one_loop if lowering == "switch" else _few_loops
-    sums = run(tables, _tick(tables, actions, axis, manual), vary(rows, manual), vary(state, manual))["sums"]
+    run_ticks = _one_loop if lowering == "switch" else _few_loops
+    sums = run_ticks(tables, _tick(tables, actions, axis, manual), vary(rows, manual), vary(state, manual))["sums"]
     return Executed(sums["sums"], sums.get("weights"), sums.get("shared"))
 
 
 def _tick(tables: Tables, actions: Actions, axis: str, manual: Sequence[str]) -> _Tick:
-    """One tick: `tick(state, row, travels, kinds)`."""
-    ranks = tables.schedule.ranks
-    routes = {
-        way: [(rank, (rank + step) % ranks) for rank in range(ranks)]
-        for way, step in (("from_left", 1), ("from_right", -1))
-    }
+    """The function of one tick, `tick(state, row, travels, kinds) -> state`.
+
+    `travels` has, for each direction with messages, whether one travels at the end of the tick; `kinds` the codes of
+    the kinds that the tick may have.
+    """
 
     def send(message: Any, way: str, travels: Any) -> Any:
         """A message to the neighbour; `travels` is the same on all devices, so they exchange together or not at all."""
 
-        def shift(tree: Any) -> Any:
-            return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, routes[way]), tree)
-
+        shift = functools.partial(shifted, axis=axis, ranks=tables.schedule.ranks, way=way)
         if isinstance(travels, bool):
             return shift(message) if travels else message
         return lax.cond(travels, shift, lambda tree: tree, message)
@@ -133,7 +133,7 @@ def _tick(tables: Tables, actions: Actions, axis: str, manual: Sequence[str]) ->
         for way, box in state["boxes"].items():
             messages = write(messages, row[way], box)
         if len(kinds) == 1:
-            # operands are read before the pool is written again, or XLA copies the pool in every tick (hazard 2)
+            # operands are read before the pool is written again, or XLA copies the pool in every tick
             x, g, messages = lax.optimization_barrier((read(messages, row["x"]), read(messages, row["g"]), messages))
             sums, message = actions.run_kind(kinds[0], state["sums"], row, x, g)
         else:
@@ -144,31 +144,24 @@ def _tick(tables: Tables, actions: Actions, axis: str, manual: Sequence[str]) ->
     return tick
 
 
-def _travels(tables: Tables) -> dict[str, np.ndarray]:
-    """For each direction that is used, bool[tick]: whether a message travels."""
-    flags = {"from_left": tables.right, "from_right": tables.left}
-    return {way: flag for way, flag in flags.items() if flag.any()}
-
-
 def _one_loop(tables: Tables, tick: _Tick, rows: Any, state: Any) -> Any:
     """One loop over all ticks, with a branch for each kind; a direction used in every tick needs no gate."""
-    flags = _travels(tables)
-    gates = {way: jnp.asarray(flag) for way, flag in flags.items() if not flag.all()}
+    gates = {way: jnp.asarray(flags) for way, flags in tables.travels.items() if not flags.all()}
 
     def step(state: Any, xs: Any) -> tuple[Any, None]:
         row, gate = xs
-        return tick(state, row, {way: gate.get(way, True) for way in flags}, tables.kinds), None
+        return tick(state, row, {way: gate.get(way, True) for way in tables.travels}, tables.kinds), None
 
     return lax.scan(step, state, (rows, gates))[0]
 
 
 def _few_loops(tables: Tables, tick: _Tick, rows: Any, state: Any) -> Any:
     """A loop for each phase of a lock-step table, with the kinds of its motif unrolled."""
-    flags, start = _travels(tables), 0
+    start = 0
     for motif, repeats in phases(tables):
         span = slice(start, start + repeats * len(motif))
         gates = [
-            {way: bool(flag[span][turn :: len(motif)].any()) for way, flag in flags.items()}
+            {way: bool(flags[span][turn :: len(motif)].any()) for way, flags in tables.travels.items()}
             for turn in range(len(motif))
         ]
 
@@ -183,6 +176,7 @@ def _few_loops(tables: Tables, tick: _Tick, rows: Any, state: Any) -> Any:
 
 
 def _check(tables: Tables, weights: Any, batch: Any, lowering: Lowering) -> None:
+    """Refuse arguments whose first dims do not fit the schedule, and a lowering that the table does not have."""
     schedule = tables.schedule
     for label, tree, count in (("batch", batch, schedule.microbatches), ("weights", weights, schedule.chunks)):
         for name, leaf in named_leaves(tree).items():

@@ -5,6 +5,7 @@ that would make something larger cross. It also runs cheap equations again (move
 no more bytes across. The values that cross are a small cut, not always the smallest.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jaxscale.compat import rebind, rebind_checkpoint, scan_counts, varying_axes
+from jaxscale.pipeline.run.pools import vary
 from jaxscale.programs.inline import Constant, InlinedProgram, Step, inline
 from jaxscale.trees import leaf_bytes
 
@@ -42,8 +44,9 @@ class Halves(NamedTuple):
         cut: the arrays that cross.
         reads_first: for each input, whether the first half reads it.
         reads_second: the same for the second half.
-        first: from the inputs to all outputs (`None` where the second half makes it) and the crossing values.
-        second: from the inputs and the crossing values to all outputs (`None` where the first half makes it).
+        first: function from the inputs to (outputs, crossing values); an output that the second half makes is `None`.
+        second: function from the inputs and the crossing values to the outputs; one that the first half makes is
+            `None`.
     """
 
     cut: tuple[Crossing, ...]
@@ -54,7 +57,7 @@ class Halves(NamedTuple):
 
 
 class _Placement(NamedTuple):
-    """A step, the halves it runs in, and its own halves where it is divided; `cut`: numbers of its crossing values."""
+    """A step, the halves it runs in and, if it is divided, its own halves and the numbers of its crossing values."""
 
     step: Step
     first: bool
@@ -79,11 +82,13 @@ def program_halves(
         hidden: for each input, whether the second half cannot read it.
         unready: for each input, whether the first half cannot read it.
     """
-    program, consts = inline(_closed(closed)), list(getattr(closed, "consts", ()))
+    program = inline(closed if hasattr(closed, "jaxpr") else ClosedJaxpr(closed, ()))
+    consts = list(getattr(closed, "consts", ()))
     inputs = program.inputs[len(consts) :]
     hidden_inputs = _selected(inputs, hidden or [False] * len(inputs))
     unready_inputs = _selected(inputs, unready or [False] * len(inputs))
     first_outputs, second_outputs = _selected(program.outputs, first), _selected(program.outputs, second)
+    # values that the second half can make from its inputs by cheap steps
     cheap = set(program.inputs) - hidden_inputs
     for step in program.steps:
         if step.primitive in CHEAP and _inputs(step) <= cheap:
@@ -91,11 +96,12 @@ def program_halves(
     first_values = _closure(program, first_outputs)
     if first_values:
         first_values |= _closure(program, _early_sums(program, first_values, second_outputs, cheap, unready_inputs))
-    available = first_values | set(program.inputs) - unready_inputs
+    ready = first_values | set(program.inputs) - unready_inputs
 
-    second_values, cut, placements = set(second_outputs), [], []
+    second_values, placements = set(second_outputs), []
     fresh_numbers = itertools.count(len(program.avals))
-    crossings: list[Crossing] = []
+    cut: dict[int, Crossing] = {}
+    # from the last step to the first: early outputs are made by the first half, late ones are needed by the second
     for step in reversed(program.steps):
         early_flags, late_flags = _membership(step.outputs, first_values), _membership(step.outputs, second_values)
         only_late = [needed and not made for needed, made in zip(late_flags, early_flags, strict=True)]
@@ -103,12 +109,12 @@ def program_halves(
             continue
         halves, inner_cut = None, ()
         if step.primitive in RULES and not all(early_flags) and not all(only_late):
-            halves = RULES[step.primitive](step, early_flags, only_late, _unready_flags(step, available))
+            unready_flags = [isinstance(atom, int) and atom not in ready for atom in step.inputs]
+            halves = RULES[step.primitive](step, early_flags, only_late, unready_flags)
         if halves is not None:
             inner_cut = tuple(next(fresh_numbers) for _ in halves.cut)
-            cut += inner_cut
-            crossings += halves.cut
-            second_values |= _chosen_inputs(step, halves.reads_second)
+            cut |= zip(inner_cut, halves.cut, strict=True)
+            second_values |= _selected(step.inputs, halves.reads_second)
             in_second = any(only_late)
         elif any(only_late) and any(early_flags):
             in_second = False
@@ -117,64 +123,52 @@ def program_halves(
             in_second = True
             second_values |= _inputs(step)
         else:
-            shared = [number for number in _outputs(step) if number in second_values]
+            needed = [number for number in _outputs(step) if number in second_values]
             missing = _inputs(step) - cheap - second_values
-            in_second = bool(shared) and step.primitive in CHEAP and _bytes(program, missing) <= _bytes(program, shared)
+            in_second = bool(needed) and step.primitive in CHEAP and _bytes(program, missing) <= _bytes(program, needed)
             if in_second:
                 second_values |= _inputs(step)
         if halves is not None or not in_second:
-            pairs = zip(step.outputs, early_flags, strict=True)
-            crossed = [number for number, flag in pairs if flag and number in second_values]
-            cut += crossed
-            crossings += [_crossing(program.avals[number]) for number in crossed if number is not None]
+            for number, early in zip(step.outputs, early_flags, strict=True):
+                if early and number is not None and number in second_values:
+                    cut[number] = _crossing(program.avals[number])
         placements.append(_Placement(step, any(early_flags), in_second, halves, inner_cut))
-    for number in inputs:
-        if number in hidden_inputs and number in second_values:
-            cut.append(number)
-            crossings.append(_crossing(program.avals[number]))
+    hidden_reads = (number for number in inputs if number in hidden_inputs and number in second_values)
+    cut |= {number: _crossing(program.avals[number]) for number in hidden_reads}
     placements.reverse()
 
-    def run(values: dict[int, Any], half: int) -> None:
-        def read(atom: int | Constant) -> Any:
-            return atom.value if isinstance(atom, Constant) else values.get(atom)
-
+    def run(half: int, arguments: Sequence[Any], crossed: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
+        """The outputs of a half, and all its values by number."""
+        values = dict(zip(program.inputs, [*consts, *arguments], strict=True))
+        values |= dict(zip(cut if half else (), crossed, strict=True))
         for placement in placements:
-            step, operands = placement.step, [read(atom) for atom in placement.step.inputs]
             if not (placement.first, placement.second)[half]:
                 continue
+            step, operands = placement.step, [_read(values, atom) for atom in placement.step.inputs]
             if placement.halves is None:
                 results = operands if step.primitive == "name" else rebind(step.eqn, operands)
             elif half == 0:
-                results, crossed = placement.halves.first(operands)
-                values.update(zip(placement.cut, crossed, strict=True))
+                results, inner_crossed = placement.halves.first(operands)
+                values.update(zip(placement.cut, inner_crossed, strict=True))
             else:
                 results = placement.halves.second(operands, [values[number] for number in placement.cut])
             values.update((n, v) for n, v in zip(step.outputs, results, strict=True) if n is not None and v is not None)
-
-    def select_outputs(values: dict[int, Any], flags: Sequence[bool]) -> list[Any]:
-        return [
-            (atom.value if isinstance(atom, Constant) else values[atom]) if flag else None
-            for atom, flag in zip(program.outputs, flags, strict=True)
-        ]
+        outputs = _masked([_read(values, atom) for atom in program.outputs], (first, second)[half])
+        return outputs, values
 
     def run_first(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        values = dict(zip(program.inputs, [*consts, *arguments], strict=True))
-        run(values, 0)
-        return select_outputs(values, first), [values[number] for number in cut]
-
-    def run_second(arguments: Sequence[Any], crossed: Sequence[Any]) -> list[Any]:
-        values = dict(zip(program.inputs, [*consts, *arguments], strict=True)) | dict(zip(cut, crossed, strict=True))
-        run(values, 1)
-        return select_outputs(values, second)
+        """The outputs of the first half, and the values that cross."""
+        outputs, values = run(0, arguments, ())
+        return outputs, [values[number] for number in cut]
 
     first_reads = set(cut) | first_outputs
     for placement in placements:
         if placement.first:
             step, halves = placement.step, placement.halves
-            first_reads |= _inputs(step) if halves is None else _chosen_inputs(step, halves.reads_first)
+            first_reads |= _inputs(step) if halves is None else _selected(step.inputs, halves.reads_first)
     reads_first = tuple(number in first_reads for number in inputs)
     reads_second = tuple(number in second_values and number not in hidden_inputs for number in inputs)
-    return Halves(tuple(crossings), reads_first, reads_second, run_first, run_second)
+    return Halves(tuple(cut.values()), reads_first, reads_second, run_first, lambda *operands: run(1, *operands)[0])
 
 
 def _early_sums(
@@ -187,7 +181,7 @@ def _early_sums(
         number: set() if number in cheap else {number} for number in first_values | (set(program.inputs) - unready)
     }
     candidates: dict[int, set[int]] = {}
-    crossing: set[int] = set()
+    crossing: set[int] = set()  # values that cross for other steps
     for step in program.steps:
         if not any(_membership(step.outputs, needed)) or any(_membership(step.outputs, first_values)):
             continue
@@ -216,7 +210,7 @@ def _closure(program: InlinedProgram, targets: Iterable[int]) -> set[int]:
         halves = None
         if step.primitive in RULES and not all(output_flags):
             halves = RULES[step.primitive](step, output_flags, [False] * len(output_flags), [False] * len(step.inputs))
-        needed |= _inputs(step) if halves is None else _chosen_inputs(step, halves.reads_first)
+        needed |= _inputs(step) if halves is None else _selected(step.inputs, halves.reads_first)
     return needed
 
 
@@ -225,11 +219,11 @@ def _scan(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
     params = step.eqn.params
     consts, carried = scan_counts(params)
     body = params["jaxpr"]
-    span = consts, consts + carried
+    carry_span = consts, consts + carried
     no_outputs = [False] * len(first)
     early_carry, late_carry = list(first[:carried]), list(second[:carried])
     while True:
-        reads = program_halves(body, [*early_carry, *first[carried:]], no_outputs).reads_first[slice(*span)]
+        reads = program_halves(body, [*early_carry, *first[carried:]], no_outputs).reads_first[slice(*carry_span)]
         if early_carry == (early_carry := [a or b for a, b in zip(early_carry, reads, strict=True)]):
             break
     while True:
@@ -238,63 +232,58 @@ def _scan(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
             body,
             [*early_carry, *first[carried:]],
             [*late_carry, *second[carried:]],
-            [*[False] * consts, *early_carry, *[False] * (len(step.inputs) - span[1])],
-            [*unready[:consts], *(not flag for flag in early_carry), *unready[span[1] :]],
+            [*[False] * consts, *early_carry, *[False] * (len(step.inputs) - carry_span[1])],
+            [*unready[:consts], *(not flag for flag in early_carry), *unready[carry_span[1] :]],
         )
         if late_carry == (
-            late_carry := [a or b for a, b in zip(late_carry, halves.reads_second[slice(*span)], strict=True)]
+            late_carry := [a or b for a, b in zip(late_carry, halves.reads_second[slice(*carry_span)], strict=True)]
         ):
             break
-    outputs_first, outputs_second = [*early_carry, *first[carried:]], [*late_carry, *second[carried:]]
     settings = {"length": params["length"], "reverse": params["reverse"], "unroll": params["unroll"]}
 
     def loop(
-        operands: Sequence[Any], reads: Sequence[bool], carry: Sequence[bool], outputs: Sequence[bool], run: Any
-    ) -> Any:
-        """One of the two scans, of (inputs, stacked crossing values)."""
-        values, crossed = operands
-        readable = [value if flag else None for value, flag in zip(values, reads, strict=True)]
-        readable[consts : span[1]] = [None] * carried
+        half: Callable[[list[Any], Any], tuple[list[Any], list[Any]]],
+        reads: Sequence[bool],
+        carry: Sequence[bool],
+        operands: Sequence[Any],
+        crossed: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """One of the two scans: its outputs and the stacked values that cross."""
+        readable = _masked(operands, reads)
 
-        def run_body(state: list[Any], x: Any) -> Any:
-            slices, crossed_slices = x
-            outs, cut = run([*readable[:consts], *state, *slices], crossed_slices)
-            outs = [value if flag else None for value, flag in zip(outs, outputs, strict=True)]
-            return outs[:carried], (outs[carried:], cut)
+        def run_body(state: list[Any], xs: Any) -> Any:
+            """One iteration of a half of the body."""
+            slices, crossed_slices = xs
+            outputs, cut = half([*readable[:consts], *state, *slices], crossed_slices)
+            return outputs[:carried], (outputs[carried:], cut)
 
-        start = [value if flag else None for value, flag in zip(values[slice(*span)], carry, strict=True)]
-        end, (stacked, cut) = jax.lax.scan(run_body, start, (readable[span[1] :], crossed), **settings)
+        start = _masked(operands[slice(*carry_span)], carry)
+        end, (stacked, cut) = jax.lax.scan(run_body, start, (readable[carry_span[1] :], list(crossed)), **settings)
         return [*end, *stacked], cut
 
     def run_first(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        def run(values: Any, _: Any) -> tuple[list[Any], list[Any]]:
-            return halves.first(values)
-
-        outs, cut = loop((operands, []), halves.reads_first, early_carry, outputs_first, run)
-        return [value if flag else None for value, flag in zip(outs, first, strict=True)], cut
+        outputs, cut = loop(lambda values, _: halves.first(values), halves.reads_first, early_carry, operands, ())
+        return _masked(outputs, first), cut
 
     def run_second(operands: Sequence[Any], cut: Sequence[Any]) -> list[Any]:
-        def run(values: Any, crossed_slices: Any) -> tuple[list[Any], list[Any]]:
-            return halves.second(values, crossed_slices), []
+        outputs, _ = loop(lambda *args: (halves.second(*args), []), halves.reads_second, late_carry, operands, cut)
+        return _masked(outputs, second)
 
-        outs, _ = loop((operands, list(cut)), halves.reads_second, late_carry, outputs_second, run)
-        return [value if flag else None for value, flag in zip(outs, second, strict=True)]
-
-    reads_first = [*halves.reads_first[:consts], *early_carry, *halves.reads_first[span[1] :]]
-    reads_second = [*halves.reads_second[:consts], *late_carry, *halves.reads_second[span[1] :]]
+    reads_first = [*halves.reads_first[:consts], *early_carry, *halves.reads_first[carry_span[1] :]]
+    reads_second = [*halves.reads_second[:consts], *late_carry, *halves.reads_second[carry_span[1] :]]
     cut = tuple(crossing._replace(shape=(params["length"], *crossing.shape)) for crossing in halves.cut)
     return Halves(cut, tuple(reads_first), tuple(reads_second), run_first, run_second)
 
 
 def _cond(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves | None:
-    """A `cond` as two with the same index; crossing values of different branches share slots."""
+    """A `cond` as two `cond`s with the same index; crossing values of different branches share slots."""
     params = step.eqn.params
     if params.get("branches_platforms") is not None:
         return None
-    parts = [program_halves(branch, first, second, None, unready[1:]) for branch in params["branches"]]
+    branch_halves = [program_halves(branch, first, second, None, unready[1:]) for branch in params["branches"]]
     cut: list[Crossing] = []
     slot_lists = []
-    for halves in parts:
+    for halves in branch_halves:
         unused = list(range(len(cut)))
         slots = []
         for crossing in halves.cut:
@@ -307,42 +296,36 @@ def _cond(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
                 cut[slot] = cut[slot]._replace(varying=cut[slot].varying | crossing.varying)
             slots.append(slot)
         slot_lists.append(slots)
-    reads = [
-        list(map(any, zip(*(getattr(halves, name) for halves in parts), strict=True)))
-        for name in ("reads_first", "reads_second")
-    ]
+    reads_first = tuple(map(any, zip(*(halves.reads_first for halves in branch_halves), strict=True)))
+    reads_second = tuple(map(any, zip(*(halves.reads_second for halves in branch_halves), strict=True)))
 
     def run_first(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        def branch(halves: Halves, slots: list[int]) -> Callable[[list[Any]], Any]:
-            def run(values: list[Any]) -> Any:
-                outs, crossed = halves.first(values)
-                by_slot = dict(zip(slots, crossed, strict=True))
-                return outs, [
-                    _vary(by_slot[i] if i in by_slot else jnp.zeros(*crossing[:2]), crossing.varying)
-                    for i, crossing in enumerate(cut)
-                ]
+        def branch(halves: Halves, slots: list[int], values: list[Any]) -> tuple[list[Any], list[Any]]:
+            outputs, crossed = halves.first(values)
+            by_slot = dict(zip(slots, crossed, strict=True))
+            filled = [by_slot[i] if i in by_slot else jnp.zeros(*crossing[:2]) for i, crossing in enumerate(cut)]
+            return outputs, [vary(value, tuple(crossing.varying)) for value, crossing in zip(filled, cut, strict=True)]
 
-            return run
-
-        readable = [value if flag else None for value, flag in zip(operands[1:], reads[0], strict=True)]
-        return jax.lax.switch(operands[0], [branch(*pair) for pair in zip(parts, slot_lists, strict=True)], readable)
+        branches = [functools.partial(branch, *pair) for pair in zip(branch_halves, slot_lists, strict=True)]
+        return jax.lax.switch(operands[0], branches, _masked(operands[1:], reads_first))
 
     def run_second(operands: Sequence[Any], crossed: Sequence[Any]) -> list[Any]:
-        def branch(halves: Halves, slots: list[int]) -> Callable[[list[Any], list[Any]], Any]:
-            return lambda values, crossed: halves.second(values, [crossed[slot] for slot in slots])
+        def branch(halves: Halves, slots: list[int], values: list[Any], crossed: list[Any]) -> list[Any]:
+            return halves.second(values, [crossed[slot] for slot in slots])
 
-        readable = [value if flag else None for value, flag in zip(operands[1:], reads[1], strict=True)]
-        runs = [branch(*pair) for pair in zip(parts, slot_lists, strict=True)]
-        return jax.lax.switch(operands[0], runs, readable, list(crossed))
+        branches = [functools.partial(branch, *pair) for pair in zip(branch_halves, slot_lists, strict=True)]
+        return jax.lax.switch(operands[0], branches, _masked(operands[1:], reads_second), list(crossed))
 
-    return Halves(tuple(cut), (any(first), *reads[0]), (any(second), *reads[1]), run_first, run_second)
+    reads = (any(first), *reads_first), (any(second), *reads_second)
+    return Halves(tuple(cut), *reads, run_first, run_second)
 
 
 def _checkpoint(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
-    """A checkpointed program as two, each recomputed under the same policy as the whole."""
+    """A checkpointed program as two checkpointed programs with the policy of the whole."""
     halves = program_halves(step.eqn.params["jaxpr"], first, second, None, unready)
 
     def run(half: Callable[..., Any], operands: Sequence[Any], reads: Sequence[bool], crossed: Sequence[Any]) -> Any:
+        """One half, as a checkpointed program of the operands that it reads and the values that cross."""
         readable = [value for value, flag in zip(operands, reads, strict=True) if flag]
 
         def run_half(*arrays: Any) -> Any:
@@ -358,9 +341,10 @@ def _checkpoint(step: Step, first: Sequence[bool], second: Sequence[bool], unrea
 
 
 def _barrier(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
-    """A barrier around the values of each half."""
+    """An optimization barrier as two, around the values of each half."""
 
     def run(operands: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
+        """The flagged operands behind a barrier, `None` for the others."""
         values = iter(jax.lax.optimization_barrier([v for v, flag in zip(operands, flags, strict=True) if flag]))
         return [next(values) if flag else None for flag in flags]
 
@@ -378,42 +362,41 @@ RULES = {
 """How to divide a primitive: (step, outputs of the first half, outputs of the second, unready inputs) -> Halves."""
 
 
-def _closed(jaxpr: Any) -> Any:
-    return jaxpr if hasattr(jaxpr, "jaxpr") else ClosedJaxpr(jaxpr, ())
+def _read(values: dict[int, Any], atom: int | Constant) -> Any:
+    """The value of an atom; `None` if it has not been computed."""
+    return atom.value if isinstance(atom, Constant) else values.get(atom)
+
+
+def _masked(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
+    """The flagged values, `None` for the others."""
+    return [value if flag else None for value, flag in zip(values, flags, strict=True)]
 
 
 def _inputs(step: Step) -> set[int]:
+    """Numbers of the values that a step reads."""
     return {atom for atom in step.inputs if isinstance(atom, int)}
 
 
 def _outputs(step: Step) -> list[int]:
+    """Numbers of the results of a step that are read later."""
     return [number for number in step.outputs if number is not None]
 
 
 def _membership(numbers: Sequence[int | None], members: set[int]) -> list[bool]:
+    """For each number, whether it is among the members."""
     return [number in members for number in numbers]
 
 
 def _selected(atoms: Sequence[int | Constant], flags: Sequence[bool]) -> set[int]:
+    """Numbers of the flagged atoms, without constants."""
     return {atom for atom, flag in zip(atoms, flags, strict=True) if flag and isinstance(atom, int)}
 
 
-def _chosen_inputs(step: Step, flags: Sequence[bool]) -> set[int]:
-    return _selected(step.inputs, flags)
-
-
-def _unready_flags(step: Step, ready: set[int]) -> list[bool]:
-    return [isinstance(atom, int) and atom not in ready for atom in step.inputs]
-
-
 def _bytes(program: InlinedProgram, numbers: Iterable[int]) -> int:
+    """Bytes of these values."""
     return sum(leaf_bytes(program.avals[number]) for number in numbers)
 
 
 def _crossing(aval: Any) -> Crossing:
+    """A value of this shape and type that crosses."""
     return Crossing(aval.shape, aval.dtype, varying_axes(aval))
-
-
-def _vary(value: Any, axes: frozenset[str]) -> Any:
-    missing = tuple(axes - varying_axes(value))
-    return jax.lax.pcast(value, missing, to="varying") if missing else value

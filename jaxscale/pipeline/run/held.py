@@ -1,7 +1,6 @@
 """Held: the values that a device holds between ticks of a schedule, from an abstract trace of a stage."""
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -12,8 +11,7 @@ from jaxscale.pipeline.run.tables import MESSAGES, Tables
 from jaxscale.trees import tree_bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """Trees of `jax.ShapeDtypeStruct`, the same on all devices: each has the slots of the device that needs most.
 
     Args:
@@ -33,15 +31,15 @@ class Held:
     @property
     def bytes(self) -> int:
         """Bytes of all these trees."""
-        return tree_bytes([getattr(self, field.name) for field in dataclasses.fields(self)])
+        return tree_bytes(tuple(self))
 
 
 def held(tables: Tables, stage: StageFunction, weights: Any, shared: Any, batch: Any, key: Any, x: Any) -> Held:
     """The values that `execute` holds with the same arguments.
 
     Args:
-        tables, stage, x: as of `execute`.
-        weights, shared, batch, key: as of `execute`, arrays or `jax.ShapeDtypeStruct`s.
+        tables, stage, x: as in `execute`.
+        weights, shared, batch, key: as in `execute`, arrays or `jax.ShapeDtypeStruct`s.
 
     Example:
         >>> import jax.numpy as jnp
@@ -57,13 +55,13 @@ def held(tables: Tables, stage: StageFunction, weights: Any, shared: Any, batch:
     """
 
     def start(weights: Any, shared: Any, batch: Any, key: Any) -> Any:
+        """The pools and sums at the start of the schedule."""
         return Actions(tables, stage, weights, shared, batch, key, x, ()).start()
 
     state = jax.eval_shape(start, weights, shared, batch, key)
-    ends = [x for way in MESSAGES if tables.meets(way)]
     return Held(
         messages=jax.eval_shape(lambda: empty(x, tables.messages + 1)),
-        links=ends,
+        links=[x for way in MESSAGES if tables.meets(way)],
         kept=state.get("kept", ()),
         cut=state.get("cut", ()),
         gradients=(state.get("weights", ()), state.get("shared", ())),

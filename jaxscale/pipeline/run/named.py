@@ -9,11 +9,11 @@ _SAME = {"convert_element_type", "copy", "device_put", "pvary", "reduce_precisio
 
 
 def names_of(program: Any, number: int) -> set[str]:
-    """The names of a result where it was made: in a loop those of one iteration, in a `cond` those of every branch.
+    """The names of a result: in a loop those that one iteration gives it, in a `cond` those that any branch gives it.
 
     Args:
         program: a jaxpr, closed or open.
-        number: of the result.
+        number: number of the result.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -36,8 +36,8 @@ def names_of(program: Any, number: int) -> set[str]:
             var = eqn.invars[eqn.outvars.index(var)]
             continue
         elif eqn.primitive.name not in _SAME:
-            place = eqn.outvars.index(var)
-            inner = [eqn.params[name] for name in ("jaxpr", "call_jaxpr") if name in eqn.params]
-            return names.union(*(names_of(part, place) for part in (*inner, *eqn.params.get("branches", ()))))
+            result_number = eqn.outvars.index(var)
+            bodies = [eqn.params[name] for name in ("jaxpr", "call_jaxpr") if name in eqn.params]
+            return names.union(*(names_of(body, result_number) for body in (*bodies, *eqn.params.get("branches", ()))))
         var = eqn.invars[0]
     return names

@@ -18,7 +18,7 @@ from jax.extend import core as jex
 
 from jaxscale.compat import prune
 from jaxscale.pipeline.run.named import names_of
-from jaxscale.pipeline.run.pools import cotangents, gradients
+from jaxscale.pipeline.run.pools import cotangents, gradients, zeros
 from jaxscale.pipeline.run.split import divide
 
 
@@ -26,9 +26,9 @@ class At(NamedTuple):
     """The stage and microbatch of an action.
 
     Args:
-        stage: int32, traced: one program serves all stages.
-        microbatch: int32.
-        frozen: the leaves of its chunk that get no gradient, or `None`.
+        stage: number of the stage, int32, traced, so that one program serves all stages.
+        microbatch: number of the microbatch, int32.
+        frozen: the weights of the stage that get no gradient, or `None`.
     """
 
     stage: Any
@@ -49,21 +49,21 @@ class StageContext(NamedTuple):
 StageFunction: TypeAlias = Callable[[Any, Any, Any, Any, At, Any], tuple[Any, Any, Any]]
 """`stage(weights, shared, x, microbatch, at, key) -> (y, objective, sums)`."""
 Vary: TypeAlias = Callable[[Any], Any]
-"""Marks a tree as varying over the manual axes."""
+"""Function that marks a tree as varying over the manual axes."""
 
 
 class FromInput:
-    """A stage that its backward computes again.
+    """A stage whose backward computes the stage again, from its input.
 
     Args:
-        stage: the stage.
-        vary: for the cotangent of the objective.
+        stage: the stage function.
+        vary: function that marks the cotangent of the objective as varying.
     """
 
     kept: tuple[Any, ...] = ()
     """Shapes of the values that a forward remembers."""
     hosted: tuple[bool, ...] = ()
-    """For each of them, whether it lies on the host meanwhile."""
+    """For each value of `kept`, whether it lies on the host between forward and backward."""
     cut: tuple[Any, ...] = ()
     """Shapes of the values that the inner half of a backward leaves for the outer half."""
 
@@ -78,23 +78,23 @@ class FromInput:
     def backward(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, Any]:
         """Gradients of weights, shared weights and input, from the gradient of the output."""
         del stash
-        weights, shared, dx = self._pull(lambda w, s, x: (w, s, x), context, x, g)
-        return weights, shared, gradients(dx, x)
+        weight_gradients, shared_gradients, dx = self._pull(lambda w, s, x: (w, s, x), context, x, g)
+        return weight_gradients, shared_gradients, gradients(dx, x)
 
     def inner(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
         """Gradients of shared weights and input, and the values for the outer half."""
         del stash
-        shared, dx = self._pull(lambda w, s, x: (s, x), context, x, g)
-        return shared, gradients(dx, x), ()
+        shared_gradients, dx = self._pull(lambda w, s, x: (s, x), context, x, g)
+        return shared_gradients, gradients(dx, x), ()
 
     def outer(self, context: StageContext, x: Any, stash: Any, g: Any, cut: Any) -> Any:
         """Gradients of the weights."""
         del stash, cut
-        (weights,) = self._pull(lambda w, s, x: (w,), context, x, g)
-        return weights
+        (weight_gradients,) = self._pull(lambda w, s, x: (w,), context, x, g)
+        return weight_gradients
 
     def _pull(self, select: Callable[..., tuple[Any, ...]], context: StageContext, x: Any, g: Any) -> tuple[Any, ...]:
-        """Gradients with respect to some of (weights, shared, x) alone, so XLA need not remove the others."""
+        """Gradients with respect to those of (weights, shared, x) that `select` picks; XLA need not remove others."""
         arguments = (context.weights, context.shared, x)
         places = select(0, 1, 2)
 
@@ -112,10 +112,10 @@ class FromResiduals:
     """A stage whose forward remembers the residuals that its backward reads.
 
     Args:
-        stage: the stage.
-        vary: for the cotangent of the objective.
-        context: arrays or tracers of the shapes inside the program.
-        x: the same for the stage's input.
+        stage: the stage function.
+        vary: function that marks the cotangent of the objective as varying.
+        context: a sample context, arrays or tracers with the shapes inside the program.
+        x: a sample of the stage's input.
         split: whether to build the backward in two halves.
         hosted: names (`checkpoint_name`) of residuals that lie on the host between forward and backward.
     """
@@ -131,6 +131,8 @@ class FromResiduals:
         hosted: Collection[str] = (),
     ) -> None:
         def forward(context: StageContext, x: Any) -> Any:
+            """((y, objective), vjp function, sums) of the stage."""
+
             def run(weights: Any, shared: Any, x: Any) -> Any:
                 y, objective, sums = stage(weights, shared, x, *context[2:])
                 return (y, objective), sums
@@ -140,12 +142,11 @@ class FromResiduals:
 
         self._vary, self._key = vary, context.key
         self._program, shapes = jax.make_jaxpr(forward, return_shape=True)(context, x)
-        ((y, self._objective), pull, _) = shapes
-        self._y = y
+        ((self._y, self._objective), pull, _) = shapes
         self._results_tree = jax.tree.structure(shapes)
         leaves, self._pull = jax.tree.flatten(pull)
-        outputs = jax.tree.structure(shapes[0]).num_leaves
-        self._span = slice(outputs, outputs + len(leaves))
+        output_count = jax.tree.structure(shapes[0]).num_leaves
+        self._span = slice(output_count, output_count + len(leaves))
         self._classify(context)
         self.kept: tuple[Any, ...] = tuple(
             jax.eval_shape(_key_data, leaves[place]) if _is_key(leaves[place]) else leaves[place]
@@ -155,8 +156,8 @@ class FromResiduals:
         self.hosted: tuple[bool, ...] = tuple(not residual_names.isdisjoint(hosted) for residual_names in names)
         self._halves = None
         if split:
-            zeros = [vary(jnp.zeros(leaf.shape, leaf.dtype)) for leaf in self.kept]
-            self._halves = divide(self._gradients_by_half, context, zeros, x, kept=(True, True, False))
+            stash = [vary(zeros(leaf)) for leaf in self.kept]
+            self._halves = divide(self._gradients_by_half, context, stash, x, kept=(True, True, False))
         self.cut: tuple[Any, ...] = self._halves.cut if self._halves else ()
 
     def _classify(self, context: StageContext) -> None:
@@ -164,6 +165,7 @@ class FromResiduals:
         jaxpr = self._program.jaxpr
         inputs = {var: place for place, var in enumerate(jaxpr.invars)}
         context_leaves = len(jax.tree.leaves(context))
+        # free: whether the backward may read an input again, instead of remembering what depends on it alone;
         # without "at" the head of the last stage, behind a `cond` on the stage's number, would lie in every slot
         free_fields = ("weights", "shared", "at")
         fields = zip(StageContext._fields, context, strict=True)
@@ -171,16 +173,15 @@ class FromResiduals:
         free += [False] * (len(jaxpr.invars) - context_leaves)
         self._input_numbers: dict[int, int] = {}
         self._stash_places: list[int] = []
-        recomputed: list[int] = []
+        self._recomputed: list[int] = []
         for place, var in enumerate(jaxpr.outvars[self._span]):
             if not isinstance(var, jex.Literal) and inputs.get(var, context_leaves) < context_leaves:
                 self._input_numbers[place] = inputs[var]
             elif any(reads and not flag for reads, flag in zip(self._pruned(place)[1], free, strict=True)):
                 self._stash_places.append(place)
             else:
-                recomputed.append(place)
-        self._recomputed = recomputed
-        self._recompute, self._recompute_reads = self._pruned(*recomputed)
+                self._recomputed.append(place)
+        self._recompute, self._recompute_reads = self._pruned(*self._recomputed)
 
     def _pruned(self, *places: int) -> tuple[Any, list[bool]]:
         """The program of these residuals alone, and for each input whether the program reads it."""
@@ -189,21 +190,21 @@ class FromResiduals:
 
     def forward(self, context: StageContext, x: Any) -> tuple[Any, Any, tuple[Any, ...]]:
         """As `FromInput.forward`."""
-        flat = jex.jaxpr_as_fun(self._program)(*jax.tree.leaves((context, x)))
-        (y, _), _, sums = jax.tree.unflatten(self._results_tree, flat)
-        residuals = flat[self._span]
+        flat_results = jex.jaxpr_as_fun(self._program)(*jax.tree.leaves((context, x)))
+        (y, _), _, sums = jax.tree.unflatten(self._results_tree, flat_results)
+        residuals = flat_results[self._span]
         return y, sums, tuple(_key_data(residuals[place]) for place in self._stash_places)
 
     def backward(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, Any]:
         """As `FromInput.backward`; reads no input."""
-        (weights, shared), dx = self._gradients(context, stash, g)
-        return weights, shared, gradients(dx, x)
+        (weight_gradients, shared_gradients), dx = self._gradients(context, stash, g)
+        return weight_gradients, shared_gradients, gradients(dx, x)
 
     def inner(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
         """As `FromInput.inner`; reads no input."""
         assert self._halves is not None
-        (shared, dx), cut = self._halves.first(context, list(stash), g)
-        return shared, gradients(dx, x), cut
+        (shared_gradients, dx), cut = self._halves.first(context, list(stash), g)
+        return shared_gradients, gradients(dx, x), cut
 
     def outer(self, context: StageContext, x: Any, stash: Any, g: Any, cut: Any) -> Any:
         """As `FromInput.outer`; reads neither input nor incoming gradient."""
@@ -211,29 +212,32 @@ class FromResiduals:
         return self._halves.second(cut, context, list(stash), g)
 
     def _gradients_by_half(self, context: StageContext, stash: Any, g: Any) -> tuple[Any, Any]:
-        """((shared, dx), weights). If `shared` were outer, gradients of logits would wait in slots of all ranks."""
-        (weights, shared), dx = self._gradients(context, stash, g)
-        return (shared, dx), weights
+        """The gradients ((shared, dx), weights).
+
+        If those of `shared` were in the outer half, gradients of logits would wait in slots of all ranks.
+        """
+        (weight_gradients, shared_gradients), dx = self._gradients(context, stash, g)
+        return (shared_gradients, dx), weight_gradients
 
     def _gradients(self, context: StageContext, stash: Any, g: Any) -> tuple[Any, Any]:
+        """The gradients ((weights, shared), dx), from the remembered and the recomputed residuals."""
         inputs = jax.tree.leaves(context)
         residuals: dict[int, Any] = {place: inputs[input_number] for place, input_number in self._input_numbers.items()}
-        operands = [value for value, reads in zip(inputs, self._recompute_reads, strict=False) if reads]
+        operands = [leaf for leaf, reads in zip(inputs, self._recompute_reads, strict=False) if reads]
         residuals |= dict(zip(self._recomputed, jex.jaxpr_as_fun(self._recompute)(*operands), strict=True))
-        for place, value in zip(self._stash_places, stash, strict=True):
-            residuals[place] = self._as_residual(place, value)
+        for place, residual in zip(self._stash_places, stash, strict=True):
+            aval = self._program.jaxpr.outvars[self._span.start + place].aval
+            if _is_key(aval):  # a slot holds a key's data
+                residual = jax.random.wrap_key_data(residual, impl=jax.random.key_impl(self._key))
+            residuals[place] = residual
         pull = jax.tree.unflatten(self._pull, [residuals[place] for place in range(len(residuals))])
         cotangent = self._vary(jnp.ones(self._objective.shape, self._objective.dtype))
         weights, shared, dx = pull((cotangents(g, self._y), cotangent))
         return (weights, shared), dx
 
-    def _as_residual(self, place: int, value: Any) -> Any:
-        """A remembered value as the residual at this place: key data become a key again."""
-        aval = self._program.jaxpr.outvars[self._span.start + place].aval
-        return jax.random.wrap_key_data(value, impl=jax.random.key_impl(self._key)) if _is_key(aval) else value
-
 
 def _is_key(leaf: Any) -> bool:
+    """Whether a leaf is a random key."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 

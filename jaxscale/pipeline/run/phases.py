@@ -1,4 +1,7 @@
-"""Phases: the ticks of a lock-step table as few loops, so that a program without branches stays short."""
+"""Phases: the ticks of a lock-step table as few loops, so that a program without branches stays short.
+
+A phase repeats a motif, a short sequence of kinds.
+"""
 
 from jaxscale.pipeline.run.tables import Tables
 
@@ -7,10 +10,10 @@ _LONGEST = 6
 
 
 def phases(tables: Tables) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """(kinds, repeats) in order: FFFF BFBFBF BB is ((F), 4), ((B, F), 3), ((B), 2).
+    """The phases as (motif, number of repetitions), in order: FFFF BFBFBF BB is ((F), 4), ((B, F), 3), ((B), 2).
 
     Args:
-        tables: with ticks of one kind each.
+        tables: tables whose ticks are of one kind each.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -19,19 +22,20 @@ def phases(tables: Tables) -> tuple[tuple[tuple[int, ...], int], ...]:
         (((1,), 11), ((2,), 11))
     """
     kinds = tuple(int(row.max()) for row in tables.columns["kind"])
-    sequence = []
+    motifs_and_repeats = []
     start = 0
     while start < len(kinds):
         motif, repeats = max(
             ((kinds[start : start + width], _repeats(kinds, start, width)) for width in range(1, _LONGEST + 1)),
             key=lambda phase: len(phase[0]) * phase[1] if phase[1] > 1 else len(phase[0]) == 1,
         )
-        sequence.append((motif, repeats))
+        motifs_and_repeats.append((motif, repeats))
         start += len(motif) * repeats
-    return tuple(sequence)
+    return tuple(motifs_and_repeats)
 
 
 def _repeats(kinds: tuple[int, ...], start: int, width: int) -> int:
+    """How often the motif of `width` kinds at `start` occurs in a row."""
     motif, repeats = kinds[start : start + width], 1
     while kinds[start + repeats * width : start + (repeats + 1) * width] == motif:
         repeats += 1

@@ -59,20 +59,20 @@ class Remedies:
         return jnp.float32(1 + delay) ** -exponent
 
     def rescheduled(self, old: Any, new: Any, delay: Any, update: Any) -> Any:
-        """The weights after a scaled update."""
+        """The weights after an update from `old` to `new` that is scaled by `scale`."""
         if not self.anneal:
             return new
         scale = self.scale(delay, update)
         return jax.tree.map(lambda a, b: (a + scale * (b.astype(jnp.float32) - a)).astype(b.dtype), old, new)
 
     def followed(self, change: Any, old: Any, new: Any, delay: Any) -> Any:
-        """The moving average of the weights' changes after one more."""
+        """The moving average of the weights' changes, after the change from `old` to `new`."""
         assert self.correction is not None
         decay = jnp.exp(math.log(self.correction) / jnp.maximum(jnp.float32(delay), 1))
         return jax.tree.map(lambda c, a, b: decay * c + (1 - decay) * (b.astype(jnp.float32) - a), change, old, new)
 
     def corrected(self, weights: Any, change: Any, delay: Any) -> Any:
-        """The weights that a backward linearises at."""
+        """The corrected weights, which a backward linearises at."""
         return jax.tree.map(lambda w, c: (w - jnp.float32(delay) * c).astype(w.dtype), weights, change)
 
 

@@ -12,12 +12,15 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxscale.compat import varying_axes
 from jaxscale.sharding.memory_space import on_host, to_device, to_host
 
+WAYS = {"from_left": 1, "from_right": -1}
+"""The origins of messages from other ranks, and the step along the ranks that such a message makes."""
+
 
 def vary(tree: Any, axes: Sequence[str]) -> Any:
     """A tree marked as varying over manual axes.
 
     `vjp` in a branch with respect to a value that is the same on all devices would put a collective, the sum over those
-    devices, into a branch that not all of them take, and hang (hazard 1). So every value is marked outside.
+    devices, into a branch that not all of them take, and hang. So every value is marked outside.
     """
 
     def mark(leaf: Any) -> Any:
@@ -31,16 +34,27 @@ def empty(tree: Any, slots: int, hosted: Any = False) -> Any:
     """A pool: zeros of the shape of `tree`, its leaves with a first dim of `slots`.
 
     Args:
-        tree: of arrays or their shapes.
-        slots: of the pool.
-        hosted: whether a leaf of the pool lies on the host: a tree like `tree`, or a prefix of one.
+        tree: tree of arrays or their shapes.
+        slots: number of slots.
+        hosted: for each leaf, whether its slots lie on the host: a tree of booleans like `tree`, or a prefix of one.
     """
 
     def pool(leaf: Any, on_host: bool) -> Any:
-        zeros = jnp.zeros((slots, *leaf.shape), leaf.dtype)
-        return to_host(zeros) if on_host else zeros
+        empty_slots = jnp.zeros((slots, *leaf.shape), leaf.dtype)
+        return to_host(empty_slots) if on_host else empty_slots
 
     return jax.tree.map(pool, tree, jax.tree.broadcast(hosted, tree))
+
+
+def zeros(tree: Any, dtype: Any = None) -> Any:
+    """Zeros of the shapes of a tree, and of its types unless `dtype` is given."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype or leaf.dtype), tree)
+
+
+def shifted(message: Any, axis: str, ranks: int, way: str) -> Any:
+    """The message that the neighbour in the direction `way` sends at the same time."""
+    route = [(rank, (rank + WAYS[way]) % ranks) for rank in range(ranks)]
+    return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, route), message)
 
 
 def read(pool: Any, slot: Any) -> Any:
@@ -81,7 +95,7 @@ def _row_major(value: Any) -> Any:
 
 
 def where(condition: Any, tree: Any) -> Any:
-    """The tree, or zeros."""
+    """The tree if the condition holds, otherwise zeros."""
     return jax.tree.map(lambda leaf: jnp.where(condition, leaf, jnp.zeros_like(leaf)), tree)
 
 

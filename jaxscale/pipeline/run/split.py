@@ -61,20 +61,21 @@ class Division:
         return jax.tree.unflatten(self.trees[2], outputs[self.trees[1].num_leaves :])
 
     def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
+        """The leaves of arguments like those that the function was divided for."""
         leaves, tree = jax.tree.flatten(args)
         assert tree == self.trees[0], "the arguments are not those that the function was divided for"
         return leaves
 
 
 def divide(function: Callable[..., tuple[Any, Any]], *args: Any, kept: Any = True) -> Division:
-    """The halves of `function(*args) -> (first, second)`: `first` is made by one, `second` by the other.
+    """The halves of `function(*args) -> (first, second)`: one half makes `first`, the other `second`.
 
     Args:
-        function: of arrays that JAX can trace. For the backward of a stage, `first` is the gradient of its input and
-            `second` that of its weights.
+        function: function of arrays that JAX can trace. For the backward of a stage, `first` is the gradient of its
+            input and `second` that of its weights.
         args: trees of arrays, tracers or `jax.ShapeDtypeStruct`s, as in the program that will call the halves.
-        kept: whether the second half may read an argument itself: a boolean, or a tuple like `args` of booleans or
-            trees of them. Values of other arguments cross if it needs them.
+        kept: whether the second half may read an argument itself: one boolean for all, or a tuple like `args` of
+            booleans or trees of booleans. Other arguments cross if the second half needs them.
 
     Example:
         >>> import jax.numpy as jnp
@@ -89,9 +90,9 @@ def divide(function: Callable[..., tuple[Any, Any]], *args: Any, kept: Any = Tru
     """
     tree = jax.tree.structure(args)
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    first, second = (jax.tree.structure(part) for part in shapes)
-    flags = [True] * first.num_leaves + [False] * second.num_leaves
+    first, second = (jax.tree.structure(result_shapes) for result_shapes in shapes)
+    is_first = [True] * first.num_leaves + [False] * second.num_leaves
     hidden = [not flag for flag in jax.tree.leaves(jax.tree.broadcast(kept, args))]
-    halves = program_halves(closed, flags, [not flag for flag in flags], hidden)
+    halves = program_halves(closed, is_first, [not flag for flag in is_first], hidden)
     cut = tuple(jax.ShapeDtypeStruct(crossing.shape, crossing.dtype) for crossing in halves.cut)
     return Division(cut, halves.reads_first, halves.reads_second, halves, (tree, first, second))

@@ -10,19 +10,20 @@ Slots are taken in turn (`versions.ring`), so that they have a period.
 
 import dataclasses
 import math
+from collections import defaultdict
 
 import numpy as np
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Action, Kind
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.run.tables import CODES, Stash
+from jaxscale.pipeline.run.lifetimes import Interval, Stash, lifetimes
+from jaxscale.pipeline.run.tables import CODES
 from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.ticks import ticks
 from jaxscale.pipeline.versions import lives, ring, uses
 
-NUMBERS: tuple[str, ...] = ("kind", "microbatch", "updates")
-SLOTS: tuple[str, ...] = ("x", "g", "kept", "from_left", "from_right", "reads", "writes")
-COLUMNS = NUMBERS + SLOTS
+COLUMNS = ("kind", "microbatch", "updates", "x", "g", "kept", "from_left", "from_right", "reads", "writes")
 """Columns of a row: the action, its microbatch and slots; whether an update follows, and the slot that it writes."""
 
 
@@ -31,19 +32,19 @@ class Stream:
     """The table of an asynchronous schedule.
 
     Args:
-        name: of the schedule.
-        stash: kept from a forward to its backward.
+        name: name of the schedule.
+        stash: what a stage keeps from a forward to its backward.
         rows: int32 (ticks, columns, ranks): `beginning` ticks, then one period; columns as in `COLUMNS`.
         beginning: ticks before the rows repeat.
-        turns: microbatches of a period: in the next one, `microbatch` is larger by this number.
-        pace: ticks per microbatch.
-        group: microbatches per update.
-        delays: by stage, the updates between a forward and the update with its gradient.
-        newest: whether a backward linearises at the newest weights, where its forward may have read older ones.
-        messages: slots for messages; the slot past the last stands for no message.
-        kept: slots for the stashes of forwards.
-        versions: slots for weights.
-        tail: ticks from the entry of a microbatch to its last backward, both included.
+        turns: number of microbatches in a period; one period later, `microbatch` is larger by this number.
+        pace: number of ticks between the entries of two microbatches.
+        group: number of microbatches per update.
+        delays: for each stage, the number of updates between a forward and the update with its gradient.
+        newest: whether a backward linearises at the newest weights, although its forward may have read older ones.
+        messages: number of slots for messages; the slot past the last stands for no message.
+        kept: number of slots for the stashes of forwards.
+        versions: number of slots for versions of the weights.
+        tail: number of ticks from the entry of a microbatch to its last backward, both included.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -74,7 +75,7 @@ class Stream:
 
     @property
     def carried(self) -> int:
-        """Microbatches still in the pipe when another one enters."""
+        """Number of microbatches that are still in the pipe when another one enters."""
         return (self.tail - 1) // self.pace
 
 
@@ -83,19 +84,20 @@ def stream(method: Method, ranks: int, microbatches: int = 1, stash: Stash = "in
 
     Args:
         method: an asynchronous one (`Method.steps`).
-        ranks: p.
-        microbatches: per update.
-        stash: kept from a forward to its backward.
+        ranks: p, number of ranks.
+        microbatches: number of microbatches per update.
+        stash: what a stage keeps from a forward to its backward.
 
     Raises:
-        UserError: a synchronous method; one whose stage s is not on rank s; one that does not become periodic.
+        UserError: the method is synchronous, a stage s is not on rank s, or the rows do not become periodic.
     """
     if not method.steps:
         raise UserError(f"schedule {method.name} is synchronous, expected an asynchronous one")
-    short_run = _Timed(method.schedule(ranks, microbatches, updates=4 + 4 * ranks // microbatches), stash)
+    short_run = _TimedRun(method.schedule(ranks, microbatches, updates=4 + 4 * ranks // microbatches), stash)
     turns = math.lcm(short_run.slots["x"], short_run.slots["g"], short_run.slots["versions"] * microbatches)
+    # number of microbatches that enter in the long run
     entries = 4 * ranks + 2 * microbatches + 2 * turns
-    long_run = _Timed(method.schedule(ranks, microbatches, updates=-(-entries // microbatches)), stash)
+    long_run = _TimedRun(method.schedule(ranks, microbatches, updates=-(-entries // microbatches)), stash)
     rows, period = long_run.rows(), turns * long_run.pace
     # ticks in which microbatches still enter
     later_rows = rows[period : long_run.pace * entries]
@@ -122,12 +124,12 @@ def stream(method: Method, ranks: int, microbatches: int = 1, stash: Stash = "in
     )
 
 
-class _Timed:
+class _TimedRun:
     """A schedule whose microbatches enter at a steady pace, with its ticks and slots.
 
     Args:
-        schedule: asynchronous, with stage s on rank s.
-        stash: as of `stream`.
+        schedule: an asynchronous schedule with stage s on rank s.
+        stash: what a stage keeps from a forward to its backward.
     """
 
     def __init__(self, schedule: Schedule, stash: Stash) -> None:
@@ -138,27 +140,26 @@ class _Timed:
         self.newest = schedule.versions.backward == "newest"
         self.pace = max(sum(action.kind is not Kind.U for action in order) for order in schedule.orders)
         self.pace //= schedule.microbatches
-        self._tick_of = self._ticks()
-        stages, ends = range(schedule.stages), (Kind.B if stash == "input" else Kind.F)
-        numbers = range(schedule.microbatches)
-        inputs = [[(self._arrival("x", s, i), self._tick(ends, s, i) + 1, i) for i in numbers] for s in stages[1:]]
-        kept = [[(self._tick(Kind.F, s, i), self._tick(Kind.B, s, i) + 1, i) for i in numbers] for s in stages]
-        incoming = [[(self._arrival("g", s, i), self._tick(Kind.B, s, i) + 1, i) for i in numbers] for s in stages[:-1]]
+        self._tick_of = ticks(schedule, pace=self.pace)
+        intervals: defaultdict[tuple[str, int], list[Interval]] = defaultdict(list)
+        self._lives = lifetimes(schedule, self._tick_of, stash)
+        for life in self._lives:
+            intervals[life.column, life.stage].append(life.interval)
+        slot_counts = {name: ring(stage_intervals) for name, stage_intervals in intervals.items()}
         self.slots = {
-            "x": max(map(ring, [*inputs, *kept])),
-            "g": max(map(ring, incoming), default=1),
+            "x": max(slots for (column, _), slots in slot_counts.items() if column in ("x", "residual")),
+            "g": max((slots for (column, _), slots in slot_counts.items() if column == "g"), default=1),
             "versions": max(map(ring, lives(schedule, self._tick_of).values())),
         }
 
     def rows(self) -> np.ndarray:
-        """(ticks, columns, ranks)."""
-        ticks = 1 + max(self._tick_of.values())
-        columns = {name: np.zeros((ticks, self._schedule.ranks), np.int32) for name in COLUMNS}
+        """int32 (ticks, columns, ranks): the table of the whole run."""
+        count = 1 + max(self._tick_of.values())
+        columns = {name: np.zeros((count, self._schedule.ranks), np.int32) for name in COLUMNS}
         no_slot = self.slots["x"] + self.slots["g"]
         columns["from_left"][:] = columns["from_right"][:] = no_slot
-        for action, tick in self._tick_of.items():
+        for action, use in self._uses.items():
             stage, microbatch = action.stage, action.microbatch
-            use = self._uses[action]
             cell: dict[str, int] = {
                 "kind": CODES[action.kind],
                 "microbatch": microbatch,
@@ -169,16 +170,17 @@ class _Timed:
                 "updates": use.makes is not None,
                 "writes": (use.makes or 0) % self.slots["versions"],
             }
-            for name, value in cell.items():
-                columns[name][tick, stage] = value
-            if action.kind is Kind.F and stage:
-                columns["from_left"][self._arrival("x", stage, microbatch), stage] = cell["x"]
-            if action.kind is Kind.B and stage + 1 < self._schedule.stages:
-                columns["from_right"][self._arrival("g", stage, microbatch), stage] = cell["g"]
+            for name, number in cell.items():
+                columns[name][self._tick_of[action], stage] = number
+        for life in self._lives:
+            if life.column == "x":
+                columns["from_left"][life.first, life.stage] = life.microbatch % self.slots["x"]
+            elif life.column == "g":
+                columns["from_right"][life.first, life.stage] = self.slots["x"] + life.microbatch % self.slots["g"]
         return np.stack([columns[name] for name in COLUMNS], 1)
 
     def delays(self) -> tuple[int, ...]:
-        """As of `Stream`, from the last update."""
+        """The `delays` of the `Stream`, measured at each stage's last update."""
         delays = dict.fromkeys(range(self._schedule.stages), 0)
         for action, use in self._uses.items():
             if use.makes is not None:
@@ -187,36 +189,6 @@ class _Timed:
         return tuple(delays.values())
 
     def tail(self) -> int:
-        """As of `Stream`."""
-        return 1 + max(
-            tick - self.pace * action.microbatch for action, tick in self._tick_of.items() if action.kind is Kind.B
-        )
-
-    def _tick(self, kind: Kind, stage: int, microbatch: int) -> int:
-        return self._tick_of[Action(kind, stage, microbatch)]
-
-    def _arrival(self, name: str, stage: int, microbatch: int) -> int:
-        """The tick at whose start a message enters its slot."""
-        sender = (Kind.F, stage - 1) if name == "x" else (Kind.B, stage + 1)
-        return self._tick(*sender, microbatch) + 1
-
-    def _ticks(self) -> dict[Action, int]:
-        """The tick of each forward and backward: as early as its inputs, its rank's order and the pace allow."""
-        orders = [[action for action in order if action.kind is not Kind.U] for order in self._schedule.orders]
-        position = [0] * len(orders)
-        tick_of: dict[Action, int] = {}
-        tick = 0
-        while any(place < len(order) for place, order in zip(position, orders, strict=True)):
-            cells = []
-            for rank, order in enumerate(orders):
-                if position[rank] == len(order):
-                    continue
-                action = order[position[rank]]
-                waits = action.kind is Kind.F and not action.stage and tick < self.pace * action.microbatch
-                if not waits and all(source in tick_of for source in self._schedule.inputs(action)):
-                    cells.append((rank, action))
-            for rank, action in cells:
-                tick_of[action] = tick
-                position[rank] += 1
-            tick += 1
-        return tick_of
+        """The `tail` of the `Stream`: ticks from the entry of a microbatch to its last backward, both included."""
+        waits = (tick - self.pace * a.microbatch for a, tick in self._tick_of.items() if a.kind is Kind.B)
+        return 1 + max(waits)

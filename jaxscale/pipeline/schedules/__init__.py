@@ -8,8 +8,9 @@ from jaxscale.pipeline.method import Method
 
 
 def _methods() -> dict[str, Method]:
-    modules = (importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
-    methods = [value for module in modules for value in vars(module).values() if isinstance(value, Method)]
+    """Every `Method` in the files of this folder, by name."""
+    modules = (importlib.import_module(f"{__name__}.{file.name}") for file in pkgutil.iter_modules(__path__))
+    methods = [attribute for module in modules for attribute in vars(module).values() if isinstance(attribute, Method)]
     return {method.name: method for method in sorted(methods, key=lambda method: method.name)}
 
 

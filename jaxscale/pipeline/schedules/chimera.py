@@ -10,18 +10,19 @@ from collections.abc import Iterator
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Action, Kind
+from jaxscale.pipeline.builders import by_slot
 from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.schedule import Schedule
-from jaxscale.pipeline.slots import by_slot
 
 
 def _cells(ranks: int, microbatches: int) -> Iterator[tuple[int, int, Action]]:
+    """(rank, slot, action) of every action."""
     for i in range(microbatches):
-        unit, place = divmod(i, ranks)
-        up, turn = divmod(place, ranks // 2)
-        start = 2 * ranks * unit + 2 * turn
+        unit, place_in_unit = divmod(i, ranks)
+        goes_up, place_in_half = divmod(place_in_unit, ranks // 2)
+        start = 2 * ranks * unit + 2 * place_in_half
         for stage in range(ranks):
-            rank = ranks - 1 - stage if up else stage
+            rank = ranks - 1 - stage if goes_up else stage
             yield rank, start + stage, Action(Kind.F, stage, i)
             yield rank, start + 2 * ranks - 1 - stage, Action(Kind.B, stage, i)
 
@@ -30,11 +31,11 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     """Two pipelines in opposite directions, in units of p microbatches.
 
     Args:
-        ranks: p, even; two stages each.
-        microbatches: m, a multiple of p.
+        ranks: p, number of ranks, even; each has two stages.
+        microbatches: m, number of microbatches, a multiple of p.
 
     Raises:
-        UserError: an odd p, an m that is no multiple.
+        UserError: p is odd, or m is not a multiple of p.
     """
     if ranks % 2:
         raise UserError(f"schedule chimera: got {ranks} devices, expected an even number: two directions share them")

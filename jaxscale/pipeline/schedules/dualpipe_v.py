@@ -6,48 +6,35 @@ At most 2p+1 activations of half a rank each. It is made for m >= 2p; with fewer
 same without the missing ones.
 """
 
-from jaxscale.pipeline.action import Action
+from jaxscale.pipeline.builders import SlotPhase, vee
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.routes import vee
 from jaxscale.pipeline.schedule import Schedule
-from jaxscale.pipeline.weave import Lane, weave
-
-
-def _order(ranks: int, rank: int, microbatches: int) -> tuple[Action, ...]:
-    count = max(microbatches, 2 * ranks)
-    ranks_below = ranks - 1 - rank
-    turns = ["1", "0"] * (rank + 1)
-    order = weave(
-        {"0": Lane.of_stage(rank, count), "1": Lane.of_stage(2 * ranks - 1 - rank, count)},
-        ("F0", 2 * ranks_below),
-        ("F0 F1", rank + 1),
-        ("I1 W1 F1", ranks_below),
-        ("F0 B1 F1 B0", count - 2 * ranks + rank + 1),
-        ("B1 F1 B0", ranks_below),
-        (" ".join("B" + lane for lane in turns[: rank + 1]), 1),
-        (" ".join("I" + lane for lane in turns[rank + 1 :]), 1),
-        ("W I0", ranks_below),
-        ("W", rank + 1),
-    )
-    return tuple(action for action in order if action.microbatch < microbatches)
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """Forwards beside backwards over a V of stages.
 
     Args:
-        ranks: p, two stages each: s and 2p-1-s.
-        microbatches: m, any; made for 2p or more.
+        ranks: p, number of ranks; rank s has the stages s and 2p-1-s.
+        microbatches: m, any number of microbatches; the order is made for 2p or more.
     """
-    return Schedule(
-        name="dualpipe-v",
-        orders=tuple(_order(ranks, rank, microbatches) for rank in range(ranks)),
-        stages=2 * ranks,
-        microbatches=microbatches,
-        routes=(vee(ranks),),
-        route=(0,) * microbatches,
-        bound=tuple(min(2 * ranks + 1, 2 * microbatches, microbatches + 1 + rank) for rank in range(ranks)),
-    )
+
+    def phases(rank: int, count: int) -> tuple[SlotPhase, ...]:
+        ranks_below = ranks - 1 - rank
+        turns = ["1", "0"] * (rank + 1)
+        return (
+            ("F0", 2 * ranks_below),
+            ("F0 F1", rank + 1),
+            ("I1 W1 F1", ranks_below),
+            ("F0 B1 F1 B0", count - 2 * ranks + rank + 1),
+            ("B1 F1 B0", ranks_below),
+            (" ".join("B" + lane for lane in turns[: rank + 1]), 1),
+            (" ".join("I" + lane for lane in turns[rank + 1 :]), 1),
+            ("W I0", ranks_below),
+            ("W", rank + 1),
+        )
+
+    return vee("dualpipe-v", ranks, microbatches, phases, least=2 * ranks, most=2 * ranks + 1)
 
 
 METHOD = Method("dualpipe-v", "forwards beside backwards, stages down and up again", dualpipe_v, chunks=2)

@@ -4,32 +4,21 @@ Bubble (p-1)/(m+p-1) of the makespan; every rank holds the activations of all m 
 without any further rule.
 """
 
+from jaxscale.pipeline.builders import Lane, single_route, weave
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.routes import straight
 from jaxscale.pipeline.schedule import Kind, Schedule
-from jaxscale.pipeline.weave import Lane, weave
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards.
 
     Args:
-        ranks: p, one stage each.
-        microbatches: m, any.
+        ranks: p, number of ranks, with one stage each.
+        microbatches: m, any number of microbatches.
     """
-    return Schedule(
-        name="gpipe",
-        orders=tuple(
-            weave({"": Lane.of_stage(rank, microbatches)}, ("F", microbatches), ("B", microbatches))
-            for rank in range(ranks)
-        ),
-        stages=ranks,
-        microbatches=microbatches,
-        routes=(straight(ranks),),
-        route=(0,) * microbatches,
-        cycle=(Kind.F, Kind.B),
-        bound=(microbatches,) * ranks,
-    )
+    phases = ("F", microbatches), ("B", microbatches)
+    orders = (weave(Lane.of_stage(stage, microbatches), *phases) for stage in range(ranks))
+    return single_route("gpipe", orders, microbatches, (microbatches,) * ranks, cycle=(Kind.F, Kind.B))
 
 
 METHOD = Method("gpipe", "all forwards, then all backwards", gpipe)

@@ -9,14 +9,13 @@ between its stages: (p-1 + (v-1)(p-m))/(vm + p-1 + (v-1)(p-m)).
 import itertools
 
 from jaxscale.errors import UserError
+from jaxscale.pipeline.builders import Lane, single_route, weave
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.routes import straight
 from jaxscale.pipeline.schedule import Schedule
-from jaxscale.pipeline.weave import Lane, weave
 
 
 def groups(ranks: int, microbatches: int) -> list[range]:
-    """The microbatches in groups that pass together: as many groups as possible of p or more, larger ones first.
+    """The microbatches in groups that pass together: as many groups of p or more as possible, larger ones first.
 
     Example:
         >>> groups(4, 10), groups(4, 3)
@@ -32,34 +31,26 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B with v stages a rank.
 
     Args:
-        ranks: p.
-        microbatches: m, any.
-        chunks: v, 2 or more; rank r has the stages r, p + r, 2p + r, ...
+        ranks: p, number of ranks.
+        microbatches: m, any number of microbatches.
+        chunks: v, number of stages per rank, 2 or more; rank r has the stages r, p + r, 2p + r, ...
 
     Raises:
-        UserError: one stage a rank.
+        UserError: v is 1.
     """
     if chunks < 2:
         raise UserError(f"schedule interleaved: got v={chunks}, expected 2 or more; 1f1b has one stage for each device")
-    parts, passes = groups(ranks, microbatches), chunks * microbatches
+    microbatch_groups, passes = groups(ranks, microbatches), chunks * microbatches
     orders, bound = [], []
     for rank in range(ranks):
         stages = range(rank, chunks * ranks, ranks)
-        forwards = [(stage, i) for part in parts for stage in stages for i in part]
-        backwards = [(stage, i) for part in parts for stage in reversed(stages) for i in part]
-        warmup = min((chunks - 1) * len(parts[0]) + 2 * (ranks - 1 - rank), passes)
+        forwards = [(stage, i) for group in microbatch_groups for stage in stages for i in group]
+        backwards = [(stage, i) for group in microbatch_groups for stage in reversed(stages) for i in group]
+        warmup = min((chunks - 1) * len(microbatch_groups[0]) + 2 * (ranks - 1 - rank), passes)
         phases = ("F", warmup), ("F B", passes - warmup), ("B", warmup)
-        orders.append(weave({"": Lane(tuple(forwards), tuple(backwards))}, *phases))
+        orders.append(weave(Lane(tuple(forwards), tuple(backwards)), *phases))
         bound.append(min(warmup + 1, passes))
-    return Schedule(
-        name="interleaved",
-        orders=tuple(orders),
-        stages=chunks * ranks,
-        microbatches=microbatches,
-        routes=(straight(ranks, chunks),),
-        route=(0,) * microbatches,
-        bound=tuple(bound),
-    )
+    return single_route("interleaved", orders, microbatches, bound, route=(*range(ranks),) * chunks)
 
 
 METHOD = Method("interleaved", "1F1B with v stages a device", interleaved, chunks=2, interleaves=True)

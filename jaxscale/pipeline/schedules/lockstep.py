@@ -9,22 +9,23 @@ kind, it needs no conditional.
 from collections.abc import Iterator
 
 from jaxscale.pipeline.action import Action, Kind
+from jaxscale.pipeline.builders import by_slot, single_route
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.routes import straight
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules.interleaved import groups
-from jaxscale.pipeline.slots import by_slot
 
 
 def _cells(ranks: int, microbatches: int, chunks: int) -> Iterator[tuple[int, int, Action]]:
-    parts = groups(ranks, microbatches)
-    ramp = (chunks - 1) * max(ranks, len(parts[0])) + ranks - 1  # turns until the last stage has its first microbatch
-    for part in parts:
-        pace = max(ranks, len(part))  # turns of a group per chunk: one trip around the ranks
-        for place, i in enumerate(part):
+    """(rank, slot, action) of every action; forwards take even slots, backwards odd ones."""
+    microbatch_groups = groups(ranks, microbatches)
+    # turns until the last stage has its first microbatch
+    ramp = (chunks - 1) * max(ranks, len(microbatch_groups[0])) + ranks - 1
+    for group in microbatch_groups:
+        pace = max(ranks, len(group))  # turns of a group per chunk: one trip around the ranks
+        for place_in_group, i in enumerate(group):
             for stage in range(chunks * ranks):
                 chunk, rank = divmod(stage, ranks)
-                turn = chunks * part.start + place
+                turn = chunks * group.start + place_in_group
                 forward = turn + chunk * pace + rank
                 backward = turn + (chunks - 1 - chunk) * pace + ranks - 1 - rank + ramp
                 yield rank, 2 * forward, Action(Kind.F, stage, i)
@@ -35,22 +36,19 @@ def lockstep(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B in turns of one kind.
 
     Args:
-        ranks: p.
-        microbatches: m, any.
-        chunks: v; rank r has the stages r, p + r, 2p + r, ...
+        ranks: p, number of ranks.
+        microbatches: m, any number of microbatches.
+        chunks: v, number of stages per rank; rank r has the stages r, p + r, 2p + r, ...
     """
     largest_group = max(ranks, len(groups(ranks, microbatches)[0]))
-    return Schedule(
-        name="lockstep",
-        orders=by_slot(ranks, _cells(ranks, microbatches, chunks)),
-        stages=chunks * ranks,
-        microbatches=microbatches,
-        routes=(straight(ranks, chunks),),
-        route=(0,) * microbatches,
+    waiting = (chunks - 1) * largest_group
+    return single_route(
+        "lockstep",
+        by_slot(ranks, _cells(ranks, microbatches, chunks)),
+        microbatches,
+        bound=(min(waiting + 2 * (ranks - rank) - 1, chunks * microbatches) for rank in range(ranks)),
+        route=(*range(ranks),) * chunks,
         cycle=(Kind.F, Kind.B),
-        bound=tuple(
-            min((chunks - 1) * largest_group + 2 * (ranks - rank) - 1, chunks * microbatches) for rank in range(ranks)
-        ),
     )
 
 

@@ -5,10 +5,9 @@ forwards and backwards share a tick, every rank waits for the backward; `lockste
 """
 
 from jaxscale.pipeline.action import Action
+from jaxscale.pipeline.builders import Lane, single_route, weave
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.routes import straight
 from jaxscale.pipeline.schedule import Schedule
-from jaxscale.pipeline.weave import Lane, weave
 
 
 def alternating(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
@@ -17,7 +16,7 @@ def alternating(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]
     for stage in range(ranks):
         warmup = min(ranks - 1 - stage, microbatches)
         phases = ("F", warmup), ("F B", microbatches - warmup), ("B", warmup)
-        orders.append(weave({"": Lane.of_stage(stage, microbatches)}, *phases))
+        orders.append(weave(Lane.of_stage(stage, microbatches), *phases))
     return tuple(orders)
 
 
@@ -25,18 +24,11 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """A forward and a backward in turn, after p-1-s forwards on stage s.
 
     Args:
-        ranks: p, one stage each.
-        microbatches: m, any.
+        ranks: p, number of ranks, with one stage each.
+        microbatches: m, any number of microbatches.
     """
-    return Schedule(
-        name="1f1b",
-        orders=alternating(ranks, microbatches),
-        stages=ranks,
-        microbatches=microbatches,
-        routes=(straight(ranks),),
-        route=(0,) * microbatches,
-        bound=tuple(min(ranks - stage, microbatches) for stage in range(ranks)),
-    )
+    bound = (min(ranks - stage, microbatches) for stage in range(ranks))
+    return single_route("1f1b", alternating(ranks, microbatches), microbatches, bound)
 
 
 METHOD = Method("1f1b", "a forward and a backward in turn", one_f_one_b)

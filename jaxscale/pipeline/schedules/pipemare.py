@@ -1,7 +1,8 @@
 """PipeMare: PipeDream without weight stashing (Yang et al., 2021, arXiv:1910.05124).
 
 The order of PipeDream, but one version of the weights: a backward linearises at the newest, not at those its forward
-read. What makes that converge, learning rates by delay and the discrepancy correction, is the executor's.
+read. The executor adds what makes this converge: learning rates that depend on the delay, and a correction of the
+weights that backwards read.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from jaxscale.pipeline.schedules.pipedream import pipedream
 
 
 def pipemare(ranks: int, microbatches: int, updates: int) -> Schedule:
-    """A stream of updates, one for each microbatch; arguments as of `pipedream`."""
+    """A stream of updates, one for each microbatch, with the arguments of `pipedream`."""
     versions = Versions(group=microbatches, backward="newest")
     return dataclasses.replace(pipedream(ranks, microbatches, updates), name="pipemare", versions=versions)
 

@@ -1,8 +1,9 @@
 """The searched schedule, for stages that take equally long, F = I = W, and p activations: `search:PxM`.
 
-Then no order of one stage a rank is faster: it meets the bound of `search.py` for every m (ZB-H1 does for m >= p). The
-search is meant for measured costs and other memory limits: call `search.search` with them, and keep its schedule as
-CSV. It needs numpy and is imported at the call, so that plans can name schedules before heavy imports.
+For such stages no order with one stage per rank is faster: this one meets the bound of `search.py` for every m (ZB-H1
+does for m >= p). The search is meant for measured costs and other memory limits: call `search.search` with them, and
+keep its schedule as CSV. It needs numpy and is imported at the call, so that plans can name schedules before heavy
+imports.
 """
 
 import dataclasses
@@ -18,8 +19,8 @@ def searched(ranks: int, microbatches: int) -> Schedule:
     """The fastest order of the search.
 
     Args:
-        ranks: p, one stage each.
-        microbatches: m, any.
+        ranks: p, number of ranks, with one stage each.
+        microbatches: m, any number of microbatches.
     """
     from jaxscale.pipeline.choose.search import search
 

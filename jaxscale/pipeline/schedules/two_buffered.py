@@ -17,12 +17,12 @@ def two_buffered(ranks: int, microbatches: int, updates: int) -> Schedule:
     """A stream of updates, one for each M microbatches.
 
     Args:
-        ranks: p, one stage each.
-        microbatches: M, per update; p or more.
-        updates: how many.
+        ranks: p, number of ranks, with one stage each.
+        microbatches: M, number of microbatches per update, p or more.
+        updates: number of updates.
 
     Raises:
-        UserError: fewer microbatches than devices.
+        UserError: there are fewer microbatches than devices.
     """
     if microbatches < ranks:
         reason = f"got {microbatches} microbatches per update, expected at least the {ranks} devices"

@@ -5,18 +5,17 @@ Weight gradients of stage s follow s microbatches behind its input gradients, so
 """
 
 from jaxscale.pipeline.action import Action
+from jaxscale.pipeline.builders import Lane, single_route, weave
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.routes import straight
 from jaxscale.pipeline.schedule import Schedule
-from jaxscale.pipeline.weave import Lane, weave
 
 
 def delayed(ranks: int, microbatches: int, reach: int) -> tuple[tuple[Action, ...], ...]:
     """Orders in which stage s does reach*(p-1-s) forwards first, and its weight gradients reach*s microbatches late.
 
     Args:
-        ranks: p.
-        microbatches: m.
+        ranks: p, number of ranks.
+        microbatches: m, number of microbatches.
         reach: 1 (ZB-H1) or 2 (ZB-H2).
     """
     orders = []
@@ -32,7 +31,7 @@ def delayed(ranks: int, microbatches: int, reach: int) -> tuple[tuple[Action, ..
             ("I W", warmup - lone_inputs),
             ("W", delay),
         )
-        orders.append(weave({"": Lane.of_stage(stage, microbatches)}, *phases))
+        orders.append(weave(Lane.of_stage(stage, microbatches), *phases))
     return tuple(orders)
 
 
@@ -40,18 +39,11 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """Zero bubble within the memory of 1F1B.
 
     Args:
-        ranks: p, one stage each.
-        microbatches: m, any.
+        ranks: p, number of ranks, with one stage each.
+        microbatches: m, any number of microbatches.
     """
-    return Schedule(
-        name="zb-h1",
-        orders=delayed(ranks, microbatches, reach=1),
-        stages=ranks,
-        microbatches=microbatches,
-        routes=(straight(ranks),),
-        route=(0,) * microbatches,
-        bound=(min(ranks, microbatches),) * ranks,
-    )
+    bound = (min(ranks, microbatches),) * ranks
+    return single_route("zb-h1", delayed(ranks, microbatches, reach=1), microbatches, bound)
 
 
 METHOD = Method("zb-h1", "1F1B with weight gradients in the bubble", zb_h1)

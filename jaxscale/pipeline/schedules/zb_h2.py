@@ -4,8 +4,8 @@ Twice the forwards of ZB-H1 before the first backward: at most 2p-1 activations.
 idles between its first and last action; the makespan has the ramp of ZB-H1 still, (p-1) F, unless steps overlap.
 """
 
+from jaxscale.pipeline.builders import single_route
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.routes import straight
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules.zb_h1 import delayed
 
@@ -14,18 +14,11 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
     """Zero bubble for twice the memory of 1F1B.
 
     Args:
-        ranks: p, one stage each.
-        microbatches: m, any; no bubble from 2p-1 on.
+        ranks: p, number of ranks, with one stage each.
+        microbatches: m, any number of microbatches; there is no bubble from 2p-1 on.
     """
-    return Schedule(
-        name="zb-h2",
-        orders=delayed(ranks, microbatches, reach=2),
-        stages=ranks,
-        microbatches=microbatches,
-        routes=(straight(ranks),),
-        route=(0,) * microbatches,
-        bound=(min(2 * ranks - 1, microbatches),) * ranks,
-    )
+    bound = (min(2 * ranks - 1, microbatches),) * ranks
+    return single_route("zb-h2", delayed(ranks, microbatches, reach=2), microbatches, bound)
 
 
 METHOD = Method("zb-h2", "zero bubble for twice the memory of 1F1B", zb_h2)

@@ -1,11 +1,14 @@
 """Deep gradient compression: top-k that carries its own momentum (Lin et al., 2018, arXiv:1712.01887).
 
-    u = m u + g,  v = v + u;  the largest elements of v are sent, and there u and v are reset to zero.
+    u = m u + g,  v = v + u
+
+with the gradient g, the momentum u and the accumulated momentum v. The largest elements of v are sent; at their
+positions u and v are reset to zero.
 
 Momentum is summed before elements are held back, not after (momentum correction), and reset where elements are sent
-(momentum factor masking): give the optimizer no momentum. Then 1 % costs SGD nothing in 400 steps
-(`benchmarks/convergence.py`), and 0.22 nats without the warm-up. The paper clips each replica's gradient by its norm
-over all leaves; here each leaf on a device is clipped by its own norm. Left out: Nesterov's momentum.
+(momentum factor masking), so the optimizer itself should have no momentum. Sending 1 % then costs SGD nothing in 400
+steps (`benchmarks/convergence.py`), and 0.22 nats without the warm-up. The paper clips each replica's gradient by its
+norm over all leaves; here each leaf on a device is clipped by its own norm. Left out: Nesterov's momentum.
 """
 
 import dataclasses
@@ -15,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.errors import UserError
-from jaxscale.replicas.codec import State
+from jaxscale.replicas.codec import CodecState, computed_once
 from jaxscale.replicas.codecs.topk import TopK
 from jaxscale.typing import Array, Key
 
@@ -25,9 +28,10 @@ class DGC(TopK):
     """The elements of largest accumulated momentum.
 
     Args:
-        fraction: of the elements that are sent, in (0, 1].
-        momentum: m, in [0, 1), in place of the optimizer's.
-        clip: largest norm of a leaf's mean gradient: each of n replicas clips its own to clip / sqrt(n); `None`: none.
+        fraction: fraction of the elements that are sent, in (0, 1].
+        momentum: m in [0, 1), instead of momentum in the optimizer.
+        clip: largest norm of a leaf's mean gradient: each of n replicas clips its own gradient to clip / sqrt(n).
+            `None` does not clip.
 
     Example:
         >>> DGC(0.001, momentum=0.5).momentum
@@ -42,23 +46,23 @@ class DGC(TopK):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.feedback:
-            raise UserError("feedback: got false, expected true: DGC needs its residual; topk can do without")
+            raise UserError("feedback: got false, expected true: DGC needs its residual; use topk without feedback")
         if not 0 <= self.momentum < 1:
             raise UserError(f"momentum: got {self.momentum}, expected a number in [0, 1)")
         if self.clip is not None and self.clip <= 0:
-            raise UserError(f"clip: got {self.clip}, expected a norm > 0, or none")
+            raise UserError(f"clip: got {self.clip}, expected a norm > 0, or none for no clipping")
 
-    def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> State:
+    def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> CodecState:
         return super()._init(shape, key, n) | {"momentum": jnp.zeros(shape, jnp.float32)}
 
-    def _reduce(self, gradient: Array, state: State, axis: str, key: Key | None) -> tuple[Array, State]:
+    def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
         if self.clip is not None:
             norm = jnp.sqrt(jnp.sum(jnp.square(gradient)))
             gradient = gradient * jnp.minimum(1.0, self.clip / lax.axis_size(axis) ** 0.5 / jnp.maximum(norm, 1e-30))
         momentum = self.momentum * state["momentum"] + gradient
         owed = state["residual"] + momentum
-        message = self.message(owed.reshape(-1), None)
-        ones = message._replace(values=jnp.ones_like(message.values))
+        message = computed_once(self.encode(owed.reshape(-1), None))
+        sent_ones = message._replace(values=jnp.ones_like(message.values))
         mean = self.mean(message, owed.size, axis).reshape(owed.shape)
-        unsent = 1.0 - self.decode(ones, owed.size).reshape(owed.shape)
-        return mean, {"residual": owed * unsent, "momentum": momentum * unsent}
+        unsent_mask = 1.0 - self.decode(sent_ones, owed.size).reshape(owed.shape)
+        return mean, {"residual": owed * unsent_mask, "momentum": momentum * unsent_mask}

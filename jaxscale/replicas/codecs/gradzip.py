@@ -1,10 +1,12 @@
-"""GradZip: one alternating-least-squares step a gradient, from the last factors (Cho et al., 2019, "GradZip: Gradient
-Compression using Alternating Matrix Factorization for Large-scale Deep Learning").
+"""GradZip: one step of alternating least squares for each gradient, from the last factors (Cho et al., 2019, "GradZip:
+Gradient Compression using Alternating Matrix Factorization for Large-scale Deep Learning").
 
     P = mean(M Q) (Q^T Q + r I)^-1,  Q = mean(M^T P) (P^T P + r I)^-1
 
-The paper's text was not available: the order of the updates and the ridge are ours. It spans the same space as PowerSGD
-and needs no orthogonal columns; the ridge shrinks the weakest directions.
+M is the gradient plus residual of one replica, and the means are over replicas.
+
+The paper's text was not available: the order of the updates and the ridge are ours. The factors span the same space as
+PowerSGD's and need no orthogonal columns; the ridge shrinks the weakest directions.
 """
 
 import dataclasses
@@ -22,10 +24,10 @@ from jaxscale.typing import Array, Float
 
 @dataclasses.dataclass(frozen=True)
 class GradZip(LowRank):
-    """The factors of least squared error, each given the other.
+    """Sends factors of least squared error, each computed for the other one.
 
     Args:
-        rank: columns of P and Q, at most the smaller dim of every matrix.
+        rank: number of columns of P and Q, at most the smaller dim of every matrix.
         ridge: r, relative to the mean of the columns' squared norms.
 
     Example:
@@ -41,7 +43,7 @@ class GradZip(LowRank):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1e-6 <= self.ridge <= 1:
-            raise UserError(f"ridge: got {self.ridge}, expected 1e-6 (below which float32 can't divide) to 1")
+            raise UserError(f"ridge: got {self.ridge}, expected 1e-6 (below it float32 is too inexact) to 1")
 
     def left(self, product: Float[Array, "rows rank"], q: Float[Array, "columns rank"], axis: str) -> Array:
         """The mean of the least-squares P, for a given Q."""
@@ -52,12 +54,13 @@ class GradZip(LowRank):
         return lax.pmean(self._least_squares(product, p), axis)
 
     def _least_squares(self, product: Array, factor: Array) -> Array:
+        """product (factor^T factor + r I)^-1."""
         gram = times(factor.T, factor)
-        mean = jnp.trace(gram) / self.rank
+        power = jnp.trace(gram) / self.rank
         # scaled to a mean of 1, so that gradients of any magnitude stay within the range of float32
-        scaled = gram / jnp.maximum(mean, 2.0**-100) + self.ridge * jnp.eye(self.rank)
-        solution = _solved(scaled, product.T).T
-        return solution / jnp.maximum(mean, 2.0**-100)
+        scaled_gram = gram / jnp.maximum(power, 2.0**-100) + self.ridge * jnp.eye(self.rank)
+        solution = _solved(scaled_gram, product.T).T
+        return solution / jnp.maximum(power, 2.0**-100)
 
 
 @one_by_one

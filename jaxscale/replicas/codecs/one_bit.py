@@ -1,8 +1,8 @@
-"""One bit an element: signs and one scale, 31 times fewer bytes (the mean of 1-bit Adam: Tang et al., 2021,
-arXiv:2102.02888).
+"""A codec of one bit an element, the signs and one scale, which sends 31 times fewer bytes (the mean of 1-bit Adam:
+Tang et al., 2021, arXiv:2102.02888).
 
-The scale of a chunk is its root mean square, as in DeepSpeed's code; zero counts as positive. Meant for the momentum of
-1-bit Adam, whose variance is frozen: gradients in this form train Adam badly.
+The scale of a chunk is its root mean square, as in DeepSpeed's code; zero counts as positive. The codec is meant for
+the momentum of 1-bit Adam, whose variance is frozen: gradients in this form train Adam badly.
 """
 
 import dataclasses
@@ -14,14 +14,15 @@ from jaxscale.replicas.two_phase import TwoPhase
 from jaxscale.typing import Array, Float, Key, Shaped
 
 BYTE = 8
-"""Signs in a byte."""
+"""Number of signs in a byte."""
 
 
 class Signs(NamedTuple):
     """Chunks as signs.
 
     Args:
-        bits: uint8; bit i of byte j is the sign of element i * (elements / 8) + j, so that no data crosses lanes.
+        bits: uint8; bit i of byte j is the sign of element i * (elements / 8) + j, so that signs are packed without
+            moving elements between the lanes of the last dim.
         scale: root mean square of each chunk.
     """
 
@@ -42,20 +43,21 @@ class OneBit(TwoPhase):
     name: ClassVar[str] = "onebit"
 
     def multiple(self, elements: int) -> int:
-        """Whole bytes."""
+        """The number of signs in a byte, so that chunks are whole bytes."""
         return BYTE
 
     def encode(self, chunks: Array, filled: Array, key: Key | None) -> Signs:
-        """Signs, eight to a byte, and scales."""
+        """The signs of some chunks, eight to a byte, and their scales."""
         scale = jnp.sqrt(jnp.sum(jnp.square(chunks), -1) / jnp.maximum(filled, 1))
         bits = (chunks >= 0).astype(jnp.uint8).reshape(len(chunks), BYTE, -1)
         return Signs(jnp.sum(bits << _bit_positions(), 1, dtype=jnp.uint8), scale)
 
     def decode(self, message: Signs, elements: int) -> Array:
-        """Plus or minus the scale."""
+        """The chunks that a message encodes: plus or minus the scale."""
         signs = ((message.bits[:, None] >> _bit_positions()) & 1).astype(jnp.float32) * 2 - 1
         return signs.reshape(-1, elements) * message.scale[:, None]
 
 
 def _bit_positions() -> Array:
+    """The bit positions 0 to 7, in a shape that broadcasts over (chunks, bits, bytes)."""
     return jnp.arange(BYTE, dtype=jnp.uint8)[None, :, None]

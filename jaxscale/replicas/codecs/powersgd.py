@@ -1,10 +1,10 @@
-"""PowerSGD: one step of power iteration a gradient, starting from the last factor (Vogels et al., 2019,
+"""PowerSGD: one step of power iteration for each gradient, starting from the last factor (Vogels et al., 2019,
 arXiv:1905.13727, algorithms 1 and 2).
 
 In 400 steps of a small language model (`benchmarks/convergence.py`) SGD with momentum loses 0.034 nats at rank 4, 0.013
-at 8; Adam loses 0.10 at rank 4 and 0.018 at 16: give it a higher rank and a start step, or take int8.
+at 8; Adam loses 0.10 at rank 4 and 0.018 at 16. For Adam use a higher rank and a start step, or int8.
 
-Left out: the reference code's halved steps, which alternate between P and Q.
+Left out: the half steps of the reference code, which alternate between P and Q.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ DEPENDENT = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(LowRank):
-    """Converges to the best matrix of a low rank.
+    """Sends factors that converge to the best matrix of a low rank.
 
     Args:
-        rank: columns of P and Q, at most the smaller dim of every matrix.
+        rank: number of columns of P and Q, at most the smaller dim of every matrix.
 
     Example:
         >>> from jaxscale.replicas import wire
@@ -41,16 +41,16 @@ expected dims of at least the rank 4: lower the rank, or leave the leaf out
     value: ClassVar[str | None] = "rank"
 
     def left(self, product: Float[Array, "rows rank"], q: Float[Array, "columns rank"], axis: str) -> Array:
-        """Orthonormal columns that span the columns of the mean."""
+        """P: orthonormal columns that span the columns of the mean product."""
         return orthonormal(lax.pmean(product, axis))
 
     def right(self, product: Float[Array, "columns rank"], p: Float[Array, "rows rank"], axis: str) -> Array:
-        """The mean, unchanged."""
+        """Q: the mean product, unchanged."""
         return lax.pmean(product, axis)
 
 
 def orthonormal(a: Float[Array, "rows rank"]) -> Float[Array, "rows rank"]:
-    """Gram-Schmidt: each column is orthogonalised twice against earlier ones; a dependent column becomes zero.
+    """Orthonormal columns by Gram-Schmidt, orthogonalised twice; a column that depends on earlier ones becomes zero.
 
     Example:
         >>> orthonormal(jnp.array([[3.0, 3.0], [4.0, 4.0], [0.0, 2.0]])).round(3)
@@ -59,15 +59,15 @@ def orthonormal(a: Float[Array, "rows rank"]) -> Float[Array, "rows rank"]:
                [0. , 1. ]], dtype=float32)
     """
 
-    def clear(column: int | Array, a: Array) -> Array:
-        earlier = jnp.where(jnp.arange(a.shape[1]) < column, a, 0.0)
+    def orthogonalise(column: int | Array, a: Array) -> Array:
+        earlier_columns = jnp.where(jnp.arange(a.shape[1]) < column, a, 0.0)
         original = lax.dynamic_slice_in_dim(a, column, 1, 1)
         original = original / jnp.maximum(jnp.max(jnp.abs(original)), 2.0**-126)  # squares of small numbers vanish
         remainder = original
         for _ in range(2):
-            remainder = remainder - times(earlier, times(earlier.T, remainder))
+            remainder = remainder - times(earlier_columns, times(earlier_columns.T, remainder))
         norm = jnp.linalg.norm(remainder)
         remainder = jnp.where(norm > DEPENDENT * jnp.linalg.norm(original), remainder / norm, 0.0)
         return lax.dynamic_update_slice_in_dim(a, remainder, column, 1)
 
-    return lax.fori_loop(0, a.shape[1], clear, a)
+    return lax.fori_loop(0, a.shape[1], orthogonalise, a)

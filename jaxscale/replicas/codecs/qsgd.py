@@ -1,15 +1,15 @@
 """QSGD: integers rounded at random, so that the mean is right on average and no residual is needed
 (Alistarh et al., 2017, arXiv:1610.02132).
 
-Scaled by the largest magnitude of each block, as in the paper's code, not by the norm; codes of fixed width instead of
-Elias coding; both phases round at random.
+Blocks are scaled by their largest magnitude, as in the paper's code, not by their norm. Codes have a fixed width
+instead of Elias coding. Both phases round at random.
 """
 
 import dataclasses
 from typing import ClassVar
 
 from jaxscale.errors import UserError
-from jaxscale.replicas.block_codes import BlockCodes
+from jaxscale.replicas.codecs.block_codes import BlockCodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,8 +17,8 @@ class QSGD(BlockCodes):
     """Integers rounded at random, with a float32 scale for each block.
 
     Args:
-        bits: of each code: 4 or 8.
-        block: elements that share a scale.
+        bits: number of bits of each code, 4 or 8.
+        block: number of elements that share a scale.
 
     Example:
         >>> str(QSGD(4)), QSGD(4).feedback, QSGD.parse("qsgd:8,block=64").block
@@ -36,9 +36,7 @@ class QSGD(BlockCodes):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bits not in (4, 8):
-            raise UserError(f"bits: got {self.bits}, expected 4 or 8: others take no fewer bytes")
+            raise UserError(f"bits: got {self.bits}, expected 4 or 8: other widths save no bytes")
 
-    @property
-    def width(self) -> int:
-        """Bits of a code."""
+    def _bits(self) -> int:
         return self.bits

@@ -1,50 +1,80 @@
-"""Top-k: the largest elements of each gradient now, the others later (Aji and Heafield, 2017, arXiv:1704.05021).
+"""Top-k sends the largest elements of each gradient now and the others later (Aji and Heafield, 2017,
+arXiv:1704.05021).
 
-At 1 %, 68 times fewer bytes between two replicas and 17 times between eight: each receives from all others. An element
-is sent about every hundredth step, with its accumulated residual, and that delay requires two things
-(`benchmarks/convergence.py`: nats after 400 steps, relative to exact runs):
+At 1 %, it sends 68 times fewer bytes between two replicas and 17 times fewer between eight, because each replica
+receives from all others. An element is sent about every hundredth step, with its accumulated residual. That delay
+requires two things (`benchmarks/convergence.py`; the numbers are nats after 400 steps, relative to exact runs):
 
-- *No momentum after it.* An optimizer's momentum carries late elements on for ten more steps: 1 % costs nothing with
-  Adam whose b1 is 0 and with SGD without momentum (-0.001, -0.05), and +0.22 and +0.15 with momentum 0.9. Momentum
-  that is summed before elements are held back, and reset where they are sent, does no harm: `dgc`.
-- *A warm-up.* The first gradients are large and the rate is still small; held back, they arrive at its peak, and
-  feedback is worse than none (+0.50 and +0.15 with momentum). So the fraction falls to its final value in `warmup`
-  steps, as in deep gradient compression (Lin et al., 2018, arXiv:1712.01887). A program contains a message for each
-  fraction.
+- *No momentum in the optimizer.* It would apply late elements for ten more steps: 1 % costs nothing with Adam whose b1
+  is 0 and with SGD without momentum (-0.001, -0.05), but +0.22 and +0.15 with momentum 0.9. Momentum that is summed
+  before elements are held back, and reset where they are sent, does no harm (`dgc`).
+- *A warm-up.* The first gradients are large while the learning rate is still small. Elements held back then arrive at
+  its peak, and feedback is worse than no feedback (+0.50 and +0.15 with momentum). So the fraction falls to its final
+  value in `warmup` steps, as in deep gradient compression (Lin et al., 2018, arXiv:1712.01887). A program contains a
+  message for each fraction.
 
-The delay also bounds the rate (Stich et al., 2018, arXiv:1809.07599; `tests/replicas/test_feedback.py`).
+The delay also bounds the learning rate (Stich et al., 2018, arXiv:1809.07599; `tests/replicas/test_feedback.py`).
+
+Every block sends the same number of elements, so that no leaf is sorted as a whole and an offset takes two bytes. If a
+block is the whole leaf, its largest elements are sent. In smaller blocks a kernel selects the elements if the chip has
+one (`pallas_kernels.top_k`); XLA would sort. Left out: values in fewer bits.
 """
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
 
 from jaxscale.errors import UserError
-from jaxscale.replicas.largest import Kept, Largest
 from jaxscale.replicas.one_phase import OnePhase
-from jaxscale.typing import Array, Float, Key
+from jaxscale.typing import Array, Float, Int, Key
+from pallas_kernels.dispatch import Explanation, listening, note
+from pallas_kernels.target import target
+from pallas_kernels.top_k.api import top_k
 
 FIRST_FRACTION = 0.25
-"""First fraction of the warm-up; the next are its powers: 25, 6.25, 1.56, 0.39 % (arXiv:1712.01887, section 3.3)."""
+"""First fraction of the warm-up; the next are its powers, 6.25, 1.56 and 0.39 % (arXiv:1712.01887, section 3.3)."""
 
 MOST = 128
 """Most elements that kernels select in a block (`pallas_kernels.top_k`)."""
 
+OFFSETS = 2**16
+"""Number of elements of the largest block whose offsets fit uint16."""
+
+
+class Kept(NamedTuple):
+    """The largest elements of each block.
+
+    Args:
+        values: values of the elements, float32.
+        offsets: position of each element within its block: uint16, or int32 if the block is the whole leaf.
+    """
+
+    values: Float[Array, "blocks kept"]
+    offsets: Int[Array, "blocks kept"]
+
 
 @dataclasses.dataclass(frozen=True)
 class TopK(OnePhase):
-    """The elements of largest magnitude, as float32 and their offsets.
+    """Sends the elements of largest magnitude as float32 values and their offsets.
 
     Args:
-        fraction: of the elements that are sent, in (0, 1].
-        block: elements of a block, each of which sends its largest; `None`: the whole leaf is one block, and sorted.
-        warmup: steps in which the fraction falls to `fraction`, to a quarter at a time; 0 skips the warm-up.
+        fraction: fraction of the elements that are sent, in (0, 1].
+        block: number of elements of a block; each block sends its largest elements. `None` sorts the whole leaf as one
+            block.
+        warmup: number of steps in which the fraction falls to `fraction`, by a factor of four at a time; 0 skips the
+            warm-up.
 
     Example:
         >>> str(TopK(0.01)), str(TopK(0.001, block=None))
         ('topk:0.01', 'topk:0.001,block=none')
         >>> [(step, codec.fraction) for step, codec in TopK(0.01).timetable]
         [(0, 0.25), (34, 0.0625), (67, 0.015625), (100, 0.01)]
+        >>> codec = TopK(0.5, block=4)
+        >>> codec.decode(codec.encode(jnp.array([1.0, -5.0, 0.5, 2.0, 0.1]), None), 5)
+        Array([ 0. , -5. ,  0. ,  2. ,  0.1], dtype=float32)
         >>> TopK(0.0001)
         Traceback (most recent call last):
         jaxscale.errors.UserError: fraction 0.0001 of blocks of 1024 is no element: give block=16384
@@ -60,20 +90,43 @@ class TopK(OnePhase):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Largest(self.fraction, self.block)
+        if not 0 < self.fraction <= 1:
+            raise UserError(f"fraction: got {self.fraction}, expected a number in (0, 1], such as 0.01")
+        if self.block is not None and not 1 <= self.block <= OFFSETS:
+            raise UserError(f"block: got {self.block}, expected 1 to {OFFSETS} elements, or none for the whole leaf")
+        if self.block is not None and round(self.fraction * self.block) < 1:
+            least_block = 2 ** math.ceil(math.log2(1 / self.fraction))
+            remedy = f"block={least_block}" if least_block <= OFFSETS else "block=none"
+            raise UserError(f"fraction {self.fraction} of blocks of {self.block} is no element: give {remedy}")
         if self.warmup < 0:
             raise UserError(f"warmup: got {self.warmup}, expected a number of steps >= 0")
 
+    def sizes(self, elements: int) -> tuple[int, int, int]:
+        """(number of blocks, elements of a block, elements that a block sends) for a leaf of `elements`."""
+        block = elements if self.block is None else min(self.block, elements)
+        return math.ceil(elements / block), block, max(1, round(self.fraction * block))
+
     def encode(self, flat: Float[Array, "elements"], key: Key | None) -> Kept:
-        """The largest elements and their positions."""
-        return Largest(self.fraction, self.block).encode(flat)
+        """The elements of largest magnitude of each block, and their offsets."""
+        blocks, block, count = self.sizes(flat.size)
+        rows = jnp.pad(flat, (0, blocks * block - flat.size)).reshape(blocks, block)
+        if self.block is None:
+            if listening():
+                note(Explanation("top_k", target(), "reference", {}, "kernels are of blocks, and this is a whole leaf"))
+            _, offsets = lax.top_k(jnp.abs(rows), count)
+            return Kept(jnp.take_along_axis(rows, offsets, -1), offsets)
+        values, offsets = top_k(rows, count, block=block, axis=-1)
+        return Kept(values, offsets.astype(jnp.uint16))
 
     def decode(self, message: Kept, elements: int) -> Float[Array, "elements"]:
-        """A leaf of these elements, and zeros elsewhere."""
-        return Largest(self.fraction, self.block).decode(message, elements)
+        """The leaf with the elements of a message, and zeros elsewhere."""
+        blocks, block, _ = self.sizes(elements)
+        positions = jnp.arange(blocks)[:, None] * block + message.offsets.astype(jnp.int32)
+        flat = jnp.zeros(blocks * block, jnp.float32)
+        return flat.at[positions].set(message.values, unique_indices=True, mode="promise_in_bounds")[:elements]
 
     def fractions(self) -> tuple[float, ...]:
-        """Fractions of the warm-up, each for equally many steps, and the final fraction.
+        """The fractions of the warm-up, each used for the same number of steps, and the final fraction.
 
         Example:
             >>> TopK(0.001, warmup=400).fractions()
@@ -96,7 +149,7 @@ class TopK(OnePhase):
         )
 
     def _block(self, fraction: float) -> int | None:
-        """Block of a larger warm-up fraction, halved until a kernel can select that many elements."""
+        """The block length for a fraction of the warm-up, halved until a kernel can select its elements."""
         block = self.block
         while block is not None and fraction > self.fraction and block % 2 == 0 and round(fraction * block) > MOST:
             block //= 2

@@ -1,23 +1,24 @@
-"""AsyncPipeline: the train step of a pipeline that updates each stage's weights on its way and never drains.
+"""AsyncPipeline: the train step of a pipeline whose stages update their weights at different times, and never wait.
 
-A step lets the microbatches of one batch enter and runs the ticks until the next batch may (`pipeline.asynchronous`).
-Its loss is that of the forwards which reach the last stage in these ticks: in PipeDream and PipeMare, whose batch is
-one microbatch, of batches that entered up to p - 1 steps before. Steps in which none gets there have no loss, a NaN.
+A pipeline has p stages, one on each rank (device of the pipe axis), and runs in ticks: in one tick every stage does one
+forward or backward pass of a microbatch. A step feeds the microbatches of one batch, and runs the ticks until the next
+batch may enter (`pipeline.asynchronous`). Its loss is the mean over the forward passes that reach the last stage in
+these ticks. In PipeDream and PipeMare, whose batch is one microbatch, they belong to batches that entered up to p - 1
+steps before. The loss of a step in which no forward pass gets there is NaN.
 
-What has a meaning over all stages is done per stage, on its own gradients: clipping by the norm, the watch over bad
-steps (a non-finite or spiking gradient skips that stage's update), a codec, and the counts that a learning rate depends
-on.
-Gradients are means over the batch, so its weight is computed before its loss: it must not depend on the model.
+Each stage clips its own gradients, watches for bad steps (a non-finite or spiking gradient skips that stage's update),
+applies a codec, and counts its updates for the learning rate. Gradients are means over the batch, so the weight of the
+batch (its number of targets) is computed before its loss, and must not depend on the model.
 
-What stages share is each one's own copy. A parameter is read before the blocks, by the first stage, or behind them, by
-the last, which the traced model tells; the other copies are zeros and stay so. A parameter that is read in both places
-(tied weights) or in the blocks would become several, and is refused.
+Each stage has its own copy of every shared parameter (one outside of the blocks). The first stage reads the parameters
+before the blocks, the last stage those behind them; the other copies stay zero. A parameter that is read in both places
+(tied weights) or in the blocks would become several different ones, and is refused.
 
-Between steps the train state holds the newest weights, the optimizer's state, and what is in flight: messages, batches,
-what forwards keep, older weights, sums of gradients, each stage's watch and counts. A checkpoint has it under a name
-that is made of the plan, so a step with another plan, another pipeline or none leaves it behind: microbatches that were
-under way are lost, some of whose updates have been made. Restored without it, a pipe is filled anew. The plan's
-`synchronous_steps` come first: one synchronous step after another, clipped and watched as a whole.
+Between steps the train state holds the newest weights, the optimizer's state, and what is in flight: messages between
+stages, batches, what forward passes keep for their backward passes, older weights, sums of gradients, each stage's
+watch and counts. A checkpoint holds this under a name that depends on the plan, so a step with another plan ignores it:
+microbatches in flight are lost, although some stages have made their updates. The pipeline then fills again. The first
+steps, as many as the plan's `synchronous_steps`, are ordinary synchronous steps, clipped and watched as a whole.
 """
 
 import dataclasses
@@ -25,15 +26,14 @@ import hashlib
 import json
 import math
 from collections.abc import Container, Iterable
-from dataclasses import replace
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale.errors import UserError
+from jaxscale.blocks import Loss
 from jaxscale.offload.updates import plainly
 from jaxscale.pipeline.run.asynchronous import Asynchronous, UpdateAt
 from jaxscale.pipeline.run.passes import At
@@ -46,46 +46,63 @@ from jaxscale.replicas.reduce import GradientExchange, GradientLeaf, squared_res
 from jaxscale.state.batches import batch_shapes
 from jaxscale.state.extra import CompiledProgram, lacks
 from jaxscale.state.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS, Layout
-from jaxscale.state.naming import Naming, plain
+from jaxscale.state.naming import Naming, Part, plain
 from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import Metrics, TrainState, Watch
 from jaxscale.step.exchange import describe_codec
+from jaxscale.step.pipelined.forms import Microbatch, Named
 from jaxscale.step.pipelined.gradients import MANUAL, Pipelined
 from jaxscale.step.pipelined.reads import shared_copies, weight_program
 from jaxscale.step.planned_model import PlannedModel, positive
-from jaxscale.trees import path_name
-from jaxscale.typing import Array, Batch
+from jaxscale.trees import named_leaves, path_name
+from jaxscale.typing import Array, Batch, Key, PyTree
 
 IN_FLIGHT = "in_flight"
-"""Name of the extra, which another plan, or another version, leaves behind."""
+"""Name of this `StateExtra`; a step with another plan, or under another version of JAX, ignores a saved one."""
 OWN = PartitionSpec(MANUAL)
-"""Placement of what each device has of its own, along the first dim."""
-Flight = dict[str, Any]
+"""Placement of arrays whose first dim has an entry for each device."""
+Flight: TypeAlias = dict[str, PyTree]
+"""The state in flight: that of the executor ("pipe"), and three entries for each stage.
+
+"free" is optimizer state that has no parameter's shape, such as counts; "watch" the watch for bad steps; "codes" the
+state of the codec, with the number of updates.
+"""
+Parameters: TypeAlias = tuple[Named, Named]
+"""Parameters of one stage, with a first dim of 1: those of its layers, and its copies of the shared ones."""
+Carry: TypeAlias = dict[str, PyTree]
+"""State of one stage within a step: "free", "watch" and "codes" as in `Flight`, and three more entries.
+
+"owned" is optimizer state of parameters' shapes; "squares" the sum of the squared gradient norms of this step's
+updates; "sent" the bytes that a codec has sent in this step.
+"""
+Scaled: TypeAlias = tuple[Microbatch, Array]
+"""One microbatch or several, and the factor by which the loss of each is scaled."""
 CORRECTION = 0.135
-"""PipeMare's D, as its theory has it: exp(-2)."""
+"""PipeMare's D, the decay of its discrepancy correction, by its theory: exp(-2)."""
 ANNEAL = 4
-"""PipeMare's rescheduling fades over one of so many parts of a run, unless the plan says another number of updates."""
+"""PipeMare's rescheduling of the learning rate fades over a fourth of a run by default."""
 
 
 class AsyncPipeline:
     """The train step of an asynchronous pipeline.
 
-    Evaluation and synchronous steps run by a synchronous pipeline of the same model; `held` and `layout` are those of
-    the train state, in which each stage has a copy of its own of what all share.
+    Evaluation and synchronous steps use a synchronous pipeline of the same model. `held` and `layout` describe the
+    train state, in which each stage has its own copy of every shared parameter.
 
     Args:
         planned: the model under its plan.
         stages: the layers of each stage.
-        optimizer: clipping and all.
+        optimizer: the whole optimizer, clipping included.
 
     Raises:
-        UserError: tied weights, or a parameter that blocks share; a loss whose weight depends on the model.
+        UserError: the model has tied weights, a parameter that several blocks share, or a loss whose weight depends on
+            its parameters.
     """
 
     def __init__(self, planned: PlannedModel, stages: Stages, optimizer: optax.GradientTransformation) -> None:
         assert planned.plan.pipeline is not None
         self.planned, self.stages, self.plan = planned, stages, planned.plan.pipeline
-        self.method = METHODS[self.plan.name]
+        self.asked, self.method = f"pipeline {self.plan}", METHODS[self.plan.name]
         self.ranks, self.group = stages.schedule.ranks, stages.schedule.microbatches
         self.synchronous = Pipelined(planned, stages, METHODS["1f1b"].schedule(self.ranks, self.group, None, 1))
         self.stream = stream(self.method, self.ranks, self.group, self.plan.stash)
@@ -96,41 +113,35 @@ class AsyncPipeline:
         self.layout = Layout.of(self.held, optimizer, planned.plan, planned.layout.mesh)
         self.codec = self._codec_stage()
         self._owners = self.layout.owners(optimizer)
+        self._row_shards = math.prod(self.layout.mesh.shape[axis] for axis in BATCH_AXES)
         self._optimizer = jax.tree.structure(self.layout.abstract.optimizer)
         self._weight = weight_program(planned, self.batch)
 
-    @property
-    def asked(self) -> str:
-        """The user's request."""
-        return f"pipeline {self.plan}"
-
     def __str__(self) -> str:
-        plan, late = self.planned.plan, max(self.stream.delays)
-        ages = f"gradients are up to {late} updates old" if late else "gradients are of the newest weights"
-        clips = "" if self.planned.experiment.optimizer.clip is None else " clips by its own gradient's norm and"
-        first = self.plan.synchronous_steps
-        waits = f"the first {first} steps are synchronous, then " if first else ""
-        whole = " x ".join(axis for axis in ("sequence", "tensor") if self.layout.mesh.shape[axis] > 1)
-        copies = f"; what is in flight lies whole on every device along {whole}" if whole else ""
+        plan, delay = self.planned.plan, max(self.stream.delays)
+        age_text = f"gradients are up to {delay} updates old" if delay else "gradients are of the newest weights"
+        clip_text = "" if self.planned.experiment.optimizer.clip is None else " clips by its own gradient's norm and"
+        synchronous_steps = self.plan.synchronous_steps
+        start_text = f"the first {synchronous_steps} steps are synchronous, then " if synchronous_steps else ""
+        axes = " x ".join(axis for axis in ("sequence", "tensor") if self.layout.mesh.shape[axis] > 1)
+        copies_text = f"; what is in flight lies whole on every device along {axes}" if axes else ""
         if self.stream.newest and (plan.memory.rule != "none" or plan.stages_keep == "input"):
-            ages += ", and what is recomputed reads newer weights than its forward did"
-        return f"{self.asked}: {waits}{ages}; each stage{clips} skips bad updates by itself{copies}"
+            age_text += ", and recomputation reads newer weights than the forward pass did"
+        return f"{self.asked}: {start_text}{age_text}; each stage{clip_text} skips bad updates by itself{copies_text}"
 
     def _remedies(self) -> Remedies:
-        """PipeMare's, as the plan says, or as published; others have none unless asked for."""
-        plan, pipemare = self.plan, self.stream.newest
-        anneal = self.planned.experiment.steps // ANNEAL if pipemare else 0
-        correction = CORRECTION if pipemare else 0.0
-        anneal = anneal if plan.anneal is None else plan.anneal
-        correction = correction if plan.correction is None else plan.correction
+        """PipeMare's remedies for old gradients: set by the plan; by default as published, and for PipeMare alone."""
+        plan, pipemare, steps = self.plan, self.stream.newest, self.planned.experiment.steps
+        anneal = steps // ANNEAL if pipemare and plan.anneal is None else plan.anneal or 0
+        correction = CORRECTION if pipemare and plan.correction is None else plan.correction
         return Remedies(anneal=anneal, correction=correction or None)
 
     def _codec_stage(self) -> GradientExchange | None:
-        """The codec at work on the gradients of one stage, whole on each of its devices; `None` where XLA reduces."""
+        """The exchange of one stage's gradients by the codec, whole on each device; `None` if XLA reduces them."""
         planned = self.planned
         if not isinstance(planned.plan.reduce, Codec):
             return None
-        stacked, shared = self.synchronous.split(planned.pure_model.params)
+        stacked, shared = self.synchronous.divided(named_leaves(planned.pure_model.params))
         leaves = {
             name: GradientLeaf((self.stages.depth, *leaf.shape[1:]), PartitionSpec(), layers=True)
             for name, leaf in stacked.items()
@@ -140,24 +151,26 @@ class AsyncPipeline:
 
     # -- one stage -----------------------------------------------------------------------------------------------------
 
-    def _computed(self, parameters: Any) -> Any:
-        """Parameters in the type computed in."""
+    def _computed(self, parameters: Parameters) -> Parameters:
+        """Parameters in the dtype of `plan.precision`, in which passes compute."""
         dtype = jnp.dtype(self.planned.plan.precision)
         return jax.tree.map(lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, parameters)
 
-    def _pipe(self, parameters: Any, batch: Any, key: Any) -> Asynchronous:
-        """The executor, inside the manual region."""
+    def _pipe(self, parameters: Parameters, batch: Scaled, key: Key) -> Asynchronous:
+        """The executor of the pipeline's ticks, inside the region that is manual over `MANUAL`."""
         stage = self.synchronous.stage(self.synchronous.loss, lambda loss: loss.total + loss.penalty)
 
-        def scaled(stacked: Any, shared: Any, x: Any, microbatch: Any, at: At, key: Any) -> Any:
-            part, scale = microbatch
-            y, objective, sums = stage(stacked, shared, x, part, at, key)
+        def scaled(
+            stacked: Named, shared: Named, x: PyTree, microbatch: Scaled, at: At, key: Key
+        ) -> tuple[PyTree, Array, PyTree]:
+            rows, scale = microbatch
+            y, objective, sums = stage(stacked, shared, x, rows, at, key)
             return y, objective * scale, sums
 
         stacked, shared = self._computed(jax.tree.map(lambda leaf: leaf[0], parameters))
-        part, _ = jax.tree.map(lambda leaf: leaf[0], batch)
+        rows, _ = jax.tree.map(lambda leaf: leaf[0], batch)
         before = self.synchronous.form.parts(self.synchronous.loss).before
-        x = jax.eval_shape(before, stacked, shared, part, key, jnp.int32(0))
+        x = jax.eval_shape(before, stacked, shared, rows, key, jnp.int32(0))
         return Asynchronous(
             self.stream,
             scaled,
@@ -169,40 +182,40 @@ class AsyncPipeline:
             manual=MANUAL,
         )
 
-    def _update(self, parameters: Any, gradients: Any, carry: dict[str, Any], at: UpdateAt) -> tuple[Any, Any]:
-        """Of one stage: gradients added up over the data axes, judged, clipped and applied."""
+    def _update(
+        self, parameters: Parameters, gradients: Parameters, carry: Carry, at: UpdateAt
+    ) -> tuple[Parameters, Carry]:
+        """Update one stage: sum its gradients over the data axes, check that they are good, clip and apply them."""
         del at
-        stacked, shared = jax.tree.map(lambda leaf: self._over_rows(leaf[0]), gradients)
+        unsummed = {PIPE_AXIS} if self.codec is None else {PIPE_AXIS, REPLICA_AXIS}
+        axes = [axis for axis in MANUAL if axis not in unsummed]  # a codec sums the gradients of replicas
+        stacked, shared = jax.tree.map(lambda leaf: self.synchronous.reduced(leaf[0], axes, PartitionSpec()), gradients)
         codec, codes, states = self.codec, carry["codes"], {}
         if codec is not None:
             sums = jax.tree.map(lambda leaf: leaf * codec.replicas, {**stacked, **shared})
             reduced, states = self._reduced(codec, sums, codes["states"], codes["updates"])
-            stacked, shared = ({name: reduced[name] for name in part} for part in (stacked, shared))
-        gradients = self.synchronous.joined(stacked, shared)
-        norm = optax.tree.norm(gradients)
+            stacked, shared = ({name: reduced[name] for name in names} for names in (stacked, shared))
+        means = self.synchronous.joined(stacked, shared)
+        norm = optax.tree.norm(means)
         good, watch = carry["watch"].judge(norm, norm, self.planned.experiment.guard)
         if codec is not None:
             states = jax.tree.map(lambda new, old: jnp.where(good, new, old), states, codes["states"])
             codes = {"states": states, "updates": codes["updates"] + 1}
             carry = {**carry, "sent": carry["sent"] + codec.wire_bytes_at(carry["codes"]["updates"])}
-        leaves = [carry["owned" if owner else "free"][i] for i, owner in enumerate(self._owners)]
+        state_leaves = [carry["owned" if owner else "free"][i] for i, owner in enumerate(self._owners)]
         params = self.synchronous.joined(*jax.tree.map(lambda leaf: leaf[0], parameters))
-        after, state = self.advance(gradients, self._optimizer.unflatten(leaves), params, norm, good)
+        params, state = self.advance(means, self._optimizer.unflatten(state_leaves), params, norm, good)
         owned, free = self._divided(jax.tree.leaves(state))
         squares = carry["squares"] + jnp.square(norm)
         carry |= {"owned": owned, "free": free, "watch": watch, "codes": codes, "squares": squares}
-        return jax.tree.map(lambda leaf: leaf[None], self.synchronous.split(after)), carry
+        return jax.tree.map(lambda leaf: leaf[None], self.synchronous.split(params)), carry
 
     def _reduced(
-        self, codec: GradientExchange, gradients: Any, states: Any, updates: Array
-    ) -> tuple[dict[str, Array], Any]:
-        """One stage's gradients averaged over the replicas, manual over the axes that are left: kernels want all."""
-
-        def inside(gradients: Any, states: Any, updates: Array) -> tuple[dict[str, Array], Any]:
-            return codec.inside(gradients, states, updates, (REPLICA_AXIS,))
-
+        self, codec: GradientExchange, gradients: Named, states: PyTree, updates: Array
+    ) -> tuple[Named, PyTree]:
+        """One stage's gradients averaged over the replicas by the codec, whose kernels need all mesh axes manual."""
         return jax.shard_map(
-            inside,
+            lambda gradients, states, updates: codec.inside(gradients, states, updates, (REPLICA_AXIS,)),
             mesh=jax.sharding.get_abstract_mesh(),
             in_specs=PartitionSpec(),
             out_specs=PartitionSpec(),
@@ -210,137 +223,124 @@ class AsyncPipeline:
             check_vma=False,
         )(gradients, states, updates)
 
-    def _over_rows(self, gradient: Array) -> Array:
-        """One gradient, added up over the devices of this stage; a codec adds up those of replicas."""
-        if self.planned.plan.reduce == "bfloat16":
-            gradient = gradient.astype(jnp.bfloat16)
-        apart = {PIPE_AXIS} if self.codec is None else {PIPE_AXIS, REPLICA_AXIS}
-        over = [axis for axis in MANUAL if axis not in apart and self.layout.mesh.shape[axis] > 1]
-        return (jax.lax.psum(gradient, over) if over else gradient).astype(jnp.float32)
-
-    def _divided(self, leaves: list[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Leaves of the optimizer's state that have a parameter's shape, and the others, by their place."""
+    def _divided(self, leaves: list[Array]) -> tuple[dict[int, Array], dict[int, Array]]:
+        """Leaves of the optimizer's state that have a parameter's shape, and the others, by their index in the list."""
         owned = {i: leaf for i, leaf in enumerate(leaves) if self._owners[i]}
         return owned, {i: leaf for i, leaf in enumerate(leaves) if not self._owners[i]}
 
     # -- the state -----------------------------------------------------------------------------------------------------
 
     def in_flight(self, state: TrainState) -> Flight:
-        """An empty pipe, whose stages have made as many updates as a state has steps."""
+        """An empty pipeline, whose stages have made as many updates as a train state has steps."""
 
-        def body(stacked: Any, shared: Any, free: Any, watch: Watch, updates: Array) -> Any:
+        def body(stacked: Named, shared: Named, free: dict[int, Array], watch: Watch, updates: Array) -> Flight:
             parameters = jax.tree.map(lambda leaf: leaf[None], stacked), shared
-            rows = self.planned.experiment.batch // self.group // self._ways
+            rows = self.planned.experiment.batch // self.group // self._row_shards
             zeros = {
                 name: jnp.zeros((self.group, rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in self.batch.items()
             }
             batch = ((zeros, jnp.zeros((self.group, rows), jnp.int32)), jnp.zeros((self.group,), jnp.float32))
             key = jax.random.key(self.planned.experiment.seed)
             pipe = self._pipe(parameters, batch, key).fill(parameters, batch, key)
-            # each stage's share of the norm, were they alike
-            watch = replace(watch, norm=watch.norm / self.ranks**0.5)
+            # each stage's share of the norm, if all stages had the same
+            watch = dataclasses.replace(watch, norm=watch.norm / self.ranks**0.5)
             codes = {}
             if self.codec is not None:
                 codes = {"states": self.codec.start(), "updates": updates}
-            lasting = {"free": free, "watch": watch, "codes": codes}
-            return {"pipe": pipe, **jax.tree.map(lambda leaf: leaf[None], lasting)}
+            stage_state = {"free": free, "watch": watch, "codes": codes}
+            return {"pipe": pipe, **jax.tree.map(lambda leaf: leaf[None], stage_state)}
 
         _, free = self._divided(jax.tree.leaves(state.optimizer))
-        each, same = PartitionSpec(PIPE_AXIS), PartitionSpec()
+        by_stage, whole = PartitionSpec(PIPE_AXIS), PartitionSpec()
         with self.planned.tracing():
-            return self.synchronous.mapped(body, (each, each, same, same, same), OWN)(
+            return self.planned.mapped(body, MANUAL, (by_stage, by_stage, whole, whole, whole), OWN)(
                 *self.synchronous.split(state.params), free, state.watch, state.step
             )
-
-    @property
-    def _ways(self) -> int:
-        """Parts that the rows of a microbatch are in."""
-        return math.prod(self.layout.mesh.shape[axis] for axis in BATCH_AXES)
 
     # -- one batch -----------------------------------------------------------------------------------------------------
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """The state after a batch has entered, and `loss`, `grad_norm` and `weight` of the step's ticks.
+        """The state after the ticks of one batch, and the metrics `loss`, `grad_norm` and `weight` of these ticks.
 
-        The norm is that of all gradients that stages have updated by, together; 0 where none has. With a codec
-        `wire_bytes` too, of the device that sends most, and `residual_norm`, of all that stages owe.
+        `grad_norm` is the norm of all gradients by which stages made updates, taken together; 0 if there were none.
+        With a codec there are also `wire_bytes`, of the device that sends most, and `residual_norm`, over all stages.
         """
-        first = self.plan.synchronous_steps
-        if not first:
+        synchronous_steps = self.plan.synchronous_steps
+        if not synchronous_steps:
             return self._streamed(state, batch)
-        return jax.lax.cond(state.step < first, self._waiting, self._streamed, state, dict(batch))
+        return jax.lax.cond(state.step < synchronous_steps, self._waiting, self._streamed, state, dict(batch))
 
     def _waiting(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """A synchronous step, after which the pipe is empty."""
+        """A synchronous step, after which the pipeline is empty."""
         loss, gradients, _ = self.synchronous.gradients(self.newest(state), batch)
         gradients = self.held.in_rows(self.planned.pure_model.in_layers(gradients))
         gradients = jax.lax.with_sharding_constraint(gradients, self.layout.masters)
         mean, norm = loss.total / positive(loss.weight), optax.tree.norm(gradients)
         good, watch = state.watch.judge(mean, norm, self.planned.experiment.guard)
         params, optimizer = self.advance(gradients, state.optimizer, state.params, norm, good)
-        after = replace(state, step=state.step + 1, params=params, optimizer=optimizer, watch=watch)
-        metrics = {"loss": mean, "grad_norm": norm, "weight": loss.weight}
-        if self.codec is not None:  # which is not at work yet
+        after = dataclasses.replace(state, step=state.step + 1, params=params, optimizer=optimizer, watch=watch)
+        metrics: Metrics = {"loss": mean, "grad_norm": norm, "weight": loss.weight}
+        if self.codec is not None:  # which is not used in synchronous steps
             metrics |= {"residual_norm": jnp.zeros(()), "wire_bytes": jnp.float32(self.codec.exact_bytes)}
-        return replace(after, extra={IN_FLIGHT: self.in_flight(after)}), metrics
-
-    def without_gradients(self) -> UserError:
-        """The refusal of a request for the gradients of a step."""
-        return UserError(f"{self.asked}: a step has no gradients of its own: each stage updates by others, on its way")
+        return dataclasses.replace(after, extra={IN_FLIGHT: self.in_flight(after)}), metrics
 
     def newest(self, state: TrainState) -> TrainState:
-        """The state of a synchronous pipeline with these weights, its optimizer aside."""
+        """The state of a synchronous pipeline with the newest weights, for passes that read no optimizer state."""
         stacked, shared = self.synchronous.split(state.params)
         newest = {name: leaf[self.held.copies[name].index(0)] for name, leaf in shared.items()}
-        return replace(state, params=self.synchronous.joined(stacked, newest), extra={})
+        return dataclasses.replace(state, params=self.synchronous.joined(stacked, newest), extra={})
 
     def _streamed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """An asynchronous step: the ticks of one batch, with the updates that stages make in them."""
         owned, _ = self._divided(jax.tree.leaves(state.optimizer))
         stacked = {i: not owner or self.planned.pure_model.stacked(owner) for i, owner in enumerate(self._owners)}
-        each, same, rows = PartitionSpec(PIPE_AXIS), PartitionSpec(), PartitionSpec(None, BATCH_AXES)
+        by_stage, whole, by_rows = PartitionSpec(PIPE_AXIS), PartitionSpec(), PartitionSpec(None, BATCH_AXES)
 
-        def body(weights: Any, shared: Any, owned: Any, flight: Any, batch: Any, key: Any) -> Any:
+        def body(
+            weights: Named, shared: Named, owned: dict[int, Array], flight: Flight, batch: Scaled, key: Key
+        ) -> tuple[Named, Named, dict[int, Array], Flight, tuple[Loss, Array, dict[str, Array]]]:
             parameters = jax.tree.map(lambda leaf: leaf[None], weights), shared
-            mine = jax.tree.map(lambda leaf: leaf[0], {name: flight[name] for name in ("free", "watch", "codes")})
+            stage_state = {name: jax.tree.map(lambda x: x[0], flight[name]) for name in ("free", "watch", "codes")}
             owned = {i: leaf if stacked[i] else leaf[0] for i, leaf in owned.items()}
-            carry = {"owned": owned, **mine, "squares": jnp.zeros(()), "sent": jnp.zeros(())}
+            carry = {"owned": owned, **stage_state, "squares": jnp.zeros(()), "sent": jnp.zeros(())}
             pipe = self._pipe(parameters, batch, key)
             after = pipe.advance(parameters, carry, flight["pipe"], batch, key)
             weights, shared = after.parameters
             weights, carry = jax.tree.map(lambda leaf: leaf[0], weights), after.optimizer
             owned = {i: leaf if stacked[i] else leaf[None] for i, leaf in carry["owned"].items()}
-            mine = jax.tree.map(lambda leaf: leaf[None], {name: carry[name] for name in ("free", "watch", "codes")})
+            stage_state = jax.tree.map(lambda leaf: leaf[None], {name: carry[name] for name in stage_state})
             norm = jnp.sqrt(jax.lax.psum(carry["squares"], PIPE_AXIS))
             sums = jax.lax.psum(after.sums, MANUAL)
-            coded = {}
+            codec_metrics = {}
             if self.codec is not None:
-                owed = jax.lax.psum(squared_residuals(carry["codes"]["states"]), MANUAL) / self._ways
-                sent = jax.lax.pmax(carry["sent"], MANUAL)
-                coded = {"residual_norm": jnp.sqrt(owed), "wire_bytes": sent}
-            return weights, shared, owned, {"pipe": after.in_flight, **mine}, (sums, norm, coded)
+                squares = jax.lax.psum(squared_residuals(carry["codes"]["states"]), MANUAL) / self._row_shards
+                sent_bytes = jax.lax.pmax(carry["sent"], MANUAL)
+                codec_metrics = {"residual_norm": jnp.sqrt(squares), "wire_bytes": sent_bytes}
+            return weights, shared, owned, {"pipe": after.in_flight, **stage_state}, (sums, norm, codec_metrics)
 
         scale = jnp.broadcast_to(1.0 / positive(self._weight(batch)), (self.group,))
         with self.planned.tracing():
             key = self.planned.key(state)
-            inputs, outputs = (each, each, each, OWN, (rows, same), same), (each, each, each, OWN, same)
-            parts = (self.synchronous.microbatches(batch), scale)
-            weights, shared, owned, flight, (loss, norm, coded) = self.synchronous.mapped(body, inputs, outputs)(
-                *self.synchronous.split(state.params), owned, state.extra[IN_FLIGHT], parts, key
+            outputs = (by_stage, by_stage, by_stage, OWN, whole)
+            run = self.planned.mapped(body, MANUAL, (*outputs[:4], (by_rows, whole), whole), outputs)
+            microbatches = (self.synchronous.microbatches(batch), scale)
+            weights, shared, owned, flight, (loss, norm, codec_metrics) = run(
+                *self.synchronous.split(state.params), owned, state.extra[IN_FLIGHT], microbatches, key
             )
-        # of every stage, once
+        # one entry of every stage
         free, watch = jax.tree.map(lambda leaf: leaf.reshape(self.ranks, -1)[:, 0], (flight["free"], flight["watch"]))
-        leaves = {**owned, **jax.tree.map(lambda leaf: leaf[-1], free)}
+        state_leaves = {**owned, **jax.tree.map(lambda leaf: leaf[-1], free)}
         norms = jnp.sqrt(jnp.square(watch.norm).sum())
         after = TrainState(
             step=state.step + 1,
             params=self.synchronous.joined(weights, shared),
-            optimizer=self._optimizer.unflatten([leaves[i] for i in range(len(leaves))]),
+            optimizer=self._optimizer.unflatten([state_leaves[i] for i in range(len(state_leaves))]),
             rest=state.rest,
-            watch=replace(jax.tree.map(jnp.max, watch), norm=norms),
+            watch=dataclasses.replace(jax.tree.map(jnp.max, watch), norm=norms),
             extra={IN_FLIGHT: flight},
         )
         mean = jnp.where(loss.weight > 0, loss.total / positive(loss.weight), jnp.nan)
-        return after, {"loss": mean, "grad_norm": norm, "weight": loss.weight, **coded}
+        return after, {"loss": mean, "grad_norm": norm, "weight": loss.weight, **codec_metrics}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -348,7 +348,7 @@ class InFlight:
     """The extra of an asynchronous pipeline: messages, batches, older weights, sums of gradients, each stage's watch.
 
     Args:
-        pipeline: whose it is.
+        pipeline: the asynchronous pipeline.
     """
 
     pipeline: AsyncPipeline
@@ -356,7 +356,7 @@ class InFlight:
     label: str = dataclasses.field(default="in flight", init=False)
 
     def placed(self, layout: Layout) -> Layout:
-        """As of `StateExtra`: what each device has of its own, along the first dim."""
+        """As of `StateExtra`: the first dim of each array has an entry for each device."""
         sharding = NamedSharding(layout.mesh, OWN)
         flight = jax.eval_shape(self.pipeline.in_flight, layout.abstract)
         return layout.with_extra(
@@ -377,16 +377,16 @@ class InFlight:
         return abstract
 
     def loaded(self, state: TrainState) -> TrainState:
-        """As of `StateExtra`: a pipe of which anything is missing begins empty."""
+        """As of `StateExtra`: if any array is missing, the pipeline starts empty."""
         if not lacks(state.extra[self.name]):
             return state
-        extra = {name: value for name, value in state.extra.items() if name != self.name}
+        extra = {name: tree for name, tree in state.extra.items() if name != self.name}
         shardings = self.placed(self.pipeline.layout).state.extra[self.name]
-        flight = jax.jit(self.pipeline.in_flight, out_shardings=shardings)(replace(state, extra=extra))
-        return replace(state, extra={**extra, self.name: flight})
+        flight = jax.jit(self.pipeline.in_flight, out_shardings=shardings)(dataclasses.replace(state, extra=extra))
+        return dataclasses.replace(state, extra={**extra, self.name: flight})
 
-    def parts(self, naming: Naming, abstract: TrainState) -> Any:
-        """As of `StateExtra`: under a name made of all that a pipe depends on, so that no other plan takes it up."""
+    def parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
+        """As of `StateExtra`: names contain a hash of all that the arrays depend on, so no other plan uses them."""
         pipeline, flight = self.pipeline, abstract.extra[self.name]
         shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(flight)]
         planned = pipeline.planned
@@ -399,7 +399,7 @@ class InFlight:
         """As of `StateExtra`."""
         if all(name in names for name in wanted if name.startswith(f"{self.name}/")):
             return ""
-        return f"; nothing was in flight for {self.pipeline.asked}, which begins empty"
+        return f"; it has nothing in flight for {self.pipeline.asked}, which starts empty"
 
     def describe(self) -> list[str]:
         """As of `StateExtra`."""
@@ -408,4 +408,4 @@ class InFlight:
         return [str(self.pipeline), *codec]
 
     def check(self, program: CompiledProgram) -> None:
-        """As of `StateExtra`: stages update as they go, which no single program's text shows."""
+        """As of `StateExtra`: nothing is checked, because the program's text does not show how often stages update."""

@@ -1,19 +1,21 @@
 """The two forms in which a pipeline's stages read a model's blocks: rows of a stack, or a chain of unlike blocks.
 
-The model is one function of its module, and stays so: traced with its blocks cut (`blocks.cutting`), it shows what
-enters the first block, what one stage's blocks make of it, and what loss comes of the last block's output.
+A model is one function of its module, and need not be written in parts. To divide it, it is traced with its blocks
+replaced (`blocks.cutting`): a part before the blocks, the blocks of one stage inside, and a part behind them, which
+ends with the loss.
 
-Blocks of a stack are alike, and a stage's are the rows of a stacked parameter that lie on its device. Blocks of a
-`layers.Chain` are not. One program serves all devices, so what differs between stages is made alike around a
-`lax.switch` on the stage's number. The parameters of a stage travel as one flat array of the longest stage's size: a
-device holds those of its own stages alone while it computes, and float32 gradients of no more. Messages differ in shape
-from boundary to boundary; each is flattened, type by type, into the form of the longest. Between steps parameters and
-optimizer state lie as those that stages share do: split over the pipe axis wherever a dim divides. Each is gathered
-once before the loop, by every device, of which its stage's keeps it, and its gradient is scattered once after it.
+A rank is a device of the pipe axis. The stages of a rank are its chunks; a message is what one stage sends to the next.
+A few schedules run a stage on two ranks: one is its home, the other has a copy of its weights.
 
-Left out of chains, and refused by name: what would need the array to be split (tensor and sequence axes, ZeRO 3),
-residuals in slots, whose shapes are each stage's own (the stash is a stage's input), memory rules that look at all
-blocks at once, and asynchronous schedules.
+In a stack all blocks are alike, and the blocks of a stage are those rows of a stacked parameter that lie on its device.
+In a `layers.Chain` blocks differ, but one program serves all devices: a `lax.switch` on the stage's number runs the
+stage's blocks. The parameters of each stage are one flat array, padded to the length of the longest, and a device
+holds only those of its own stages. Messages are flattened too, one array for each dtype, padded to the length of the
+longest. Between steps the parameters of a chain are split over the pipe axis wherever a dim divides. Every device
+gathers each of them once before the loop over ticks, and its gradient is scattered once after the loop.
+
+Not supported for chains, and refused (`recipe/combinations.py`): plans that split the flat array further, that keep
+residuals in slots, whose memory rule depends on all blocks at once, and asynchronous schedules.
 """
 
 import collections
@@ -22,110 +24,96 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from flax import nnx
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
 
 from jaxscale import blocks
-from jaxscale.blocks import Context, Cut
-from jaxscale.sharding.zero import without
+from jaxscale.blocks import Between, Context, Cut
+from jaxscale.offload.weights import Streamed
+from jaxscale.sharding.partition import dim_axes
 from jaxscale.state.layout import PIPE_AXIS
 from jaxscale.state.stages import Stages
 from jaxscale.step.planned_model import PlannedModel
 from jaxscale.trees import filled, named_leaves, path_name
-from jaxscale.typing import Array, Batch, Key, Params
+from jaxscale.typing import Array, Batch, Int, Key, Params, PyTree
 
-Scored = Callable[[Any, Batch, Context], Any]
-"""From the module, a microbatch and the settings of the pass to sums."""
-Named = dict[str, Any]
+Scored: TypeAlias = Callable[[nnx.Module, Batch, Context], PyTree]
+"""A score: a function from the module, a microbatch and the settings of the pass to sums, such as those of the loss."""
+Named: TypeAlias = dict[str, Array]
 """Arrays by the name of their parameter."""
+Weights: TypeAlias = Mapping[str, Array | Streamed]
+"""Arrays by the name of their parameter, some of which may come from the host."""
+Microbatch: TypeAlias = tuple[Batch, Array]
+"""Rows of a batch, and the index of each in the global batch."""
+RunBlocks: TypeAlias = Callable[..., PyTree]
+"""A function of traced arrays: it runs blocks, as a cut model passes it to `blocks.Between`, or one part of a model."""
 
 
 class Reached(Exception):
-    """Carries a traced value out of the model, which need not run on."""
+    """Ends the trace of a model early, with the traced value that is wanted of it."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: PyTree) -> None:
         super().__init__("a traced value, on its way out of the model")
         self.value = value
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """A model in three functions; each takes (stacked, shared, microbatch, key, stage), two of them `x` before.
+    """A model in three functions.
+
+    Each takes (stacked, shared, microbatch, key, stage); `inside` and `behind` take a message `x` before these.
 
     Args:
-        before: to what enters the first block.
-        inside: from `x` to what a stage's blocks make of it.
-        behind: from the last block's output to sums.
+        before: returns the message to the first stage.
+        inside: runs the blocks of the stage on `x`, and returns the message to the next stage.
+        behind: returns sums, from the message of the last stage.
     """
 
-    before: Callable[..., Any]
-    inside: Callable[..., Any]
-    behind: Callable[..., Any]
-
-
-@runtime_checkable
-class StageForm(Protocol):
-    """How stages read the parameters of their blocks. `StackForm` and `ChainForm` are its two kinds."""
-
-    @property
-    def depth(self) -> int | None:
-        """Blocks that run one after the other on a device; `None` where each is traced."""
-        ...
-
-    def is_staged(self, name: str) -> bool:
-        """Whether a parameter is read by one stage alone."""
-        ...
-
-    def parts(self, score: Scored) -> Parts:
-        """The model as what stands before its blocks, its blocks, and what stands behind them."""
-        ...
-
-    def chunks(self, staged: Named) -> Named:
-        """This rank's parameters of blocks by chunk, and copies of other ranks' where a schedule has two of a stage."""
-        ...
-
-    def home(self, gradients: Named) -> Named:
-        """The inverse of `chunks` for gradients: those of copies are sent home and added."""
-        ...
-
-
-def read_spec(planned: PlannedModel, name: str) -> PartitionSpec:
-    """The placement that a step's loop reads a parameter in: what stages share is whole."""
-    place = planned.layout.placements[name]
-    if not planned.pure_model.stacked(name):
-        return without(place.compute, "fsdp")
-    return place.master if planned.plan.offload.weights == "host" else place.compute
+    before: Callable[..., PyTree]
+    inside: Callable[..., PyTree]
+    behind: Callable[..., PyTree]
 
 
 def with_copies(stages: Stages, chunks: Named) -> Named:
-    """This rank's chunks, and behind them copies of other ranks' where the schedule has two of a stage."""
+    """This rank's chunks, and behind them the copies of other ranks' chunks that the schedule runs here."""
     for sent, pairs in stages.copies:
         copy = jax.tree.map(lambda leaf, s=sent, p=pairs: jax.lax.ppermute(leaf[s], PIPE_AXIS, p)[None], chunks)
-        chunks = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), chunks, copy)
+        chunks = jax.tree.map(lambda own, copied: jnp.concatenate([own, copied]), chunks, copy)
     return chunks
 
 
 def added_home(stages: Stages, gradients: Named) -> Named:
-    """Gradients of this rank's chunks; those of copies are sent home and added."""
+    """Gradients of this rank's chunks, plus those of their copies, which other ranks send home."""
     count = len(stages.homes[0])
 
-    def home(leaf: Array) -> Array:
-        mine = leaf[:count]
+    def summed(leaf: Array) -> Array:
+        own = leaf[:count]
         for chunk, (sent, pairs) in enumerate(stages.copies, count):
-            back = jax.lax.ppermute(leaf[chunk], PIPE_AXIS, [(there, here) for here, there in pairs])
-            mine = mine.at[sent].add(back)
-        return mine
+            of_copy = jax.lax.ppermute(leaf[chunk], PIPE_AXIS, [(copy, home) for home, copy in pairs])
+            own = own.at[sent].add(of_copy)
+        return own
 
-    return jax.tree.map(home, gradients)
+    return jax.tree.map(summed, gradients)
 
 
 def _traced_cut(
-    planned: PlannedModel, cut: Cut, score: Scored, by_name: Named, microbatch: tuple[Batch, Array], key: Key
-) -> Any:
-    """What a model with its blocks cut scores, or the value that left it earlier."""
+    planned: PlannedModel, cut: Cut, score: Scored, by_name: Weights, microbatch: Microbatch, key: Key
+) -> PyTree:
+    """The score of a model with its blocks cut, or the value with which its trace ended early.
+
+    Args:
+        planned: the model under its plan.
+        cut: what runs in place of the model's blocks.
+        score: function from the module, a microbatch and the settings of the pass to sums.
+        by_name: all parameters, by name.
+        microbatch: rows of a batch, and their indices.
+        key: key of the step.
+    """
     batch, examples = microbatch
     module = planned.pure_model.module(filled(planned.pure_model.params, by_name), {})
     try:
@@ -133,6 +121,37 @@ def _traced_cut(
             return score(module, batch, planned.context(key, examples))
     except Reached as reached:
         return reached.value
+
+
+def _parts(traced: RunBlocks, enter: RunBlocks, through: RunBlocks, leave: RunBlocks) -> Parts:
+    """The parts of a model that is traced with its blocks cut.
+
+    In the signatures below, `run` is a function that runs blocks, `x` the first block's input, and `args` the arguments
+    of a part.
+
+    Args:
+        traced: (between, *args) -> the model's sums, with `between` in place of the blocks.
+        enter: (run, x) -> the message to the first stage.
+        through: (run, x, message, *args) -> the message to the next stage.
+        leave: (run, x, message) -> the last block's output, from the message of the last stage.
+    """
+
+    def before(*args: PyTree) -> PyTree:
+        def between(run: RunBlocks, x: PyTree) -> PyTree:
+            raise Reached(enter(run, x))
+
+        return traced(between, *args)
+
+    def inside(message: PyTree, *args: PyTree) -> PyTree:
+        def between(run: RunBlocks, x: PyTree) -> PyTree:
+            raise Reached(through(run, x, message, *args))
+
+        return traced(between, *args)
+
+    def behind(message: PyTree, *args: PyTree) -> PyTree:
+        return traced(lambda run, x: leave(run, x, message), *args)
+
+    return Parts(before, inside, behind)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -147,82 +166,67 @@ class StackForm:
     planned: PlannedModel
     stages: Stages
 
-    @property
-    def depth(self) -> int:
-        """Blocks of the deepest stage."""
-        return self.stages.depth
-
     def is_staged(self, name: str) -> bool:
-        """As of `StageForm`."""
+        """Whether a parameter belongs to one stage; if not, it is shared."""
         return self.planned.pure_model.stacked(name)
 
     def parts(self, score: Scored) -> Parts:
-        """As of `StageForm`."""
+        """The model in three parts: before its blocks, the blocks of a stage, and behind its blocks."""
         planned, plan = self.planned, self.planned.plan
         numbers = jnp.asarray(self.stages.numbers)
         gather = self._gathered if plan.zero == 3 or (plan.zero and plan.offload.weights == "host") else None
 
-        def traced(between: blocks.Between, stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
-            cut = Cut(numbers[stage], self.stages.starts, self.stages.padded, between, gather)
+        def traced(
+            between: Between, stacked: Weights, shared: Named, microbatch: Microbatch, key: Key, stage: Int[Array, ""]
+        ) -> PyTree:
+            cut = Cut(numbers[stage], self.stages.starts, -1 in self.stages.rows, between, gather)
             return _traced_cut(planned, cut, score, {**stacked, **shared}, microbatch, key)
 
-        def stop(run: Any, x: Any) -> Any:
-            raise Reached(x)
+        def through(run: RunBlocks, x: PyTree, message: PyTree, *args: PyTree) -> PyTree:
+            return run(message)
 
-        def before(*args: Any) -> Any:
-            return traced(stop, *args)
-
-        def inside(x: Any, *args: Any) -> Any:
-            def between(run: Callable[[Any], Any], _: Any) -> Any:
-                raise Reached(run(x))
-
-            return traced(between, *args)
-
-        def behind(x: Any, *args: Any) -> Any:
-            return traced(lambda run, _: x, *args)
-
-        return Parts(before, inside, behind)
+        return _parts(traced, lambda run, x: x, through, lambda run, x, message: message)
 
     def _gathered(self, params: Params) -> Params:
-        """A block's parameters, whole: ZeRO 3 gathers them when it runs, and again in the backward pass."""
+        """A block's parameters, gathered from their shards; under ZeRO 3 in both the forward and the backward pass."""
         planned = self.planned
-        names = [name.split("/") for name in planned.layout.placements if self.is_staged(name)]
-        alike = next((n for n in range(min(map(len, names))) if len({name[n] for name in names}) > 1), None)
-        parts = names[0][:alike] if alike is not None else names[0]
-        start = len(parts) - parts[::-1].index("layers")
-        specs = {"/".join(name[start:]): read_spec(planned, "/".join(name)) for name in names}
+        paths = [name.split("/") for name in planned.layout.placements if self.is_staged(name)]
+        common = next((n for n in range(min(map(len, paths))) if len({path[n] for path in paths}) > 1), None)
+        prefix = paths[0][:common] if common is not None else paths[0]
+        start = len(prefix) - prefix[::-1].index("layers")
+        specs = {"/".join(path[start:]): planned.read_spec("/".join(path)) for path in paths}
 
-        def whole(path: Any, leaf: Array) -> Array:
-            for dim, entry in enumerate(specs[path_name(path)]):
-                if "fsdp" in ((entry,) if isinstance(entry, str) else entry or ()):
-                    # the first dim of a placement is the layers', which a block has no more
+        def whole(path: KeyPath, leaf: Array) -> Array:
+            for dim, axes in enumerate(dim_axes(specs[path_name(path)])):
+                if "fsdp" in axes:
+                    # the placement has a first dim for the layers, which one block does not have
                     leaf = jax.lax.all_gather(leaf, "fsdp", axis=dim - 1, tiled=True)
             return leaf
 
         return jax.tree_util.tree_map_with_path(whole, params)
 
     def chunks(self, staged: Named) -> Named:
-        """Rows of this rank as (chunks, depth, ...)."""
+        """Rows of this rank's stages as (chunks, depth, ...), and behind them its copies of other ranks' stages."""
         depth = self.stages.depth
         return with_copies(self.stages, jax.tree.map(lambda leaf: leaf.reshape(-1, depth, *leaf.shape[1:]), staged))
 
     def home(self, gradients: Named) -> Named:
-        """As of `StageForm`."""
+        """The inverse of `chunks` for gradients: those of copies are sent to the stage's home and added there."""
         return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), added_home(self.stages, gradients))
 
 
 FLAT = "flat"
-"""The one stacked parameter of a chain: each stage's weights in a row."""
+"""Name of the one stacked parameter of a chain, which has all weights of a stage in a row."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StagePlace:
-    """Where a parameter lies among those of its stage.
+    """Where a parameter of a chain lies in the flat array of its stage.
 
     Args:
-        stage: that reads it.
-        begin: its first element in the stage's array.
-        shape: its own.
+        stage: number of the stage that reads the parameter.
+        begin: index of its first element in the stage's array.
+        shape: shape of the parameter.
     """
 
     stage: int
@@ -231,16 +235,16 @@ class StagePlace:
 
     @property
     def end(self) -> int:
-        """One past its last element."""
+        """Index one past its last element."""
         return self.begin + math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class MessageForm:
-    """Messages of unlike shapes in one form: a flat array for each type, as long as the longest message asks for.
+    """Packs messages of different shapes into one form: a flat array for each dtype, padded for the longest message.
 
     Args:
-        shapes: what crosses each boundary: trees of `jax.ShapeDtypeStruct`.
+        shapes: the message at each boundary, as a tree of shapes; boundary 0 is before the first stage.
 
     Example:
         >>> wire = MessageForm([(jnp.ones((2, 3)),), (jnp.ones(4), jnp.ones(1, int))])
@@ -251,11 +255,11 @@ class MessageForm:
         [[0.0, 1.0, 2.0, 3.0], [7]]
     """
 
-    shapes: Sequence[Any]
+    shapes: Sequence[PyTree]
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Elements of each type."""
+        """Length of the flat array of each dtype."""
         longest: dict[str, int] = {}
         for message in self.shapes:
             elements: collections.Counter[str] = collections.Counter()
@@ -264,34 +268,34 @@ class MessageForm:
             longest = {name: max(longest.get(name, 0), elements[name]) for name in {**longest, **elements}}
         return dict(sorted(longest.items()))
 
-    def pack(self, tree: Any) -> dict[str, Array]:
-        """A message in the form of all."""
-        flat: dict[str, list[Array]] = {name: [] for name in self.lengths}
-        for leaf in jax.tree.leaves(tree):
+    def pack(self, message: PyTree) -> dict[str, Array]:
+        """A message as flat arrays of `lengths`, by dtype."""
+        flat: dict[str, list[Array]] = {dtype: [] for dtype in self.lengths}
+        for leaf in jax.tree.leaves(message):
             flat[str(leaf.dtype)].append(leaf.reshape(-1))
-        return {name: padded(flat[name], length, name) for name, length in self.lengths.items()}
+        return {dtype: padded(flat[dtype], length, dtype) for dtype, length in self.lengths.items()}
 
-    def unpack(self, packed: Mapping[str, Array], boundary: int) -> Any:
-        """The message at a boundary: 0 enters the first stage."""
-        at = dict.fromkeys(packed, 0)
+    def unpack(self, packed: Mapping[str, Array], boundary: int) -> PyTree:
+        """The message at a boundary, from its flat arrays; boundary 0 is before the first stage."""
+        ends = dict.fromkeys(packed, 0)  # of the leaves read so far, by dtype
 
-        def leaf(shape: Any) -> Array:
-            name, size = str(shape.dtype), math.prod(shape.shape)
-            at[name] += size
-            return packed[name][at[name] - size : at[name]].reshape(shape.shape)
+        def leaf(shape: jax.ShapeDtypeStruct) -> Array:
+            dtype, size = str(shape.dtype), math.prod(shape.shape)
+            ends[dtype] += size
+            return packed[dtype][ends[dtype] - size : ends[dtype]].reshape(shape.shape)
 
         return jax.tree.map(leaf, self.shapes[boundary])
 
 
-def padded(parts: Sequence[Array], length: int, dtype: Any) -> Array:
-    """Flat arrays one behind the other, and zeros behind the last."""
-    rest = length - sum(part.size for part in parts)
-    return jnp.concatenate([*parts, jnp.zeros((rest,), dtype)])
+def padded(arrays: Sequence[Array], length: int, dtype: DTypeLike) -> Array:
+    """Flat arrays one behind the other, padded with zeros to a length."""
+    padding = length - sum(array.size for array in arrays)
+    return jnp.concatenate([*arrays, jnp.zeros((padding,), dtype)])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChainForm:
-    """Stages of unlike blocks: a `lax.switch` runs a stage's, on parameters in one flat array.
+    """Stages of unlike blocks: a `lax.switch` runs the blocks of a stage, with parameters in one flat array.
 
     Args:
         planned: the model under its plan.
@@ -301,19 +305,15 @@ class ChainForm:
     planned: PlannedModel
     stages: Stages
 
-    @property
-    def depth(self) -> None:
-        """Blocks are unlike, and each is traced."""
-        return None
-
     @functools.cached_property
     def _prefix(self) -> str:
+        """Prefix of the names of the chain's parameters."""
         assert self.stages.chain is not None
         return f"{self.stages.chain}/layers/"
 
     @functools.cached_property
     def places(self) -> dict[str, StagePlace]:
-        """Where each parameter of a block lies among those of its stage."""
+        """Where each parameter of a block lies in the flat array of its stage, by the parameter's name."""
         starts, places, sizes = self.stages.starts, {}, [0] * len(self.stages.layers)
         for name, leaf in named_leaves(self.planned.pure_model.params).items():
             if self.is_staged(name):
@@ -323,104 +323,96 @@ class ChainForm:
                 sizes[stage] = places[name].end
         return places
 
-    @functools.cached_property
-    def length(self) -> int:
-        """Elements of the longest stage."""
-        return max(place.end for place in self.places.values())
-
     def is_staged(self, name: str) -> bool:
-        """As of `StageForm`."""
+        """As of `StackForm`."""
         return name.startswith(self._prefix)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def _home_of(self, stage: int) -> tuple[int, int]:
-        """The rank whose weights those of a stage are, and where among its own."""
+        """The home rank of a stage, and the index of the stage among its chunks."""
         rank = self.stages.schedule.routes[0][stage]
         return rank, self.stages.homes[rank].index(stage)
 
     def chunks(self, staged: Named) -> Named:
-        """The arrays (chunks, length) of this rank's stages, and of those that it has copies of."""
+        """The flat arrays (chunks, length) of this rank's stages, and behind them its copies of other ranks' stages."""
         dtype, rank = jnp.dtype(self.planned.plan.precision), jax.lax.axis_index(PIPE_AXIS)
-        rows = [jnp.zeros((self.length,), dtype)] * len(self.stages.homes[0])
+        length = max(place.end for place in self.places.values())
+        rows = [jnp.zeros((length,), dtype)] * len(self.stages.homes[0])
         for stage in range(len(self.stages.layers)):
             home, chunk = self._home_of(stage)
             names = [name for name, place in self.places.items() if place.stage == stage]
-            parts = [staged[name].astype(dtype).reshape(-1) for name in names]
-            rows[chunk] = jnp.where(rank == home, padded(parts, self.length, dtype), rows[chunk])
+            flat = [staged[name].astype(dtype).reshape(-1) for name in names]
+            rows[chunk] = jnp.where(rank == home, padded(flat, length, dtype), rows[chunk])
         return with_copies(self.stages, {FLAT: jnp.stack(rows)})
 
     def home(self, gradients: Named) -> Named:
-        """The gradient of each parameter on its stage's rank, zeros elsewhere."""
+        """The gradient of each parameter on the home rank of its stage, and zeros on the other ranks."""
         rows, rank = added_home(self.stages, gradients)[FLAT], jax.lax.axis_index(PIPE_AXIS)
         by_name = {}
         for name, place in self.places.items():
             home, chunk = self._home_of(place.stage)
-            mine = rows[chunk, place.begin : place.end]
-            by_name[name] = jnp.where(rank == home, mine, 0.0).reshape(place.shape)
+            gradient = rows[chunk, place.begin : place.end]
+            by_name[name] = jnp.where(rank == home, gradient, 0.0).reshape(place.shape)
         return by_name
 
     def _block_params(self, flat: Array, stage: int) -> list[Params]:
-        """The parameters of a stage's blocks, as each block has them."""
-        layers: Any = self.planned.pure_model.params
-        for part in self._prefix.strip("/").split("/"):
-            layers = layers[part]
+        """The parameters of each block of a stage, from the stage's flat array."""
+        layers: Params = self.planned.pure_model.params
+        for key in self._prefix.strip("/").split("/"):
+            layers = layers[key]
         first, count = self.stages.starts[stage], self.stages.layers[stage]
 
-        def leaf(path: Any, _: Any) -> Array:
+        def leaf(path: KeyPath, _: jax.ShapeDtypeStruct) -> Array:
             place = self.places[f"{self._prefix}{path_name(path)}"]
             return flat[place.begin : place.end].reshape(place.shape)
 
         keys = {int(key): key for key in layers}
-        mine = {keys[block]: layers[keys[block]] for block in range(first, first + count) if block in keys}
-        params = jax.tree_util.tree_map_with_path(leaf, mine)
+        stage_layers = {keys[block]: layers[keys[block]] for block in range(first, first + count) if block in keys}
+        params = jax.tree_util.tree_map_with_path(leaf, stage_layers)
         return [params.get(keys.get(block), {}) for block in range(first, first + count)]
 
     # -- the model in parts --------------------------------------------------------------------------------------------
 
     def parts(self, score: Scored) -> Parts:
-        """As of `StageForm`; what crosses a boundary is packed."""
-        planned = self.planned
+        """As of `StackForm`; messages are packed."""
         ends = [0, *itertools.accumulate(self.stages.layers)]
 
-        def traced(between: Any, shared: Any, microbatch: Any, key: Any) -> Any:
-            # the blocks get theirs from the stage's array, and these are never read
-            absent = {name: jnp.zeros(place.shape, planned.plan.precision) for name, place in self.places.items()}
+        def traced(
+            between: Between, stacked: Named, shared: Named, microbatch: Microbatch, key: Key, stage: Int[Array, ""]
+        ) -> PyTree:
+            dtype = self.planned.plan.precision
+            # these are never read, because blocks get their parameters from the stage's flat array
+            unread = {name: jnp.zeros(place.shape, dtype) for name, place in self.places.items()}
             cut = Cut(jnp.zeros((0,), jnp.int32), self.stages.starts, False, between)
-            return _traced_cut(planned, cut, score, {**absent, **shared}, microbatch, key)
+            return _traced_cut(self.planned, cut, score, {**unread, **shared}, microbatch, key)
 
-        def wire(run: Any, x: Any) -> MessageForm:
+        def form_of(run: RunBlocks, x: PyTree) -> MessageForm:
             shapes = [jax.eval_shape(lambda x: x, x)]
             for start, stop in itertools.pairwise(ends):
                 shapes.append(jax.eval_shape(run(start, stop), shapes[-1]))
             return MessageForm(shapes)
 
-        def before(stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
-            def between(run: Any, x: Any) -> Any:
-                raise Reached(wire(run, x).pack(x))
+        def through(run: RunBlocks, x: PyTree, packed: Named, stacked: Named, *args: PyTree) -> Named:
+            form, stage = form_of(run, x), args[-1]
 
-            return traced(between, shared, microbatch, key)
+            def branch(number: int) -> Callable[[Array, Named], Named]:
+                def compute(flat: Array, packed: Named) -> Named:
+                    run_stage = run(ends[number], ends[number + 1], self._block_params(flat, number))
+                    return form.pack(run_stage(form.unpack(packed, number)))
 
-        def inside(packed: Any, stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
-            def between(run: Any, x: Any) -> Any:
-                form = wire(run, x)
+                return compute
 
-                def branch(number: int) -> Callable[[Any, Any], Any]:
-                    def compute(flat: Any, packed: Any) -> Any:
-                        blocks_of = run(ends[number], ends[number + 1], self._block_params(flat, number))
-                        return form.pack(blocks_of(form.unpack(packed, number)))
+            branches = [branch(number) for number in range(len(self.stages.layers))]
+            return jax.lax.switch(stage, branches, stacked[FLAT], packed)
 
-                    return compute
+        return _parts(
+            traced,
+            lambda run, x: form_of(run, x).pack(x),
+            through,
+            lambda run, x, packed: form_of(run, x).unpack(packed, len(self.stages.layers)),
+        )
 
-                branches = [branch(number) for number in range(len(self.stages.layers))]
-                raise Reached(jax.lax.switch(stage, branches, stacked[FLAT], packed))
 
-            return traced(between, shared, microbatch, key)
-
-        def behind(packed: Any, stacked: Any, shared: Any, microbatch: Any, key: Any, stage: Any) -> Any:
-            def between(run: Any, x: Any) -> Any:
-                return wire(run, x).unpack(packed, len(self.stages.layers))
-
-            return traced(between, shared, microbatch, key)
-
-        return Parts(before, inside, behind)
+StageForm: TypeAlias = StackForm | ChainForm
+"""How stages read the parameters of their blocks."""

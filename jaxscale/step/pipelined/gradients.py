@@ -1,50 +1,54 @@
 """Pipelined: the loss of a global batch and its gradients, computed by a pipeline of stages.
 
-A stage of the pipeline is the model in three parts (`forms.py`), the first and the last behind a `cond` on the
-stage's number, and `pipeline.execute` runs it by the schedule.
+One program serves all stages: the model in three parts (`forms.py`), of which a `cond` on the stage's number runs the
+first and the last. `pipeline.execute` runs it in ticks by the schedule: each tick is one pass of a microbatch on every
+rank (device of the pipe axis). A rank may have several stages, its chunks.
 
-All of it stands in one `shard_map`, manual over the pipe axis and over the axes that rows lie on, so that gradients are
-added up in the loop and reduced once, after it (those of ZeRO 3 are scattered by each backward, as its weights are
-gathered by each pass); tensor and sequence axes stay with the compiler. What all stages share (embedding, head, norms
-outside the blocks) is split over the pipe axis between steps, gathered once before the loop, and its gradients are
-scattered once after it.
+The loop over ticks is inside one `shard_map`, manual over the pipe axis and over the axes that rows are split over, so
+that gradients are summed in the loop and reduced once after it. Under ZeRO 3 each pass gathers weights, and each
+backward pass scatters gradients. The compiler handles tensor and sequence axes. Shared parameters, those outside of the
+blocks (embedding, head, norms), are split over the pipe axis between steps and gathered once before the loop; their
+gradients are scattered once after it.
 
-Weights on the host stay there: each block of a stage fetches its own when it runs, in every tick, under any stage of
-ZeRO the part that this device has, which is then gathered as under the third.
+Weights on the host stay there: each block of a stage copies its own to the device when it runs, in every tick. With any
+ZeRO stage, it copies this device's shard, and then gathers the shards as under ZeRO 3.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from jaxscale import blocks
 from jaxscale.blocks import Context, Loss
 from jaxscale.compat import prune
-from jaxscale.pipeline.run.execute import execute
-from jaxscale.pipeline.run.passes import At
+from jaxscale.pipeline.run.execute import Executed, execute
+from jaxscale.pipeline.run.passes import At, StageFunction
 from jaxscale.pipeline.run.tables import Tables, tabulate
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.sharding.memory_space import to_device
-from jaxscale.sharding.zero import placed_axes
+from jaxscale.sharding.partition import axes_of, dim_axes, spec_of
 from jaxscale.state.batches import microbatches
 from jaxscale.state.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS
 from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import TrainState
 from jaxscale.step.gradients import LossAndGradients, Sums, Whole
 from jaxscale.step.host import streamed_weight
-from jaxscale.step.pipelined.forms import ChainForm, Named, Scored, StackForm, StageForm, read_spec
-from jaxscale.step.planned_model import PlannedModel, positive
+from jaxscale.step.pipelined.forms import ChainForm, Microbatch, Named, Scored, StackForm, StageForm, Weights
+from jaxscale.step.planned_model import PlannedModel, Specs, positive
 from jaxscale.trees import filled, named_leaves, path_name
-from jaxscale.typing import Array, Batch, Key, Params
+from jaxscale.typing import Array, Batch, Key, Params, PyTree
 
 MANUAL = (PIPE_AXIS, *BATCH_AXES)
-"""Axes that are manual inside: the pipe's, and those of rows."""
-Specs = tuple[dict[str, PartitionSpec], dict[str, PartitionSpec]]
-"""Placements of the parameters of stages, and of those that stages share, by name."""
+"""Axes that are manual inside of the `shard_map`: the pipe axis, and those that rows are split over."""
+SpecsOfBoth = tuple[dict[str, PartitionSpec], dict[str, PartitionSpec]]
+"""Placements of the parameters of stages, and of the shared parameters, by name."""
+R = TypeVar("R")
+T = TypeVar("T")
 
 
 class Pipelined:
@@ -53,7 +57,7 @@ class Pipelined:
     Args:
         planned: the model under its plan.
         stages: the layers of each stage.
-        schedule: by which they run; that of `stages` by default.
+        schedule: the schedule by which the stages run; that of `stages` by default.
     """
 
     def __init__(self, planned: PlannedModel, stages: Stages, schedule: Schedule | None = None) -> None:
@@ -61,55 +65,24 @@ class Pipelined:
         self.schedule = stages.schedule if schedule is None else schedule
         self.form: StageForm = (StackForm if stages.chain is None else ChainForm)(planned, stages)
 
-    @functools.cached_property
-    def training(self) -> Tables:
-        """Actions of each tick of a step."""
-        return tabulate(self.schedule, self.planned.plan.stages_keep)
-
-    @functools.cached_property
-    def scoring(self) -> Tables:
-        """The same of a forward pass alone."""
-        return tabulate(self.schedule, forward_only=True)
-
     @property
     def stage_depth(self) -> int | None:
-        """Blocks that run one after the other on a device: those of the deepest stage."""
-        return self.form.depth
+        """Number of blocks of the deepest stage; `None` for a chain, whose blocks are unlike."""
+        return self.stages.depth if self.stages.chain is None else None
 
     @property
     def stages_here(self) -> int:
-        """Stages of a pipeline on one device."""
+        """Number of stages that one device runs."""
         return self.stages.schedule.chunks
-
-    # -- the mesh ------------------------------------------------------------------------------------------------------
-
-    def mapped(self, body: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
-        """`body` on every device, manual over `MANUAL`: all that is traced in it, backward passes too, is placed by the
-        axes that are left.
-
-        Args:
-            body: a function of this device's parts.
-            inputs, outputs: placements of its arguments and results, by the manual axes.
-        """
-
-        def inside(*parts: Any) -> Any:
-            with self.planned.within(MANUAL):
-                return body(*parts)
-
-        return jax.shard_map(
-            inside,
-            mesh=self.planned.layout.mesh,
-            in_specs=inputs,
-            out_specs=outputs,
-            axis_names=set(MANUAL),
-            check_vma=False,
-        )
 
     # -- the model in parts --------------------------------------------------------------------------------------------
 
     def split(self, params: Params) -> tuple[Named, Named]:
-        """Parameters of stages and those that stages share, by name."""
-        by_name = named_leaves(params)
+        """The parameters of stages, and the shared parameters, by name."""
+        return self.divided(named_leaves(params))
+
+    def divided(self, by_name: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
+        """The entries of the parameters of stages, and those of the shared parameters, by parameter name."""
         staged = {name: leaf for name, leaf in by_name.items() if self.form.is_staged(name)}
         return staged, {name: leaf for name, leaf in by_name.items() if name not in staged}
 
@@ -117,29 +90,32 @@ class Pipelined:
         """The inverse of `split`."""
         return filled(self.planned.pure_model.params, {**staged, **shared})
 
-    def stage(self, score: Scored, objective: Callable[[Any], Array]) -> Callable[..., Any]:
-        """One stage, as `pipeline.execute` calls it.
+    def stage(self, score: Scored, objective: Callable[[PyTree], Array]) -> StageFunction:
+        """The function of a stage that `pipeline.execute` calls.
 
         Args:
-            score: gives sums.
-            objective: of the sums, what is differentiated.
+            score: function from the module, a microbatch and the settings of the pass to sums.
+            objective: function from the sums to the number that is differentiated.
         """
         parts, last = self.form.parts(score), self.stages.schedule.stages - 1
 
-        def stage(staged: Any, shared: Any, x: Any, microbatch: Any, at: At, key: Any) -> Any:
+        def stage(
+            staged: Named, shared: Named, x: PyTree, microbatch: Microbatch, at: At, key: Key
+        ) -> tuple[PyTree, Array, PyTree]:
+            weights: Weights = staged
             if at.frozen is not None:
                 plan = self.planned.plan
-                staged = {name: streamed_weight(plan, at.frozen[name], tie) for name, tie in staged.items()}
-            args = (staged, shared, microbatch, key, at.stage)
-            # recomputed in the backward pass: their residuals would lie in every stage's slots
+                weights = {name: streamed_weight(plan, at.frozen[name], tie) for name, tie in staged.items()}
+            args = (weights, shared, microbatch, key, at.stage)
+            # recomputed in the backward pass, because every stage would need slots for their residuals
             before, behind = jax.checkpoint(parts.before), jax.checkpoint(parts.behind)
             x = jax.lax.cond(at.stage == 0, lambda x, *args: before(*args), lambda x, *args: x, x, *args)
             y = parts.inside(x, *args)
-            nothing = jax.eval_shape(parts.behind, y, *args)
+            sum_shapes = jax.eval_shape(parts.behind, y, *args)
             sums = jax.lax.cond(
                 at.stage == last,
                 behind,
-                lambda *_: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), nothing),
+                lambda *_: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sum_shapes),
                 y,
                 *args,
             )
@@ -150,34 +126,31 @@ class Pipelined:
     # -- one batch -----------------------------------------------------------------------------------------------------
 
     def microbatches(self, batch: Batch) -> tuple[Batch, Array]:
-        """Every array of a batch as (microbatches, rows, ...), and the index of every row."""
-        rows = next(iter(batch.values())).shape[0]
-        examples = jnp.arange(rows, dtype=jnp.int32)
-        split = functools.partial(microbatches, parts=self.stages.schedule.microbatches)
-        return jax.tree.map(split, dict(batch)), split(examples)
+        """Every array of a batch as (microbatches, rows, ...), and the index of every row in the global batch."""
+        return microbatches((dict(batch), self.planned.examples(batch)), parts=self.stages.schedule.microbatches)
 
     def _run(
         self,
         tables: Tables,
-        stage: Callable[..., Any],
+        stage: StageFunction,
         state: TrainState,
         batch: Batch,
-        finish: Callable[[Any], Any],
-        outputs: Any,
+        finish: Callable[[Executed], R],
+        outputs: Specs,
         weights: Params | None = None,
-    ) -> Any:
-        """`pipeline.execute` in its `shard_map`.
+    ) -> R:
+        """Run `pipeline.execute` inside of the `shard_map`.
 
         Args:
             tables: actions of each tick.
-            stage: as `stage` gives it.
+            stage: the function of a stage, from `self.stage`.
             state: the train state.
             batch: the global batch.
-            finish: from what `execute` gives to this device's results.
-            outputs: their placements.
-            weights: each replica's own, along a first dim; by default all read the state's.
+            finish: function from what `execute` returns to this device's results.
+            outputs: placements of these results.
+            weights: weights of each replica along a first dim; by default all replicas use the state's.
         """
-        of_replicas, specs = weights is not None, self._specs("compute")
+        own_weights, specs = weights is not None, self._specs("compute")
         if weights is None:
             copies = self._copies(state.params)
         else:
@@ -186,17 +159,17 @@ class Pipelined:
         pipeline = self.planned.plan.pipeline
         assert pipeline is not None
         frozen = self.split(state.params)[0] if self._streams else None
-        rows = PartitionSpec(None, BATCH_AXES)
+        by_rows = PartitionSpec(None, BATCH_AXES)
 
-        def body(staged: Any, frozen: Any, shared: Any, batch: Any, key: Any) -> Any:
-            if of_replicas:
+        def body(staged: Named, frozen: Named | None, shared: Named, batch: Microbatch, key: Key) -> R:
+            if own_weights:
                 staged, shared = jax.tree.map(lambda leaf: leaf[0], (staged, shared))
             chunks = self.form.chunks(staged)
             frozen = None if frozen is None else self.form.chunks(frozen)
-            first, part = jax.tree.map(lambda leaf: leaf[0], (chunks, batch))
-            x = jax.eval_shape(self.form.parts(self.loss).before, first, shared, part, key, jnp.int32(0))
-            readers = self._readers(x, first, shared, part, key) if tables.backward else None
-            done = execute(
+            chunk, microbatch = jax.tree.map(lambda leaf: leaf[0], (chunks, batch))
+            x = jax.eval_shape(self.form.parts(self.loss).before, chunk, shared, microbatch, key, jnp.int32(0))
+            readers = self._readers(x, chunk, shared, microbatch, key) if tables.backward else None
+            executed = execute(
                 tables,
                 stage,
                 chunks,
@@ -211,40 +184,41 @@ class Pipelined:
                 hosted=blocks.treatment().hosted,
                 frozen=frozen,
             )
-            return finish(done)
+            return finish(executed)
 
-        inputs = (specs[0], None if frozen is None else specs[0], specs[1], rows, PartitionSpec())
-        return self.mapped(body, inputs, outputs)(
+        inputs = (specs[0], None if frozen is None else specs[0], specs[1], by_rows, PartitionSpec())
+        return self.planned.mapped(body, MANUAL, inputs, outputs)(
             staged, frozen, shared, self.microbatches(batch), self.planned.key(state)
         )
 
-    def _readers(self, x: Any, chunk: Any, shared: Any, microbatch: Any, key: Key) -> tuple[int, ...] | None:
-        """The stages that read what stages share: the first and the last, where blocks read none of it; else `None`."""
+    def _readers(
+        self, x: PyTree, chunk: Named, shared: Named, microbatch: Microbatch, key: Key
+    ) -> tuple[int, ...] | None:
+        """The stages that read shared parameters: the first and the last; `None` for all, if blocks read some too."""
         inside = self.form.parts(self.loss).inside
-        program = jax.make_jaxpr(inside)(x, chunk, shared, microbatch, key, jnp.int32(0))
-        _, used = prune(program, [True] * len(program.jaxpr.outvars))
+        used = leaves_read(inside, x, chunk, shared, microbatch, key, jnp.int32(0))
         before = len(jax.tree.leaves((x, chunk)))
         return None if any(used[before : before + len(shared)]) else (0, self.stages.schedule.stages - 1)
 
-    def loss(self, module: Any, batch: Batch, context: Context) -> Loss:
-        """Sums of the model's loss, arrays all."""
+    def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
+        """Sums of the model's loss, all of them arrays."""
         loss = self.planned.loss(module, batch, context)
         return Loss(loss.total, loss.weight, jnp.asarray(loss.penalty, jnp.float32))
 
     def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
-        """As of `Objective`: on one stage, as a device sees it; of a chain, on all of them."""
-        if self.form.depth is None:
+        """As of `Objective`: with the blocks of one stage, as on one device; for a chain, with all blocks."""
+        if self.stage_depth is None:
             return Whole(self.planned).loss_of_masters(params, rest, batch, key, examples)
         staged, shared = self.split(self._copies(self.planned.pure_model.in_rows(params)))
-        parts, specs, rows = self.form.parts(self.loss), self._specs("compute"), PartitionSpec(BATCH_AXES)
+        parts, specs, by_rows = self.form.parts(self.loss), self._specs("compute"), PartitionSpec(BATCH_AXES)
 
-        def body(staged: Any, shared: Any, batch: Any, examples: Any, key: Any) -> Any:
+        def body(staged: Named, shared: Named, batch: Batch, examples: Array, key: Key) -> Array:
             chunk = jax.tree.map(lambda leaf: leaf[0], self.form.chunks(staged))
             args = (chunk, shared, (batch, examples), key, jnp.int32(0))
             return parts.behind(parts.inside(parts.before(*args), *args), *args).total
 
-        inputs = (specs[0], specs[1], rows, rows, PartitionSpec())
-        return self.mapped(body, inputs, PartitionSpec())(staged, shared, batch, examples, key)
+        inputs = (specs[0], specs[1], by_rows, by_rows, PartitionSpec())
+        return self.planned.mapped(body, MANUAL, inputs, PartitionSpec())(staged, shared, batch, examples, key)
 
     def gradients(self, state: TrainState, batch: Batch) -> LossAndGradients:
         """As of `Objective`."""
@@ -258,18 +232,28 @@ class Pipelined:
     def _gradients(
         self, state: TrainState, batch: Batch, *, apart: bool = False, weights: Params | None = None
     ) -> tuple[Loss, Params]:
-        """Sums of the loss and the gradients: mean ones, or those of each replica, whose mean they are."""
+        """Sums of the loss, and gradients.
+
+        Args:
+            state: the train state.
+            batch: the global batch.
+            apart: whether to return each replica's gradients along a first dim, instead of their mean.
+            weights: weights of each replica along a first dim; by default all replicas use the state's.
+        """
         stage = self.stage(self.loss, lambda loss: loss.total + loss.penalty)
         specs = self._specs("gradient")
         mesh = self.planned.layout.mesh
         replicas, apart_axes = (mesh.shape[REPLICA_AXIS], (REPLICA_AXIS,)) if apart else (1.0, ())
 
-        def finish(done: Any) -> Any:
-            loss = jax.lax.psum(done.sums, MANUAL)
-            staged = self.form.home(done.weight_gradients)
+        def finish(executed: Executed) -> tuple[Loss, Named, Named]:
+            loss = jax.lax.psum(executed.sums, MANUAL)
+            staged = self.form.home(executed.weight_gradients)
             reduced = [
-                {name: self._reduced(leaf, name, spec[name], apart_axes) for name, leaf in part.items()}
-                for part, spec in zip((staged, done.shared_gradients), specs, strict=True)
+                {
+                    name: self.reduced(leaf, self._summed_over(name, apart_axes), spec_of_name[name])
+                    for name, leaf in by_name.items()
+                }
+                for by_name, spec_of_name in zip((staged, executed.shared_gradients), specs, strict=True)
             ]
             scale = replicas / positive(loss.weight)
             return loss, *jax.tree.map(lambda g: (g * scale)[None] if apart else g * scale, reduced)
@@ -278,19 +262,21 @@ class Pipelined:
         if apart:
             outputs = (outputs[0], *_of_replicas(specs))
         with self.planned.tracing():
-            loss, staged, shared = self._run(self.training, stage, state, batch, finish, outputs, weights)
+            tables = tabulate(self.schedule, self.planned.plan.stages_keep)
+            loss, staged, shared = self._run(tables, stage, state, batch, finish, outputs, weights)
             gradients = self.joined(staged, shared)
         return Loss(loss.total, loss.weight), gradients
 
-    def sums(self, score: Callable[[Any, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
+    def sums(self, score: Callable[[nnx.Module, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
         """As of `Objective`."""
-        stage = self.stage(lambda module, part, context: score(module, part), lambda sums: jnp.zeros(()))
+        stage = self.stage(lambda module, microbatch, context: score(module, microbatch), lambda sums: jnp.zeros(()))
 
-        def finish(done: Any) -> Any:
-            return jax.lax.psum(done.sums, MANUAL)
+        def finish(executed: Executed) -> Sums:
+            return jax.lax.psum(executed.sums, MANUAL)
 
+        scoring = tabulate(self.schedule, forward_only=True)
         with self.planned.tracing(plainly=True):
-            return self._run(self.scoring, stage, state, batch, finish, PartitionSpec())
+            return self._run(scoring, stage, state, batch, finish, PartitionSpec())
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -300,16 +286,16 @@ class Pipelined:
         return self.planned.plan.offload.weights == "host"
 
     def _copies(self, params: Params) -> Params:
-        """The weights that stages read: in the type computed in, and what they share gathered over the pipe axis.
+        """The weights that stages read, in the dtype of `plan.precision`, with shared ones gathered over the pipe axis.
 
-        Of weights that come from the host, zeros, which their gradients go to.
+        Weights of stages that lie on the host are replaced by zeros on the device, which receive their gradients.
         """
         layout, dtype = self.planned.layout, jnp.dtype(self.planned.plan.precision)
 
-        def copy(path: Any, param: Array, master: NamedSharding) -> Array:
+        def copy(path: KeyPath, param: Array, master: NamedSharding) -> Array:
             name = path_name(path)
             master = NamedSharding(master.mesh, master.spec)  # which may lie on the host
-            compute = NamedSharding(layout.mesh, read_spec(self.planned, name))
+            compute = NamedSharding(layout.mesh, self.planned.read_spec(name))
             if self._streams and self.form.is_staged(name):
                 return jax.lax.with_sharding_constraint(jnp.zeros(param.shape, param.dtype), compute)
             if jnp.issubdtype(param.dtype, jnp.floating) and dtype != param.dtype:
@@ -320,50 +306,57 @@ class Pipelined:
 
         return jax.tree_util.tree_map_with_path(copy, to_device(params), layout.masters)
 
-    def _specs(self, kind: str) -> Specs:
-        """The manual axes of the placements of parameters: as they are read ("compute"), or of their gradients."""
+    def _specs(self, kind: str) -> SpecsOfBoth:
+        """The manual axes of the placements of all parameters.
+
+        Args:
+            kind: "compute" for the placements in which stages read parameters, "gradient" for those of their gradients.
+        """
         specs = {}
         for name, place in self.planned.layout.placements.items():
-            # gradients of weights from the host are scattered as they are made
-            read = kind == "compute" or (self._streams and self.form.is_staged(name))
-            specs[name] = _manual_axes(read_spec(self.planned, name) if read else getattr(place, kind))
-        staged = {name: spec for name, spec in specs.items() if self.form.is_staged(name)}
-        return staged, {name: spec for name, spec in specs.items() if name not in staged}
+            # gradients of weights on the host are scattered when a pass computes them
+            like_read = kind == "compute" or (self._streams and self.form.is_staged(name))
+            specs[name] = _manual_axes(self.planned.read_spec(name) if like_read else getattr(place, kind))
+        return self.divided(specs)
 
-    def _reduced(self, gradient: Array, name: str, spec: PartitionSpec, apart_axes: Sequence[str] = ()) -> Array:
-        """One gradient, added up over the devices that computed parts of it, and scattered to its placement.
+    def _summed_over(self, name: str, apart_axes: Sequence[str]) -> list[str]:
+        """The manual axes over which the gradient of a parameter is still to be summed, without `apart_axes`."""
+        if not self.planned.pure_model.stacked(name):
+            return [axis for axis in MANUAL if axis not in apart_axes]
+        summed = {PIPE_AXIS, *apart_axes, *({"fsdp"} & set(axes_of(self.planned.read_spec(name))))}
+        return [axis for axis in MANUAL if axis not in summed]
 
-        Over the axes `apart_axes` it is not added up.
+    def reduced(self, gradient: Array, axes: Sequence[str], spec: PartitionSpec) -> Array:
+        """One gradient, summed over the devices along some axes, and scattered to its placement.
+
+        Args:
+            gradient: this device's part of the sum.
+            axes: names of the mesh axes to sum over.
+            spec: placement of the sum.
         """
-        planned = self.planned
-        if planned.plan.reduce == "bfloat16":
+        if self.planned.plan.reduce == "bfloat16":
             gradient = gradient.astype(jnp.bfloat16)
-        done = {PIPE_AXIS, *({"fsdp"} & placed_axes(read_spec(planned, name)))}
-        over = [
-            axis
-            for axis in MANUAL
-            if axis not in apart_axes and not (planned.pure_model.stacked(name) and axis in done)
-        ]
-        for dim, entry in enumerate(spec):
-            for axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
-                if axis in over:
-                    over.remove(axis)
+        axes = [axis for axis in axes if self.planned.layout.mesh.shape[axis] > 1 or axis in axes_of(spec)]
+        for dim, scattered in enumerate(dim_axes(spec)):
+            for axis in scattered:
+                if axis in axes:
+                    axes.remove(axis)
                     gradient = jax.lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
-        over = [axis for axis in over if planned.layout.mesh.shape[axis] > 1]
-        return (jax.lax.psum(gradient, over) if over else gradient).astype(jnp.float32)
+        return (jax.lax.psum(gradient, axes) if axes else gradient).astype(jnp.float32)
+
+
+def leaves_read(function: Callable[..., PyTree], *arguments: PyTree) -> list[bool]:
+    """Whether a function reads each leaf of its arguments."""
+    program = jax.make_jaxpr(function)(*arguments)
+    return list(prune(program, [True] * len(program.jaxpr.outvars))[1])
 
 
 def _manual_axes(spec: PartitionSpec) -> PartitionSpec:
-    """The manual axes of a placement: what `shard_map` takes."""
-    entries = []
-    for entry in spec:
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        manual = tuple(axis for axis in axes if axis in MANUAL)
-        entries.append(manual if len(manual) > 1 else manual[0] if manual else None)
-    return PartitionSpec(*entries)
+    """A placement without the axes that are not in `MANUAL`, as `shard_map` requires."""
+    return spec_of([tuple(axis for axis in axes if axis in MANUAL) for axes in dim_axes(spec)])
 
 
-def _of_replicas(specs: Specs) -> Specs:
+def _of_replicas(specs: SpecsOfBoth) -> SpecsOfBoth:
     """Placements of arrays that have a first dim for the replicas."""
     return jax.tree.map(
         lambda spec: PartitionSpec(REPLICA_AXIS, *spec), specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec)

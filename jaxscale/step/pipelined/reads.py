@@ -1,10 +1,10 @@
-"""What an asynchronous pipeline must know of a model: who reads what stages share, and the weight of a batch.
+"""What an asynchronous pipeline reads off the traced model: the readers of shared parameters, and a batch's weight.
 
-Both are read off the traced model.
+Shared parameters are those outside of the blocks, such as embedding and head. The weight of a batch is the number of
+its targets, or their summed weights, by which the loss is divided.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,36 +12,36 @@ from jax.extend import core as jex
 
 from jaxscale.compat import prune
 from jaxscale.errors import UserError
-from jaxscale.step.pipelined.gradients import Pipelined
+from jaxscale.step.pipelined.gradients import Pipelined, leaves_read
 from jaxscale.step.planned_model import PlannedModel
-from jaxscale.typing import Array, Batch, Float, Params
+from jaxscale.trees import named_leaves
+from jaxscale.typing import Array, Batch, Float, Params, PyTree
 
 
 def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...]]:
-    """The copies of each parameter that is not of a layer: 0 for the stage that reads it, -1 for the others.
+    """For each shared parameter and each rank, 0 if the rank's stage reads the parameter, -1 if its copy stays zero.
 
     Args:
-        pipeline: of the model, with a stage on each rank.
+        pipeline: the pipeline of the model, with one stage on each rank.
         batch: shapes of a global batch.
 
     Raises:
-        UserError: tied weights, or a parameter that blocks share.
+        UserError: the model has tied weights, or a parameter that several blocks share.
     """
     planned, stages = pipeline.planned, pipeline.stages
     asked = f"pipeline {planned.plan.pipeline}"
-    stacked, shared = pipeline.split(planned.pure_model.params)
+    stacked, shared = pipeline.divided(named_leaves(planned.pure_model.params))
     depth = stages.depth
     stacked = {name: jax.ShapeDtypeStruct((depth, *leaf.shape[1:]), leaf.dtype) for name, leaf in stacked.items()}
     rows = planned.experiment.batch // stages.schedule.microbatches
-    part = {name: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()}
-    number, key = jax.eval_shape(lambda: (jnp.int32(0), jax.random.key(0)))
-    args = (stacked, shared, (part, jax.ShapeDtypeStruct((rows,), jnp.int32)), key, number)
+    microbatch = {name: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()}
+    stage, key = jax.eval_shape(lambda: (jnp.int32(0), jax.random.key(0)))
+    args = (stacked, shared, (microbatch, jax.ShapeDtypeStruct((rows,), jnp.int32)), key, stage)
     names = jax.tree.leaves(({**dict.fromkeys(stacked, "")}, {name: name for name in shared}))
     parts = pipeline.form.parts(pipeline.loss)
 
-    def read(function: Callable[..., Any], *x: Any) -> set[str]:
-        program = jax.make_jaxpr(function)(*x, *args)
-        _, used = prune(program, [True] * len(program.jaxpr.outvars))
+    def read(function: Callable[..., PyTree], *x: PyTree) -> set[str]:
+        used = leaves_read(function, *x, *args)
         first = len(jax.tree.leaves(x))
         return {name for name, reads in zip(names, used[first:], strict=False) if name and reads}
 
@@ -51,13 +51,13 @@ def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...
     if inside:
         raise UserError(
             f"{asked}: all blocks of this model read {', '.join(sorted(inside))}, and each stage would update "
-            "a copy of its own; give each block one, or take a synchronous pipeline"
+            "a copy of its own; give each block its own parameters, or take a synchronous pipeline"
         )
     if before & behind:
         raise UserError(
-            f"{asked}: {', '.join(sorted(before & behind))} is read before the blocks and behind them (tied "
-            "weights), and the first and the last stage would each update a copy of their own; untie them "
-            "(tied=False), or take a synchronous pipeline"
+            f"{asked}: {', '.join(sorted(before & behind))} is read both before and behind the blocks (tied weights), "
+            "and the first and the last stage would each update a copy of their own; untie the weights (tied=False), "
+            "or take a synchronous pipeline"
         )
     ranks = stages.schedule.ranks
     last = ranks - 1
@@ -87,13 +87,13 @@ def weight_program(planned: PlannedModel, batch: Batch) -> Callable[[Batch], Flo
     of_model = len(used) - len(batch)
     if any(used[:of_model]):
         raise UserError(
-            f"{asked}: the weight of this model's loss depends on its parameters, and the first update of a "
-            "batch needs it before the last forward; take a synchronous pipeline"
+            f"{asked}: the weight of this model's loss depends on its parameters, but the first update of a "
+            "batch needs the weight before the last forward pass; take a synchronous pipeline"
         )
 
     def run(batch: Batch) -> Float[Array, ""]:
         leaves = zip(jax.tree.leaves(dict(batch)), used[of_model:], strict=True)
         (sum_of_weights,) = jex.jaxpr_as_fun(pruned)(*[leaf for leaf, reads in leaves if reads])
-        return jnp.asarray(sum_of_weights)  # a number of NumPy's, where it depends on shapes alone
+        return jnp.asarray(sum_of_weights)  # it is a NumPy number if it depends only on shapes
 
     return run

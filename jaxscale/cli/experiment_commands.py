@@ -1,0 +1,266 @@
+"""The subcommands about an experiment file: train, fit and explain. A run checks all it can before it imports JAX."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxscale.cli.flags import flag, word
+from jaxscale.errors import UserError
+from jaxscale.values import field_types
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Train an experiment, or continue it from its newest checkpoint.
+
+    Fields of the experiment are set by path: --model.embed 256 --plan.zero 3
+    (jaxscale train FILE --help lists them, with their defaults).
+
+    Exit codes: 0 done, 2 a mistake in the arguments, 4 the loss diverged,
+    75 interrupted and saved, 130 interrupted with nothing to save, else a crash.
+
+    Args:
+        file: Python file that defines experiment(), such as experiments/shakespeare.py.
+        variant: one of the file's VARIANTS.
+        out: directory of the run, which may be in a bucket (gs://, s3://).
+        plan_file: take the plan from this plan.json.
+        resume: auto continues the run in the directory, which may change steps, evaluation, samples, checkpoint
+            and plan; never renames that directory and starts a new run.
+        log_every: steps per line of the log.
+        profile: steps to trace: 10:13 traces 10, 11 and 12.
+        steps: number of updates. The learning rate falls until the last one, so a run that is continued with other
+            steps has another rate from there on, and prints it.
+        batch: rows of the global batch.
+        seed: seed of parameters, data order, dropout and samples.
+        name: name of the run's folder.
+        limit: device memory that --plan.memory fit plans for, such as 14GiB.
+    """
+
+    file: str = word("FILE")
+    variant: str | None = word("[VARIANT]", None)
+    out: str | None = flag("DIR", "runs/NAME")
+    plan_file: str | None = flag("PLAN.JSON", "the experiment's plan")
+    resume: Literal["auto", "never"] = "auto"
+    log_every: int = 1
+    profile: str | None = flag("FIRST:LAST", "no steps")
+    steps: int | None = flag("INT", "the experiment's")
+    batch: int | None = flag("INT", "the experiment's")
+    seed: int | None = flag("INT", "the experiment's")
+    name: str | None = flag("NAME", "the experiment's")
+    limit: str | None = flag("BYTES", "what programs may use")
+
+    def run(self, fields: Mapping[str, str]) -> None:
+        """Train."""
+        _check(self)
+        if self.log_every < 1:
+            raise UserError(f"--log-every: got {self.log_every}, expected a whole number >= 1")
+        if self.profile is not None:
+            from jaxscale.training.profile import ProfileRange
+
+            ProfileRange.parse(self.profile)
+        from jaxscale.training.backend import start_backend
+
+        experiment, source = load_experiment(self, fields)
+        pipeline = experiment.plan.pipeline
+        automatic = pipeline is not None and pipeline.name == "auto"
+        if self.limit is not None and experiment.plan.memory.rule != "fit" and not automatic:
+            raise UserError("--limit applies only to --plan.memory fit: add --plan.memory fit, or leave --limit out")
+        start_backend()
+        from jaxscale.planning.automatic_choices import resolve_choices
+        from jaxscale.training.loop import train
+
+        plan = resolve_choices(experiment, experiment.plan, bytes_of(self.limit, "--limit"))
+        experiment = dataclasses.replace(experiment, plan=plan)
+        out = self.out or str(Path("runs") / "-".join(filter(None, (experiment.name, self.variant))))
+        train(
+            experiment,
+            out=out,
+            resume=self.resume,
+            log_every=self.log_every,
+            profile=self.profile,
+            source=source,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Check whether a step fits a platform, and what would help.
+
+    Prints an estimate; with --verify, the compiler's figure.
+
+    The platform may be absent.
+
+    Fields of the experiment are set by path: --plan.memory full --model.layers 16
+
+    Exit codes: 0 it fits, 3 it does not, 2 a mistake in the arguments.
+
+    Args:
+        file: Python file that defines experiment(), such as experiments/llama_8b.py.
+        variant: one of the file's VARIANTS.
+        platform: platform to plan for, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
+        limit: device memory to plan for, such as 14GiB.
+        host_limit: host memory to plan for, for each device, such as 32GiB.
+        compile_block: compile only the part of the step that needs most memory, for a closer estimate.
+        verify: compile the step for the platform and show the compiler's figures.
+        plan_file: take the plan from this plan.json.
+        batch: rows of the global batch.
+    """
+
+    file: str = word("FILE")
+    variant: str | None = word("[VARIANT]", None)
+    platform: str = flag("PLATFORM", default="local")
+    limit: str | None = flag("BYTES", "what the platform's programs may use")
+    host_limit: str | None = flag("BYTES", "an equal share of the host's")
+    compile_block: bool = False
+    verify: bool = False
+    plan_file: str | None = flag("PLAN.JSON", "the experiment's plan")
+    batch: int | None = flag("INT", "the experiment's")
+
+    def run(self, fields: Mapping[str, str]) -> int:
+        """Print the estimate; returns the exit code."""
+        _check(self)
+        bytes_of(self.host_limit, "--host-limit")
+        from jaxscale.planning.fit import fit
+
+        experiment, source = load_experiment(self, fields)
+        estimate = fit(
+            experiment,
+            platform_of(self.platform),
+            limit=bytes_of(self.limit, "--limit"),
+            host_limit=bytes_of(self.host_limit, "--host-limit"),
+            compile_block=self.compile_block,
+            verify=self.verify,
+            make=source.remake,
+        )
+        print(estimate)
+        return 0 if estimate.fits else 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Explain:
+    """Show a train step's memory by tensor, in the model's names.
+
+    Fields of the experiment are set by path: --plan.memory full --model.layers 16
+
+    Args:
+        file: Python file that defines experiment(), such as experiments/llama_1b.py.
+        variant: one of the file's VARIANTS.
+        platform: platform to plan for, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
+        out: file to write the page to.
+        limit: device memory to plan for, such as 14GiB.
+        verify: compile the step for the platform and show the tensors that the compiler keeps alive.
+        plan_file: take the plan from this plan.json.
+        batch: rows of the global batch.
+    """
+
+    file: str = word("FILE")
+    variant: str | None = word("[VARIANT]", None)
+    platform: str = flag("PLATFORM", default="local")
+    out: str | None = flag("PAGE.HTML", "the table alone")
+    limit: str | None = flag("BYTES", "what the platform's programs may use")
+    verify: bool = False
+    plan_file: str | None = flag("PLAN.JSON", "the experiment's plan")
+    batch: int | None = flag("INT", "the experiment's")
+
+    def run(self, fields: Mapping[str, str]) -> None:
+        """Print the table."""
+        _check(self)
+        if self.out is not None:
+            _check_page(self.out)
+        from jaxscale.planning.explain import explain
+
+        experiment, source = load_experiment(self, fields)
+        explanation = explain(
+            experiment,
+            platform_of(self.platform),
+            limit=bytes_of(self.limit, "--limit"),
+            verify=self.verify,
+            make=source.remake,
+        )
+        print(explanation)
+        if self.out is not None:
+            explanation.write(self.out)
+            print(f"written to {self.out}")
+
+
+def _check(command: Train | Fit | Explain) -> None:
+    """Check what the three subcommands have in common, without importing JAX."""
+    from jaxscale.recipe.plan import read_plan
+    from jaxscale.records.outline import outline
+
+    outline(command.file, command.variant)
+    platform = None if isinstance(command, Train) else named_platform(command.platform)
+    bytes_of(command.limit, "--limit")
+    if command.plan_file is not None:
+        read_plan(Path(command.plan_file))
+    if not isinstance(command, Train) and command.verify and platform is not None:
+        from jaxscale.compiler.target import target
+        from jaxscale.platforms.detect import accelerators
+
+        target(platform, accelerators())
+
+
+def _check_page(path: str) -> None:
+    """Refuse a path to which no page can be written, before the page is computed."""
+    if not path.endswith((".html", ".svg")):
+        raise UserError(f"--out {path}: expected a name that ends in .html or .svg")
+    file = Path(path)
+    is_new = not file.exists()
+    try:
+        file.open("ab").close()
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise UserError(f"--out {path} cannot be written: {error.strerror}; give another name") from None
+
+
+def load_experiment(command: Train | Fit | Explain, fields: Mapping[str, str]) -> Any:
+    """The experiment of a file and its `Source`, with the fields set on the command line."""
+    from jaxscale.recipe.plan import read_plan
+    from jaxscale.records.source import load
+
+    flags = {name: getattr(command, name) for name in experiment_flags(type(command))}
+    texts = {name: str(value) for name, value in flags.items() if value is not None}
+    plan = None if command.plan_file is None else read_plan(Path(command.plan_file))
+    return load(command.file, command.variant, {**texts, **fields}, plan)
+
+
+def experiment_flags(command: type) -> list[str]:
+    """Names of a subcommand's flags that are fields of the experiment."""
+    from jaxscale.recipe.experiment import Experiment
+
+    return [field.name for field in dataclasses.fields(command) if field.name in field_types(Experiment)]
+
+
+def named_platform(text: str) -> Any:
+    """The platform of a text; `None` for "local", because only JAX can detect it."""
+    from jaxscale.platforms.platform import Platform
+
+    return None if text.strip().lower() == "local" else Platform.parse(text)
+
+
+def platform_of(text: str) -> Any:
+    """The platform of a text; JAX's backend is started only for "local"."""
+    from jaxscale.platforms.detect import detect, hush_absent_gpus
+
+    hush_absent_gpus()
+    platform = named_platform(text)
+    if platform is not None:
+        return platform
+    from jaxscale.training.backend import start_backend
+
+    start_backend()
+    return detect()
+
+
+def bytes_of(text: str | None, flag_name: str) -> int | None:
+    """The bytes that a flag specifies; `None` without the flag."""
+    from jaxscale.values.byte_sizes import parse_bytes
+
+    if text is None:
+        return None
+    count = parse_bytes(text, flag_name)
+    if not count:
+        raise UserError(f"{flag_name} {text}: expected at least 1B, or leave it out")
+    return count

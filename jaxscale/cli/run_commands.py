@@ -1,0 +1,162 @@
+"""The subcommands about the directory of a run: generate, evaluate, export, convert-state and report."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Literal
+
+from jaxscale.cli.flags import flag, word
+from jaxscale.errors import UserError, near_miss
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate:
+    """Continue a prompt with the model of a run.
+
+    Args:
+        run_dir: directory of a run.
+        prompt: text to continue.
+        tokens: number of tokens to add.
+        temperature: number by which logits are divided; 0 takes the most likely token.
+        seed: seed of the draws.
+        best: take the checkpoint with the least held-out loss, not the newest.
+    """
+
+    run_dir: str = word("RUN_DIR")
+    prompt: str = flag("TEXT", "a new line", default="\n")
+    tokens: int = 200
+    temperature: float = 0.8
+    seed: int = 0
+    best: bool = False
+
+    def run(self) -> None:
+        """Generate."""
+        _check_run(self.run_dir)
+        if self.tokens < 1:
+            raise UserError(f"--tokens: got {self.tokens}, expected a whole number >= 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"--temperature: got {self.temperature}, expected a number >= 0; 0 is greedy")
+        if not -(2**31) <= self.seed < 2**31:
+            raise UserError(f"--seed: got {self.seed}, expected a whole number from -2**31 up to, not including, 2**31")
+        from jaxscale.training.backend import start_backend
+
+        start_backend()
+        from jaxscale.training.generate import generate
+
+        text = generate(
+            self.run_dir, self.prompt, self.tokens, temperature=self.temperature, seed=self.seed, best=self.best
+        )
+        print(f"{self.prompt}{text}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate:
+    """Measure the held-out loss of a run's newest checkpoint.
+
+    Args:
+        run_dir: directory of a run.
+        best: take the checkpoint with the least held-out loss, not the newest.
+    """
+
+    run_dir: str = word("RUN_DIR")
+    best: bool = False
+
+    def run(self) -> None:
+        """Evaluate."""
+        _check_run(self.run_dir)
+        from jaxscale.training.backend import start_backend
+
+        start_backend()
+        from jaxscale.training.evaluate import evaluate
+
+        for name, value in evaluate(self.run_dir, best=self.best).items():
+            print(f"{name:10} {value:.6g}" if isinstance(value, float) else f"{name:10} {value}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """Write the model of a run as a Hugging Face folder.
+
+    Args:
+        run_dir: directory of a run.
+        folder: folder to create.
+        best: take the checkpoint with the least held-out loss, not the newest.
+        dtype: type of the weights in the files: float32, bfloat16 or float16.
+    """
+
+    run_dir: str = word("RUN_DIR")
+    folder: str = word("DIR")
+    best: bool = False
+    dtype: Literal["float32", "bfloat16", "float16"] = flag("TYPE", default="float32")
+
+    def run(self) -> None:
+        """Export."""
+        _check_run(self.run_dir)
+        if Path(self.folder).is_file():
+            raise UserError(f"{self.folder} is a file: expected a folder to create")
+        if (Path(self.folder) / "experiment.json").exists():
+            raise UserError(f"{self.folder} is the directory of a run: give a folder to create beside it")
+        from jaxscale.training.backend import start_backend
+
+        start_backend()
+        from jaxscale.checkpoint.export import export
+
+        print(export(self.run_dir, self.folder, best=self.best, dtype=self.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Write a run's report.html again, from the run's files alone.
+
+    Args:
+        run_dir: directory of a run.
+    """
+
+    run_dir: str = word("RUN_DIR")
+
+    def run(self) -> None:
+        """Write the report."""
+        _check_run(self.run_dir)
+        from jaxscale.report.page import write_report
+        from jaxscale.report.summary import summary
+
+        write_report(self.run_dir)
+        print(summary(self.run_dir, color=sys.stdout.isatty()))
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertState:
+    """Convert a run's optimizer moments to another format.
+
+    A run continued with another --plan.state.moments converts them by itself.
+
+    Args:
+        run_dir: directory of a run.
+        to: format of the moments: float32, int8, dynamic8, int4 or fp8.
+        out: directory to create.
+    """
+
+    run_dir: str = word("RUN_DIR")
+    to: Literal["float32", "int8", "dynamic8", "int4", "fp8"] = flag("BITS", default="float32")
+    out: str | None = flag("DIR", "RUN_DIR-TO")
+
+    def run(self) -> None:
+        """Convert."""
+        _check_run(self.run_dir)
+        from jaxscale.training.backend import start_backend
+
+        start_backend()
+        from jaxscale.checkpoint.convert import convert_state
+
+        print(convert_state(self.run_dir, self.to, self.out))
+
+
+def _check_run(run_dir: str) -> None:
+    """Refuse a directory that holds no run; the error suggests the nearest run."""
+    path = Path(run_dir)
+    if "://" in run_dir or (path / "experiment.json").is_file():
+        return
+    runs = [str(file.parent) for base in {path.parent, Path("runs")} for file in base.glob("*/experiment.json")]
+    problem = "holds no run (no experiment.json)" if path.exists() else "does not exist"
+    choices = f"; there are {', '.join(sorted(runs)[:8])}" if runs else "; make one with: jaxscale train FILE"
+    raise UserError(f"run directory {run_dir} {problem}{near_miss(run_dir, runs) or choices}")

@@ -1,0 +1,138 @@
+"""Charts as SVG images: a frame that scales values to the image, and the elements in it. Light and dark, no script."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+from jaxscale.figures.markup import Markup, element, joined
+
+COLORS = (
+    "#4e79a7", "#59a14f", "#9c755f", "#bab0ac", "#76b7b2", "#f28e2b", "#e15759", "#b07aa1", "#edc948", "#ff9da7",
+)  # fmt: skip
+"""The ten colours of Tableau."""
+
+PER_LETTER = 6.6
+"""Width of a letter in the image's units."""
+
+_STYLE = (
+    ".grid{stroke:#8884;stroke-width:1}.limit{stroke:#e15759;stroke-width:1.5;stroke-dasharray:6 4}"
+    ".turn{stroke:#888;stroke-width:1;stroke-dasharray:2 4}"
+)
+
+
+def svg(width: float, height: float, label: str, *parts: Any, style: str = _STYLE) -> Markup:
+    """An image of elements.
+
+    Args:
+        width: width in the image's units; a unit is a pixel on a wide screen.
+        height: height in the image's units.
+        label: description of the image, for screen readers.
+        parts: elements of the image.
+        style: CSS of the elements' classes.
+    """
+    return element(
+        "svg",
+        element("style", Markup(style)),
+        parts,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {width:.0f} {height:.0f}",
+        role="img",
+        aria_label=label,
+        font_family="system-ui, sans-serif",
+        font_size=12,
+        fill="#777",
+    )
+
+
+def svg_text(x: float, y: float, content: Any, anchor: str | None = None, **attributes: Any) -> Markup:
+    """Text whose start, middle or end (`anchor`) is at a point."""
+    return element("text", content, x=float(x), y=float(y), text_anchor=anchor, **attributes)
+
+
+def dot(x: float, y: float, radius: float, color: str, tooltip: str | None = None) -> Markup:
+    """A filled circle."""
+    return element("circle", tooltip and element("title", tooltip), cx=float(x), cy=float(y), r=radius, fill=color)
+
+
+def legend(
+    entries: Iterable[tuple[dict[str, str], str]], left: float, top: float, right: float
+) -> tuple[Markup, float]:
+    """Coloured squares with their meanings, in rows from `left` to `right`, and the height of the rows.
+
+    Args:
+        entries: attributes of each square, such as its `fill`, and its meaning.
+        left: x of the start of each row.
+        top: y of the first row.
+        right: x of the end of each row.
+    """
+    parts, x, y = [], left, top
+    for attributes, meaning in entries:
+        width = 32 + PER_LETTER * len(meaning)
+        if x > left and x + width > right:
+            x, y = left, y + 20
+        parts += [element("rect", x=float(x), y=float(y), width=12, height=12, **attributes)]
+        parts += [svg_text(x + 17, y + 10, meaning)]
+        x += width
+    return joined(parts), y + 20 - top
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """The scales of an image with two axes, from values to coordinates in the image's units.
+
+    Args:
+        across: least and greatest value of the horizontal axis.
+        upward: least and greatest value of the vertical axis.
+        right: width of the margin at the right, in the image's units.
+    """
+
+    across: tuple[float, float]
+    upward: tuple[float, float]
+    right: float = 16
+    width: ClassVar[int] = 960
+    height: ClassVar[int] = 380
+    left: ClassVar[int] = 86
+    top: ClassVar[int] = 16
+    bottom: ClassVar[int] = 40
+
+    def x_of(self, value: float) -> float:
+        """The x of a value of the horizontal axis, in the image's units."""
+        low, high = self.across
+        return self.left + (self.width - self.left - self.right) * (value - low) / (high - low)
+
+    def y_of(self, value: float) -> float:
+        """The y of a value of the vertical axis, in the image's units."""
+        low, high = self.upward
+        return self.height - self.bottom - (self.height - self.top - self.bottom) * (value - low) / (high - low)
+
+    def grid(self, values: Iterable[float], label: Callable[[float], str]) -> Markup:
+        """Labelled lines at values of the vertical axis."""
+        labels = [(self.level(v, "grid"), svg_text(self.left - 8, self.y_of(v) + 4, label(v), "end")) for v in values]
+        return joined(labels)
+
+    def labels(self, values: Iterable[float], label: Callable[[float], str]) -> Markup:
+        """Labels at values of the horizontal axis."""
+        y = self.height - self.bottom + 16
+        return joined([svg_text(self.x_of(value), y, label(value), "middle") for value in values])
+
+    def title(self, content: str) -> Markup:
+        """The title of the horizontal axis."""
+        return svg_text((self.left + self.width - self.right) / 2, self.height - 4, content, "middle")
+
+    def level(self, value: float, class_: str) -> Markup:
+        """A horizontal line at a value of the vertical axis."""
+        y = self.y_of(value)
+        return element("line", class_=class_, x1=self.left, x2=self.width - self.right, y1=y, y2=y)
+
+    def rule(self, value: float, class_: str) -> Markup:
+        """A vertical line at a value of the horizontal axis."""
+        x = self.x_of(value)
+        return element("line", class_=class_, x1=x, x2=x, y1=self.top, y2=self.height - self.bottom)
+
+    def area(
+        self, across: Sequence[float], lower: Sequence[float], upper: Sequence[float], color: str, name: str
+    ) -> Markup:
+        """The area between two curves over the same values."""
+        outline = [*zip(across, upper, strict=True), *reversed([*zip(across, lower, strict=True)])]
+        points = " L".join(f"{self.x_of(x):.1f},{self.y_of(y):.1f}" for x, y in outline)
+        return element("path", element("title", name), d=f"M{points}Z", fill=color)

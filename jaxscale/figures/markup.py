@@ -1,0 +1,149 @@
+"""HTML and SVG as text. Text that is not `Markup` is escaped, so that a name in a run's files never becomes a tag."""
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from jaxscale.errors import UserError
+
+_WITHOUT_CONTENT = ("meta", "rect", "path", "line", "circle", "polyline", "wbr")
+
+
+class Markup(str):
+    """Text that is HTML or SVG already."""
+
+    __slots__ = ()
+
+
+def joined(children: Any) -> Markup:
+    """Markup of a text, markup, a number, `None` (empty), or an iterable of such children.
+
+    Example:
+        >>> joined(["a < b", Markup("<br>"), None, 3])
+        'a &lt; b<br>3'
+    """
+    if isinstance(children, Markup):
+        return children
+    if children is None or isinstance(children, str | int | float):
+        return Markup("" if children is None else escape(str(children)))
+    return Markup("".join(map(joined, children)))
+
+
+def element(tag: str, *children: Any, **attributes: Any) -> Markup:
+    """An element of a page or an image.
+
+    Args:
+        tag: name of the element.
+        children: contents of the element, of any type that `joined` accepts.
+        attributes: attributes by name; in a name, `_` stands for `-`, and at the end is dropped (`class_`). A float is
+            written with 2 decimals; `None` leaves the attribute out.
+
+    Example:
+        >>> element("td", "a < b", class_="n"), element("rect", x=1 / 3, width=2.0)
+        ('<td class="n">a &lt; b</td>', '<rect x="0.33" width="2"/>')
+    """
+    opening = tag
+    for name, value in attributes.items():
+        if value is not None:
+            text = f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else escape(str(value))
+            opening += f' {name.rstrip("_").replace("_", "-")}="{text}"'
+    if tag in _WITHOUT_CONTENT and not any(children):
+        return Markup(f"<{opening}/>")
+    return Markup(f"<{opening}>{joined(children)}</{tag}>")
+
+
+def table(
+    rows: Iterable[Sequence[Any]],
+    heads: Sequence[str] = (),
+    *,
+    numeric: Container[int] = (),
+    names: int = 0,
+    rest: Iterable[Sequence[Any]] = (),
+    class_: str | None = None,
+) -> Markup:
+    """A table.
+
+    Args:
+        rows: cells of each row, of any type that `joined` accepts.
+        heads: titles of the columns; if empty, the table has no head.
+        numeric: indices of the columns that are aligned to the right.
+        names: index of the column that names the rows.
+        rest: cells of rows at the end that are less important, such as sums.
+        class_: CSS class of the table.
+    """
+
+    def row(cells: Sequence[Any], row_class: str | None = None) -> Markup:
+        texts = [
+            element("th", cell, scope="row")
+            if column == names
+            else element("td", cell, class_="n" if column in numeric else None)
+            for column, cell in enumerate(cells)
+        ]
+        return element("tr", texts, class_=row_class)
+
+    head_cells = [element("th", head, class_="n" if column in numeric else None) for column, head in enumerate(heads)]
+    head = element("thead", element("tr", head_cells)) if heads else None
+    body = element("tbody", map(row, rows), [row(cells, "rest") for cells in rest])
+    return element("table", head, body, class_=class_)
+
+
+STYLE = (
+    ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2rem auto;"
+    "padding:0 1rem}svg{width:100%;height:auto}pre{white-space:pre-wrap;line-height:1.35}p{margin:.1rem 0}"
+    "table{border-collapse:collapse;display:block;overflow-x:auto;margin:1rem 0}td,th{padding:.15rem .7rem;"
+    "text-align:left;border-bottom:1px solid #8883}th[scope]{font-weight:400}"
+    ".n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}"
+)
+"""CSS of a plain page."""
+
+
+def page(title: str, *body: Any, style: str = STYLE, script: str | None = None) -> str:
+    """A self-contained page.
+
+    Args:
+        title: title of the page, as plain text.
+        body: contents of the page, of any type that `joined` accepts.
+        style: CSS of the page.
+        script: JavaScript, run at the end.
+    """
+    head = (
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("title", title),
+        element("style", Markup(style)),
+    )
+    tail = None if script is None else element("script", Markup(script))
+    return f"<!doctype html>{element('html', element('head', head), element('body', body, tail), lang='en')}\n"
+
+
+def framed(html: str, height: int) -> str:
+    """A page in a frame for notebooks, which isolates its style.
+
+    Example:
+        >>> framed("<p>", 100)
+        '<iframe srcdoc="&lt;p&gt;" style="width:100%;height:100px;border:0"></iframe>'
+    """
+    return element("iframe", srcdoc=html, style=f"width:100%;height:{height}px;border:0")
+
+
+def write_figure(path: str | Path, svg: Callable[[], str], html: Callable[[], str]) -> None:
+    """Write the page that `html` returns, or if the name ends in .svg, the picture that `svg` returns.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    write_text(path, svg() if Path(path).suffix == ".svg" else html())
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}; give another name") from error

@@ -1,0 +1,175 @@
+"""Save sets of a block: the bytes of their values on the device and the host, and the cost to recompute the others."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from jaxscale.errors import UserError, unknown
+from jaxscale.memory.decision import SaveSet
+from jaxscale.memory.plan import POLICIES, SaveSetObjective
+from jaxscale.programs.block import BlockGraph, Equation
+
+EVERYTHING = "*"
+"""In place of the names in a save set: every residual (a value that the backward pass reads) is kept."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """Host memory for offloaded values of a block.
+
+    Args:
+        budget: most bytes of host memory, per device and microbatch, for one block.
+        bandwidth: bytes/s between host and device, each way.
+        hidden_forward: seconds of copies to the host that overlap with computation; by default the seconds of the
+            block's forward pass.
+        hidden_backward: seconds of copies back that overlap with computation; by default twice the forward pass.
+        names: names of the values that may be offloaded; `None` for any value.
+    """
+
+    budget: int
+    bandwidth: float
+    hidden_forward: float | None = None
+    hidden_backward: float | None = None
+    names: frozenset[str] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Recompute:
+    """The equations of a block that the backward pass recomputes.
+
+    Args:
+        flop: recomputed FLOP of matrix products, convolutions and kernels.
+        seconds: recomputed seconds by the roofline model; 0 without a chip.
+        equations: indices of the recomputed equations.
+    """
+
+    flop: int
+    seconds: float
+    equations: frozenset[int]
+
+
+def cost_of(work: SaveSet | Recompute | BlockGraph | Equation, objective: SaveSetObjective) -> float:
+    """FLOP or modelled seconds: of recomputation for a save set, of the forward pass for a block or an equation."""
+    return work.flop if objective == "flop" else work.seconds
+
+
+def check_request(graph: BlockGraph, budget: int, objective: SaveSetObjective) -> None:
+    """Raise if the budget is negative or the graph does not have the costs that the objective needs.
+
+    Raises:
+        UserError: the budget is negative, or the objective is "seconds" and the graph has no chip.
+    """
+    if budget < 0:
+        raise UserError(f"save set: got a budget of {budget} bytes, expected 0 or more")
+    if objective == "seconds" and graph.equations and not graph.seconds:
+        raise UserError("the objective 'seconds' needs a chip whose rates are known: give one, or ask for flop")
+
+
+def recompute(graph: BlockGraph, kept: Iterable[int]) -> Recompute:
+    """The equations to recompute if these values are kept: all those that lead to a value that the backward pass reads.
+
+    Args:
+        graph: graph of the block.
+        kept: indices of the values kept on the device or on the host.
+    """
+    available_indices = set(kept)
+    rerun_indices: set[int] = set()
+    missing = [index for index in graph.needed if index not in available_indices]
+    while missing:
+        producer = graph.values[missing.pop()].producer
+        if producer >= 0 and producer not in rerun_indices:
+            rerun_indices.add(producer)
+            missing += [index for index in graph.equations[producer].inputs if index not in available_indices]
+    equations = [graph.equations[index] for index in sorted(rerun_indices)]
+    return Recompute(sum(e.flop for e in equations), sum(e.seconds for e in equations), frozenset(rerun_indices))
+
+
+def hidden_seconds(graph: BlockGraph, host: Host) -> tuple[float, float]:
+    """Seconds of copies that overlap with the forward pass, and with the backward pass, of a block."""
+    forward = graph.seconds if host.hidden_forward is None else host.hidden_forward
+    return forward, 2 * graph.seconds if host.hidden_backward is None else host.hidden_backward
+
+
+def exposed_seconds(graph: BlockGraph, host: Host | None, host_bytes: int, rerun_seconds: float) -> float:
+    """Seconds of copies to and from the host that do not overlap with the computation of the block."""
+    if host is None or not host_bytes:
+        return 0.0
+    copy_seconds = host_bytes / host.bandwidth
+    hidden_forward, hidden_backward = hidden_seconds(graph, host)
+    return max(0.0, copy_seconds - hidden_forward) + max(0.0, copy_seconds - hidden_backward - rerun_seconds)
+
+
+def save_set(graph: BlockGraph, keep: Iterable[str], offload: Iterable[str] = (), host: Host | None = None) -> SaveSet:
+    """The save set that keeps the values of these names, with its bytes and its cost.
+
+    Args:
+        graph: graph of the block.
+        keep: names of values kept on the device.
+        offload: names of values in host memory.
+        host: host memory, whose bandwidth determines the seconds of copies.
+
+    Raises:
+        UserError: the block has no value of such a name, or the value cannot be kept by name.
+    """
+    keep, offload = tuple(keep), tuple(offload)
+    if keep == (EVERYTHING,):
+        return SaveSet(graph.fingerprint, keep, (), graph.needed_bytes, 0, 0, 0.0)
+    kept_indices, offloaded_indices = ([value_index(graph, name) for name in names] for names in (keep, offload))
+    recomputed = recompute(graph, (*kept_indices, *offloaded_indices))
+    device_bytes, host_bytes = (
+        sum(graph.values[index].bytes for index in indices) for indices in (kept_indices, offloaded_indices)
+    )
+    seconds = recomputed.seconds + exposed_seconds(graph, host, host_bytes, recomputed.seconds)
+    index_by_name = {graph.values[index].name: index for index in (*kept_indices, *offloaded_indices)}
+    keep, offload = (tuple(sorted(names, key=index_by_name.__getitem__)) for names in (keep, offload))
+    return SaveSet(graph.fingerprint, keep, offload, device_bytes, host_bytes, recomputed.flop, seconds)
+
+
+def value_index(graph: BlockGraph, name: str) -> int:
+    """Index of the value with this name, after a check that it can be kept by name.
+
+    Raises:
+        UserError: there is no such value (the message suggests a near name), or it cannot be kept by name.
+    """
+    index = graph.by_name.get(name)
+    if index is None or graph.values[index].mark is None:
+        names = [value.name for value in graph.values if value.mark is not None]
+        if index is None:
+            raise unknown(f"value of block {graph.fingerprint}", name, names)
+        raise UserError(
+            f"value {name!r} of block {graph.fingerprint} can not be kept by name: it is inside an operation with its "
+            f"own derivative. Expected one of {', '.join(names[:8])}, ..."
+        )
+    return index
+
+
+def policy_set(graph: BlockGraph, policy: str) -> SaveSet:
+    """The save set of a block under a policy of `jax.checkpoint_policies`.
+
+    A policy accepts or rejects kinds of operations; accepted results that the backward pass reads are kept.
+
+    Args:
+        graph: graph of the block.
+        policy: name of the policy, such as "dots_saveable".
+
+    Raises:
+        UserError: the policy is unknown or needs arguments.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxscale.programs.block import block_graph
+        >>> w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 8), (4, 8)])
+        >>> graph = block_graph(lambda w, x: jnp.tanh(x @ w) @ w, w, x)
+        >>> policy_set(graph, "dots_saveable").keep, policy_set(graph, "nothing_saveable").flop
+        (('dot_general',), 512)
+    """
+    if policy not in POLICIES:
+        raise unknown("policy of jax.checkpoint_policies", policy, POLICIES)
+    if policy == "everything_saveable":
+        return save_set(graph, (EVERYTHING,))
+    saveable_indices = {i for equation in graph.equations if policy in equation.kept_by for i in equation.outputs}
+    recomputed = recompute(graph, saveable_indices)
+    read_indices = {*graph.needed, *(i for number in recomputed.equations for i in graph.equations[number].inputs)}
+    kept_indices = sorted(saveable_indices & read_indices)
+    names = tuple(graph.values[index].name for index in kept_indices)
+    kept_bytes = sum(graph.values[index].bytes for index in kept_indices)
+    return SaveSet(graph.fingerprint, names, (), kept_bytes, 0, recomputed.flop, recomputed.seconds)

@@ -1,0 +1,37 @@
+"""Checks of the fields that model values share; they import neither JAX nor Flax."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from jaxscale.errors import UserError
+
+
+def check_counts(model: Any, names: Iterable[str]) -> None:
+    """Raise UserError if a field with one of these names is less than 1; `None` passes."""
+    for name in names:
+        count = getattr(model, name)
+        if count is not None and count < 1:
+            raise UserError(f"{name}: got {count!r}, expected a whole number >= 1")
+
+
+def check_positive(model: Any, names: Iterable[str], prefix: str = "") -> None:
+    """Raise UserError if a field is no finite number above 0; `None` passes.
+
+    Args:
+        model: the model value.
+        names: names of the fields to check.
+        prefix: text before the field's name in the message.
+    """
+    for name in names:
+        number = getattr(model, name)
+        if number is not None and not (number > 0 and math.isfinite(number)):
+            raise UserError(f"{prefix}{name}: got {number!r}, expected a number > 0")
+
+
+def check_rates(model: Any, names: Iterable[str]) -> None:
+    """Raise UserError if a field with one of these names is outside [0, 1)."""
+    for name in names:
+        rate = getattr(model, name)
+        if not 0 <= rate < 1:
+            raise UserError(f"{name}: got {rate!r}, expected a rate of at least 0 and less than 1")

@@ -1,0 +1,88 @@
+"""1-bit Adam and 1-bit LAMB for custom training loops, as a rule that takes the gradients of one replica."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxscale.optim.leaves import ParamInfo, facts_of
+from jaxscale.optim.one_bit import Messages
+from jaxscale.optim.per_layer import UpdateRule
+from jaxscale.replicas.codec import Codec
+
+
+class OverReplicasState(NamedTuple):
+    """State of a replica.
+
+    Args:
+        rule: the rule's state, equal on all replicas.
+        owed: the codec's state for each parameter, in order; empty for parameters whose mean is exact.
+    """
+
+    rule: Any
+    owed: tuple[Any, ...]
+
+
+def over_replicas(
+    rule: UpdateRule,
+    messages: Messages,
+    codec: Codec,
+    axis: str,
+    replicas: int,
+    *,
+    leaves: Any = None,
+    small: int = 256,
+) -> UpdateRule:
+    """A rule that takes the gradients of one replica, inside a `jax.shard_map` or `jax.vmap` over their axis.
+
+    Our train step does the same by `replicas.reduce.GradientExchange`, also for replicas of several devices.
+
+    Args:
+        rule: `one_bit_adam` or `one_bit_lamb`.
+        messages: the replicas' messages, with the rule's b1 and freeze step.
+        codec: codec that averages momenta, without random draws; in the warm-up, means are exact.
+        axis: name of the replicas' axis.
+        replicas: number of replicas.
+        leaves: tree of `ParamInfo` like the parameters; the codec averages each layer of a stack separately.
+        small: a layer with fewer numbers than this has an exact mean, as gains and biases always have.
+
+    Example:
+        >>> from jaxscale.optim.one_bit import one_bit_adam
+        >>> from jaxscale.replicas import OneBit
+        >>> rule = over_replicas(one_bit_adam(0.1, 1), Messages(0.9, 1), OneBit(), "r", 2)
+        >>> params = {"w": jnp.ones((16, 16))}
+        >>> gradients = {"w": jnp.stack([jnp.ones((16, 16)), jnp.zeros((16, 16))])}
+        >>> step = jax.vmap(lambda g: rule.update(g, rule.init(params), params)[0], axis_name="r")
+        >>> print(step(gradients)["w"][:, 0, 0].round(3))
+        [-0.1 -0.1]
+    """
+
+    def uses_codec(leaf: ParamInfo) -> bool:
+        """Whether the codec averages this parameter; the mean of others is exact."""
+        return leaf.kind != "vector" and leaf.rows * leaf.columns >= small
+
+    def init(params: Any) -> OverReplicasState:
+        owed = (
+            codec.init(leaf.shape, None, replicas, layers=leaf.stack > 0) if uses_codec(leaf) else {}
+            for leaf in facts_of(leaves, params)
+        )
+        return OverReplicasState(rule.init(params), tuple(owed))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OverReplicasState]:
+        message, norm, frozen = messages(updates, state.rule)
+        is_finite = jnp.isfinite(lax.psum(norm, axis))  # one replica's NaN would stay in the residuals of the others
+        count, treedef = messages.count(state.rule), jax.tree.structure(updates)
+        means, owed = [], []
+        for leaf, array, old_owed in zip(facts_of(leaves, updates), jax.tree.leaves(message), state.owed, strict=True):
+            mean, new_owed = lax.pmean(array, axis), old_owed
+            if uses_codec(leaf):
+                coded_mean, new_owed = codec.reduce(array, old_owed, axis, None, count, layers=leaf.stack > 0)
+                mean = jnp.where(frozen, coded_mean, mean)
+            means.append(jnp.where(is_finite, mean, jnp.nan))
+            owed.append(optax.tree.where(is_finite & frozen, new_owed, old_owed))
+        new_updates, rule_state = rule.update(treedef.unflatten(means), state.rule, params)
+        return new_updates, OverReplicasState(rule_state, tuple(owed))
+
+    return optax.GradientTransformation(init, update)

@@ -1,0 +1,169 @@
+"""Builders: the parts that the named schedules are made of.
+
+`weave` makes the order of one rank in the form of the papers: warm-up, steady state, cool-down. `by_slot` makes orders
+from a timetable (Chimera, lock-step schedules). `single_route` and `vee` make a schedule from orders.
+
+A lane is a sequence of forward passes and one of backward passes, through one stage or (interleaved) several. A phase
+repeats a motif of letters, and each letter takes the next pass of its lane: `F` twice, `F B` six times, `B` twice is
+1F1B on one rank.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from jaxscale.pipeline.action import Action, Kind
+from jaxscale.pipeline.schedule import Schedule, Versions
+
+Pass = tuple[int, int]
+"""(stage, microbatch)."""
+Order = tuple[Action, ...]
+"""The actions of one rank."""
+SlotPhase = tuple[str, int]
+"""(motif, number of repetitions)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """The passes of a lane, in forward order and in backward order."""
+
+    forwards: tuple[Pass, ...]
+    backwards: tuple[Pass, ...]
+
+    @classmethod
+    def of_stage(cls, stage: int, microbatches: int) -> "Lane":
+        """Microbatches 0 to m-1 through one stage."""
+        passes = tuple((stage, i) for i in range(microbatches))
+        return cls(passes, passes)
+
+
+def weave(lanes: Mapping[str, Lane] | Lane, *phases: SlotPhase) -> Order:
+    """The order of one rank.
+
+    Args:
+        lanes: the lanes by name, or a single lane, whose name is empty.
+        phases: (motif, number of repetitions) of each phase. A motif is words separated by blanks, each a kind and the
+            name of a lane: `F1` is the next forward of lane 1, `B1` and `I1` the next backward. `W1` is the weight
+            gradient of the oldest `I1` that still lacks it, `W` that of the oldest input gradient of all lanes.
+
+    Example:
+        >>> order = weave(Lane.of_stage(0, 3), ("F", 1), ("F I", 2), ("W", 1), ("B", 1), ("W", 1))
+        >>> " ".join(map(str, order))
+        '0F0 0F1 0I0 0F2 0I1 0W0 0B2 0W1'
+    """
+    lanes = {"": lanes} if isinstance(lanes, Lane) else lanes
+    forwards = {name: iter(lane.forwards) for name, lane in lanes.items()}
+    backwards = {name: iter(lane.backwards) for name, lane in lanes.items()}
+    pending: list[tuple[str, Pass]] = []  # (lane, pass) of input gradients without their weight gradient
+    order = []
+    for motif, repeats in phases:
+        kinds_and_lanes = [(Kind(word[0]), word[1:]) for word in motif.split()]
+        for kind, lane in kinds_and_lanes * repeats:
+            if kind is Kind.W:
+                oldest_pending = next(pair for pair in pending if lane in ("", pair[0]))
+                pending.remove(oldest_pending)
+                lane_pass = oldest_pending[1]
+            else:
+                lane_pass = next(forwards[lane] if kind is Kind.F else backwards[lane])
+            if kind is Kind.I:
+                pending.append((lane, lane_pass))
+            order.append(Action(kind, *lane_pass))
+    return tuple(order)
+
+
+def by_slot(ranks: int, cells: Iterable[tuple[int, int, Action]]) -> tuple[Order, ...]:
+    """The order of each rank, from a timetable.
+
+    Args:
+        ranks: p, number of ranks.
+        cells: (rank, slot, action) of every action, in any sequence; a slot of a rank has at most one action.
+
+    Example:
+        >>> forward, backward = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
+        >>> by_slot(1, [(0, 5, backward), (0, 2, forward)]) == ((forward, backward),)
+        True
+    """
+    table: list[dict[int, Action]] = [{} for _ in range(ranks)]
+    for rank, slot, action in cells:
+        assert slot not in table[rank], f"{action} and {table[rank][slot]} share slot {slot} of rank {rank}"
+        table[rank][slot] = action
+    return tuple(tuple(actions[slot] for slot in sorted(actions)) for actions in table)
+
+
+def with_updates(orders: Iterable[Iterable[Action]], group: int) -> tuple[Order, ...]:
+    """The orders with an update of a stage after its last backward of every `group` microbatches.
+
+    Example:
+        >>> order = weave(Lane.of_stage(0, 2), ("F B", 2))
+        >>> " ".join(map(str, with_updates([order], 2)[0]))
+        '0F0 0B0 0F1 0B1 0U1'
+    """
+
+    def with_update(action: Action) -> Order:
+        """An action, and the update after it if it is the last backward of a group."""
+        last = action.kind is Kind.B and (action.microbatch + 1) % group == 0
+        return (action, Action(Kind.U, action.stage, action.microbatch)) if last else (action,)
+
+    return tuple(tuple(cell for action in order for cell in with_update(action)) for order in orders)
+
+
+def single_route(
+    name: str,
+    orders: Iterable[Order],
+    microbatches: int,
+    bound: Iterable[int],
+    *,
+    route: Sequence[int] = (),
+    cycle: tuple[Kind, ...] | None = None,
+    versions: Versions | None = None,
+) -> Schedule:
+    """A schedule in which all microbatches take one route.
+
+    Args:
+        name: name of the schedule.
+        orders: the actions of each rank.
+        microbatches: m, number of microbatches.
+        bound: the most activations that each rank may hold.
+        route: the rank of each stage; empty: stage s is on rank s.
+        cycle: kinds of successive ticks, as in `Schedule`.
+        versions: weights of an asynchronous schedule, as in `Schedule`.
+
+    Example:
+        >>> order = weave(Lane.of_stage(0, 2), ("F B", 2))
+        >>> single_route("mine", [order], 2, bound=[1]).routes
+        ((0,),)
+    """
+    orders = tuple(orders)
+    route = tuple(route or range(len(orders)))
+    return Schedule(
+        name, orders, len(route), microbatches, (route,), (0,) * microbatches, versions, cycle, bound=tuple(bound)
+    )
+
+
+def vee(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    phases: Callable[[int, int], Sequence[SlotPhase]],
+    *,
+    least: int,
+    most: int,
+) -> Schedule:
+    """A schedule down the ranks and back up: rank r runs stage r as lane 0 and stage 2p-1-r as lane 1.
+
+    Args:
+        name: name of the schedule.
+        ranks: p, number of ranks.
+        microbatches: m, number of microbatches, any.
+        phases: function from a rank and a number of microbatches to the phases of that rank's order.
+        least: least number of microbatches that `phases` is defined for; with fewer microbatches, the order is that of
+            `least` without the actions of the missing ones.
+        most: the most activations, of one stage each, that a rank may hold.
+    """
+    padded_count = max(microbatches, least)
+    orders = []
+    for rank in range(ranks):
+        lanes = {"0": Lane.of_stage(rank, padded_count), "1": Lane.of_stage(2 * ranks - 1 - rank, padded_count)}
+        order = weave(lanes, *phases(rank, padded_count))
+        orders.append(tuple(action for action in order if action.microbatch < microbatches))
+    bound = (min(most, 2 * microbatches, microbatches + 1 + rank) for rank in range(ranks))
+    return single_route(name, orders, microbatches, bound, route=(*range(ranks), *reversed(range(ranks))))

@@ -1,0 +1,144 @@
+"""One model, schedule and list of devices: the seconds and bytes of every partition, as linear functions of its stages.
+
+A partition is an array of boundaries, int[stages + 1]: stage s is blocks boundaries[s] to boundaries[s + 1] - 1.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxscale.errors import UserError, unknown
+from jaxscale.pipeline.choose.chain_cut import FEATURES, INDEX, BlockChain, features
+from jaxscale.pipeline.choose.footprint import footprints
+from jaxscale.pipeline.choose.price import ModelPrices, PipelineDevice
+from jaxscale.pipeline.clock.clock import Clock, LongestPath
+from jaxscale.pipeline.run.lifetimes import Stash
+from jaxscale.pipeline.schedule import Kind, Schedule
+
+_TIMED = 3  # number of the first features, which are seconds
+_SECONDS: dict[Kind, tuple[str, ...]] = {
+    Kind.F: ("forward",),
+    Kind.I: ("input_gradient",),
+    Kind.W: ("weight_gradient",),
+    Kind.B: ("input_gradient", "weight_gradient"),
+    Kind.U: (),
+}
+"""The features whose sum is the seconds of a pass."""
+
+
+class Problem:
+    """One model, schedule and list of devices, as linear functions; its arguments are those of `partition`."""
+
+    def __init__(
+        self,
+        model: ModelPrices | Mapping[str, ModelPrices],
+        schedule: Schedule,
+        devices: Sequence[PipelineDevice] | None,
+        stash: Stash,
+    ) -> None:
+        self.schedule, self.stash = schedule, stash
+        self.devices = tuple(devices) if devices is not None else (PipelineDevice(),) * schedule.ranks
+        if len(self.devices) != schedule.ranks:
+            raise UserError(f"partition: {len(self.devices)} devices for the {schedule.ranks} ranks of {schedule.name}")
+        kinds = sorted({device.kind for device in self.devices})
+        models = dict.fromkeys(kinds, model) if isinstance(model, ModelPrices) else dict(model)
+        for kind in kinds:
+            if kind not in models:
+                raise unknown("kind of device", kind, models)
+        self.models = [models[kind] for kind in kinds]
+        self.blocks = len(self.models[0].blocks)
+        for kind, prices in zip(kinds, self.models, strict=True):
+            if len(prices.blocks) != self.blocks:
+                raise UserError(f"prices of {len(prices.blocks)} blocks on {kind!r}, of {self.blocks} on {kinds[0]!r}")
+        if schedule.stages > self.blocks:
+            raise UserError(
+                f"{schedule.name} of {schedule.ranks} ranks has {schedule.stages} stages, the model {self.blocks} "
+                "blocks: a stage needs one block at least; use fewer devices on the pipe axis, or fewer chunks (v)"
+            )
+        if len(kinds) > 1 and len(schedule.routes) > 1:
+            raise UserError(
+                f"{schedule.name} does every stage on several devices, and they are unlike ({', '.join(kinds)}): "
+                "use a schedule of one route, such as 1f1b"
+            )
+        kind_of_rank = [kinds.index(device.kind) for device in self.devices]
+        tables = [features(prices.blocks, prices.first, prices.last, stash == "input") for prices in self.models]
+        self.chain = BlockChain(schedule.stages, tables, [kind_of_rank[rank] for rank in schedule.routes[0]])
+        self.clock = Clock(schedule)
+        self._pass_stages = np.array([stage for _, stage in self.clock.passes])
+        self._pass_features = np.array([[name in _SECONDS[kind] for name in FEATURES] for kind, _ in self.clock.passes])
+        self._pass_features = self._pass_features.astype(float)
+        passes = np.arange(len(self._pass_stages))
+        self._pass_weights = np.zeros((schedule.stages, _TIMED, len(passes)))
+        self._pass_weights[self._pass_stages, :, passes] = self._pass_features[:, :_TIMED]
+        self._pass_weights = self._pass_weights.reshape(-1, len(passes))
+        self._crossings = np.array(self.clock.crossings, int).reshape(-1, 2)
+        self._message_features = np.zeros((len(self._crossings), len(FEATURES)))
+        for row, link in zip(self._message_features, self._crossings[:, 1], strict=True):
+            row[[INDEX["leaves"], INDEX["one"]]] = 1 / self.devices[link].link, self.devices[link].latency
+        self.footprints = footprints(schedule)
+        self.shared_bytes = [self.models[kind].shared_bytes for kind in kind_of_rank]
+        self.memory_functions: list[np.ndarray] = []
+
+    def costs(self, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of the clock's passes, float[cut, pass], and of messages on each link, float[cut, rank]."""
+        stage_features = self.chain.stage_features(cuts)
+        passes = stage_features[:, :, :_TIMED].reshape(len(cuts), -1) @ self._pass_weights
+        links = np.zeros((len(cuts), self.schedule.ranks))
+        for stage, link in self._crossings:
+            device = self.devices[link]
+            seconds = stage_features[:, stage, INDEX["leaves"]] / device.link + device.latency
+            np.maximum(links[:, link], seconds, out=links[:, link])
+        return passes, links
+
+    def seconds(self, cuts: np.ndarray) -> np.ndarray:
+        """Seconds of each of a batch of partitions, infinite for those that do not fit the memory."""
+        seconds = [self.clock.seconds(*self.costs(cuts[at : at + 1024])) for at in range(0, len(cuts), 1024)]
+        return np.where(self.fits(cuts), np.concatenate(seconds), np.inf)
+
+    def fits(self, cuts: np.ndarray) -> np.ndarray:
+        """bool[cut]: whether each of a batch of partitions fits every device's memory."""
+        stages = np.arange(self.schedule.stages)
+        is_feasible = np.all(self.chain.possible[stages, cuts[:, :-1], cuts[:, 1:]], axis=1)
+        if self.memory_functions:
+            functions = np.stack(self.memory_functions).reshape(len(self.memory_functions), -1)
+            ratios = self.chain.stage_features(cuts).reshape(len(cuts), -1) @ functions.T
+            is_feasible &= ratios.max(1) <= 1 + 1e-12
+        return is_feasible
+
+    def path(self, cut: np.ndarray) -> np.ndarray:
+        """float[stage, feature]: the linear function whose value is the seconds of a partition."""
+        passes, links = self.costs(cut[None])
+        return self.linear(cut, self.clock.path(passes[0], links[0]))
+
+    def linear(self, cut: np.ndarray, path: LongestPath) -> np.ndarray:
+        """float[stage, feature]: a path as a linear function; on each link the longest message counts."""
+        linear = np.zeros((self.schedule.stages, len(FEATURES)))
+        np.add.at(linear, self._pass_stages, path.passes[:, None] * self._pass_features)
+        if len(self._crossings):
+            seconds = (self.chain.stage_features(cut[None])[0, self._crossings[:, 0]] * self._message_features).sum(1)
+            for link in np.flatnonzero(path.links):
+                messages = np.flatnonzero(self._crossings[:, 1] == link)
+                if len(messages):
+                    index = messages[seconds[messages].argmax()]
+                    linear[self._crossings[index, 0]] += path.links[link] * self._message_features[index]
+        return linear
+
+    def bytes(self, cut: np.ndarray) -> tuple[int, ...]:
+        """The most bytes that each rank holds."""
+        stage_features = self.chain.stage_features(cut[None])[0]
+        peaks = [0.0] * self.schedule.ranks
+        for rank, linear in self.footprints:
+            peaks[rank] = max(peaks[rank], float((stage_features * linear).sum()) + self.shared_bytes[rank])
+        return tuple(int(np.ceil(count - 1e-6)) for count in peaks)
+
+    def stage_bounds(self) -> np.ndarray:
+        """float[stage, begin, end]: a lower bound on the seconds: all passes of a stage on its busiest rank."""
+        linear = np.zeros((self.schedule.stages, len(FEATURES)))
+        pass_number = {key: index for index, key in enumerate(self.clock.passes)}
+        for order in self.schedule.orders:
+            work = np.zeros_like(linear)
+            for action in order:
+                work[action.stage] += self._pass_features[pass_number[action.kind, action.stage]]
+            is_busier = work.sum(1) > linear.sum(1)
+            linear[is_busier] = work[is_busier]
+        return self.chain.values(linear)

@@ -1,0 +1,92 @@
+"""The rank of each stage and the number of microbatches, inferred from the actions of a schedule."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+from jaxscale.pipeline.action import Action, Kind
+from jaxscale.pipeline.check import Fault
+
+Orders = Sequence[Sequence[Action]]
+"""The actions of each rank."""
+
+
+def count_microbatches(name: str, orders: Orders) -> int:
+    """The number of microbatches that most stages have; a single stage may lack the last one, or have one too many.
+
+    Args:
+        name: name of the schedule, for error messages.
+        orders: the actions of each rank.
+
+    Raises:
+        Fault: a microbatch number is as large as the number of actions, so that lower ones must be missing.
+    """
+    highest_number: dict[tuple[int, bool], int] = defaultdict(int)
+    for order in orders:
+        for action in order:
+            key = action.stage, action.kind is Kind.F
+            highest_number[key] = max(highest_number[key], action.microbatch)
+    votes = Counter(highest_number.values())
+    last_microbatch = min(votes, key=lambda number: (-votes[number], number))
+    if last_microbatch >= sum(map(len, orders)):
+        reason = f"is of microbatch {last_microbatch}, but most lower ones are missing"
+        raise _fault_at_first(name, orders, lambda action: action.microbatch == last_microbatch, reason)
+    return last_microbatch + 1
+
+
+def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """The routes of a schedule, and the route of each microbatch.
+
+    A stage is on the rank that runs most of its actions: those on other ranks are misplaced, and the check of the
+    schedule reports them. Several routes are accepted if each gives all ranks equally many stages (Chimera's two
+    directions).
+
+    Args:
+        name: name of the schedule, for error messages.
+        orders: the actions of each rank.
+        microbatches: m, number of microbatches.
+
+    Raises:
+        Fault: a stage below the last one has no action on any rank.
+    """
+    # for each (stage, None) and each (stage, microbatch), how many of its actions each rank runs
+    counts: defaultdict[tuple[int, int | None], Counter[int]] = defaultdict(Counter)
+    for rank, order in enumerate(orders):
+        for action in order:
+            counts[action.stage, None][rank] += 1
+            counts[action.stage, action.microbatch][rank] += 1
+    last_stage = max(stage for stage, _ in counts)
+    for stage in range(last_stage):
+        if (stage, None) not in counts:
+            reason = f"is of stage {last_stage}, but stage {stage} has no rank"
+            raise _fault_at_first(name, orders, lambda action: action.stage == last_stage, reason)
+
+    def usual_route(microbatch: int | None) -> tuple[int, ...]:
+        """The rank that runs most of each stage's actions for a microbatch; `None`: for all of them."""
+        by_stage = (counts[stage, microbatch] or counts[stage, None] for stage in range(last_stage + 1))
+        return tuple(rank_counts.most_common(1)[0][0] for rank_counts in by_stage)
+
+    def even(route: Sequence[int]) -> bool:
+        """Whether a route gives every rank equally many stages."""
+        stages_of_rank = Counter(route)
+        return len(stages_of_rank) == len(orders) and len(set(stages_of_rank.values())) == 1
+
+    routes = list(dict.fromkeys(filter(even, map(usual_route, range(microbatches)))))
+    if len(routes) < 2:
+        return (usual_route(None),), (0,) * microbatches
+
+    def agreement(microbatch: int, route: Sequence[int]) -> int:
+        """How many actions of a microbatch are on the ranks of a route."""
+        return sum(counts[stage, microbatch][rank] for stage, rank in enumerate(route))
+
+    route_numbers = (
+        max(range(len(routes)), key=lambda number: agreement(microbatch, routes[number]))
+        for microbatch in range(microbatches)
+    )
+    return tuple(routes), tuple(route_numbers)
+
+
+def _fault_at_first(name: str, orders: Orders, matches: Callable[[Action], bool], reason: str) -> Fault:
+    """A fault at the first action that matches; its reason starts with that action."""
+    places = ((rank, cell) for rank, order in enumerate(orders) for cell, a in enumerate(order) if matches(a))
+    rank, cell = next(places)
+    return Fault(name, f"{orders[rank][cell]} {reason}", rank, cell)

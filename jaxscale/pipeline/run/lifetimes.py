@@ -1,0 +1,115 @@
+"""Lifetimes: how long each value of a schedule is held on its rank, and slots for them, allocated ahead of time.
+
+Rules of a tick: (1) messages of the tick before enter their slots, (2) operands are read, (3) the action runs, (4) its
+message leaves. So a message sent in tick t lives from tick t+1, and a slot read for the last time in tick t is free in
+tick t+1. Memory follows the schedule: 1F1B holds p-s messages, GPipe m.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from jaxscale.pipeline.action import GRADIENT, Action, Kind
+from jaxscale.pipeline.schedule import Schedule
+
+Stash = Literal["input", "residuals"]
+"""What a stage keeps from a forward to its backward: its input, or the residuals that the backward reads."""
+Interval = tuple[int, int, Hashable]
+"""(first tick, tick after the last, name of the value)."""
+
+
+class Life(NamedTuple):
+    """The ticks of a value on a rank.
+
+    Args:
+        column: name of the table's column for its slot: `x` for an input message, `g` for an incoming gradient,
+            `residual` for the stash of a forward, `cut` for the values from I to W.
+        stage: stage of the action that reads it.
+        microbatch: microbatch of the action that reads it.
+        first: first tick, in which it enters its slot.
+        last: last tick, in which its last reader runs.
+    """
+
+    column: Literal["x", "g", "residual", "cut"]
+    stage: int
+    microbatch: int
+    first: int
+    last: int
+
+    @property
+    def name(self) -> tuple[str, int, int]:
+        """(column, stage, microbatch), which no two values of a schedule share."""
+        return self[:3]
+
+    @property
+    def interval(self) -> Interval:
+        """Its ticks and its name, for `allocate`."""
+        return self.first, self.last + 1, self.name
+
+
+def lifetimes(schedule: Schedule, tick_of: Mapping[Action, int], stash: Stash) -> list[Life]:
+    """The lifetimes of all values, in the order of `tick_of`.
+
+    The first stage has no input message, the last stage no incoming gradient.
+
+    Args:
+        schedule: the actions of each rank.
+        tick_of: the tick of each action that runs; backwards may be missing (evaluation).
+        stash: "input" keeps the input message of a stage until its backward is done, "residuals" until its forward is.
+    """
+    lives = []
+    for action, tick in tick_of.items():
+        kind, stage, microbatch = action
+        if kind not in (Kind.F, *GRADIENT):
+            continue
+        backwards = schedule.gradient(stage, microbatch), Action(Kind.W, stage, microbatch)
+        last = max(tick_of.get(backward, tick) for backward in backwards)
+        if kind is Kind.F:
+            lives.append(Life("residual", stage, microbatch, tick, last))
+        elif kind is Kind.I:
+            lives.append(Life("cut", stage, microbatch, tick, last))
+        last_read = last if stash == "input" else tick
+        if kind is Kind.F and stage > 0:
+            sent_tick = tick_of[Action(Kind.F, stage - 1, microbatch)]
+            lives.append(Life("x", stage, microbatch, sent_tick + 1, last_read))
+        elif kind in GRADIENT and stage + 1 < schedule.stages:
+            sent_tick = tick_of[schedule.gradient(stage + 1, microbatch)]
+            lives.append(Life("g", stage, microbatch, sent_tick + 1, last_read))
+    return lives
+
+
+def allocate(intervals: Iterable[Interval]) -> tuple[Mapping[Hashable, int], int]:
+    """First fit over lifetimes: a slot is free again in the first tick in which its value is no longer read.
+
+    For intervals this takes the fewest slots possible: as many as values are alive at once.
+
+    Args:
+        intervals: (first tick, tick after the last, name) of each value.
+
+    Returns:
+        The slot of each value, and the number of slots.
+
+    Example:
+        >>> allocate([(0, 3, "a"), (1, 4, "b"), (3, 5, "c")])
+        ({'a': 0, 'b': 1, 'c': 0}, 2)
+    """
+    slot_ends: list[int] = []
+    slots: dict[Hashable, int] = {}
+    for first, end, name in sorted(intervals, key=lambda interval: interval[:2]):
+        free_slot = next((slot for slot, slot_end in enumerate(slot_ends) if slot_end <= first), len(slot_ends))
+        if free_slot == len(slot_ends):
+            slot_ends.append(end)
+        slot_ends[free_slot] = end
+        slots[name] = free_slot
+    return slots, len(slot_ends)
+
+
+def allocate_by_rank(schedule: Schedule, lives: Sequence[Life]) -> tuple[Mapping[Hashable, int], int]:
+    """The slot of each value on its rank, by name, and the number of slots of the rank that needs most."""
+    intervals: defaultdict[int, list[Interval]] = defaultdict(list)
+    for life in lives:
+        rank = schedule.rank(Action(Kind.F, life.stage, life.microbatch))
+        intervals[rank].append(life.interval)
+    allocations = [allocate(rank_intervals) for rank_intervals in intervals.values()]
+    slots = {name: slot for slot_of, _ in allocations for name, slot in slot_of.items()}
+    return slots, max((count for _, count in allocations), default=0)

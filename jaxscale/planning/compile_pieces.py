@@ -1,0 +1,204 @@
+"""Pieces of a train step that are compiled by themselves, to obtain the bytes of their temporaries.
+
+The pieces are the loops over blocks and the loss between them. A piece consists of operations of the traced step, with
+inputs placed as in the step. A loop over blocks holds one block, whatever the number of layers, so it compiles in a
+fraction of the step's time. Values are represented by their numbers in a `FlatProgram`.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxscale.compat import rebind
+from jaxscale.compiler.compile import compile_report
+from jaxscale.errors import UserError
+from jaxscale.planning.fusion import Arrays
+from jaxscale.planning.program import traced_step
+from jaxscale.platforms.platform import Platform
+from jaxscale.programs.dims import Dims
+from jaxscale.programs.flat import FlatProgram, carries
+from jaxscale.programs.kinds import both_passes, loss_range
+from jaxscale.programs.placements import in_host_memory
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
+from jaxscale.state.batches import batch_shapes
+from jaxscale.step.build import build
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Neighbouring operations of a step's program.
+
+    Args:
+        name: "forward blocks", "loss" or "backward blocks", with a number from the second such piece on.
+        path: indices of the loops (over microbatches) around the piece, the outermost first.
+        start: index of the first operation of the piece.
+        stop: index after the last operation of the piece.
+    """
+
+    name: str
+    path: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def indices(self) -> range:
+        """Indices of the piece's operations."""
+        return range(self.start, self.stop)
+
+
+def pieces_of(program: FlatProgram, path: tuple[int, ...] = ()) -> tuple[Piece, ...]:
+    """The pieces of a step's program, in order; empty if the blocks do not run in a loop.
+
+    Args:
+        program: program of a step, or the body of its loop over microbatches.
+        path: indices of the loops around the program, the outermost first.
+    """
+    operations = program.operations
+    microbatch_loops = [(i, o.loop) for i, o in enumerate(operations) if o.loop is not None and both_passes(o.loop)]
+    if microbatch_loops and not any(operation.params.get("reverse") for operation in operations):
+        return tuple(piece for index, body in microbatch_loops for piece in pieces_of(body, (*path, index)))
+    if not both_passes(program):
+        return ()
+    forward_end, backward_start = loss_range(operations)
+    if operations[forward_end].loop is None or operations[backward_start].loop is None:
+        return ()
+    pieces: list[Piece] = []
+
+    def append(name: str, start: int, stop: int) -> None:
+        """Append a piece, with a number if earlier pieces have the same name."""
+        count = sum(piece.name.startswith(name) for piece in pieces)
+        pieces.append(Piece(f"{name} {count + 1}" if count else name, path, start, stop))
+
+    loops = [index for index, operation in enumerate(operations) if operation.loop is not None]
+    for index in loops:
+        if index <= forward_end:
+            append("forward blocks", index, index + 1)
+    if forward_end + 1 < backward_start:
+        append("loss", forward_end + 1, backward_start)
+    for index in loops:
+        if index >= backward_start and operations[index].params.get("reverse"):
+            append("backward blocks", index, index + 1)
+    return tuple(pieces)
+
+
+def piece_bytes(make: Callable[[], Experiment], platform: Platform, plan: Plan, piece: Piece) -> int:
+    """Bytes per device of a piece's temporaries, from the platform's compiler; the report is cached.
+
+    Args:
+        make: function that returns the experiment, called in the process that compiles; it must pickle.
+        platform: platform to compile for.
+        plan: plan of the step.
+        piece: piece of the step to compile.
+
+    Raises:
+        UserError: the platform has no compiler, or the compiler cannot compile the piece.
+    """
+    recipe = functools.partial(lowered_piece, make=make, platform=platform, plan=plan, piece=piece)
+    report = compile_report(recipe, platform)
+    if report.temp_bytes is None:
+        raise UserError(f"{piece.name} of {platform} cannot be compiled by itself: {report.crashed or report.oom}")
+    return report.temp_bytes
+
+
+def lowered_piece(
+    devices: Sequence[Any], make: Callable[[], Experiment], platform: Platform, plan: Plan, piece: Piece
+) -> Any:
+    """A piece of a train step lowered for devices; `functools.partial` turns it into a recipe of `compile_report`.
+
+    Args:
+        devices: devices of the platform.
+        make: function that returns the experiment.
+        platform: platform to compile for.
+        plan: plan of the step.
+        piece: piece of the step to lower.
+    """
+    import jax
+    from jax.experimental.layout import Format, Layout
+
+    experiment = make()
+    step = build(experiment, plan, devices=devices)
+    trace = traced_step(step, batch_shapes(experiment), platform)
+    step_arrays = Arrays(trace.program, trace.placements, trace.compiler)
+    arrays = functools.reduce(Arrays.of_loop, piece.path, step_arrays)
+    program = arrays.program
+    operations = [program.operations[index] for index in _with_expressions(arrays, piece)]
+    results = {value for operation in operations for value in operation.outputs}
+    read_values = {value for operation in operations for value in operation.inputs if value is not None}
+    inputs = sorted(read_values - results)
+    read_later = _read_later(program, piece)
+    outputs = _outputs(arrays, piece, read_later)
+
+    def run(*arguments: Any) -> list[Any]:
+        """Run the piece's operations; return its outputs."""
+        values = dict(zip(inputs, arguments, strict=True))
+        for operation in operations:
+            literals = operation.literals
+            operands = [literals[i] if value is None else values[value] for i, value in enumerate(operation.inputs)]
+            values |= zip(operation.outputs, rebind(operation.equation, operands), strict=True)
+        return [values[value] for value in outputs]
+
+    def with_free_layout(value: int) -> Any:
+        # the compiler chooses the layout of values that the step computes, but not that of its arguments
+        sharding = _sharding(step.mesh, program.shapes[value], arrays.placements.dims[value])
+        return sharding if value in program.inputs and not piece.path else Format(Layout.AUTO, sharding)
+
+    state = {value for value in _loop_state(program, piece) if value in arrays.bytes}
+    input_shapes = [jax.ShapeDtypeStruct(program.shapes[value].shape, program.shapes[value].dtype) for value in inputs]
+    piece_fn = jax.jit(
+        run,
+        in_shardings=[with_free_layout(value) for value in inputs],
+        out_shardings=[with_free_layout(value) for value in outputs],
+        donate_argnums=[index for index, value in enumerate(inputs) if value in state - read_later],
+    )
+    return piece_fn.lower(*input_shapes)
+
+
+def _with_expressions(arrays: Arrays, piece: Piece) -> list[int]:
+    """Indices of a piece's operations, and of earlier ones that compute its inputs that are not stored as arrays."""
+    operations = arrays.program.operations
+    producer_of = {value: index for index, operation in enumerate(operations) for value in operation.outputs}
+    indices = set(piece.indices)
+    pending_values = [value for index in piece.indices for value in operations[index].inputs]
+    while pending_values:
+        value = pending_values.pop()
+        if value is None or value in arrays.bytes or value not in producer_of or producer_of[value] in indices:
+            continue
+        indices.add(producer_of[value])
+        pending_values += operations[producer_of[value]].inputs
+    return sorted(indices)
+
+
+def _outputs(arrays: Arrays, piece: Piece, read_later: set[int | None]) -> list[int]:
+    """The arrays computed in a piece that are read after it."""
+    results = {value for index in piece.indices for value in arrays.program.operations[index].outputs}
+    outputs: set[int] = set()
+    for value in results & read_later:
+        outputs |= (arrays.sources[value] & results) or {value}
+    return sorted(outputs)
+
+
+def _read_later(program: FlatProgram, piece: Piece) -> set[int | None]:
+    """The values that operations after a piece read, or that the program returns."""
+    later_operations = program.operations[piece.stop :]
+    return {value for operation in later_operations for value in operation.inputs} | set(program.outputs)
+
+
+def _loop_state(program: FlatProgram, piece: Piece) -> tuple[int | None, ...]:
+    """The initial state of the loop, if a piece is one loop; the loop's results reuse its memory."""
+    operation = program.operations[piece.start]
+    return carries(operation) if len(piece.indices) == 1 and operation.loop is not None else ()
+
+
+def _sharding(mesh: Any, shape: Any, dims: Dims) -> Any:
+    """Sharding of an array; a dim that its mesh axes do not divide evenly is not sharded."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    axes_of_dims = [
+        axes if axes and size % math.prod(mesh.shape[axis] for axis in axes) == 0 else None
+        for size, axes in zip(shape.shape, dims, strict=True)
+    ]
+    memory_kind = "pinned_host" if in_host_memory(shape) else "device"
+    return NamedSharding(mesh, PartitionSpec(*axes_of_dims), memory_kind=memory_kind)

@@ -1,0 +1,90 @@
+"""Costs of memory plans: seconds by which they make a train step longer than one that keeps all activations.
+
+The seconds are those of recomputation by roofline, and of copies to the host and back that the block's own work does
+not hide. Only the model's blocks are traced, once. If the chip's rates are unknown, costs are FLOP instead.
+"""
+
+import dataclasses
+import functools
+
+from jaxscale.memory.decide import decide
+from jaxscale.memory.decision import Decision
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.planning.program import described_step
+from jaxscale.platforms.platform import Platform
+from jaxscale.programs import roofline
+from jaxscale.programs.collect import BlockCall
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
+from jaxscale.step.memory_resolve import traced_blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryCosts:
+    """Costs of memory plans for one model on one platform.
+
+    Args:
+        platform: platform whose roofline gives the seconds.
+        calls: calls of the model's blocks, per device and microbatch; in a pipeline, those of one stage.
+        microbatches: number of microbatches of a step.
+        stages: number of pipeline stages on one device, which are equal.
+    """
+
+    platform: Platform
+    calls: tuple[BlockCall, ...]
+    microbatches: int
+    stages: int = 1
+
+    @classmethod
+    def of(cls, experiment: Experiment, platform: Platform, plan: Plan) -> "MemoryCosts":
+        """The costs for an experiment's step.
+
+        Args:
+            experiment: what to train.
+            platform: platform that the step would run on.
+            plan: plan of the step; its memory plan is ignored.
+        """
+        step = described_step(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
+        calls = traced_blocks(step.objective, platform.chip)
+        return cls(platform, calls, plan.microbatches, step.objective.stages_here)
+
+    @property
+    def timed(self) -> bool:
+        """Whether costs are seconds, because the chip's rates are known."""
+        return roofline.rate(self.platform.chip, "bfloat16") is not None
+
+    @property
+    def scanned(self) -> bool:
+        """Whether the model is one scanned stack of equal blocks."""
+        return len(self.calls) == 1 and self.calls[0].rolled
+
+    @functools.cached_property
+    def block_seconds(self) -> float:
+        """Seconds of the blocks' forward and backward passes in a step that keeps all activations."""
+        return 3 * self.microbatches * self.stages * sum(call.count * call.graph.seconds for call in self.calls)
+
+    def decision(self, memory: MemoryPlan) -> Decision:
+        """The decision of a memory plan, for one of the stages on a device.
+
+        Raises:
+            UserError: the memory plan is not valid for the model, or its budget is too small.
+        """
+        if memory.budget is not None:
+            memory = dataclasses.replace(memory, budget=memory.budget // self.stages)
+        return decide(memory, self.calls, self.platform.chip)
+
+    def seconds(self, decision: Decision) -> float:
+        """Seconds by which a decision makes a step longer than one that keeps all activations."""
+        return self.microbatches * self.stages * decision.seconds
+
+    def step_seconds(self, flop: float) -> float:
+        """Seconds of a whole step that keeps all activations.
+
+        Args:
+            flop: FLOP of the step's products, all devices together.
+        """
+        rate = roofline.rate(self.platform.chip, "bfloat16")
+        assert rate is not None, "the platform's rates are known"
+        calls_flop = sum(call.count * call.graph.flop for call in self.calls)
+        flop_besides_blocks = flop / self.platform.devices - 3 * self.microbatches * self.stages * calls_flop
+        return self.block_seconds + max(0.0, flop_besides_blocks) / rate

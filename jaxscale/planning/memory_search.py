@@ -1,0 +1,309 @@
+"""`memory fit`: the cheapest memory plan that fits.
+
+The candidates are plans without a budget (`MENU`) and the optimal plan for the largest budget that fits: the best save
+set of a stack of equal blocks, or Rotor's plan of a chain of unlike blocks. The budget is searched with the estimate.
+With a compiler, the chosen plan is compiled, and the compiled bytes correct the estimate for the next budget, so that
+few programs are compiled. On a platform with separate host memory, POFO's plan, which also copies activations to the
+host, is chosen at that budget if it saves `OFFLOAD_GAIN` of the blocks' time.
+
+The cost is the modelled seconds of recomputation and of copies that nothing hides, or recomputed FLOP if the chip's
+rates are unknown. Left out: selectors that are never better than POFO, and budgets for weights and optimizer state.
+"""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxscale.compiler.usable import host_share, usable_bytes
+from jaxscale.errors import UserError
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.planning.accuracy import MARGIN
+from jaxscale.planning.estimate import of_step
+from jaxscale.planning.memory_costs import MemoryCosts
+from jaxscale.planning.program import described_step
+from jaxscale.platforms.platform import Platform
+from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.plan import Plan
+from jaxscale.state.batches import batch_shapes
+from jaxscale.values.byte_sizes import bytes_text
+from jaxscale.values.units import size
+
+MENU = ("none", "dots", "jax:dots_with_no_batch_dims_saveable", "full", "sqrt")
+"""Candidates without a budget."""
+
+OFFLOAD_GAIN = 0.01
+"""Share of the blocks' time that offload must save; next to other transfers, copies are hidden less than modelled."""
+
+CLOSE = 0.02
+"""The search for a budget ends when less than this share of the limit is unused."""
+
+ESTIMATES = 8
+"""Maximum number of budgets that are estimated for one limit and rule."""
+
+COMPILES = 4
+"""Maximum number of budgets that are compiled for one rule."""
+
+Measure = Callable[[Experiment, Plan], int]
+"""Function that compiles an experiment's step and returns its bytes of device memory per device."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A memory plan with its cost and bytes.
+
+    Args:
+        plan: the whole plan, with this memory plan.
+        cost: seconds by which a step is longer than one that keeps all activations; FLOP of the step's products if the
+            chip's rates are unknown, and for the plan `none`.
+        bytes: bytes of device memory per device, by estimate.
+        kept: bytes of kept activations.
+        host_bytes: bytes of host memory per device, by estimate.
+    """
+
+    plan: Plan
+    cost: float
+    bytes: int
+    kept: int
+    host_bytes: int = 0
+
+
+class NothingFits(UserError):
+    """No memory plan fits.
+
+    Args:
+        message: text with the bytes of the smallest plan, and how to lower them.
+        least: the plan that needs the least memory.
+    """
+
+    def __init__(self, message: str, least: Plan) -> None:
+        super().__init__(message)
+        self.least = least
+
+
+def cheapest_fit(
+    experiment: Experiment,
+    platform: Platform,
+    limit: int | None = None,
+    plan: Plan | None = None,
+    *,
+    menu: Sequence[str] | None = None,
+    measure: Measure | None = None,
+    host_limit: int | None = None,
+) -> Plan:
+    """The plan with the cheapest memory plan that fits the device.
+
+    Args:
+        experiment: what to train.
+        platform: platform to train on.
+        limit: bytes of device memory per device; by default the bytes that the platform's programs may use.
+        plan: plan whose memory plan is replaced; the experiment's plan by default.
+        menu: text forms of the memory plans to choose from; by default `MENU` and the optimal plans of any budget.
+        measure: function that compiles a step and returns its bytes of device memory; without it the estimate decides.
+        host_limit: bytes of host memory per device; by default an equal share of the host's memory.
+
+    Raises:
+        UserError: no memory plan fits; the message reports the bytes of the smallest plan and how to lower them.
+
+    Example:
+        >>> from jaxscale.models import Decoder
+        >>> from jaxscale.data import Text
+        >>> tiny = Experiment("tiny", Decoder(vocab=256, context=64, layers=2, embed=64, heads=4), Text("text.txt"))
+        >>> str(cheapest_fit(tiny, Platform.parse("tpu v5e:1x1")).memory)
+        'none'
+    """
+    plan = experiment.plan if plan is None else plan
+    limit = usable_bytes(platform) if limit is None else limit
+    if limit is None:
+        raise UserError(f"memory fit: the memory of {platform} is unknown; give --limit, such as 14GiB")
+    candidates = _Candidates(experiment, platform, plan, measure)
+    first_text, *other_texts = valid_menu(experiment, plan) if menu is None else menu
+    menu_candidates = [candidates.candidate(first_text)]
+    if menu_candidates[0].bytes <= limit and candidates.needed_bytes(menu_candidates[0]) <= limit:
+        return menu_candidates[0].plan
+    rules = searched_rules(experiment, plan, candidates.costs) if menu is None else ()
+    optimal_candidates = [_largest_candidate(candidates, rule, limit, menu_candidates[0].kept) for rule in rules]
+    best = min(filter(None, optimal_candidates), key=lambda candidate: candidate.cost, default=None)
+    # weights that stream from the host keep its link busy
+    if best is not None and candidates.costs.scanned and plan.offload.weights == "device":
+        host_limit = host_share(platform) if host_limit is None else host_limit
+        best = _with_pofo(candidates, best, limit, host_limit) or best
+    menu_candidates += filter(None, map(candidates.candidate_or_none, other_texts))
+    least_bytes = min(candidate.bytes for candidate in menu_candidates)
+    too_large: list[tuple[int, Candidate]] = []
+    all_candidates = menu_candidates if best is None else [best, *menu_candidates]
+    for candidate in sorted(all_candidates, key=lambda candidate: candidate.cost):
+        promising = candidate.bytes <= limit * (1 + MARGIN) or candidate.bytes == least_bytes
+        needed_bytes = candidates.needed_bytes(candidate) if promising else candidate.bytes
+        if candidate is best or needed_bytes <= limit:
+            return candidate.plan
+        too_large.append((needed_bytes, candidate))
+    needed_bytes, smallest = min(too_large, key=lambda pair: pair[0])
+    raise NothingFits(
+        f"memory fit: {experiment.name} takes at least {size(needed_bytes)} per device under any of "
+        f"{', '.join(str(candidate.plan.memory) for candidate in menu_candidates)}; "
+        f"the limit is {size(limit)}: use more devices, ZeRO 3, more microbatches or a loss in chunks; to see which "
+        f"change saves most, run jaxscale fit FILE --plan.memory {smallest.plan.memory} --limit {bytes_text(limit)}",
+        smallest.plan,
+    )
+
+
+def valid_menu(experiment: Experiment, plan: Plan) -> tuple[str, ...]:
+    """The entries of `MENU` that are valid for a model and plan."""
+    if plan.unroll > 1:
+        return ("none", "dots", "full")
+    # segments of blocks need a model that exposes its blocks, and weights on the device
+    unsegmented = getattr(experiment.model, "foreign", False) or plan.offload.weights == "host"
+    return tuple(text for text in MENU if text != "sqrt" or not unsegmented)
+
+
+def searched_rules(experiment: Experiment, plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
+    """Rules whose budget is searched, because they are optimal for the model's blocks."""
+    if plan.unroll > 1 or not costs.calls:
+        return ()
+    is_chain = len(costs.calls) > 1 and all(call.count == 1 for call in costs.calls)
+    is_chain = is_chain and not getattr(experiment.model, "foreign", False) and plan.offload.weights == "device"
+    return ("save", "chain") if is_chain else ("save",)
+
+
+@dataclasses.dataclass(eq=False)
+class _Candidates:
+    """Candidates of one experiment, with cached estimates and compiled bytes."""
+
+    experiment: Experiment
+    platform: Platform
+    plan: Plan
+    measure: Measure | None
+    by_text: dict[str, Candidate] = dataclasses.field(default_factory=dict)
+    measured_bytes: dict[Candidate, int] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def batch(self) -> Any:
+        """Shapes of a global batch."""
+        return batch_shapes(self.experiment)
+
+    @functools.cached_property
+    def costs(self) -> MemoryCosts:
+        """Costs of memory plans for the model's blocks."""
+        return MemoryCosts.of(self.experiment, self.platform, self.plan)
+
+    def candidate(self, text: str) -> Candidate:
+        """The candidate of a memory plan, by the plan's text form.
+
+        Raises:
+            UserError: the memory plan is not valid for the model.
+        """
+        if text not in self.by_text:
+            plan = dataclasses.replace(self.plan, memory=MemoryPlan.parse(text))
+            step = described_step(self.experiment, self.platform, plan)
+            step_estimate = of_step(step, self.batch, self.platform)
+            kept_bytes = step_estimate.kept_bytes if step.decision is None else step.decision.bytes
+            cost: float = step_estimate.flop
+            if plan.memory.rule != "none" and self.costs.timed and self.costs.calls:
+                cost = self.costs.seconds(self.costs.decision(plan.memory))
+            self.by_text[text] = Candidate(plan, cost, step_estimate.device_bytes, kept_bytes, step_estimate.host_bytes)
+        return self.by_text[text]
+
+    def candidate_or_none(self, text: str) -> Candidate | None:
+        """The candidate of a memory plan; `None`, with a warning, if the memory plan is not valid for the model."""
+        try:
+            return self.candidate(text)
+        except UserError as error:
+            warnings.warn(f"memory fit: {text} is left out: {error}", stacklevel=3)
+            return None
+
+    def within(self, rule: str, budget: int) -> Candidate | None:
+        """The candidate of a rule and a budget; `None` if the budget is below the least possible."""
+        try:
+            return self.candidate(f"{rule}:{bytes_text(budget)}")
+        except UserError:
+            return None
+
+    def needed_bytes(self, candidate: Candidate) -> int:
+        """Bytes of device memory per device, from the compiler if there is one, otherwise by estimate."""
+        if self.measure is None:
+            return candidate.bytes
+        if candidate not in self.measured_bytes:
+            self.measured_bytes[candidate] = self.measure(self.experiment, candidate.plan)
+        return self.measured_bytes[candidate]
+
+
+def _largest_candidate(candidates: _Candidates, rule: str, limit: int, max_budget: int) -> Candidate | None:
+    """A rule's candidate with the largest budget up to `max_budget` that fits; `None` if no budget does."""
+    max_budget += -max_budget % _granularity(max_budget)
+    if candidates.candidate_or_none(f"{rule}:{bytes_text(max_budget)}") is None:
+        return None
+    low, high, estimate_error, best = 0, max_budget + 1, 0, None
+    for _ in range(COMPILES):
+        candidate = _largest_by_estimate(candidates, rule, limit - estimate_error, low, high)
+        if candidate is None or (best is not None and candidate.kept <= best.kept):
+            break
+        needed_bytes = candidates.needed_bytes(candidate)
+        estimate_error = needed_bytes - candidate.bytes
+        if needed_bytes <= limit:
+            best, low = candidate, _budget_of(candidate)
+            if limit - needed_bytes <= CLOSE * limit:
+                break
+        else:
+            high = min(_budget_of(candidate), candidate.kept)
+        if candidates.measure is None:
+            break
+    return best
+
+
+def _with_pofo(candidates: _Candidates, best: Candidate, limit: int, host_limit: int | None) -> Candidate | None:
+    """POFO's candidate at the budget of the best candidate; `None` if it saves too little time or does not fit."""
+    costs, budget = candidates.costs, best.kept + -best.kept % _granularity(best.kept)
+    if not costs.timed or candidates.platform.chip.kind == "cpu" or best.plan.memory.rule != "save":
+        return None
+    for _ in range(2):
+        try:
+            decision = costs.decision(MemoryPlan("offload", budget=budget, selector="pofo"))
+        except UserError:  # the budget is below the least possible
+            return None
+        if best.cost - costs.seconds(decision) < OFFLOAD_GAIN * costs.block_seconds:
+            return None
+        candidate = candidates.within("offload:pofo", budget)
+        if candidate is None or (host_limit is not None and candidate.host_bytes > host_limit):
+            return None
+        excess_bytes = candidates.needed_bytes(candidate) - limit
+        if excess_bytes <= 0:
+            return candidate
+        budget = max(0, budget - excess_bytes) // _granularity(budget) * _granularity(budget)
+    return None
+
+
+def _largest_by_estimate(candidates: _Candidates, rule: str, limit: int, low: int, high: int) -> Candidate | None:
+    """The candidate with the largest budget between `low` and `high`, exclusive, whose estimate is within `limit`."""
+    granularity, best = _granularity(high), None
+    budget = (high - 1) // granularity * granularity
+    for _ in range(ESTIMATES):
+        if not low < budget < high:
+            break
+        candidate = candidates.within(rule, budget)
+        if candidate is None:
+            low = target_budget = budget
+        else:
+            unused_bytes = limit - candidate.bytes
+            if unused_bytes >= 0:
+                best, low = candidate, budget
+                if unused_bytes <= CLOSE * limit:
+                    break
+            else:
+                high = min(budget, candidate.kept)
+            # each byte of kept activations adds a byte to the estimate
+            target_budget = candidate.kept + unused_bytes
+        budget = (target_budget if low < target_budget < high else (low + high) // 2) // granularity * granularity
+    return best
+
+
+def _granularity(budget: int) -> int:
+    """Bytes of which searched budgets near this one are multiples, so that their text is short."""
+    return 2 ** max(budget.bit_length() - 8, 0)
+
+
+def _budget_of(candidate: Candidate) -> int:
+    """Bytes of the budget of a candidate's memory plan."""
+    assert candidate.plan.memory.budget is not None, "a searched rule has a budget"
+    return candidate.plan.memory.budget

@@ -1,0 +1,126 @@
+"""Network traffic of a train step: bytes per device, step and mesh axis, and seconds on the slow axis.
+
+The slow axis is the mesh axis of replicas. The plan determines the traffic over it: the bytes of the codec, DiLoCo's
+exchanges averaged over steps, or otherwise the gradients' shards in the type in which they are reduced. A compiled
+program shows the traffic over every axis. Seconds are bytes divided by the link's bandwidth, as if nothing else used
+the link. Left out: latency, and overlap with computation.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from jaxscale.compiler.collectives import Collective
+from jaxscale.platforms import megascale
+from jaxscale.platforms.platform import Platform
+from jaxscale.replicas import wire
+from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.state.layout import REPLICA_AXIS
+from jaxscale.step.exchange import leaves_of_gradients
+from jaxscale.step.train_step import TrainStep
+from jaxscale.tpu_slices import across
+from jaxscale.values.units import size
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Traffic of a device over the slow axis.
+
+    Args:
+        bytes: bytes sent per step; for DiLoCo the mean over steps.
+        exact_bytes: bytes that would be sent per step for float32 gradients in every step.
+        by: what sends the bytes: "reduce" with a codec, "diloco" with its interval, or the type of the gradients.
+        link: name of the links along the axis; empty if the platform's table has none.
+        seconds: seconds to send the bytes of a step; `None` without a link.
+    """
+
+    bytes: int
+    exact_bytes: int
+    by: str
+    link: str = ""
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        duration = f", {self.seconds:.2g} s over {self.link}" if self.seconds is not None else ""
+        ratio = self.exact_bytes / max(self.bytes, 1)
+        comparison = f", {ratio:.3g} times fewer than float32 gradients" if ratio > 1 else ""
+        return f"{REPLICA_AXIS}: {size(self.bytes)} per device and step by {self.by}{comparison}{duration}"
+
+
+def slow_axis_traffic(step: TrainStep, platform: Platform) -> Traffic | None:
+    """Traffic of a step over the slow axis; `None` if its mesh has one replica.
+
+    Args:
+        step: a train step.
+        platform: platform that the step runs on.
+    """
+    plan, axis_sizes = step.plan, step.mesh.shape
+    if axis_sizes[REPLICA_AXIS] == 1:
+        return None
+    codec, diloco = step.codec, step.replicas
+    if codec is not None:
+        sent_bytes, exact_bytes, by = codec.wire_bytes, codec.exact_bytes, f"reduce {codec.codec}"
+    elif diloco is not None:
+        fragments, every = range(len(diloco.fragments)), diloco.diloco.every
+        sent_bytes = math.ceil(sum(map(diloco.wire_bytes, fragments)) / every)
+        exact_bytes, by = sum(map(diloco.exact_bytes, fragments)), f"diloco every {every} steps"
+    else:
+        leaves = leaves_of_gradients(plan, step.pure_model, step.layout).values()
+        elements = sum(math.prod(leaf.shape) // math.prod(axis_sizes[axis] for axis in leaf.axes) for leaf in leaves)
+        by = str(plan.reduce or plan.precision)
+        exact_bytes = wire.all_reduce(wire.FLOAT32 * elements, axis_sizes[REPLICA_AXIS])
+        sent_bytes = exact_bytes // (1 if by == "float32" else 2)
+    assert plan.mesh is not None
+    link, bandwidth = slow_link(platform, plan.mesh)
+    return Traffic(sent_bytes, exact_bytes, by, link, sent_bytes / bandwidth if bandwidth else None)
+
+
+def slow_link(platform: Platform, mesh: MeshSpec) -> tuple[str, float]:
+    """Name of the links along the replica axis and their bytes/s, per device and direction; 0 if unknown.
+
+    Example:
+        >>> slow_link(Platform.parse("tpu v5e:4x4 x 2"), MeshSpec(replica=2, fsdp=16))
+        ('dcn', 3125000000.0)
+        >>> slow_link(Platform.parse("gpu h100 x 8"), MeshSpec(replica=2, fsdp=4))
+        ('nvlink', 450000000000.0)
+    """
+    group_count = platform.slices if platform.chip.kind == "tpu" else platform.hosts or 1
+    groups_by_axis = across(tuple(mesh.sizes.values()), group_count)
+    within_group = groups_by_axis is not None and groups_by_axis[list(mesh.sizes).index(REPLICA_AXIS)] == 1
+    link_names = ("ici", "nvlink", "pcie") if within_group else ("dcn",)
+    link = next((link for link in platform.links if link.name in link_names), None)
+    if link is None:
+        return "", 0.0
+    chips = (platform.chip.chips_per_host or 1) if link.per == "host" else 1
+    return link.name, link.bandwidth / (chips * platform.chip.devices)
+
+
+def sent_by_axes(collectives: Iterable[Collective], mesh: MeshSpec, slices: int = 1) -> dict[str, int]:
+    """Bytes that a device sends in a compiled step, by the axes of the collectives, with the formulas for rings.
+
+    Args:
+        collectives: collectives of the compiled step.
+        mesh: mesh for which the step was compiled.
+        slices: number of slices of the platform; an all-gather across slices is listed with the bytes that one device
+            contributes.
+
+    Example:
+        >>> gather = Collective("all-gather", ("fsdp",), 4096, 2, "bf16", "main")
+        >>> sent_by_axes([gather], MeshSpec(fsdp=4))
+        {'fsdp': 6144}
+    """
+    axes_between_slices = megascale.split(mesh.sizes, slices)[1]
+    bytes_by_axes: dict[str, int] = {}
+    for collective in collectives:
+        axes = "other groups" if collective.axes is None else "+".join(collective.axes)
+        devices = math.prod(mesh.sizes[axis] for axis in collective.axes or ())
+        if collective.kind == "collective-permute" or collective.axes is None:
+            sent_bytes = collective.bytes
+        elif collective.kind == "all-gather":
+            is_contribution = slices > 1 and set(collective.axes) & set(axes_between_slices)
+            sent_bytes = wire.all_gather(collective.bytes if is_contribution else collective.bytes // devices, devices)
+        else:
+            formula = wire.all_reduce if collective.kind == "all-reduce" else wire.all_to_all
+            sent_bytes = formula(collective.bytes, devices)
+        bytes_by_axes[axes] = bytes_by_axes.get(axes, 0) + sent_bytes * collective.count
+    return bytes_by_axes

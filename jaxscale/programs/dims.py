@@ -1,0 +1,143 @@
+"""Mesh axes along the dims of arrays, and links: dims of an operand and of a result that hold the same elements."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from jaxscale.sharding.partition import DimAxes as Dims
+from jaxscale.sharding.partition import dim_axes
+from jaxscale.trees import leaf_bytes
+
+Axes = tuple[str, ...]
+Shape = tuple[int, ...]
+DimLink = tuple[int, int, int]
+"""Index of an operand, one of its dims, and the dim of the result that holds the same elements."""
+
+
+def dims_of(sharding: Any, rank: int) -> Dims:
+    """Mesh axes along the dims of an array with a `NamedSharding`; unsharded for any other sharding."""
+    return dim_axes(getattr(sharding, "spec", None) or (), rank)[:rank]
+
+
+def parts(dims: Dims, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Number of parts into which each dim is split.
+
+    Args:
+        dims: mesh axes along each dim.
+        sizes: number of devices along each mesh axis.
+
+    Example:
+        >>> parts((("data", "fsdp"), ()), {"data": 2, "fsdp": 4})
+        (8, 1)
+    """
+    return tuple(math.prod(sizes.get(axis, 1) for axis in axes) for axes in dims)
+
+
+def local_shape(shape: Shape, dims: Dims, sizes: Mapping[str, int]) -> Shape:
+    """Shape of one device's part of an array; dims that do not divide are padded."""
+    return tuple(-(-size // count) for size, count in zip(shape, parts(dims, sizes), strict=True))
+
+
+def local_bytes(aval: Any, dims: Dims, sizes: Mapping[str, int]) -> int:
+    """Bytes of one device's part of an array; 0 for an abstract value that is not an array."""
+    if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
+        return 0
+    elements = math.prod(aval.shape)
+    return -(-leaf_bytes(aval) * math.prod(local_shape(aval.shape, dims, sizes)) // elements) if elements else 0
+
+
+def shape_of(value: Any) -> Shape:
+    """Shape of an abstract value or literal; `()` if it has none, such as a token."""
+    return getattr(value, "shape", ())
+
+
+def links(primitive: str, params: Any, shapes: Sequence[Shape], result_shape: Shape) -> list[DimLink] | None:
+    """The links of an operation that rearranges, reduces or multiplies its operands; `None` for any other operation.
+
+    Args:
+        primitive: name of the operation.
+        params: parameters of the primitive.
+        shapes: shapes of the operands.
+        result_shape: shape of the result.
+
+    Example:
+        >>> links("reshape", {}, [(4, 6, 5)], (24, 1, 5))  # the first dims of each group with the same elements
+        [(0, 0, 0), (0, 2, 2)]
+    """
+    rule = _RULES.get(primitive)
+    return None if rule is None else list(rule(params, shapes, result_shape))
+
+
+def summed_dims(primitive: str, params: Any) -> list[tuple[int, int]]:
+    """Pairs of dims of the two operands that a product or convolution sums over."""
+    numbers = params.get("dimension_numbers")
+    if primitive == "dot_general":
+        return list(zip(*numbers[0], strict=True))
+    return [(numbers.lhs_spec[1], numbers.rhs_spec[1])] if primitive == "conv_general_dilated" else []
+
+
+def _broadcast(params: Any, shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+    """Links of a broadcast: the dims whose size stays the same."""
+    for dim, result_dim in enumerate(map(int, params["broadcast_dimensions"])):
+        if shapes[0][dim] == result_shape[result_dim]:
+            yield 0, dim, result_dim
+
+
+def _transpose(params: Any, shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+    return ((0, dim, result_dim) for result_dim, dim in enumerate(params["permutation"]))
+
+
+def _without(removed: str, params: Any, shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+    """Links of an operation that removes the dims listed in its parameter named `removed`."""
+    remaining_dims = [dim for dim in range(len(shapes[0])) if dim not in params[removed]]
+    return ((0, dim, result_dim) for result_dim, dim in enumerate(remaining_dims))
+
+
+def _reshape(params: Any, shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+    """Links of dims before which both shapes hold equally many elements: equal dims, or the first of two groups."""
+    result_dims = {place: result_dim for result_dim, place in enumerate(_places(result_shape))}
+    return ((0, dim, result_dims[place]) for dim, place in enumerate(_places(shapes[0])) if place in result_dims)
+
+
+def _places(shape: Shape) -> list[tuple[int, bool, int]]:
+    """Place of each dim: elements in the dims before it, whether its size is 1, number of earlier dims that agree."""
+    places: list[tuple[int, bool, int]] = []
+    for dim, size in enumerate(shape):
+        place_of_dim = (math.prod(shape[:dim]), size == 1)
+        places.append((*place_of_dim, sum(place[:2] == place_of_dim for place in places)))
+    return places
+
+
+def _product(params: Any, shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+    """Links of a matrix product: its batch dims, then the dims of each operand that are not summed over."""
+    contracted_dims, batch_dims = params["dimension_numbers"]
+    for result_dim, (left_dim, right_dim) in enumerate(zip(*batch_dims, strict=True)):
+        yield from ((0, left_dim, result_dim), (1, right_dim, result_dim))
+    free_result_dims = itertools.count(len(batch_dims[0]))
+    for side in (0, 1):
+        for dim in range(len(shapes[side])):
+            if dim not in contracted_dims[side] and dim not in batch_dims[side]:
+                yield side, dim, next(free_result_dims)
+
+
+def _convolution(params: Any, shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+    """Links of a convolution: the batch dim of its input, and the dim of output channels of its kernel."""
+    numbers = params["dimension_numbers"]
+    yield 0, numbers.lhs_spec[0], numbers.out_spec[0]
+    yield 1, numbers.rhs_spec[0], numbers.out_spec[1]
+
+
+_reduce = partial(_without, "axes")
+_RULES: Mapping[str, Any] = {
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "squeeze": partial(_without, "dimensions"),
+    **dict.fromkeys([f"reduce_{name}" for name in ("sum", "max", "min", "and", "or", "xor", "prod")], _reduce),
+    **dict.fromkeys(["argmax", "argmin"], _reduce),
+    "dot_general": _product,
+    "conv_general_dilated": _convolution,
+}
+"""Function that yields the links of each primitive, from its params, its operands' shapes and its result's shape."""

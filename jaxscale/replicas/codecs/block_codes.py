@@ -1,0 +1,79 @@
+"""Codecs of eight or four bits an element, which send 3.9 or 7.7 times fewer bytes: a two-phase mean of block-wise
+integers (the scheme of 1-bit Adam and ZeRO++, arXiv:2306.10209, with error feedback in both phases). QSGD rounds to the
+same integers at random.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxscale.errors import UserError
+from jaxscale.replicas import integers
+from jaxscale.replicas.integers import Coded
+from jaxscale.replicas.two_phase import TwoPhase
+from jaxscale.typing import Array, Key
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCodes(TwoPhase):
+    """Integers of `width` bits with a scale for each block.
+
+    Args:
+        block: number of elements that share a float32 scale; a smaller chunk has one scale.
+    """
+
+    width: ClassVar[int]
+    """Number of bits of a code."""
+    block: int = dataclasses.field(default=256, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block < 2 or self.block % 2:
+            raise UserError(f"block: got {self.block}, expected an even number of elements >= 2")
+
+    def multiple(self, elements: int) -> int:
+        """The length of a block, or that of a smaller chunk, rounded up to whole bytes."""
+        return min(self.block, elements + elements % 2)
+
+    def _bits(self) -> int:
+        """Number of bits of a code."""
+        return self.width
+
+    def encode(self, chunks: Array, filled: Array, key: Key | None) -> Coded:
+        """The codes and scales of some chunks."""
+        return integers.encode(chunks, self._bits(), min(self.block, chunks.shape[-1]), key if self.random else None)
+
+    def decode(self, message: Coded, elements: int) -> Array:
+        """The chunks that a message encodes, float32."""
+        return integers.decode(message, self._bits())
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8(BlockCodes):
+    """Rounds to the nearest of 255 levels, with a float32 scale for each block.
+
+    Args:
+        block: number of elements that share a scale.
+
+    Example:
+        >>> Int8().wire_bytes((1024, 1024), n=8) / 2**20
+        1.77734375
+    """
+
+    name: ClassVar[str] = "int8"
+    width: ClassVar[int] = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4(BlockCodes):
+    """Rounds to the nearest of 15 levels, with a float32 scale for each block.
+
+    Args:
+        block: number of elements that share a scale.
+
+    Example:
+        >>> Int4().wire_bytes((1024, 1024), n=8) / 2**20
+        0.90234375
+    """
+
+    name: ClassVar[str] = "int4"
+    width: ClassVar[int] = 4

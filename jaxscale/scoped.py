@@ -1,0 +1,27 @@
+"""A context variable that has a value inside a `with` statement; Python 3.14's `with variable.set(value)`."""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def scoped(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Inside the `with` statement, the variable has this value.
+
+    Example:
+        >>> depth = ContextVar("depth", default=0)
+        >>> with scoped(depth, 1):
+        ...     depth.get()
+        1
+        >>> depth.get()
+        0
+    """
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)

@@ -1,0 +1,58 @@
+"""The mesh axes in a `PartitionSpec`, as one tuple of names for each dim: `None`, "fsdp" and ("data", "fsdp") alike."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+DimAxes = tuple[tuple[str, ...], ...]
+"""For each dim, the mesh axes that split it, the slowest first."""
+
+
+def dim_axes(spec: Iterable[Any], rank: int = 0) -> DimAxes:
+    """The mesh axes that split each dim.
+
+    Args:
+        spec: a `PartitionSpec`; a dim that it leaves to the compiler counts as whole.
+        rank: number of dims of the array; a spec may have fewer.
+
+    Example:
+        >>> dim_axes(PartitionSpec(("data", "fsdp"), None, "tensor"), 4)
+        (('data', 'fsdp'), (), ('tensor',), ())
+    """
+    dims = [(entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else () for entry in spec]
+    return (*dims, *((),) * (rank - len(dims)))
+
+
+def spec_of(dims: Sequence[Sequence[str]]) -> PartitionSpec:
+    """The inverse of `dim_axes`, without the whole dims at the end.
+
+    Example:
+        >>> list(spec_of([("data", "fsdp"), (), ("tensor",), ()]))
+        [('data', 'fsdp'), None, 'tensor']
+    """
+    rank = max((dim + 1 for dim, axes in enumerate(dims) if axes), default=0)
+    return PartitionSpec(*(tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in dims[:rank]))
+
+
+def axes_of(spec: Iterable[Any]) -> tuple[str, ...]:
+    """All mesh axes of a `PartitionSpec`, in the order of the dims."""
+    return tuple(axis for axes in dim_axes(spec) for axis in axes)
+
+
+def shard_count(mesh: Any, axes: Iterable[str]) -> int:
+    """Number of shards of a dim that these mesh axes split."""
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def dividing(spec: PartitionSpec, shape: Sequence[int], mesh: Any) -> PartitionSpec:
+    """A `PartitionSpec` for an array of another shape: a dim that its axes do not divide becomes whole.
+
+    Example:
+        >>> from jax.sharding import AbstractMesh
+        >>> list(dividing(PartitionSpec("data", "fsdp"), (6, 5), AbstractMesh((2, 4), ("data", "fsdp"))))
+        ['data']
+    """
+    dims = zip(shape, dim_axes(spec, len(shape)), strict=False)
+    return spec_of([axes if size % shard_count(mesh, axes) == 0 else () for size, axes in dims])

@@ -1,0 +1,278 @@
+"""What a traced step must show: a request that took no effect is an error, before anything is compiled.
+
+The program shows what the model does with a plan: blocks that are run again, the types of its matrix products, the
+kernels that it takes, and whether it reads a setting at all.
+
+A layer with weight W (a matrix) has three matrix products, and the dims summed over show which one a product is:
+forward, y = x W, sums over the last dim of x and the first of W; onward, the gradient of x, over the last dims of both
+operands; inward, the gradient of W, over all dims but the last of both operands.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, TypeVar
+
+import jax
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxscale import blocks
+from jaxscale.blocks import Context
+from jaxscale.errors import UserError
+from jaxscale.lowbit.products import RECIPES, ROLES
+from jaxscale.memory.apply import policy_of
+from jaxscale.memory.chain import Save
+from jaxscale.memory.decision import Decision
+from jaxscale.memory.keep_named import KeepNamed, keep_everything
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.memory.save_set import EVERYTHING
+from jaxscale.programs import walk
+from jaxscale.programs.flop import FORMULAS
+from jaxscale.recipe.kernels import Taken
+from jaxscale.recipe.plan import Plan
+from jaxscale.state.layout import device_of
+from jaxscale.step.planned_model import PlannedModel
+from jaxscale.typing import Array, Batch, Params
+from pallas_kernels import dispatch
+from pallas_kernels.target import target
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_PASS_NONE = "Pass implementation=None to take one that can."
+"""End of a kernel's own error, for callers of the function; a plan leaves the kernel out instead."""
+
+
+class KernelTrace:
+    """The implementation of each kernel that `pallas_kernels.dispatch` and the layers chose while a step was traced.
+
+    Args:
+        plan: the plan, which may name implementations.
+        mesh: devices of the step.
+        unfused: why no kernel updates an optimizer state in few bits; `None` if one does.
+    """
+
+    def __init__(self, plan: Plan, mesh: Mesh | AbstractMesh, unfused: str | None) -> None:
+        self._plan, self._mesh, self._unfused = plan, mesh, unfused
+        self._notes: dispatch.Notes = []
+
+    @property
+    def taken(self) -> tuple[Taken, ...]:
+        """The choices without shapes, each listed once."""
+        choices = (Taken(note.kernel, str(note.target), note.chosen, note.why) for note, _ in self._notes)
+        return tuple(dict.fromkeys(choices))
+
+    def noted(self, function: Callable[P, R]) -> Callable[P, R]:
+        """A function whose traces choose kernels by the plan, and record the choices here.
+
+        Args:
+            function: a function of the step, to be traced.
+        """
+
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            with dispatch.naming(self._plan.kernels.of_codecs()), dispatch.noting(self._notes):
+                try:
+                    results = function(*args, **kwargs)
+                except dispatch.CannotRun as error:
+                    reason = str(error)
+                    if reason.endswith(_PASS_NONE):
+                        reason = f"{reason.removesuffix(_PASS_NONE)}Leave it out for one that can"
+                        reason = f"kernels {self._plan.kernels}: {reason}"
+                    raise UserError(reason) from error
+                self._note_update()
+            return results
+
+        return run
+
+    def _note_update(self) -> None:
+        """Record why no kernel updates a state in few bits, unless the trace has recorded a choice."""
+        if self._plan.state.moments == "float32" or any(note.kernel == "adam8" for note, _ in self._notes):
+            return
+        device = device_of(self._mesh)
+        why = self._unfused or "no moment lies as the kernel takes it"
+        where = target(f"{device.platform} {device.device_kind}")
+        dispatch.note(dispatch.Explanation("adam8", where, "reference", {}, why))
+
+
+def check_taken(plan: Plan, taken: Sequence[Taken]) -> None:
+    """Refuse a plan that names an implementation of a kernel if the step uses another one, or not the kernel at all.
+
+    Args:
+        plan: the plan, which may name implementations.
+        taken: the kernels of the traced step, with the implementation of each.
+
+    Raises:
+        UserError: the named implementation is not used; the error reports which one is.
+    """
+    for kernel, name in plan.kernels.named:
+        choices = [choice for choice in taken if choice.kernel == kernel]
+        if kernel == "attention":  # a model that reads no such setting is refused by `check_traced`
+            continue
+        if not choices:
+            raise UserError(f"kernels {kernel}={name}: nothing in this step takes {kernel}; leave it out")
+        if name not in [choice.chosen for choice in choices]:
+            refusal = f"kernels {kernel}={name}: this step takes {kernel} {choices[0].chosen}"
+            if kernel == "cross_entropy":
+                why = "pass context.loss and context.loss_chunk to the cross entropy of the model's own loss"
+                raise UserError(f"{refusal}; {why}, or leave it out")
+            raise UserError(f"{refusal}{'' if choices[0].why is None else f' ({choices[0].why})'}; leave it out")
+
+
+def check_traced(
+    planned: PlannedModel,
+    decision: Decision | None,
+    batch: Batch,
+    jaxpr: ClosedJaxpr,
+    evaluation: Callable[[], jax.stages.Traced],
+) -> None:
+    """Compare a traced step with its plan.
+
+    Args:
+        planned: the model under its plan.
+        decision: what the blocks keep; `None` if the memory rule does not depend on them.
+        batch: arrays or shapes of a batch, to trace the loss again and see whether the model reads a setting.
+        jaxpr: jaxpr of the whole step.
+        evaluation: function that traces the loss alone.
+
+    Raises:
+        UserError: the model does not do what the plan asks for.
+    """
+    plan = planned.plan
+    equations = list(walk.equations(jaxpr))
+    policies = [eqn.params.get("policy") for eqn, _ in equations if eqn.params.get("differentiated", True)]
+    recomputes = plan.memory.rule != "none" and not _keeps_all(decision)
+    if recomputes and not any(_is_of(plan.memory, policy) for policy in policies):
+        raise UserError(
+            f"memory {plan.memory}: nothing is recomputed, because this model marks no blocks; build it of "
+            "layers.Stack or layers.Chain, wrap it in a ForeignModel, or leave memory out"
+        )
+    if plan.unroll > 1 and not any(eqn.primitive.name == "scan" and eqn.params["unroll"] > 1 for eqn, _ in equations):
+        raise UserError(
+            f"unroll {plan.unroll}: this model has no scan over layers that runs several layers per iteration; "
+            "leave unroll out"
+        )
+    if plan.precision == "bfloat16":
+        share = _narrow_share(equations)
+        if share < 0.5:  # an optimizer that decomposes matrices, or a codec, may have more products than the model
+            share = _narrow_share(walk.equations(evaluation().jaxpr))
+        if share < 0.5:
+            raise UserError(
+                f"precision bfloat16: {1 - share:.0%} of the FLOP of this model's matrix products are not in bfloat16, "
+                "because the model converts activations or weights to float32; leave the conversion to the plan, or "
+                "set precision float32"
+            )
+    _check_products(plan, equations)
+    if plan.kernels.loss_chunk is not None and not _reads(planned, batch, "loss_chunk", (1, None)):
+        raise UserError(
+            f"loss_chunk {plan.kernels.loss_chunk}: this model's loss has no chunks of positions; leave loss_chunk out"
+        )
+    if plan.kernels.names_attention and not _reads(planned, batch, "attention", ("plain", "chunked")):
+        raise UserError(f"attention {plan.kernels.attends}: this model does not use jaxscale's attention; leave it out")
+
+
+def _check_products(plan: Plan, equations: Sequence[tuple[JaxprEqn, int]]) -> None:
+    """Compare the operands of a traced step's products with its plan's recipe.
+
+    Args:
+        plan: the plan, whose `matmul` may be a recipe of matrix products.
+        equations: equations of the step and of the jaxprs inside it, with the number of times that each runs.
+
+    Raises:
+        UserError: no layer multiplies by the recipe, or one of the three products of a layer is in another type.
+    """
+    recipe = RECIPES.get(plan.matmul)
+    if recipe is None:
+        return
+    counts = dict.fromkeys(ROLES, 0)
+    for eqn, times in equations:
+        role = _role_of(eqn)
+        if role is not None and {operand.dtype.name for operand in _operands(eqn)} == recipe.types(role):
+            counts[role] += times
+    lacking = [ROLES[role] for role, count in counts.items() if not count]
+    if len(lacking) == len(ROLES):
+        raise UserError(
+            f"matmul {plan.matmul}: no layer of this model multiplies by this recipe; pass the context to the layers "
+            "of jaxscale.layers, as MLP and Attention do, or leave matmul out"
+        )
+    if lacking:
+        raise UserError(
+            f"matmul {plan.matmul}: {' and '.join(lacking)} are computed in another type, because the model defines a "
+            "backward pass of its own; leave matmul out"
+        )
+
+
+def _role_of(eqn: JaxprEqn) -> str | None:
+    """Which of the three products of a layer an equation is (module docstring); `None` for other operations."""
+    if eqn.primitive.name != "dot_general":
+        return None
+    (first, second), (batch, _) = eqn.params["dimension_numbers"]
+    left, right = (operand.ndim for operand in _operands(eqn))
+    if batch:
+        return None
+    if tuple(first) == tuple(second) == tuple(range(left - 1)) and left == right:
+        return "inward"
+    if right == 2 and tuple(first) == (left - 1,):
+        return "forward" if tuple(second) == (0,) else "onward"
+    return None
+
+
+def _operands(eqn: JaxprEqn) -> list[ShapedArray]:
+    """Shapes and types of the operands of an equation on arrays."""
+    return [variable.aval for variable in eqn.invars if isinstance(variable.aval, ShapedArray)]
+
+
+def _keeps_all(decision: Decision | None) -> bool:
+    """Whether a decision keeps all values on the device, because the budget is enough or a chain has a single block."""
+    if decision is None or decision.stack is not None:
+        return False
+    chain = decision.chain
+    if chain is None:
+        return bool(decision.saves) and all(save.keep == (EVERYTHING,) for save in decision.saves)
+    return all(
+        isinstance(node, Save) and chain.options[node.stage][node.option].keep == (EVERYTHING,) for node in chain.nodes
+    )
+
+
+def _is_of(plan: MemoryPlan, policy: Callable[..., bool] | None) -> bool:
+    """Whether a checkpoint policy is the one that a memory plan puts around blocks, rather than one of the user's."""
+    plan_policy = policy_of(plan)
+    if plan_policy is not None:
+        return policy == plan_policy
+    return isinstance(policy, KeepNamed) or policy is keep_everything or policy is blocks.keep_nothing
+
+
+def _narrow_share(equations: Iterable[tuple[JaxprEqn, int]]) -> float:
+    """Share of the FLOP of matrix products and convolutions that have both operands narrower than float32."""
+    narrow, total = 0, 0
+    for eqn, times in equations:
+        formula = FORMULAS.get(eqn.primitive.name)
+        if formula is not None:
+            flop = times * formula(eqn)
+            total += flop
+            narrow += flop if all(operand.dtype.itemsize < 4 for operand in _operands(eqn)[:2]) else 0
+    return narrow / total if total else 1.0
+
+
+def _reads(planned: PlannedModel, batch: Batch, field: str, settings: tuple[str | int | None, ...]) -> bool:
+    """Whether the traced loss depends on a field of its context.
+
+    Args:
+        planned: the model under its plan.
+        batch: arrays or shapes of a batch.
+        field: name of the field of `Context`.
+        settings: values of the field whose programs are compared.
+    """
+    abstract = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
+    pure_model = planned.pure_model
+
+    def program(setting: str | int | None) -> str:
+        context = dataclasses.replace(Context(), **{field: setting})
+
+        def loss(params: Params, rest: Params, batch: Batch) -> tuple[Array | float, ...]:
+            return tuple(planned.loss(pure_model.module(params, rest), batch, context))
+
+        return str(jax.make_jaxpr(loss)(pure_model.whole, pure_model.rest, abstract))
+
+    return len(set(map(program, settings))) > 1

@@ -1,0 +1,67 @@
+"""Which values are arrays, and how many bytes they take."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxscale.planning.fusion import Arrays, Compiler
+from jaxscale.planning.timeline import timeline
+from jaxscale.programs.flat import flatten
+from jaxscale.programs.placements import place
+
+KB = 1024 * 4
+X = jax.ShapeDtypeStruct((32, 32), jnp.float32)  # 4 KB
+
+
+def arrays_of(fn, *args, fuses="no"):
+    program = flatten(jax.make_jaxpr(fn)(*args))
+    return Arrays(program, place(program, [((),) * len(arg.shape) for arg in args], {}), Compiler(fuses))
+
+
+def peak(fn, *args, fuses="no"):
+    arrays = arrays_of(fn, *args, fuses=fuses)
+    return timeline(arrays.program, arrays.placements, arrays.compiler)
+
+
+def test_an_expression_is_computed_from_arrays():
+    arrays = arrays_of(lambda x: (jnp.sin(x @ x) * (x.T @ x)) + x, X, fuses="all")
+    kinds = {value: operation.kind for operation in arrays.program.operations for value in operation.outputs}
+    assert [kinds[value] for value in arrays.bytes] == ["dot_general", "dot_general"]
+    assert arrays.sources_of(arrays.program.outputs) == set(arrays.bytes)
+    assert all(arrays.sources[value] == {value} for value in arrays.bytes)
+
+
+@pytest.mark.parametrize(("fuses", "products"), [("no", 1), ("all", 0)])
+def test_what_two_products_read_is_an_array_where_nothing_is_fused(fuses, products):
+    def fn(x):
+        both = jnp.sin(x)
+        return (both @ x) + (x @ both)
+
+    arrays = arrays_of(fn, X, fuses=fuses)
+    assert len(arrays.bytes) == 2 + products
+
+
+def test_a_loop_s_stack_belongs_to_the_caller():
+    def fn(x, w):
+        return jax.lax.scan(lambda x, w: (jnp.sin(x) @ w, x @ w), x, w)
+
+    arrays = arrays_of(fn, X, jax.ShapeDtypeStruct((5, 32, 32), jnp.float32), fuses="all")
+    (loop,) = [i for i, operation in enumerate(arrays.program.operations) if operation.loop is not None]
+    assert sorted(arrays.bytes.values()) == [KB, 5 * KB]
+    assert sorted(arrays.of_loop(loop).bytes.values()) == [0, KB]
+
+
+def test_a_scatter_of_one_element_a_row_is_an_expression():
+    def loss(x, index):
+        return jnp.take_along_axis(jax.nn.log_softmax(x @ x), index[:, None], 1).sum()
+
+    index = jax.ShapeDtypeStruct((32,), jnp.int32)
+    assert peak(jax.grad(loss), X, index, fuses="all").bytes < 3.1 * KB  # logits and two products
+
+
+def test_a_product_that_all_readers_narrow_is_narrow():
+    def fn(x):
+        y = jax.lax.dot_general(x, x, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return jax.lax.scan(lambda c, _: (c * 2, None), y.astype(jnp.bfloat16), None, length=2)[0]
+
+    assert peak(fn, jax.ShapeDtypeStruct((32, 32), jnp.bfloat16), fuses="all").items[0].bytes == KB // 2
