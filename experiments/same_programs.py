@@ -39,8 +39,11 @@ SPELLED = {
     "--plan.optimizer-state": "--plan.offload.optimizer-state",
     "--plan.loss-chunk ": "--plan.kernels loss_chunk=",
     "add stash input": "add the option stash=input",
+    "what would help most (of fit and train alike)": "changes that save the most (flags of fit and train)",
+    "the one that needs least needs": "the smallest needs",
+    "what would lower it": "ways to lower it",
 }
-"""Words of decisions that version 1 spells otherwise."""
+"""Words of decisions that earlier versions spell otherwise."""
 FLAGS = (
     "--xla_force_host_platform_device_count=8 --xla_disable_hlo_passes=all-reduce-promotion "
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"

@@ -112,9 +112,9 @@ def test_a_rule_that_decomposes_matrices_sends_nothing_over_replicas(name):
 PLANTED = [
     ({"memory": MemoryPlan("full")}, "memory full: nothing is recomputed"),
     ({"model": Plainly(recomputes=True), "memory": MemoryPlan("dots")}, "memory dots: nothing is recomputed"),
-    ({"unroll": 2}, "unroll 2: no scan"),
+    ({"unroll": 2}, "unroll 2: this model has no scan"),
     ({"loss_chunk": 4}, "loss_chunk 4: this model's loss"),
-    ({"attention": "chunked"}, "attention chunked: this model has no attention"),
+    ({"attention": "chunked"}, "attention chunked: this model does not use jaxscale's attention"),
     ({"model": Plainly(stubborn=True), "precision": "bfloat16"}, "100% of the FLOP"),
 ]
 
@@ -150,9 +150,9 @@ def test_every_stage_shows_in_its_program(compiled, zero):
 @pytest.mark.parametrize(
     ("asked", "does", "says"),
     [
-        (1, 0, "keeps the optimizer state of .* in parts"),
+        (1, 0, "keeps the optimizer state of .* in shards"),
         (2, 1, "scatters no gradient over fsdp"),
-        (3, 2, "keeps the parameter .* in parts"),
+        (3, 2, "keeps the parameter .* in shards"),
         (2, 0, "keeps the optimizer state"),
     ],
 )
@@ -229,7 +229,7 @@ def test_a_program_in_an_unknown_spelling_stops_nothing(compiled):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"optimizer": Optimizer(name="sgd"), "zero": 1}, "this optimizer keeps none"),
+        ({"optimizer": Optimizer(name="sgd"), "zero": 1}, "this optimizer keeps no state"),
         (
             {"model": ForeignModel(lambda rngs: nnx.Linear(3, 5, rngs=rngs), classification()), "zero": 2},
             "no parameter has a dim",

@@ -135,7 +135,7 @@ def test_a_bad_step_leaves_what_is_on_the_host_as_it_was():
             {"gradients": "host", "weights": "host", "microbatches": 2},
             "gradients on the host are not summed over microbatches",
         ),
-        ({"weights": "host", "memory": MemoryPlan.parse("jax:everything_saveable")}, "keeps every weight"),
+        ({"weights": "host", "memory": MemoryPlan.parse("jax:everything_saveable")}, "keep every weight"),
         ({"optimizer_state": "hots"}, "did you mean 'host'"),
         ({"optimizer_state": "streamed", "optimizer": Optimizer(name="adafactor")}, "mixes elements"),
         ({"weights": "host", "optimizer": Optimizer(custom=lambda rate: optax.lamb(rate))}, "weights host: this"),

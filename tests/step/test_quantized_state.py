@@ -127,7 +127,7 @@ def test_the_host_of_a_tpu_updates_no_state_in_few_bits(bits):
         Plan(state=StatePlan(bits), offload=OffloadPlan(optimizer_state="host"), zero=1),
         Platform.parse("tpu v5e:2x2"),
     )
-    says = f"state {bits} with optimizer_state host: the compiler for TPU dies .* take offload.optimizer_state streamed"
+    says = f"state {bits} with optimizer_state host: the compiler for TPU crashes .* take offload.optimizer_state streamed"
     with pytest.raises(UserError, match=says):
         described_step(experiment, slices, plan)
     for other in ({"optimizer_state": "streamed"}, {"state": "float32"}):

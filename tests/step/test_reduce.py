@@ -235,7 +235,7 @@ def test_a_reduction_in_full_is_found() -> None:
     [
         ({"mesh": "fsdp:2"}, "has none; name the slow axis"),
         ({"mesh": "replica:2", "weights": "host", "gradients": "host"}, "with offload.gradients host"),
-        ({"mesh": "replica:2,tensor:2", "pipeline": "pipemare:2"}, "each in a branch of its own"),
+        ({"mesh": "replica:2,tensor:2", "pipeline": "pipemare:2"}, "in a branch of its own"),
         ({"mesh": "replica:2", "reduce": "powersgd:0"}, "rank: got 0"),
     ],
 )
