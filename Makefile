@@ -14,16 +14,18 @@ sum   = $(shell cat requirements/$(1).txt pyproject.toml 2>/dev/null | cksum | c
 TRAIN = $(VENV)/.train-$(call sum,train)
 TEST  = $(VENV)/.test-$(call sum,test)
 AOT   = $(VENV)/.aot-$(call sum,aot)
+DOCS  = $(VENV)/.docs-$(call sum,docs)
 
-.PHONY: help train test lint setup setup-aot compilers lock clean
+.PHONY: help train test lint docs pages setup setup-aot compilers lock clean
 help:
 	@echo "make train   set up $(VENV), train experiments/shakespeare.py, show samples, write a report"
 	@echo "make test    set up the same, run the tests          (ARGS='-m slow' for the long ones)"
 	@echo "make lint    format, lint, types, floors"
+	@echo "make docs    build docs/ into docs/build, strictly: a broken link is an error"
 	@echo "make setup   only set up $(VENV)"
 	@echo "make setup-aot  $(VENV)-aot beside it, with the compilers of TPUs and GPUs that are not here (about 1 GB)"
 	@echo "make lock    rewrite requirements/*.txt              (needs uv)"
-	@echo "make clean   remove $(VENV) and $(VENV)-aot"
+	@echo "make clean   remove $(VENV), $(VENV)-aot and $(VENV)-docs"
 
 train: $(TRAIN)
 	$(PY) -m jaxscale train experiments/shakespeare.py $(ARGS)
@@ -36,6 +38,12 @@ lint: $(TEST)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/basedpyright --level error
 	$(VENV)/bin/lint-imports
+
+docs:
+	$(MAKE) --no-print-directory VENV=$(VENV)-docs pages
+
+pages: $(DOCS)
+	$(VENV)/bin/zensical build --strict --clean --config-file docs/zensical.toml
 
 setup: $(TRAIN)
 
@@ -61,6 +69,12 @@ $(AOT):
 	rm -f $(VENV)/.aot-*
 	touch $@
 
+$(DOCS):
+	test -x $(PY) || $(if $(UV),$(UV) venv -q --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV),$(PYTHON) -m venv $(VENV))
+	$(if $(UV),$(UV) pip install -q --python $(VENV),$(PY) -m pip install -q --disable-pip-version-check) --require-hashes -r requirements/docs.txt
+	rm -f $(VENV)/.docs-*
+	touch $@
+
 define install
 	test -x $(PY) || $(if $(UV),$(UV) venv -q --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV),$(PYTHON) -m venv $(VENV))
 	$(if $(UV),$(UV) pip install -q --python $(VENV),$(PY) -m pip install -q --disable-pip-version-check) --require-hashes -r requirements/$(1).txt
@@ -71,8 +85,9 @@ endef
 lock:
 	$(LOCKED) --extra test -o requirements/test.txt pyproject.toml requirements/build.in
 	$(LOCKED) -c requirements/test.txt -o requirements/train.txt pyproject.toml requirements/build.in
+	$(LOCKED) -o requirements/docs.txt requirements/docs.in
 	$(LOCKED) -c requirements/test.txt --extra aot-tpu --extra aot-gpu -o requirements/aot.txt pyproject.toml requirements/build.in
 	! grep -n -i -E 'https?://|--index-url|--find-links|file:' requirements/*.txt
 
 clean:
-	rm -rf $(VENV) $(VENV)-aot
+	rm -rf $(VENV) $(VENV)-aot $(VENV)-docs
