@@ -104,13 +104,13 @@ def jaxpr_flop(jaxpr: Any, used: Sequence[bool] | None = None) -> Flop:
     """FLOP of the operations of a jaxpr on which the outputs marked in `used` (all by default) depend."""
     jaxpr = opened(jaxpr)
     used = [True] * len(jaxpr.outvars) if used is None else used
-    live = {var for var, needed in zip(jaxpr.outvars, used, strict=True) if needed and not hasattr(var, "val")}
+    live_vars = {var for var, needed in zip(jaxpr.outvars, used, strict=True) if needed and not hasattr(var, "val")}
     total = Flop()
     for eqn in reversed(jaxpr.eqns):
-        needed = [var in live for var in eqn.outvars]
+        needed = [var in live_vars for var in eqn.outvars]
         if any(needed) or eqn.effects:
             total += _eqn_flop(eqn, needed)
-            live.update(var for var in eqn.invars if not hasattr(var, "val"))  # literals have a value, but no hash
+            live_vars.update(var for var in eqn.invars if not hasattr(var, "val"))  # literals have a value, but no hash
     return total
 
 
@@ -124,8 +124,8 @@ def _eqn_flop(eqn: Any, used: Sequence[bool]) -> Flop:
     if name == "scan":
         return jaxpr_flop(params["jaxpr"]) * params["length"]
     if name == "while":
-        body = jaxpr_flop(params["body_jaxpr"])
-        return dataclasses.replace(body, unknown_loops=body.unknown_loops + 1) if body.total else body
+        trip = jaxpr_flop(params["body_jaxpr"])
+        return dataclasses.replace(trip, unknown_loops=trip.unknown_loops + 1) if trip.total else trip
     if name == "cond":
         return max((jaxpr_flop(branch) for branch in params["branches"]), key=lambda flop: flop.total)
     if name == "shard_map":
@@ -133,8 +133,8 @@ def _eqn_flop(eqn: Any, used: Sequence[bool]) -> Flop:
         return jaxpr_flop(params["jaxpr"]) * shards
     callees = [value for value in params.values() if is_jaxpr(value)]
     # jit, remat, custom_vjp and similar calls run one program
-    same_outputs = len(callees) == 1 and len(opened(callees[0]).outvars) == len(used)
-    return sum((jaxpr_flop(jaxpr, used if same_outputs else None) for jaxpr in callees), Flop())
+    has_same_outputs = len(callees) == 1 and len(opened(callees[0]).outvars) == len(used)
+    return sum((jaxpr_flop(jaxpr, used if has_same_outputs else None) for jaxpr in callees), Flop())
 
 
 def _dot_flop(eqn: Any) -> int:
@@ -151,9 +151,9 @@ def _product_flop(eqn: Any, contracted: Sequence[int]) -> int:
 def _ragged_dot_flop(eqn: Any) -> int:
     """FLOP of a product in which each row is multiplied only by the matrix of its group."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (contracted, _), _ = numbers.dot_dimension_numbers
-    groups = eqn.invars[2].aval.shape[-1] if set(numbers.lhs_ragged_dimensions) <= set(contracted) else 1
-    return _product_flop(eqn, contracted) // groups
+    (contracted_dims, _), _ = numbers.dot_dimension_numbers
+    group_count = eqn.invars[2].aval.shape[-1] if set(numbers.lhs_ragged_dimensions) <= set(contracted_dims) else 1
+    return _product_flop(eqn, contracted_dims) // group_count
 
 
 def _scaled_matmul_flop(eqn: Any) -> int:
@@ -177,9 +177,9 @@ def _valid_taps(
     input_size: int, kernel_size: int, output_size: int, stride: int, padding: Any, lhs_dilation: int, rhs_dilation: int
 ) -> int:
     """Number of pairs (output position o, kernel tap k) along one dim in which the tap is on an input element."""
-    last_place = (input_size - 1) * lhs_dilation
-    places = (o * stride + k * rhs_dilation - padding[0] for o in range(output_size) for k in range(kernel_size))
-    return sum(0 <= place <= last_place and place % lhs_dilation == 0 for place in places)
+    last_position = (input_size - 1) * lhs_dilation
+    positions = (o * stride + k * rhs_dilation - padding[0] for o in range(output_size) for k in range(kernel_size))
+    return sum(0 <= position <= last_position and position % lhs_dilation == 0 for position in positions)
 
 
 def _kernel_flop(eqn: Any) -> Flop:
