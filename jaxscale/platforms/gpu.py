@@ -67,13 +67,13 @@ L4 = Chip(
 
 
 def _a100(
-    name: str, kinds: tuple[str, ...], memory: int, bandwidth: float, links: tuple[Link, ...], **host: int
+    name: str, device_kinds: tuple[str, ...], memory: int, bandwidth: float, links: tuple[Link, ...], **fields: int
 ) -> Chip:
-    """A variant of A100 by its device kinds, memory in bytes, bandwidth in bytes/s and links; `host`: other fields."""
+    """A variant of A100 by its device kinds, memory in bytes, bandwidth in bytes/s and links; `fields`: others."""
     return Chip(
         name=name,
         kind="gpu",
-        device_kinds=kinds,
+        device_kinds=device_kinds,
         source=(_A100, f"NVIDIA A100 datasheet, {name}: {memory // 10**9} GB at {bandwidth / 1e9:.0f} GB/s"),
         bfloat16=312e12,  # datasheet
         float16=312e12,  # datasheet
@@ -83,7 +83,7 @@ def _a100(
         memory=memory,
         memory_bandwidth=bandwidth,
         links=links,
-        **host,
+        **fields,
     )
 
 
