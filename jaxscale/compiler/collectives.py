@@ -87,7 +87,7 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
     devices = math.prod(sizes.values())
     axes_of = {groups_of(sizes, axes): axes for axes in _axis_subsets(sizes)}
     continuations = _continuations(program)
-    traffic = []
+    records = []
     for computation, op in program.instructions():
         runs, in_loop, trips_known = program.runs(computation.name)
         kind = _KINDS.get(op.opcode.removesuffix("-start"))
@@ -107,8 +107,8 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
         if kind is not None and group_size > 1:
             bytes_by_kind = _bytes_by_kind(program, computation, op, kind, group_size).items()
         for (array_kind, dtype), size in bytes_by_kind:
-            traffic.append(Collective(array_kind, axes, size, runs, dtype, computation.name, in_loop, trips_known))
-    return traffic
+            records.append(Collective(array_kind, axes, size, runs, dtype, computation.name, in_loop, trips_known))
+    return records
 
 
 def groups_of(sizes: Mapping[str, int], axes: Iterable[str]) -> Groups:

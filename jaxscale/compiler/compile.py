@@ -215,7 +215,7 @@ def _run_child(folder: pathlib.Path, environment: Mapping[str, str], timeout: fl
 
 
 def _cause_of_failure(exit_code: int, log: str) -> str:
-    """Why a child ended without a result."""
+    """Text that explains why a child ended without a result."""
     lines = [line for line in log.splitlines() if line.strip()]
     last_lines = "\n".join(lines[-8:])
     log_text = f"; the last lines of its log:\n{last_lines}" if last_lines else ""

@@ -54,10 +54,12 @@ def program_flop(program: HloProgram) -> ProgramFlop:
 
     @functools.cache
     def computation_flop(name: str) -> ProgramFlop:
+        """FLOP of one run of a computation, by its name."""
         computation = program.computations[name]
         return sum((instruction_flop(computation, op) for op in computation.instructions.values()), ProgramFlop())
 
     def instruction_flop(computation: Computation, op: Op) -> ProgramFlop:
+        """FLOP of an instruction, with those of the computations that it calls."""
         # an asynchronous op counts at its start, not again at its end
         callee_names = [] if op.opcode.endswith(("-done", "-update")) else called(op.attributes)
         callee_flop = [computation_flop(name) for name in callee_names]

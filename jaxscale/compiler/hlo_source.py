@@ -1,6 +1,6 @@
 """Source lines of a compiled program's instructions, from the stack frames that XLA records.
 
-The head of a program's text lists files, functions, places and frames; an instruction names its innermost frame. An
+The head of a program's text lists files, functions, locations and frames; an instruction names its innermost frame. An
 operation inside modules (classes with a `__call__`) is described by the chain of the modules' names, from the outermost
 to the innermost; any other operation, by the names of its last two functions. Left out: functions inside functions, and
 names that begin with an underscore.
@@ -21,7 +21,7 @@ class Sources:
     """The stack frames of a program.
 
     Args:
-        text: text of the program, with its tables of files, functions, places and frames.
+        text: text of the program, with its tables of files, functions, locations and frames.
     """
 
     def __init__(self, text: str) -> None:

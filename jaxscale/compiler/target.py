@@ -92,7 +92,7 @@ def _tpu_target(platform: Platform, environment: dict[str, str], is_attached: bo
 
 def _gpu_target(platform: Platform, environment: dict[str, str], is_attached: bool) -> Target:
     """How to get GPUs in another process with this environment."""
-    plugin_version = next((version for name in _PLUGINS if (version := _installed(name))), None)
+    plugin_version = next((version for name in _PLUGINS if (version := _installed_version(name))), None)
     if is_attached:
         # a run may hold the card's memory already
         environment |= {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -102,7 +102,7 @@ def _gpu_target(platform: Platform, environment: dict[str, str], is_attached: bo
         raise UserError(
             f"{platform}: its compiler is missing here; install jaxscale[aot-gpu] (the CUDA plugin, 400 MB)"
         )
-    jaxlib_version = _installed("jaxlib")
+    jaxlib_version = _installed_version("jaxlib")
     if plugin_version != jaxlib_version:
         raise UserError(
             f"{platform}: the CUDA plugin is {plugin_version}, jaxlib is {jaxlib_version}; install the same version"
@@ -110,7 +110,7 @@ def _gpu_target(platform: Platform, environment: dict[str, str], is_attached: bo
     return Target("cuda", environment | {"JAX_PLATFORMS": "cpu"}, False, arguments, {"cuda plugin": plugin_version})
 
 
-def _installed(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
     """The installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)

@@ -15,7 +15,7 @@ PIPELINED_FILE = Path(__file__).with_name("accuracy_pipelined.json")
 """File with the errors for pipelined steps, written by `experiments/benchmarks/pipeline_fit.py --write`."""
 
 MARGIN = 0.15
-"""Share of the limit: an estimate that differs less from the limit is too close to call, and worth measuring."""
+"""Share of the limit by which an estimate must differ from the limit; a smaller difference is too close to call."""
 
 NEARER_MARGIN = 0.12
 """Margin if the piece of the step that needs the most memory was compiled."""
@@ -93,7 +93,7 @@ def recorded(kind: str, *, compiled: bool = False, pipelined: bool = False) -> A
 
 
 def margin(kind: str, *, compiled: bool = False, pipelined: bool = False) -> float:
-    """Share of the limit: an estimate that differs less from the limit is too close to call.
+    """Share of the limit by which an estimate must differ from the limit; a smaller difference is too close to call.
 
     Args:
         kind: "tpu", "gpu" or "cpu".

@@ -133,12 +133,12 @@ def lowered_piece(
 
     def run(*arguments: Any) -> list[Any]:
         """Run the piece's operations; return its outputs."""
-        values = dict(zip(inputs, arguments, strict=True))
+        array_of = dict(zip(inputs, arguments, strict=True))
         for operation in operations:
             literals = operation.literals
-            operands = [literals[i] if value is None else values[value] for i, value in enumerate(operation.inputs)]
-            values |= zip(operation.outputs, rebind(operation.equation, operands), strict=True)
-        return [values[value] for value in outputs]
+            operands = [literals[i] if value is None else array_of[value] for i, value in enumerate(operation.inputs)]
+            array_of |= zip(operation.outputs, rebind(operation.equation, operands), strict=True)
+        return [array_of[value] for value in outputs]
 
     def format_of(value: int) -> Any:
         """Sharding and layout of a value; the compiler chooses the layout, unless the step takes it as an argument."""

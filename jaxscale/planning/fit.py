@@ -102,14 +102,14 @@ class Fit:
 
     @property
     def close(self) -> bool:
-        """Whether this is an estimate too near to the limit to call."""
+        """Whether the bytes are an estimate that is too close to the limit to call."""
         if self.verified or self.limit is None:
             return False
         return abs(self.device_bytes - self.limit) <= self.margin * self.limit
 
     @property
     def margin(self) -> float:
-        """Share of the limit: an estimate that differs less from the limit is too close to call."""
+        """Share of the limit by which an estimate must differ from it; a smaller difference is too close to call."""
         compiled, pipelined = bool(self.estimate.compiled), self.estimate.plan.pipeline is not None
         return accuracy.margin(self.platform.chip.kind, compiled=compiled, pipelined=pipelined)
 

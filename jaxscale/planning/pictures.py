@@ -167,6 +167,6 @@ def table(items: Sequence[Item], rows: int = 60) -> Markup:
 
 
 def page(title: str, headed_parts: Sequence[tuple[str, str]]) -> str:
-    """A self-contained page from pairs of a heading and markup; without a line for an empty heading."""
+    """A self-contained page from pairs of a heading and markup; an empty heading is left out."""
     sections = [(element("h2", heading) if heading else None, Markup(content)) for heading, content in headed_parts]
     return markup.page(title, element("h1", title), sections)

@@ -178,12 +178,12 @@ def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
         >>> [round(seconds / graph.seconds, 3) for seconds in gradient_seconds(graph)]
         [1.0, 1.0]
     """
-    input_dependent = set(graph.carried)
+    dependent_values = set(graph.carried)
     input_seconds = weight_seconds = 0.0
     for equation in graph.equations:
-        is_dependent = [value in input_dependent for value in equation.inputs]
+        is_dependent = [value in dependent_values for value in equation.inputs]
         if any(is_dependent):
-            input_dependent.update(equation.outputs)
+            dependent_values.update(equation.outputs)
         if not equation.flop:
             input_seconds += equation.seconds if any(is_dependent) else 0.0
         elif equation.name in PRODUCTS:  # the gradient with respect to each operand is one product

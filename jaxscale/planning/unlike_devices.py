@@ -36,7 +36,7 @@ class Assignment:
     Args:
         pipeline: pipeline with the number of blocks of each stage.
         partition: partition into stages of blocks, or of whole periods (the repeated groups of unlike blocks).
-        places: name of the chip of each rank; of the slowest chip if those of the workers differ.
+        places: name of each rank's chip; if the chips of the workers differ, the name of the slowest.
         workers: number of pipelines side by side.
     """
 

@@ -124,8 +124,8 @@ def _eqn_flop(eqn: Any, used: Sequence[bool]) -> Flop:
     if name == "scan":
         return jaxpr_flop(params["jaxpr"]) * params["length"]
     if name == "while":
-        trip = jaxpr_flop(params["body_jaxpr"])
-        return dataclasses.replace(trip, unknown_loops=trip.unknown_loops + 1) if trip.total else trip
+        flop = jaxpr_flop(params["body_jaxpr"])  # of one trip
+        return dataclasses.replace(flop, unknown_loops=flop.unknown_loops + 1) if flop.total else flop
     if name == "cond":
         return max((jaxpr_flop(branch) for branch in params["branches"]), key=lambda flop: flop.total)
     if name == "shard_map":

@@ -18,7 +18,7 @@ def late_arrays(program: FlatProgram, rings: Iterable[int], is_array: Callable[[
     Args:
         program: program of a step, or of the body of its loop over microbatches.
         rings: indices of the products that are summed around a ring.
-        is_array: returns whether an operation's results are stored; if not, its operands stay alive instead.
+        is_array: function that returns whether an operation's results are stored; otherwise its operands stay alive.
 
     Returns:
         For each array, the index of the last loop of the blocks' backward pass.

@@ -80,7 +80,7 @@ def live_steps(
         steps: steps in the order they run; `inputs` and `outputs` of a step are the numbers of values, as `int`, or
             literals of another type.
         results: numbers of the results, or literals.
-        is_effect: returns whether a step must run even if nothing reads its outputs.
+        is_effect: function that returns whether a step must run even if nothing reads its outputs.
     """
     read_values = {atom for atom in results if isinstance(atom, int)}
     needed_steps: list[Any] = []
