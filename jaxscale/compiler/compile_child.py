@@ -140,8 +140,8 @@ def _compile(
         except jax.errors.JaxRuntimeError as error:
             compiled, message = None, str(error)
         fields["seconds"] = time.perf_counter() - start
-        live = _live_buffers(dump_folder, devices) if explain else None
-    live_fields = {} if live is None else {"live": live.tensors, "timeline": live.timeline}
+        live_buffers = _live_buffers(dump_folder, devices) if explain else None
+    live_fields = {} if live_buffers is None else {"live": live_buffers.tensors, "timeline": live_buffers.timeline}
     if compiled is None:
         return _failure_report(message, fields, options, live_fields)
     memory = compiled.memory_analysis()

@@ -139,20 +139,20 @@ def _values(
         elif line.startswith("  Live ranges at"):
             break
     values: list[_Value] = []
-    allocation, kind, size, on_device = -1, None, 0, False
+    allocation, kind, size, is_on_device = -1, None, 0, False
     for line in assignment.splitlines():
         if line.startswith("allocation "):
             allocation += 1
             color_match = re.search(r", color (\d+)", line)
-            on_device = int(color_match[1] if color_match else 0) in spaces and "thread-local" not in line
+            is_on_device = int(color_match[1] if color_match else 0) in spaces and "thread-local" not in line
             size = integers(line)[1]
             kind = _whole_run_kind(line)
-            if kind is not None and on_device:
+            if kind is not None and is_on_device:
                 parameter_match = re.search(r", parameter (\d+), shape \|(.*?)\|", line)
                 # other values reuse a donated argument's buffer; any other allocation is named after its first value
                 name, shape = (arguments[parameter_match[1]], parameter_match[2]) if parameter_match else ("", "")
                 values.append(_Value(name, (), (allocation, 0), size, shape, 0, len(schedule), kind))
-        elif on_device and (match := _VALUE.match(line)):
+        elif is_on_device and (match := _VALUE.match(line)):
             name, index_text, _, bytes_text, offset, shape = match.groups()
             indices = tuple(integers(index_text or ""))
             if kind is not None:

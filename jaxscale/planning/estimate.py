@@ -224,6 +224,6 @@ def _argument_items(trace: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tu
             group = f"extra/{extra_name}"
         kind = kind_of_group.get(group, "batch" if group in batch else "model state")
         item = Item(leaf_name or name, kind, trace.placements.bytes_of(leaf, trace.placements.dims[value]))
-        on_host = getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
-        (host_items if on_host else device_items).append(item)
+        is_on_host = getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
+        (host_items if is_on_host else device_items).append(item)
     return tuple(device_items), tuple(host_items)

@@ -128,7 +128,7 @@ class Arrays:
             return operand is not None and self._bytes_of(output) > self._bytes_of(operand)
         return operation.kind in ARRAY_RESULTS or operation.kind.startswith("reduce_")
 
-    def around_ring(self, index: int) -> bool:
+    def is_around_ring(self, index: int) -> bool:
         """Whether a product is computed in steps while an operand or the result moves around more than two devices."""
         if self.placements.sizes.get("fsdp", 1) <= 2:
             return False
@@ -172,7 +172,7 @@ class Arrays:
         """Whether an expression must be stored as an array."""
         if value in self.outputs and self.in_loop:
             return True
-        if value in self.scattered_sums and (self.compiler.fuses == "no" or not self._fully_sharded(value)):
+        if value in self.scattered_sums and (self.compiler.fuses == "no" or not self._is_fully_sharded(value)):
             return True
         readers = self._readers_through_views(value)
         if any(self.program.operations[index].kind in ARRAY_READERS for index in readers):
@@ -180,7 +180,7 @@ class Arrays:
         products = [index for index in readers if self.program.operations[index].kind in PRODUCTS]
         if self.compiler.fuses == "no":
             return bool(products)
-        return self.compiler.fuses == "local" and any(map(self.around_ring, products))
+        return self.compiler.fuses == "local" and any(map(self.is_around_ring, products))
 
     def _readers_through_views(self, value: int) -> list[int]:
         """Indices of the operations that read a value or a view of it."""
@@ -190,7 +190,7 @@ class Arrays:
             readers += self._readers_through_views(operation.outputs[0]) if operation.kind in VIEWS else [index]
         return readers
 
-    def _fully_sharded(self, value: int) -> bool:
+    def _is_fully_sharded(self, value: int) -> bool:
         """Whether no two devices hold the same part of a value; if two do, XLA's partitioner keeps a scatter."""
         axis_sizes = self.placements.sizes.values()
         return math.prod(map(self.placements.ways, self.placements.dims[value])) == math.prod(axis_sizes)

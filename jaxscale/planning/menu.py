@@ -201,15 +201,15 @@ def _menu(name: str, graph: BlockGraph, layers: int, shares: Sequence[float], ch
                 continue
         if rule_decisions:
             decisions[rule] = tuple(rule_decisions)
-    timed = roofline.rate(chip, "bfloat16") is not None
+    is_timed = roofline.rate(chip, "bfloat16") is not None
     timing = (
-        "" if chip is None or not timed else f"{3e3 * graph.seconds:.3g} ms forward and backward on a {chip.name}, "
+        "" if chip is None or not is_timed else f"{3e3 * graph.seconds:.3g} ms forward and backward on a {chip.name}, "
     )
     title = (
         f"{name}, {layers} layers: {timing}{size(graph.carried_bytes)} of input and {size(graph.needed_bytes)} kept "
         "without a plan, a layer"
     )
-    return Menu(title, graph, layers, timed, tuple(budgets), decisions)
+    return Menu(title, graph, layers, is_timed, tuple(budgets), decisions)
 
 
 def _percentage(cost: float) -> str:

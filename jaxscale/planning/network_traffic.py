@@ -86,8 +86,8 @@ def slow_link(platform: Platform, mesh: MeshSpec) -> tuple[str, float]:
     """
     group_count = platform.slices if platform.chip.kind == "tpu" else platform.hosts or 1
     groups_by_axis = across(tuple(mesh.sizes.values()), group_count)
-    within_group = groups_by_axis is not None and groups_by_axis[list(mesh.sizes).index(REPLICA_AXIS)] == 1
-    link_names = ("ici", "nvlink", "pcie") if within_group else ("dcn",)
+    is_within_group = groups_by_axis is not None and groups_by_axis[list(mesh.sizes).index(REPLICA_AXIS)] == 1
+    link_names = ("ici", "nvlink", "pcie") if is_within_group else ("dcn",)
     link = next((link for link in platform.links if link.name in link_names), None)
     if link is None:
         return "", 0.0

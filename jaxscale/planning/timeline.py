@@ -185,7 +185,7 @@ class _Sweep:
         """Index of the last read of each array that waits for a product around a ring, which the compiler runs late."""
         if self.arrays.compiler.fuses != "local":
             return {}
-        ring_products = [index for index in self.arrays.placements.summed if self.arrays.around_ring(index)]
+        ring_products = [index for index in self.arrays.placements.summed if self.arrays.is_around_ring(index)]
         late_read_of = late_arrays(self.arrays.program, ring_products, self.arrays.is_array)
         return {value: max(index, last_read.get(value, -1)) for value, index in late_read_of.items()}
 
@@ -245,7 +245,7 @@ class _Sweep:
         """Bytes of the weights that are gathered for an operation."""
         arrays = self.arrays
         gathered_bytes = int(arrays.compiler.gather * arrays.placements.gathered.get(index, 0))
-        if gathered_bytes and arrays.in_loop and arrays.compiler.fuses == "local" and arrays.around_ring(index):
+        if gathered_bytes and arrays.in_loop and arrays.compiler.fuses == "local" and arrays.is_around_ring(index):
             # around a ring the result is assembled in steps: an old and a new copy are alive
             return max(gathered_bytes, *(arrays.bytes.get(value, 0) for value in operation.outputs))
         return gathered_bytes

@@ -138,10 +138,10 @@ class BlockGraph:
     @property
     def needed_bytes(self) -> int:
         """Bytes kept without a memory plan: of the values that the backward pass reads, without the block's inputs."""
-        needed = set(self.needed)
+        needed_indices = set(self.needed)
         producers = (self.equations[self.values[index].producer] for index in self.needed)
-        copies = {eqn.outputs[0] for eqn in producers if eqn.name == "name" and needed & {*eqn.inputs}}
-        return sum(self.values[index].bytes for index in needed - copies)
+        copies = {eqn.outputs[0] for eqn in producers if eqn.name == "name" and needed_indices & {*eqn.inputs}}
+        return sum(self.values[index].bytes for index in needed_indices - copies)
 
 
 def block_graph(

@@ -184,26 +184,26 @@ class _Flattener:
         """Append the operations of an open jaxpr; return its results."""
 
         def append(eqn: Any, operands: list[Atom]) -> Sequence[Atom]:
-            in_backward = backward or "transpose" in str(eqn.source_info.name_stack)
+            is_backward = backward or "transpose" in str(eqn.source_info.name_stack)
             kind = eqn.primitive.name
             if kind == "name":
                 if isinstance(operands[0], int):
                     self.names[operands[0]] = eqn.params["name"]
                 return operands
             if kind == "shard_map" and _is_model_region(eqn.params["newly_manual_axes"]):
-                return self._append_region(eqn, operands, in_backward)
+                return self._append_region(eqn, operands, is_backward)
             uninlined_primitives = (*LOOPS, "pallas_call", "shard_map", *(("cond",) if PIPE in self.manual else ()))
             callee = None if kind in uninlined_primitives else _callee(eqn)
             if callee is not None:
                 constants = self._new_values(callee.constvars)
                 self.constants += constants
                 arguments = operands[len(operands) - len(callee.invars) :]  # without the index of a `cond`'s branch
-                return self._append_equations(callee, [*constants, *arguments], in_backward)
+                return self._append_equations(callee, [*constants, *arguments], is_backward)
             body = eqn.params.get("jaxpr" if kind == "scan" else "body_jaxpr") if kind in LOOPS else None
             loop = None if body is None else flatten(body, self.manual)
             branches = eqn.params["branches"] if kind == "cond" else ()
             branches = tuple(_with_late_slices(flatten(branch, self.manual)) for branch in branches)
-            return self._append(kind, eqn, operands, eqn.outvars, in_backward, loop=loop, branches=branches)
+            return self._append(kind, eqn, operands, eqn.outvars, is_backward, loop=loop, branches=branches)
 
         return evaluate(jaxpr, inputs, append)
 

@@ -100,22 +100,22 @@ def equation_flop(eqn: Any) -> int:
     return _eqn_flop(eqn, [True] * len(eqn.outvars)).total
 
 
-def jaxpr_flop(jaxpr: Any, used: Sequence[bool] | None = None) -> Flop:
-    """FLOP of the operations of a jaxpr on which the outputs marked in `used` (all by default) depend."""
+def jaxpr_flop(jaxpr: Any, is_used: Sequence[bool] | None = None) -> Flop:
+    """FLOP of the operations of a jaxpr on which the outputs marked in `is_used` (all by default) depend."""
     jaxpr = opened(jaxpr)
-    used = [True] * len(jaxpr.outvars) if used is None else used
-    live_vars = {var for var, needed in zip(jaxpr.outvars, used, strict=True) if needed and not hasattr(var, "val")}
+    is_used = [True] * len(jaxpr.outvars) if is_used is None else is_used
+    live_vars = {var for var, use in zip(jaxpr.outvars, is_used, strict=True) if use and not hasattr(var, "val")}
     total = Flop()
     for eqn in reversed(jaxpr.eqns):
-        needed = [var in live_vars for var in eqn.outvars]
-        if any(needed) or eqn.effects:
-            total += _eqn_flop(eqn, needed)
+        is_needed = [var in live_vars for var in eqn.outvars]
+        if any(is_needed) or eqn.effects:
+            total += _eqn_flop(eqn, is_needed)
             live_vars.update(var for var in eqn.invars if not hasattr(var, "val"))  # literals have a value, but no hash
     return total
 
 
-def _eqn_flop(eqn: Any, used: Sequence[bool]) -> Flop:
-    """FLOP of an equation for the outputs marked in `used`."""
+def _eqn_flop(eqn: Any, is_used: Sequence[bool]) -> Flop:
+    """FLOP of an equation for the outputs marked in `is_used`."""
     name, params = eqn.primitive.name, eqn.params
     if name in FORMULAS:
         return Flop({name: FORMULAS[name](eqn)})
@@ -133,8 +133,8 @@ def _eqn_flop(eqn: Any, used: Sequence[bool]) -> Flop:
         return jaxpr_flop(params["jaxpr"]) * shards
     callees = [value for value in params.values() if is_jaxpr(value)]
     # jit, remat, custom_vjp and similar calls run one program
-    has_same_outputs = len(callees) == 1 and len(opened(callees[0]).outvars) == len(used)
-    return sum((jaxpr_flop(jaxpr, used if has_same_outputs else None) for jaxpr in callees), Flop())
+    has_same_outputs = len(callees) == 1 and len(opened(callees[0]).outvars) == len(is_used)
+    return sum((jaxpr_flop(jaxpr, is_used if has_same_outputs else None) for jaxpr in callees), Flop())
 
 
 def _dot_flop(eqn: Any) -> int:

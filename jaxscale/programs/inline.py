@@ -49,8 +49,8 @@ class Step(NamedTuple):
         """Whether the results are the operands under another name or placement."""
         if self.primitive.startswith("custom_vjp_call"):
             eqns = getattr(_custom_callee(self.eqn), "eqns", ())
-            only_aliases = all(eqn.primitive.name in ALIASES for eqn in eqns)
-            return len(self.inputs) == len(self.outputs) == 1 and bool(eqns) and only_aliases
+            has_only_aliases = all(eqn.primitive.name in ALIASES for eqn in eqns)
+            return len(self.inputs) == len(self.outputs) == 1 and bool(eqns) and has_only_aliases
         return self.primitive in ALIASES
 
 
