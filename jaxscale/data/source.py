@@ -67,10 +67,10 @@ def _glob(path: str) -> list[str]:
     if "://" not in path:
         return glob.glob(path, recursive=True)
     scheme, _, pattern = path.partition("://")
-    parts = pattern.split("/")
-    wild_index = next(i for i, part in enumerate(parts) if any(wildcard in part for wildcard in _WILDCARDS))
-    root = locate(f"{scheme}://{'/'.join(parts[:wild_index])}")
-    return [os.fspath(name) for name in root.glob("/".join(parts[wild_index:]))]
+    path_parts = pattern.split("/")
+    wild_index = next(i for i, part in enumerate(path_parts) if any(wildcard in part for wildcard in _WILDCARDS))
+    root = locate(f"{scheme}://{'/'.join(path_parts[:wild_index])}")
+    return [os.fspath(name) for name in root.glob("/".join(path_parts[wild_index:]))]
 
 
 def _remote(path: str, action: Any) -> Any:

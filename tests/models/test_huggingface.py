@@ -295,7 +295,9 @@ def test_pretrained_offers_what_the_wrapped_model_does_and_nothing_else():
         assert (hasattr(vit, name), hasattr(gemma, name)) == (False, True)
     assert (hasattr(vit, "accuracy"), hasattr(gemma, "accuracy")) == (True, False)
     assert copy.deepcopy(gemma) == pickle.loads(pickle.dumps(gemma)) == gemma
-    with pytest.raises(UserError, match=r"z_loss: got 0\.1, and ViTForImageClassification has none; leave it out"):
+    with pytest.raises(
+        UserError, match=r"z_loss: got 0\.1, but ViTForImageClassification has no such field; leave it out"
+    ):
         Pretrained(str(GOLDEN / "vit"), z_loss=0.1)
 
 
