@@ -36,7 +36,7 @@ class Checkpoints:
     Args:
         folder: folder of the checkpoints, local or gs://, or s3:// for a single process.
         keep: number of newest checkpoints to keep.
-        best: whether to keep the one with the least held-out loss too.
+        best: whether to keep the checkpoint with the least held-out loss too.
         write: whether to remove half-written checkpoints; false for readers of a run that may still be running.
     """
 

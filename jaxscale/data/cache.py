@@ -35,7 +35,7 @@ class Tokens:
     """One split of a corpus.
 
     Args:
-        ids: [tokens] unsigned, mapped into memory.
+        ids: [tokens] unsigned integers, ids of the tokens, mapped into memory.
         learned: [tokens] bool, False for a target of weight 0; `None` if all have weight 1.
         starts: [documents + 1] int64, first token of each document; the last entry is the number of tokens.
     """

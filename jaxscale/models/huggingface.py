@@ -47,8 +47,9 @@ def read_config(folder: str | Path, **settings: Any) -> tuple[Family, Any]:
     """
     file = ConfigFile.open(Path(folder))
     architectures = file.values.get("architectures") or []
-    type_families = [family for family in FAMILIES.values() if family.model_type == file.values.get("model_type")]
-    families = [FAMILIES[key] for key in architectures if key in FAMILIES] or ([] if architectures else type_families)
+    families = [FAMILIES[key] for key in architectures if key in FAMILIES]
+    if not architectures:
+        families = [family for family in FAMILIES.values() if family.model_type == file.values.get("model_type")]
     if not families:
         architecture = str((list(architectures) or [file.values.get("model_type", "(none)")])[0])
         raise UserError(f"{file.path}: {unknown('architecture', architecture, FAMILIES)}")

@@ -89,7 +89,7 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class TensorPlace:
-    """One of their tensors of a model: a rule applied to one layer.
+    """One of their tensors in the folder of a model, by a rule and the layer that the rule is applied to.
 
     Args:
         rule: rule for the tensor and its parameters.
