@@ -81,7 +81,7 @@ def test_a_round_is_the_papers() -> None:
         way = jax.tree.map(lambda theta, *w: theta - sum(w) / N, shared, *own)
         momentum = jax.tree.map(lambda m, d: 0.9 * m + d, momentum, way)
         shared = jax.tree.map(lambda theta, d, m: theta - 0.7 * (d + 0.9 * m), shared, way, momentum)
-        by_value = value.moved(shared["w"], momentum["w"], way["w"])[1]
+        by_value = value.outer_step(shared["w"], momentum["w"], way["w"])[1]
         np.testing.assert_allclose(by_value, 0.9 * momentum["w"] + way["w"], rtol=1e-6)
         for i in range(N):
             np.testing.assert_allclose(found[last]["w"][i], shared["w"], rtol=1e-5, atol=1e-6)
@@ -129,5 +129,5 @@ def test_text_and_value() -> None:
     value = Diloco.parse("every=20, lr=0.5, momentum=0, fragments=4")
     assert value == Diloco(20, 0.5, 0.0, 4)
     assert Diloco.parse(str(value)) == value
-    with pytest.raises(UserError, match="expected their number, 2 or more"):
+    with pytest.raises(UserError, match="expected replicas=2 or more"):
         diloco(optax.sgd(0.1), codec=Int8())
