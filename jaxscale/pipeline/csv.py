@@ -33,7 +33,7 @@ _EXPECTED = (
 
 
 def _cell_contents(text: str) -> Iterator[Action | Message]:
-    """What a cell holds: nothing, one or two passes, or a message."""
+    """The contents of a cell: nothing, one or two passes, or a message."""
     text = text.strip()
     if match := _MESSAGE.fullmatch(text):
         stage, verb, kind, microbatch = match.groups()
@@ -101,11 +101,11 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
 
 
 def _as_lockstep(schedule: Schedule, column_of: Mapping[Action, int]) -> Schedule:
-    """The schedule as a lock-step one if its columns are the ticks of one, otherwise unchanged."""
+    """The schedule, made a lock-step one if its columns can be the ticks of a lock-step schedule."""
     kind_of_column: dict[int, Kind] = {}
     for action, column in column_of.items():
-        misplaced = any(column_of[source] >= column for source in schedule.inputs(action))
-        if misplaced or kind_of_column.setdefault(column, action.kind) is not action.kind:
+        is_misplaced = any(column_of[source] >= column for source in schedule.inputs(action))
+        if is_misplaced or kind_of_column.setdefault(column, action.kind) is not action.kind:
             return schedule
     cycle = tuple(dict.fromkeys(kind_of_column[column] for column in sorted(kind_of_column)))
     lockstep = dataclasses.replace(schedule, cycle=cycle)

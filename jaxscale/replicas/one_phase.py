@@ -48,8 +48,8 @@ class OnePhase(Codec):
     def exchange(self, message: Any, elements: int, axis: str) -> Float[Array, "elements"]:
         """Send a message to all devices, and return the mean of all devices' decoded messages.
 
-        The decoded messages are added one after another: in one scatter, the order of addition would differ between GPUs, and
-        replicas would diverge.
+        The decoded messages are added one after another: in one scatter, the order of addition would differ between
+        GPUs, and replicas would diverge.
         """
         messages = jax.tree.map(lambda array: all_gather_alike(array[None], axis), message)
         first_message = jax.tree.map(lambda array: array[0], messages)
