@@ -268,7 +268,7 @@ class GradientExchange:
         return tuple(key for key, state in self._state_shapes[name].items() if state.shape == grown_shapes[key].shape)
 
     def merge(self, states: CodecStates) -> CodecStates:
-        """Merge the states of all replicas into one with their mean residual; any number of replicas can resume from it."""
+        """Merge the states of all replicas into one with their mean residual, for any number of replicas to resume."""
 
         def run_on_device(states: CodecStates) -> CodecStates:
             merged: CodecStates = {}
