@@ -143,8 +143,10 @@ def check_updates(schedule: "Schedule") -> None:
         if kind is Kind.U:
             expected = version * group + group - 1
             if microbatch != expected or backward_counts[stage] != expected + 1:
-                reason = f"{action} stands where {backwards[stage]} microbatches are done, expected {stage}U{expected}"
-                raise Fault(name, f"{reason} after the backward of microbatch {expected}", rank, cell)
+                reason = f"{action} stands where {backward_counts[stage]} microbatches are done, expected"
+                raise Fault(
+                    name, f"{reason} {stage}U{expected} after the backward of microbatch {expected}", rank, cell
+                )
             newest_versions[stage] += 1
         elif kind is Kind.F and versions.lag is not None:
             needed = max(0, microbatch // group - versions.lag)
@@ -168,9 +170,8 @@ def check_progress(schedule: "Schedule") -> None:
     """
     orders = schedule.orders
     done_actions: set[Action] = set()
-    next_cells = [0] * len(orders)
+    next_cells, ready_ranks = [0] * len(orders), list(range(len(orders)))
     waiting_ranks: dict[Action, list[int]] = {}
-    ready_ranks = list(range(len(orders)))
     while ready_ranks:
         rank = ready_ranks.pop()
         order = orders[rank]

@@ -274,12 +274,12 @@ def test_what_is_refused() -> None:
     with pytest.raises(UserError, match="4 stages, but the model has 3 blocks"):
         partition(model, METHODS["1f1b"].schedule(4, 8))
     two = METHODS["1f1b"].schedule(2, 4)
-    with pytest.raises(UserError, match="got 3 devices for the 2 ranks of .*, expected as many"):
+    with pytest.raises(UserError, match="got 3 devices, expected 2, one per rank of 1f1b"):
         partition(model, two, [PipelineDevice()] * 3)
     with pytest.raises(UserError, match=r"kind of device 'nwe'.*did you mean 'new'"):
         partition({"new": model}, two, [PipelineDevice(kind="nwe"), PipelineDevice(kind="new")])
     unlike = {"a": model, "b": ModelPrices((ALIKE,) * 2)}
-    with pytest.raises(UserError, match="2 blocks on 'b', of 3 on 'a'"):
+    with pytest.raises(UserError, match="2 blocks on 'b', but 3 on 'a'"):
         partition(unlike, two, [PipelineDevice(kind="a"), PipelineDevice(kind="b")])
     with pytest.raises(UserError, match="chimera runs every stage on several devices"):
         partition(

@@ -124,8 +124,7 @@ def choose(
     refusals: list[PipelineCandidate] = []
     feasible: list[PipelineCandidate] = []
     nearest: TooLarge | None = None
-    skipped = 0
-    best_seconds = float("inf")
+    skipped, best_seconds = 0, float("inf")
     for candidate in _candidates(names or synchronous, ranks, microbatches, chunks, stashes):
         model = prices(candidate.microbatches)
         try:

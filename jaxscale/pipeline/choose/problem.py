@@ -43,7 +43,7 @@ class Problem:
         self.devices = tuple(devices) if devices is not None else (PipelineDevice(),) * schedule.ranks
         if len(self.devices) != schedule.ranks:
             raise UserError(
-                f"got {len(self.devices)} devices for the {schedule.ranks} ranks of {schedule.name}, expected as many"
+                f"got {len(self.devices)} devices, expected {schedule.ranks}, one per rank of {schedule.name}"
             )
         kinds = sorted({device.kind for device in self.devices})
         models = dict.fromkeys(kinds, model) if isinstance(model, ModelPrices) else dict(model)

@@ -266,12 +266,12 @@ class _RouteSearch:
                 proposals.append((rank, word))
                 proposed_numbers[index, rank] = self._row(passes)
             seconds = self.clock.seconds(proposed_numbers)
-            tie_breaks = [self.rng.random() * 1e-9 * best for _ in range(_BATCH)]
-            lowest_index = int((seconds + np.array(tie_breaks)).argmin())
-            if seconds[lowest_index] <= current - heat * math.log(1 - self.rng.random()):
-                rank, word = proposals[lowest_index]
+            # the fastest proposal, ties broken at random
+            choice = int((seconds + np.array([self.rng.random() * 1e-9 * best for _ in range(_BATCH)])).argmin())
+            if seconds[choice] <= current - heat * math.log(1 - self.rng.random()):
+                rank, word = proposals[choice]
                 words = [*words[:rank], word, *words[rank + 1 :]]
-                numbers, current = proposed_numbers[lowest_index], float(seconds[lowest_index])
+                numbers, current = proposed_numbers[choice], float(seconds[choice])
                 if current < best:
                     best, best_words = current, words
         return best, best_words

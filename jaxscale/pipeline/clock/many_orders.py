@@ -85,8 +85,7 @@ class BatchClock:
         event_ticks[first_event[:, 0]] = -1
         left, right = np.roll(np.arange(self.ranks), 1), np.roll(np.arange(self.ranks), -1)
         left_links = self.links[left]
-        times = np.zeros((batch_size, self.ranks))
-        tick = 0
+        times, tick = np.zeros((batch_size, self.ranks)), 0
         while True:
             passes = flat_orders[position]
             is_ready = event_ticks[first_event + self._input_events[passes]] < tick

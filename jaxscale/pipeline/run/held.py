@@ -54,8 +54,11 @@ def held(tables: Tables, stage: StageFunction, weights: Any, shared: Any, batch:
         ((ShapeDtypeStruct(shape=(4, 2, 8), dtype=float32),), 832)
     """
 
-    # the pools and sums at the start of the schedule
-    state = jax.eval_shape(lambda *args: Actions(tables, stage, *args, x, ()).start(), weights, shared, batch, key)
+    def start(weights: Any, shared: Any, batch: Any, key: Any) -> Any:
+        """The pools and sums at the start of the schedule."""
+        return Actions(tables, stage, weights, shared, batch, key, x, ()).start()
+
+    state = jax.eval_shape(start, weights, shared, batch, key)
     return Held(
         messages=jax.eval_shape(lambda: empty(x, tables.messages + 1)),
         links=[x for way in MESSAGES if tables.meets(way)],
