@@ -135,18 +135,16 @@ def check_updates(schedule: "Schedule") -> None:
     group = versions.group
     if schedule.microbatches % group:
         raise Fault(name, f"got {schedule.microbatches} microbatches, expected a multiple of the {group} per update")
-    backward_counts: dict[int, int] = dict.fromkeys(range(schedule.stages), 0)
-    newest_versions = dict(backward_counts)
+    done_count: dict[int, int] = dict.fromkeys(range(schedule.stages), 0)
+    newest_versions = dict(done_count)
     for rank, cell, action in _cells(schedule):
         kind, stage, microbatch = action
         version = newest_versions[stage]
         if kind is Kind.U:
             expected = version * group + group - 1
-            if microbatch != expected or backward_counts[stage] != expected + 1:
-                reason = f"{action} stands where {backward_counts[stage]} microbatches are done, expected"
-                raise Fault(
-                    name, f"{reason} {stage}U{expected} after the backward of microbatch {expected}", rank, cell
-                )
+            if microbatch != expected or done_count[stage] != expected + 1:
+                reason = f"{action} stands where {done_count[stage]} microbatches are done, expected {stage}U{expected}"
+                raise Fault(name, f"{reason} after the backward of microbatch {expected}", rank, cell)
             newest_versions[stage] += 1
         elif kind is Kind.F and versions.lag is not None:
             needed = max(0, microbatch // group - versions.lag)
@@ -155,7 +153,7 @@ def check_updates(schedule: "Schedule") -> None:
         elif kind in (Kind.B, Kind.W):
             if microbatch // group != version:
                 raise Fault(name, f"{action} belongs to update {microbatch // group}, expected {version}", rank, cell)
-            backward_counts[stage] += 1
+            done_count[stage] += 1
     for stage, update_count in newest_versions.items():
         if update_count != schedule.microbatches // group:
             missing = Action(Kind.U, stage, (update_count + 1) * group - 1)

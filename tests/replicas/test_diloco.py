@@ -103,7 +103,7 @@ def test_parts_meet_by_turns_and_are_about_as_large() -> None:
     parts = fragments_of(sizes, 2)
     assert sorted(name for part in parts for name in part) == sorted(sizes)
     assert [sum(sizes[n] for n in part) for part in parts] == [115, 111]
-    with pytest.raises(UserError, match="the model has 6 tensors"):
+    with pytest.raises(UserError, match="got 7, expected at most 6, the model's number of tensors"):
         fragments_of(sizes, 7)
 
 
