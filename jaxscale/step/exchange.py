@@ -203,7 +203,7 @@ class CodecResiduals:
     def saved(self, state: TrainState) -> TrainState:
         """As of `StateExtra`: the states of every replica, and the states of a single replica in place of all."""
         states = state.extra[self.name]
-        return _with(state, self.name, {ALL: states, ONE: self.stage.merged(states)})
+        return _with(state, self.name, {ALL: states, ONE: self.stage.merge(states)})
 
     def saved_abstract(self, abstract: TrainState) -> TrainState:
         """As of `StateExtra`."""

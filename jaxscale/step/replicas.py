@@ -243,7 +243,7 @@ class Replicas:
             new_arrays = {}
             for name in names:
                 theta = self._constrained(thetas[name], self.leaves[name].spec)
-                weight, momentum = self.diloco.moved(theta, momenta.get(name), means[name])
+                weight, momentum = self.diloco.outer_step(theta, momenta.get(name), means[name])
                 weight = jnp.where(good, weight, theta)
                 if momentum is not None:
                     momentum = jnp.where(good, momentum, momenta[name])

@@ -38,7 +38,7 @@ class Whole(Codec):
     name = "whole"
 
     def _reduce(self, gradient: Any, state: Any, axis: str, key: Any) -> Any:
-        return jax.lax.pmean(self.owed(gradient, state), axis), {"residual": jnp.zeros_like(gradient)}
+        return jax.lax.pmean(self.add_residual(gradient, state), axis), {"residual": jnp.zeros_like(gradient)}
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
         return 2 * (n - 1) * 4 * int(np.prod(shape)) // n - 1
