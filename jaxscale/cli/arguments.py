@@ -90,7 +90,7 @@ def read(argv: Sequence[str]) -> Arguments:
                 raise UserError(f"--{flag} is given twice: give it once")
             if not is_field and flags[path] is bool:
                 if equals:
-                    raise UserError(f"--{flag} takes no value: give it, or leave it out")
+                    raise UserError(f"--{flag} takes no value: write the flag alone, or leave it out")
                 flag_values[path] = True
                 continue
             if not equals:

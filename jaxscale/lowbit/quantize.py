@@ -229,8 +229,8 @@ def check_block(shape: tuple[int, ...], block: int) -> None:
         raise UserError(f"an array of shape {shape} can't be quantized: expected two dims or more")
     if block < 1 or shape[-2] % block:
         raise UserError(
-            f"blocks of {block} do not divide the {shape[-2]} rows of shape {shape}: expected a divisor, such as "
-            f"{block_of(shape[-2], max(block, 1))}"
+            f"the {shape[-2]} rows of shape {shape} cannot be split evenly into blocks of {block}: expected a divisor, "
+            f"such as {block_of(shape[-2], max(block, 1))}"
         )
 
 

@@ -248,7 +248,7 @@ def test_mistakes_are_named():
         decide(MemoryPlan.parse("save:1KiB"), calls)
     with pytest.raises(UserError, match="below the least possible"):
         decide(MemoryPlan.parse("greedy:1KiB"), calls)
-    with pytest.raises(UserError, match="segments of 9 blocks, and the model has 8"):
+    with pytest.raises(UserError, match="got segments of 9 blocks, expected at most the model's 8"):
         decide(MemoryPlan.parse("periodic:9"), calls)
     with pytest.raises(UserError, match="no file"):
         decide(MemoryPlan.parse("file:absent.json"), calls)

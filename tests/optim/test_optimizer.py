@@ -98,9 +98,9 @@ def test_weight_decay_takes_its_share_of_the_learning_rate_off_and_no_more(name)
         ({"clip": -1.0}, "expected a number above 0"),
         (
             {"name": "lars", "b1": 0.9},
-            "optimizer.b1: got 0.9, and lars has no such option: leave it out; lars takes momentum",
+            "optimizer.b1: got 0.9, but lars has no such option: leave it out; lars takes momentum",
         ),
-        ({"momentum": 0.9}, "optimizer.momentum: got 0.9, and adamw has no such option"),
+        ({"momentum": 0.9}, "optimizer.momentum: got 0.9, but adamw has no such option"),
         ({"name": "muno"}, "did you mean 'muon'"),
         ({"name": "schedule_free", "schedule": "cosine"}, "schedule_free takes constant"),
         ({"name": "muon", "scale": "kellar"}, "did you mean 'keller'"),
