@@ -68,7 +68,7 @@ def _tyro_class(cls: type[Command], experiment: Any) -> type[Any]:
 
 
 def _fields(record: Any) -> list[Any]:
-    """Fields for `make_dataclass`: one of text for each plain field of a record, a nested dataclass for each record in it."""
+    """Fields for `make_dataclass`: text for each plain field of a record, a nested dataclass for each record in it."""
     descriptions, fields = field_help(type(record)), []
     for name, hint in values.field_types(type(record)).items():
         value, description = getattr(record, name), descriptions.get(name, "")

@@ -279,28 +279,25 @@ def _choose_maps(
 ) -> list[tuple[str, int] | None]:
     """(map name, block) of each leaf of a state; `None` for a leaf that stays float32."""
     signed_map, unsigned_map, max_block = _MAPS[states]
-    max_block = policy.block or max_block
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     shardings: list[Any] = [None] * len(leaves) if local is None else treedef.flatten_up_to(local)
     stacked: list[Any] = [False] * len(leaves) if layers is None else treedef.flatten_up_to(layers)
     map_by_field = dict.fromkeys(policy.unsigned, unsigned_map) | dict.fromkeys(policy.signed, signed_map)
     # shape, sharding and whether the first dim is layers, by the path of the parameter
-    facts_by_path = {
-        path: (leaf.shape, *facts) for (path, leaf), *facts in zip(leaves, shardings, stacked, strict=True)
-    }
+    leaf_facts = {path: (leaf.shape, *facts) for (path, leaf), *facts in zip(leaves, shardings, stacked, strict=True)}
 
     def choose_map(path: tuple[Any, ...], leaf: Any) -> tuple[str, int] | None:
-        owner = owner_of(path, facts_by_path)
+        owner = owner_of(path, leaf_facts)
         if owner is None or owner == path or not jnp.issubdtype(leaf.dtype, jnp.floating):
             return None
-        shape, sharding, is_stacked = facts_by_path[owner]
+        shape, sharding, is_stacked = leaf_facts[owner]
         field = path_name(path[: len(path) - len(owner)][-1:])
         map_name = map_by_field.get(field)
         if map_name is None or leaf.shape != shape or re.search(policy.skip, path_name(owner)):
             return None
         if len(shape) - is_stacked < 2 or math.prod(shape) < policy.least:
             return None
-        return map_name, block_of(_local_shape(shape, sharding)[-2], max_block)
+        return map_name, block_of(_local_shape(shape, sharding)[-2], policy.block or max_block)
 
     state_leaves, _ = jax.tree_util.tree_flatten_with_path(shapes)
     return [choose_map(path, leaf) for path, leaf in state_leaves]

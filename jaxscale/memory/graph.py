@@ -173,10 +173,8 @@ class _Program:
             for index in equation.outputs:
                 value = graph.values[index]
                 source = graph.values[equation.inputs[0]] if len(equation.inputs) == 1 else None
-                is_redundant = (
-                    is_free and source is not None and source.mark is not None and source.bytes <= value.bytes
-                )
-                if value.mark is not None and not is_redundant:
+                is_implied = is_free and source is not None and source.mark is not None and source.bytes <= value.bytes
+                if value.mark is not None and not is_implied:
                     candidate_indices.append(index)
         return candidate_indices
 
