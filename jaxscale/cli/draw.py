@@ -146,10 +146,8 @@ class Draw:
         plan, measurement, steps = measured_run(run_dir)
         label = f"mean of {steps} steps" if steps > 1 else "one step"
         simulation = simulate(measurement.schedule, measurement.costs, self.machine)
-        return [
-            (f"{plan.pipeline} measured, {label}", measurement),
-            (f"{plan.pipeline} simulated with its means", simulation),
-        ]
+        name = str(plan.pipeline)
+        return [(f"{name} measured, {label}", measurement), (f"{name} simulated with its means", simulation)]
 
     def _simulated(self, fields: Mapping[str, str]) -> "list[tuple[str, Simulation]]":
         """Name and simulation of each schedule."""

@@ -256,11 +256,10 @@ def in_slices(
         reads = [(read_leaves[i], cuts[i].dim) for i in param_indices] if read_leaves else []
         writes = [(leaves[i], cuts[i].dim) for i in param_indices]
         writes += [(state_leaves[i], cuts[owners[i]].dim) for i in state_indices]
-        old_shared_leaves = [to_device(state_leaves[i]) for i in shared_indices]
-        arrays, shared_leaves = sweep(step_slices, pieces, reads, writes, old_shared_leaves)
+        arrays, carry = sweep(step_slices, pieces, reads, writes, [to_device(state_leaves[i]) for i in shared_indices])
         for i, array in zip(param_indices, arrays[: len(param_indices)], strict=True):
             new_leaves[i] = array
-        for i, array in zip(state_indices + shared_indices, arrays[len(param_indices) :] + shared_leaves, strict=True):
+        for i, array in zip(state_indices + shared_indices, arrays[len(param_indices) :] + carry, strict=True):
             new_state_leaves[i] = array
     return treedef.unflatten(new_leaves), state_def.unflatten(new_state_leaves)
 
