@@ -270,7 +270,7 @@ def grouping(layers: tuple[int, ...]) -> contextlib.AbstractContextManager[None]
     """While a model is built inside, a stack of `sum(layers)` blocks keeps its parameters as a stack for each group.
 
     Layers with different treatments need separate stacks: to slice a stack inside the step takes a copy of it. The
-    values of the parameters, and the form of a train state that checkpoints store, are those of one stack.
+    values of the parameters, and the layout of a train state in a checkpoint, are those of one stack.
 
     Args:
         layers: number of layers in each group; `()` builds one stack.
@@ -315,12 +315,12 @@ _cut: contextvars.ContextVar[Cut | None] = contextvars.ContextVar("cut", default
 
 
 def cutting(cut: Cut) -> contextlib.AbstractContextManager[None]:
-    """While tracing inside, the model's stack is cut in this way."""
+    """While tracing inside, the model's stack is the pipeline stage that `cut` describes."""
     return scoped(_cut, cut)
 
 
 def cut() -> Cut | None:
-    """The cut of the model's stack; `None` if it is whole."""
+    """The pipeline stage that the model's stack is now; `None` if the stack is whole."""
     return _cut.get()
 
 

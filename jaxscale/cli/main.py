@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(request: arguments.Arguments) -> int:
     """Show the help, or run the subcommand; returns the exit code."""
-    if request.help:
+    if request.shows_help:
         _show_help(request)
         return 0
     assert request.command is not None

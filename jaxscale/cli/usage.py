@@ -29,7 +29,7 @@ def show_all() -> None:
 
 
 def show(name: str, experiment: Any = None, variants: dict[str, str] | None = None) -> None:
-    """Print the help of a subcommand; with an experiment, its fields too."""
+    """Print the help of a subcommand, and with an experiment the help of the experiment's fields too."""
     typed_class = _tyro_class(COMMANDS[name], experiment)
     if variants:
         width = max(map(len, variants))

@@ -80,7 +80,7 @@ def default_objective(chip: Chip | None) -> SaveSetObjective:
 
 
 def block_options(graph: BlockGraph, objective: SaveSetObjective, points: int = POINTS) -> tuple[SaveSet, ...]:
-    """Ways to keep a block, by falling bytes: from everything to nothing."""
+    """Ways to keep a block, by falling bytes from everything to nothing; `points` save sets are solved for."""
     everything = save_set(graph, (EVERYTHING,))
     curve = hull(menu(graph, points, objective=objective), objective)
     return (everything, *(save for save in reversed(curve) if save.bytes < everything.bytes))

@@ -136,7 +136,7 @@ class _Program:
     def __init__(self, graph: BlockGraph, objective: SaveSetObjective, host: Host | None) -> None:
         if objective == "flop" and host is not None:
             raise UserError(
-                "the objective 'flop' does not support a host, because copies to it cost seconds; ask for seconds"
+                "the objective 'flop' does not support a host, because copies to it cost seconds: use 'seconds'"
             )
         check_request(graph, 0, objective)
         self.graph, self.host = graph, host

@@ -66,9 +66,9 @@ def cut(
     for dim, (global_size, local_size) in enumerate(zip(shape, local_shape, strict=True)):
         if global_size != local_size:
             continue
-        count = global_size if units is None else global_size // units[dim]
-        divisors = [n for n in range(1, count + 1) if count % n == 0]
-        pieces = next((n for n in divisors if local_bytes <= n * slice_bytes), count)
+        unit_count = global_size if units is None else global_size // units[dim]
+        divisors = [n for n in range(1, unit_count + 1) if unit_count % n == 0]
+        pieces = next((n for n in divisors if local_bytes <= n * slice_bytes), unit_count)
         if local_bytes <= pieces * slice_bytes:
             return SliceCut(dim, pieces)
         best_cut = SliceCut(dim, pieces) if pieces > best_cut.pieces else best_cut

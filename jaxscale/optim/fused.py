@@ -98,7 +98,7 @@ def fused(
             return advance_by_rule(gradients, state, params, norm, good)
 
         def rule_part(entries: list[Any]) -> Any:
-            """Tree of the entries that the rule updates; the kernel's are masked."""
+            """Tree of the entries that the rule updates; entries that the kernel updates are masked."""
             pairs = zip(entries, uses_kernel, strict=True)
             return treedef.unflatten([optax.MaskedNode() if by_kernel else entry for entry, by_kernel in pairs])
 
