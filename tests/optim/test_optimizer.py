@@ -102,7 +102,7 @@ def test_weight_decay_takes_its_share_of_the_learning_rate_off_and_no_more(name)
         ),
         ({"momentum": 0.9}, "optimizer.momentum: got 0.9, but adamw has no such option"),
         ({"name": "muno"}, "did you mean 'muon'"),
-        ({"name": "schedule_free", "schedule": "cosine"}, "schedule_free takes constant"),
+        ({"name": "schedule_free", "schedule": "cosine"}, "schedule_free takes only constant"),
         ({"name": "muon", "scale": "kellar"}, "did you mean 'keller'"),
         ({"name": "galore", "rank": 0}, "expected a number above 0"),
     ],
