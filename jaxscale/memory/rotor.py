@@ -118,8 +118,8 @@ def _infeasible(problem: "_Problem", budget: int, least_bytes: int) -> UserError
     stage_bytes = [need + input_bytes for need, input_bytes in zip(needed_bytes, problem.x, strict=False)]
     index = max(range(problem.count), key=stage_bytes.__getitem__)
     return UserError(
-        f"a budget of {bytes_text(budget)} ({problem.bound}) is too small for {problem.count} stages: the least possible is "
-        f"{bytes_at_least(least_bytes)}, of which stage {index} alone takes {bytes_at_least(stage_bytes[index])}; "
+        f"a budget of {bytes_text(budget)} ({problem.bound}) is too low for {problem.count} stages: the least possible "
+        f"is {bytes_at_least(least_bytes)}, of which stage {index} alone takes {bytes_at_least(stage_bytes[index])}; "
         "more microbatches, a smaller batch, or splitting that stage in two would lower it"
     )
 

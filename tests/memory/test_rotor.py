@@ -138,7 +138,7 @@ def test_what_is_kept_counted_by_hand():
     # the last two keep 9 and 1 + 9 at once; before that the inputs of the first and the third
     assert simulate(periodic(4, 2), alike, 1).kept_bytes == 1 + 1 + 9 + 1 + 9
     with pytest.raises(
-        UserError, match="a budget of 10B \\(kept\\) is too small for 4 stages: the least possible is 11B"
+        UserError, match="a budget of 10B \\(kept\\) is too low for 4 stages: the least possible is 11B"
     ):
         rotor(alike, 1, 10, bound="kept")
 
