@@ -240,7 +240,7 @@ def test_groups_become_a_treatment_of_groups():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(UserError, match="marks no blocks"):
+    with pytest.raises(UserError, match="no blocks were found in this model"):
         decide(MemoryPlan.parse("save:1MiB"), ())
     loss, params, x = scanned()
     calls = collect(loss, params, x)
