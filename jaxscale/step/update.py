@@ -152,7 +152,7 @@ def _fused(
 
     mask = jax.tree.map(lambda leaf: leaf.decays, leaves) if optimizer.decay == "matrices" else None
     adamw = AdamW(optimizer.schedule_fn(steps), **optimizer.options(), mask=mask)
-    return fused(rule, adamw, platform=platform, places=places, clip=optimizer.clip)
+    return fused(rule, adamw, platform=platform, state_shardings=places, clip=optimizer.clip)
 
 
 def describe_state(plan: Plan, state: PyTree, parameters: int) -> list[str]:
