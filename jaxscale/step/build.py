@@ -121,18 +121,18 @@ class Assembly:
         mixing = first_mixing(update.plain, self.pure_model.params) if updates_slices else None
         state_leaves = jax.tree.leaves(self.layout.abstract.optimizer)
         owners = self.layout.owners(update.whole)
-        reshaped = mixing is not None and any(
+        has_reshaped_state = mixing is not None and any(
             leaf.ndim and not owner for leaf, owner in zip(state_leaves, owners, strict=True)
         )
-        by_layer = update.layers is not None and not reshaped
+        mixes_by_layer = update.layers is not None and not has_reshaped_state
         facts = Facts(
             plan,
             self.resolved.experiment,
             state=tuple(named_leaves(self.pure_model.rest)),
-            unlike=stages is not None and stages.chain is not None,
-            copied=stages is not None and bool(stages.copies),
-            mixing=None if by_layer else mixing,
-            reshaped=reshaped,
+            has_unlike_blocks=stages is not None and stages.chain is not None,
+            has_copies=stages is not None and bool(stages.copies),
+            mixing=None if mixes_by_layer else mixing,
+            has_reshaped_state=has_reshaped_state,
         )
         check(facts)
 
