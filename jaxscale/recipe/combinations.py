@@ -68,29 +68,29 @@ RULES: tuple[Rule, ...] = (
     # what needs an axis of the mesh, or a pipeline
     Rule(
         asked.unless(asked.zero, asked.not_alone),
-        "it shards over the fsdp axis, and mesh {plan.mesh} has none; take fsdp:N, leave mesh out to take all devices, "
+        "it shards over the fsdp axis, but mesh {plan.mesh} has none; take fsdp:N, leave mesh out to take all devices, "
         "or zero 0",
     ),
     Rule(
-        asked.unless(asked.zero, asked.fsdp), "it shards over the fsdp axis, and mesh {plan.mesh} has none; add fsdp:N"
+        asked.unless(asked.zero, asked.fsdp), "it shards over the fsdp axis, but mesh {plan.mesh} has none; add fsdp:N"
     ),
     Rule(
         asked.unless(asked.field("sequence_parallel", True), asked.has("tensor")),
-        "it shards over the tensor axis, and mesh {plan.mesh} has none; add tensor:N",
+        "it shards over the tensor axis, but mesh {plan.mesh} has none; add tensor:N",
     ),
     Rule(
         asked.unless(asked.codec, asked.has("replica")),
-        "a codec reduces over the replica axis, and mesh {plan.mesh} has none; name the slow axis replica:N, or leave "
+        "a codec reduces over the replica axis, but mesh {plan.mesh} has none; name the slow axis replica:N, or leave "
         "reduce out",
     ),
     Rule(
         asked.unless(asked.diloco, asked.has("replica")),
-        "replicas train alone and meet over the replica axis, and mesh {plan.mesh} has none; name the slow axis "
+        "replicas train alone and meet over the replica axis, but mesh {plan.mesh} has none; name the slow axis "
         "replica:N, or leave diloco out",
     ),
     Rule(
         asked.unless(asked.one_bit, asked.has("replica")),
-        "its momenta cross the replica axis, and mesh {plan.mesh} has none; name the slow axis replica:N, or take "
+        "its momenta cross the replica axis, but mesh {plan.mesh} has none; name the slow axis replica:N, or take "
         "{plain}",
     ),
     Rule(

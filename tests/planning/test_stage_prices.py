@@ -101,5 +101,5 @@ def test_refusals():
     with pytest.raises(UserError, match="batch 32 does not divide into 5 microbatches"):
         model_prices(experiment(), V5P, 2, 5)
     many = PipelinePlan.parse("1f1b:8x4")
-    with pytest.raises(UserError, match="8 stages, and the model has 4 layers"):
+    with pytest.raises(UserError, match="8 stages, but the model has 4 layers"):
         stage_costs(experiment(), V5P, many, many.schedule())

@@ -41,7 +41,7 @@ EXAMPLES = (
     ("mesh=data:2", {"experiment": ONE_BIT}, "or take adamw"),
     ("mesh=pipe:2", {}, "add a pipeline"),
     ("reduce=bfloat16", {}, "add precision bfloat16"),
-    ("master=split", {}, "and precision is float32"),
+    ("master=split", {}, "but precision is float32"),
     ("master=split precision=bfloat16 reduce=float32", {}, "leave reduce out"),
     ("gradients=host", {}, "add offload.weights host"),
     ("gradients=host weights=host microbatches=2", {}, "microbatches 1"),
