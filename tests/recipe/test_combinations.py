@@ -71,7 +71,7 @@ EXAMPLES = (
     ("pipeline=1f1b:2x4 anneal=3", {}, "take pipemare:P"),
     ("pipeline=1f1b:2x4 correction=0.1", {}, "take pipemare:P"),
     ("pipeline=1f1b:2x4 synchronous_steps=3", {}, "take pipemare:P"),
-    ("pipeline=2bw:2x4 correction=0.1", {}, "read the weights of their forwards"),
+    ("pipeline=2bw:2x4 correction=0.1", {}, "read the same weights as their forward passes"),
     ("pipeline=2bw:2x4 lowering=phased", {}, "its ticks mix forward and backward passes"),
     ("pipeline=chimera:2x4 weights=host", {"has_copies": True}, "take another pipeline"),
     ("pipeline=2bw:2x4 precision=bfloat16 master=split", {}, "take state.master float32"),

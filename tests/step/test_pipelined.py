@@ -142,7 +142,7 @@ def test_a_step_trains(changes: dict[str, str], reference: Any) -> None:
     ("changes", "message"),
     [
         ({"pipeline": "1f1b:8x8"}, "8 stages, but the model has 4 layers"),
-        ({"pipeline": "1f1b:2x3"}, "batch 8 does not divide into 3 microbatches"),
+        ({"pipeline": "1f1b:2x3"}, "batch 8 cannot be split evenly into 3 microbatches"),
         ({"pipeline": "1f1b:2x4", "mesh": "pipe:4"}, "takes 2 devices along pipe, but mesh pipe:4 has 4"),
         ({"pipeline": "1f1b:2x4", "microbatches": "2"}, "leave microbatches out"),
         ({"mesh": "pipe:2"}, "nothing specifies what the devices along pipe do"),
@@ -171,7 +171,7 @@ def test_a_schedule_for_another_number_of_devices_is_refused(tmp_path: Path) -> 
     ):
         with pytest.raises(UserError, match=message):
             build(EXPERIMENT, override(Plan(), grouped({"pipeline": f"file:{file}", **changes})))
-    with pytest.raises(UserError, match="takes 4 devices, and there are 3"):
+    with pytest.raises(UserError, match="takes 4 devices, but there are 3"):
         build(EXPERIMENT, override(Plan(), {"pipeline": f"file:{file}"}), devices=jax.devices()[:3])
 
 

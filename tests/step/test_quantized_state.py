@@ -214,7 +214,7 @@ def test_a_planted_fault_in_the_bits_of_a_state_is_found():
     wide = {"mu": dataclasses.replace(good["mu"], codes=jax.ShapeDtypeStruct((256, 4), jnp.float32))}
     for asked, state, says in (
         (plan, {"mu": jnp.zeros((256, 4))}, "state int8: the compiled step keeps no moment in 8 bits"),
-        (plan, wide, "in 4.02 bytes a number, and 1.02 was asked for"),
+        (plan, wide, "in 4.02 bytes a number, but the plan requires 1.02"),
         (four, good, "in 1.02 bytes a number, and 0.52"),
     ):
         with pytest.raises(NoEffect, match=says):
