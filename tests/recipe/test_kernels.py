@@ -200,7 +200,7 @@ def test_what_is_named_must_be_taken():
     check_taken(plan, (Taken("cross_entropy", "cpu", "chunked"),))
     with pytest.raises(UserError, match="cross_entropy=chunked: no part of this step uses cross_entropy; leave it"):
         check_taken(plan, ())
-    with pytest.raises(UserError, match=r"takes cross_entropy reference; pass context.loss and context.loss_chunk"):
+    with pytest.raises(UserError, match=r"uses cross_entropy reference; pass context.loss and context.loss_chunk"):
         check_taken(plan, (Taken("cross_entropy", "cpu", "reference", "no chunk"),))
     largest = Plan(kernels=Kernels.parse("top_k=gpu"))
     with pytest.raises(

@@ -215,7 +215,7 @@ def test_a_planted_fault_in_the_bits_of_a_state_is_found():
     for asked, state, says in (
         (plan, {"mu": jnp.zeros((256, 4))}, "state int8: the compiled step keeps no moment in 8 bits"),
         (plan, wide, "in 4.02 bytes a number, but the plan requires 1.02"),
-        (four, good, "in 1.02 bytes a number, and 0.52"),
+        (four, good, "in 1.02 bytes a number, but the plan requires 0.52"),
     ):
         with pytest.raises(NoEffect, match=says):
             check_state_bits(asked, state)

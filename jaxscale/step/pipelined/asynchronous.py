@@ -185,7 +185,7 @@ class AsyncPipeline:
     def _update(
         self, parameters: Parameters, gradients: Parameters, carry: Carry, at: UpdateAt
     ) -> tuple[Parameters, Carry]:
-        """Sum one stage's gradients over the data axes, check, clip and apply them; return the new parameters and state."""
+        """Sum one stage's gradients over the data axes, check, clip and apply them; return the new values."""
         del at
         unsummed = {PIPE_AXIS} if self.codec is None else {PIPE_AXIS, REPLICA_AXIS}
         axes = [axis for axis in MANUAL if axis not in unsummed]  # a codec sums the gradients of replicas

@@ -58,8 +58,8 @@ def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...
     if read_before & read_behind:
         raise UserError(
             f"{pipeline_text}: {', '.join(sorted(read_before & read_behind))} is read both before and "
-            "behind the blocks (tied weights), and the first and the last stage would each update a copy of their own; untie the weights (tied=False), "
-            "or take a synchronous pipeline"
+            "behind the blocks (tied weights), and the first and the last stage would each update a copy of their own; "
+            "untie the weights (tied=False), or take a synchronous pipeline"
         )
     ranks = stages.schedule.ranks
     home_of_name = {name: ranks - 1 if name in read_behind else 0 for name in shared}
@@ -87,8 +87,8 @@ def weight_program(planned: PlannedModel, batch: Batch) -> Callable[[Batch], Flo
     of_model = len(is_read) - len(batch)
     if any(is_read[:of_model]):
         raise UserError(
-            f"pipeline {planned.plan.pipeline}: the weight of this model's loss depends on its parameters, but the first "
-            "update of a batch needs the weight before the last forward pass; take a synchronous pipeline"
+            f"pipeline {planned.plan.pipeline}: the weight of this model's loss depends on its parameters, but the "
+            "first update of a batch needs the weight before the last forward pass; take a synchronous pipeline"
         )
 
     def run(batch: Batch) -> Float[Array, ""]:
