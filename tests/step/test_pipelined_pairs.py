@@ -58,7 +58,7 @@ OTHERS = {
         {"stash": "input", "mesh": "fsdp:2", "zero": "2"},
         "",
     ),
-    "a `Chain` with `stash` residuals": (Unlike(), {}, "the residuals of each stage have other shapes"),
+    "a `Chain` with `stash` residuals": (Unlike(), {}, "residuals have other shapes in each stage"),
     "a `Chain` with `mesh` tensor, sequence": (
         Unlike(),
         {"stash": "input", "mesh": "tensor:2"},
