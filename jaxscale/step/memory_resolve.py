@@ -94,9 +94,8 @@ def _decided(objective: Objective, devices: Sequence[Device]) -> Decision:
     # pass, only one stage at a time keeps anything
     keeping_stages = stages if objective.planned.plan.stages_keep == "residuals" else 1
     of_stage = decide(dataclasses.replace(plan, budget=plan.budget // keeping_stages), calls, chip)
-    device_bytes, host_bytes = keeping_stages * of_stage.bytes, keeping_stages * of_stage.host_bytes
-    flop = stages * of_stage.flop
-    return dataclasses.replace(of_stage, plan=plan, bytes=device_bytes, host_bytes=host_bytes, flop=flop)
+    device_bytes, on_host = keeping_stages * of_stage.bytes, keeping_stages * of_stage.host_bytes
+    return dataclasses.replace(of_stage, plan=plan, bytes=device_bytes, host_bytes=on_host, flop=stages * of_stage.flop)
 
 
 def _no_segments(plan: MemoryPlan) -> UserError:
