@@ -158,7 +158,7 @@ def keep_nothing(primitive: Any, *inputs: Any, **params: Any) -> bool:
 
 
 def run_again(function: Callable[..., Any], *, rolled: bool, policy: Any = keep_nothing) -> Callable[..., Any]:
-    """A part of a model that keeps only its inputs and runs again in the backward pass.
+    """Wrap a part of a model so that it keeps only its inputs and runs again in the backward pass.
 
     Inside a rolled scan XLA cannot undo the recomputation, and the barriers of `prevent_cse` only cost time; elsewhere
     XLA undoes it without the barriers, and on some backends even with them (`held_back.py`).
@@ -226,7 +226,7 @@ class Treatment:
         ends = list(itertools.accumulate(count for count, _ in self.groups))
         if ends[-1] != layers:
             counts = " + ".join(str(count) for count, _ in self.groups)
-            raise UserError(f"the plan has {counts} layers, the stack {layers}: make the plan again for this model")
+            raise UserError(f"the plan has {counts} layers, but the stack has {layers}: make the plan again")
         return [(end - count, end, wrapper) for end, (count, wrapper) in zip(ends, self.groups, strict=True)]
 
 
@@ -254,8 +254,8 @@ def treatment() -> Treatment:
 
 def wrap(block: BlockFunction, *, rolled: bool) -> BlockFunction:
     """The block, wrapped by the current plan. `layers.Stack` and `layers.Chain` call this; models need not."""
-    treatment = _treatment.get()
-    return treatment.wrapper(block, rolled and treatment.unroll == 1)
+    current = _treatment.get()
+    return current.wrapper(block, rolled and current.unroll == 1)
 
 
 def run(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
@@ -270,7 +270,7 @@ def grouping(layers: tuple[int, ...]) -> contextlib.AbstractContextManager[None]
     """While a model is built inside, a stack of `sum(layers)` blocks keeps its parameters as a stack for each group.
 
     Layers with different treatments need separate stacks: to slice a stack inside the step takes a copy of it. The
-    values of the parameters, and the form of a train state that checkpoints store, are those of one stack.
+    values of the parameters, and the layout of a train state in a checkpoint, are those of one stack.
 
     Args:
         layers: number of layers in each group; `()` builds one stack.
@@ -315,12 +315,12 @@ _cut: contextvars.ContextVar[Cut | None] = contextvars.ContextVar("cut", default
 
 
 def cutting(cut: Cut) -> contextlib.AbstractContextManager[None]:
-    """While tracing inside, the model's stack is cut in this way."""
+    """While tracing inside, the model's stack is the pipeline stage that `cut` describes."""
     return scoped(_cut, cut)
 
 
 def cut() -> Cut | None:
-    """The cut of the model's stack; `None` if it is whole."""
+    """The pipeline stage that the model's stack is now; `None` if the stack is whole."""
     return _cut.get()
 
 

@@ -59,11 +59,11 @@ def rebind_checkpoint(eqn: Any, function: Callable[..., Any], values: Sequence[A
     Returns:
         The function's tree of results.
     """
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*values)
-    jaxpr: Any = partial_eval.convert_constvars_jaxpr(closed.jaxpr)
+    closed_jaxpr, result_shapes = jax.make_jaxpr(function, return_shape=True)(*values)
+    jaxpr: Any = partial_eval.convert_constvars_jaxpr(closed_jaxpr.jaxpr)
     jaxpr = jex.ClosedJaxpr(jaxpr, ()) if hasattr(eqn.params["jaxpr"], "jaxpr") else jaxpr
-    outputs = rebind(eqn.replace(params={**eqn.params, "jaxpr": jaxpr}), [*closed.consts, *values])
-    return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+    outputs = rebind(eqn.replace(params={**eqn.params, "jaxpr": jaxpr}), [*closed_jaxpr.consts, *values])
+    return jax.tree.unflatten(jax.tree.structure(result_shapes), outputs)
 
 
 def source_line(eqn: Any) -> str:
@@ -128,26 +128,26 @@ def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
         >>> jax.vmap(one_by_one(jnp.linalg.cholesky))(matrices)[:, 0, 0].tolist()
         [1.4142135381698608, 2.0]
     """
-    sequential = jax.custom_batching.sequential_vmap(function)
+    run_in_sequence = jax.custom_batching.sequential_vmap(function)
 
     def run(*matrices: Any) -> Any:
-        return jax.lax.platform_dependent(*matrices, cpu=sequential, default=function)
+        return jax.lax.platform_dependent(*matrices, cpu=run_in_sequence, default=function)
 
     return run
 
 
-def prune(closed: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
+def prune(program: Any, used_results: Sequence[bool]) -> tuple[Any, list[bool]]:
     """A program without the equations that only unused results need, in its calls and scans too.
 
     Args:
-        closed: the program, a closed jaxpr.
-        used: for each result, whether it is used.
+        program: the program, a closed jaxpr.
+        used_results: for each result, whether it is used.
 
     Returns:
         The program of the used results, and for each input whether the program still has it.
     """
-    jaxpr, used_inputs = partial_eval.dce_jaxpr(closed.jaxpr, list(used))
-    return jex.ClosedJaxpr(jaxpr, closed.consts), used_inputs
+    jaxpr, used_inputs = partial_eval.dce_jaxpr(program.jaxpr, list(used_results))
+    return jex.ClosedJaxpr(jaxpr, program.consts), used_inputs
 
 
 def runs_recomputation_early() -> bool:

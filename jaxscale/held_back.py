@@ -35,36 +35,36 @@ def held_back(checkpointed: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(checkpointed, return_shape=True)(*args)
+        program, shapes = jax.make_jaxpr(checkpointed, return_shape=True)(*args)
 
-        def program(consts: Any, leaves: Any) -> list[Any]:
-            return jex.jaxpr_as_fun(jex.ClosedJaxpr(closed.jaxpr, consts))(*leaves)
+        def run_program(consts: Any, leaves: Any) -> list[Any]:
+            return jex.jaxpr_as_fun(jex.ClosedJaxpr(program.jaxpr, consts))(*leaves)
 
-        with_dependence = jax.custom_vjp(program)
-        with_dependence.defvjp(lambda *inputs: jax.vjp(program, *inputs), _backward)
-        return jax.tree.unflatten(jax.tree.structure(shapes), with_dependence(closed.consts, jax.tree.leaves(args)))
+        run_dependent = jax.custom_vjp(run_program)
+        run_dependent.defvjp(lambda *inputs: jax.vjp(run_program, *inputs), _backward)
+        return jax.tree.unflatten(jax.tree.structure(shapes), run_dependent(program.consts, jax.tree.leaves(args)))
 
     return run
 
 
 def _backward(backward: Any, gradients: list[Any]) -> Any:
-    """The gradients of the inputs, from a backward pass: a function that is also a pytree of its residuals."""
-    with_rows = [gradient for gradient in gradients if jnp.issubdtype(gradient.dtype, jnp.floating) and gradient.ndim]
-    if with_rows:
-        never = _never(max(with_rows, key=lambda gradient: gradient.size))
-        backward = jax.tree.map(lambda leaf: _made_dependent(never, leaf), backward)
+    """Return the gradients of the inputs from `backward`, a function that is also a pytree of its residuals."""
+    row_gradients = [g for g in gradients if jnp.issubdtype(g.dtype, jnp.floating) and g.ndim]
+    if row_gradients:
+        false_rows = _false_rows(max(row_gradients, key=lambda gradient: gradient.size))
+        backward = jax.tree.map(lambda leaf: _made_dependent(false_rows, leaf), backward)
     return backward(gradients)
 
 
-def _never(gradient: Array) -> Bool[Array, "B"]:
+def _false_rows(gradient: Array) -> Bool[Array, "B"]:
     """False for every row of a gradient, by arithmetic on its bits that a compiler does not simplify."""
     bits = jax.lax.bitcast_convert_type(gradient, f"uint{8 * gradient.dtype.itemsize}")
     return ((bits & 1) == 2).all(range(1, bits.ndim))
 
 
-def _made_dependent(never: Bool[Array, "B"], leaf: Any) -> Any:
-    """`leaf`, made to depend on `never` if both have the same rows; otherwise `leaf` unchanged."""
-    condition_type, leaf_type = jax.typeof(never), jax.typeof(leaf)
+def _made_dependent(false_rows: Bool[Array, "B"], leaf: Any) -> Any:
+    """`leaf`, made to depend on `false_rows` if both have the same rows; otherwise `leaf` unchanged."""
+    condition_type, leaf_type = jax.typeof(false_rows), jax.typeof(leaf)
     if (
         leaf_type.shape[:1] != condition_type.shape
         or jnp.issubdtype(leaf_type.dtype, jax.dtypes.extended)
@@ -72,4 +72,4 @@ def _made_dependent(never: Bool[Array, "B"], leaf: Any) -> Any:
         or not varying_axes(condition_type) <= varying_axes(leaf_type)
     ):
         return leaf
-    return jnp.where(never.reshape(never.shape + (1,) * (leaf.ndim - 1)), jnp.zeros_like(leaf), leaf)
+    return jnp.where(false_rows.reshape(false_rows.shape + (1,) * (leaf.ndim - 1)), jnp.zeros_like(leaf), leaf)

@@ -11,7 +11,7 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
 
     Args:
         package: name of the package.
-        modules: name of the module that defines each name of the package.
+        modules: for each name of the package, the name of the module that defines it.
     """
 
     def load(name: str) -> Any:

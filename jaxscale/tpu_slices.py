@@ -1,11 +1,11 @@
-"""The axes of a mesh that span several TPU slices: the slowest ones, as far as the number of slices divides them."""
+"""How many TPU slices each axis of a mesh spans; the slowest axes span slices first."""
 
 import math
 from collections.abc import Sequence
 
 
 def across(sizes: Sequence[int], slices: int) -> tuple[int, ...] | None:
-    """The number of slices that each mesh axis spans; `None` if `slices` does not divide the axes.
+    """The number of slices that each mesh axis spans; `None` if the axes cannot be split evenly into `slices`.
 
     Args:
         sizes: number of devices along each mesh axis, the slowest axis first.

@@ -23,14 +23,14 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
-def filled(tree: Any, by_name: Mapping[str, Any]) -> Any:
-    """A tree with the structure of `tree`, whose leaves are those of `by_name`.
+def filled(tree: Any, leaf_by_name: Mapping[str, Any]) -> Any:
+    """A tree with the structure of `tree`, whose leaves are those of `leaf_by_name`.
 
     Example:
         >>> filled({"mlp": {"up": 1}, "norm": [2, 3]}, {"mlp/up": "a", "norm/0": "b", "norm/1": "c"})
         {'mlp': {'up': 'a'}, 'norm': ['b', 'c']}
     """
-    return jax.tree_util.tree_map_with_path(lambda path, _: by_name[path_name(path)], tree)
+    return jax.tree_util.tree_map_with_path(lambda path, _: leaf_by_name[path_name(path)], tree)
 
 
 def shapes_of(tree: Any) -> Any:

@@ -233,7 +233,7 @@ def test_a_whole_number_may_be_longer_than_any_float():
 
 
 def test_nothing_inside_none():
-    with pytest.raises(UserError, match=r"model\.rope is none here"):
+    with pytest.raises(UserError, match=r"model\.rope is none,"):
         override(Job("a", Net(rope=None)), {"model.rope.base": "1"})
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from figures import Figure, show
 
 from jaxscale.replicas import Codec
-from jaxscale.replicas.codec import computed_once
+from jaxscale.replicas.codec import compute_once
 from jaxscale.replicas.one_phase import OnePhase
 from jaxscale.replicas.two_phase import TwoPhase
 
@@ -49,12 +49,12 @@ def there_and_back(codec: Codec) -> Callable[[Any, Any], Any]:
 
     def run(x: Any, key: Any) -> Any:
         if isinstance(codec, TwoPhase):
-            length = codec.chunk(x.size, REPLICAS)
+            length = codec.chunk_length(x.size, REPLICAS)
             chunks = jnp.pad(x.reshape(-1), (0, REPLICAS * length - x.size)).reshape(REPLICAS, length)
-            message = computed_once(codec.encode(chunks, jnp.full(REPLICAS, length), key))
+            message = compute_once(codec.encode(chunks, jnp.full(REPLICAS, length), key))
             return message, codec.decode(message, length)
         assert isinstance(codec, OnePhase)
-        message = computed_once(codec.encode(x.reshape(-1), key))
+        message = compute_once(codec.encode(x.reshape(-1), key))
         return message, codec.decode(message, x.size)
 
     return run

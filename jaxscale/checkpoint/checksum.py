@@ -2,9 +2,9 @@
 
 The bits of an array are read as unsigned numbers ``b_i`` in the order of its elements, and summed with odd weights
 modulo 2^32: ``s = sum_i b_i w_i``. An odd number is invertible modulo 2^32, so a change of any one element changes the
-sum; two different weights make it unlikely that several changes cancel (2^-64 for changes at random). It runs on the
-devices where the array lies, moves eight bytes per array, and guards against accidents, not against an adversary. An
-array in host memory passes through its device.
+sum; two different weights make it unlikely that several changes cancel (2^-64 for changes at random). The sums are
+computed on the devices that hold the array, which move eight bytes per array, and guard against accidents, not against
+an adversary. An array in host memory passes through its device.
 """
 
 from collections.abc import Mapping
@@ -53,14 +53,14 @@ def _bits(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     try:
-        width = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).bits
+        element_bits = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).bits
     except ValueError as error:
         raise TypeError(f"checksum: got an array of {x.dtype}, expected bools, numbers or PRNG keys") from error
-    if width < 8:  # int4 and the like: widening keeps values distinct
+    if element_bits < 8:  # int4 and the like: widening keeps values distinct
         return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    if width == 64:  # the new last dim holds the two halves
+    if element_bits == 64:  # the new last dim holds the two halves
         return lax.bitcast_convert_type(x, jnp.uint32)
-    return lax.bitcast_convert_type(x, _UNSIGNED[width // 8]).astype(jnp.uint32)
+    return lax.bitcast_convert_type(x, _UNSIGNED[element_bits // 8]).astype(jnp.uint32)
 
 
 @jax.jit

@@ -31,7 +31,7 @@ def export(
 
     trained = restore_parameters(run, best=best)
     model = trained.experiment.model
-    model = getattr(model, "model", model)  # a pretrained model holds the model that its folder was read as
+    model = getattr(model, "model", model)  # `Pretrained` wraps the model value that describes its folder
     arrays = trained.step.to_canonical(trained.state)
     params = {
         name.partition("/")[2].replace("/", "."): array for name, array in arrays.items() if name.startswith("params/")

@@ -51,24 +51,24 @@ def upload(save: Any, local: Path, target: Any) -> Future[None]:
         finally:
             shutil.rmtree(local.parent, ignore_errors=True)
 
-    thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
-    future = thread.submit(wait_and_upload)
-    thread.shutdown(wait=False)  # accepts no further tasks; the submitted one continues
+    executor = ThreadPoolExecutor(1, thread_name_prefix="upload")
+    future = executor.submit(wait_and_upload)
+    executor.shutdown(wait=False)  # accepts no further tasks; the submitted one continues
     return future
 
 
 def staging(path: Any) -> Path:
-    """A new local path with the name of `path`, for `upload`."""
+    """Create a temporary folder; returns a path in it with the name of `path`, for `upload`."""
     return Path(tempfile.mkdtemp(prefix="jaxscale-checkpoint-")) / path.name
 
 
 @contextlib.contextmanager
-def local_copy(path: Any, *, arrays: bool = True) -> Iterator[Any]:
-    """A path where Orbax can read the checkpoint: `path`, or a copy that is removed afterwards.
+def local_copy(path: Any, *, with_arrays: bool = True) -> Iterator[Any]:
+    """A context with a path where Orbax can read a checkpoint: `path`, or a local copy that is removed afterwards.
 
     Args:
         path: path of the checkpoint.
-        arrays: whether to copy the arrays' data too, and not only their description.
+        with_arrays: whether to copy the arrays' data too, and not only their description.
     """
     from etils import epath
 
@@ -77,18 +77,18 @@ def local_copy(path: Any, *, arrays: bool = True) -> Iterator[Any]:
         return
     with tempfile.TemporaryDirectory(prefix="jaxscale-checkpoint-") as folder:
         copy = Path(folder) / path.name
-        _download(path, copy, arrays)
+        _download(path, copy, with_arrays)
         yield epath.Path(copy)
 
 
-def _download(source: Any, target: Path, arrays: bool) -> None:
-    """Copy a folder of a bucket to a local one; without `arrays`, leave the arrays' data out."""
+def _download(source: Any, target: Path, with_arrays: bool) -> None:
+    """Copy a folder of a bucket to a local one; without `with_arrays`, leave the arrays' data out."""
     target.mkdir(parents=True)
     for path in source.iterdir():
         if not path.is_dir():
             _copy(path, target / path.name)
-        elif arrays or path.name != "d":  # the folder of array data in Orbax's store
-            _download(path, target / path.name, arrays)
+        elif with_arrays or path.name != "d":  # the folder of array data in Orbax's store
+            _download(path, target / path.name, with_arrays)
 
 
 def _copy(source: Any, target: Any) -> None:

@@ -1,6 +1,7 @@
 """The trained parameters of a run, restored from its directory for generation, evaluation and export.
 
-The optimizer's state is not read. The train step is rebuilt for the devices of this machine, and computes as the run.
+The optimizer's state is not read. The train step is rebuilt for the devices of this machine, and computes what the
+run's step computes.
 """
 
 import dataclasses
@@ -9,7 +10,7 @@ from typing import Any
 from jaxscale.checkpoint.store import Checkpoints, Description, Restored
 from jaxscale.errors import UserError
 from jaxscale.recipe.experiment import Experiment
-from jaxscale.records import directory as place
+from jaxscale.records import directory as run_files
 from jaxscale.records.storage import run_path
 
 TOKENIZER = "tokenizer.json"
@@ -62,7 +63,7 @@ def write_tokenizer(directory: Any, tokenizer: Any) -> None:
 
 
 def restore_newest(directory: Any, step: Any) -> Restored:
-    """A run's newest checkpoint that is not damaged, with its optimizer state.
+    """Restore a run's newest checkpoint that is not damaged, with its optimizer state.
 
     Args:
         directory: the run directory.
@@ -71,7 +72,7 @@ def restore_newest(directory: Any, step: Any) -> Restored:
     Raises:
         UserError: the run has no checkpoint, or every checkpoint is damaged.
     """
-    restored = Checkpoints(run_path(directory) / place.CHECKPOINTS, write=False).restore(step.canonical_abstract())
+    restored = Checkpoints(run_path(directory) / run_files.CHECKPOINTS, write=False).restore(step.canonical_abstract())
     if restored is None:
         raise UserError(f"{directory} has no checkpoint yet: train it until its first save")
     return restored
@@ -84,7 +85,7 @@ def restore_parameters(
     best: bool = False,
     split: bool = False,
 ) -> Trained:
-    """The parameters of a run's newest checkpoint, or of its best one.
+    """Restore the parameters of a run's newest checkpoint, or of its best one.
 
     Args:
         directory: the run directory.
@@ -98,22 +99,22 @@ def restore_parameters(
     """
     import jax
 
-    folder = place.existing_run(directory)
+    folder = run_files.existing_run(directory)
     if experiment is None:
         from jaxscale.records.source import load_experiment
 
         experiment = load_experiment(folder)
-    checkpoints = Checkpoints(folder / place.CHECKPOINTS, write=False)
+    checkpoints = Checkpoints(folder / run_files.CHECKPOINTS, write=False)
     checkpoint_step = checkpoints.best() if best else None
     if not checkpoints.steps() or (best and checkpoint_step is None):
         condition = "with a held-out loss " if best and checkpoints.steps() else ""
         raise UserError(f"{folder} has no checkpoint {condition}yet: train it until its first save")
     step = _step(experiment, jax.devices(), split)
-    abstract = step.canonical_abstract()
-    trained_leaves = {name: leaf for name, leaf in abstract.items() if name.split("/")[0] in ("params", "rest")}
+    leaves = step.canonical_abstract()
+    trained_leaves = {name: leaf for name, leaf in leaves.items() if name.split("/")[0] in ("params", "rest")}
     restored = checkpoints.restore(trained_leaves, step=checkpoint_step)
     assert restored is not None
-    optimizer_leaves = {name: leaf for name, leaf in abstract.items() if name not in trained_leaves}
+    optimizer_leaves = {name: leaf for name, leaf in leaves.items() if name not in trained_leaves}
     zeros = jax.jit(
         lambda: {name: jax.numpy.zeros(leaf.shape, leaf.dtype) for name, leaf in optimizer_leaves.items()},
         out_shardings={name: leaf.sharding for name, leaf in optimizer_leaves.items()},
@@ -123,7 +124,7 @@ def restore_parameters(
 
 
 def _step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
-    """A step with the run's model and precision on these devices, without the run's optimizer."""
+    """Build a step with the run's model and precision on these devices, without the run's optimizer."""
     from jaxscale.layers.loss import CHUNK
     from jaxscale.optim.optimizer import Optimizer
     from jaxscale.recipe.kernels import Kernels
@@ -145,12 +146,12 @@ def _step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
         plan = dataclasses.replace(plan, microbatches=run_plan.microbatches)
         try:  # a model that was trained sharded may not fit whole
             return build(experiment, dataclasses.replace(plan, zero=3), devices=devices)
-        except UserError:  # no dim divides
+        except UserError:  # no dim of the parameters can be split evenly
             return build(experiment, plan, devices=devices)
     step = build(experiment, dataclasses.replace(plan, mesh=MeshSpec()), devices=devices[:1])
-    limit = (devices[0].memory_stats() or {}).get("bytes_limit") if devices[0].platform != "cpu" else None
-    if len(devices) > 1 and limit and 4 * step.parameters > 0.6 * limit:
-        count = len(devices)
-        experiment = dataclasses.replace(experiment, batch=count)
-        step = build(experiment, dataclasses.replace(plan, mesh=MeshSpec(fsdp=count), zero=3), devices=devices)
+    limit_bytes = (devices[0].memory_stats() or {}).get("bytes_limit") if devices[0].platform != "cpu" else None
+    if len(devices) > 1 and limit_bytes and 4 * step.parameters > 0.6 * limit_bytes:
+        device_count = len(devices)
+        experiment = dataclasses.replace(experiment, batch=device_count)
+        step = build(experiment, dataclasses.replace(plan, mesh=MeshSpec(fsdp=device_count), zero=3), devices=devices)
     return step

@@ -36,14 +36,14 @@ class Checkpoints:
     Args:
         folder: folder of the checkpoints, local or gs://, or s3:// for a single process.
         keep: number of newest checkpoints to keep.
-        best: whether to keep the one with the least held-out loss too.
+        best: whether to keep the checkpoint with the least held-out loss too.
         write: whether to remove half-written checkpoints; false for readers of a run that may still be running.
     """
 
     def __init__(self, folder: Any, *, keep: int = 3, best: bool = True, write: bool = True) -> None:
         self.folder = _path(folder)
         self._keep, self._best = keep, best
-        self._running: tuple[Description, Any] | None = None
+        self._running_save: tuple[Description, Any] | None = None
         self._descriptions: dict[int, Description] = {}
         if write:
             _check_reachable(self.folder)
@@ -73,18 +73,18 @@ class Checkpoints:
 
     def best(self) -> int | None:
         """Step of the checkpoint with the least held-out loss; `None` if none was measured."""
-        losses = {}
+        loss_of_step = {}
         for step in self.steps():
             try:
                 loss = self.describe(step).loss
             except DamagedError:
                 continue
             if loss is not None and loss == loss:
-                losses[step] = loss
-        return min(losses, key=losses.__getitem__) if losses else None
+                loss_of_step[step] = loss
+        return min(loss_of_step, key=loss_of_step.__getitem__) if loss_of_step else None
 
     def save(self, arrays: Mapping[str, Any], description: Description, *, wait: bool = False) -> bool:
-        """Save in the background, after the previous save has finished; the arrays may be donated on return.
+        """Save in the background, after the previous save has finished; the caller may donate the arrays afterwards.
 
         Args:
             arrays: the canonical tree.
@@ -105,14 +105,14 @@ class Checkpoints:
         if description.step in self.steps():
             return False
         sums = checksums(arrays)
-        entries = {name: [list(x.shape), str(x.dtype), *sums[name]] for name, x in arrays.items()}
+        entries = {name: [list(array.shape), str(array.dtype), *sums[name]] for name, array in arrays.items()}
         content = json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(description), "arrays": entries}))
         with self._disk_errors():
             metadata = {"jaxscale": content, "sha256": digest(content)}
-            final = self._folder(description.step)
-            path = staging(final) if is_mirrored(final) else final
+            target = self._folder(description.step)
+            path = staging(target) if is_mirrored(target) else target
             response: Any = ocp.save_async(str(path), dict(arrays), custom_metadata=metadata)
-            self._running = (description, upload(response, path, final) if path is not final else response)
+            self._running_save = (description, upload(response, path, target) if path is not target else response)
         if wait:
             self.wait()
         return True
@@ -123,10 +123,10 @@ class Checkpoints:
         Raises:
             UserError: the save failed.
         """
-        if self._running is None:
+        if self._running_save is None:
             return None
         try:
-            self._running[1].result(timeout=0)
+            self._running_save[1].result(timeout=0)
         except TimeoutError:
             return None
         except Exception:
@@ -134,14 +134,17 @@ class Checkpoints:
         return self.wait()
 
     def wait(self) -> Description | None:
-        """Wait for the running save, if any; delete the checkpoints that need not be kept; return the description.
+        """Wait for the running save, and delete the checkpoints that need not be kept.
+
+        Returns:
+            Description of the saved checkpoint; `None` if no save was running.
 
         Raises:
             UserError: the save failed.
         """
-        if self._running is None:
+        if self._running_save is None:
             return None
-        (description, response), self._running = self._running, None
+        (description, response), self._running_save = self._running_save, None
         with self._disk_errors():
             response.result()
             self._descriptions[description.step] = description
@@ -157,11 +160,11 @@ class Checkpoints:
         set_aside: bool = False,
         say: Callable[[str], None] = lambda message: None,
     ) -> Restored | None:
-        """The newest checkpoint that is not damaged, in the requested layout and dtypes.
+        """Restore the newest checkpoint that is not damaged, in the requested layout and dtypes.
 
         Args:
-            abstract: shape, dtype and sharding of each array to read, by name. The checkpoint may lack the arrays that
-                a pipeline of this plan has in flight, and its state may have another number of bits.
+            abstract: shape, dtype and sharding of each array to read, by name. The checkpoint may lack arrays that
+                are in flight in a pipeline, and may hold optimizer state in another number of bits.
             step: restore the checkpoint of this step only.
             set_aside: rename damaged checkpoints to STEP.damaged, so that their steps can be saved again.
             say: function called with a message about each damaged checkpoint.
@@ -173,19 +176,19 @@ class Checkpoints:
             UserError: all checkpoints are damaged, or one is of a newer version or of another model.
         """
         steps = from_first_process(self.steps()) if step is None else [step]
-        damaged: dict[int, str] = {}
+        damage_of_step: dict[int, str] = {}
         for candidate in reversed(steps):
             restored, reason = restore_quietly(self._folder(candidate), abstract)
             if restored is None:
-                damaged[candidate] = reason
+                damage_of_step[candidate] = reason
                 say(f"checkpoint of step {candidate} is damaged and skipped: {reason}")
                 continue
             if set_aside:
-                self._set_aside(damaged)
-            return dataclasses.replace(restored, damaged=damaged)
-        if not damaged:
+                self._set_aside(damage_of_step)
+            return dataclasses.replace(restored, damaged=damage_of_step)
+        if not damage_of_step:
             return None
-        reasons = "; ".join(f"step {number}: {cause}" for number, cause in damaged.items())
+        reasons = "; ".join(f"step {number}: {cause}" for number, cause in damage_of_step.items())
         raise UserError(
             f"no checkpoint in {self.folder} can be used ({reasons}): restore one from a copy, "
             "or start again in another directory (--out), or with --resume never"
@@ -260,7 +263,7 @@ def save_memory_warning(state_bytes: int, copy_bytes: int, device: Any) -> str |
         return None
     return (
         "a checkpoint copies the state on the device before it goes to the host: both need "
-        f"{(state_bytes + copy_bytes) / 1e9:.1f} GB, and the device has {limit / 1e9:.1f} GB, so saving will fail; "
+        f"{(state_bytes + copy_bytes) / 1e9:.1f} GB, but the device has {limit / 1e9:.1f} GB, so saving will fail; "
         "shard the state over more devices (zero 3)"
     )
 
@@ -271,7 +274,7 @@ def _check_reachable(folder: Any) -> None:
 
     if is_mirrored(folder) and jax.process_count() > 1:
         raise UserError(
-            f"{folder}: {jax.process_count()} processes cannot save there together: "
+            f"{folder}: {jax.process_count()} processes cannot save checkpoints there together: "
             "give a directory in a gs:// bucket, or on a disk that all of them share (--out)"
         )
 
@@ -280,5 +283,4 @@ def _path(folder: Any) -> Any:
     """The absolute path object of a folder, as Orbax requires."""
     from etils import epath
 
-    # Orbax requires absolute paths
     return epath.Path(run_path(folder) if is_remote(folder) else run_path(folder).absolute())

@@ -32,7 +32,7 @@ class Description:
         tokens: number of target tokens seen.
         data: state of the iterator over batches, as JSON.
         experiment: name of the experiment.
-        loss: held-out loss at this step in nats per token; `None` if it was not measured.
+        loss: held-out loss at this step in nats per target; `None` if it was not measured.
         best: least held-out loss so far, this one included.
         versions: version of each library that wrote the checkpoint.
     """
@@ -73,11 +73,14 @@ class DamagedError(Exception):
 
 
 def restore_quietly(path: Any, abstract: Mapping[str, Any]) -> tuple[Restored | None, str]:
-    """The checkpoint in a folder, or the reason that it is damaged; Orbax prints nothing about it.
+    """Read the checkpoint in a folder, while Orbax prints nothing.
 
     Args:
         path: folder of the checkpoint.
         abstract: shape, dtype and sharding of each requested array, by name.
+
+    Returns:
+        The checkpoint and ""; or `None` and the reason that it is damaged.
 
     Raises:
         UserError: the checkpoint is of a newer version or of another model.
@@ -92,8 +95,8 @@ def restore_quietly(path: Any, abstract: Mapping[str, Any]) -> tuple[Restored | 
         return None, reason
 
 
-def _restore(path: Any, abstract: Mapping[str, Any]) -> Restored:
-    """The checkpoint in a folder, read in stages that all processes finish together.
+def _restore(path: Any, leaves: Mapping[str, Any]) -> Restored:
+    """Read the checkpoint in a folder, in stages that all processes finish together.
 
     Without stages, a collective would wait forever for a process that failed.
     """
@@ -103,24 +106,24 @@ def _restore(path: Any, abstract: Mapping[str, Any]) -> Restored:
     def read() -> tuple[dict[str, Any], Any]:
         """The description, and the conversion to the requested arrays."""
         content = read_content(path)
-        change = conversion(content["arrays"], abstract)
-        _check_arrays(content["arrays"], change.abstract, path)
-        return content, change
+        converter = conversion(content["arrays"], leaves)
+        _check_arrays(content["arrays"], converter.abstract, path)
+        return content, converter
 
-    content, change = on_all(read, DamagedError)
+    content, converter = on_all(read, DamagedError)
     entries = content["arrays"]
-    abstract = {name: leaf for name, leaf in change.abstract.items() if name in entries}
-    arrays = on_all(lambda: _load(path, entries, abstract), DamagedError)
+    leaves = {name: leaf for name, leaf in converter.abstract.items() if name in entries}
+    arrays = on_all(lambda: _load(path, entries, leaves), DamagedError)
     sums = checksums(arrays)  # equal on all processes
-    mismatches = [name for name in abstract if list(sums[name]) != entries[name][2:]]
+    mismatches = [name for name in leaves if list(sums[name]) != entries[name][2:]]
     if mismatches:
         suffix = f" and {len(mismatches) - 1} more" if len(mismatches) > 1 else ""
         raise DamagedError(f"the checksum of array {mismatches[0]!r}{suffix} does not match its content")
-    return Restored(Description.of(content), change.convert(_cast(arrays, abstract)), converted=change.lines)
+    return Restored(Description.of(content), converter.convert(_cast(arrays, leaves)), converted=converter.lines)
 
 
 def _load(path: Any, entries: Mapping[str, Any], abstract: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays of a checkpoint in the dtypes that they were saved in, with the requested shardings."""
+    """Read the arrays of a checkpoint, in the dtypes of the files and with the requested shardings."""
     import jax
     from orbax.checkpoint import v1 as ocp
 
@@ -140,7 +143,7 @@ def _load(path: Any, entries: Mapping[str, Any], abstract: Mapping[str, Any]) ->
 
 
 def read_content(path: Any) -> dict[str, Any]:
-    """The description of a checkpoint, with the shape, dtype and checksums of each array.
+    """Read the description of a checkpoint, with the shape, dtype and checksums of each array.
 
     Raises:
         DamagedError: the description cannot be read, or does not match its checksum.
@@ -151,7 +154,7 @@ def read_content(path: Any) -> dict[str, Any]:
     if not (path / COMMITTED).exists():
         raise DamagedError(f"{path} has no {COMMITTED}: it was not written to its end, or files are missing")
     try:
-        with _quietly(), _single_process(), local_copy(path, arrays=False) as source:
+        with _quietly(), _single_process(), local_copy(path, with_arrays=False) as source:
             metadata: Any = ocp.metadata(source).custom_metadata
         content, stored_digest = metadata["jaxscale"], metadata["sha256"]
     except Exception as error:
@@ -160,7 +163,7 @@ def read_content(path: Any) -> dict[str, Any]:
         raise DamagedError("the checksum of its description does not match")
     if content["format"] > FORMAT:
         raise UserError(
-            f"{path} is a checkpoint of format {content['format']}, and this version of jaxscale reads "
+            f"{path} is a checkpoint of format {content['format']}, but this version of jaxscale reads "
             f"up to {FORMAT}: install a newer jaxscale"
         )
     return content
@@ -179,7 +182,7 @@ def _check_arrays(entries: Mapping[str, Any], abstract: Mapping[str, Any], path:
             )
         if tuple(entries[name][0]) != tuple(leaf.shape):
             raise UserError(
-                f"{path}: array {name!r} is {tuple(entries[name][0])}, and the model needs {tuple(leaf.shape)}: "
+                f"{path}: array {name!r} has shape {tuple(entries[name][0])}, but the model needs {tuple(leaf.shape)}: "
                 "it was saved by another model"
             )
 
@@ -190,15 +193,15 @@ def _cast(arrays: dict[str, Any], abstract: Mapping[str, Any]) -> dict[str, Any]
 
     from jaxscale.sharding.memory_space import to_device
 
-    names = {name for name, array in arrays.items() if array.dtype != abstract[name].dtype}
-    if not names:
+    cast_names = {name for name, array in arrays.items() if array.dtype != abstract[name].dtype}
+    if not cast_names:
         return arrays
-    shardings = {name: abstract[name].sharding for name in names}
+    shardings = {name: abstract[name].sharding for name in cast_names}
 
     def cast(tree: dict[str, Any]) -> dict[str, Any]:
         return {name: to_device(array).astype(abstract[name].dtype) for name, array in tree.items()}
 
-    return arrays | jax.jit(cast, out_shardings=shardings)({name: arrays[name] for name in names})
+    return arrays | jax.jit(cast, out_shardings=shardings)({name: arrays[name] for name in cast_names})
 
 
 def digest(content: Any) -> str:
@@ -207,7 +210,7 @@ def digest(content: Any) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Type and first line of an error."""
+    """Type of an error, and the first line of its message."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0][:300]}" if text else type(error).__name__
 
@@ -218,9 +221,9 @@ def _ignore(*_: Any) -> None:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Drops Orbax's log lines about unreadable arrays, and the tracebacks of the reads that it abandons."""
+    """A context without Orbax's log lines about unreadable arrays, and without tracebacks of reads that it abandons."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    hooks = sys.unraisablehook, sys.excepthook
+    previous_hooks = sys.unraisablehook, sys.excepthook
 
     def drop(record: Any) -> bool:  # a new function each time: filters may be nested
         return False
@@ -233,7 +236,7 @@ def _quietly() -> Iterator[None]:
             warnings.simplefilter("ignore", RuntimeWarning)  # about coroutines that were never awaited
             yield
     finally:
-        sys.unraisablehook, sys.excepthook = hooks
+        sys.unraisablehook, sys.excepthook = previous_hooks
         for logger in loggers:
             logger.removeFilter(drop)
 

@@ -30,13 +30,13 @@ class Arguments:
         command: name of the subcommand; `None` for the help of the whole program.
         values: values of the subcommand's fields, by name.
         fields: fields of the experiment to set, as text by dotted path.
-        help: whether to show help.
+        shows_help: whether to show help.
     """
 
     command: str | None
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
-    help: bool = False
+    shows_help: bool = False
 
 
 def read(argv: Sequence[str]) -> Arguments:
@@ -47,7 +47,7 @@ def read(argv: Sequence[str]) -> Arguments:
 
     Example:
         >>> read(["train", "a.py", "--steps", "5", "--model.embed=256"])
-        Arguments(command='train', values={'steps': 5, 'file': 'a.py'}, fields={'model.embed': '256'}, help=False)
+        Arguments(command='train', values={'steps': 5, 'file': 'a.py'}, fields={'model.embed': '256'}, shows_help=False)
         >>> read(["train", "a.py", "--optimizer", "muon", "--optimizer.rank", "4"]).fields
         {'optimizer.name': 'muon', 'optimizer.rank': '4'}
         >>> read(["tarin"])  # doctest: +ELLIPSIS
@@ -55,7 +55,7 @@ def read(argv: Sequence[str]) -> Arguments:
         jaxscale.errors.UserError: unknown subcommand 'tarin': expected one of convert-state, ...; did you mean 'train'?
     """
     if not argv or argv[0] in HELP:
-        return Arguments(None, help=True)
+        return Arguments(None, shows_help=True)
     name, *words = argv
     if name not in COMMANDS:
         raise unknown("subcommand", name, COMMANDS)
@@ -79,7 +79,7 @@ def read(argv: Sequence[str]) -> Arguments:
                 raise UserError(f"unknown flag {word!r}{_near_flag(word, flags)}")
             positionals.append(word)
         else:
-            flag, equals, text = word[2:].partition("=")
+            flag, separator, text = word[2:].partition("=")
             path = flag.replace("-", "_")
             path = NAMED.get(path, path) if takes_fields else path
             is_field = takes_fields and "." in path
@@ -89,11 +89,11 @@ def read(argv: Sequence[str]) -> Arguments:
             if path in flag_values or path in fields:
                 raise UserError(f"--{flag} is given twice: give it once")
             if not is_field and flags[path] is bool:
-                if equals:
-                    raise UserError(f"--{flag} takes no value: give it, or leave it out")
+                if separator:
+                    raise UserError(f"--{flag} takes no value: write the flag alone, or leave it out")
                 flag_values[path] = True
                 continue
-            if not equals:
+            if not separator:
                 if not words or (words[0].startswith("--") and len(words[0]) > 2):
                     type_text = "" if is_field else f": expected {values.describe(flags[path])}"
                     raise UserError(f"--{flag} lacks its value{type_text}")

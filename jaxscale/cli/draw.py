@@ -98,7 +98,7 @@ class Draw:
             print(f"written to {self.out}")
 
     def _check_flags(self) -> None:
-        """Refuse flags that do not go together, without importing JAX."""
+        """Raise if flags exclude one another or lack one that they need, without importing JAX."""
         if self.picture not in PICTURES:
             if ":" in self.picture:
                 raise UserError(f"draw: got {self.picture!r} for the picture: jaxscale draw pipeline {self.picture}")
@@ -157,15 +157,15 @@ class Draw:
         from jaxscale.pipeline.plan import PipelinePlan
 
         prices = prices_of(self.cost)
-        texts = split_schedules(self.compare) if self.compare is not None else [self.schedule] if self.schedule else []
+        texts = split_schedules(self.compare) if self.compare is not None else [*filter(None, [self.schedule])]
         schedules = self._schedules([PipelinePlan.parse(text) for text in texts])
         if self.out is not None:
             check_file(self.out, [schedule for _, schedule in schedules])
         if self.experiment is not None:
-            priced = self._priced(self.experiment, fields, schedules)
+            priced_schedules = self._priced(self.experiment, fields, schedules)
         else:
-            priced = [(str(plan), schedule, Costs.alike(schedule, **prices)) for plan, schedule in schedules]
-        return [(name, simulate(schedule, stage_costs, self.machine)) for name, schedule, stage_costs in priced]
+            priced_schedules = [(str(plan), schedule, Costs.alike(schedule, **prices)) for plan, schedule in schedules]
+        return [(name, simulate(schedule, costs, self.machine)) for name, schedule, costs in priced_schedules]
 
     def _schedules(self, plans: "list[PipelinePlan]") -> "list[tuple[PipelinePlan, Schedule]]":
         """Each plan with its schedule."""
@@ -185,7 +185,7 @@ class Draw:
         experiment, _ = load(file, self.variant, dict(fields))
         if not schedules:
             if experiment.plan.pipeline is None:
-                raise UserError(f"draw pipeline: {file} has no pipeline in its plan; name one, such as 1f1b:4x8")
+                raise UserError(f"draw pipeline: {file} has no pipeline in its plan; give a schedule, such as 1f1b:4x8")
             schedules = self._schedules([experiment.plan.pipeline])
         if self.devices is not None:
             return [(str(plan), *_assigned(experiment, self.devices, plan, schedule)) for plan, schedule in schedules]
@@ -198,7 +198,7 @@ class Draw:
 def _assigned(
     experiment: "Experiment", devices: str, plan: "PipelinePlan", schedule: "Schedule"
 ) -> "tuple[Schedule, Costs]":
-    """A plan's schedule and its costs, the experiment's blocks assigned to unlike devices; prints the assignment."""
+    """Assign the experiment's blocks to unlike devices and print that; return the plan's schedule and its costs."""
     from jaxscale.planning.unlike_devices import assign, devices_of
     from jaxscale.platforms.detect import hush_absent_gpus
 
@@ -236,7 +236,7 @@ def prices_of(text: str | None) -> dict[str, float]:
             raise UserError(f"--cost {text!r}: got {entry!r}, expected a number >= 0, such as {name}=1")
         prices[PRICES[name.lower()]] = number
     if prices.get("forward") == 0:
-        raise UserError(f"--cost {text!r}: a forward that takes no time leaves nothing to draw; give f=1")
+        raise UserError(f"--cost {text!r}: a forward that takes no time leaves nothing to draw; give one, such as f=1")
     return prices
 
 

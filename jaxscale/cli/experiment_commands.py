@@ -63,8 +63,8 @@ class Train:
 
         experiment, source = load_experiment(self, fields)
         pipeline = experiment.plan.pipeline
-        automatic = pipeline is not None and pipeline.name == "auto"
-        if self.limit is not None and experiment.plan.memory.rule != "fit" and not automatic:
+        is_automatic = pipeline is not None and pipeline.name == "auto"
+        if self.limit is not None and experiment.plan.memory.rule != "fit" and not is_automatic:
             raise UserError("--limit applies only to --plan.memory fit: add --plan.memory fit, or leave --limit out")
         start_backend()
         from jaxscale.planning.automatic_choices import resolve_choices
@@ -202,7 +202,7 @@ def _check(command: Train | Fit | Explain) -> None:
 
 
 def _check_page(path: str) -> None:
-    """Refuse a path to which no page can be written, before the page is computed."""
+    """Raise if no page can be written to a path, before the page is computed."""
     if not path.endswith((".html", ".svg")):
         raise UserError(f"--out {path}: expected a name that ends in .html or .svg")
     file = Path(path)
@@ -221,9 +221,9 @@ def load_experiment(command: Train | Fit | Explain, fields: Mapping[str, str]) -
     from jaxscale.records.source import load
 
     flags = {name: getattr(command, name) for name in experiment_flags(type(command))}
-    texts = {name: str(value) for name, value in flags.items() if value is not None}
+    text_by_field = {name: str(value) for name, value in flags.items() if value is not None}
     plan = None if command.plan_file is None else read_plan(Path(command.plan_file))
-    return load(command.file, command.variant, {**texts, **fields}, plan)
+    return load(command.file, command.variant, {**text_by_field, **fields}, plan)
 
 
 def experiment_flags(command: type) -> list[str]:

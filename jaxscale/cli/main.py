@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(arguments.read(sys.argv[1:] if argv is None else argv))
     except tuple(CODES) as error:
         print(f"jaxscale: {str(error) or 'interrupted'}", file=sys.stderr)
-        return next(code for kind, code in CODES.items() if isinstance(error, kind))
+        return next(code for error_type, code in CODES.items() if isinstance(error, error_type))
     except SystemExit as system_exit:  # help was shown
         return system_exit.code if isinstance(system_exit.code, int) else 0
     finally:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(request: arguments.Arguments) -> int:
     """Show the help, or run the subcommand; returns the exit code."""
-    if request.help:
+    if request.shows_help:
         _show_help(request)
         return 0
     assert request.command is not None

@@ -152,11 +152,11 @@ class ConvertState:
 
 
 def _check_run(run_dir: str) -> None:
-    """Refuse a directory that holds no run; the error suggests the nearest run."""
+    """Raise if a directory holds no run; the error suggests the nearest run."""
     path = Path(run_dir)
     if "://" in run_dir or (path / "experiment.json").is_file():
         return
-    runs = [str(file.parent) for base in {path.parent, Path("runs")} for file in base.glob("*/experiment.json")]
+    run_dirs = [str(file.parent) for base in {path.parent, Path("runs")} for file in base.glob("*/experiment.json")]
     problem = "holds no run (no experiment.json)" if path.exists() else "does not exist"
-    choices = f"; there are {', '.join(sorted(runs)[:8])}" if runs else "; make one with: jaxscale train FILE"
-    raise UserError(f"run directory {run_dir} {problem}{near_miss(run_dir, runs) or choices}")
+    choices = f"; there are {', '.join(sorted(run_dirs)[:8])}" if run_dirs else "; make one with: jaxscale train FILE"
+    raise UserError(f"run directory {run_dir} {problem}{near_miss(run_dir, run_dirs) or choices}")

@@ -29,7 +29,7 @@ def show_all() -> None:
 
 
 def show(name: str, experiment: Any = None, variants: dict[str, str] | None = None) -> None:
-    """Print the help of a subcommand; with an experiment, its fields too."""
+    """Print the help of a subcommand, and with an experiment the help of the experiment's fields too."""
     typed_class = _tyro_class(COMMANDS[name], experiment)
     if variants:
         width = max(map(len, variants))
@@ -68,7 +68,7 @@ def _tyro_class(cls: type[Command], experiment: Any) -> type[Any]:
 
 
 def _fields(record: Any) -> list[Any]:
-    """Fields for `make_dataclass`, one of text for each field of a record; nested records are nested dataclasses."""
+    """Fields for `make_dataclass`: text for each plain field of a record, a nested dataclass for each record in it."""
     descriptions, fields = field_help(type(record)), []
     for name, hint in values.field_types(type(record)).items():
         value, description = getattr(record, name), descriptions.get(name, "")
@@ -100,12 +100,12 @@ def _metavar(hint: Any) -> str:
     """The type of a field in capitals, or its literals, as a placeholder for the value in the help."""
     if typing.get_origin(hint) is typing.Literal:
         return "{" + ",".join(map(str, typing.get_args(hint))) + "}"
-    inner = [member for member in typing.get_args(hint) if member is not type(None)]
+    members = [member for member in typing.get_args(hint) if member is not type(None)]
     if type(None) in typing.get_args(hint):
-        return "|".join([*map(_metavar, inner), "none"])
+        return "|".join([*map(_metavar, members), "none"])
     origin = typing.get_origin(hint) or hint
     if origin in (tuple, list):
-        return f"{_metavar(inner[0])},..." if inner else "LIST"
+        return f"{_metavar(members[0])},..." if members else "LIST"
     names = {int: "INT", float: "FLOAT", str: "TEXT", bool: "true|false", Any: "VALUE", Path: "PATH"}
     return names.get(origin, getattr(origin, "__name__", "VALUE"))
 

@@ -1,7 +1,7 @@
 """The collectives of a compiled program, by kind, mesh axes and bytes.
 
-Read from `compiled.as_text()`, the only description that CPU, GPU and TPU share. It numbers devices by their place in
-the mesh (row-major), not by their id, and spells replica groups in three ways:
+They are read from `compiled.as_text()`, the only description that CPU, GPU and TPU share. This text numbers devices by
+their position in the mesh (row-major), not by their id, and spells replica groups in three ways:
 
     {{0,1},{2,3}}      [2,2]<=[4]  (iota; [2,2]<=[2,2]T(1,0) transposed)      mesh['data'=2,'fsdp'=2] {'fsdp'}
 
@@ -46,9 +46,9 @@ class Collective:
             reduce-scatter's operand, the data sent by an all-to-all or a permute.
         count: number of executions in one run of the program, iterations of loops included.
         dtype: type of the elements, as XLA spells it ("f32", "bf16").
-        computation: name of the computation that contains it.
-        in_loop: whether it is inside a while loop.
-        trips_known: whether every loop around it has a known trip count; `count` assumes one trip of any other loop.
+        computation: name of the computation that contains the operation.
+        in_loop: whether the operation is inside a while loop.
+        trips_known: whether every loop around the operation has a known trip count; if not, `count` assumes one trip.
     """
 
     kind: CollectiveKind
@@ -69,7 +69,7 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
 
     Args:
         program: `compiled.as_text()`, or the program read from it.
-        mesh: the mesh it was compiled for, or a mapping from axis name to size.
+        mesh: the mesh that the program was compiled for, or a mapping from axis name to size.
 
     Example:
         >>> program = '''
@@ -183,8 +183,8 @@ def _axis_subsets(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
 
 def _pairs(op: Op) -> list[tuple[int, int]]:
     """Source and target device of each transfer of a collective-permute."""
-    pairs = op.attribute(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}") or ""
-    return [(int(source), int(target)) for source, target in re.findall(r"\{(\d+),(\d+)\}", pairs)]
+    pairs_text = op.attribute(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}") or ""
+    return [(int(source), int(target)) for source, target in re.findall(r"\{(\d+),(\d+)\}", pairs_text)]
 
 
 def _permuted_axes(pairs: list[tuple[int, int]], sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -200,8 +200,8 @@ def _permuted_axes(pairs: list[tuple[int, int]], sizes: Mapping[str, int]) -> tu
 
 def _continuations(program: HloProgram) -> set[tuple[str, str]]:
     """Collectives that a different fusion starts, under the same channel, as pairs (computation, instruction)."""
-    places: dict[str, list[tuple[str, str]]] = {}
-    starts: dict[str, list[tuple[str, str]]] = {}
+    repeats: dict[str, list[tuple[str, str]]] = {}
+    starts: dict[str, list[tuple[str, str]]] = {}  # (computation, instruction) of collectives, by channel
     for computation in program.computations.values():
         if not any(caller.opcode == "fusion" for _, caller in program.callers.get(computation.name, [])):
             continue
@@ -209,8 +209,8 @@ def _continuations(program: HloProgram) -> set[tuple[str, str]]:
         for op in computation.instructions.values():
             channel = op.attribute(r"\bchannel_id=(\d+)") if op.opcode in _KINDS else None
             if channel:
-                (starts if is_start else places).setdefault(channel, []).append((computation.name, op.name))
-    return {place for channel in starts for place in places.get(channel, [])}
+                (starts if is_start else repeats).setdefault(channel, []).append((computation.name, op.name))
+    return {instruction for channel in starts for instruction in repeats.get(channel, [])}
 
 
 def _message_sizes(computation: Computation, send: Op) -> list[int]:

@@ -61,7 +61,7 @@ class ProgramRecipe:
             raise UserError(f"recipe {self.function!r}: expected MODULE:FUNCTION, such as 'package.module:step'")
 
     def __call__(self, devices: Sequence[Any]) -> Any:
-        """The program to compile, for these devices.
+        """Build the program to compile, for these devices.
 
         Raises:
             UserError: the module or the function does not exist.
@@ -93,7 +93,7 @@ def compile_report(
     cache: bool = True,
     timeout: float = TIMEOUT,
 ) -> CompileReport:
-    """The report of the compiler of `platform` on a recipe's program.
+    """Compile a recipe's program with the compiler of `platform`, and return its report.
 
     Args:
         recipe: a `ProgramRecipe`, or a function of the devices that pickles (one of a module, or a `functools.partial`
@@ -119,11 +119,11 @@ def compile_report(
         (98304, 2097152)
     """
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
-    pickled = _pickled(recipe)
+    recipe_bytes = _pickle(recipe)
     child_target = target(platform, accelerators())
     request: dict[str, Any] = {
-        "recipe": pickled,
-        "main": _main_file(pickled),
+        "recipe": recipe_bytes,
+        "main": _main_file(recipe_bytes),
         "platform": platform,
         "options": dict(options or {}),
         "explain": explain,
@@ -171,17 +171,17 @@ def _check_libtpu(child_target: Target, timeout: float) -> None:
 
 
 def _run(platform: Platform, request: Mapping[str, Any], child_target: Target, timeout: float) -> CompileReport | None:
-    """The report of a child process on a request; None if the attached devices are not available."""
+    """Run a child process on a request, and return its report; None if the attached devices are not available."""
     with tempfile.TemporaryDirectory(prefix="jaxscale-compile-") as folder:
-        path = pathlib.Path(folder)
-        (path / "request").write_bytes(pickle.dumps({**request, "target": child_target}))
-        exit_code = _child(path, child_target.environment, timeout)
+        request_folder = pathlib.Path(folder)
+        (request_folder / "request").write_bytes(pickle.dumps({**request, "target": child_target}))
+        exit_code = _run_child(request_folder, child_target.environment, timeout)
         if exit_code is None:
             return CompileReport(str(platform), crashed=f"not done in {timeout:g} s: pass a longer timeout")
         try:
-            reply = json.loads((path / "result").read_bytes())
+            reply = json.loads((request_folder / "result").read_bytes())
         except (FileNotFoundError, json.JSONDecodeError):
-            log = (path / "log").read_text("utf-8", "replace")
+            log = (request_folder / "log").read_text("utf-8", "replace")
             return CompileReport(str(platform), crashed=_cause_of_failure(exit_code, log))
     if "mistake" in reply:
         raise UserError(reply["mistake"])
@@ -190,12 +190,12 @@ def _run(platform: Platform, request: Mapping[str, Any], child_target: Target, t
     return None if "elsewhere" in reply else CompileReport.from_json(reply["report"], "the compiler's child process")
 
 
-def _child(folder: pathlib.Path, environment: Mapping[str, str], timeout: float) -> int | None:
-    """Run the child on the request in a folder; returns its exit code, or None after a time-out."""
-    paths = json.dumps([path or os.getcwd() for path in sys.path])
+def _run_child(folder: pathlib.Path, environment: Mapping[str, str], timeout: float) -> int | None:
+    """Run the child on the request in a folder; return its exit code, or None after a time-out."""
+    paths_json = json.dumps([path or os.getcwd() for path in sys.path])
     with (folder / "log").open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-c", _START, paths, str(folder)],
+            [sys.executable, "-c", _START, paths_json, str(folder)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -215,7 +215,7 @@ def _child(folder: pathlib.Path, environment: Mapping[str, str], timeout: float)
 
 
 def _cause_of_failure(exit_code: int, log: str) -> str:
-    """Why a child ended without a result."""
+    """Text that explains why a child ended without a result."""
     lines = [line for line in log.splitlines() if line.strip()]
     last_lines = "\n".join(lines[-8:])
     log_text = f"; the last lines of its log:\n{last_lines}" if last_lines else ""
@@ -226,8 +226,12 @@ def _cause_of_failure(exit_code: int, log: str) -> str:
     return f"the compiler's process ended with exit code {exit_code}{log_text}"
 
 
-def _pickled(recipe: Any) -> bytes:
-    """The recipe, pickled; a `UserError` if it does not pickle."""
+def _pickle(recipe: Any) -> bytes:
+    """Pickle a recipe, and return the bytes.
+
+    Raises:
+        UserError: the recipe does not pickle.
+    """
     try:
         return pickle.dumps(recipe)
     except Exception as error:  # a value that does not pickle may raise anything
@@ -237,9 +241,9 @@ def _pickled(recipe: Any) -> bytes:
         ) from None
 
 
-def _main_file(pickled: bytes) -> str | None:
+def _main_file(recipe_bytes: bytes) -> str | None:
     """File of the running script, if the recipe refers to it; the child runs the file again, as a module."""
-    if b"__main__" not in pickled:
+    if b"__main__" not in recipe_bytes:
         return None
     path = getattr(sys.modules["__main__"], "__file__", None)
     if path is None:
@@ -249,9 +253,9 @@ def _main_file(pickled: bytes) -> str | None:
 
 def _cache_folder() -> pathlib.Path | None:
     """Folder of the cached reports; None if it is not writable."""
-    base = os.environ.get("JAXSCALE_CACHE")
+    base_text = os.environ.get("JAXSCALE_CACHE")
     try:
-        folder = (pathlib.Path(base) if base else pathlib.Path.home() / ".cache" / "jaxscale") / "reports"
+        folder = (pathlib.Path(base_text) if base_text else pathlib.Path.home() / ".cache" / "jaxscale") / "reports"
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except (OSError, RuntimeError):  # RuntimeError: there is no home

@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def answer(request: Mapping[str, Any]) -> CompileReport:
-    """The report that a request asks for, from the cache or from the compiler."""
+    """Answer a request with a report, from the cache or from the compiler."""
     platform: Platform = request["platform"]
     if request["main"] is not None:
         _import_main(request["main"])
@@ -80,9 +80,9 @@ def example(devices: Sequence[Any]) -> Any:
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-    rows, replicated = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
-    x = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=rows)
-    w = jax.ShapeDtypeStruct((128, 64), jnp.float32, sharding=replicated)
+    row_sharding, replicated_sharding = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+    x = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=row_sharding)
+    w = jax.ShapeDtypeStruct((128, 64), jnp.float32, sharding=replicated_sharding)
     return jax.jit(jnp.dot).lower(x, w)
 
 
@@ -140,8 +140,8 @@ def _compile(
         except jax.errors.JaxRuntimeError as error:
             compiled, message = None, str(error)
         fields["seconds"] = time.perf_counter() - start
-        live = _live(dump_folder, devices) if explain else None
-    live_fields = {} if live is None else {"live": live.tensors, "timeline": live.timeline}
+        live_buffers = _live_buffers(dump_folder, devices) if explain else None
+    live_fields = {} if live_buffers is None else {"live": live_buffers.tensors, "timeline": live_buffers.timeline}
     if compiled is None:
         return _failure_report(message, fields, options, live_fields)
     memory = compiled.memory_analysis()
@@ -150,12 +150,12 @@ def _compile(
         **fields,
         **{f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes") for name in names},
         **{f"host_{name}_bytes": getattr(memory, f"host_{name}_size_in_bytes") for name in names},
-        **_read(compiled, _mesh(compiled, devices)),
+        **_fields_from_text(compiled, _mesh(compiled, devices)),
         **live_fields,
     )
 
 
-def _read(compiled: Any, mesh: Any) -> dict[str, Any]:
+def _fields_from_text(compiled: Any, mesh: Any) -> dict[str, Any]:
     """The report's fields that are read from a program's text: FLOP and collectives, or why they are missing."""
     import jax
 
@@ -174,18 +174,28 @@ def _read(compiled: Any, mesh: Any) -> dict[str, Any]:
     }
 
 
-def _live(dump_folder: str, devices: Sequence[Any]) -> Live | None:
-    """The live buffers, from the folder of a dump; None if XLA did not write them, or in an unknown spelling."""
+def _live_buffers(dump_folder: str, devices: Sequence[Any]) -> Live | None:
+    """The live buffers, from the folder of a dump; None if XLA wrote none, or wrote them in an unknown spelling."""
     try:
         return live_at_the_peak(pathlib.Path(dump_folder), devices[0].platform)
-    except (AssertionError, LookupError, ValueError):  # as above
+    except (AssertionError, LookupError, ValueError):  # text in a new spelling, as in `_fields_from_text`
         return None
 
 
 def _failure_report(
     message: str, fields: dict[str, Any], options: Mapping[str, Any], live_fields: Mapping[str, Any]
 ) -> CompileReport:
-    """The report of a program that was not compiled; `live_fields` has the fields for its live buffers."""
+    """The report of a program that was not compiled.
+
+    Args:
+        message: the compiler's error message.
+        fields: fields of the report that are set already.
+        options: options of the compiler.
+        live_fields: fields of the report for its live buffers.
+
+    Raises:
+        UserError: an option of the compiler is wrong, or ptxas is missing.
+    """
     if match := re.search(r"No such compile option: '([^']*)'", message):
         raise UserError(f"the compiler of {fields['platform']} has no option {match[1]!r}; leave it out")
     if options and "INVALID_ARGUMENT" in message and "option" in message:

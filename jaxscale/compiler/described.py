@@ -27,7 +27,7 @@ class LoweredFor:
         return self.lowered.as_text(**options)
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Any:
-        """The program compiled for its devices, a `jax.stages.Compiled`."""
+        """Compile the program for its devices; return a `jax.stages.Compiled`."""
         return self.lowered.compile(compiler_options, device_assignment=self.devices)
 
 

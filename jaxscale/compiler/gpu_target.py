@@ -24,7 +24,7 @@ class GpuTarget:
         units: number of float32 units of one multiprocessor.
         clock: clock rate in GHz.
         cache: bytes of the L2 cache.
-        shared: bytes of shared memory of one multiprocessor; a block may ask for 1 KiB less.
+        shared: bytes of shared memory of one multiprocessor; a block may use 1 KiB less.
         memory: bytes of device memory as the driver reports them.
         source: source of the numbers.
     """

@@ -54,10 +54,12 @@ def program_flop(program: HloProgram) -> ProgramFlop:
 
     @functools.cache
     def computation_flop(name: str) -> ProgramFlop:
+        """FLOP of one run of a computation, by its name."""
         computation = program.computations[name]
         return sum((instruction_flop(computation, op) for op in computation.instructions.values()), ProgramFlop())
 
     def instruction_flop(computation: Computation, op: Op) -> ProgramFlop:
+        """FLOP of an instruction, with those of the computations that it calls."""
         # an asynchronous op counts at its start, not again at its end
         callee_names = [] if op.opcode.endswith(("-done", "-update")) else called(op.attributes)
         callee_flop = [computation_flop(name) for name in callee_names]
@@ -70,8 +72,8 @@ def program_flop(program: HloProgram) -> ProgramFlop:
         unknown_loops = total.unknown_loops + (trips is None and total.total > 0)
         return ProgramFlop(total.total * (trips or 1), unknown_loops, total.silent_kernels)
 
-    entries = [computation.name for computation in program.computations.values() if computation.is_entry]
-    return computation_flop(entries[0]) if entries else ProgramFlop()
+    entry_names = [computation.name for computation in program.computations.values() if computation.is_entry]
+    return computation_flop(entry_names[0]) if entry_names else ProgramFlop()
 
 
 def _own_flop(computation: Computation, op: Op) -> ProgramFlop:
@@ -125,9 +127,9 @@ def _convolution_flop(op: Op, input_shape: list[int], kernel_shape: list[int], o
     window = op.attribute(r"window=\{([^}]*)\}") or ""
     spatial_labels = sorted(set(output_labels) - {"b", "f"})
     defaults = {"size": 1, "stride": 1, "rhs_dilate": 1, "lhs_dilate": 1, "pad": 0}
-    numbers = (_window_numbers(window, key, default, len(spatial_labels)) for key, default in defaults.items())
+    fields = (_window_numbers(window, key, default, len(spatial_labels)) for key, default in defaults.items())
     taps = 1
-    for label, kernel_size, stride, dilation, input_dilation, low_pad in zip(spatial_labels, *numbers, strict=True):
+    for label, kernel_size, stride, dilation, input_dilation, low_pad in zip(spatial_labels, *fields, strict=True):
         last_position = (input_shape[input_labels.index(label)] - 1) * input_dilation
         index_pairs = itertools.product(range(output_shape[output_labels.index(label)]), range(kernel_size))
         positions = [output_index * stride + tap * dilation - low_pad for output_index, tap in index_pairs]

@@ -149,14 +149,14 @@ class HloProgram:
         return self._runs[name]
 
     def trips(self, loop: Op) -> int | None:
-        """Trips of a while loop: the compiler's count, or the only bound in its condition; None if unknown."""
+        """Number of trips of a while loop: the compiler's, or the only bound in the condition; None if unknown."""
         if trip_count := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
             return int(trip_count)
         condition = loop.attribute(r"condition=%?([\w.\-]+)")
         computation_names, bounds, directions = [condition] if condition else [], set(), set()
         for name in computation_names:
             for op in self.computations[name].instructions.values():
-                computation_names += [inner for inner in called(op.attributes) if inner not in computation_names]
+                computation_names += [callee for callee in called(op.attributes) if callee not in computation_names]
                 if op.opcode == "constant" and re.match(r"[su]\d+\[\]", op.type):
                     bounds.add(int(op.operands[0]))
                 if op.opcode == "compare":

@@ -1,6 +1,6 @@
 """Source lines of a compiled program's instructions, from the stack frames that XLA records.
 
-The head of a program's text lists files, functions, places and frames; an instruction names its innermost frame. An
+The head of a program's text lists files, functions, locations and frames; an instruction names its innermost frame. An
 operation inside modules (classes with a `__call__`) is described by the chain of the modules' names, from the outermost
 to the innermost; any other operation, by the names of its last two functions. Left out: functions inside functions, and
 names that begin with an underscore.
@@ -21,7 +21,7 @@ class Sources:
     """The stack frames of a program.
 
     Args:
-        text: text of the program, with its tables of files, functions, places and frames.
+        text: text of the program, with its tables of files, functions, locations and frames.
     """
 
     def __init__(self, text: str) -> None:
@@ -30,7 +30,7 @@ class Sources:
         functions = _table(head, "FunctionNames", r'(\d+) "(.*)"')
         locations = _table(head, "FileLocations", r"(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
         frames = _table(head, "StackFrames", r"(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)")
-        self._places = {
+        self._locations = {
             number: (files.get(file, ("",))[0], functions.get(function, ("",))[0], line)
             for number, (file, function, line) in locations.items()
         }
@@ -48,8 +48,8 @@ class Sources:
                 functions.append(function)
         return tuple(reversed(modules[:SHOWN] or functions[:2]))
 
-    def place(self, op: Op) -> str | None:
-        """File and line where the innermost module is called; without a module, of the instruction itself."""
+    def file_and_line(self, op: Op) -> str | None:
+        """File and line where an instruction's innermost module is called; without modules, its own file and line."""
         stack = self._stack(op)
         module_index = next((i for i, (_, function, _) in enumerate(stack) if function.endswith(".__call__")), None)
         if not stack:
@@ -62,11 +62,11 @@ class Sources:
         return f"{'/'.join(file.split('/')[-2:])}:{line}"
 
     def _stack(self, op: Op) -> list[tuple[str, str, str]]:
-        """(file, function, line) of each frame, from the innermost."""
+        """(file, function, line) of each stack frame of an instruction, from the innermost."""
         number, stack = op.attribute(r"stack_frame_id=(\d+)") or "0", []
         while number in self._frames:
             location, number = self._frames[number]
-            frame = self._places.get(location, ("", "", ""))
+            frame = self._locations.get(location, ("", "", ""))
             if _OUTSIDE.search(frame[0]):
                 break
             stack.append(frame)

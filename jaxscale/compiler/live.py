@@ -26,7 +26,7 @@ MOMENTS = 400
 _SPACES = {"tpu": {0}, "gpu": {0, 1}, "cpu": {0}}
 _VALUE = re.compile(r" value: <\d+ (\S+?)(\{[\d,]*\})?( \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
 _RANGE = re.compile(r"    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
-_PLACE = re.compile(r"    (\d+):(\S+)$")
+_SCHEDULED = re.compile(r"    (\d+):(\S+)$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,24 +47,24 @@ class _Value:
     """A value of the program, and its buffer.
 
     Args:
-        name: name of the instruction that computes it.
+        name: name of the instruction that computes the value.
         index: index of the value in a tuple that the instruction returns; `()` for a whole result.
-        place: the buffer, as the number of the allocation and the offset in it, in bytes.
+        buffer: the buffer, as the number of its allocation and its offset in bytes within the allocation.
         bytes: bytes of the value.
         shape: type and shape, as XLA prints them.
-        start: position in the schedule of the first instruction at which it is alive.
+        start: position in the schedule of the first instruction at which the value is alive.
         end: position of the last such instruction.
-        whole_run: kind of a value that is alive for the whole run; None for a temporary.
+        whole_run_kind: kind of a value that is alive for the whole run; None for a temporary.
     """
 
     name: str
     index: tuple[int, ...]
-    place: tuple[int, int]
+    buffer: tuple[int, int]
     bytes: int
     shape: str
     start: int
     end: int
-    whole_run: LiveKind | None
+    whole_run_kind: LiveKind | None
 
 
 def live_at_the_peak(folder: pathlib.Path, kind: str) -> Live | None:
@@ -90,28 +90,28 @@ def live_at_the_peak(folder: pathlib.Path, kind: str) -> Live | None:
 def _live(assignment: str, ranges: str, text: str, spaces: set[int]) -> Live:
     """The live buffers, from the texts of the buffer assignment, of the live ranges and of the program."""
     names = ValueNames(HloProgram(text), Sources(text))
-    order, values = _values(assignment, ranges, spaces, names.arguments)
-    backward = next((index for index, name in enumerate(order) if "transpose(" in names.op_name(name)), len(order))
+    schedule, values = _values(assignment, ranges, spaces, names.arguments)
+    backward_start = next((i for i, name in enumerate(schedule) if "transpose(" in names.op_name(name)), len(schedule))
     last_uses = _last_uses(values)
     phases: dict[_Value, StepPhase | None] = {
         value: phase_of(names.writer_scopes(value.name, value.index)) for value in values
     }
     kinds: dict[_Value, LiveKind] = {}
     for value, phase in phases.items():
-        is_kept = phase == "forward" and last_uses[value.place, value.start] >= backward
-        kinds[value] = value.whole_run or ("kept" if is_kept else "transient")
-    peak, timeline = _sweep(order, values, kinds, names)
+        is_kept = phase == "forward" and last_uses[value.buffer, value.start] >= backward_start
+        kinds[value] = value.whole_run_kind or ("kept" if is_kept else "transient")
+    peak_values, timeline = _sweep(schedule, values, kinds, names)
     tensors = [
         LiveTensor(
             names.user_name(value.name, value.index),
             value.bytes,
             kinds[value],
             value.shape.split("{")[0],
-            None if value.whole_run in ("argument", "constant") else phases[value],
-            value.whole_run is None and names.in_loop(value.name),
-            names.source_place(value.name, value.index) if value.whole_run is None else None,
+            None if value.whole_run_kind in ("argument", "constant") else phases[value],
+            value.whole_run_kind is None and names.in_loop(value.name),
+            names.source_place(value.name, value.index) if value.whole_run_kind is None else None,
         )
-        for value in peak
+        for value in peak_values
     ]
     threshold = sum(tensor.bytes for tensor in tensors) // 1000
     tensors = [tensor for tensor in tensors if tensor.bytes > threshold]
@@ -121,44 +121,51 @@ def _live(assignment: str, ranges: str, text: str, spaces: set[int]) -> Live:
 def _values(
     assignment: str, ranges: str, spaces: set[int], arguments: Mapping[str, str]
 ) -> tuple[list[str], list[_Value]]:
-    """Names of the instructions in the order of the schedule, and the values in device memory."""
-    order: list[str] = []
+    """Names of the instructions in the order of the schedule, and the values in device memory.
+
+    Args:
+        assignment: text of the buffer assignment.
+        ranges: text of the live ranges.
+        spaces: memory spaces that are device memory.
+        arguments: instruction of each argument, by the argument's number.
+    """
+    schedule: list[str] = []
     lifetimes: dict[tuple[str, str], tuple[int, int]] = {}
     for line in ranges.splitlines():
-        if match := _PLACE.match(line):
-            order.append(match[2])
+        if match := _SCHEDULED.match(line):
+            schedule.append(match[2])
         elif match := _RANGE.match(line):
             lifetimes[match[1], match[2]] = (int(match[3]), int(match[4]))
         elif line.startswith("  Live ranges at"):
             break
     values: list[_Value] = []
-    allocation, kind, size, on_device = -1, None, 0, False
+    allocation, kind, size, is_on_device = -1, None, 0, False
     for line in assignment.splitlines():
         if line.startswith("allocation "):
             allocation += 1
-            color = re.search(r", color (\d+)", line)
-            on_device = int(color[1] if color else 0) in spaces and "thread-local" not in line
+            color_match = re.search(r", color (\d+)", line)
+            is_on_device = int(color_match[1] if color_match else 0) in spaces and "thread-local" not in line
             size = integers(line)[1]
-            kind = _whole_run(line)
-            if kind is not None and on_device:
-                parameter = re.search(r", parameter (\d+), shape \|(.*?)\|", line)
+            kind = _whole_run_kind(line)
+            if kind is not None and is_on_device:
+                parameter_match = re.search(r", parameter (\d+), shape \|(.*?)\|", line)
                 # other values reuse a donated argument's buffer; any other allocation is named after its first value
-                name, shape = (arguments[parameter[1]], parameter[2]) if parameter else ("", "")
-                values.append(_Value(name, (), (allocation, 0), size, shape, 0, len(order), kind))
-        elif on_device and (match := _VALUE.match(line)):
-            name, index, _, bytes_, offset, shape = match.groups()
-            path = tuple(integers(index or ""))
+                name, shape = (arguments[parameter_match[1]], parameter_match[2]) if parameter_match else ("", "")
+                values.append(_Value(name, (), (allocation, 0), size, shape, 0, len(schedule), kind))
+        elif is_on_device and (match := _VALUE.match(line)):
+            name, index_text, _, bytes_text, offset, shape = match.groups()
+            indices = tuple(integers(index_text or ""))
             if kind is not None:
                 if not values[-1].name:
-                    values[-1] = dataclasses.replace(values[-1], name=name, index=path, shape=shape)
-            elif (lifetime := lifetimes.get((name, index or "{}"))) and not shape.startswith("("):
-                values.append(_Value(name, path, (allocation, int(offset)), int(bytes_), shape, *lifetime, None))
+                    values[-1] = dataclasses.replace(values[-1], name=name, index=indices, shape=shape)
+            elif (lifetime := lifetimes.get((name, index_text or "{}"))) and not shape.startswith("("):
+                values.append(_Value(name, indices, (allocation, int(offset)), int(bytes_text), shape, *lifetime, None))
         elif not line.strip() and allocation >= 0:
             break
-    return order, values
+    return schedule, values
 
 
-def _whole_run(allocation_text: str) -> LiveKind | None:
+def _whole_run_kind(allocation_text: str) -> LiveKind | None:
     """The kind of an allocation that lasts the whole run, from XLA's line for it; None for temporaries."""
     if ", parameter " in allocation_text:
         return "argument"
@@ -168,10 +175,10 @@ def _whole_run(allocation_text: str) -> LiveKind | None:
 
 
 def _last_uses(values: list[_Value]) -> dict[tuple[tuple[int, int], int], int]:
-    """The last use of each value, by (place, start); values of one shape that adjoin in a buffer count as one."""
+    """The last use of each value, by (buffer, start); values of one shape that adjoin in a buffer count as one."""
     values_by_buffer: dict[tuple[tuple[int, int], str], list[_Value]] = defaultdict(list)
     for value in values:
-        values_by_buffer[value.place, value.shape].append(value)
+        values_by_buffer[value.buffer, value.shape].append(value)
     last_uses: dict[tuple[tuple[int, int], int], int] = {}
     for buffer_values in values_by_buffer.values():
         buffer_values.sort(key=lambda value: value.start, reverse=True)
@@ -183,13 +190,13 @@ def _last_uses(values: list[_Value]) -> dict[tuple[tuple[int, int], int], int]:
                     break
                 last_use = max(last_use, end)
             later_spans.append((value.start, last_use))
-            key = (value.place, value.start)
+            key = (value.buffer, value.start)
             last_uses[key] = max(last_use, last_uses.get(key, 0))
     return last_uses
 
 
 def _sweep(
-    order: list[str], values: list[_Value], kinds: dict[_Value, LiveKind], names: ValueNames
+    schedule: list[str], values: list[_Value], kinds: dict[_Value, LiveKind], names: ValueNames
 ) -> tuple[list[_Value], tuple[LiveBytes, ...]]:
     """The values alive at the peak, one per buffer, and the timeline."""
     values_by_start: dict[int, list[_Value]] = defaultdict(list)
@@ -197,33 +204,33 @@ def _sweep(
     for value in values:
         values_by_start[value.start].append(value)
         values_by_end[value.end + 1].append(value)
-    values_by_place: dict[tuple[int, int], list[_Value]] = defaultdict(list)
+    occupants_of: dict[tuple[int, int], list[_Value]] = defaultdict(list)
     bytes_by_kind: dict[LiveKind, int] = dict.fromkeys(KINDS, 0)
     moments: list[LiveBytes] = []
-    peak_bytes, peak = -1, []
+    peak_bytes, peak_values = -1, []
 
-    def change(value: _Value, added: bool) -> None:
+    def change(value: _Value, is_added: bool) -> None:
         """Add a value to its buffer or remove it, and update the bytes by kind."""
-        occupants = values_by_place[value.place]
+        occupants = occupants_of[value.buffer]
         if occupants:
             largest = max(occupants, key=_rank)
             bytes_by_kind[kinds[largest]] -= largest.bytes
-        occupants.append(value) if added else occupants.remove(value)
+        occupants.append(value) if is_added else occupants.remove(value)
         if occupants:
             largest = max(occupants, key=_rank)
             bytes_by_kind[kinds[largest]] += largest.bytes
 
-    for index in range(len(order) + 1):
+    for index in range(len(schedule) + 1):
         for value in values_by_end[index]:
             change(value, False)
         for value in values_by_start[index]:
             change(value, True)
-        phase = phase_of(names.op_name(order[index])) if index < len(order) else None
+        phase = phase_of(names.op_name(schedule[index])) if index < len(schedule) else None
         moments.append(LiveBytes(index, {kind: count for kind, count in bytes_by_kind.items() if count}, phase))
         if moments[-1].total > peak_bytes:
             peak_bytes = moments[-1].total
-            peak = [max(occupants, key=_rank) for occupants in values_by_place.values() if occupants]
-    return peak, _sampled(moments)
+            peak_values = [max(occupants, key=_rank) for occupants in occupants_of.values() if occupants]
+    return peak_values, _sampled(moments)
 
 
 def _rank(value: _Value) -> tuple[int, int]:

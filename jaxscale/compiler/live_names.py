@@ -17,6 +17,8 @@ Element = tuple[str, BufferIndex]
 
 # index of the operand that is written into a stack, or of the stack that is read from
 _SLICE_OPERAND = {"dynamic-update-slice": 1, "dynamic-slice": 0}
+# opcodes of instructions that pass on their operand
+_PASSING_OPCODES = ("bitcast", "copy", "copy-start", "copy-done", "optimization-barrier", "opt-barrier", "reshape")
 # scopes that JAX adds to an operation
 _ADDED = re.compile(
     r"while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint|rematted_computation|remat\d?|pjit|core_call"
@@ -81,7 +83,7 @@ class ValueNames:
         }
 
     def op_name(self, name: str) -> str:
-        """An instruction's scopes, as JAX recorded them; empty without any."""
+        """The scopes of an instruction by its name, as JAX recorded them; "" if there are none."""
         metadata = self.ops[name][1].attribute(r'op_name="((?:[^"\\]|\\.)*)"') if name in self.ops else None
         return (metadata or "").replace("\\'", "'").replace('\\"', '"')
 
@@ -97,18 +99,18 @@ class ValueNames:
     def user_name(self, name: str, index: BufferIndex) -> str:
         """The name of a value, in the user's terms."""
         origin = self._origin(name, index, through_stacks=True)
-        named_op = origin if self.op_name(origin) else name
-        name = clean_name(self.op_name(named_op))
+        source_name = origin if self.op_name(origin) else name
+        name = clean_name(self.op_name(source_name))
         if not name:
             return origin
-        if self.ops[named_op][1].opcode == "parameter" or has_scopes(self.op_name(named_op)):
+        if self.ops[source_name][1].opcode == "parameter" or has_scopes(self.op_name(source_name)):
             return name
-        return "/".join((*self.sources.module_names(self.ops[named_op][1]), name))
+        return "/".join((*self.sources.module_names(self.ops[source_name][1]), name))
 
     def source_place(self, name: str, index: BufferIndex) -> str | None:
         """Source file and line of the operation that computes a value; None if unknown."""
         origin = self._origin(name, index, through_stacks=True)
-        return self.sources.place(self.ops[origin][1]) if origin in self.ops else None
+        return self.sources.file_and_line(self.ops[origin][1]) if origin in self.ops else None
 
     def _origin(self, name: str, index: BufferIndex, through_stacks: bool) -> str:
         """The instruction that computes a value, behind copies, tuples, loop carries, and stacking if requested."""
@@ -116,10 +118,10 @@ class ValueNames:
         while name in self.ops and (name, index) not in visited:
             visited.add((name, index))
             computation, op = self.ops[name]
-            previous = self._predecessor(computation, op, index, through_stacks)
-            if previous is None:
+            predecessor = self._predecessor(computation, op, index, through_stacks)
+            if predecessor is None:
                 break
-            name, index = previous
+            name, index = predecessor
         return name
 
     def _predecessor(
@@ -143,11 +145,10 @@ class ValueNames:
             return (op.operands[0], index) if is_unchanged else (root.name, index)
         if op.opcode == "parameter" and not computation.is_entry:
             return self._caller_operand(computation, op, index)
-        passing = ("bitcast", "copy", "copy-start", "copy-done", "optimization-barrier", "opt-barrier", "reshape")
-        unnamed = bool(op.operands) and not self.op_name(op.name)
-        if op.opcode in passing or (unnamed and op.opcode.endswith(("-start", "-done", "convert"))):
+        is_unnamed = bool(op.operands) and not self.op_name(op.name)
+        if op.opcode in _PASSING_OPCODES or (is_unnamed and op.opcode.endswith(("-start", "-done", "convert"))):
             return op.operands[0], ()
-        if unnamed and op.opcode == "fusion":
+        if is_unnamed and op.opcode == "fusion":
             ops = computation.instructions
             widest = max(op.operands, key=lambda name: ops[name].bytes if name in ops else 0)
             return (self._stacked_slice(op, index) if through_stacks else None) or self._last_named(op) or (widest, ())
@@ -178,24 +179,24 @@ class ValueNames:
 
     def _last_named(self, op: Op) -> Element | None:
         """The last named instruction of a fusion without a name."""
-        inner = self.program.computations[called(op.attributes)[0]].instructions
+        instructions = self.program.computations[called(op.attributes)[0]].instructions
         named_ops = [
-            name for name, instruction in inner.items() if self.op_name(name) and instruction.opcode != "constant"
+            name for name, callee_op in instructions.items() if self.op_name(name) and callee_op.opcode != "constant"
         ]
         return (named_ops[-1], ()) if named_ops else None
 
     def _stacked_slice(self, op: Op, index: BufferIndex) -> Element | None:
         """The source of the slice that an operation writes into a stack, or reads from one."""
-        inner = self.program.computations[called(op.attributes)[0]]
-        root = inner.root
+        callee = self.program.computations[called(op.attributes)[0]]
+        root = callee.root
         if root is None:
             return None
         if root.opcode == "tuple" and index:
-            root, index = inner.instructions[root.operands[index[0]]], index[1:]
-        root = inner.behind(root, ("bitcast", "copy", "convert"))
+            root, index = callee.instructions[root.operands[index[0]]], index[1:]
+        root = callee.behind(root, ("bitcast", "copy", "convert"))
         if root.opcode == "fusion":
             return self._stacked_slice(root, index)
         if root.opcode not in _SLICE_OPERAND:
             return None
-        slice_op = inner.instructions[root.operands[_SLICE_OPERAND[root.opcode]]]
-        return inner.behind(slice_op, ("bitcast", "copy", "reshape", "convert")).name, ()
+        slice_op = callee.instructions[root.operands[_SLICE_OPERAND[root.opcode]]]
+        return callee.behind(slice_op, ("bitcast", "copy", "reshape", "convert")).name, ()

@@ -48,8 +48,8 @@ class OutOfMemory:
     message: str
 
     def __str__(self) -> str:
-        where = "device memory" if self.memory == "device" else "on-chip memory (a kernel's blocks are too large)"
-        return f"out of {where}: needs {_bytes_text(self.required)}, there are {_bytes_text(self.available)}"
+        name = "device memory" if self.memory == "device" else "on-chip memory (a kernel's blocks are too large)"
+        return f"out of {name}: needs {_bytes_text(self.required)}, but {_bytes_text(self.available)} are available"
 
 
 def out_of_memory(message: str) -> OutOfMemory | None:
@@ -101,12 +101,12 @@ class LiveTensor:
 
 @dataclasses.dataclass(frozen=True)
 class LiveBytes:
-    """Live bytes at one place of the compiled schedule.
+    """Live bytes at one position of the compiled schedule.
 
     Args:
-        at: place in the schedule, in instructions from its start; a loop's body counts once.
+        at: position in the schedule, in instructions from its start; a loop's body counts once.
         bytes: live bytes per kind (`KINDS`).
-        phase: pass of the instruction there.
+        phase: pass of the instruction at this position.
     """
 
     at: int
@@ -127,7 +127,7 @@ class CompileReport:
     compiler reported them before it stopped.
 
     Args:
-        platform: text of the `Platform` it was compiled for.
+        platform: text of the `Platform` that the program was compiled for.
         argument_bytes, output_bytes, alias_bytes, temp_bytes: bytes of device memory of the arguments, of the outputs,
             of the outputs that reuse the buffers of donated arguments, and of temporaries.
         host_argument_bytes, host_output_bytes, host_alias_bytes, host_temp_bytes: bytes of host memory, likewise.
@@ -143,7 +143,7 @@ class CompileReport:
         timeline: live bytes along the schedule, a few hundred moments at most, with the peak; None without `explain`.
         seconds: seconds that the compiler took.
         versions: versions of jax, jaxlib and the compiler, by package.
-        attached: whether it was compiled for an attached device, not for a described one.
+        attached: whether the program was compiled for an attached device, not for a described one.
         key: hash of program, platform, versions and options, the key of the cache.
         cached: whether the report comes from the cache.
     """
@@ -190,8 +190,8 @@ class CompileReport:
 
     def fits(self, limit: int) -> bool:
         """Whether the program compiles and takes no more than `limit` bytes of device memory."""
-        needed = self.device_bytes
-        return self.oom is None and self.crashed is None and needed is not None and needed <= limit
+        device_bytes = self.device_bytes
+        return self.oom is None and self.crashed is None and device_bytes is not None and device_bytes <= limit
 
     def sent(self, axis: str | None = None, kind: str | None = None) -> int:
         """Bytes of the arrays of all collectives in one run, iterations of loops included.

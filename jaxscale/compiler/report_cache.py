@@ -54,7 +54,7 @@ def key(
 
 
 def find(folder: pathlib.Path, name: str) -> CompileReport | None:
-    """The report stored under a key; None if there is none, or it is unreadable."""
+    """Read the report stored under a key; None if there is none, or it is unreadable."""
     try:
         report_json = json.loads((folder / f"{name}.json").read_bytes())
         report = CompileReport.from_json(report_json, str(folder))

@@ -16,7 +16,7 @@ from jaxscale.errors import UserError
 from jaxscale.platforms.platform import Platform
 
 _PLUGINS = ("jax-cuda13-pjrt", "jax-cuda12-pjrt")
-# they would send the child to other devices, or to a cache that it cannot read
+# these variables would send the child to other devices, or to a cache that it cannot read
 _NOT_INHERITED = ("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR", "JAX_COORDINATOR_ADDRESS")
 
 
@@ -39,12 +39,12 @@ class Target:
     compiler: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def target(platform: Platform, attached: Collection[str]) -> Target:
-    """How to get a platform's devices in another process.
+def target(platform: Platform, accelerator_kinds: Collection[str]) -> Target:
+    """Describe how another process gets a platform's devices.
 
     Args:
         platform: the platform.
-        attached: kinds of accelerators that this machine has ("tpu", "gpu").
+        accelerator_kinds: kinds of accelerators that this machine has ("tpu", "gpu").
 
     Raises:
         UserError: the platform's compiler is missing, has another version than jaxlib, or cannot describe the devices.
@@ -58,11 +58,11 @@ def target(platform: Platform, attached: Collection[str]) -> Target:
     environment["XLA_FLAGS"] = " ".join(flag for flag in flags if not flag.startswith(dropped_prefixes))
     if kind == "cpu":
         return Target("cpu", environment | {"JAX_PLATFORMS": "cpu"}, attached=True)
-    is_attached = kind in attached
-    return _tpu(platform, environment, is_attached) if kind == "tpu" else _gpu(platform, environment, is_attached)
+    target_of_kind = _tpu_target if kind == "tpu" else _gpu_target
+    return target_of_kind(platform, environment, kind in accelerator_kinds)
 
 
-def _tpu(platform: Platform, environment: dict[str, str], is_attached: bool) -> Target:
+def _tpu_target(platform: Platform, environment: dict[str, str], is_attached: bool) -> Target:
     """How to get TPUs in another process with this environment."""
     libtpu_version = trust.libtpu(environment)
     if libtpu_version is None:
@@ -72,7 +72,7 @@ def _tpu(platform: Platform, environment: dict[str, str], is_attached: bool) -> 
     if is_attached:
         return Target("tpu", environment | {"JAX_PLATFORMS": "tpu,cpu"}, True, compiler={"libtpu": libtpu_version})
     if platform.topology is None:
-        raise UserError(f"{platform}: its chips form no box, so the compiler has no description of it; name a slice")
+        raise UserError(f"{platform}: its chips form no box, so the compiler has no description of them; name a slice")
     environment |= {
         "JAX_PLATFORMS": "cpu",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # several processes may load libtpu: none uses a chip
@@ -90,9 +90,9 @@ def _tpu(platform: Platform, environment: dict[str, str], is_attached: bool) -> 
     return Target("tpu", environment, False, arguments, {"libtpu": libtpu_version})
 
 
-def _gpu(platform: Platform, environment: dict[str, str], is_attached: bool) -> Target:
+def _gpu_target(platform: Platform, environment: dict[str, str], is_attached: bool) -> Target:
     """How to get GPUs in another process with this environment."""
-    plugin_version = next((version for name in _PLUGINS if (version := _installed(name))), None)
+    plugin_version = next((version for name in _PLUGINS if (version := _installed_version(name))), None)
     if is_attached:
         # a run may hold the card's memory already
         environment |= {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -102,7 +102,7 @@ def _gpu(platform: Platform, environment: dict[str, str], is_attached: bool) -> 
         raise UserError(
             f"{platform}: its compiler is missing here; install jaxscale[aot-gpu] (the CUDA plugin, 400 MB)"
         )
-    jaxlib_version = _installed("jaxlib")
+    jaxlib_version = _installed_version("jaxlib")
     if plugin_version != jaxlib_version:
         raise UserError(
             f"{platform}: the CUDA plugin is {plugin_version}, jaxlib is {jaxlib_version}; install the same version"
@@ -110,7 +110,7 @@ def _gpu(platform: Platform, environment: dict[str, str], is_attached: bool) -> 
     return Target("cuda", environment | {"JAX_PLATFORMS": "cpu"}, False, arguments, {"cuda plugin": plugin_version})
 
 
-def _installed(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
     """The installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)

@@ -24,7 +24,10 @@ KNOWN_BYTES = 1696 * MIB
 
 
 def libtpu(environment: Mapping[str, str]) -> str | None:
-    """The libtpu that a process in this environment loads: its version, or the user's file; None if there is none.
+    """The libtpu that a process in this environment loads; None if there is none.
+
+    Returns:
+        The version of the installed libtpu, or the path, size and time of the file that the user specifies.
 
     Raises:
         UserError: the user specifies a missing file.

@@ -59,5 +59,5 @@ def _fraction() -> float:
     except ValueError:
         fraction = 0.0
     if not fraction > 0:
-        raise UserError(f"{name}={text!r}: expected a number above 0, such as 0.9; unset it for {POOL}")
+        raise UserError(f"{name}={text!r}: expected a number above 0, such as 0.9; without it, the share is {POOL}")
     return min(fraction, 1.0)

@@ -35,7 +35,7 @@ class Tokens:
     """One split of a corpus.
 
     Args:
-        ids: [tokens] unsigned, mapped into memory.
+        ids: [tokens] unsigned integers, ids of the tokens, mapped into memory.
         learned: [tokens] bool, False for a target of weight 0; `None` if all have weight 1.
         starts: [documents + 1] int64, first token of each document; the last entry is the number of tokens.
     """
@@ -61,7 +61,7 @@ class Corpus:
 
 
 def open_corpus(files: list[str], vocabulary: Tokenizer, recipe: DocumentRecipe) -> Corpus:
-    """The tokens of some files, from the cache or encoded now, with a progress bar on a terminal.
+    """Open the tokens of some files, from the cache or encoded now, with a progress bar on a terminal.
 
     Raises:
         UserError: a file that is empty, binary or not UTF-8, a recipe without training text, or no writable folder.
@@ -80,7 +80,7 @@ def open_corpus(files: list[str], vocabulary: Tokenizer, recipe: DocumentRecipe)
     for folder in folders:
         if (corpus := _load(folder / key)) is not None:
             return corpus
-    failures = []
+    reasons = []
     for folder in folders:
         try:
             with _exclusive(folder, key):
@@ -90,9 +90,9 @@ def open_corpus(files: list[str], vocabulary: Tokenizer, recipe: DocumentRecipe)
                 assert corpus is not None, f"the entry {key} just written cannot be read"
                 return corpus
         except OSError as error:
-            failures.append(f"{folder}: {error.strerror or error}")
+            reasons.append(f"{folder}: {error.strerror or error}")
     raise UserError(
-        f"no folder to keep tokens in ({'; '.join(failures)}): set JAXSCALE_CACHE to a writable folder with free space"
+        f"no folder to keep tokens in ({'; '.join(reasons)}): set JAXSCALE_CACHE to a writable folder with free space"
     )
 
 
@@ -106,7 +106,7 @@ def _folders() -> list[pathlib.Path]:
 
 @contextlib.contextmanager
 def _exclusive(folder: pathlib.Path, key: str) -> Iterator[None]:
-    """A lock that keeps other processes of this machine from writing this entry, if the disk supports locks."""
+    """A context that locks an entry for this process, if the disk supports locks, and removes drafts of killed ones."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with open(folder / f"{key}.lock", "w") as lock:
         with contextlib.suppress(OSError):
@@ -144,21 +144,22 @@ def _encode(draft: pathlib.Path, files: list[str], vocabulary: Tokenizer, recipe
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(_Writer(draft, name, dtype, recipe.prompt_end is not None)) for name in SPLITS]
         advance = stack.enter_context(_progress("encoding " + _file_names(files), facts["characters"]))
-        labels: list[tuple[int, bool, bool]] = []
+        labels: list[tuple[int, bool, bool]] = []  # split, begins and learned of each text
 
-        def labelled() -> Iterator[str]:
+        def label_texts() -> Iterator[str]:
+            """Yield the texts to encode, and append split, begins and learned of each to `labels`."""
             for split, begins, learned, text in documents.texts(files, recipe, cut):
                 labels.append((split, begins, learned))
                 yield text
 
         last_text = -1
-        for encoded in vocabulary.encode_all(labelled()):
-            split, begins, learned = np.array(labels[encoded.texts[0] : encoded.texts[-1] + 1])[
-                encoded.texts - encoded.texts[0]
-            ].T
-            continued = np.diff(encoded.texts, prepend=last_text) == 0  # a later part of the same text
-            for number, writer in enumerate(writers):
-                writer.add(encoded, split == number, learned, begins * ~continued)
+        for encoded in vocabulary.encode_all(label_texts()):
+            first_text = encoded.texts[0]
+            text_labels = np.array(labels[first_text : encoded.texts[-1] + 1])
+            split, begins, learned = text_labels[encoded.texts - first_text].T  # [parts] each
+            is_continued = np.diff(encoded.texts, prepend=last_text) == 0  # a later part of the same text
+            for split_number, writer in enumerate(writers):
+                writer.add(encoded, split == split_number, learned, begins * ~is_continued)
             last_text = encoded.texts[-1]
             advance(encoded.characters)
     facts.update(dtype=dtype.name, masked=recipe.prompt_end is not None, vocabulary=vocabulary.size)
@@ -186,13 +187,20 @@ class _Writer:
         self._learned = (draft / f"{name}.learned").open("wb") if masked else None
 
     def add(self, encoded: Encoded, selected: np.ndarray, learned: np.ndarray, begins: np.ndarray) -> None:
-        """Append the selected parts; `learned` and `begins` (a document begins with it) are bools per part."""
+        """Append parts of the encoded texts.
+
+        Args:
+            encoded: ids of the parts.
+            selected: [parts] bool, whether to append the part.
+            learned: [parts] bool, whether the part's tokens have weight 1.
+            begins: [parts] bool, whether a document begins with the part.
+        """
         lengths = encoded.lengths[selected]
         self._ids.write(encoded.ids[np.repeat(selected, encoded.lengths)].astype(self._dtype).tobytes())
         if self._learned is not None:
             self._learned.write(np.repeat(learned[selected].astype(np.bool_), lengths).tobytes())
-        first_ids = self.tokens + np.cumsum(lengths) - lengths
-        self.starts += first_ids[begins[selected].astype(np.bool_)].tolist()
+        positions = self.tokens + np.cumsum(lengths) - lengths
+        self.starts += positions[begins[selected].astype(np.bool_)].tolist()
         self.tokens += int(lengths.sum())
 
     def __enter__(self) -> "_Writer":
@@ -212,10 +220,10 @@ def _load(folder: pathlib.Path) -> Corpus | None:
         dtype = np.dtype(facts["dtype"])
         splits = []
         for name in SPLITS:
-            tokens, count = facts[name]["tokens"], facts[name]["documents"]
+            tokens, document_count = facts[name]["tokens"], facts[name]["documents"]
             ids = _mapped(folder / f"{name}.ids", dtype, tokens)
             learned = _mapped(folder / f"{name}.learned", np.dtype(np.bool_), tokens) if facts["masked"] else None
-            starts = _mapped(folder / f"{name}.starts", np.dtype(np.int64), count + 1)
+            starts = _mapped(folder / f"{name}.starts", np.dtype(np.int64), document_count + 1)
             splits.append(Tokens(ids, learned, starts))
     except (OSError, ValueError, KeyError):
         return None
@@ -240,7 +248,7 @@ def _file_names(files: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def _progress(description: str, characters: int) -> Iterator[Any]:
-    """A progress bar on the terminal's error stream; yields the function that moves it."""
+    """A context with a progress bar on the terminal's error stream; yields the function that moves it."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -253,4 +261,4 @@ def _progress(description: str, characters: int) -> Iterator[Any]:
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(description, total=characters)
-        yield lambda characters: progress.update(task, advance=characters)
+        yield lambda encoded_characters: progress.update(task, advance=encoded_characters)

@@ -23,7 +23,7 @@ class DocumentRecipe:
         ending: text put after every document.
         prompt_end: marker that ends a prompt; tokens up to its end have weight 0, as have all tokens of a document
             without it. With `None`, all tokens have weight 1.
-        held_out: share of the text, at its end, that is not trained on, from 0 to 1.
+        held_out: share of the text, at its end, that is held out from training, from 0 to 1.
         whole: whether to hold out whole documents; otherwise the cut falls on a character, as in nanoGPT.
     """
 
@@ -66,32 +66,28 @@ def survey(files: list[str], recipe: DocumentRecipe) -> dict[str, Any]:
     Raises:
         UserError: a file that is no text, no document, or no document with a `prompt_end`.
     """
-    documents = characters = total_bytes = with_prompt_end = 0
+    document_count = character_count = total_bytes = marked_count = 0
     added_characters = len(recipe.beginning) + len(recipe.ending)
     for file in files:
         content = source.read(file)
         file_documents = recipe.documents(source.decode(content, file))
         total_bytes += len(content)
-        documents += len(file_documents)
-        characters += sum(map(len, file_documents)) + added_characters * len(file_documents)
-        with_prompt_end += (
-            sum(recipe.prompt_end in document for document in file_documents)
-            if recipe.prompt_end
-            else len(file_documents)
-        )
-    if not with_prompt_end:
+        document_count += len(file_documents)
+        character_count += sum(map(len, file_documents)) + added_characters * len(file_documents)
+        marked_count += sum(not recipe.prompt_end or recipe.prompt_end in document for document in file_documents)
+    if not marked_count:
         raise UserError(
-            f"prompt_end {recipe.prompt_end!r} occurs in none of the {documents} documents: expected it in each; "
+            f"prompt_end {recipe.prompt_end!r} occurs in none of the {document_count} documents: expected it in each; "
             "check its spelling and the separator"
-            if documents
+            if document_count
             else f"separator {recipe.separator!r} leaves no document: expected text between separators"
         )
     return {
         "files": len(files),
         "bytes": total_bytes,
-        "characters": characters,
-        "documents": documents,
-        "marked": with_prompt_end,
+        "characters": character_count,
+        "documents": document_count,
+        "marked": marked_count,
     }
 
 

@@ -137,12 +137,12 @@ class Labelled:
     scale: float
 
     def __len__(self) -> int:
-        """Images of one epoch."""
+        """Number of images of one epoch."""
         return len(self.labels)
 
     @property
     def targets(self) -> int:
-        """Labels of one epoch."""
+        """Number of labels of one epoch."""
         return len(self)
 
     @functools.cached_property
@@ -151,7 +151,7 @@ class Labelled:
         return self.pixels.shape[1:]
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """The rows with these numbers in the endless sequence of epochs."""
+        """Read the rows with these numbers in the endless sequence of epochs."""
         epoch_rows = rows % len(self)
         images = self.pixels[epoch_rows].astype(np.float32) / np.float32(self.scale)
         return {"images": images, "labels": self.labels[epoch_rows].astype(np.int32)}

@@ -49,24 +49,24 @@ def join_texts(texts: Iterable[str], marker: Marker | None, characters: int) -> 
     if marker is None:
         yield from (JoinedTexts(text, 1) for text in texts)
         return
-    pending: list[str] = []
+    pending_texts: list[str] = []
     pending_characters = 0
     for text in texts:
         has_marker = marker.text in text
-        if pending and (has_marker or pending_characters + len(text) >= characters):
-            yield JoinedTexts(marker.text.join(pending), len(pending))
-            pending, pending_characters = [], 0
+        if pending_texts and (has_marker or pending_characters + len(text) >= characters):
+            yield JoinedTexts(marker.text.join(pending_texts), len(pending_texts))
+            pending_texts, pending_characters = [], 0
         if has_marker:
             yield JoinedTexts(text, 1)
         else:
-            pending.append(text)
+            pending_texts.append(text)
             pending_characters += len(text)
-    if pending:
-        yield JoinedTexts(marker.text.join(pending), len(pending))
+    if pending_texts:
+        yield JoinedTexts(marker.text.join(pending_texts), len(pending_texts))
 
 
 def separate(encoded: Sequence[Sequence[int]], joined: Sequence[JoinedTexts], marker: Marker | None) -> tuple[Any, Any]:
-    """Ids of all texts, one after another, and how many each has.
+    """Ids of all texts, one after another, and the number of ids of each text.
 
     Args:
         encoded: ids of each of the joined texts.

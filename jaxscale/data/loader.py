@@ -1,7 +1,7 @@
 """Batches from rows: Grain shuffles, mixes by weight, shards over processes and prefetches; rows are read a whole batch
 at a time.
 
-Grain handles row numbers only (about 10 microseconds a row), numpy reads the rows. Batch k is a function of the seed
+Grain handles row numbers only (about 10 microseconds a row); numpy reads the rows. Batch k is a function of the seed
 and k alone, so the state of an iterator is k, however far a thread has read ahead, and is valid for every number of
 processes: each reads a contiguous part of the rows of the global batch. Grain takes seconds to import and is imported
 by the first iterator.
@@ -21,25 +21,25 @@ NumpyBatch = dict[str, np.ndarray]
 """A batch, or this process's rows of one: arrays by name, whose first dim is the row."""
 
 _AHEAD = 4
-"""Batches read ahead of the training step."""
+"""Number of batches read ahead of the training step."""
 _ENDLESS = 2**52
-"""Rows of "endless" data: a length that floats represent exactly, because Grain computes with it in floats."""
+"""Number of rows of "endless" data, which floats represent exactly, because Grain computes with it in floats."""
 
 
 class EpochRows(Protocol):
     """The rows of an epoch, read by number."""
 
     def __len__(self) -> int:
-        """Rows of one epoch."""
+        """Number of rows of one epoch."""
         ...
 
     @property
     def targets(self) -> int:
-        """Targets of one epoch."""
+        """Number of targets of one epoch."""
         ...
 
     def read(self, rows: np.ndarray) -> NumpyBatch:
-        """The rows with these numbers, counted over all epochs: number r is row `r % len` of epoch `r // len`."""
+        """Read the rows with these numbers, counted over all epochs: number r is row `r % len` of epoch `r // len`."""
         ...
 
 
@@ -86,14 +86,14 @@ class Opened:
             length = len(part)
             order = grain.MapDataset.range(length).seed(derive(self.seed, "order", number)).shuffle()
             # a row's number encodes its part and epoch
-            order = order.repeat(_ENDLESS // length).map_with_index(_numbered(number, len(self.parts), length))
+            order = order.repeat(_ENDLESS // length).map_with_index(_row_encoder(number, len(self.parts), length))
             orders.append(order)
         rows = orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, self.weights)
         local_batches = rows.batch(self.batch // self.processes)[self.process :: self.processes]
         return local_batches.map(self._read)
 
     def _read(self, numbers: np.ndarray) -> NumpyBatch:
-        """The batch of rows with these numbers, which `_numbered` computes from part, epoch and row."""
+        """The batch of rows with these numbers, which `_row_encoder` computes from part, epoch and row."""
         rows, part_index = np.divmod(numbers, len(self.parts))
         if len(self.parts) == 1:
             return self.parts[0].read(rows)
@@ -102,24 +102,24 @@ class Opened:
             positions = np.flatnonzero(part_index == index)
             if not len(positions):
                 continue
-            for name, values in _weighted(part.read(rows[positions]), self._masked).items():
+            for name, values in _with_weights(part.read(rows[positions]), self._has_weights).items():
                 batch.setdefault(name, np.empty((len(numbers), *values.shape[1:]), values.dtype))[positions] = values
         return batch
 
     @functools.cached_property
-    def _masked(self) -> bool:
+    def _has_weights(self) -> bool:
         """Whether the rows of some part have weights."""
         return any("weights" in part.read(np.zeros(1, np.int64)) for part in self.parts)
 
 
-def _numbered(part: int, parts: int, length: int) -> Callable[[int, int], int]:
-    """From index and row of part number `part`, of `length` rows, to one number that encodes epoch, row and part."""
+def _row_encoder(part: int, parts: int, length: int) -> Callable[[int, int], int]:
+    """A function from index and row of part number `part`, of `length` rows, to a number that encodes all three."""
     return lambda index, row: (index // length * length + row) * parts + part
 
 
-def _weighted(batch: NumpyBatch, masked: bool) -> NumpyBatch:
-    """The batch, with weights of 1 added if it has no weights and `masked` requires them."""
-    if not masked or "weights" in batch:
+def _with_weights(batch: NumpyBatch, needs_weights: bool) -> NumpyBatch:
+    """The batch, with weights of 1 added if it has no weights and `needs_weights` is true."""
+    if not needs_weights or "weights" in batch:
         return batch
     shape = batch["targets"].shape if "targets" in batch else batch["labels"].shape
     return {**batch, "weights": np.ones(shape, np.float32)}
@@ -218,7 +218,7 @@ class HeldOut:
             positions = np.flatnonzero((rows >= first_row) & (rows < first_row + len(part)))
             part_rows = rows[positions] - first_row
             # a part without rows in the batch is read too, for the names and shapes of a batch without any rows
-            for name, values in _weighted(part.read(part_rows), True).items():
+            for name, values in _with_weights(part.read(part_rows), True).items():
                 batch.setdefault(name, np.zeros((len(rows), *values.shape[1:]), values.dtype))[positions] = values
             first_row += len(part)
         return batch
@@ -228,7 +228,7 @@ def spread(count: int) -> np.ndarray:
     """An order of the numbers below `count` whose first N, for every N, are spread evenly over all.
 
     Args:
-        count: how many numbers to order.
+        count: number of numbers to order.
 
     Returns:
         [count] int64, each number once: entry k is the rank of frac(k phi) among all k, with phi the golden section.
@@ -240,7 +240,7 @@ def spread(count: int) -> np.ndarray:
     References:
         Kuipers, Niederreiter 1974, "Uniform Distribution of Sequences", chapter 2: multiples of the golden section.
     """
-    places = np.arange(count) * ((5**0.5 - 1) / 2) % 1
+    fractions = np.arange(count) * ((5**0.5 - 1) / 2) % 1
     order = np.empty(count, np.int64)
-    order[np.argsort(places, kind="stable")] = np.arange(count)
+    order[np.argsort(fractions, kind="stable")] = np.arange(count)
     return order

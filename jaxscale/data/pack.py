@@ -106,10 +106,10 @@ def split(starts: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
     """
     targets = np.maximum(np.diff(starts) - 1, 0)
     piece_counts = -(-targets // context)
-    document = np.repeat(np.arange(len(targets)), piece_counts)  # of each piece
+    document_index = np.repeat(np.arange(len(targets)), piece_counts)  # one entry per piece
     pieces_before = np.cumsum(piece_counts) - piece_counts
-    offset = (np.arange(len(document)) - np.repeat(pieces_before, piece_counts)) * context
-    return starts[:-1][document] + offset, np.minimum(targets[document] - offset, context)
+    offset = (np.arange(len(document_index)) - np.repeat(pieces_before, piece_counts)) * context
+    return starts[:-1][document_index] + offset, np.minimum(targets[document_index] - offset, context)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,25 +127,25 @@ class Packed:
     @functools.cached_property
     def _layout(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """First token and number of targets of the pieces, row by row; index of the first piece of each row."""
-        first, length = split(self.tokens.starts, self.context)
+        first_tokens, target_counts = split(self.tokens.starts, self.context)
         if self.tokens.learned is not None:
             learned_before = np.concatenate([[0], np.cumsum(self.tokens.learned, dtype=np.int64)])
-            has_targets = learned_before[first + length + 1] > learned_before[first + 1]
-            first, length = first[has_targets], length[has_targets]
-        packing = best_fit(length, self.context)
-        return first[packing.pieces], length[packing.pieces], packing.rows
+            has_targets = learned_before[first_tokens + target_counts + 1] > learned_before[first_tokens + 1]
+            first_tokens, target_counts = first_tokens[has_targets], target_counts[has_targets]
+        packing = best_fit(target_counts, self.context)
+        return first_tokens[packing.pieces], target_counts[packing.pieces], packing.rows
 
     def __len__(self) -> int:
-        """Rows of one epoch."""
+        """Number of rows of one epoch."""
         return len(self._layout[2]) - 1
 
     @property
     def targets(self) -> int:
-        """Targets of one epoch, including those of weight 0 but not padding."""
+        """Number of targets of one epoch, including those of weight 0 but not padding."""
         return int(self._layout[1].sum())
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """The rows with these numbers in the endless sequence of epochs.
+        """Read the rows with these numbers in the endless sequence of epochs.
 
         Args:
             rows: [B] int64, numbers of the rows.
@@ -154,14 +154,14 @@ class Packed:
             `tokens`, `targets`, `segments` (from 1; 0 is padding) and `positions` (from 0 in each segment), int32
             [B, context]; `weights`, float32, 0 for padding and for targets in prompts of weight 0.
         """
-        first, length, row_starts = self._layout
+        first_tokens, target_counts, row_starts = self._layout
         epoch_rows = rows % len(self)
-        piece_counts = row_starts[epoch_rows + 1] - row_starts[epoch_rows]  # of each row
+        piece_counts = row_starts[epoch_rows + 1] - row_starts[epoch_rows]  # one entry per row
         piece_index = _ranges(row_starts[epoch_rows], piece_counts)
         piece_in_row = _ranges(np.zeros_like(piece_counts), piece_counts)
-        piece_lengths = length[piece_index]
+        piece_lengths = target_counts[piece_index]
         position = _ranges(np.zeros_like(piece_lengths), piece_lengths)
-        token_index = np.repeat(first[piece_index], piece_lengths) + position
+        token_index = np.repeat(first_tokens[piece_index], piece_lengths) + position
         # place of a target in the flat batch: the start of its row plus the number of earlier targets in the row
         row = np.repeat(np.arange(len(rows)), piece_counts)
         row_targets = np.bincount(row, weights=piece_lengths, minlength=len(rows)).astype(np.int64)
@@ -178,9 +178,9 @@ class Packed:
         }
         batch = {}
         for name, (values, dtype) in columns.items():
-            flat = np.zeros(len(rows) * self.context, dtype)
-            flat[target_place] = values
-            batch[name] = flat.reshape(len(rows), self.context)
+            flat_values = np.zeros(len(rows) * self.context, dtype)
+            flat_values[target_place] = values
+            batch[name] = flat_values.reshape(len(rows), self.context)
         return batch
 
 

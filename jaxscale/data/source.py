@@ -47,9 +47,9 @@ def find(paths: tuple[str, ...]) -> list[str]:
 def _expand(path: str) -> list[str]:
     """The files of one path or glob."""
     location = locate(path)
-    if _remote(path, location.is_file):
+    if _with_client(path, location.is_file):
         return [path]
-    if _remote(path, location.is_dir):
+    if _with_client(path, location.is_dir):
         raise UserError(f"{path} is a folder, expected text files: give a glob such as {path}/*.txt")
     if any(wildcard in path for wildcard in _WILDCARDS):
         names = sorted(name for name in _glob(path) if locate(name).is_file())
@@ -57,7 +57,7 @@ def _expand(path: str) -> list[str]:
             raise UserError(f"no file matches {path}: expected at least one; check the folder and the pattern")
         return names
     folder = location.parent
-    siblings = [entry.name for entry in folder.iterdir()] if _remote(path, folder.is_dir) else []
+    siblings = [entry.name for entry in folder.iterdir()] if _with_client(path, folder.is_dir) else []
     folder_note = "" if siblings else f" (its folder {folder} is missing or empty)"
     raise UserError(f"no such file: {path}{folder_note}{near_miss(location.name, siblings)}")
 
@@ -67,13 +67,13 @@ def _glob(path: str) -> list[str]:
     if "://" not in path:
         return glob.glob(path, recursive=True)
     scheme, _, pattern = path.partition("://")
-    parts = pattern.split("/")
-    wild_index = next(i for i, part in enumerate(parts) if any(wildcard in part for wildcard in _WILDCARDS))
-    root = locate(f"{scheme}://{'/'.join(parts[:wild_index])}")
-    return [os.fspath(name) for name in root.glob("/".join(parts[wild_index:]))]
+    path_parts = pattern.split("/")
+    wild_index = next(i for i, part in enumerate(path_parts) if any(wildcard in part for wildcard in _WILDCARDS))
+    root = locate(f"{scheme}://{'/'.join(path_parts[:wild_index])}")
+    return [os.fspath(name) for name in root.glob("/".join(path_parts[wild_index:]))]
 
 
-def _remote(path: str, action: Any) -> Any:
+def _with_client(path: str, action: Any) -> Any:
     """The result of `action()`; without the client of a remote file system, an error that names the missing package."""
     try:
         return action()
@@ -84,7 +84,7 @@ def _remote(path: str, action: Any) -> Any:
 def read(path: str) -> bytes:
     """The bytes of one file."""
     try:
-        return _remote(path, locate(path).read_bytes)
+        return _with_client(path, locate(path).read_bytes)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}; check that this user may read it") from error
 

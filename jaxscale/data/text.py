@@ -150,7 +150,7 @@ class Mixture:
 
     @property
     def context(self) -> int:
-        """Targets per row."""
+        """Number of targets per row."""
         return self.parts[0].context
 
     def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
@@ -175,10 +175,10 @@ def _stored_tokenizer(name: str) -> str:
 
 
 def check_share(batch: int, process: int, processes: int) -> None:
-    """Raise UserError unless a batch divides over the processes."""
+    """Raise UserError unless a batch can be split evenly over the processes, and `process` is the index of one."""
     if batch < 1 or processes < 1 or batch % processes:
         raise UserError(
-            f"a batch of {batch} rows does not divide over {processes} processes: give a multiple of {processes}"
+            f"a batch of {batch} rows cannot be split evenly over {processes} processes: give a multiple of {processes}"
         )
     if not 0 <= process < processes:
         raise UserError(f"process {process} of {processes}: expected an index from 0 to {processes - 1}")
@@ -187,14 +187,14 @@ def check_share(batch: int, process: int, processes: int) -> None:
 def _open(
     parts: tuple[Text, ...], weights: tuple[float, ...], batch: int, seed: int, process: int, processes: int
 ) -> Opened:
-    """Opened data of one text, or of the parts of a mixture."""
+    """Open the data of one text, or of the parts of a mixture."""
     check_share(batch, process, processes)
     files = [source.find(part.paths) for part in parts]
     vocabulary = _vocabulary(parts, files)
     corpora = [
         open_corpus(part_files, vocabulary, _recipe(part)) for part, part_files in zip(parts, files, strict=True)
     ]
-    training, held_out = [], []
+    train, held_out = [], []  # rows of each part
     for index, (part, corpus) in enumerate(zip(parts, corpora, strict=True)):
         if part.layout == "packed":
             train_rows, held_rows = Packed(corpus.train, part.context), Packed(corpus.held_out, part.context)
@@ -205,20 +205,20 @@ def _open(
             raise _too_short("training", part, corpus.facts["train"])
         if part.held_out and not len(held_rows):
             raise _too_short("held-out", part, corpus.facts["held_out"])
-        training.append(train_rows)
+        train.append(train_rows)
         held_out.append(held_rows)
-    facts = _facts(parts, corpora, training, held_out, vocabulary)
-    return Opened(tuple(training), weights, tuple(held_out), batch, seed, process, processes, vocabulary, facts)
+    facts = _facts(parts, corpora, train, held_out, vocabulary)
+    return Opened(tuple(train), weights, tuple(held_out), batch, seed, process, processes, vocabulary, facts)
 
 
 def _recipe(part: Text) -> DocumentRecipe:
     """How the files of a text become documents; packed layouts hold out whole ones."""
-    packed = part.layout == "packed"
-    return DocumentRecipe(part.separator, part.beginning, part.ending, part.prompt_end, part.held_out, packed)
+    is_packed = part.layout == "packed"
+    return DocumentRecipe(part.separator, part.beginning, part.ending, part.prompt_end, part.held_out, is_packed)
 
 
 def _vocabulary(parts: tuple[Text, ...], files: list[list[str]]) -> Tokenizer:
-    """The tokenizer of all parts, given with the files of each part."""
+    """The tokenizer that all parts share; `files` holds the files of each part, whose characters "char" reads."""
     name = str(parts[0].tokenizer)
     if name == "byte":
         return Bytes()
@@ -235,14 +235,14 @@ def _alphabet(text: str) -> str:
 
 def _too_short(split: str, part: Text, facts: dict[str, Any]) -> UserError:
     """The error for a split ("training", "held-out") of a text that has no row."""
-    size = f"the {split} part of {part.paths[0]} has {facts['tokens']} tokens in {facts['documents']} documents"
+    counts = f"the {split} part of {part.paths[0]} has {facts['tokens']} tokens in {facts['documents']} documents"
     if part.layout == "packed":
         return UserError(
-            f"{size}, and no target to learn: expected documents of two tokens or more. Whole documents are held out "
+            f"{counts}, and no target to learn: expected documents of two tokens or more. Whole documents are held out "
             f"(held_out {part.held_out:g}): give more documents, or the separator between them"
         )
     return UserError(
-        f"{size}, too few for a row of {part.context} targets, which needs {part.context + 1}: give a context of at "
+        f"{counts}, too few for a row of {part.context} targets, which needs {part.context + 1}: give a context of at "
         f"most {max(facts['tokens'] - 1, 0)}, more text, or another held_out (now {part.held_out:g})"
     )
 
@@ -250,7 +250,7 @@ def _too_short(split: str, part: Text, facts: dict[str, Any]) -> UserError:
 def _facts(
     parts: tuple[Text, ...], corpora: list[Corpus], training: list[Any], held_out: list[Any], vocabulary: Tokenizer
 ) -> dict[str, Any]:
-    """The facts of `Opened`: counts over all parts, the share of places filled with targets, and hashes."""
+    """The facts of `Opened`: counts over all parts, the share of positions of rows that are targets, and hashes."""
     total = functools.partial(_total, corpora)
     targets = sum(rows.targets for rows in training)
     return {

@@ -99,7 +99,7 @@ class Bytes:
 
     @property
     def size(self) -> int:
-        """256."""
+        """Size of the vocabulary, 256."""
         return 256
 
     def encode(self, text: str) -> np.ndarray:
@@ -165,9 +165,9 @@ class Characters:
         code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         ids = self._ids[np.minimum(code_points, len(self._ids) - 1)]
         if len(ids) and ids.min() < 0:
-            missing = sorted({text[i] for i in np.flatnonzero(ids < 0).tolist()})
+            unknown_ones = sorted({text[i] for i in np.flatnonzero(ids < 0).tolist()})
             raise UserError(
-                f"the text contains {', '.join(map(repr, missing[:5]))}, unknown to this alphabet of {self.size} "
+                f"the text contains {', '.join(map(repr, unknown_ones[:5]))}, unknown to this alphabet of {self.size} "
                 "characters: remove them from the text, or train with a byte tokenizer, which encodes every text"
             )
         return ids
@@ -231,23 +231,23 @@ class Subwords:
     def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
         """Ids of many texts, in order, on all cores: long texts are cut if that does not change their ids."""
         # the next group is encoded while the ids of this one are extracted, which only one core can do
-        marker_checked, marker = False, None
+        is_marker_checked, marker = False, None
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="encode") as executor:
-            pending: list[tuple[list[tuple[int, str]], list[JoinedTexts], concurrent.futures.Future[Any]]] = []
+            pending_groups: list[tuple[list[tuple[int, str]], list[JoinedTexts], concurrent.futures.Future[Any]]] = []
             for group in itertools.chain(_grouped(self._parts(texts)), [None]):
                 if group:
                     _, parts = zip(*group, strict=True)
-                    if not marker_checked:
-                        marker_checked, marker = True, self._marker(parts[:_CHECKED])
-                    joined = list(join_texts(parts, marker, _CHUNK))
+                    if not is_marker_checked:
+                        is_marker_checked, marker = True, self._marker(parts[:_CHECKED])
+                    pieces = list(join_texts(parts, marker, _CHUNK))
                     # the fast variant omits the offsets of tokens in the text, which are not needed
                     encode = self._model.encode_batch_fast
-                    encodings = executor.submit(encode, [piece.text for piece in joined], add_special_tokens=False)
-                    pending.append((group, joined, encodings))
-                if pending and (len(pending) == 2 or not group):
-                    finished_group, joined, encodings = pending.pop(0)
+                    encodings = executor.submit(encode, [piece.text for piece in pieces], add_special_tokens=False)
+                    pending_groups.append((group, pieces, encodings))
+                if pending_groups and (len(pending_groups) == 2 or not group):
+                    finished_group, pieces, encodings = pending_groups.pop(0)
                     piece_ids = [encoding.ids for encoding in encodings.result()]
-                    yield _encoded(finished_group, *separate(piece_ids, joined, marker))
+                    yield _encoded(finished_group, *separate(piece_ids, pieces, marker))
 
     def _marker(self, texts: Sequence[str]) -> Marker | None:
         """A special token that separates texts without changing the ids of these texts; `None` if there is none."""
@@ -260,10 +260,10 @@ class Subwords:
 
     def _parts(self, texts: Iterable[str]) -> Iterator[tuple[int, str]]:
         """Parts of texts, each with the index of its text: long texts are cut, unless a checked cut changes the ids."""
-        unchecked_cuts: float = _CHECKED
-        for number, text in enumerate(texts):
+        unchecked_cuts: float = _CHECKED  # minus infinity once a cut has changed the ids
+        for text_index, text in enumerate(texts):
             if len(text) <= 2 * _CHUNK:
-                yield number, text
+                yield text_index, text
                 continue
             start = 0
             while len(text) - start > 2 * _CHUNK and (cut := _CUT.search(text, start + _CHUNK)):
@@ -271,9 +271,9 @@ class Subwords:
                     unchecked_cuts = unchecked_cuts - 1 if self._cut_keeps_ids(text, cut.end()) else float("-inf")
                 if unchecked_cuts < 0:
                     break
-                yield number, text[start : cut.end()]
+                yield text_index, text[start : cut.end()]
                 start = cut.end()
-            yield number, text[start:]
+            yield text_index, text[start:]
 
     def _cut_keeps_ids(self, text: str, cut: int) -> bool:
         """Whether the 256 characters on each side of a cut have the same ids when they are encoded separately."""
@@ -288,7 +288,7 @@ class Subwords:
 
 
 def _encoded(group: list[tuple[int, str]], ids: np.ndarray, lengths: np.ndarray) -> Encoded:
-    """The ids of a group of (index of the text, part)."""
+    """`Encoded` for a group of (index of the text, part), from the ids of all parts and their numbers of ids."""
     numbers, parts = zip(*group, strict=True)
     return Encoded(ids, lengths, np.array(numbers, np.int64), sum(map(len, parts)))
 
@@ -324,11 +324,11 @@ def from_json(text: str) -> Tokenizer:
         Characters(alphabet='abc')
     """
     fields = json.loads(text)
-    kinds = {"byte": Bytes, "char": Characters, "subword": Subwords}
+    class_of_kind = {"byte": Bytes, "char": Characters, "subword": Subwords}
     kind = fields.pop("kind")
-    if kind not in kinds:
-        raise unknown("kind of tokenizer", kind, kinds)
-    return kinds[kind](**fields)
+    if kind not in class_of_kind:
+        raise unknown("kind of tokenizer", kind, class_of_kind)
+    return class_of_kind[kind](**fields)
 
 
 def load(path: str) -> Subwords:

@@ -23,7 +23,7 @@ class Windows:
 
     Args:
         tokens: the sequence.
-        context: targets per row.
+        context: number of targets per row.
         seed: seed of the offset of each epoch; with `None`, windows begin at the first token and cover every target.
     """
 
@@ -32,7 +32,7 @@ class Windows:
     seed: int | None
 
     def __len__(self) -> int:
-        """Rows of one epoch."""
+        """Number of rows of one epoch."""
         targets = len(self.tokens.ids) - 1
         if self.seed is None:
             return -(-targets // self.context) if targets >= self.context else 0
@@ -41,7 +41,7 @@ class Windows:
 
     @property
     def targets(self) -> int:
-        """Targets of one epoch."""
+        """Number of targets of one epoch."""
         full_targets = len(self) * self.context
         return full_targets if self.seed is not None else min(full_targets, max(len(self.tokens.ids) - 1, 0))
 
@@ -53,7 +53,7 @@ class Windows:
         return derive(self.seed, "offset", epoch) % (min(self.context - 1, spare_targets) + 1)
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """The rows with these numbers in the endless sequence of epochs.
+        """Read the rows with these numbers in the endless sequence of epochs.
 
         Args:
             rows: [B] int64, numbers of the rows.
@@ -66,12 +66,12 @@ class Windows:
         distinct_epochs, epoch_index = np.unique(epochs, return_inverse=True)
         offsets = np.array([self.offset(int(epoch)) for epoch in distinct_epochs], np.int64)[epoch_index]
         token_index = (offsets + window_numbers * self.context)[:, None] + np.arange(self.context + 1)[None, :]
-        in_range = token_index < len(self.tokens.ids)
-        token_index = np.where(in_range, token_index, 0)
-        ids = np.where(in_range, self.tokens.ids[token_index], 0).astype(np.int32)
+        is_in_range = token_index < len(self.tokens.ids)
+        token_index = np.where(is_in_range, token_index, 0)
+        ids = np.where(is_in_range, self.tokens.ids[token_index], 0).astype(np.int32)
         batch: dict[str, np.ndarray] = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
         if self.tokens.learned is not None:
-            batch["weights"] = (in_range & self.tokens.learned[token_index])[:, 1:].astype(np.float32)
+            batch["weights"] = (is_in_range & self.tokens.learned[token_index])[:, 1:].astype(np.float32)
         elif self.seed is None:
-            batch["weights"] = in_range[:, 1:].astype(np.float32)
+            batch["weights"] = is_in_range[:, 1:].astype(np.float32)
         return batch

@@ -107,8 +107,8 @@ class Frame:
 
     def grid(self, values: Iterable[float], label: Callable[[float], str]) -> Markup:
         """Labelled lines at values of the vertical axis."""
-        labels = [(self.level(v, "grid"), svg_text(self.left - 8, self.y_of(v) + 4, label(v), "end")) for v in values]
-        return joined(labels)
+        lines = [(self.level(v, "grid"), svg_text(self.left - 8, self.y_of(v) + 4, label(v), "end")) for v in values]
+        return joined(lines)
 
     def labels(self, values: Iterable[float], label: Callable[[float], str]) -> Markup:
         """Labels at values of the horizontal axis."""

@@ -82,9 +82,9 @@ def attend(
     if heads % kv_heads:
         raise UserError(f"attention: got {heads} query heads, expected a multiple of the {kv_heads} key heads")
     if (q_segments is None) != (kv_segments is None):
-        raise UserError("attention: got segments of queries or of keys alone; give both")
+        raise UserError("attention: got segments of either queries or keys alone; give segments of both")
     if window is not None and not causal:
-        raise UserError("attention: a window looks back from a query, and causal is False; drop one of them")
+        raise UserError("attention: a window looks back from a query, but causal is False; drop one of them")
     if isinstance(window, int) and window < 1:
         raise UserError(f"attention: got window {window}, expected at least 1")
     if chunk < 1:
@@ -99,7 +99,7 @@ def attend(
     if selected == "splash":
         platform = traced_device()[0]
         if platform != "tpu":
-            raise UserError(f"attention 'splash' is a TPU kernel, and this runs on {platform}: use 'chunked' or 'auto'")
+            raise UserError(f"attention 'splash' is a TPU kernel, but this runs on {platform}: use 'chunked' or 'auto'")
         return attend_splash(q, k, v, visibility, **settings)
     if selected == "plain":
         return _attend_plain(q, k, v, visibility, scale, soft_cap)
@@ -125,11 +125,11 @@ def _attend_plain(q: Any, k: Any, v: Any, visibility: Visibility, scale: float, 
     if visibility.trivial:
         probabilities = jax.nn.softmax(attention_scores, -1)
     else:
-        visible = visibility.mask(jnp.arange(queries), jnp.arange(keys))
-        visible = jnp.expand_dims(visible, (1, 2) if is_grouped else 1)
-        probabilities = jax.nn.softmax(jnp.where(visible, attention_scores, UNSEEN), -1)
+        is_visible = visibility.mask(jnp.arange(queries), jnp.arange(keys))
+        is_visible = jnp.expand_dims(is_visible, (1, 2) if is_grouped else 1)
+        probabilities = jax.nn.softmax(jnp.where(is_visible, attention_scores, UNSEEN), -1)
         if visibility.may_be_blind(queries, keys):
-            probabilities = jnp.where(jnp.any(visible, -1, keepdims=True), probabilities, 0.0)
+            probabilities = jnp.where(jnp.any(is_visible, -1, keepdims=True), probabilities, 0.0)
     output = jnp.einsum("bkgts,bskh->btkgh" if is_grouped else "bnts,bsnh->btnh", probabilities.astype(v.dtype), v)
     return checkpoint_name(output.reshape(batch, queries, heads, width), "attention_out")
 

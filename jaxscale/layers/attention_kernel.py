@@ -121,7 +121,7 @@ def attend_kernel(
 
 
 def _on_devices(run: Any, q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
-    """`run` on every device of the current layout, on its shard of rows, query positions and heads."""
+    """The output of `run` on every device of the current layout, for its shard of rows, query positions and heads."""
     if current() is None:
         return run(None, q, k, v, segment_ids)
     row_axes, position_axes, head_axes, _ = axes_by_dim(q.shape, *_QUERY_DIMS)

@@ -99,8 +99,8 @@ def _kernel(
     else:
         mask = splash.FullMask(shape)
     tile = next(tile for tile in TILES if queries // q_shards % tile == 0)
-    arrays = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    block_lengths: dict[str, Any] = {f"block_{array}": tile for array in arrays}
+    array_names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    block_lengths: dict[str, Any] = {f"block_{array}": tile for array in array_names}
     return splash.make_splash_mha(
         splash.MultiHeadMask([mask] * heads),
         block_sizes=splash.BlockSizes(**block_lengths),
@@ -112,8 +112,8 @@ def _kernel(
     )
 
 
-def _rows(kernel: Any, q: Any, k: Any, v: Any, segments: Any) -> Any:
-    """The kernel, applied to every row of a batch."""
+def _run_rows(kernel: Any, q: Any, k: Any, v: Any, segments: Any) -> Any:
+    """Run the kernel on every row of a batch, and return the attention output (B, N, T, H)."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     if segments is None:
@@ -128,7 +128,7 @@ def _on_devices(
     heads, queries = q.shape[1:3]
     layout = current()
     if layout is None or layout[0].size == 1:
-        return _rows(_kernel(visibility, heads, queries, 1, 1, soft_cap, interpret), q, k, v, segments)
+        return _run_rows(_kernel(visibility, heads, queries, 1, 1, soft_cap, interpret), q, k, v, segments)
     mesh = layout[0]
     row_axes, head_axes, position_axes, _ = axes_by_dim(q.shape, "batch", "heads", "inner_seq", "head_dim")
     head_shards, q_shards = shard_count(head_axes), shard_count(position_axes)
@@ -143,4 +143,4 @@ def _on_devices(
         None if segments is None else (PartitionSpec(row_axes, position_axes), PartitionSpec(row_axes, None))
     )
     in_specs = (kernel_spec, q_spec, kv_spec, kv_spec, segments_spec)
-    return on_each_device(_rows, in_specs, q_spec)(kernel, q, k, v, segments)
+    return on_each_device(_run_rows, in_specs, q_spec)(kernel, q, k, v, segments)

@@ -25,18 +25,18 @@ def _rows(table: Any, index: Any) -> Any:
     layout = place.current()
     mesh, rules = layout or (None, None)
     if rules is None or not getattr(mesh, "manual_axes", ()):
-        return _looked_up(table, index)
+        return _take_rows(table, index)
     spec = place.spec(index.shape, ("batch", "seq", *(None,) * index.ndim)[: index.ndim], mesh, rules)
     axes = set(axes_of(spec))
     if not axes:
-        return _looked_up(table, index)
+        return _take_rows(table, index)
     replicated = PartitionSpec()
     return jax.shard_map(
-        _looked_up, mesh=mesh, in_specs=(replicated, spec), out_specs=spec, axis_names=axes, check_vma=False
+        _take_rows, mesh=mesh, in_specs=(replicated, spec), out_specs=spec, axis_names=axes, check_vma=False
     )(table, index)
 
 
-def _looked_up(table: Any, index: Any) -> Any:
+def _take_rows(table: Any, index: Any) -> Any:
     """The rows of a table at `index` on one device."""
     if table.dtype == jnp.float32:
         return jnp.take(table, index, axis=0, mode="clip")

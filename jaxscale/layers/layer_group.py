@@ -60,9 +60,9 @@ class LayerGroup:
 
     def calls(self, inputs: PyTree, layers: int) -> list[Call]:
         """One `Call` per layer, to run the layers one by one."""
-        wrapped = [self.wrapper(block, False) for block in self.cycle]
+        wrapped_blocks = [self.wrapper(block, False) for block in self.cycle]
         return [
-            Call(wrapped[layer % len(wrapped)], (params, state), (index, per_layer))
+            Call(wrapped_blocks[layer % len(wrapped_blocks)], (params, state), (index, per_layer))
             for layer, (params, state, index, per_layer) in enumerate(unstack(inputs, layers))
         ]
 
@@ -71,8 +71,8 @@ class LayerGroup:
         full_layers = layers - layers % len(self.cycle)
         stacked_results = []
         if full_layers:
-            scan = self._cycles if self.segment is None else self._segments
-            x, full_results = scan(x, slice_layers(inputs, slice(0, full_layers), layers), full_layers)
+            run_full_layers = self._cycles if self.segment is None else self._segments
+            x, full_results = run_full_layers(x, slice_layers(inputs, slice(0, full_layers), layers), full_layers)
             stacked_results.append(full_results)
         if full_layers < layers:
             tail_calls = self.calls(slice_layers(inputs, slice(full_layers, layers), layers), layers - full_layers)
@@ -86,13 +86,13 @@ class LayerGroup:
         cycles = layers // period
         unroll = min(cycles, max(1, self.unroll // period))
         # a loop of one iteration is no loop to XLA
-        rolled = (in_loop or cycles > 1) and self.unroll == 1
-        wrapped = [self.wrapper(block, rolled) for block in self.cycle]
+        is_rolled = (in_loop or cycles > 1) and self.unroll == 1
+        bodies = [self.wrapper(block, is_rolled) for block in self.cycle]
 
         def step(x: Any, inputs: PyTree) -> tuple[Any, PyTree]:
             layer_results = []
-            for block, layer_inputs in zip(wrapped, [inputs] if period == 1 else unstack(inputs, period), strict=True):
-                x, layer_result = block(*layer_inputs[:2], x, *layer_inputs[2:])
+            for body, layer_inputs in zip(bodies, [inputs] if period == 1 else unstack(inputs, period), strict=True):
+                x, layer_result = body(*layer_inputs[:2], x, *layer_inputs[2:])
                 layer_results.append(layer_result)
             return x, layer_results[0] if period == 1 else restack(layer_results)
 

@@ -109,7 +109,7 @@ def cross_entropy(
         chunk = None
     elif implementation == "chunked":
         chunk = min(chunk or CHUNK, hidden.shape[1])
-    terms, gather = Terms(vocab, soft_cap, z_loss), not axes_by_dim(head.shape, "vocab", None)[0]
+    terms, can_gather = Terms(vocab, soft_cap, z_loss), not axes_by_dim(head.shape, "vocab", None)[0]
     weights = None if weights is None else weights.astype(jnp.float32)
     weight = jnp.float32(targets.size) if weights is None else jnp.sum(weights)
     hidden = constrain(hidden, "batch", "inner_seq", "embed")
@@ -124,14 +124,14 @@ def cross_entropy(
             "cross_entropy", "reference", "no chunk: all logits at once" if chunk is None else "one chunk holds all"
         )
         scores = constrain(_product(hidden, head), "batch", "inner_seq", "vocab")
-        losses, penalties = reference.score(scores, targets, terms, gather=gather)
+        losses, penalties = reference.score(scores, targets, terms, gather=can_gather)
         if weights is not None:
             losses, penalties = losses * weights, penalties * weights
         return Loss(jnp.sum(losses), weight, jnp.sum(penalties) if z_loss else jnp.zeros(()))
     note_selection("cross_entropy", "chunked")
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights
     row_shards, position_shards = map(shard_count, axes_by_dim(targets.shape, "batch", "inner_seq"))
-    chunking = Chunking(chunk, row_shards, position_shards, gather, hidden.dtype, _place_logits, _place_head)
+    chunking = Chunking(chunk, row_shards, position_shards, can_gather, hidden.dtype, _place_logits, _place_head)
     total_and_penalty, penalty = _chunked(_Call(terms, chunking, current()), hidden, head, targets, weights)
     penalty = lax.stop_gradient(penalty)
     return Loss(total_and_penalty - penalty, weight, penalty)

@@ -25,7 +25,7 @@ def sums(
     soft_cap: float | None,
     interpret: bool = False,
 ) -> tuple[Any, Any]:
-    """The total plus the penalty, which carries the gradient of both, and the penalty.
+    """A pair: the total plus the penalty, through which both are differentiated, and the penalty alone.
 
     Args:
         hidden: last hidden states (B, T, D).
@@ -56,15 +56,15 @@ def sums(
     head = head.astype(hidden.dtype)
     if layout is None:
         return run(hidden, head, targets, weights)
-    rows, positions = axes_by_dim(targets.shape, "batch", "inner_seq")
+    row_axes, position_axes = axes_by_dim(targets.shape, "batch", "inner_seq")
     vocab_axes = axes_by_dim(head.shape, "vocab", None)[0]
     if len(vocab_axes) > 1:
         raise UserError(f"cross_entropy: got a vocabulary sharded over {', '.join(vocab_axes)}, expected one axis")
 
     def run_on_device(*arrays: Any) -> tuple[Any, Any]:
         local_sums = run(*arrays, vocab_axis=vocab_axes[0] if vocab_axes else None)
-        return jax.lax.psum(local_sums, (*rows, *positions)) if rows or positions else local_sums
+        return jax.lax.psum(local_sums, (*row_axes, *position_axes)) if row_axes or position_axes else local_sums
 
-    row_spec, vocab_spec = PartitionSpec(rows, positions), PartitionSpec(vocab_axes)
+    row_spec, vocab_spec = PartitionSpec(row_axes, position_axes), PartitionSpec(vocab_axes)
     in_specs = (row_spec, vocab_spec, row_spec, row_spec)
     return on_each_device(run_on_device, in_specs, PartitionSpec())(hidden, head, targets, weights)

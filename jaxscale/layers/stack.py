@@ -79,7 +79,7 @@ class Stack(nnx.Module):
             setattr(self, group_name(span.start), module)
 
     def _spans(self) -> list[slice]:
-        """The layers of each group, as slices."""
+        """The range of layers of each group, as slices."""
         ends = list(itertools.accumulate(self.groups))
         return [slice(end - count, end) for end, count in zip(ends, self.groups, strict=True)]
 
@@ -110,7 +110,7 @@ class Stack(nnx.Module):
         """
         per_layer = {} if per_layer is None else dict(per_layer)
         treatment = blocks.treatment()
-        one_by_one = treatment.sequence is not None or not self.scan
+        is_one_by_one = treatment.sequence is not None or not self.scan
         calls, states_and_outputs = [], []
 
         def block_function(graphdef: Any, settings: Mapping[str, Any]) -> BlockFunction:
@@ -161,16 +161,16 @@ class Stack(nnx.Module):
                     treatment.unroll,
                     treatment.segment,
                 )
-                if one_by_one:
+                if is_one_by_one:
                     calls += group.calls(inputs, stop - start)
                 else:
                     x, group_results = group.scan_layers(x, inputs, stop - start)
                     states_and_outputs.append(group_results)
-        if one_by_one and treatment.segment is not None and treatment.sequence is None:
+        if is_one_by_one and treatment.segment is not None and treatment.sequence is None:
             for start in range(0, self.count, treatment.segment):
                 x, layer_results = blocks.again(calls[start : start + treatment.segment], x)
                 states_and_outputs += [restack(layer_results)]
-        elif one_by_one:
+        elif is_one_by_one:
             x, layer_results = blocks.run(calls, x)
             states_and_outputs = [restack(layer_results)]
         new_state, output = concatenated(states_and_outputs)
@@ -198,21 +198,21 @@ class Stack(nnx.Module):
         bad_starts = [start for start in cut.starts if start % len(cycle)]
         if bad_starts:
             raise UserError(
-                f"pipeline: a stage begins with layer {bad_starts[0]}, and the layers of this model repeat every "
+                f"pipeline: a stage begins with layer {bad_starts[0]}, but the layers of this model repeat every "
                 f"{len(cycle)} layers: give each stage a multiple of {len(cycle)} layers"
             )
-        treatment, rows = blocks.treatment(), len(cut.numbers)
+        treatment, row_count = blocks.treatment(), len(cut.numbers)
         inputs = (params, state, cut.numbers, {})
 
         def run(x: Any) -> Any:
-            for start, stop, wrapper in treatment.runs(rows):
+            for start, stop, wrapper in treatment.runs(row_count):
                 group = LayerGroup(
                     [_gathered(block_of(graphdef), cut) for block_of in cycle],
                     _skip_padding(wrapper) if cut.padded else wrapper,
                     treatment.unroll,
                     treatment.segment,
                 )
-                stage_rows = slice_layers(inputs, slice(start, stop), rows)
+                stage_rows = slice_layers(inputs, slice(start, stop), row_count)
                 if treatment.sequence is not None or not self.scan:
                     x, _ = blocks.run(group.calls(stage_rows, stop - start), x)
                 else:
@@ -234,11 +234,11 @@ def _skip_padding(wrapper: Wrapper) -> Wrapper:
     """`wrapper`, changed so that a block with a negative layer number returns `x` unchanged."""
 
     def wrap(block: BlockFunction, rolled: bool) -> BlockFunction:
-        wrapped = wrapper(block, rolled)
+        body = wrapper(block, rolled)
 
         def run(params: Any, state: Any, x: Any, index: Any, per_layer: Any) -> Any:
             return jax.lax.cond(
-                index >= 0, wrapped, lambda *operands: (operands[2], (state, None)), params, state, x, index, per_layer
+                index >= 0, body, lambda *operands: (operands[2], (state, None)), params, state, x, index, per_layer
             )
 
         return run

@@ -242,7 +242,7 @@ def neighbour(map: Map, codes: Array, above: Array) -> Array:
     Args:
         map: map with integer codes.
         codes: codes of this map.
-        above: whether to take the next higher code, for each code.
+        above: bool array like `codes`, true where the next higher code is taken.
 
     Raises:
         UserError: the map has floating-point codes.

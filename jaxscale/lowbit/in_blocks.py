@@ -123,12 +123,12 @@ def owner_of(path: TreePath, owners: Any) -> TreePath | None:
 def _operations(rule: optax.GradientTransformation, shapes: Any) -> list[Any]:
     """The operations of a rule's update, in order, with their settings and constants."""
 
-    def comparable(constant: Any) -> Any:
+    def value_of(constant: Any) -> Any:
         return id(constant) if isinstance(constant, Tracer) else np.asarray(constant).item()
 
     program = jax.make_jaxpr(rule.update)(shapes, jax.eval_shape(rule.init, shapes), shapes)
     operations: list[Any] = []
     for eqn, _ in equations(program):
         settings = [x for x in eqn.params.values() if isinstance(x, int | float | str)]
-        operations.append((eqn.primitive.name, settings, [comparable(v.val) for v in eqn.invars if hasattr(v, "val")]))
-    return [*operations, *map(comparable, program.consts)]
+        operations.append((eqn.primitive.name, settings, [value_of(v.val) for v in eqn.invars if hasattr(v, "val")]))
+    return [*operations, *map(value_of, program.consts)]

@@ -85,7 +85,7 @@ class Grid:
         dtype: dtype of the codes, in which they are multiplied.
         top: the greatest code.
         rounding: function from float32 numbers and `top` to the nearest codes.
-        channels: whether each channel (a line along the dims that the product sums over) has its own scale; otherwise
+        by_channel: whether each channel (a line along the dims that the product sums over) has its own scale; otherwise
             the operand has one scale.
         reach: scales are powers of two that bring the largest magnitude to between half of `reach` and `reach`; `None`
             for scales that bring it to `top`.
@@ -99,7 +99,7 @@ class Grid:
     dtype: str
     top: float
     rounding: Callable[[Any, float], Any]
-    channels: bool = False
+    by_channel: bool = False
     reach: float | None = None
 
     def encode(self, x: Float[Array, "..."], summed_dims: Sequence[int]) -> tuple[Array, Float[Array, "..."]]:
@@ -110,15 +110,15 @@ class Grid:
             summed_dims: dims that the product sums over; the scales have size 1 along them.
         """
         x = x.astype(jnp.float32)
-        largest = jnp.max(jnp.abs(x), axis=tuple(summed_dims) if self.channels else None, keepdims=True)
+        largest = jnp.max(jnp.abs(x), axis=tuple(summed_dims) if self.by_channel else None, keepdims=True)
         scale = jnp.maximum(largest, SMALLEST) / (self.reach or self.top)
         if self.reach is not None:
             scale = jnp.exp2(jnp.ceil(jnp.log2(scale)))
         return self.rounding(x / scale, self.top).astype(self.dtype), scale
 
 
-INT8 = Grid("int8", 127.0, _rounded, channels=True)
-INT4 = Grid("int8", 7.0, _rounded, channels=True)  # XLA:CPU multiplies no 4-bit arguments (jaxlib 0.10.2)
+INT8 = Grid("int8", 127.0, _rounded, by_channel=True)
+INT4 = Grid("int8", 7.0, _rounded, by_channel=True)  # XLA:CPU multiplies no 4-bit arguments (jaxlib 0.10.2)
 E4M3 = Grid("float8_e4m3fn", 448.0, _cast)
 E5M2 = Grid("float8_e5m2", 57344.0, _cast)
 FP4_EVEN = Grid("float8_e5m2", 4.0**3, radix_4, reach=4.0**3)
@@ -179,10 +179,10 @@ def _multiply(a: Any, b: Any, grids: tuple[Grid, Grid], dims: Any, dtype: Any) -
         codes.append(x_codes)
         scales.append(jnp.squeeze(scale, summed_dims))
     dtypes = _multiplied_types((grids[0].dtype, grids[1].dtype))
-    first, second = (x_codes.astype(code_dtype) for x_codes, code_dtype in zip(codes, dtypes, strict=True))
-    is_integer = jnp.issubdtype(first.dtype, jnp.integer)
+    first_codes, second_codes = (x_codes.astype(code_dtype) for x_codes, code_dtype in zip(codes, dtypes, strict=True))
+    is_integer = jnp.issubdtype(first_codes.dtype, jnp.integer)
     y = jax.lax.dot_general(
-        first, second, (dims, ((), ())), preferred_element_type=jnp.int32 if is_integer else jnp.float32
+        first_codes, second_codes, (dims, ((), ())), preferred_element_type=jnp.int32 if is_integer else jnp.float32
     ).astype(jnp.float32)
     first_scale, second_scale = scales
     y = (
@@ -203,9 +203,9 @@ def _product(x: Any, w: Any, recipe: ProductGrids) -> Any:
 def _product_backward(recipe: ProductGrids, residuals: Any, dy: Any) -> Any:
     """The gradients of `x` and `w` from that of the product."""
     x, w = residuals
-    tokens, last = tuple(range(x.ndim - 1)), (x.ndim - 1,)
-    dx = _multiply(dy, w, (recipe.onward, recipe.operands), (last, (1,)), x.dtype)
-    dw = _multiply(x, dy, (recipe.operands, recipe.inward), (tokens, tokens), w.dtype)
+    token_dims, last_dim = tuple(range(x.ndim - 1)), (x.ndim - 1,)
+    dx = _multiply(dy, w, (recipe.onward, recipe.operands), (last_dim, (1,)), x.dtype)
+    dw = _multiply(x, dy, (recipe.operands, recipe.inward), (token_dims, token_dims), w.dtype)
     return dx, dw
 
 

@@ -120,10 +120,10 @@ def scales(x: Array, map: str, block: int, *, by_rows: bool = False) -> Float[Ar
             """Magnitudes of row i of every block; without a constant, which would not lie in host memory as `x` may."""
             return jnp.abs(jax.lax.dynamic_index_in_dim(blocked, i, x.ndim - 1, keepdims=False))
 
-        largest = jax.lax.fori_loop(1, block, lambda i, running: jnp.maximum(running, row(i)), row(0))
+        maxima = jax.lax.fori_loop(1, block, lambda i, running: jnp.maximum(running, row(i)), row(0))
     else:
-        largest = jnp.max(jnp.abs(_finite(x)).reshape(blocked_shape), -2)
-    return jnp.minimum(largest, 1 / LEAST)  # the inverse of a larger scale is flushed to zero
+        maxima = jnp.max(jnp.abs(_finite(x)).reshape(blocked_shape), -2)
+    return jnp.minimum(maxima, 1 / LEAST)  # the inverse of a larger scale is flushed to zero
 
 
 def codes(x: Array, scale: Array, map: str, block: int, key: Key | None = None, *, repeated: bool = False) -> Array:
@@ -140,14 +140,14 @@ def codes(x: Array, scale: Array, map: str, block: int, key: Key | None = None, 
     code_map = MAPS[map]
     numbers, inverse = beside(_finite(x), 1 / jnp.maximum(scale, LEAST), repeated)
     ratios = jnp.clip(numbers * inverse, -1.0 if code_map.signed else 0.0, 1.0)
-    nearest = code_map.encode(ratios)
+    rounded_codes = code_map.encode(ratios)
     if key is not None:
-        nearest_value = code_map.decode(nearest)
-        neighbours = neighbour(code_map, nearest, ratios > nearest_value)
+        nearest_value = code_map.decode(rounded_codes)
+        neighbours = neighbour(code_map, rounded_codes, ratios > nearest_value)
         gap = code_map.decode(neighbours) - nearest_value
         probability = (ratios - nearest_value) / jnp.where(gap == 0, 1, gap)
-        nearest = jnp.where(jax.random.uniform(key, ratios.shape) < probability, neighbours, nearest)
-    return nearest.reshape(x.shape)
+        rounded_codes = jnp.where(jax.random.uniform(key, ratios.shape) < probability, neighbours, rounded_codes)
+    return rounded_codes.reshape(x.shape)
 
 
 def decode(q: Quantized, *, repeated: bool = False) -> Float[Array, "..."]:
@@ -229,8 +229,8 @@ def check_block(shape: tuple[int, ...], block: int) -> None:
         raise UserError(f"an array of shape {shape} can't be quantized: expected two dims or more")
     if block < 1 or shape[-2] % block:
         raise UserError(
-            f"blocks of {block} do not divide the {shape[-2]} rows of shape {shape}: expected a divisor, such as "
-            f"{block_of(shape[-2], max(block, 1))}"
+            f"the {shape[-2]} rows of shape {shape} cannot be split evenly into blocks of {block}: expected a divisor, "
+            f"such as {block_of(shape[-2], max(block, 1))}"
         )
 
 

@@ -141,19 +141,19 @@ def quantize_state(
     """
     if states not in get_args(MomentsFormat):
         raise unknown("states", states, get_args(MomentsFormat))
-    inner = optax.with_extra_args_support(rule)
+    base_rule = optax.with_extra_args_support(rule)
     if states == "float32":
-        return inner
+        return base_rule
 
     def init(params: Any) -> Any:
         if not jax.tree.leaves(params):  # `optax.tree.map_params` passes placeholders
-            return inner.init(params)
-        shapes = jax.eval_shape(inner.init, params)
+            return base_rule.init(params)
+        shapes = jax.eval_shape(base_rule.init, params)
         choices = _choose_maps(shapes, params, states, policy, local, layers)
         if not any(choice is not None for choice in choices):
             raise UserError(_refusal(shapes, states))
-        leaves, treedef = jax.tree.flatten(inner.init(params))
-        zero_flags = _zero_leaves(inner.init, params)
+        leaves, treedef = jax.tree.flatten(base_rule.init(params))
+        zero_flags = _zero_leaves(base_rule.init, params)
         quantized_leaves = [
             leaf if choice is None else zeros(leaf.shape, *choice) if is_zero else encode(leaf, *choice)
             for leaf, choice, is_zero in zip(leaves, choices, zero_flags, strict=True)
@@ -162,19 +162,19 @@ def quantize_state(
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         def update_float32(state: Any) -> tuple[Any, Any]:
-            return inner.update(updates, state, params, **extra)
+            return base_rule.update(updates, state, params, **extra)
 
-        def state_in_blocks(state: Any) -> Any:
-            views = None if extra else views_of(inner, updates, state)
+        def update_blocks(state: Any) -> Any:
+            views = None if extra else views_of(base_rule, updates, state)
             if views is None:
                 return update_float32(_disguised(state, -1.0, True))[1]
             state = views.cut(state)
             inputs = [views.disguised(views.cut(tree), state) for tree in (updates, params)]
-            return inner.update(inputs[0], _disguised(state, -1.0, True), inputs[1])[1]
+            return base_rule.update(inputs[0], _disguised(state, -1.0, True), inputs[1])[1]
 
         update_by_platform = {
             "cpu": functools.partial(_update_once, update_float32),
-            "tpu": functools.partial(_update_recomputed, update_float32, repeated=True, in_blocks=state_in_blocks),
+            "tpu": functools.partial(_update_recomputed, update_float32, repeated=True, run_blocks=update_blocks),
             "default": functools.partial(_update_recomputed, update_float32, repeated=False),
         }
         if platform is not None:
@@ -203,7 +203,7 @@ def placed(state: Any, shardings: Any) -> Any:
         state: state with `Quantized` nodes, of arrays or shapes.
         shardings: tree like the state, with a `Sharding` or `PartitionSpec` for each leaf and each quantized array.
     """
-    return _map_quantized(lambda q, place: dataclasses.replace(q, codes=place, scale=place), state, shardings)
+    return _map_quantized(lambda q, spec: dataclasses.replace(q, codes=spec, scale=spec), state, shardings)
 
 
 def state_bytes(state: Any) -> tuple[int, int]:
@@ -223,10 +223,10 @@ def state_bytes(state: Any) -> tuple[int, int]:
 def _update_once(update: Any, state: Any) -> tuple[Params, Any]:
     """Decode, update and encode a state: for CPU, on which arithmetic is the bottleneck and memory is not."""
     updates, new_state = update(dequantize(state))
-    return updates, _map_quantized(lambda q, new: encode(new, q.map, q.block, by_rows=True), state, new_state)
+    return updates, _map_quantized(lambda q, array: encode(array, q.map, q.block, by_rows=True), state, new_state)
 
 
-def _update_recomputed(update: Any, state: Any, repeated: bool, in_blocks: Any = None) -> tuple[Any, Any]:
+def _update_recomputed(update: Any, state: Any, repeated: bool, run_blocks: Any = None) -> tuple[Any, Any]:
     """Like `_update_once`, but run the rule three times: for updates, scales and codes. No float32 moment is then kept.
 
     XLA would keep float32 moments rather than recompute them: up to 3.5 bytes a parameter on H100 (dynamic map), 10 on
@@ -237,11 +237,11 @@ def _update_recomputed(update: Any, state: Any, repeated: bool, in_blocks: Any =
         update: function from a state in float32 to the updates and the new state.
         state: quantized state.
         repeated: whether to broadcast scales, as in `quantize.beside`.
-        in_blocks: function from the quantized state to the new state from which scales are computed; `None` for
+        run_blocks: function from the quantized state to the new state from which scales are computed; `None` for
             `update`.
     """
     updates, new_state = update(dequantize(state, repeated=repeated))
-    scale_state = in_blocks(state) if in_blocks else update(_disguised(state, -1.0, repeated))[1]
+    scale_state = run_blocks(state) if run_blocks else update(_disguised(state, -1.0, repeated))[1]
     code_state = update(_disguised(state, -2.0, repeated))[1]
 
     def encode_leaf(q: Any, scale_array: Any, code_array: Any, _: Any) -> Any:
@@ -279,28 +279,28 @@ def _choose_maps(
 ) -> list[tuple[str, int] | None]:
     """(map name, block) of each leaf of a state; `None` for a leaf that stays float32."""
     signed_map, unsigned_map, max_block = _MAPS[states]
-    max_block = policy.block or max_block
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     shardings: list[Any] = [None] * len(leaves) if local is None else treedef.flatten_up_to(local)
     stacked: list[Any] = [False] * len(leaves) if layers is None else treedef.flatten_up_to(layers)
+    map_by_field = dict.fromkeys(policy.unsigned, unsigned_map) | dict.fromkeys(policy.signed, signed_map)
     # shape, sharding and whether the first dim is layers, by the path of the parameter
-    owners = {path: (leaf.shape, *facts) for (path, leaf), *facts in zip(leaves, shardings, stacked, strict=True)}
+    leaf_facts = {path: (leaf.shape, *facts) for (path, leaf), *facts in zip(leaves, shardings, stacked, strict=True)}
 
-    def choice(path: tuple[Any, ...], leaf: Any) -> tuple[str, int] | None:
-        owner = owner_of(path, owners)
+    def choose_map(path: tuple[Any, ...], leaf: Any) -> tuple[str, int] | None:
+        owner = owner_of(path, leaf_facts)
         if owner is None or owner == path or not jnp.issubdtype(leaf.dtype, jnp.floating):
             return None
-        shape, sharding, is_stacked = owners[owner]
+        shape, sharding, is_stacked = leaf_facts[owner]
         field = path_name(path[: len(path) - len(owner)][-1:])
-        map_name = signed_map if field in policy.signed else unsigned_map if field in policy.unsigned else None
+        map_name = map_by_field.get(field)
         if map_name is None or leaf.shape != shape or re.search(policy.skip, path_name(owner)):
             return None
         if len(shape) - is_stacked < 2 or math.prod(shape) < policy.least:
             return None
-        return map_name, block_of(_local_shape(shape, sharding)[-2], max_block)
+        return map_name, block_of(_local_shape(shape, sharding)[-2], policy.block or max_block)
 
     state_leaves, _ = jax.tree_util.tree_flatten_with_path(shapes)
-    return [choice(path, leaf) for path, leaf in state_leaves]
+    return [choose_map(path, leaf) for path, leaf in state_leaves]
 
 
 def _local_shape(shape: tuple[int, ...], local: Any) -> tuple[int, ...]:
@@ -316,21 +316,21 @@ def _refusal(shapes: Any, states: str) -> str:
     """The message of the error for a state of which no leaf would be quantized."""
     leaves = jax.tree_util.tree_flatten_with_path(shapes)[0]
     names = sorted(path_name(path) for path, leaf in leaves if leaf.ndim > 0)
-    reasons = {reason: name for path in names for name, reason in NEVER.items() if name in path.split("/")}
+    field_by_reason = {reason: name for path in names for name, reason in NEVER.items() if name in path.split("/")}
     return (
         f"states {states!r} would quantize no leaf of this optimizer's state ("
         + (", ".join(names[:3]) + (", ..." if len(names) > 3 else "") if names else "it has no arrays")
         + ")"
-        + "".join(f"; {name}: {reason}" for reason, name in reasons.items())
-        + "; expected moments (mu, nu, trace, ...) of matrices of 4096 numbers or more outside embedding, head and "
+        + "".join(f"; {name}: {reason}" for reason, name in field_by_reason.items())
+        + ". Expected moments (mu, nu, trace, ...) of matrices of 4096 numbers or more outside embedding, head and "
         "norms: use states='float32', or specify what to quantize by StatePolicy(signed=..., unsigned=..., least=...)"
     )
 
 
 def _zero_leaves(init: Any, params: Params) -> list[bool]:
     """For each leaf of a state, whether it starts as zeros according to the traced program of `init`."""
-    traced = jax.make_jaxpr(init)(params)
-    return [_is_zero(traced.jaxpr, variable) for variable in traced.jaxpr.outvars]
+    closed_jaxpr = jax.make_jaxpr(init)(params)
+    return [_is_zero(closed_jaxpr.jaxpr, variable) for variable in closed_jaxpr.jaxpr.outvars]
 
 
 def _is_zero(jaxpr: Any, variable: Any) -> bool:
@@ -342,7 +342,7 @@ def _is_zero(jaxpr: Any, variable: Any) -> bool:
         return False
     if equation.primitive.name in ("broadcast_in_dim", "convert_element_type", "copy", "reshape"):
         return _is_zero(jaxpr, equation.invars[0])
-    inner = equation.params.get("jaxpr")
-    if equation.primitive.name in ("jit", "pjit") and inner is not None:
-        return _is_zero(inner.jaxpr, inner.jaxpr.outvars[equation.outvars.index(variable)])
+    body = equation.params.get("jaxpr")
+    if equation.primitive.name in ("jit", "pjit") and body is not None:
+        return _is_zero(body.jaxpr, body.jaxpr.outvars[equation.outvars.index(variable)])
     return False

@@ -77,23 +77,23 @@ def stochastic_weights(rule: optax.GradientTransformation, seed: int = 0) -> opt
         >>> bool(abs(moved.mean() - (1 - 2**-10)) < 2e-4)  # rounding to the nearest would have left all unchanged
         True
     """
-    inner = optax.with_extra_args_support(rule)
+    base_rule = optax.with_extra_args_support(rule)
 
     def init(params: Any) -> StochasticState:
-        return StochasticState(jnp.zeros((), jnp.int32), inner.init(in_float32(params)))
+        return StochasticState(jnp.zeros((), jnp.int32), base_rule.init(in_float32(params)))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, StochasticState]:
         weights = in_float32(params)
-        steps, inner_state = inner.update(in_float32(updates), state.inner, weights, **extra)
+        rule_updates, rule_state = base_rule.update(in_float32(updates), state.inner, weights, **extra)
 
-        def round_leaf(path: Any, old: Array, weights: Array, step: Array) -> Array:
+        def round_leaf(path: Any, old: Array, weight: Array, rule_update: Array) -> Array:
             if old.dtype != jnp.bfloat16:
-                return step
+                return rule_update
             key = key_of(seed, state.count, path_name(path))
-            return stochastic_bfloat16(weights + step, key).astype(jnp.float32) - weights
+            return stochastic_bfloat16(weight + rule_update, key).astype(jnp.float32) - weight
 
-        new_updates = jax.tree_util.tree_map_with_path(round_leaf, params, weights, steps)
-        return new_updates, StochasticState(optax.safe_increment(state.count), inner_state)
+        new_updates = jax.tree_util.tree_map_with_path(round_leaf, params, weights, rule_updates)
+        return new_updates, StochasticState(optax.safe_increment(state.count), rule_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

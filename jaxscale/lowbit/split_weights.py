@@ -116,7 +116,7 @@ def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransform
         >>> params["w"].dtype.name, round(float(joined(params, state)["w"][0, 0]), 4), 1 - 4 * 2.0**-11
         ('bfloat16', 0.998, 0.998046875)
     """
-    inner = optax.with_extra_args_support(rule)
+    base_rule = optax.with_extra_args_support(rule)
 
     def init(params: Any) -> SplitState:
         leaves = jax.tree.leaves(params)
@@ -129,24 +129,24 @@ def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransform
         def zero_correction(leaf: Any) -> Any:
             return jnp.zeros(leaf.shape, jnp.int8) if leaf.dtype == jnp.bfloat16 else optax.MaskedNode()
 
-        return SplitState(jax.tree.map(zero_correction, params), inner.init(in_float32(params)))
+        return SplitState(jax.tree.map(zero_correction, params), base_rule.init(in_float32(params)))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, SplitState]:
         if params is None:
             raise UserError("split_weights: update(gradients, state, params) needs the parameters")
         weights = joined(params, state)
-        steps, inner_state = inner.update(in_float32(updates), state.inner, weights, **extra)
+        rule_updates, rule_state = base_rule.update(in_float32(updates), state.inner, weights, **extra)
 
-        def split_leaf(correction: Any, old: Array, weights: Array, step: Array) -> tuple[Any, Any]:
+        def split_leaf(correction: Any, old: Array, joined_weight: Array, rule_update: Array) -> tuple[Any, Any]:
             if _is_masked(correction):
-                return step, correction
-            weight, correction = split(weights + step)
+                return rule_update, correction
+            weight, correction = split(joined_weight + rule_update)
             return weight.astype(jnp.float32) - old.astype(jnp.float32), correction
 
-        pairs = jax.tree.map(split_leaf, state.correction, params, weights, steps, is_leaf=_is_masked)
+        pairs = jax.tree.map(split_leaf, state.correction, params, weights, rule_updates, is_leaf=_is_masked)
         treedef = jax.tree.structure(params)
         new_updates, corrections = map(treedef.unflatten, zip(*treedef.flatten_up_to(pairs), strict=True))
-        return new_updates, SplitState(corrections, inner_state)
+        return new_updates, SplitState(corrections, rule_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -52,10 +52,10 @@ def wrapper(plan: MemoryPlan) -> Wrapper:
     policy = policy_of(plan)
     assert policy is not None, f"{plan} needs a decision, not a policy"
 
-    def checkpointed(block: BlockFunction, rolled: bool) -> BlockFunction:
+    def wrap_block(block: BlockFunction, rolled: bool) -> BlockFunction:
         return run_again(block, rolled=rolled, policy=policy)
 
-    return checkpointed
+    return wrap_block
 
 
 def treatment_for(decision: Decision, *, unroll: int = 1) -> Treatment:
@@ -116,16 +116,16 @@ def _run(
     for node in nodes:
         if isinstance(node, Save):
             call = calls[position]
-            wrapper = as_it_is if options is None else options[node.stage][node.option]
-            x, block_result = wrapper(call.block, False)(*call.before, x, *call.after)
+            wrap_block = as_it_is if options is None else options[node.stage][node.option]
+            x, block_result = wrap_block(call.block, False)(*call.before, x, *call.after)
             results.append(block_result)
             position += 1
         else:
             count = sum(1 for _ in saves(node.nodes))
-            inner = node.nodes
-            x, inner_results = again(
-                calls[position : position + count], x, lambda calls, x, inner=inner: _run(inner, options, calls, x)
+            segment_calls = calls[position : position + count]
+            x, segment_results = again(
+                segment_calls, x, lambda calls, x, nodes=node.nodes: _run(nodes, options, calls, x)
             )
-            results += inner_results
+            results += segment_results
             position += count
     return x, results

@@ -143,7 +143,7 @@ class ChainCost:
 
 
 def saves(nodes: Nodes) -> Iterator[Save]:
-    """The leaves of a plan, from the first stage to the last."""
+    """Yield the `Save` nodes of a plan, from the first stage to the last."""
     for node in nodes:
         if isinstance(node, Save):
             yield node
@@ -158,11 +158,10 @@ def times_run(nodes: Nodes) -> list[int]:
         >>> times_run((Remat((Save(0), Remat((Save(1),)))), Save(2)))
         [2, 3, 1]
     """
-    return [
-        runs
-        for node in nodes
-        for runs in ([1] if isinstance(node, Save) else [1 + inner_runs for inner_runs in times_run(node.nodes)])
-    ]
+    counts: list[int] = []
+    for node in nodes:
+        counts += [1] if isinstance(node, Save) else [1 + count for count in times_run(node.nodes)]
+    return counts
 
 
 def check_nodes(nodes: Nodes, stages: int) -> None:
@@ -175,7 +174,7 @@ def check_nodes(nodes: Nodes, stages: int) -> None:
     if numbers != list(range(stages)):
         shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
         raise UserError(
-            f"a plan of {len(numbers)} stages ({shown}) for a chain of {stages}: expected each stage once, in "
+            f"got a plan of {len(numbers)} stages ({shown}) for a chain of {stages}: expected each stage once, in "
             "order; make the plan again for this model"
         )
 
@@ -200,8 +199,8 @@ def simulate(nodes: Nodes, stages: Sequence[Stage], input_bytes: int) -> ChainCo
     for save in saves(nodes):
         if save.option >= len(stages[save.stage].options):
             raise UserError(
-                f"option {save.option} of stage {save.stage}, and it has {len(stages[save.stage].options)} (numbered "
-                "from 0): make the plan again for these stages"
+                f"the plan has option {save.option} of stage {save.stage}, whose last option is "
+                f"{len(stages[save.stage].options) - 1}: make the plan again for these stages"
             )
     walk = _Walk(tuple(stages), input_bytes)
     walk.backward(nodes, stages[-1].output_bytes)
@@ -268,8 +267,8 @@ class _Walk:
             self.live -= kept_bytes
             self.seconds += stage.backward_seconds + option.extra_seconds
             return
-        inner_stages = [save.stage for save in saves(node.nodes)]
-        start, stop = inner_stages[0], inner_stages[-1] + 1
+        segment_stages = [save.stage for save in saves(node.nodes)]
+        start, stop = segment_stages[0], segment_stages[-1] + 1
         self.live += gradient_bytes
         self.forward_only(start, stop)
         self.live -= gradient_bytes
@@ -316,8 +315,8 @@ def periodic(stages: int, every: int) -> Nodes:
     """
     if every < 1:
         raise UserError(f"periodic: got {every}, expected a whole number of stages >= 1")
-    *segments, last = [keep_all(stages)[start : start + every] for start in range(0, stages, every)]
-    return (*map(Remat, segments), *last)
+    *segments, last_segment = [keep_all(stages)[start : start + every] for start in range(0, stages, every)]
+    return (*map(Remat, segments), *last_segment)
 
 
 def revolve_cost(stages: int, slots: int) -> int:
@@ -361,8 +360,8 @@ def _revolve(first: int, count: int, slots: int) -> Nodes:
     """`revolve` for `count` stages from stage `first` on."""
     if count == 1:
         return (Save(first),)
-    head = count - 1 if slots == 1 else _head_count(count, slots)
-    return (Remat(_revolve(first, head, slots)), *_revolve(first + head, count - head, max(slots - 1, 1)))
+    length = count - 1 if slots == 1 else _head_count(count, slots)
+    return (Remat(_revolve(first, length, slots)), *_revolve(first + length, count - length, max(slots - 1, 1)))
 
 
 @functools.lru_cache(maxsize=4096)

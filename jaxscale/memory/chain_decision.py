@@ -39,7 +39,7 @@ POINTS = 8
 ALIKE_POINTS = 23
 """Number of save sets solved if all blocks are of one kind; Rotor's table is then small."""
 _TIE = 1e-6
-"""FLOP charged per recomputed byte: of options with equal FLOP the one that recomputes fewer bytes is chosen."""
+"""FLOP charged per recomputed byte: among options of equal FLOP, the one that recomputes fewer bytes is chosen."""
 
 
 def chain_nodes(plan: MemoryPlan, stages: Sequence[Stage], input_bytes: int) -> Nodes:
@@ -80,7 +80,7 @@ def default_objective(chip: Chip | None) -> SaveSetObjective:
 
 
 def block_options(graph: BlockGraph, objective: SaveSetObjective, points: int = POINTS) -> tuple[SaveSet, ...]:
-    """Ways to keep a block, by falling bytes: from everything to nothing."""
+    """Ways to keep a block, by falling bytes from everything to nothing; `points` save sets are solved for."""
     everything = save_set(graph, (EVERYTHING,))
     curve = hull(menu(graph, points, objective=objective), objective)
     return (everything, *(save for save in reversed(curve) if save.bytes < everything.bytes))
@@ -95,19 +95,19 @@ def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: SaveSe
     needed_indices, input_indices = set(graph.needed), set(graph.inputs)
     needed_output_bytes = sum(graph.values[index].bytes for index in needed_indices & set(graph.outputs))
 
-    def option(save: SaveSet) -> Option:
+    def option_of(save: SaveSet) -> Option:
         # the output is always kept, as the next block's input
         kept_indices = graph.needed if save.keep == (EVERYTHING,) else [graph.by_name[name] for name in save.keep]
         output_bytes_kept = sum(graph.values[index].bytes for index in set(kept_indices) & set(graph.outputs))
         kept_bytes = max(0, save.bytes - output_bytes_kept)
         recomputed_bytes = max(0, graph.needed_bytes - needed_output_bytes - kept_bytes)
-        # of plans of equal FLOP prefer the one that recomputes fewer values
+        # among options of equal FLOP, the one that recomputes fewer bytes is preferred
         extra_seconds = save.seconds if objective == "seconds" else save.flop + _TIE * recomputed_bytes
         name = "everything" if save.keep == (EVERYTHING,) else ", ".join(save.keep) or "nothing"
         return Option(kept_bytes, extra_seconds, recomputed_bytes, name)
 
     passed_bytes = sum(graph.values[index].bytes for index in input_indices & set(graph.outputs) & set(graph.carried))
-    return Stage(seconds, 2 * seconds, graph.output_bytes, tuple(map(option, options)), passed_bytes=passed_bytes)
+    return Stage(seconds, 2 * seconds, graph.output_bytes, tuple(map(option_of, options)), passed_bytes=passed_bytes)
 
 
 def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = None) -> Decision:
@@ -123,7 +123,7 @@ def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None
     """
     if not calls or (len(calls) > 1 and any(call.count > 1 for call in calls)):
         raise UserError(
-            f"memory {plan}: this model's blocks are no single chain ({len(calls)} calls of blocks, some in a loop): "
+            f"memory {plan}: this model's blocks are not one chain ({len(calls)} calls of blocks, some in a loop): "
             "build the model of one layers.Chain or one layers.Stack, or use the memory plan save:BYTES"
         )
     objective = default_objective(chip)

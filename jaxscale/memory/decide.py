@@ -36,21 +36,21 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
         return read_decision(plan.name)
     if not calls:
         raise UserError(
-            f"memory {plan}: this model shows no blocks; build it of layers.Stack or layers.Chain, wrap it in a "
-            "ForeignModel, or set no memory plan"
+            f"memory {plan}: no blocks were found in this model; build it of layers.Stack or layers.Chain, wrap it "
+            "in a ForeignModel, or set no memory plan"
         )
-    kinds = kinds_of(calls)
+    graph_by_kind = kinds_of(calls)
     objective = plan.objective or default_objective(chip)
     match plan.rule:
         case "none":
-            return _uniform(plan, calls, [save_set(graph, (EVERYTHING,)) for graph in kinds.values()])
+            return _uniform(plan, calls, [save_set(graph, (EVERYTHING,)) for graph in graph_by_kind.values()])
         case "dots" | "full" | "jax":
-            return _uniform(plan, calls, [policy_set(graph, str(plan.policy)) for graph in kinds.values()])
-        case "sqrt" | "periodic" if _scanned(calls):
+            return _uniform(plan, calls, [policy_set(graph, str(plan.policy)) for graph in graph_by_kind.values()])
+        case "sqrt" | "periodic" if _is_scanned(calls):
             return _segments(plan, calls)
         case "sqrt" | "periodic" | "revolve" | "chain":
             return decide_chain(plan, calls, chip)
-        case "save" if _scanned(calls):
+        case "save" if _is_scanned(calls):
             return _stack_optimum(plan, calls, objective, None)
         case "save":
             return _uniform(plan, calls, share(calls, plan.budget or 0, objective=objective))
@@ -58,7 +58,7 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
             rooms = _rooms(plan, calls, "save:BYTES for a scanned stack, chain:BYTES, ")
             score = "ratio" if plan.rule == "greedy" else "dtr_static"
             return _uniform(plan, calls, [greedy(graph, room, score, objective=objective) for graph, room in rooms])
-        case "offload" if plan.selector == "pofo" and _scanned(calls):
+        case "offload" if plan.selector == "pofo" and _is_scanned(calls):
             return _stack_optimum(plan, calls, "seconds", Host(2**62, host_bandwidth(chip)))
         case "offload":
             selector, host = SELECTORS[str(plan.selector)], Host(2**62, host_bandwidth(chip))
@@ -103,7 +103,7 @@ def _rooms(plan: MemoryPlan, calls: Sequence[BlockCall], alternatives: str = "")
     return [(graph, int(graph.needed_bytes * kept_fraction)) for graph in kinds_of(calls).values()]
 
 
-def _scanned(calls: Sequence[BlockCall]) -> bool:
+def _is_scanned(calls: Sequence[BlockCall]) -> bool:
     """Whether the model is one scanned stack of identical blocks."""
     return len(calls) == 1 and calls[0].rolled and calls[0].count > 1
 
@@ -136,5 +136,5 @@ def _segments(plan: MemoryPlan, calls: Sequence[BlockCall]) -> Decision:
     [call] = calls
     segment = square_root(call.count) if plan.count is None else plan.count
     if segment > call.count:
-        raise UserError(f"memory {plan}: segments of {segment} blocks, and the model has {call.count}: choose fewer")
+        raise UserError(f"memory {plan}: got segments of {segment} blocks, expected at most the model's {call.count}")
     return _stacked(plan, call, StackDecision((Group(call.count),), segment))

@@ -40,7 +40,7 @@ class SaveSet:
         duplicates = sorted(set(self.keep) & set(self.offload))
         if duplicates:
             raise UserError(
-                f"save set of block {self.block}: {', '.join(duplicates)} both kept and offloaded; list each value once"
+                f"save set of block {self.block}: {', '.join(duplicates)} are both kept and offloaded; list each once"
             )
 
 

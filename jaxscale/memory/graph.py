@@ -136,7 +136,7 @@ class _Program:
     def __init__(self, graph: BlockGraph, objective: SaveSetObjective, host: Host | None) -> None:
         if objective == "flop" and host is not None:
             raise UserError(
-                "the objective 'flop' does not support a host, because copies to it cost seconds; ask for seconds"
+                "the objective 'flop' does not support a host, because copies to it cost seconds: use 'seconds'"
             )
         check_request(graph, 0, objective)
         self.graph, self.host = graph, host
@@ -163,20 +163,20 @@ class _Program:
         """
         graph = self.graph
         free_indices = {index for index, value in enumerate(graph.values) if value.producer < 0}
-        candidates = []
+        candidate_indices = []
         for number in self.equations:
             equation = graph.equations[number]
-            costless = self._cost(number) == 0
-            if costless and all(index in free_indices for index in equation.inputs):
+            is_free = self._cost(number) == 0
+            if is_free and all(index in free_indices for index in equation.inputs):
                 free_indices.update(equation.outputs)
                 continue
             for index in equation.outputs:
                 value = graph.values[index]
                 source = graph.values[equation.inputs[0]] if len(equation.inputs) == 1 else None
-                redundant = costless and source is not None and source.mark is not None and source.bytes <= value.bytes
-                if value.mark is not None and not redundant:
-                    candidates.append(index)
-        return candidates
+                is_implied = is_free and source is not None and source.mark is not None and source.bytes <= value.bytes
+                if value.mark is not None and not is_implied:
+                    candidate_indices.append(index)
+        return candidate_indices
 
     def _build(self) -> None:
         """Build the rows, columns and costs of the integer program."""
@@ -206,7 +206,7 @@ class _Program:
         rows: list[tuple[dict[int, float], float]] = []
         mark_of = {index: mark for mark, indices in self.groups.items() for index in indices}
 
-        def availability(index: int) -> dict[int, float]:
+        def availability_terms(index: int) -> dict[int, float]:
             """Terms of the sum that is at least 1 if a value is kept, on the host, or recomputed."""
             terms = {column["run", graph.values[index].producer]: 1.0}
             if index in mark_of:
@@ -214,20 +214,20 @@ class _Program:
                 terms |= {number: 1.0 for number in columns if number is not None}
             return terms
 
-        rows += [(availability(index), 1.0) for index in graph.needed]
+        rows += [(availability_terms(index), 1.0) for index in graph.needed]
         for equation in self.equations:
             for index in graph.equations[equation].inputs:
                 if graph.values[index].producer >= 0:
-                    rows.append(({**availability(index), column["run", equation]: -1.0}, 0.0))
+                    rows.append(({**availability_terms(index), column["run", equation]: -1.0}, 0.0))
         if host is not None:
-            copies = {column["host", mark]: self.mark_bytes[mark] for kind, mark in column if kind == "host"}
+            copy_bytes = {column["host", mark]: self.mark_bytes[mark] for kind, mark in column if kind == "host"}
             hidden_forward, hidden_backward = hidden_seconds(graph, host)
             cost[column["out", ""]] = cost[column["back", ""]] = 1.0
-            copy_seconds = {number: -size / host.bandwidth / scale for number, size in copies.items()}
+            copy_seconds = {number: -size / host.bandwidth / scale for number, size in copy_bytes.items()}
             rows.append(({**copy_seconds, column["out", ""]: 1.0}, -hidden_forward / scale))
             rerun_seconds = {column["run", equation]: self._cost(equation) / scale for equation in self.equations}
             rows.append(({**copy_seconds, **rerun_seconds, column["back", ""]: 1.0}, -hidden_backward / scale))
-            host_sizes = {number: -size / self.unit for number, size in copies.items()}
+            host_sizes = {number: -size / self.unit for number, size in copy_bytes.items()}
             rows.append((host_sizes, -host.budget / self.unit))
             rows += [
                 ({column["host", mark]: -1.0, column["keep", mark]: -1.0}, -1.0)
@@ -247,16 +247,16 @@ class _Program:
     def at(self, budget: int) -> SaveSet:
         """The optimum for a budget in bytes."""
         check_request(self.graph, budget, self.objective)
-        best = self._solve(self.cost, budget)
-        if best is None:
+        best_solution = self._solve(self.cost, budget)
+        if best_solution is None:
             raise RuntimeError(f"the integer program of block {self.graph.fingerprint} has no solution")
-        least_cost = float(self.cost @ best)
+        least_cost = float(self.cost @ best_solution)
         # the smallest set of this cost, if the solver's tolerance admits one
-        smallest = self._solve(self.bytes, budget, least_cost * (1 + 1e-9) + 1e-9)
-        solutions = (self._set(solution) for solution in (best, smallest) if solution is not None)
+        smallest_solution = self._solve(self.bytes, budget, least_cost * (1 + 1e-9) + 1e-9)
+        solutions = (self._set(solution) for solution in (best_solution, smallest_solution) if solution is not None)
         save = min(solutions, key=lambda save: (cost_of(save, self.objective), save.bytes))
-        everything = budget >= self.graph.needed_bytes and cost_of(save, self.objective) > 0
-        return save_set(self.graph, (EVERYTHING,)) if everything else save
+        keeps_everything = budget >= self.graph.needed_bytes and cost_of(save, self.objective) > 0
+        return save_set(self.graph, (EVERYTHING,)) if keeps_everything else save
 
     def within(self, max_cost: float) -> SaveSet:
         """The smallest set whose cost is at most `max_cost`."""
@@ -289,15 +289,15 @@ class _Program:
         count = len(self.column)
         if not self.choice_count or not count:
             return np.ones(count)  # nothing to choose: every equation runs
-        upper = np.ones(count)
+        upper_bounds = np.ones(count)
         for key in (("out", ""), ("back", "")):
             if key in self.column:
-                upper[self.column[key]] = np.inf
+                upper_bounds[self.column[key]] = np.inf
         integrality = np.zeros(count)
         # runs are integral if the choices are; declaring them integral makes HiGHS faster, and it prints no repairs
         integrality[: self.choice_count + len(self.equations)] = 1
-        lower: Any = np.zeros(count)
-        bounds = Bounds(lower, cast(Any, upper))
+        lower_bounds: Any = np.zeros(count)
+        bounds = Bounds(lower_bounds, cast(Any, upper_bounds))
         limit_bytes = float(budget)
         while True:
             constraints = [LinearConstraint(self.matrix, cast(Any, self.least), np.inf)]

@@ -43,7 +43,7 @@ def greedy(
     """
     check_request(graph, budget, objective)
 
-    def cost(kept_indices: frozenset[int]) -> float:
+    def rerun_cost(kept_indices: frozenset[int]) -> float:
         return cost_of(recompute(graph, kept_indices), objective)
 
     clock, last_read = 0.0, [0.0] * len(graph.values)
@@ -52,7 +52,7 @@ def greedy(
         for index in equation.inputs:
             last_read[index] = clock
     kept_indices = _worth_keeping(graph)
-    kept_cost = cost(kept_indices)
+    kept_cost = rerun_cost(kept_indices)
     kept_bytes = sum(graph.values[index].bytes for index in kept_indices)
     while kept_bytes > budget:
 
@@ -62,18 +62,18 @@ def greedy(
             # of values of equal cost, the largest is evicted first
             staleness = clock - last_read[index] + clock * 1e-6 if score == "dtr_static" else 1.0
             value_bytes = graph.values[index].bytes
-            return (cost(kept_indices - {index}) - kept_cost) / (value_bytes * staleness or 1.0), -value_bytes
+            return (rerun_cost(kept_indices - {index}) - kept_cost) / (value_bytes * staleness or 1.0), -value_bytes
 
         evicted_index = min(sorted(kept_indices), key=eviction_order)
         kept_indices -= {evicted_index}
-        kept_cost, kept_bytes = cost(kept_indices), kept_bytes - graph.values[evicted_index].bytes
+        kept_cost, kept_bytes = rerun_cost(kept_indices), kept_bytes - graph.values[evicted_index].bytes
     return save_set(graph, (graph.values[index].name for index in kept_indices))
 
 
 def _worth_keeping(graph: BlockGraph) -> frozenset[int]:
     """Indices of the values kept before eviction.
 
-    They are the named values that the backward pass reads; in place of an unnamed one, the last named values before it.
+    They are the named values that the backward pass reads; the last named values before it replace an unnamed one.
     """
     initial_indices: set[int] = set()
     pending = list(graph.needed)

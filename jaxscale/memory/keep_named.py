@@ -96,11 +96,11 @@ class Keeping:
         def keeping_block(*args: Any) -> Any:
             prepare = self.prepare
             prepared_args = args if prepare is None else jax.eval_shape(prepare, args)
-            traced, result_shapes = jax.make_jaxpr(block, return_shape=True)(*prepared_args)
-            program = inline(traced)
+            jaxpr, result_shapes = jax.make_jaxpr(block, return_shape=True)(*prepared_args)
+            program = inline(jaxpr)
             save = _matching_save(program, self.saves)
             tags = _tags(program, save, self.later)
-            policy = self.everything if save.keep == (EVERYTHING,) else _policy(traced, prepared_args, program, save)
+            policy = self.everything if save.keep == (EVERYTHING,) else _policy(jaxpr, prepared_args, program, save)
             if self.later and isinstance(policy, KeepNamed):
                 policy = KeepNamed(policy.keep | self.hosted)
 
@@ -111,8 +111,8 @@ class Keeping:
                 leaves = jax.tree.leaves(args if prepare is None else prepare(args))
                 return program.run((*consts, *leaves), name_kept)
 
-            recomputed = run_again(run, rolled=rolled, policy=policy)
-            return jax.tree.unflatten(jax.tree.structure(result_shapes), recomputed(traced.consts, args))
+            run_recomputed = run_again(run, rolled=rolled, policy=policy)
+            return jax.tree.unflatten(jax.tree.structure(result_shapes), run_recomputed(jaxpr.consts, args))
 
         return keeping_block
 
@@ -141,7 +141,7 @@ def _matching_save(program: InlinedProgram, save_by_block: Mapping[str, SaveSet]
     if fingerprint not in save_by_block:
         expected = ", ".join(sorted(save_by_block)) or "(none)"
         raise StaleGraph(
-            f"the memory plan was made for block {expected}, and this model has block {fingerprint}: the model, "
+            f"the memory plan was made for block {expected}, but this model has block {fingerprint}: the model, "
             "its version or its shapes differ; make the plan again"
         )
     return save_by_block[fingerprint]
@@ -149,24 +149,24 @@ def _matching_save(program: InlinedProgram, save_by_block: Mapping[str, SaveSet]
 
 def _tags(program: InlinedProgram, save: SaveSet, later: bool) -> dict[int, str]:
     """The names to insert for the kept values that the block itself computes, by the number of the value."""
-    prefixes = {**dict.fromkeys(save.keep, MARK), **dict.fromkeys(save.offload, _LATER if later else MARK)}
-    return {number: prefixes[name] + name for number, name in program.names().items() if name in prefixes}
+    prefix_of_name = {**dict.fromkeys(save.keep, MARK), **dict.fromkeys(save.offload, _LATER if later else MARK)}
+    return {number: prefix_of_name[name] + name for number, name in program.names().items() if name in prefix_of_name}
 
 
-def _policy(traced: Any, args: Sequence[Any], program: InlinedProgram, save: SaveSet) -> KeepNamed:
+def _policy(jaxpr: Any, args: Sequence[Any], program: InlinedProgram, save: SaveSet) -> KeepNamed:
     """The policy that keeps the values of a save set, after a check that the block has them."""
     block_names = set(program.names().values())
     residual_names = [name for name in (*save.keep, *save.offload) if name not in block_names]
     if residual_names:
         # an operation with its own derivative names its residuals itself
-        graph = graph_of(traced, args)
+        graph = graph_of(jaxpr, args)
         for name in residual_names:
             value_index(graph, name)
 
-    def inserted(names: Sequence[str]) -> frozenset[str]:
+    def inserted_names(names: Sequence[str]) -> frozenset[str]:
         return frozenset(MARK + name if name in block_names else _residual_name(name) for name in names)
 
-    return KeepNamed(inserted(save.keep), inserted(save.offload))
+    return KeepNamed(inserted_names(save.keep), inserted_names(save.offload))
 
 
 def _residual_name(name: str) -> str:

@@ -102,9 +102,9 @@ class MemoryPlan:
             "selector": self.rule == "offload",
             "name": self.rule in ("jax", "file"),
         }
-        for field, needed in needed_by_field.items():
-            if (getattr(self, field) is not None) != needed:
-                verb = "needs" if needed else "takes no"
+        for field, is_needed in needed_by_field.items():
+            if (getattr(self, field) is not None) != is_needed:
+                verb = "needs" if is_needed else "takes no"
                 raise UserError(f"memory plan {self.rule} {verb} {field}: write {FORMS[self.rule]}")
         if self.objective is not None and self.rule != "save":
             raise UserError(f"memory plan {self.rule} takes no objective: write {FORMS[self.rule]}")
@@ -130,8 +130,8 @@ class MemoryPlan:
         if rule == "file":
             return cls(rule, name=":".join(arguments) or None)
         fields = FORMS[rule].replace("[", "").replace("]", "").split(":")[1:]
-        optional = FORMS[rule].count("[")
-        if not len(fields) - optional <= len(arguments) <= len(fields):
+        optional_count = FORMS[rule].count("[")
+        if not len(fields) - optional_count <= len(arguments) <= len(fields):
             raise UserError(f"memory plan {text!r}: expected {FORMS[rule]}")
         argument_by_field = dict(zip(fields, arguments, strict=False))
         subject = f"memory plan {rule}:"

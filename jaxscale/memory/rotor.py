@@ -118,7 +118,7 @@ def _infeasible(problem: "_Problem", budget: int, least_bytes: int) -> UserError
     stage_bytes = [need + input_bytes for need, input_bytes in zip(needed_bytes, problem.x, strict=False)]
     index = max(range(problem.count), key=stage_bytes.__getitem__)
     return UserError(
-        f"a budget of {bytes_text(budget)} {problem.bound} for a chain of {problem.count} stages: the least possible "
+        f"a budget of {bytes_text(budget)} ({problem.bound}) is too low for {problem.count} stages: the least possible "
         f"is {bytes_at_least(least_bytes)}, of which stage {index} alone takes {bytes_at_least(stage_bytes[index])}; "
         "more microbatches, a smaller batch, or splitting that stage in two would lower it"
     )
@@ -137,26 +137,26 @@ class _Problem:
         self.stages, self.input_bytes, self.count, self.bound = stages, input_bytes, len(stages), bound
         self.x = [input_bytes, *(stage.output_bytes for stage in stages)]
         self.elapsed = np.concatenate([[0.0], np.cumsum([stage.forward_seconds for stage in stages])])
-        self.alike = len(set(stages)) == 1 and input_bytes == stages[0].output_bytes
-        self.passes = any(stage.passed_bytes for stage in stages)
+        self.is_alike = len(set(stages)) == 1 and input_bytes == stages[0].output_bytes
+        self.has_passed_bytes = any(stage.passed_bytes for stage in stages)
         # bytes of the gradient of x[i]
-        self.gradients = self.x if bound == "alive" else [0] * len(self.x)
+        self.gradient_bytes = self.x if bound == "alive" else [0] * len(self.x)
         # kept[s][c - s - 1]: bytes of the input of c that the input of s does not contain
         # run_need[s][c - s - 1]: bytes to run stages s..c-1, besides the input of s and a gradient, keeping only x[c]
         self.kept: list[list[int]] = []
         self.run_need: list[list[int]] = []
-        for start in range(self.count if not self.alike else 1):
-            kept_row, needs, passed_bytes, run_bytes, output_kept = [], [], math.inf, 0, 0
+        for start in range(self.count if not self.is_alike else 1):
+            kept_row, need_row, passed_bytes, run_bytes, output_kept = [], [], math.inf, 0, 0
             for index in range(start, self.count):
                 stage = stages[index]
                 passed_bytes = min(passed_bytes, stage.passed_bytes)
                 run_bytes = max(run_bytes, output_kept + stage.output_bytes - stage.passed_bytes + stage.working_bytes)
                 output_kept = stage.output_bytes - int(passed_bytes)
                 kept_row.append(output_kept)
-                needs.append(run_bytes if bound == "alive" else 0)
+                need_row.append(run_bytes if bound == "alive" else 0)
             self.kept.append(kept_row)
-            self.run_need.append(needs)
-        if self.alike:
+            self.run_need.append(need_row)
+        if self.is_alike:
             self.kept, self.run_need = self.kept * self.count, self.run_need * self.count
 
     def bounded(self, cost: ChainCost) -> int:
@@ -172,9 +172,9 @@ class _Problem:
         stage = self.stages[index]
         if self.bound == "kept":
             return self.saved_bytes(index, option) if index < last else stage.options[option].kept_bytes
-        forward = self.x[last + 1] + stage.working_bytes
-        backward = self.x[index] + stage.output_bytes - stage.passed_bytes + stage.options[option].working_bytes
-        return self.saved_bytes(index, option) + max(forward, backward)
+        forward_bytes = self.x[last + 1] + stage.working_bytes
+        backward_bytes = self.x[index] + stage.output_bytes - stage.passed_bytes + stage.options[option].working_bytes
+        return self.saved_bytes(index, option) + max(forward_bytes, backward_bytes)
 
     def save_seconds(self, index: int, option: int) -> float:
         """Seconds of a stage's forward and backward pass under an option."""
@@ -193,15 +193,15 @@ class _Problem:
         return self.input_bytes + self._least_of(0, self.count - 1)
 
     def _least_choices(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Pairs of the least bytes of stages first..last and how their plan begins.
+        """Yield pairs of the least bytes of stages first..last and a number for the beginning of their plan.
 
-        A beginning of -1 - option saves the first stage; one of c reruns stages first..c-1.
+        The number -1 - option saves the first stage under that option; a number c reruns stages first..c-1.
         """
         for option in range(len(self.stages[first].options)):
             later_bytes = self.saved_bytes(first, option) + self._least_of(first + 1, last) if first < last else 0
             yield max(self.save_need(first, option, last), later_bytes), -1 - option
         for cut in range(first + 1, last + 1):
-            run_bytes = self.gradients[last + 1] + self.run_need[first][cut - first - 1]
+            run_bytes = self.gradient_bytes[last + 1] + self.run_need[first][cut - first - 1]
             later_bytes = self.kept[first][cut - first - 1] + self._least_of(cut, last)
             yield max(run_bytes, later_bytes, self._least_of(first, cut - 1)), cut
 
@@ -222,12 +222,12 @@ class _Problem:
 
     def _key(self, first: int, last: int) -> tuple[int, int]:
         """Key of stages first..last in `_least`: for identical stages only their number counts."""
-        return (0, last - first) if self.alike else (first, last)
+        return (0, last - first) if self.is_alike else (first, last)
 
     def _spans(self) -> Iterator[tuple[int, int]]:
-        """(first, last) of all runs of neighbouring stages, each after the shorter ones inside it."""
+        """Yield (first, last) of every run of neighbouring stages, after all shorter runs inside that run."""
         for last in range(self.count):
-            for first in (0,) if self.alike else range(last, -1, -1):
+            for first in (0,) if self.is_alike else range(last, -1, -1):
                 yield first, last
 
     # -- the least time ------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class _Problem:
         sizes.update(size for row in self.kept for size in row)
         kept_sizes = np.array(sorted(sizes), dtype=np.float64)
         unit = math.gcd(*(int(size) for size in kept_sizes)) or 1
-        slots = 4 * slots if self.alike else slots
+        slots = 4 * slots if self.is_alike else slots
         if free_bytes // unit <= slots:
             count = free_bytes // unit
             return _Grid(float(unit), count, float(free_bytes - count * unit), count + 1, True)
@@ -281,15 +281,15 @@ class _Table:
 
     def __init__(self, problem: _Problem, grid: _Grid) -> None:
         self.problem, self.grid, self.exact = problem, grid, grid.exact
-        self.sizes = [[grid.size(size) for size in row] for row in problem.kept[: 1 if problem.alike else None]]
-        if problem.alike:
+        self.sizes = [[grid.size(size) for size in row] for row in problem.kept[: 1 if problem.is_alike else None]]
+        if problem.is_alike:
             self._fill_alike()
         else:
             self._fill()
 
     def row(self, first: int, last: int) -> CostRow:
         """C(first, last, :)."""
-        return self._rows[0][last - first] if self.problem.alike else self._rows[first][last - first]
+        return self._rows[0][last - first] if self.problem.is_alike else self._rows[first][last - first]
 
     def slots(self) -> Iterator[int]:
         """Slots of the plans to try, the fastest plan first; one slot for each number of seconds."""
@@ -314,8 +314,8 @@ class _Table:
                 slot_after = slot - self._slots_kept(first, cut)
                 if slot_after < 0 or slot < self._first_slot_to_run(first, cut, last):
                     continue
-                forward = problem.elapsed[cut] - problem.elapsed[first]
-                choices.append((forward + self.row(cut, last)[slot_after] + self.row(first, cut - 1)[slot], cut))
+                rerun_seconds = problem.elapsed[cut] - problem.elapsed[first]
+                choices.append((rerun_seconds + self.row(cut, last)[slot_after] + self.row(first, cut - 1)[slot], cut))
             choice = min(choices, key=lambda c: c[0])[1]
             if choice < 0:
                 nodes.append(Save(first, -1 - choice))
@@ -329,12 +329,12 @@ class _Table:
 
     def _slots_kept(self, first: int, cut: int) -> int:
         """Slots of the input of stage `cut`, without what the input of stage `first` contains."""
-        return self.sizes[0 if self.problem.alike else first][cut - first - 1]
+        return self.sizes[0 if self.problem.is_alike else first][cut - first - 1]
 
     def _first_slot_to_run(self, first: int, cut: int, last: int) -> int:
         """The first slot in which stages first..cut-1 can run without keeping values."""
         problem = self.problem
-        return self.grid.first(problem.gradients[last + 1] + problem.run_need[first][cut - first - 1])
+        return self.grid.first(problem.gradient_bytes[last + 1] + problem.run_need[first][cut - first - 1])
 
     def _best_option(self, first: int, last: int) -> CostRow:
         """The cost, by slot, of stages first..last if the first is saved under its best option."""
@@ -373,18 +373,18 @@ class _Table:
                 best = self._best_option(first, last)
                 if last > first:
                     candidates = workspace[: last - first]
-                    if problem.passes:
+                    if problem.has_passed_bytes:
                         for cut in range(first + 1, last + 1):
                             after_cut[cut] = self._shifted(self.row(cut, last), self._slots_kept(first, cut))
                             after_cut[cut] += problem.elapsed[cut]
                     np.add(self._rows[first][: last - first], after_cut[first + 1 :], out=candidates)
-                    low_bytes = problem.gradients[last + 1] + run_needs[first][last] - grid.remainder
+                    low_bytes = problem.gradient_bytes[last + 1] + run_needs[first][last] - grid.remainder
                     first_slots = np.ceil(low_bytes / grid.unit - 1e-9)
                     for index, first_slot in enumerate(first_slots.astype(int).tolist()):
                         candidates[index, : max(first_slot, 0)] = np.inf
                     np.minimum(best, candidates.min(0) - problem.elapsed[first], out=best)
                 self._rows[first][last - first] = best
-                if not problem.passes and first:
+                if not problem.has_passed_bytes and first:
                     after_cut[first] = self._shifted(best, self._slots_kept(first - 1, first)) + problem.elapsed[first]
 
     def _fill_alike(self) -> None:

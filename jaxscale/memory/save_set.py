@@ -61,24 +61,24 @@ def check_request(graph: BlockGraph, budget: int, objective: SaveSetObjective) -
     if budget < 0:
         raise UserError(f"save set: got a budget of {budget} bytes, expected 0 or more")
     if objective == "seconds" and graph.equations and not graph.seconds:
-        raise UserError("the objective 'seconds' needs a chip whose rates are known: give one, or ask for flop")
+        raise UserError("the objective 'seconds' needs a chip whose rates are known: specify one, or use 'flop'")
 
 
-def recompute(graph: BlockGraph, kept: Iterable[int]) -> Recompute:
+def recompute(graph: BlockGraph, kept_indices: Iterable[int]) -> Recompute:
     """The equations to recompute if these values are kept: all those that lead to a value that the backward pass reads.
 
     Args:
         graph: graph of the block.
-        kept: indices of the values kept on the device or on the host.
+        kept_indices: indices of the values kept on the device or on the host.
     """
-    available_indices = set(kept)
+    available_indices = set(kept_indices)
     rerun_indices: set[int] = set()
-    missing = [index for index in graph.needed if index not in available_indices]
-    while missing:
-        producer = graph.values[missing.pop()].producer
+    missing_indices = [index for index in graph.needed if index not in available_indices]
+    while missing_indices:
+        producer = graph.values[missing_indices.pop()].producer
         if producer >= 0 and producer not in rerun_indices:
             rerun_indices.add(producer)
-            missing += [index for index in graph.equations[producer].inputs if index not in available_indices]
+            missing_indices += [index for index in graph.equations[producer].inputs if index not in available_indices]
     equations = [graph.equations[index] for index in sorted(rerun_indices)]
     return Recompute(sum(e.flop for e in equations), sum(e.seconds for e in equations), frozenset(rerun_indices))
 
@@ -114,14 +114,14 @@ def save_set(graph: BlockGraph, keep: Iterable[str], offload: Iterable[str] = ()
     if keep == (EVERYTHING,):
         return SaveSet(graph.fingerprint, keep, (), graph.needed_bytes, 0, 0, 0.0)
     kept_indices, offloaded_indices = ([value_index(graph, name) for name in names] for names in (keep, offload))
-    recomputed = recompute(graph, (*kept_indices, *offloaded_indices))
+    recomputation = recompute(graph, (*kept_indices, *offloaded_indices))
     device_bytes, host_bytes = (
         sum(graph.values[index].bytes for index in indices) for indices in (kept_indices, offloaded_indices)
     )
-    seconds = recomputed.seconds + exposed_seconds(graph, host, host_bytes, recomputed.seconds)
+    seconds = recomputation.seconds + exposed_seconds(graph, host, host_bytes, recomputation.seconds)
     index_by_name = {graph.values[index].name: index for index in (*kept_indices, *offloaded_indices)}
     keep, offload = (tuple(sorted(names, key=index_by_name.__getitem__)) for names in (keep, offload))
-    return SaveSet(graph.fingerprint, keep, offload, device_bytes, host_bytes, recomputed.flop, seconds)
+    return SaveSet(graph.fingerprint, keep, offload, device_bytes, host_bytes, recomputation.flop, seconds)
 
 
 def value_index(graph: BlockGraph, name: str) -> int:
@@ -136,7 +136,7 @@ def value_index(graph: BlockGraph, name: str) -> int:
         if index is None:
             raise unknown(f"value of block {graph.fingerprint}", name, names)
         raise UserError(
-            f"value {name!r} of block {graph.fingerprint} can not be kept by name: it is inside an operation with its "
+            f"value {name!r} of block {graph.fingerprint} cannot be kept by name: it is inside an operation with its "
             f"own derivative. Expected one of {', '.join(names[:8])}, ..."
         )
     return index
@@ -167,9 +167,9 @@ def policy_set(graph: BlockGraph, policy: str) -> SaveSet:
     if policy == "everything_saveable":
         return save_set(graph, (EVERYTHING,))
     saveable_indices = {i for equation in graph.equations if policy in equation.kept_by for i in equation.outputs}
-    recomputed = recompute(graph, saveable_indices)
-    read_indices = {*graph.needed, *(i for number in recomputed.equations for i in graph.equations[number].inputs)}
+    recomputation = recompute(graph, saveable_indices)
+    read_indices = {*graph.needed, *(i for number in recomputation.equations for i in graph.equations[number].inputs)}
     kept_indices = sorted(saveable_indices & read_indices)
     names = tuple(graph.values[index].name for index in kept_indices)
     kept_bytes = sum(graph.values[index].bytes for index in kept_indices)
-    return SaveSet(graph.fingerprint, names, (), kept_bytes, 0, recomputed.flop, recomputed.seconds)
+    return SaveSet(graph.fingerprint, names, (), kept_bytes, 0, recomputation.flop, recomputation.seconds)

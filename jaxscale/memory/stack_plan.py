@@ -83,13 +83,13 @@ def _two_levels(graph: BlockGraph, layers: int, budget: int, objective: SaveSetO
     curve = menu(graph, objective=objective)
     candidates: list[tuple[float, int, int]] = []  # (cost, number of inputs, segment)
     for segment in range(2, layers + 1):
-        inputs = _two_level_inputs(layers, segment)
-        if budget >= inputs * input_bytes:
-            room = (budget - inputs * input_bytes) // segment
-            point = max((save for save in curve if save.bytes <= room), key=lambda save: save.bytes)
-            candidates.append((cost_of(point, objective), inputs, segment))
-    _, inputs, segment = min(candidates)
-    save = solve(graph, (budget - inputs * input_bytes) // segment, objective=objective)
+        input_count = _two_level_inputs(layers, segment)
+        if budget >= input_count * input_bytes:
+            room = (budget - input_count * input_bytes) // segment
+            largest_save = max((save for save in curve if save.bytes <= room), key=lambda save: save.bytes)
+            candidates.append((cost_of(largest_save, objective), input_count, segment))
+    _, input_count, segment = min(candidates)
+    save = solve(graph, (budget - input_count * input_bytes) // segment, objective=objective)
     return StackDecision((Group(layers, save),), segment)
 
 
@@ -158,12 +158,12 @@ def share(calls: Sequence[BlockCall], budget: int, *, objective: SaveSetObjectiv
     if len(graphs) == 1:
         [(kind, graph)] = graphs.items()
         return (solve(graph, room // count_by_kind[kind], objective=objective),)
-    menus = {kind: menu(graph, objective=objective) for kind, graph in graphs.items()}
-    points = _choose([(count_by_kind[kind], menus[kind]) for kind in graphs], room, objective)
-    spare_bytes = room - sum(count_by_kind[save.block] * save.bytes for save in points)
+    curve_by_kind = {kind: menu(graph, objective=objective) for kind, graph in graphs.items()}
+    chosen_saves = _choose([(count_by_kind[kind], curve_by_kind[kind]) for kind in graphs], room, objective)
+    spare_bytes = room - sum(count_by_kind[save.block] * save.bytes for save in chosen_saves)
     # the curves have gaps, so bytes are left over: each kind in turn may use them
     saves = []
-    for save in points:
+    for save in chosen_saves:
         count = count_by_kind[save.block]
         larger_save = solve(graphs[save.block], save.bytes + spare_bytes // count, objective=objective)
         better_save = larger_save if cost_of(larger_save, objective) < cost_of(save, objective) else save

@@ -149,8 +149,8 @@ class Decoder:
     def __post_init__(self) -> None:
         check_types(self)
         check_counts(self, ("vocab", "context", "layers", "embed", "heads", "kv_heads", "head_dim", "mlp"))
-        positive = ("norm_eps", "rotary_base", "attention_soft_cap", "final_soft_cap", "attention_scale", "init_std")
-        check_positive(self, positive)
+        names = ("norm_eps", "rotary_base", "attention_soft_cap", "final_soft_cap", "attention_scale", "init_std")
+        check_positive(self, names)
         check_rates(self, ("dropout",))
         if not (self.z_loss >= 0 and math.isfinite(self.z_loss)):
             raise UserError(f"z_loss: got {self.z_loss!r}, expected a weight >= 0 (1e-4 is usual)")
@@ -166,11 +166,11 @@ class Decoder:
             )
         if self.rotary_scaling is not None and self.positions != "rotary":
             raise UserError(
-                f"rotary_scaling changes rotary positions, and positions is {self.positions!r}; leave one out"
+                f"rotary_scaling changes rotary positions, but positions is {self.positions!r}; leave one out"
             )
         if self.norm_plus_one and self.norm != "rms":
             raise UserError(
-                f"norm_plus_one is a way to store the gain of an RMSNorm, and norm is {self.norm!r}; leave one out"
+                f"norm_plus_one is a way to store the gain of an RMSNorm, but norm is {self.norm!r}; leave one out"
             )
         if not self.windows:
             raise UserError("windows: got (), expected one entry per layer of the pattern; (None,) sees all positions")
@@ -202,18 +202,18 @@ class Decoder:
     @property
     def parameters(self) -> int:
         """Number of trained numbers, without padding of the vocabulary."""
-        norm = self.embed * (2 if self.norm == "layer" else 1)
-        queries, keys = self.heads * self.head_width, self.kv_count * self.head_width
-        attention = self.embed * (2 * queries + 2 * keys) + 2 * self.head_width * self.qk_norm
-        attention += (queries + 2 * keys + self.embed) * self.attention_bias
+        norm_count = self.embed * (2 if self.norm == "layer" else 1)
+        query_width, key_width = self.heads * self.head_width, self.kv_count * self.head_width
+        attention_count = self.embed * (2 * query_width + 2 * key_width) + 2 * self.head_width * self.qk_norm
+        attention_count += (query_width + 2 * key_width + self.embed) * self.attention_bias
         input_projections = 2 if self.mlp_kind in GATED else 1
-        mlp = (1 + input_projections) * self.embed * self.mlp_width
-        mlp += (input_projections * self.mlp_width + self.embed) * self.mlp_bias
-        block = attention + mlp + (4 if self.post_norms else 2) * norm
-        tables = self.vocab * self.embed * (1 if self.tied else 2) + self.context * self.embed * (
+        mlp_count = (1 + input_projections) * self.embed * self.mlp_width
+        mlp_count += (input_projections * self.mlp_width + self.embed) * self.mlp_bias
+        block_count = attention_count + mlp_count + (4 if self.post_norms else 2) * norm_count
+        table_count = self.vocab * self.embed * (1 if self.tied else 2) + self.context * self.embed * (
             self.positions == "learned"
         )
-        return self.layers * block + norm + tables
+        return self.layers * block_count + norm_count + table_count
 
     def logical_sizes(self) -> dict[str, int]:
         """Size of each logical axis that a mesh axis must divide; the vocabulary is padded instead."""

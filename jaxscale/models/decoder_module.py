@@ -27,14 +27,14 @@ from jaxscale.typing import Array, Batch, Float, Int
 
 
 def make_norm(config: Decoder) -> RMSNorm | LayerNorm:
-    """A norm over the residual stream."""
+    """The norm of the kind and settings that the model specifies, over the residual stream."""
     if config.norm == "rms":
         return RMSNorm(config.embed, eps=config.norm_eps, plus_one=config.norm_plus_one)
     return LayerNorm(config.embed, eps=config.norm_eps, bias=config.norm == "layer")
 
 
 def make_attention(config: Decoder, inits: dict[str, Any], rngs: nnx.Rngs) -> Attention:
-    """The attention of a block."""
+    """The attention of a block; `inits` holds the initializers by argument of `Attention`."""
     rotary = None
     if config.positions == "rotary":
         rotary = Rotary(config.head_width, config.rotary_base, config.rotary_scaling)
@@ -167,7 +167,7 @@ class DecoderModule(nnx.Module):
         cache: KVCache | None = None,
         context: Context = Context(),
     ) -> Any:
-        """The normed residual stream after the last block, (B, T, D); with a cache, a pair of it and the new cache."""
+        """The normed residual stream (B, T, D) after all blocks; with a cache, a pair of stream and new cache."""
         x = self.embed(tokens, positions=positions, cache=cache, context=context)
         settings = {"positions": positions, "segments": segments, "context": context}
         settings["cycle"] = [{"window": window} for window in self.config.windows]

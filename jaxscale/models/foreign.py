@@ -138,14 +138,14 @@ class ForeignModel:
         return module
 
     def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
-        """Sums of score and weights. Training updates variables that are neither parameters nor rng state."""
+        """Sums of weighted losses and of weights. Training updates all variables but parameters and rng state."""
         losses = self._run(self.score, module, batch, context)
         rows = len(jax.tree.leaves(dict(batch))[0])
         if not getattr(losses, "shape", ()) or losses.shape[0] != rows:
             shape = getattr(losses, "shape", type(losses).__name__)
             raise UserError(
                 f"score returned {shape} for a batch of {rows} rows; expected "
-                "one loss per row or per target, shape (rows, ...): do not take the mean: jaxscale computes it"
+                "one loss per row or per target, shape (rows, ...): do not take the mean, which jaxscale computes"
             )
         return weighted_sum(losses, batch)
 
@@ -170,8 +170,8 @@ class ForeignModel:
         """The losses that `score` returns for the module, with the mode, keys and type of the context."""
         # on a copy: the caller's module keeps its mode, types and rng state, and gets no variables from `sow`
         copy = nnx.clone(module)
-        training = context.key is not None
-        copy.train() if training else copy.eval()
+        is_training = context.key is not None
+        copy.train() if is_training else copy.eval()
         if context.key is not None:
             _reseed(copy, context)
         batch = dict(batch)
@@ -180,11 +180,11 @@ class ForeignModel:
         paths = repeated_blocks(copy) if self.blocks is None else self.blocks
 
         def forward(module: nnx.Module, batch: Batch) -> Any:
-            return score(_in_mode(module, training), batch)
+            return score(_in_mode(module, is_training), batch)
 
         with blocks_wrapped(copy, paths):
             losses = forward(copy, batch) if paths else as_one_block(forward, copy, batch)
-        if training:
+        if is_training:
             _update(module, copy)
         return losses
 
@@ -235,8 +235,8 @@ def _in_mode(module: nnx.Module, training: bool) -> Callable[..., Any]:
     """The module with the mode arguments of its `__call__` bound."""
     if isinstance(module, nnx.bridge.ToNNX):
         arguments: dict[str, Any] = dict(_mode_arguments(module.to_nnx__module, training))
-        kinds = {type(variable) for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param)))}
-        collections = {nnx.variable_name_from_type(kind) for kind in kinds if not issubclass(kind, nnx.RngState)}
+        types = {type(variable) for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param)))}
+        collections = {nnx.variable_name_from_type(kind) for kind in types if not issubclass(kind, nnx.RngState)}
         arguments["mutable"] = sorted(collections) if training else False
     else:
         arguments = _mode_arguments(module, training)

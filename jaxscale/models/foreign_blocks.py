@@ -1,9 +1,9 @@
 """The blocks of a foreign module: its repeated submodules, run through `blocks.wrap` from outside.
 
-A block is one of several like submodules: members of one list (`nnx.List`, `nnx.Sequential`) or attributes with one
-stem and a number (`block0`, `block1`). While a loss is traced, the `__call__` of exactly these instances goes through
-`blocks.wrap` as a pure function of (parameters, other variables, arguments), so that `jax.checkpoint` sees every input,
-and batch statistics and dropout counts are returned. The user's class is restored when the trace ends.
+A block is one of several like submodules: members of one list (`nnx.List`, `nnx.Sequential`), or attributes whose names
+are one stem and a number (`block0`, `block1`). While a loss is traced, the `__call__` of exactly these instances goes
+through `blocks.wrap` as a pure function of (parameters, other variables, arguments). So `jax.checkpoint` sees every
+input, and the function returns batch statistics and dropout counts. The user's class is restored when the trace ends.
 
 Left out: blocks inside the user's `nnx.scan` or `nnx.vmap` (one submodule with stacked parameters), blocks run by a
 method other than `__call__`, and one block called several times under several names (tied layers): name them with
@@ -56,8 +56,8 @@ def repeated_blocks(module: nnx.Module) -> tuple[str, ...]:
     block_paths: list[ModulePath] = []
     for parent, stem, cls in sorted(paths_by_family, key=lambda family: len(family[0])):
         paths = paths_by_family[(parent, stem, cls)]
-        in_block = any(parent[: len(block_path)] == block_path for block_path in block_paths)
-        if not in_block and len({_signature(submodules[path]) for path in paths}) < len(paths):
+        is_in_block = any(parent[: len(block_path)] == block_path for block_path in block_paths)
+        if not is_in_block and len({_signature(submodules[path]) for path in paths}) < len(paths):
             block_paths += sorted(paths, key=lambda path: int(re.findall(r"\d+", str(path[-1]))[-1]))
     return tuple("/".join(map(str, path)) for path in block_paths)
 
@@ -72,15 +72,15 @@ def blocks_wrapped(module: nnx.Module, paths: Sequence[str]) -> Iterator[None]:
     if not paths or _untreated():
         yield
         return
-    by_name = {"/".join(map(str, path)): node for path, node in _submodules(module).items()}
+    module_by_name = {"/".join(map(str, path)): node for path, node in _submodules(module).items()}
     for path in paths:
-        if path not in by_name:
-            raise unknown("block", path, [name for name in by_name if name])
-    block_ids = {id(by_name[path]) for path in paths}
+        if path not in module_by_name:
+            raise unknown("block", path, [name for name in module_by_name if name])
+    block_ids = {id(module_by_name[path]) for path in paths}
     called_ids: set[int] = set()
     # the lock is held while tracing: a patch of another thread must not be restored out of order
     with _patching, contextlib.ExitStack() as patches:
-        for cls in {type(by_name[path]) for path in paths}:
+        for cls in {type(module_by_name[path]) for path in paths}:
             patches.enter_context(_patched(cls, block_ids, called_ids))
         yield
     if not called_ids:
@@ -102,17 +102,17 @@ def as_one_block(function: Callable[..., Any], *args: Any) -> Any:
     graphdef, params, state, arrays = nnx.split(args, nnx.Param, nnx.Variable, ...)
 
     def block(params: Any, state: Any, arrays: Any) -> Any:
-        inner_args = nnx.merge(graphdef, params, state, arrays, copy=True)
-        output = function(*inner_args)
-        return output, nnx.split(inner_args, nnx.Param, nnx.Variable, ...)[2]
+        block_args = nnx.merge(graphdef, params, state, arrays, copy=True)
+        output = function(*block_args)
+        return output, nnx.split(block_args, nnx.Param, nnx.Variable, ...)[2]
 
     output, new_state = blocks.wrap(block, rolled=False)(params, state, arrays)
     old_variables = dict(nnx.to_flat_state(state))
-    updated, created = {}, {}
+    updated_variables, new_variables = {}, {}
     for path, variable in nnx.to_flat_state(new_state):
-        (updated if path in old_variables else created)[path] = variable
-    nnx.update(args, nnx.from_flat_state(updated))
-    for path, variable in created.items():
+        (updated_variables if path in old_variables else new_variables)[path] = variable
+    nnx.update(args, nnx.from_flat_state(updated_variables))
+    for path, variable in new_variables.items():
         parent: Any = args
         for key in path[:-1]:
             parent = parent[key] if isinstance(key, int) or isinstance(parent, dict) else getattr(parent, key)
@@ -127,9 +127,9 @@ def _untreated() -> bool:
 
 @contextlib.contextmanager
 def _patched(cls: type, block_ids: set[int], called_ids: set[int]) -> Iterator[None]:
-    """A context in which instances of `cls` with these ids run as blocks, and are noted in `called_ids`."""
+    """A context in which calls of instances of `cls` with these ids run as blocks, and add the id to `called_ids`."""
     original: Any = cls.__call__
-    overridden = "__call__" in vars(cls)
+    is_overridden = "__call__" in vars(cls)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if id(self) not in block_ids:  # another module, or its own copy inside the block
@@ -141,7 +141,7 @@ def _patched(cls: type, block_ids: set[int], called_ids: set[int]) -> Iterator[N
     try:
         yield
     finally:
-        if overridden:
+        if is_overridden:
             setattr(cls, "__call__", original)  # noqa: B010
         else:
             del cls.__call__
@@ -162,8 +162,8 @@ def _stem(name: Any) -> str | None:
 
 def _may_be_block(node: nnx.Module) -> bool:
     """Whether a submodule is callable, has parameters, and is no layer of Flax itself."""
-    foreign = not type(node).__module__.startswith("flax.") or isinstance(node, nnx.Sequential)
-    return foreign and callable(node) and bool(jax.tree.leaves(nnx.state(node, nnx.Param)))
+    is_foreign = not type(node).__module__.startswith("flax.") or isinstance(node, nnx.Sequential)
+    return is_foreign and callable(node) and bool(jax.tree.leaves(nnx.state(node, nnx.Param)))
 
 
 def _signature(node: nnx.Module) -> Any:

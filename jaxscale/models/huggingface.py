@@ -47,8 +47,9 @@ def read_config(folder: str | Path, **settings: Any) -> tuple[Family, Any]:
     """
     file = ConfigFile.open(Path(folder))
     architectures = file.values.get("architectures") or []
-    type_families = [family for family in FAMILIES.values() if family.model_type == file.values.get("model_type")]
-    families = [FAMILIES[key] for key in architectures if key in FAMILIES] or ([] if architectures else type_families)
+    families = [FAMILIES[key] for key in architectures if key in FAMILIES]
+    if not architectures:
+        families = [family for family in FAMILIES.values() if family.model_type == file.values.get("model_type")]
     if not families:
         architecture = str((list(architectures) or [file.values.get("model_type", "(none)")])[0])
         raise UserError(f"{file.path}: {unknown('architecture', architecture, FAMILIES)}")
@@ -74,7 +75,7 @@ def _from_file(family: Family, file: ConfigFile, settings: Mapping[str, Any]) ->
         if name in field_names:
             fields[name] = value
         elif value:
-            raise UserError(f"{name}: got {value!r}, and {family.architecture} has none; leave it out")
+            raise UserError(f"{name}: got {value!r}, but {family.architecture} has no such field; leave it out")
     return family.value(**fields)
 
 
@@ -100,8 +101,8 @@ def _comparable(model: Any) -> dict[str, Any]:
     fields = {
         field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name not in TRAINING_ONLY
     }
-    resolved = {"kv_heads": "kv_count", "head_dim": "head_width", "mlp": "mlp_width"}
-    fields |= {name: getattr(model, implied) for name, implied in resolved.items() if hasattr(model, implied)}
+    properties = {"kv_heads": "kv_count", "head_dim": "head_width", "mlp": "mlp_width"}
+    fields |= {name: getattr(model, implied) for name, implied in properties.items() if hasattr(model, implied)}
     if "windows" in fields:
         fields["windows"] = tuple(
             fields["windows"][layer % len(fields["windows"])] for layer in range(fields["layers"])
@@ -126,25 +127,25 @@ def describe(model: Any) -> tuple[Family, dict[str, Any], Any]:
             config |= piece.write(model)
         fields = _comparable(model)
         try:
-            described = _from_file(family, ConfigFile(Path("config.json"), config), {})
+            read_model = _from_file(family, ConfigFile(Path("config.json"), config), {})
         except UserError:
             continue
-        described_fields = _comparable(described)
+        read_fields = _comparable(read_model)
         differences[family.architecture] = [
             name
             for name in fields
-            if described_fields[name] != fields[name] and described_fields[name] != family.zeros.get(name, fields[name])
+            if read_fields[name] != fields[name] and read_fields[name] != family.zeros.get(name, fields[name])
         ]
         if not differences[family.architecture]:
-            return family, config, described
+            return family, config, read_model
     if not differences:
         raise UserError(
             f"no architecture of transformers is known for a {type(model).__name__}; expected a model of one of "
             f"{', '.join(FAMILIES)}"
         )
     nearest = min(differences, key=lambda name: len(differences[name]))
-    missing = ", ".join(f"{name}={getattr(model, name)!r}" for name in differences[nearest])
-    raise UserError(f"no known architecture of transformers fits this model; the nearest, {nearest}, has no {missing}")
+    text = ", ".join(f"{name}={getattr(model, name)!r}" for name in differences[nearest])
+    raise UserError(f"no known architecture of transformers fits this model; the nearest, {nearest}, has no {text}")
 
 
 def save(

@@ -129,7 +129,7 @@ class ConfigPiece(Protocol):
         ...
 
     def write(self, model: Any) -> dict[str, Any]:
-        """Their keys and values for a model; if they cannot express it, reading them back gives another model."""
+        """Their keys and values for a model; if these cannot express it, `read` returns other fields."""
         ...
 
 
@@ -251,8 +251,8 @@ class Rope:
             scaling = {"rope_type": "llama3"} | {
                 theirs: getattr(llama3_scaling, ours) for theirs, ours in ROPE_KEYS.items()
             }
-        base = {"rope_theta": model.rotary_base}
-        return {"rope_parameters": (scaling or {"rope_type": "default"}) | base, "rope_scaling": scaling} | base
+        entry = {"rope_theta": model.rotary_base}
+        return {"rope_parameters": (scaling or {"rope_type": "default"}) | entry, "rope_scaling": scaling} | entry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,11 +274,11 @@ class SlidingWindows:
         has_windows = file.get("use_sliding_window", self.alternating, bool)
         first_window_layer = file.get("max_window_layers", 0, int)
         if self.alternating:
-            windowed = [layer % 2 == 0 for layer in range(layers)]
+            has_window = [layer % 2 == 0 for layer in range(layers)]
         else:
-            windowed = [has_windows and layer >= first_window_layer for layer in range(layers)]
-        older_kinds = ["sliding_attention" if sliding else "full_attention" for sliding in windowed]
-        kinds = file.get("layer_types", older_kinds, list)
+            has_window = [has_windows and layer >= first_window_layer for layer in range(layers)]
+        default_kinds = ["sliding_attention" if sliding else "full_attention" for sliding in has_window]
+        kinds = file.get("layer_types", default_kinds, list)
         if len(kinds) != layers or not all(kind in ("full_attention", "sliding_attention") for kind in kinds):
             raise file.error("layer_types", f"full_attention or sliding_attention for each of {layers} layers")
         if "sliding_attention" in kinds and not isinstance(window, int):
@@ -288,11 +288,11 @@ class SlidingWindows:
     def write(self, model: Any) -> dict[str, Any]:
         """`layer_types`, and the length of the sliding window."""
         windows = [model.windows[layer % len(model.windows)] for layer in range(model.layers)]
-        sliding = next((window for window in windows if window is not None), None)
-        kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
-        keys = {"layer_types": kinds, "sliding_window": sliding}
+        window_length = next((window for window in windows if window is not None), None)
+        layer_kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+        keys = {"layer_types": layer_kinds, "sliding_window": window_length}
         if not self.alternating:
-            keys |= {"use_sliding_window": sliding is not None, "max_window_layers": model.layers}
+            keys |= {"use_sliding_window": window_length is not None, "max_window_layers": model.layers}
         return keys
 
 

@@ -38,10 +38,10 @@ class Stacked:
         self.dtype, self.ndim = layers[0].dtype, len(self.shape)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        first, *inner_index = index if isinstance(index, tuple) else (index,)
+        first, *index_in_layer = index if isinstance(index, tuple) else (index,)
         if isinstance(first, slice):
-            return np.stack([layer[tuple(inner_index)] for layer in self.layers[first]])
-        return self.layers[first][tuple(inner_index)] if isinstance(first, int) else np.asarray(self)[index]
+            return np.stack([layer[tuple(index_in_layer)] for layer in self.layers[first]])
+        return self.layers[first][tuple(index_in_layer)] if isinstance(first, int) else np.asarray(self)[index]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.stack(self.layers).astype(dtype or self.dtype, copy=False)
@@ -89,7 +89,7 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class TensorPlace:
-    """One of their tensors of a model: a rule applied to one layer.
+    """One of their tensors in the folder of a model, by a rule and the layer that the rule is applied to.
 
     Args:
         rule: rule for the tensor and its parameters.
@@ -133,19 +133,19 @@ def _places(family: Family, model: Any, shapes: Mapping[str, tuple[int, ...]]) -
         shapes: shapes of the parameters of the model, by path.
     """
     rules = [rule for rule in family.rules if all(path in shapes for path in rule.ours)]
-    covered = sorted(path for rule in rules for path in rule.ours)
-    assert covered == sorted(shapes), f"{family.architecture}: no rule, or two, for {set(covered) ^ set(shapes)}"
+    paths = sorted(path for rule in rules for path in rule.ours)
+    assert paths == sorted(shapes), f"{family.architecture}: no rule, or two, for {set(paths) ^ set(shapes)}"
     places = {}
     for rule in rules:
-        in_layers = "{layer}" in rule.theirs
-        part_shapes = [shapes[path][1:] if in_layers else shapes[path] for path in rule.ours]
+        is_per_layer = "{layer}" in rule.theirs
+        part_shapes = [shapes[path][1:] if is_per_layer else shapes[path] for path in rule.ours]
         if rule.shape is None:
             ordered_shape = (*part_shapes[0][:-1], sum(shape[-1] for shape in part_shapes))
         else:
             sizes = [getattr(model, size) if isinstance(size, str) else size for size in rule.shape]
             remaining_size = math.prod(part_shapes[0]) // math.prod(size for size in sizes if size != -1)
             ordered_shape = tuple(remaining_size if size == -1 else size for size in sizes)
-        for layer in range(shapes[rule.ours[0]][0]) if in_layers else (None,):
+        for layer in range(shapes[rule.ours[0]][0]) if is_per_layer else (None,):
             name = rule.theirs.replace("{layer}", str(layer))
             places[name] = TensorPlace(rule, layer, part_shapes, ordered_shape)
     return places
@@ -169,36 +169,36 @@ def open_params(folder: str | Path, family: Family, model: Any) -> dict[str, Any
     for name, place in expected.items():
         tensor = tensors[name]
         if tensor.shape != place.shape:
-            raise UserError(f"{folder}: tensor {name} has shape {tensor.shape}, config.json requires {place.shape}")
+            raise UserError(f"{folder}: tensor {name} has shape {tensor.shape}, but config.json requires {place.shape}")
         if not (tensor.dtype.name == "bfloat16" or np.issubdtype(tensor.dtype, np.floating)):
             raise UserError(f"{folder}: tensor {name} has dtype {tensor.dtype}, expected floating point numbers")
         for path, layer_param in zip(place.rule.ours, place.split(tensor), strict=True):
             params[path].append(layer_param)
-    in_layers = {path: place.layer is not None for place in expected.values() for path in place.rule.ours}
-    return nested({path: Stacked(arrays) if in_layers[path] else arrays[0] for path, arrays in params.items()})
+    is_stacked = {path: place.layer is not None for place in expected.values() for path in place.rule.ours}
+    return nested({path: Stacked(arrays) if is_stacked[path] else arrays[0] for path, arrays in params.items()})
 
 
 def _check_names(folder: Path, family: Family, expected: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
     """Raise UserError unless a folder has exactly the expected tensors, besides those that a family ignores."""
-    missing = [name for name in expected if name not in tensors]
-    if missing:
+    missing_names = [name for name in expected if name not in tensors]
+    if missing_names:
         raise UserError(
-            f"{folder}: tensor {missing[0]} is missing{_and_more(missing)}; {family.architecture} with this "
-            f"config.json has {len(expected)} tensors, the files have {len(tensors)}"
-            f"{near_miss(missing[0], set(tensors) - set(expected))}"
+            f"{folder}: tensor {missing_names[0]} is missing{_and_more(missing_names)}; {family.architecture} with "
+            f"this config.json has {len(expected)} tensors, but the files have {len(tensors)}"
+            f"{near_miss(missing_names[0], set(tensors) - set(expected))}"
         )
-    extra = [name for name in tensors if name not in expected and not name.endswith(family.ignored or ("\0",))]
-    for name in [name for name in extra if family.copies.get(name) in expected]:
+    extra_names = [name for name in tensors if name not in expected and not name.endswith(family.ignored or ("\0",))]
+    for name in [name for name in extra_names if family.copies.get(name) in expected]:
         if not np.array_equal(tensors[name], tensors[family.copies[name]]):
             raise UserError(
                 f"{folder}: config.json ties {name} to {family.copies[name]}, but the two differ; set "
                 "tie_word_embeddings to false, or remove one"
             )
-        extra.remove(name)
-    if extra:
+        extra_names.remove(name)
+    if extra_names:
         raise UserError(
-            f"{folder}: tensor {extra[0]}{_and_more(extra)} has no place in {family.architecture} with this "
-            "config.json; check num_hidden_layers and the bias and tie settings"
+            f"{folder}: tensor {extra_names[0]}{_and_more(extra_names)} has no place in {family.architecture} with "
+            "this config.json; check num_hidden_layers and the bias and tie settings"
         )
 
 
@@ -219,7 +219,7 @@ def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: 
     shapes = _shapes(model)
     leaves = dict(flat(params))
 
-    def parameter(path: str, layer: int | None, shape: tuple[int, ...]) -> np.ndarray:
+    def read_parameter(path: str, layer: int | None, shape: tuple[int, ...]) -> np.ndarray:
         layer_path = path if layer is None else path.replace(STACKED, f"{STACKED}{layer}.", 1)
         if layer_path in leaves:
             leaf = np.asarray(leaves[layer_path])
@@ -232,11 +232,11 @@ def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: 
         assert leaf.shape == shape, f"parameter {path}: got shape {leaf.shape}, the model has {shape}"
         return leaf.astype(dtype)
 
-    def tensor(place: TensorPlace) -> np.ndarray:
+    def make_tensor(place: TensorPlace) -> np.ndarray:
         paths_and_shapes = zip(place.rule.ours, place.part_shapes, strict=True)
-        return place.join([parameter(path, place.layer, shape) for path, shape in paths_and_shapes])
+        return place.join([read_parameter(path, place.layer, shape) for path, shape in paths_and_shapes])
 
     return {
-        name: Deferred(place.shape, dtype, functools.partial(tensor, place))
+        name: Deferred(place.shape, dtype, functools.partial(make_tensor, place))
         for name, place in _places(family, model, shapes).items()
     }

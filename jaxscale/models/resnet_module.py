@@ -58,18 +58,18 @@ class ResidualBlock(nnx.Module):
     """
 
     def __init__(self, in_channels: int, width: int, *, stride: int, bottleneck: bool, momentum: float, rngs: nnx.Rngs):
-        def conv(conv_in: int, conv_out: int, window: int, stride: int = 1, gain: float = 1.0) -> ConvNorm:
+        def make(conv_in: int, conv_out: int, window: int, stride: int = 1, gain: float = 1.0) -> ConvNorm:
             return ConvNorm(conv_in, conv_out, window=window, stride=stride, momentum=momentum, gain=gain, rngs=rngs)
 
         if bottleneck:
             conv_out = 4 * width
-            branch = [conv(in_channels, width, 1), conv(width, width, 3, stride), conv(width, conv_out, 1, gain=0.0)]
+            branch = [make(in_channels, width, 1), make(width, width, 3, stride), make(width, conv_out, 1, gain=0.0)]
         else:
             conv_out = width
-            branch = [conv(in_channels, width, 3, stride), conv(width, width, 3, gain=0.0)]
+            branch = [make(in_channels, width, 3, stride), make(width, width, 3, gain=0.0)]
         self.branch = nnx.List(branch)
         is_identity = in_channels == conv_out and stride == 1
-        self.shortcut = None if is_identity else conv(in_channels, conv_out, 1, stride)
+        self.shortcut = None if is_identity else make(in_channels, conv_out, 1, stride)
 
     def __call__(self, x: Float[Array, "B I J C"], *, context: Context = Context()) -> Float[Array, "B P Q O"]:
         """The output of the block."""
@@ -94,9 +94,9 @@ class ResNetModule(nnx.Module):
             config.channels, config.width, window=window, stride=stride, momentum=config.momentum, rngs=rngs
         )
         blocks, channels = [], config.width
-        for stage, count in enumerate(config.stages):
+        for stage, block_count in enumerate(config.stages):
             width = config.width * 2**stage
-            for index in range(count):
+            for index in range(block_count):
                 stride = 2 if stage and not index else 1
                 blocks.append(
                     ResidualBlock(

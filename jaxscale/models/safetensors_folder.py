@@ -68,46 +68,46 @@ def read(folder: Path) -> dict[str, np.ndarray]:
     if (folder / SINGLE).is_file():
         return _read_file(folder / SINGLE)
     if not (folder / INDEX).is_file():
-        present = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-        pickled = any(name.startswith("pytorch_model") for name in present)
-        advice = "save the model with safe_serialization=True first" if pickled else "give the folder of a saved model"
-        raise UserError(f"{folder}: expected {SINGLE} or {INDEX}, found {', '.join(present) or 'nothing'}; {advice}")
+        file_names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        is_pickled = any(name.startswith("pytorch_model") for name in file_names)
+        hint = "save the model with safe_serialization=True first" if is_pickled else "give the folder of a saved model"
+        raise UserError(f"{folder}: expected {SINGLE} or {INDEX}, found {', '.join(file_names) or 'nothing'}; {hint}")
     return _read_shards(folder, _shard_of_each(folder / INDEX))
 
 
 def _shard_of_each(index: Path) -> dict[str, str]:
     """The file name of each tensor, from the index."""
     try:
-        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shard_of_tensor = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{index}: expected JSON with a weight_map ({error}); copy the file again") from error
-    if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+    if not isinstance(shard_of_tensor, dict) or not all(isinstance(shard, str) for shard in shard_of_tensor.values()):
         raise UserError(f"{index}: expected a weight_map of tensor names to file names; copy the file again")
-    for name, shard in shards.items():
+    for name, shard in shard_of_tensor.items():
         if Path(shard).name != shard:
             raise UserError(f"{index}: tensor {name} lies in {shard!r}, expected a file of the same folder")
-    return shards
+    return shard_of_tensor
 
 
-def _read_shards(folder: Path, shards: Mapping[str, str]) -> dict[str, np.ndarray]:
+def _read_shards(folder: Path, shard_of_tensor: Mapping[str, str]) -> dict[str, np.ndarray]:
     """Every tensor by name, read from the shard that the index names for it."""
-    files: dict[str, dict[str, np.ndarray]] = {}
-    for name, shard in shards.items():
+    tensors_of_shard: dict[str, dict[str, np.ndarray]] = {}
+    for name, shard in shard_of_tensor.items():
         if not (folder / shard).is_file():
             raise UserError(f"{folder / INDEX}: tensor {name} lies in {shard}, which is not there; copy that file too")
-        if shard not in files:
-            files[shard] = _read_file(folder / shard)
-        if name not in files[shard]:
+        if shard not in tensors_of_shard:
+            tensors_of_shard[shard] = _read_file(folder / shard)
+        if name not in tensors_of_shard[shard]:
             raise UserError(
                 f"{folder / shard}: the index lists tensor {name} in this file, which lacks it; copy both again"
             )
-    for shard, tensors in files.items():
+    for shard, tensors in tensors_of_shard.items():
         for name in tensors:
-            if shards.get(name) != shard:
+            if shard_of_tensor.get(name) != shard:
                 raise UserError(
                     f"{folder / shard}: tensor {name} is not in {INDEX}; the two belong to different models"
                 )
-    return {name: files[shard][name] for name, shard in shards.items()}
+    return {name: tensors_of_shard[shard][name] for name, shard in shard_of_tensor.items()}
 
 
 def _read_file(path: Path) -> dict[str, np.ndarray]:
@@ -118,7 +118,7 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
         header_bytes = int.from_bytes(length_bytes, "little")
         if len(length_bytes) < 8 or header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
             raise UserError(
-                f"{path}: its header should have {header_bytes:,} bytes, and the file has {file_bytes:,}: it is cut "
+                f"{path}: its header should have {header_bytes:,} bytes, but the file has {file_bytes:,}: it is cut "
                 "short, or no safetensors file (a Git LFS pointer, perhaps); copy it again"
             )
         try:
@@ -137,21 +137,18 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
 def _view(path: Path, name: str, entry: Any, body: np.ndarray) -> np.ndarray:
     """The tensor that a header's `entry` describes, as a view of `body`, the bytes after the header."""
     try:
-        dtype_name, shape, (start, stop) = (
-            entry["dtype"],
-            tuple(map(int, entry["shape"])),
-            map(int, entry["data_offsets"]),
-        )
+        dtype_name, shape = entry["dtype"], tuple(map(int, entry["shape"]))
+        start, stop = map(int, entry["data_offsets"])
     except (TypeError, KeyError, ValueError) as error:
         raise UserError(f"{path}: tensor {name}: expected dtype, shape and data_offsets, got {entry!r}") from error
     if dtype_name not in DTYPES:
         raise UserError(
             f"{path}: tensor {name} has dtype {dtype_name}, expected one of {', '.join(DTYPES)}; convert it first"
         )
-    expected = math.prod(shape) * DTYPES[dtype_name].itemsize
-    if not 0 <= start <= stop or stop - start != expected:
+    expected_bytes = math.prod(shape) * DTYPES[dtype_name].itemsize
+    if not 0 <= start <= stop or stop - start != expected_bytes:
         raise UserError(
-            f"{path}: tensor {name} of shape {shape} has bytes {start} to {stop}, expected {expected} of them"
+            f"{path}: tensor {name} of shape {shape} has bytes {start} to {stop}, expected {expected_bytes} of them"
         )
     if stop > body.size:
         raise UserError(
@@ -171,23 +168,23 @@ def write(folder: Path, tensors: Mapping[str, ArrayLike], *, shard_bytes: int) -
         tensors: arrays by name; their order determines their shards.
         shard_bytes: largest number of bytes of one file; a larger tensor gets a separate file.
     """
-    shards: list[list[str]] = [[]]
+    shard_names: list[list[str]] = [[]]
     used_bytes = 0
     for name, tensor in tensors.items():
         tensor_bytes = math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize
-        if shards[-1] and used_bytes + tensor_bytes > shard_bytes:
-            shards.append([])
+        if shard_names[-1] and used_bytes + tensor_bytes > shard_bytes:
+            shard_names.append([])
             used_bytes = 0
-        shards[-1].append(name)
+        shard_names[-1].append(name)
         used_bytes += tensor_bytes
-    if len(shards) == 1:
+    if len(shard_names) == 1:
         _write_file(folder / SINGLE, tensors)
         return
-    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    for file, names in zip(files, shards, strict=True):
+    files = [f"model-{number:05d}-of-{len(shard_names):05d}.safetensors" for number in range(1, len(shard_names) + 1)]
+    for file, names in zip(files, shard_names, strict=True):
         _write_file(folder / file, {name: tensors[name] for name in names})
     total_size = sum(math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize for tensor in tensors.values())
-    weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    weight_map = {name: file for file, names in zip(files, shard_names, strict=True) for name in names}
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     with whole(folder / INDEX) as path:
         path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -202,17 +199,17 @@ def _write_file(path: Path, tensors: Mapping[str, ArrayLike]) -> None:
         stop = offset + math.prod(tensor.shape) * dtype.itemsize
         header[name] = {"dtype": _NAME_OF[dtype], "shape": list(tensor.shape), "data_offsets": [offset, stop]}
         offset = stop
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
+    header_json = json.dumps(header, separators=(",", ":")).encode()
+    header_json += b" " * (-len(header_json) % 8)
     with whole(path) as partial, partial.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.write(len(header_json).to_bytes(8, "little") + header_json)
         for tensor in tensors.values():
             file.write(np.ascontiguousarray(np.asarray(tensor)).view(np.uint8).data if math.prod(tensor.shape) else b"")
 
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to, which is renamed to `path` once the block ends."""
+    """A context with a temporary path to write to, which is renamed to `path` at the end, unless an error is raised."""
     partial = path.with_name(path.name + ".partial")
     try:
         yield partial

@@ -62,17 +62,17 @@ def cut(
     """
     local_shape = tuple(shape) if sharding is None else sharding.shard_shape(tuple(shape))
     local_bytes = math.prod(local_shape) * itemsize
-    best = SliceCut()
+    best_cut = SliceCut()
     for dim, (global_size, local_size) in enumerate(zip(shape, local_shape, strict=True)):
         if global_size != local_size:
             continue
-        count = global_size if units is None else global_size // units[dim]
-        divisors = [n for n in range(1, count + 1) if count % n == 0]
-        pieces = next((n for n in divisors if local_bytes <= n * slice_bytes), count)
+        unit_count = global_size if units is None else global_size // units[dim]
+        divisors = [n for n in range(1, unit_count + 1) if unit_count % n == 0]
+        pieces = next((n for n in divisors if local_bytes <= n * slice_bytes), unit_count)
         if local_bytes <= pieces * slice_bytes:
             return SliceCut(dim, pieces)
-        best = SliceCut(dim, pieces) if pieces > best.pieces else best
-    return best
+        best_cut = SliceCut(dim, pieces) if pieces > best_cut.pieces else best_cut
+    return best_cut
 
 
 Body = Callable[[list[Array], list[Array], Any], tuple[list[Array], Any]]
@@ -102,7 +102,7 @@ def sweep(
         length = array.shape[dim] // pieces
         return to_device(jax.lax.dynamic_slice_in_dim(array, number * length, length, dim))
 
-    def replaced(array: Array, dim: int, number: Any, new_slice: Array) -> Array:
+    def replace_slice(array: Array, dim: int, number: Any, new_slice: Array) -> Array:
         new_slice = to_host(new_slice) if on_host(array) else new_slice
         if pieces == 1:
             return new_slice
@@ -115,7 +115,7 @@ def sweep(
         slices = [slice_of(array, dim, number) for array, dim in zip(arrays, dims, strict=True)]
         new_slices, carry = body([slice_of(array, dim, number) for array, dim in read], slices, carry)
         replacements = zip(arrays, dims, new_slices, strict=True)
-        return [replaced(array, dim, number, new_slice) for array, dim, new_slice in replacements], carry
+        return [replace_slice(array, dim, number, new_slice) for array, dim, new_slice in replacements], carry
 
-    initial = ([array for array, _ in written], carry)
-    return step(0, initial) if pieces == 1 else jax.lax.fori_loop(0, pieces, step, initial)
+    initial_state = ([array for array, _ in written], carry)
+    return step(0, initial_state) if pieces == 1 else jax.lax.fori_loop(0, pieces, step, initial_state)

@@ -43,7 +43,7 @@ global norm of the gradients. If `good` is false, state and parameters are retur
 
 
 def plainly(optimizer: optax.GradientTransformation) -> Advance:
-    """Apply an optax transformation to whole trees on the device.
+    """Return the step that applies an optax transformation to whole trees on the device.
 
     Args:
         optimizer: optax transformation, clipping included.
@@ -64,7 +64,7 @@ def streamed(
     elementwise: optax.GradientTransformation | None = None,
     layers: Params | None = None,
 ) -> Advance:
-    """Apply a rule slice by slice on the device; state, weights and gradients may lie on the host.
+    """Return the step that applies a rule slice by slice on the device; its trees may lie on the host.
 
     Args:
         rule: an optax transformation that treats each number, or each layer of a stack, by itself. The arrays of its
@@ -104,7 +104,7 @@ def streamed(
 
 
 def on_host(rule: optax.GradientTransformation, *, clip: float | None = None) -> Advance:
-    """Apply a rule on the host's CPU: gradients are sent there; state and weights are updated in place.
+    """Return the step that applies a rule on the host's CPU: it sends gradients there and updates the rest in place.
 
     Do not use it with a TPU and a state in few bits: libtpu 0.0.51 assigns two tilings to an array of 8 or 4 bits and
     two dims or more that the host's CPU reads, and crashes; arrays of 16 and 32 bits, or of one dim, work.
@@ -118,8 +118,8 @@ def on_host(rule: optax.GradientTransformation, *, clip: float | None = None) ->
     def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
         old = (params, state if clip is None else state[1])
         step = with_host_constants(functools.partial(_step, rule, clip=clip))
-        new = by_host_cpu(step, (gradients, old, norm, good), old)
-        weights, new_state = jax.tree.map(lambda new, old: new if lies_on_host(old) else to_device(new), new, old)
+        updated = by_host_cpu(step, (gradients, old, norm, good), old)
+        weights, new_state = jax.tree.map(lambda x, old: x if lies_on_host(old) else to_device(x), updated, old)
         return weights, new_state if clip is None else (state[0], new_state)
 
     return advance
@@ -150,11 +150,11 @@ def with_host_constants(function: Callable[..., Any]) -> Callable[..., Any]:
 
         for eqn in jaxpr.eqns:
             operands = [value_of(atom) for atom in eqn.invars]
-            inner = eqn.params.get("jaxpr")
-            if eqn.primitive.name in ("jit", "pjit") and inner is not None:
-                outputs = run(inner.jaxpr, inner.consts, operands)
+            body = eqn.params.get("jaxpr")
+            if eqn.primitive.name in ("jit", "pjit") and body is not None:
+                outputs = run(body.jaxpr, body.consts, operands)
             elif eqn.primitive.name == "scan":
-                outputs = loop(eqn.params, operands)
+                outputs = run_scan(eqn.params, operands)
             else:
                 if any(lies_on_host(x) for x in operands):
                     operands = [x if jax.numpy.ndim(x) == 0 else to_host(x) for x in operands]
@@ -162,7 +162,7 @@ def with_host_constants(function: Callable[..., Any]) -> Callable[..., Any]:
             value_of_variable |= dict(zip(eqn.outvars, outputs, strict=True))
         return [value_of(atom) for atom in jaxpr.outvars]
 
-    def loop(params: Any, operands: Sequence[Any]) -> list[Any]:
+    def run_scan(params: Any, operands: Sequence[Any]) -> list[Any]:
         body, (num_consts, num_carry) = params["jaxpr"], scan_counts(params)
 
         def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -228,40 +228,40 @@ def in_slices(
     """
     treedef = jax.tree.structure(old[0])
     leaves, read_leaves = treedef.flatten_up_to(old[0]), [] if read is None else treedef.flatten_up_to(read)
-    states, state_def = jax.tree.flatten(old[1])
+    state_leaves, state_def = jax.tree.flatten(old[1])
     owners = jax.tree.leaves(owners_of(rule, old[1], treedef))
-    shared_ids = [i for i, owner in enumerate(owners) if owner < 0]
-    new_leaves, new_states = list(leaves), list(states)
+    shared_indices = [i for i, owner in enumerate(owners) if owner < 0]
+    new_leaves, new_state_leaves = list(leaves), list(state_leaves)
     for pieces in sorted({slice_cut.pieces for slice_cut in cuts}):
-        param_ids = [i for i, slice_cut in enumerate(cuts) if slice_cut.pieces == pieces]
-        state_ids = [i for i, owner in enumerate(owners) if owner in param_ids]
+        param_indices = [i for i, slice_cut in enumerate(cuts) if slice_cut.pieces == pieces]
+        state_indices = [i for i, owner in enumerate(owners) if owner in param_indices]
 
         def step_slices(
             read_slices: list[Array],
             written_slices: list[Array],
             carry: Any,
-            param_ids: list[int] = param_ids,
-            state_ids: list[int] = state_ids,
+            param_indices: list[int] = param_indices,
+            state_indices: list[int] = state_indices,
         ) -> tuple[list[Array], Any]:
-            leaf_slices = _only_at(leaves, param_ids, written_slices[: len(param_ids)])
-            state_slices = _only_at(states, state_ids, written_slices[len(param_ids) :])
-            for i in shared_ids:
-                state_slices[i] = to_device(states[i])
-            slices = treedef.unflatten(_only_at(read_leaves, param_ids, read_slices)) if read_leaves else None
-            stepped = step(slices, (treedef.unflatten(leaf_slices), state_def.unflatten(state_slices)))
-            leaf_slices, state_slices = treedef.flatten_up_to(stepped[0]), state_def.flatten_up_to(stepped[1])
-            new_slices = [leaf_slices[i] for i in param_ids] + [state_slices[i] for i in state_ids]
-            return new_slices, [state_slices[i] for i in shared_ids]
+            leaf_slices = _only_at(leaves, param_indices, written_slices[: len(param_indices)])
+            state_slices = _only_at(state_leaves, state_indices, written_slices[len(param_indices) :])
+            for i in shared_indices:
+                state_slices[i] = to_device(state_leaves[i])
+            slices = treedef.unflatten(_only_at(read_leaves, param_indices, read_slices)) if read_leaves else None
+            new_trees = step(slices, (treedef.unflatten(leaf_slices), state_def.unflatten(state_slices)))
+            leaf_slices, state_slices = treedef.flatten_up_to(new_trees[0]), state_def.flatten_up_to(new_trees[1])
+            new_slices = [leaf_slices[i] for i in param_indices] + [state_slices[i] for i in state_indices]
+            return new_slices, [state_slices[i] for i in shared_indices]
 
-        reads = [(read_leaves[i], cuts[i].dim) for i in param_ids] if read_leaves else []
-        writes = [(leaves[i], cuts[i].dim) for i in param_ids]
-        writes += [(states[i], cuts[owners[i]].dim) for i in state_ids]
-        arrays, shared = sweep(step_slices, pieces, reads, writes, [to_device(states[i]) for i in shared_ids])
-        for i, array in zip(param_ids, arrays[: len(param_ids)], strict=True):
+        reads = [(read_leaves[i], cuts[i].dim) for i in param_indices] if read_leaves else []
+        writes = [(leaves[i], cuts[i].dim) for i in param_indices]
+        writes += [(state_leaves[i], cuts[owners[i]].dim) for i in state_indices]
+        arrays, carry = sweep(step_slices, pieces, reads, writes, [to_device(state_leaves[i]) for i in shared_indices])
+        for i, array in zip(param_indices, arrays[: len(param_indices)], strict=True):
             new_leaves[i] = array
-        for i, array in zip(state_ids + shared_ids, arrays[len(param_ids) :] + shared, strict=True):
-            new_states[i] = array
-    return treedef.unflatten(new_leaves), state_def.unflatten(new_states)
+        for i, array in zip(state_indices + shared_indices, arrays[len(param_indices) :] + carry, strict=True):
+            new_state_leaves[i] = array
+    return treedef.unflatten(new_leaves), state_def.unflatten(new_state_leaves)
 
 
 def global_norm(gradients: Params, shardings: Params | None = None) -> Float[Array, ""]:
@@ -297,12 +297,12 @@ def _step(
 ) -> tuple[Params, Any]:
     """The new weights and state, or the old ones if the step is not good."""
 
-    def clipped(gradient: Array) -> Array:
+    def clip_gradient(gradient: Array) -> Array:
         """Clip a gradient, bit for bit like `optax.clip_by_global_norm`."""
         return jnp.where(norm < clip, gradient, (gradient / norm.astype(gradient.dtype)) * clip)
 
     params, state = old
-    gradients = gradients if clip is None else jax.tree.map(clipped, gradients)
+    gradients = gradients if clip is None else jax.tree.map(clip_gradient, gradients)
     updates, new_state = rule.update(gradients, state, params)
     return optax.tree.where(good, (optax.apply_updates(params, updates), new_state), old)
 

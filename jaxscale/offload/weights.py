@@ -97,11 +97,11 @@ def streaming(treatment: Treatment) -> Treatment:
             segments of several blocks, because the stacked weights would be sliced before they are fetched.
     """
 
-    def fetching(wrapper: Wrapper) -> Wrapper:
+    def with_fetching(wrapper: Wrapper) -> Wrapper:
         if isinstance(wrapper, Keeping):  # its save sets are for the block without fetching
             return dataclasses.replace(wrapper, prepare=fetched, everything=keep_all_but_weights)
 
-        def wrapped(block: BlockFunction, rolled: bool) -> BlockFunction:
+        def wrap_block(block: BlockFunction, rolled: bool) -> BlockFunction:
             def run(*args: Any) -> Any:
                 return block(*fetched(args))
 
@@ -109,9 +109,9 @@ def streaming(treatment: Treatment) -> Treatment:
                 return jax.checkpoint(run, policy=keep_all_but_weights, prevent_cse=not rolled)
             return wrapper(run, rolled)
 
-        return wrapped
+        return wrap_block
 
-    return treatment.with_wrappers(fetching)
+    return treatment.with_wrappers(with_fetching)
 
 
 def offloading_later(treatment: Treatment) -> Treatment:
@@ -123,11 +123,11 @@ def offloading_later(treatment: Treatment) -> Treatment:
     wrappers = (treatment.wrapper, *(wrapper for _, wrapper in treatment.groups))
     keeping_wrappers = [wrapper for wrapper in wrappers if isinstance(wrapper, Keeping)]
 
-    def delayed(wrapper: Wrapper) -> Wrapper:
+    def delay(wrapper: Wrapper) -> Wrapper:
         return dataclasses.replace(wrapper, later=True) if isinstance(wrapper, Keeping) else wrapper
 
     hosted = frozenset().union(*(wrapper.hosted for wrapper in keeping_wrappers))
-    return dataclasses.replace(treatment.with_wrappers(delayed), hosted=hosted)
+    return dataclasses.replace(treatment.with_wrappers(delay), hosted=hosted)
 
 
 def fetched(args: Any) -> Any:

@@ -75,9 +75,9 @@ def offload_state(
             host, if parameters lie on several devices without `shardings`, or if the state lies on the device.
 
     Example:
-        >>> places = jax.sharding.NamedSharding(jax.make_mesh((2,), ("fsdp",)), jax.P("fsdp"))
-        >>> params = jax.device_put({"w": jnp.ones((4, 2))}, places)
-        >>> rule = offload_state(optax.adamw(1e-3), shardings={"w": places})
+        >>> sharding = jax.sharding.NamedSharding(jax.make_mesh((2,), ("fsdp",)), jax.P("fsdp"))
+        >>> params = jax.device_put({"w": jnp.ones((4, 2))}, sharding)
+        >>> rule = offload_state(optax.adamw(1e-3), shardings={"w": sharding})
         >>> state = rule.init(params)
         >>> state[0].mu["w"].sharding.memory_kind
         'pinned_host'
@@ -85,7 +85,7 @@ def offload_state(
         >>> state[0].nu["w"].sharding.memory_kind, updates["w"].sharding.memory_kind
         ('pinned_host', 'device')
     """
-    inner = optax.with_extra_args_support(rule)
+    base_rule = optax.with_extra_args_support(rule)
     if run not in ("streamed", "host"):
         raise unknown("run", run, ("streamed", "host"))
     try:
@@ -93,24 +93,24 @@ def offload_state(
     except re.error as error:
         raise UserError(f"offload_state: pattern {pattern!r} is not a regular expression: {error}") from None
 
-    def placed(state: Any) -> Any:
+    def place_state(state: Any) -> Any:
         """The state with matching arrays on the host and all others on the device."""
         host_flags = _host_flags(state, regex)
-        return jax.tree.map(lambda leaf, pinned: to_host(leaf) if pinned else to_device(leaf), state, host_flags)
+        return jax.tree.map(lambda leaf, on_host: to_host(leaf) if on_host else to_device(leaf), state, host_flags)
 
     def checked_cuts(params: Params, extra: Mapping[str, Any]) -> list[SliceCut]:
         """The cut of each parameter, after a check that the rule can run slice by slice."""
-        _check_sliceable(inner, params, extra)
-        return cuts_of(inner, shapes_of(params), _param_shardings(params, shardings), slice_bytes)
+        _check_sliceable(base_rule, params, extra)
+        return cuts_of(base_rule, shapes_of(params), _param_shardings(params, shardings), slice_bytes)
 
     def init(params: Any) -> Any:
         leaves = jax.tree.leaves(params)
         if not leaves:  # `optax.tree.map_params` passes placeholders
-            return inner.init(params)
+            return base_rule.init(params)
         if not any(isinstance(leaf, Tracer) for leaf in leaves):
             params = jax.tree.map(jnp.asarray, params)
         platform = _check_devices(jax.tree.leaves(params))
-        shapes = jax.eval_shape(inner.init, params)
+        shapes = jax.eval_shape(base_rule.init, params)
         _check_any_on_host(shapes, regex)
         if run == "streamed":
             checked_cuts(params, {})
@@ -120,29 +120,30 @@ def offload_state(
                 'run="streamed", or quantize_state(rule, "float32") without split_weights'
             )
         if any(isinstance(leaf, Tracer) for leaf in leaves):
-            return placed(inner.init(params))
-        return jax.jit(inner.init, out_shardings=_shardings(inner, params, shapes, _host_flags(shapes, regex)))(params)
+            return place_state(base_rule.init(params))
+        out_shardings = _shardings(base_rule, params, shapes, _host_flags(shapes, regex))
+        return jax.jit(base_rule.init, out_shardings=out_shardings)(params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         state = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), state)
         _check_devices(jax.tree.leaves(state))
         _check_on_host(state, regex)
-        state = placed(state)
+        state = place_state(state)
         if run == "host":
-            update_on_cpu = with_host_constants(functools.partial(inner.update, **extra))
+            update_on_cpu = with_host_constants(functools.partial(base_rule.update, **extra))
             new_updates, new_state = by_host_cpu(update_on_cpu, (updates, state, params), (updates, state))
-            return to_device(new_updates), placed(new_state)
+            return to_device(new_updates), place_state(new_state)
         cuts = checked_cuts(updates if params is None else params, extra)
-        shapes, _ = jax.eval_shape(functools.partial(inner.update, **extra), *shapes_of((updates, state, params)))
+        shapes, _ = jax.eval_shape(functools.partial(base_rule.update, **extra), *shapes_of((updates, state, params)))
         promoted_gradients = jax.tree.map(lambda g, s: g.astype(jnp.promote_types(g.dtype, s.dtype)), updates, shapes)
 
         def step(params: Any, old: tuple[Params, Any]) -> tuple[Any, Any]:
             gradients = optax.tree.cast_like(old[0], updates)
-            new_updates, new_state = inner.update(gradients, old[1], params, **extra)
+            new_updates, new_state = base_rule.update(gradients, old[1], params, **extra)
             return optax.tree.cast_like(new_updates, old[0]), new_state
 
-        new_updates, new_state = in_slices(inner, cuts, step, params, (promoted_gradients, state))
-        return optax.tree.cast_like(new_updates, shapes), placed(new_state)
+        new_updates, new_state = in_slices(base_rule, cuts, step, params, (promoted_gradients, state))
+        return optax.tree.cast_like(new_updates, shapes), place_state(new_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -208,11 +209,11 @@ def _divides(sharding: NamedSharding, leaf: Any, param: Array) -> bool:
 def _host_flags(state: Any, regex: re.Pattern[str]) -> Any:
     """For each leaf of a state, whether it goes to the host, because the pattern matches its path."""
 
-    def flags(path: tuple[Any, ...], leaf: Any) -> Any:
+    def flags_of(path: tuple[Any, ...], leaf: Any) -> Any:
         goes_to_host = leaf.ndim > 0 and regex.search(path_name(path)) is not None
         return jax.tree.map(lambda _: goes_to_host, leaf)
 
-    return jax.tree_util.tree_map_with_path(flags, state, is_leaf=is_quantized)
+    return jax.tree_util.tree_map_with_path(flags_of, state, is_leaf=is_quantized)
 
 
 def _check_any_on_host(state: Any, regex: re.Pattern[str]) -> None:
@@ -227,7 +228,7 @@ def _check_any_on_host(state: Any, regex: re.Pattern[str]) -> None:
         )
     raise UserError(
         f"offload_state: pattern {regex.pattern!r} matches no path of the state's arrays "
-        f"({', '.join(array_names[:3])}{', ...' if len(array_names) > 3 else ''}); use one that matches, or none"
+        f"({', '.join(array_names[:3])}{', ...' if len(array_names) > 3 else ''}); use one that does, or leave it out"
     )
 
 
@@ -263,10 +264,10 @@ def _param_shardings(params: Params, shardings: Params | None) -> list[Any]:
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     if shardings is not None:
         sharding_by_path = dict(jax.tree_util.tree_flatten_with_path(shardings)[0])
-        missing = [path_name(path) for path, _ in leaves if path not in sharding_by_path]
-        if missing:
+        missing_names = [path_name(path) for path, _ in leaves if path not in sharding_by_path]
+        if missing_names:
             raise UserError(
-                f"offload_state: shardings has no sharding of {missing[0]}; expected a tree like the parameters, "
+                f"offload_state: shardings has no sharding of {missing_names[0]}; expected a tree like the parameters, "
                 "jax.tree.map(lambda p: p.sharding, params)"
             )
         return [sharding_by_path[path] for path, _ in leaves]

@@ -53,7 +53,7 @@ def fused(
     adamw: AdamW,
     *,
     platform: str,
-    places: Params | None = None,
+    state_shardings: Params | None = None,
     clip: float | None = None,
 ) -> Advance:
     """AdamW with a quantized state, computed by the kernel for every leaf that it supports.
@@ -62,7 +62,8 @@ def fused(
         rule: the transformation `quantize_state(optax.adamw(...))`.
         adamw: the arguments of that `optax.adamw`.
         platform: platform of the updates: "tpu v5e", "gpu h200", or a platform and JAX's device kind.
-        places: tree like the parameters of the `NamedSharding` of each parameter and its state; `None` on one device.
+        state_shardings: tree like the parameters of the `NamedSharding` of each parameter and its state; `None` on one
+            device.
         clip: global norm that gradients are clipped to; the state is then that of `chain(clip_by_global_norm, rule)`.
 
     Returns:
@@ -90,14 +91,14 @@ def fused(
             return [default] * len(weights) if tree is None else treedef.flatten_up_to(tree)
 
         grads, mu, nu = (treedef.flatten_up_to(tree) for tree in (gradients, adam_state.mu, adam_state.nu))
-        shardings, decays = leaves_or(places, None), leaves_or(adamw.mask, True)
+        shardings, decays = leaves_or(state_shardings, None), leaves_or(adamw.mask, True)
         uses_kernel = [_kernel_runs(*leaf, platform) for leaf in zip(weights, grads, mu, nu, shardings, strict=True)]
 
         if not any(uses_kernel):
             return advance_by_rule(gradients, state, params, norm, good)
 
         def rule_part(entries: list[Any]) -> Any:
-            """Tree of the entries that the rule updates; the kernel's are masked."""
+            """Tree of the entries that the rule updates; entries that the kernel updates are masked."""
             pairs = zip(entries, uses_kernel, strict=True)
             return treedef.unflatten([optax.MaskedNode() if by_kernel else entry for entry, by_kernel in pairs])
 
@@ -151,7 +152,7 @@ def _step_leaf(
     nu: Quantized,
     hyperparams: Array,
 ) -> tuple[Array, Quantized, Quantized]:
-    """One leaf stepped by the kernel, shard by shard."""
+    """Step one leaf by the kernel, shard by shard; return the new weight and its two moments."""
     if sharding is not None:
         moment_specs = (sharding.spec, sharding.spec)
         step = jax.shard_map(

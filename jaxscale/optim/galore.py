@@ -56,7 +56,7 @@ def galore(
     adam = optax.scale_by_adam(b1, b2, eps)
     rule = contrib.scale_by_galore(rank, every, base_optimizer=adam)
     rule = optax.GradientTransformation(rule.init, _matrix_by_matrix(rule.update))
-    return matrices_by(per_layer(rule, leaves, matrices=True, whole=True), adam, rate, weight_decay, leaves, mask)
+    return matrices_by(per_layer(rule, leaves, as_matrices=True, gathers=True), adam, rate, weight_decay, leaves, mask)
 
 
 def _matrix_by_matrix(update: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,7 +64,7 @@ def _matrix_by_matrix(update: Callable[..., Any]) -> Callable[..., Any]:
     update_one_by_one = one_by_one(update)
 
     def run(gradient: Any, state: Any, params: Any = None) -> Any:
-        """The new gradient and state: arrays from one call, counts from the other."""
+        """Return the new gradient and state: arrays from the call by matrix, counts from the call for all."""
         counts = update(gradient, state, params)  # XLA computes only the counts, since nothing else is used
         outputs = update_one_by_one(gradient, state, params)
         return jax.tree.map(lambda array, count: array if jnp.ndim(array) else count, outputs, counts)

@@ -37,7 +37,7 @@ def scaled(
         optimizer: the tuned optimizer.
         ratio: size of the new batch divided by that of the old one.
         rule: the learning rate scales with the ratio ("linear", SGD) or its square root ("sqrt", Adam).
-        warmup: number of updates of linear warm-up; `None` leaves the optimizer's.
+        warmup: number of updates of linear warm-up; `None` keeps the optimizer's.
 
     Example:
         >>> from jaxscale.optim.optimizer import Optimizer
@@ -108,7 +108,7 @@ def lars(
     leaves: Any = None,
     mask: Any = None,
 ) -> UpdateRule:
-    r"""Layer-wise adaptive rate scaling, of layers that may be stacked.
+    r"""LARS, layer-wise adaptive rate scaling; the layers of an array may be stacked.
 
     .. math:: m \leftarrow \mu m - \eta \tau \frac{|w|}{|g + \lambda w|} (g + \lambda w), \quad w \leftarrow w + m
 
@@ -150,7 +150,7 @@ def lamb(
     leaves: Any = None,
     mask: Any = None,
 ) -> UpdateRule:
-    r"""Adam whose update of each layer has the norm of its weights, of layers that may be stacked.
+    r"""LAMB: Adam whose update of each layer has the norm of the layer's weights; layers may be stacked.
 
     .. math:: u = \frac{\hat m}{\sqrt{\hat v} + \epsilon} + \lambda w, \quad w \leftarrow w - \eta \frac{|w|}{|u|} u
 
@@ -175,7 +175,7 @@ def lamb(
 
 
 def _trusted(trust: float, leaves: Any) -> UpdateRule:
-    """Scales each layer's update to `trust` times the norm of its weights; multiplies that of vectors by `trust`."""
+    """A rule that scales a layer's update to `trust` times the norm of its weights, and vectors' updates by `trust`."""
     ratio = per_layer(optax.scale_by_trust_ratio(trust_coefficient=trust), leaves)
     rules = {"scaled": ratio, "plain": optax.scale(trust)}
     return by_kind(rules, lambda leaf: "plain" if leaf.kind == "vector" else "scaled", leaves)

@@ -66,7 +66,7 @@ class ParamInfo:
 
     @property
     def columns(self) -> int:
-        """Number of columns of that matrix."""
+        """Number of columns of one tensor as a matrix; 1 for a tensor of no dims."""
         return self.shape[-1] if len(self.shape) > self.stack else 1
 
 

@@ -111,8 +111,8 @@ def scale_by_muon(
         mu = optax.tree.update_moment(updates, state.mu, momentum, 1)
         next_mean = optax.tree.bias_correction(mu, momentum, step + 1)
         corrected_updates = optax.tree.bias_correction(updates, momentum, step)
-        nesterov = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, next_mean, corrected_updates)
-        arrays, treedef = jax.tree.flatten(nesterov)
+        nesterov_mean = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, next_mean, corrected_updates)
+        arrays, treedef = jax.tree.flatten(nesterov_mean)
         facts = facts_of(leaves, updates)
         matrix_numbers = [number for number, leaf in enumerate(facts) if leaf.kind == "matrix"]
         matrices = orthogonal([arrays[n] for n in matrix_numbers], [facts[n] for n in matrix_numbers], precision)
@@ -174,9 +174,9 @@ def orthogonal(arrays: Sequence[Array], leaves: Sequence[ParamInfo], precision: 
         axes = _axes(leaf)
         divides = not axes or stack.shape[0] % shard_count(leaf.sharding.mesh, axes) == 0
         # stacks of one shape that do not divide the mesh alone may do so together
-        group = number if divides else (stack.shape[1:], axes, leaf.sharding.mesh, leaf.sharding.spec[leaf.stack :])
-        numbers_by_group[group].append(number)
-    orthogonals: list[Any] = [None] * len(arrays)
+        group_key = number if divides else (stack.shape[1:], axes, leaf.sharding.mesh, leaf.sharding.spec[leaf.stack :])
+        numbers_by_group[group_key].append(number)
+    new_arrays: list[Any] = [None] * len(arrays)
     for numbers in numbers_by_group.values():
         counts = [stacks[number].shape[0] for number in numbers]
         stack = jnp.concatenate([stacks[number] for number in numbers]) if len(numbers) > 1 else stacks[numbers[0]]
@@ -193,19 +193,19 @@ def orthogonal(arrays: Sequence[Array], leaves: Sequence[ParamInfo], precision: 
             array = _leaf_shaped(stack[start : start + count] if len(stack) > count else stack, leaves[number])
             if axes:
                 array = jax.lax.with_sharding_constraint(array, leaves[number].sharding)
-            orthogonals[number], start = array, start + count
-    return orthogonals
+            new_arrays[number], start = array, start + count
+    return new_arrays
 
 
 def _move_along(stack: Array, route: Sequence[NamedSharding]) -> Array:
-    """The stack, moved through the shardings of a route one after the other."""
+    """Move a stack of matrices through the shardings of a route, one after the other, and return it."""
     for sharding in route:
         stack = jax.lax.with_sharding_constraint(stack, sharding)
     return stack
 
 
 def _route(leaf: ParamInfo) -> list[NamedSharding]:
-    """Shardings through which a leaf's matrices move until each device has whole ones.
+    """The route of a leaf: shardings through which its matrices move until each device has whole ones.
 
     Each step moves the shards of one dim: XLA turns a move of several dims at once into a gather.
     """

@@ -67,7 +67,7 @@ class OneBitLambState(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What a replica sends in an update.
+    """The message of a replica in an update, with the norm of its gradient.
 
     Args:
         message: gradient or momentum, a tree like the gradients.
@@ -120,15 +120,15 @@ class Messages:
             gradients: gradients of this replica.
             state: the rule's state, or a state that contains it; its momentum may be quantized.
         """
-        frozen, norm = self.frozen(state), optax.tree.norm(gradients)
+        is_frozen, norm = self.frozen(state), optax.tree.norm(gradients)
         scale = 1.0 if self.clip is None else jnp.where(norm < self.clip, 1.0, self.clip / norm)
 
         def message_of(g: Array, m: Any) -> Array:
             """The gradient of a parameter in the warm-up, its momentum with this gradient afterwards."""
             m = decode(m) if is_quantized(m) else m
-            return jnp.where(frozen, self.b1 * m + (1 - self.b1) * (g * scale), g)
+            return jnp.where(is_frozen, self.b1 * m + (1 - self.b1) * (g * scale), g)
 
-        return Sent(jax.tree.map(message_of, gradients, _rule_state(state).mu), norm, frozen)
+        return Sent(jax.tree.map(message_of, gradients, _rule_state(state).mu), norm, is_frozen)
 
 
 def one_bit_adam(
@@ -246,38 +246,38 @@ def one_bit_lamb(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OneBitLambState]:
         if params is None:
-            raise UserError("one_bit_lamb: got no parameters, expected update(mean, state, params), for their norms")
-        frozen, treedef = state.count >= freeze, jax.tree.structure(updates)
+            raise UserError("one_bit_lamb: got no parameters, expected update(mean, state, params)")
+        is_frozen, treedef = state.count >= freeze, jax.tree.structure(updates)
         moments, (first_moments, second_moments) = _moments(updates, state, b1, b2, freeze)
 
         def fresh_variance(old_v: Array, m: Array, old_m: Array, v: Array) -> Array:
             """The second moment, estimated in the frozen phase from the change of the momentum."""
             gradient = (m - b1 * old_m) / (1 - b1)
-            return jnp.where(frozen, b2 * old_v + (1 - b2) * gradient**2, v)
+            return jnp.where(is_frozen, b2 * old_v + (1 - b2) * gradient**2, v)
 
-        fresh = jax.tree.map(fresh_variance, state.fresh, moments.mu, state.mu, moments.nu)
+        fresh_nu = jax.tree.map(fresh_variance, state.fresh, moments.mu, state.mu, moments.nu)
         decay_flags = treedef.flatten_up_to(jax.tree.map(lambda _: True, params) if mask is None else mask)
-        trees = (first_moments, second_moments, fresh, params, state.ratio, state.factor)
+        trees = (first_moments, second_moments, fresh_nu, params, state.ratio, state.factor)
         new_updates, new_ratios, new_factors = [], [], []
-        for leaf, decayed, m, v, v_fresh, w, ratio, old_f in zip(
+        for leaf, is_decayed, m, v, v_fresh, w, ratio, old_f in zip(
             facts_of(leaves, updates), decay_flags, *map(treedef.flatten_up_to, trees), strict=True
         ):
             adam_step = _direction(m, v, eps)
-            u = adam_step + weight_decay * w if decayed else adam_step
+            u = adam_step + weight_decay * w if is_decayed else adam_step
             trust = _trust_ratio(w, u, leaf)
-            ratio = jnp.where(frozen, ratio, smooth * ratio + (1 - smooth) * trust)
+            ratio = jnp.where(is_frozen, ratio, smooth * ratio + (1 - smooth) * trust)
             corrected_fresh = _corrected(v_fresh, b2, moments.count)
             variance_ratio = _reduce_tensors((jnp.sqrt(v) + eps) / (jnp.sqrt(corrected_fresh) + eps), leaf, jnp.max)
             r = jnp.minimum(1.0, _norms(adam_step, leaf) / jnp.maximum(_norms(u, leaf), jnp.finfo(jnp.float32).tiny))
             factor = jnp.clip(r * variance_ratio + 1 - r, *factors)
-            factor = jnp.where(frozen, jnp.clip(factor, (1 - change) * old_f, (1 + change) * old_f), old_f)
+            factor = jnp.where(is_frozen, jnp.clip(factor, (1 - change) * old_f, (1 + change) * old_f), old_f)
             # bias correction: the running mean of ratios started from zero
             mean_ratio = ratio / (1 - smooth ** jnp.minimum(moments.count, freeze))
-            scale = jnp.where(frozen, mean_ratio * factor, trust) if leaf.kind != "vector" else jnp.ones_like(trust)
+            scale = jnp.where(is_frozen, mean_ratio * factor, trust) if leaf.kind != "vector" else jnp.ones_like(trust)
             new_updates.append(u * scale)
             new_ratios.append(ratio)
             new_factors.append(factor)
-        new_state = OneBitLambState(*moments, fresh, treedef.unflatten(new_ratios), treedef.unflatten(new_factors))
+        new_state = OneBitLambState(*moments, fresh_nu, treedef.unflatten(new_ratios), treedef.unflatten(new_factors))
         return treedef.unflatten(new_updates), new_state
 
     return optax.chain(optax.GradientTransformation(init, update), optax.scale_by_learning_rate(rate))
@@ -302,8 +302,8 @@ def clipped(rule: UpdateRule, messages: Messages) -> UpdateRule:
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         clipped_updates, clip_state = clip.update(updates, state[0], params)
-        frozen = messages.frozen(state)
-        new_updates, rule_state = rule.update(optax.tree.where(frozen, updates, clipped_updates), state[1], params)
+        is_frozen = messages.frozen(state)
+        new_updates, rule_state = rule.update(optax.tree.where(is_frozen, updates, clipped_updates), state[1], params)
         return new_updates, (clip_state, rule_state)
 
     return optax.GradientTransformation(init, update)
@@ -326,11 +326,11 @@ def _rule_state(state: Any) -> Any:
 
 def _moments(mean: Any, state: Any, b1: float, b2: float, freeze: int) -> tuple[OneBitState, tuple[Any, Any]]:
     """The new state for the mean of gradients or momenta, and both its moments with bias correction."""
-    frozen, count = state.count >= freeze, jnp.asarray(optax.safe_increment(state.count))
+    is_frozen, count = state.count >= freeze, jnp.asarray(optax.safe_increment(state.count))
     mu = jax.tree.map(
-        lambda x, m, v: jnp.where(frozen, jnp.where(v > 0, x, 0.0), b1 * m + (1 - b1) * x), mean, state.mu, state.nu
+        lambda x, m, v: jnp.where(is_frozen, jnp.where(v > 0, x, 0.0), b1 * m + (1 - b1) * x), mean, state.mu, state.nu
     )
-    nu = jax.tree.map(lambda x, v: jnp.where(frozen, v, b2 * v + (1 - b2) * x**2), mean, state.nu)
+    nu = jax.tree.map(lambda x, v: jnp.where(is_frozen, v, b2 * v + (1 - b2) * x**2), mean, state.nu)
     corrected_mu = jax.tree.map(lambda m: _corrected(m, b1, count), mu)
     corrected_nu = jax.tree.map(lambda v: _corrected(v, b2, jnp.minimum(count, freeze)), nu)
     return OneBitState(count, mu, nu), (corrected_mu, corrected_nu)

@@ -91,7 +91,7 @@ class Optimizer:
         1e-05
         >>> Optimizer(name="lars", b1=0.9)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        jaxscale.errors.UserError: optimizer.b1: got 0.9, and lars has no such option: leave it out; lars takes ...
+        jaxscale.errors.UserError: optimizer.b1: got 0.9, but lars has no such option: leave it out; lars takes ...
     """
 
     name: Name = "adamw"
@@ -125,17 +125,17 @@ class Optimizer:
         if self.freeze is not None and self.freeze >= 1 and self.freeze != int(self.freeze):
             raise UserError(f"optimizer.freeze: got {self.freeze!r}, expected a whole number, or a share below 1")
         if self.custom is not None:
-            unused = [name for name in OPTIONS if getattr(self, name) is not None]
-            if unused:
+            set_names = [name for name in OPTIONS if getattr(self, name) is not None]
+            if set_names:
                 raise UserError(
-                    f"optimizer.{unused[0]}: got {getattr(self, unused[0])} with custom, whose rule has its own "
+                    f"optimizer.{set_names[0]}: got {getattr(self, set_names[0])} with custom, whose rule has its own "
                     "constants: leave it out, or set it in the rule"
                 )
         else:
             self.options()
             if self.schedule is not None and self.schedule not in RULES[self.name].schedules:
                 raise UserError(
-                    f"optimizer.schedule: got {self.schedule}, and {self.name} takes "
+                    f"optimizer.schedule: got {self.schedule}, but {self.name} takes only "
                     f"{' or '.join(RULES[self.name].schedules)}: it averages weights in place of a falling rate"
                 )
 

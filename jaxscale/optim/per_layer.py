@@ -30,15 +30,15 @@ class _Placeholder:
 _PLACEHOLDER: Any = _Placeholder()
 
 
-def per_layer(rule: UpdateRule, leaves: Any = None, *, matrices: bool = False, whole: bool = False) -> UpdateRule:
+def per_layer(rule: UpdateRule, leaves: Any = None, *, as_matrices: bool = False, gathers: bool = False) -> UpdateRule:
     """The rule applied to each tensor of stacked parameters by itself.
 
     Args:
         rule: an optax transformation that treats each parameter by itself. State that is not like the parameters, such
             as a count, may not depend on gradients.
         leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes, with nothing stacked.
-        matrices: pass tensors of kind "matrix" to the rule as matrices (everything else, last dim).
-        whole: gather each tensor first, for a rule that decomposes it; otherwise XLA would spread the products over
+        as_matrices: pass tensors of kind "matrix" to the rule as matrices (everything else, last dim).
+        gathers: gather each tensor first, for a rule that decomposes it; otherwise XLA would spread the products over
             axes that replicate the tensor, slow axes included.
 
     Returns:
@@ -65,8 +65,8 @@ def per_layer(rule: UpdateRule, leaves: Any = None, *, matrices: bool = False, w
         states_by_leaf: list[list[Any]] = []
         for param, leaf in zip(jax.tree.leaves(params), facts_of(leaves, params), strict=True):
             init_tensors = jax.vmap(init_tensor) if leaf.stack else init_tensor
-            states = init_tensors(_as_tensors(param, leaf, matrices))
-            states_by_leaf.append(jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), states))
+            states = init_tensors(_as_tensors(param, leaf, as_matrices))
+            states_by_leaf.append(jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, as_matrices), states))
         _, shared = form.split(rule.init(_PLACEHOLDER))
         return form.joined([treedef.unflatten(states) for states in zip(*states_by_leaf, strict=True)], shared)
 
@@ -88,15 +88,15 @@ def per_layer(rule: UpdateRule, leaves: Any = None, *, matrices: bool = False, w
         for leaf, update, states, param in zip(
             facts, jax.tree.leaves(updates), states_by_leaf, param_leaves, strict=True
         ):
-            arrays = update, list(states), param
-            if whole:
-                arrays = _constrained(arrays, leaf, whole=True)
-            tensors = jax.tree.map(lambda x, leaf=leaf: _as_tensors(x, leaf, matrices), arrays)
+            inputs = update, list(states), param
+            if gathers:
+                inputs = _constrained(inputs, leaf, whole=True)
+            tensors = jax.tree.map(lambda x, leaf=leaf: _as_tensors(x, leaf, as_matrices), inputs)
             update_tensors = jax.vmap(update_tensor, out_axes=(0, 0, None)) if leaf.stack else update_tensor
             new_update, leaf_states, new_shared = update_tensors(*tensors)
             new_update = new_update.reshape(update.shape)
-            leaf_states = jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, matrices), leaf_states)
-            if whole:
+            leaf_states = jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, as_matrices), leaf_states)
+            if gathers:
                 whole_arrays = _constrained((new_update, leaf_states), leaf, whole=True)
                 new_update, leaf_states = _constrained(whole_arrays, leaf, whole=False)
             new_updates.append(new_update)
@@ -113,7 +113,7 @@ class ByKindState(NamedTuple):
     states: dict[str, Any]
 
 
-def by_kind(rules: Mapping[str, UpdateRule], kind: Callable[[ParamInfo], str], leaves: Any = None) -> UpdateRule:
+def by_kind(rules: Mapping[str, UpdateRule], rule_of: Callable[[ParamInfo], str], leaves: Any = None) -> UpdateRule:
     """A rule that updates each parameter by the rule of its kind.
 
     The states of `optax.partition` have no array for a parameter of another rule, so they are not trees like the
@@ -121,7 +121,7 @@ def by_kind(rules: Mapping[str, UpdateRule], kind: Callable[[ParamInfo], str], l
 
     Args:
         rules: rules by name. Each must treat parameters one by one.
-        kind: function that returns the name of a leaf's rule.
+        rule_of: function that returns the name of a leaf's rule.
         leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
 
     Example:
@@ -131,25 +131,25 @@ def by_kind(rules: Mapping[str, UpdateRule], kind: Callable[[ParamInfo], str], l
         {'b': [-0.10000000149011612], 'w': [[-1.0, -1.0]]}
     """
 
-    def masked(tree: Any, name: str) -> Any:
+    def mask_others(tree: Any, name: str) -> Any:
         """The tree, with an array of one number for each parameter of another rule than `name`."""
         arrays, treedef = jax.tree.flatten(tree)
-        uses_rule = [kind(leaf) == name for leaf in facts_of(leaves, tree)]
+        uses_rule = [rule_of(leaf) == name for leaf in facts_of(leaves, tree)]
         return treedef.unflatten(
             [array if used else jnp.zeros((1,), array.dtype) for array, used in zip(arrays, uses_rule, strict=True)]
         )
 
     def init(params: Any) -> ByKindState:
-        return ByKindState({name: rule.init(masked(params, name)) for name, rule in rules.items()})
+        return ByKindState({name: rule.init(mask_others(params, name)) for name, rule in rules.items()})
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         treedef, facts = jax.tree.structure(updates), facts_of(leaves, updates)
         updates_by_rule, states = {}, {}
         for name, rule in rules.items():
-            masked_params = None if params is None else masked(params, name)
-            new_updates, states[name] = rule.update(masked(updates, name), state.states[name], masked_params)
+            masked_params = None if params is None else mask_others(params, name)
+            new_updates, states[name] = rule.update(mask_others(updates, name), state.states[name], masked_params)
             updates_by_rule[name] = treedef.flatten_up_to(new_updates)
-        updates_by_leaf = [updates_by_rule[kind(leaf)][number] for number, leaf in enumerate(facts)]
+        updates_by_leaf = [updates_by_rule[rule_of(leaf)][number] for number, leaf in enumerate(facts)]
         return treedef.unflatten(updates_by_leaf), ByKindState(states)
 
     return optax.GradientTransformation(init, update)
@@ -181,21 +181,21 @@ class _StateForm:
 
     Args:
         treedef: structure of the state, with trees like the parameters as leaves.
-        of_params: for each of these leaves, whether it is such a tree.
+        is_param_tree: for each of these leaves, whether it is such a tree.
     """
 
     treedef: Any
-    of_params: tuple[bool, ...]
+    is_param_tree: tuple[bool, ...]
 
     def split(self, state: Any) -> tuple[list[Any], list[Any]]:
         """The trees like the parameters, and the other leaves, which all parameters share."""
-        nodes = list(zip(self.treedef.flatten_up_to(state), self.of_params, strict=True))
+        nodes = list(zip(self.treedef.flatten_up_to(state), self.is_param_tree, strict=True))
         return [node for node, is_tree in nodes if is_tree], [node for node, is_tree in nodes if not is_tree]
 
     def joined(self, trees: list[Any], shared: list[Any]) -> Any:
         """The inverse of `split`."""
         tree_iter, shared_iter = iter(trees), iter(shared)
-        return self.treedef.unflatten([next(tree_iter if is_tree else shared_iter) for is_tree in self.of_params])
+        return self.treedef.unflatten([next(tree_iter if is_tree else shared_iter) for is_tree in self.is_param_tree])
 
 
 def _state_form(rule: UpdateRule) -> _StateForm:
@@ -205,7 +205,7 @@ def _state_form(rule: UpdateRule) -> _StateForm:
 
 
 def _constrained(arrays: Any, leaf: ParamInfo, *, whole: bool) -> Any:
-    """Constrains each array of a leaf to whole tensors on a device, or, if it has the leaf's shape, to its sharding."""
+    """Constrain each array of a leaf to whole tensors on a device, or, if its shape is the leaf's, to the sharding."""
     if leaf.sharding is None:
         return arrays
     spec = leaf.sharding.spec[: leaf.stack] if whole else leaf.sharding.spec  # layers keep their sharding
@@ -219,18 +219,18 @@ def _constrained(arrays: Any, leaf: ParamInfo, *, whole: bool) -> Any:
     return jax.tree.map(constrain, arrays)
 
 
-def _as_tensors(x: Any, leaf: ParamInfo, matrices: bool) -> Any:
+def _as_tensors(x: Any, leaf: ParamInfo, as_matrices: bool) -> Any:
     """An array of a leaf with its tensors along the first dim; that of an unstacked leaf is one tensor."""
-    becomes_matrix = matrices and leaf.kind == "matrix" and x.shape == leaf.shape
+    becomes_matrix = as_matrices and leaf.kind == "matrix" and x.shape == leaf.shape
     if leaf.stack == 0 and not becomes_matrix:
         return x
     tensor_shape = (leaf.rows, leaf.columns) if becomes_matrix else x.shape[leaf.stack :]
     return x.reshape((leaf.tensors, *tensor_shape) if leaf.stack else tensor_shape)
 
 
-def _as_leaf(x: Any, leaf: ParamInfo, matrices: bool) -> Any:
+def _as_leaf(x: Any, leaf: ParamInfo, as_matrices: bool) -> Any:
     """The inverse of `_as_tensors`."""
     tensor_shape = x.shape[1:] if leaf.stack else x.shape
-    if matrices and leaf.kind == "matrix" and tensor_shape == (leaf.rows, leaf.columns):
+    if as_matrices and leaf.kind == "matrix" and tensor_shape == (leaf.rows, leaf.columns):
         tensor_shape = leaf.shape[leaf.stack :]
     return x.reshape((*leaf.shape[: leaf.stack], *tensor_shape))

@@ -64,25 +64,25 @@ def over_replicas(
         return leaf.kind != "vector" and leaf.rows * leaf.columns >= small
 
     def init(params: Any) -> OverReplicasState:
-        owed = (
+        codec_states = (
             codec.init(leaf.shape, None, replicas, layers=leaf.stack > 0) if uses_codec(leaf) else {}
             for leaf in facts_of(leaves, params)
         )
-        return OverReplicasState(rule.init(params), tuple(owed))
+        return OverReplicasState(rule.init(params), tuple(codec_states))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OverReplicasState]:
-        message, norm, frozen = messages(updates, state.rule)
+        message, norm, is_frozen = messages(updates, state.rule)
         is_finite = jnp.isfinite(lax.psum(norm, axis))  # one replica's NaN would stay in the residuals of the others
         count, treedef = messages.count(state.rule), jax.tree.structure(updates)
-        means, owed = [], []
-        for leaf, array, old_owed in zip(facts_of(leaves, updates), jax.tree.leaves(message), state.owed, strict=True):
-            mean, new_owed = lax.pmean(array, axis), old_owed
+        means, codec_states = [], []
+        for leaf, array, old_state in zip(facts_of(leaves, updates), jax.tree.leaves(message), state.owed, strict=True):
+            mean, new_state = lax.pmean(array, axis), old_state
             if uses_codec(leaf):
-                coded_mean, new_owed = codec.reduce(array, old_owed, axis, None, count, layers=leaf.stack > 0)
-                mean = jnp.where(frozen, coded_mean, mean)
+                coded_mean, new_state = codec.reduce(array, old_state, axis, None, count, layers=leaf.stack > 0)
+                mean = jnp.where(is_frozen, coded_mean, mean)
             means.append(jnp.where(is_finite, mean, jnp.nan))
-            owed.append(optax.tree.where(is_finite & frozen, new_owed, old_owed))
+            codec_states.append(optax.tree.where(is_finite & is_frozen, new_state, old_state))
         new_updates, rule_state = rule.update(treedef.unflatten(means), state.rule, params)
-        return new_updates, OverReplicasState(rule_state, tuple(owed))
+        return new_updates, OverReplicasState(rule_state, tuple(codec_states))
 
     return optax.GradientTransformation(init, update)

@@ -70,7 +70,7 @@ class UpdateRule:
         for option, setting in settings.items():
             if setting is not None and option not in self.defaults:
                 raise UserError(
-                    f"optimizer.{option}: got {setting!r}, and {name} has no such option: leave it out; {name} takes "
+                    f"optimizer.{option}: got {setting!r}, but {name} has no such option: leave it out; {name} takes "
                     f"{', '.join(self.defaults)}{near_miss(option, self.defaults)}"
                 )
         return {
@@ -109,12 +109,12 @@ def _schedule_free(settings: RuleSettings) -> Any:
     from optax import contrib
 
     b2, eps = settings.options["b2"], settings.options["eps"]
-    inner = optax.chain(
+    base_rule = optax.chain(
         optax.scale_by_rms(decay=b2, eps=eps, eps_in_sqrt=False, bias_correction=True),
         optax.add_decayed_weights(settings.options["weight_decay"], mask=settings.mask),
         optax.scale_by_learning_rate(settings.rate),
     )
-    return contrib.schedule_free(inner, settings.rate, b1=settings.options["b1"])
+    return contrib.schedule_free(base_rule, settings.rate, b1=settings.options["b1"])
 
 
 def _by_layer(settings: RuleSettings) -> Any:
@@ -196,7 +196,7 @@ def freeze_step(freeze: float, steps: int) -> int:
 
 
 def decoupled_decay(rate: Rate, decay: float, mask: Any) -> Any:
-    """Weight decay after an update rule; it subtracts `rate * decay` times each weight from its update.
+    """The transformation that subtracts `rate * decay` times each weight from the weight's update.
 
     Args:
         rate: learning rate as a function of the number of updates made.
@@ -214,9 +214,9 @@ def decoupled_decay(rate: Rate, decay: float, mask: Any) -> Any:
         return optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        share = decay * rate(state.count)
+        factor = decay * rate(state.count)
         decay_flags = jax.tree.map(lambda _: True, params) if mask is None else mask
-        decayed = jax.tree.map(lambda u, p, decays: u - share * p if decays else u, updates, params, decay_flags)
-        return decayed, optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
+        new_updates = jax.tree.map(lambda u, p, decays: u - factor * p if decays else u, updates, params, decay_flags)
+        return new_updates, optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
 
     return optax.GradientTransformation(init, update)

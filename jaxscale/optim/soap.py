@@ -4,7 +4,7 @@ r"""SOAP (Vyas et al. 2024, arXiv 2409.11321): Adam in the eigenbasis of Shampoo
     iteration and a QR decomposition;  w <- w - rate * Q_L adam(Q_L' g Q_R) Q_R'
 
 As in the authors' program, the first update only computes the bases; the first moment is in the space of the weights,
-the second in that of the bases, with its rows and columns sorted like theirs. A side longer than `max_dim` is not
+the second in that of the bases, with its rows and columns in the bases' order. A side longer than `max_dim` is not
 rotated. Embeddings, head, gains and biases get AdamW. Besides Adam's moments, a matrix of n rows and m columns has
 2 n n + 2 m m numbers of state. They are not quantized: small eigenvalues would be lost, and bases would no longer be
 orthogonal. A sharded matrix is gathered, and each device rotates all of it. Left out: Shampoo's grafting, and blocks of
@@ -52,7 +52,7 @@ def soap(
         >>> sorted(leaf.shape for leaf in jax.tree.leaves(state) if leaf.size == 9)  # statistics and basis of the rows
         [(3, 3), (3, 3)]
     """
-    rule = per_layer(scale_by_soap(b1, b2, eps, every, max_dim), leaves, matrices=True, whole=True)
+    rule = per_layer(scale_by_soap(b1, b2, eps, every, max_dim), leaves, as_matrices=True, gathers=True)
     return matrices_by(rule, optax.scale_by_adam(b1, b2, eps), rate, weight_decay, leaves, mask)
 
 
@@ -100,14 +100,14 @@ def scale_by_soap(
         return (shape[dim], shape[dim]) if len(shape) == 2 and shape[dim] <= max_dim else (1,)
 
     def init(params: Any) -> SoapState:
-        def sides() -> Sides:
+        def zero_sides() -> Sides:
             """Zeros of the shapes of statistics or bases."""
             return Sides(
                 *(jax.tree.map(lambda p, dim=dim: jnp.zeros(side(p.shape, dim), jnp.float32), params) for dim in (0, 1))
             )
 
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return SoapState(jnp.zeros((), jnp.int32), zeros, zeros, sides(), sides())
+        return SoapState(jnp.zeros((), jnp.int32), zeros, zeros, zero_sides(), zero_sides())
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         treedef = jax.tree.structure(updates)
@@ -143,25 +143,25 @@ def _update_array(
         b2 * GG + (1 - b2) * gram() if GG.ndim == 2 else GG for GG, gram in zip(statistics, grams, strict=True)
     )
 
-    def first_bases() -> tuple[Array, ...]:
-        """The second moment, and the first eigenvectors for the bases."""
+    def compute_bases() -> tuple[Array, ...]:
+        """Return the second moment, and the first bases: the eigenvectors of the statistics."""
         return nu, *(_eigenvectors(GG)[:, ::-1] if GG.ndim == 2 else GG for GG in statistics)
 
-    def refined_bases() -> tuple[Array, ...]:
-        """The second moment in the order of the new bases, and these after a power iteration."""
+    def refine_bases() -> tuple[Array, ...]:
+        """Return the second moment in the order of the new bases, and the bases after a power iteration."""
         sorted_nu, new_bases = nu, []
         for dim, (GG, Q) in enumerate(zip(statistics, bases, strict=True)):
             if GG.ndim == 2:
                 # negated estimates of the eigenvalues, so that the largest comes first
-                keys = -jnp.sum(Q * _product(GG, Q), axis=0)
-                sorted_nu = _sorted_along(sorted_nu, keys, dim)
-                Q = _orthogonal(_product(GG, _sorted_along(Q, keys, 1)))
+                sort_keys = -jnp.sum(Q * _product(GG, Q), axis=0)
+                sorted_nu = _sorted_along(sorted_nu, sort_keys, dim)
+                Q = _orthogonal(_product(GG, _sorted_along(Q, sort_keys, 1)))
             new_bases.append(Q)
         return sorted_nu, *new_bases
 
     if any(basis.ndim == 2 for basis in bases):
         branch_index = jnp.where(is_first, 0, jnp.where(update_number % every == 0, 1, 2))
-        nu, *bases = jax.lax.switch(branch_index, [first_bases, refined_bases, lambda: (nu, *bases)])
+        nu, *bases = jax.lax.switch(branch_index, [compute_bases, refine_bases, lambda: (nu, *bases)])
     return jnp.where(is_first, jnp.zeros_like(g), step).astype(g.dtype), mu, nu, *statistics, *bases
 
 

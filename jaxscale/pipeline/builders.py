@@ -53,19 +53,19 @@ def weave(lanes: Mapping[str, Lane] | Lane, *phases: SlotPhase) -> Order:
     lanes = {"": lanes} if isinstance(lanes, Lane) else lanes
     forwards = {name: iter(lane.forwards) for name, lane in lanes.items()}
     backwards = {name: iter(lane.backwards) for name, lane in lanes.items()}
-    pending: list[tuple[str, Pass]] = []  # (lane, pass) of input gradients without their weight gradient
+    pending: list[tuple[str, Pass]] = []  # (name of the lane, pass) of input gradients without their weight gradient
     order = []
     for motif, repeats in phases:
-        kinds_and_lanes = [(Kind(word[0]), word[1:]) for word in motif.split()]
-        for kind, lane in kinds_and_lanes * repeats:
+        kinds_and_names = [(Kind(word[0]), word[1:]) for word in motif.split()]
+        for kind, name in kinds_and_names * repeats:
             if kind is Kind.W:
-                oldest_pending = next(pair for pair in pending if lane in ("", pair[0]))
+                oldest_pending = next(pair for pair in pending if name in ("", pair[0]))
                 pending.remove(oldest_pending)
                 lane_pass = oldest_pending[1]
             else:
-                lane_pass = next(forwards[lane] if kind is Kind.F else backwards[lane])
+                lane_pass = next(forwards[name] if kind is Kind.F else backwards[name])
             if kind is Kind.I:
-                pending.append((lane, lane_pass))
+                pending.append((name, lane_pass))
             order.append(Action(kind, *lane_pass))
     return tuple(order)
 
@@ -100,8 +100,8 @@ def with_updates(orders: Iterable[Iterable[Action]], group: int) -> tuple[Order,
 
     def with_update(action: Action) -> Order:
         """An action, and the update after it if it is the last backward of a group."""
-        last = action.kind is Kind.B and (action.microbatch + 1) % group == 0
-        return (action, Action(Kind.U, action.stage, action.microbatch)) if last else (action,)
+        is_last = action.kind is Kind.B and (action.microbatch + 1) % group == 0
+        return (action, Action(Kind.U, action.stage, action.microbatch)) if is_last else (action,)
 
     return tuple(tuple(cell for action in order for cell in with_update(action)) for order in orders)
 
@@ -143,7 +143,7 @@ def vee(
     name: str,
     ranks: int,
     microbatches: int,
-    phases: Callable[[int, int], Sequence[SlotPhase]],
+    phases_of: Callable[[int, int], Sequence[SlotPhase]],
     *,
     least: int,
     most: int,
@@ -154,16 +154,16 @@ def vee(
         name: name of the schedule.
         ranks: p, number of ranks.
         microbatches: m, number of microbatches, any.
-        phases: function from a rank and a number of microbatches to the phases of that rank's order.
-        least: least number of microbatches that `phases` is defined for; with fewer microbatches, the order is that of
-            `least` without the actions of the missing ones.
+        phases_of: function from a rank and a number of microbatches to the phases of that rank's order.
+        least: least number of microbatches that `phases_of` is defined for; with fewer microbatches, the order is that
+            of `least` without the actions of the missing microbatches.
         most: the most activations, of one stage each, that a rank may hold.
     """
     padded_count = max(microbatches, least)
     orders = []
     for rank in range(ranks):
         lanes = {"0": Lane.of_stage(rank, padded_count), "1": Lane.of_stage(2 * ranks - 1 - rank, padded_count)}
-        order = weave(lanes, *phases(rank, padded_count))
+        order = weave(lanes, *phases_of(rank, padded_count))
         orders.append(tuple(action for action in order if action.microbatch < microbatches))
     bound = (min(most, 2 * microbatches, microbatches + 1 + rank) for rank in range(ranks))
     return single_route(name, orders, microbatches, bound, route=(*range(ranks), *reversed(range(ranks))))

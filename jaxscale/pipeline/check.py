@@ -45,11 +45,11 @@ class Fault(UserError):
         return Fault(self.schedule, self.reason, self.rank, cell, places)
 
 
-def shape(schedule: "Schedule") -> None:
+def check_shape(schedule: "Schedule") -> None:
     """Check the counts: every route has a rank for each stage, every microbatch a route, and every rank a stage.
 
     Raises:
-        Fault: a count is wrong; the message has the expected one.
+        Fault: a count is wrong; the message has the expected count.
     """
     name, ranks = schedule.name, len(schedule.orders)
     if ranks < 1 or schedule.stages < 1 or schedule.microbatches < 1:
@@ -80,7 +80,7 @@ def _cells(schedule: "Schedule") -> Iterator[tuple[int, int, Action]]:
             yield rank, cell, action
 
 
-def actions(schedule: "Schedule") -> None:
+def check_actions(schedule: "Schedule") -> None:
     """Check that every forward occurs once, and every backward once, as B or as I and W, each on the rank of its route.
 
     Raises:
@@ -90,16 +90,16 @@ def actions(schedule: "Schedule") -> None:
     cell_of_action: dict[Action, int] = {}
     for rank, cell, action in _cells(schedule):
         if not 0 <= action.microbatch < microbatches:
-            raise Fault(name, f"{action} is of a microbatch that does not exist: there are {microbatches}", rank, cell)
+            raise Fault(name, f"{action} is of an unknown microbatch, expected 0 to {microbatches - 1}", rank, cell)
         if not 0 <= action.stage < stages:
-            raise Fault(name, f"{action} is of a stage that does not exist: there are {stages}", rank, cell)
+            raise Fault(name, f"{action} is of an unknown stage, expected 0 to {stages - 1}", rank, cell)
         if schedule.rank(action) != rank:
             raise Fault(name, f"{action} belongs on rank {schedule.rank(action)}", rank, cell)
         if action in cell_of_action:
             first_place = [(rank, cell_of_action[action])]
             raise Fault(name, f"{action} occurs twice, first in cell {{0}}", rank, cell, first_place)
         if schedule.cycle is not None and action.kind not in schedule.cycle:
-            raise Fault(name, f"{action} is of no tick's kind, expected {'/'.join(schedule.cycle)}", rank, cell)
+            raise Fault(name, f"{action} is of a kind without ticks, expected {'/'.join(schedule.cycle)}", rank, cell)
         cell_of_action[action] = cell
     for stage in range(stages):
         for microbatch in range(microbatches):
@@ -117,7 +117,7 @@ def actions(schedule: "Schedule") -> None:
                 raise Fault(name, f"{halves[0]} occurs without {missing}", rank, cell_of_action[halves[0]])
 
 
-def updates(schedule: "Schedule") -> None:
+def check_updates(schedule: "Schedule") -> None:
     """Check the updates of an asynchronous schedule; a synchronous one must have none.
 
     Each stage must be updated right after it has done the backwards of a group of microbatches. If `Versions.lag` sets
@@ -135,52 +135,51 @@ def updates(schedule: "Schedule") -> None:
     group = versions.group
     if schedule.microbatches % group:
         raise Fault(name, f"got {schedule.microbatches} microbatches, expected a multiple of the {group} per update")
-    backwards: dict[int, int] = dict.fromkeys(range(schedule.stages), 0)
-    newest_versions = dict(backwards)
+    done_count: dict[int, int] = dict.fromkeys(range(schedule.stages), 0)
+    newest_versions = dict(done_count)
     for rank, cell, action in _cells(schedule):
         kind, stage, microbatch = action
         version = newest_versions[stage]
         if kind is Kind.U:
             expected = version * group + group - 1
-            if microbatch != expected or backwards[stage] != expected + 1:
-                reason = f"{action} stands where {backwards[stage]} microbatches are done, expected {stage}U{expected}"
+            if microbatch != expected or done_count[stage] != expected + 1:
+                reason = f"{action} stands where {done_count[stage]} microbatches are done, expected {stage}U{expected}"
                 raise Fault(name, f"{reason} after the backward of microbatch {expected}", rank, cell)
             newest_versions[stage] += 1
         elif kind is Kind.F and versions.lag is not None:
             needed = max(0, microbatch // group - versions.lag)
             if version < needed:
-                raise Fault(name, f"{action} reads the weights after {needed} updates; {version} are done", rank, cell)
+                raise Fault(name, f"{action} reads weights after {needed} updates, but {version} are done", rank, cell)
         elif kind in (Kind.B, Kind.W):
             if microbatch // group != version:
                 raise Fault(name, f"{action} belongs to update {microbatch // group}, expected {version}", rank, cell)
-            backwards[stage] += 1
+            done_count[stage] += 1
     for stage, update_count in newest_versions.items():
         if update_count != schedule.microbatches // group:
             missing = Action(Kind.U, stage, (update_count + 1) * group - 1)
             raise Fault(name, f"lacks {missing}, the update of stage {stage}", schedule.routes[0][stage])
 
 
-def progress(schedule: "Schedule") -> None:
+def check_progress(schedule: "Schedule") -> None:
     """Check that the orders can run: no action waits for ever.
 
     Raises:
         Fault: some actions wait for one another in a circle; the message has all of them.
     """
     orders = schedule.orders
-    done: set[Action] = set()
-    next_cells = [0] * len(orders)
+    done_actions: set[Action] = set()
+    next_cells, ready_ranks = [0] * len(orders), list(range(len(orders)))
     waiting_ranks: dict[Action, list[int]] = {}
-    ready_ranks = list(range(len(orders)))
     while ready_ranks:
         rank = ready_ranks.pop()
         order = orders[rank]
         while next_cells[rank] < len(order):
             action = order[next_cells[rank]]
-            missing = next((source for source in schedule.inputs(action) if source not in done), None)
-            if missing is not None:
-                waiting_ranks.setdefault(missing, []).append(rank)
+            missing_input = next((source for source in schedule.inputs(action) if source not in done_actions), None)
+            if missing_input is not None:
+                waiting_ranks.setdefault(missing_input, []).append(rank)
                 break
-            done.add(action)
+            done_actions.add(action)
             next_cells[rank] += 1
             ready_ranks += waiting_ranks.pop(action, [])
     stuck_ranks = [rank for rank, order in enumerate(orders) if next_cells[rank] < len(order)]
@@ -201,11 +200,11 @@ def progress(schedule: "Schedule") -> None:
         f"rank {rank} waits in cell {{{i}}} ({orders[rank][next_cells[rank]]}) for {blocker_of_rank[rank]}"
         for i, rank in enumerate(circle)
     ]
-    reason = f"{stuck_action} waits for ever: " + "; ".join(links)
+    reason = f"{stuck_action} waits for ever: " + ", ".join(links)
     raise Fault(schedule.name, reason, rank, next_cells[rank], [(rank, next_cells[rank]) for rank in circle])
 
 
-def stash(schedule: "Schedule") -> None:
+def check_stash(schedule: "Schedule") -> None:
     """Check that no rank holds more activations than its bound.
 
     Raises:

@@ -27,13 +27,11 @@ _PASS = re.compile(r"\d+[FBIW]\d+", re.ASCII)
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B", re.ASCII)
 _MESSAGE = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)", re.ASCII)
 _IGNORED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*", re.ASCII)
-_EXPECTED = (
-    "expected a pass such as 0F3 (stage, one of F B I W, microbatch), (0F7;7B3)OVERLAP_F_B, 0SEND_F3 or 0UNSHARD"
-)
+_EXPECTED = "expected a pass such as 0F3 (stage, F, B, I or W, microbatch), (0F7;7B3)OVERLAP_F_B, 0SEND_F3 or 0UNSHARD"
 
 
 def _cell_contents(text: str) -> Iterator[Action | Message]:
-    """What a cell holds: nothing, one or two passes, or a message."""
+    """The contents of a cell: nothing, one or two passes, or a message."""
     text = text.strip()
     if match := _MESSAGE.fullmatch(text):
         stage, verb, kind, microbatch = match.groups()
@@ -101,11 +99,11 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
 
 
 def _as_lockstep(schedule: Schedule, column_of: Mapping[Action, int]) -> Schedule:
-    """The schedule as a lock-step one if its columns are the ticks of one, otherwise unchanged."""
+    """The schedule, made a lock-step one if its columns can be the ticks of a lock-step schedule."""
     kind_of_column: dict[int, Kind] = {}
     for action, column in column_of.items():
-        misplaced = any(column_of[source] >= column for source in schedule.inputs(action))
-        if misplaced or kind_of_column.setdefault(column, action.kind) is not action.kind:
+        is_misplaced = any(column_of[source] >= column for source in schedule.inputs(action))
+        if is_misplaced or kind_of_column.setdefault(column, action.kind) is not action.kind:
             return schedule
     cycle = tuple(dict.fromkeys(kind_of_column[column] for column in sorted(kind_of_column)))
     lockstep = dataclasses.replace(schedule, cycle=cycle)

@@ -11,7 +11,7 @@ Orders = Sequence[Sequence[Action]]
 
 
 def count_microbatches(name: str, orders: Orders) -> int:
-    """The number of microbatches that most stages have; a single stage may lack the last one, or have one too many.
+    """The number of microbatches that most stages have; single stages may lack the last one, or have one too many.
 
     Args:
         name: name of the schedule, for error messages.
@@ -28,7 +28,7 @@ def count_microbatches(name: str, orders: Orders) -> int:
     votes = Counter(highest_number.values())
     last_microbatch = min(votes, key=lambda number: (-votes[number], number))
     if last_microbatch >= sum(map(len, orders)):
-        reason = f"is of microbatch {last_microbatch}, but most lower ones are missing"
+        reason = f"is of microbatch {last_microbatch}, but most lower numbers are missing"
         raise _fault_at_first(name, orders, lambda action: action.microbatch == last_microbatch, reason)
     return last_microbatch + 1
 
@@ -61,21 +61,21 @@ def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tu
             raise _fault_at_first(name, orders, lambda action: action.stage == last_stage, reason)
 
     def usual_route(microbatch: int | None) -> tuple[int, ...]:
-        """The rank that runs most of each stage's actions for a microbatch; `None`: for all of them."""
-        by_stage = (counts[stage, microbatch] or counts[stage, None] for stage in range(last_stage + 1))
-        return tuple(rank_counts.most_common(1)[0][0] for rank_counts in by_stage)
+        """For each stage, the rank that runs most of its actions for a microbatch; `None`: for all microbatches."""
+        counts_of_stages = (counts[stage, microbatch] or counts[stage, None] for stage in range(last_stage + 1))
+        return tuple(rank_counts.most_common(1)[0][0] for rank_counts in counts_of_stages)
 
-    def even(route: Sequence[int]) -> bool:
+    def is_even(route: Sequence[int]) -> bool:
         """Whether a route gives every rank equally many stages."""
         stages_of_rank = Counter(route)
         return len(stages_of_rank) == len(orders) and len(set(stages_of_rank.values())) == 1
 
-    routes = list(dict.fromkeys(filter(even, map(usual_route, range(microbatches)))))
+    routes = list(dict.fromkeys(filter(is_even, map(usual_route, range(microbatches)))))
     if len(routes) < 2:
         return (usual_route(None),), (0,) * microbatches
 
     def agreement(microbatch: int, route: Sequence[int]) -> int:
-        """How many actions of a microbatch are on the ranks of a route."""
+        """The number of actions of a microbatch that are on the ranks of a route."""
         return sum(counts[stage, microbatch][rank] for stage, rank in enumerate(route))
 
     route_numbers = (

@@ -34,7 +34,7 @@ class Message(NamedTuple):
 
 
 def _messages_of(schedule: Schedule, action: Action) -> list[tuple[int, Message, Action]]:
-    """The SEND of an action's result to another rank and its RECV, each with its rank and the action beside it."""
+    """(rank, message, action beside it) of the SEND and the RECV of an action's result, if another rank needs it."""
     kind, stage, microbatch = action
     if kind is Kind.F and stage + 1 < schedule.stages:
         letter, reader = "F", Action(Kind.F, stage + 1, microbatch)
@@ -63,15 +63,16 @@ def check_messages(
         Fault: a message is missing, occurs twice or is misplaced; the error has the rank and the column.
     """
     name = schedule.name
-    expected: dict[Message, tuple[int, Action]] = {}  # the rank of each message, and the action end_action it
+    expected_messages: dict[Message, tuple[int, Action]] = {}  # the rank of each message, and the action beside it
     for order in schedule.orders:
         for action in order:
-            expected |= {message: (rank, end_action) for rank, message, end_action in _messages_of(schedule, action)}
+            for rank, message, end_action in _messages_of(schedule, action):
+                expected_messages[message] = rank, end_action
     message_columns: dict[Message, int] = {}
     for rank, column, message in messages:
-        if message not in expected:
+        if message not in expected_messages:
             raise Fault(name, f"{message} carries no result to another rank", rank, column)
-        home_rank, action = expected[message]
+        home_rank, action = expected_messages[message]
         if home_rank != rank:
             raise Fault(name, f"{message} belongs on rank {home_rank}", rank, column)
         if message in message_columns:
@@ -81,7 +82,7 @@ def check_messages(
         if (column > columns[action]) != is_send:
             wrong_side = "before" if is_send else "after"
             raise Fault(name, f"{message} stands {wrong_side} {action} (cell {columns[action]})", rank, column)
-    for message, (rank, action) in expected.items():
+    for message, (rank, action) in expected_messages.items():
         if message not in message_columns:
             reason = "which another rank waits for" if message.verb == "SEND" else "which it needs"
             raise Fault(name, f"lacks {message}, the message of {action}, {reason}", rank)

@@ -100,14 +100,14 @@ class PipelinePlan:
         if self.name not in FORMS:
             raise unknown("pipeline schedule", self.name, FORMS)
         method = METHODS.get(self.name)
-        required = {
+        is_required = {
             "ranks": self.name != "file",
             "microbatches": method is not None and not method.streams,
             "path": self.name == "file",
         }
-        for field, needed in required.items():
-            if (getattr(self, field) is not None) != needed:
-                verb = "needs" if needed else "takes no"
+        for field, is_needed in is_required.items():
+            if (getattr(self, field) is not None) != is_needed:
+                verb = "needs" if is_needed else "takes no"
                 hint = "; each microbatch is an update, 2bw takes more of them" if method and method.streams else ""
                 raise UserError(f"pipeline {self.name} {verb} {field}: write {FORMS[self.name]}{hint}")
         if method is not None:

@@ -83,11 +83,11 @@ class Schedule:
     bound: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        check.shape(self)
-        check.actions(self)
-        check.updates(self)
-        check.progress(self)
-        check.stash(self)
+        check.check_shape(self)
+        check.check_actions(self)
+        check.check_updates(self)
+        check.check_progress(self)
+        check.check_stash(self)
 
     @property
     def ranks(self) -> int:
@@ -101,7 +101,7 @@ class Schedule:
 
     @functools.cached_property
     def _stages_of_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of each rank, in the order of routes."""
+        """The stages whose weights each rank holds: those of the first route, then those that other routes add."""
         by_rank: list[dict[int, None]] = [{} for _ in range(self.ranks)]
         for route in self.routes:
             for stage, rank in enumerate(route):
@@ -109,7 +109,7 @@ class Schedule:
         return tuple(map(tuple, by_rank))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages whose weights a rank holds, chunk by chunk."""
+        """The stages whose weights a rank holds; chunk c of the rank is the weights of the stage at index c."""
         return self._stages_of_ranks[rank]
 
     def place(self, route: int, stage: int) -> tuple[int, int]:
@@ -149,11 +149,11 @@ class Schedule:
     def live(self) -> tuple[int, ...]:
         """The most activations that each rank holds at once; one is held from its F until its B (or W) is done."""
         return tuple(
-            max((sum(counts[: len(counts) // 2]) for counts in self.waiting(rank)), default=0)
+            max((sum(counts[: len(counts) // 2]) for counts in self.activation_counts(rank)), default=0)
             for rank in range(self.ranks)
         )
 
-    def waiting(self, rank: int) -> set[tuple[int, ...]]:
+    def activation_counts(self, rank: int) -> set[tuple[int, ...]]:
         """The different counts of activations that a rank holds, stage by stage, in the course of its order.
 
         A tuple has two counts for each stage of the rank: first, stage by stage, the activations that are between F

@@ -44,24 +44,24 @@ def uses(schedule: Schedule) -> dict[Action, Use]:
         raise UserError(f"schedule {schedule.name}: has no versions of weights, expected an asynchronous one")
     by_action: dict[Action, Use] = {}
     for rank, order in enumerate(schedule.orders):
-        newest = dict.fromkeys(schedule.stages_of(rank), 0)
+        version_of = dict.fromkeys(schedule.stages_of(rank), 0)
         previous: Action | None = None
         for action in order:
             stage, group = action.stage, action.microbatch // versions.group
             match action.kind:
                 case Kind.F:
-                    by_action[action] = Use(newest[stage] if versions.lag is None else max(0, group - versions.lag))
+                    by_action[action] = Use(version_of[stage] if versions.lag is None else max(0, group - versions.lag))
                 case Kind.B:
                     forward_version = by_action[Action(Kind.F, stage, action.microbatch)].reads
-                    by_action[action] = Use(forward_version if versions.backward == "forward" else newest[stage])
+                    by_action[action] = Use(forward_version if versions.backward == "forward" else version_of[stage])
                 case Kind.U:
                     if previous is None or previous != Action(Kind.B, stage, action.microbatch):
                         raise UserError(
                             f"schedule {schedule.name}, rank {rank}: {action} follows {previous}, expected the "
                             f"backward of microbatch {action.microbatch}: an update is part of the backward before it"
                         )
-                    newest[stage] += 1
-                    by_action[previous] = dataclasses.replace(by_action[previous], makes=newest[stage])
+                    version_of[stage] += 1
+                    by_action[previous] = dataclasses.replace(by_action[previous], makes=version_of[stage])
                 case kind:
                     raise UserError(
                         f"schedule {schedule.name}, rank {rank}: {action} is of kind {kind}, expected F, B and U: an "
@@ -94,17 +94,17 @@ def lives(schedule: Schedule, tick_of: Mapping[Action, int]) -> dict[int, list[t
     return lifetimes
 
 
-def ring(lives: Sequence[tuple[int, int, Hashable]]) -> int:
+def ring(lifetimes: Sequence[tuple[int, int, Hashable]]) -> int:
     """The fewest slots that values can take in turn: value i takes slot i mod slots, which must be free by then.
 
     Args:
-        lives: (first tick, tick after the last, name) of each value, in the order in which values take slots.
+        lifetimes: (first tick, tick after the last, name) of each value, in the order in which values take slots.
 
     Example:
         >>> ring([(0, 3, "a"), (1, 4, "b"), (3, 6, "c"), (4, 7, "d")])
         2
     """
     slots = 1
-    while any(end > successor[0] for (_, end, _), successor in zip(lives, lives[slots:], strict=False)):
+    while any(end > successor[0] for (_, end, _), successor in zip(lifetimes, lifetimes[slots:], strict=False)):
         slots += 1
     return slots

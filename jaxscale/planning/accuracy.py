@@ -9,13 +9,13 @@ import json
 from pathlib import Path
 
 FILE = Path(__file__).with_name("accuracy.json")
-"""Errors and factors, by kind of platform."""
+"""File with the errors and factors, by kind of platform."""
 
 PIPELINED_FILE = Path(__file__).with_name("accuracy_pipelined.json")
-"""Errors for pipelined steps, by kind of platform; `experiments/benchmarks/pipeline_fit.py --write` writes it."""
+"""File with the errors for pipelined steps, written by `experiments/benchmarks/pipeline_fit.py --write`."""
 
 MARGIN = 0.15
-"""Share of the limit: an estimate that differs less from the limit is too close to call, and worth measuring."""
+"""Share of the limit by which an estimate must differ from the limit; a smaller difference is too close to call."""
 
 NEARER_MARGIN = 0.12
 """Margin if the piece of the step that needs the most memory was compiled."""
@@ -24,7 +24,7 @@ UNKNOWN_MARGIN = 0.3
 """Margin of a pipelined step if fewer than `ENOUGH` were compiled for its kind of platform."""
 
 ENOUGH = 5
-"""Number of pipelined steps compiled for a kind of platform from which its usual margin applies to them."""
+"""Number of compiled pipelined steps of a kind of platform that suffices for the usual margin."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,19 +59,19 @@ class Accuracy:
     pipelined: bool = False
 
     def __str__(self) -> str:
-        kind = "pipelined " * self.pipelined
+        prefix = "pipelined " * self.pipelined
         method = " with the fullest piece compiled" if self.compiled else ""
         return (
-            f"estimates{method} of {self.programs} compiled {kind}train steps were off by {self.median:.0%} in the "
+            f"estimates{method} of {self.programs} compiled {prefix}train steps were off by {self.median:.0%} in the "
             f"median, {self.worst:.0%} at worst"
         )
 
 
 @functools.cache
 def _recorded() -> dict:
-    """The contents of both files."""
-    accuracy = json.loads(FILE.read_text()) if FILE.exists() else {}
-    return accuracy | {"pipelined": json.loads(PIPELINED_FILE.read_text()) if PIPELINED_FILE.exists() else {}}
+    """The contents of `accuracy.json`, with those of `accuracy_pipelined.json` under "pipelined"."""
+    contents = json.loads(FILE.read_text()) if FILE.exists() else {}
+    return contents | {"pipelined": json.loads(PIPELINED_FILE.read_text()) if PIPELINED_FILE.exists() else {}}
 
 
 def factors(kind: str) -> Factors:
@@ -93,7 +93,7 @@ def recorded(kind: str, *, compiled: bool = False, pipelined: bool = False) -> A
 
 
 def margin(kind: str, *, compiled: bool = False, pipelined: bool = False) -> float:
-    """Share of the limit: an estimate that differs less from the limit is too close to call.
+    """Share of the limit by which an estimate must differ from the limit; a smaller difference is too close to call.
 
     Args:
         kind: "tpu", "gpu" or "cpu".

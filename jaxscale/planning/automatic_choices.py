@@ -16,7 +16,7 @@ def resolve_choices(
     platform: Platform | None = None,
     host_limit: int | None = None,
 ) -> Plan:
-    """The plan with all automatic choices resolved.
+    """Resolve all automatic choices of a plan, and return the resolved plan.
 
     Args:
         experiment: what to train.
@@ -35,8 +35,8 @@ def resolve_choices(
         >>> resolve_choices(tiny, Plan(zero=1)).zero
         1
     """
-    auto_pipeline = plan.pipeline is not None and plan.pipeline.name == "auto"
-    if not auto_pipeline and plan.memory.rule != "fit":
+    is_auto_pipeline = plan.pipeline is not None and plan.pipeline.name == "auto"
+    if not is_auto_pipeline and plan.memory.rule != "fit":
         return plan
     from jaxscale.planning.memory_search import cheapest_fit
     from jaxscale.planning.pipeline_choice import pipeline_choice
@@ -45,7 +45,7 @@ def resolve_choices(
 
     measure = compiled_bytes if platform is None else None
     platform = detect() if platform is None else platform
-    if auto_pipeline:
+    if is_auto_pipeline:
         plan = pipeline_choice(experiment, platform, limit, plan)
     if plan.memory.rule == "fit":
         plan = cheapest_fit(experiment, platform, limit, plan, measure=measure, host_limit=host_limit)

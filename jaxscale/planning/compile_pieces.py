@@ -85,7 +85,7 @@ def pieces_of(program: FlatProgram, path: tuple[int, ...] = ()) -> tuple[Piece, 
 
 
 def piece_bytes(make: Callable[[], Experiment], platform: Platform, plan: Plan, piece: Piece) -> int:
-    """Bytes per device of a piece's temporaries, from the platform's compiler; the report is cached.
+    """Compile a piece, and return the bytes per device of its temporaries; the report is cached.
 
     Args:
         make: function that returns the experiment, called in the process that compiles; it must pickle.
@@ -106,7 +106,7 @@ def piece_bytes(make: Callable[[], Experiment], platform: Platform, plan: Plan, 
 def lowered_piece(
     devices: Sequence[Any], make: Callable[[], Experiment], platform: Platform, plan: Plan, piece: Piece
 ) -> Any:
-    """A piece of a train step lowered for devices; `functools.partial` turns it into a recipe of `compile_report`.
+    """Lower a piece of a train step for devices; `functools.partial` turns it into a recipe of `compile_report`.
 
     Args:
         devices: devices of the platform.
@@ -133,31 +133,31 @@ def lowered_piece(
 
     def run(*arguments: Any) -> list[Any]:
         """Run the piece's operations; return its outputs."""
-        values = dict(zip(inputs, arguments, strict=True))
+        array_of = dict(zip(inputs, arguments, strict=True))
         for operation in operations:
             literals = operation.literals
-            operands = [literals[i] if value is None else values[value] for i, value in enumerate(operation.inputs)]
-            values |= zip(operation.outputs, rebind(operation.equation, operands), strict=True)
-        return [values[value] for value in outputs]
+            operands = [literals[i] if value is None else array_of[value] for i, value in enumerate(operation.inputs)]
+            array_of |= zip(operation.outputs, rebind(operation.equation, operands), strict=True)
+        return [array_of[value] for value in outputs]
 
-    def with_free_layout(value: int) -> Any:
-        # the compiler chooses the layout of values that the step computes, but not that of its arguments
+    def format_of(value: int) -> Any:
+        """Sharding and layout of a value; the compiler chooses the layout, unless the step takes it as an argument."""
         sharding = _sharding(step.mesh, program.shapes[value], arrays.placements.dims[value])
         return sharding if value in program.inputs and not piece.path else Format(Layout.AUTO, sharding)
 
-    state = {value for value in _loop_state(program, piece) if value in arrays.bytes}
+    state_arrays = {value for value in _loop_state(program, piece) if value in arrays.bytes}
     input_shapes = [jax.ShapeDtypeStruct(program.shapes[value].shape, program.shapes[value].dtype) for value in inputs]
     piece_fn = jax.jit(
         run,
-        in_shardings=[with_free_layout(value) for value in inputs],
-        out_shardings=[with_free_layout(value) for value in outputs],
-        donate_argnums=[index for index, value in enumerate(inputs) if value in state - read_later],
+        in_shardings=[format_of(value) for value in inputs],
+        out_shardings=[format_of(value) for value in outputs],
+        donate_argnums=[index for index, value in enumerate(inputs) if value in state_arrays - read_later],
     )
     return piece_fn.lower(*input_shapes)
 
 
 def _with_expressions(arrays: Arrays, piece: Piece) -> list[int]:
-    """Indices of a piece's operations, and of earlier ones that compute its inputs that are not stored as arrays."""
+    """Indices of a piece's operations, and of the earlier ones that compute those of its inputs that are no arrays."""
     operations = arrays.program.operations
     producer_of = {value: index for index, operation in enumerate(operations) for value in operation.outputs}
     indices = set(piece.indices)
@@ -187,18 +187,18 @@ def _read_later(program: FlatProgram, piece: Piece) -> set[int | None]:
 
 
 def _loop_state(program: FlatProgram, piece: Piece) -> tuple[int | None, ...]:
-    """The initial state of the loop, if a piece is one loop; the loop's results reuse its memory."""
+    """Initial state of a piece that is one loop, whose results reuse the state's memory; otherwise empty."""
     operation = program.operations[piece.start]
     return carries(operation) if len(piece.indices) == 1 and operation.loop is not None else ()
 
 
-def _sharding(mesh: Any, shape: Any, dims: Dims) -> Any:
-    """Sharding of an array; a dim that its mesh axes do not divide evenly is not sharded."""
+def _sharding(mesh: Any, aval: Any, dims: Dims) -> Any:
+    """Sharding of an array; a dim that cannot be split evenly along its mesh axes is not sharded."""
     from jax.sharding import NamedSharding, PartitionSpec
 
     axes_of_dims = [
         axes if axes and size % math.prod(mesh.shape[axis] for axis in axes) == 0 else None
-        for size, axes in zip(shape.shape, dims, strict=True)
+        for size, axes in zip(aval.shape, dims, strict=True)
     ]
-    memory_kind = "pinned_host" if in_host_memory(shape) else "device"
+    memory_kind = "pinned_host" if in_host_memory(aval) else "device"
     return NamedSharding(mesh, PartitionSpec(*axes_of_dims), memory_kind=memory_kind)

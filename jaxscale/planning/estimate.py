@@ -159,32 +159,32 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
     """
     trace = traced_step(step, batch, platform)
     program, placements = trace.program, trace.placements
-    temporaries_of: dict[Piece, int | None] = dict.fromkeys(pieces_of(program))
-    if measure is not None and not temporaries_of:
+    bytes_of_piece: dict[Piece, int | None] = dict.fromkeys(pieces_of(program))
+    if measure is not None and not bytes_of_piece:
         raise UserError("compile-block: the model's blocks do not run in a loop; compile the whole step with --verify")
-    step_timeline = timeline(program, placements, trace.compiler, temporaries_of)
-    while measure is not None and (piece := step_timeline.peak.piece) is not None and temporaries_of[piece] is None:
-        temporaries_of[piece] = measure(piece)
-        step_timeline = timeline(program, placements, trace.compiler, temporaries_of)
+    step_timeline = timeline(program, placements, trace.compiler, bytes_of_piece)
+    while measure is not None and (piece := step_timeline.peak.piece) is not None and bytes_of_piece[piece] is None:
+        bytes_of_piece[piece] = measure(piece)
+        step_timeline = timeline(program, placements, trace.compiler, bytes_of_piece)
     arguments, host_items = _argument_items(trace, batch)
-    device_kinds = bytes_by_kind((*arguments, *step_timeline.items))
-    compiled_pieces = tuple(piece.name for piece in temporaries_of if temporaries_of[piece] is not None)
+    device_bytes = bytes_by_kind((*arguments, *step_timeline.items))
+    compiled_pieces = tuple(piece.name for piece in bytes_of_piece if bytes_of_piece[piece] is not None)
     packing_bytes = round(step_timeline.bytes * (accuracy.factors(platform.chip.kind).packing - 1))
     if packing_bytes and not compiled_pieces:
-        device_kinds["packing"] = packing_bytes
-    host_kinds = bytes_by_kind(host_items)
-    if host_kinds:
+        device_bytes["packing"] = packing_bytes
+    host_bytes = bytes_by_kind(host_items)
+    if host_bytes:
         # XLA may hold both the copy it reads and the copy it writes
-        host_kinds["second copy"] = (COPY - 1) * sum(host_kinds.values())
-    if kept_on_host := _kept_on_host_bytes(program, placements):
-        host_kinds["kept activations"] = kept_on_host
+        host_bytes["second copy"] = (COPY - 1) * sum(host_bytes.values())
+    if kept_on_host_bytes := _kept_on_host_bytes(program, placements):
+        host_bytes["kept activations"] = kept_on_host_bytes
     if platform.chip.kind != "cpu":
         # a checkpoint is copied to the host and written in the background
-        host_kinds["checkpoint"] = sum(item.bytes for item in (*arguments, *host_items) if item.kind != "batch")
+        host_bytes["checkpoint"] = sum(item.bytes for item in (*arguments, *host_items) if item.kind != "batch")
     return Estimate(
         step.plan,
-        device_kinds,
-        host_kinds,
+        device_bytes,
+        host_bytes,
         trace.flop,
         step_timeline,
         arguments,
@@ -213,7 +213,7 @@ def _kept_on_host_bytes(program: FlatProgram, placements: Placements) -> int:
 
 
 def _argument_items(trace: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """The arguments in device memory and those in host memory, named after their leaves."""
+    """The arguments in device memory, and those in host memory; each is named after its leaf of state or batch."""
     device_items, host_items = [], []
     kind_of_group = {"params": "parameters", "optimizer": "optimizer state", "extra/in_flight": "stash"}
     kind_of_group |= {"extra/reduce": "residuals", "extra/outer": "outer state"}
@@ -224,6 +224,6 @@ def _argument_items(trace: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tu
             group = f"extra/{extra_name}"
         kind = kind_of_group.get(group, "batch" if group in batch else "model state")
         item = Item(leaf_name or name, kind, trace.placements.bytes_of(leaf, trace.placements.dims[value]))
-        on_host = getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
-        (host_items if on_host else device_items).append(item)
+        is_on_host = getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
+        (host_items if is_on_host else device_items).append(item)
     return tuple(device_items), tuple(host_items)

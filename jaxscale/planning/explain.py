@@ -125,13 +125,13 @@ def explain(
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
     step_fit = fit(experiment, platform, plan, limit=limit)
     step_estimate = step_fit.estimate
-    alive, moments, turn = step_estimate.alive, step_estimate.moments, step_estimate.turn
+    live_items, moments, turn = step_estimate.alive, step_estimate.moments, step_estimate.turn
     costs = MemoryCosts.of(experiment, platform, step_estimate.plan)
     if verify:
         report = compile_report(step_recipe(experiment, step_estimate.plan, make), platform, explain=True)
         step_fit = dataclasses.replace(step_fit, report=report)
         if report.live is not None:
-            alive = tuple(Item(f"{array.name} {array.shape}", array.kind, array.bytes) for array in report.live)
+            live_items = tuple(Item(f"{array.name} {array.shape}", array.kind, array.bytes) for array in report.live)
         if report.timeline is not None:
             moments = tuple(dict(moment.bytes) for moment in report.timeline)
             phases = [moment.phase for moment in report.timeline]
@@ -139,7 +139,7 @@ def explain(
     memory_plans = _plans_of_curve(experiment, platform, step_estimate.plan, costs)
     return Explanation(
         step_fit,
-        alive,
+        live_items,
         moments,
         turn,
         tuple(compare(experiment, platform, step_estimate.plan, memory_plans, costs)),
@@ -171,16 +171,16 @@ def compare(
     decisions = {text: _decision(costs, text) for text in estimates}
     cost_by_text: dict[str, float] = {text: text_estimate.flop for text, text_estimate in estimates.items()}
     if costs.timed:
-        unplanned_seconds = costs.step_seconds(min(cost_by_text.values()))
+        keep_all_seconds = costs.step_seconds(min(cost_by_text.values()))
         for text, decision in decisions.items():
-            cost_by_text[text] = unplanned_seconds + (0.0 if decision is None else costs.seconds(decision))
+            cost_by_text[text] = keep_all_seconds + (0.0 if decision is None else costs.seconds(decision))
     least_cost = min(cost_by_text.values()) or 1
     points = []
     for text, decision in decisions.items():
         point = Point(text, estimates[text].device_bytes, cost_by_text[text] / least_cost, text == str(plan.memory))
         if decision is not None:
-            kept_bytes = {"kept": decision.bytes * costs.stages, "kept_of_a_block": round(decision.bytes_of_a_block)}
-            point = dataclasses.replace(point, **kept_bytes)
+            kept_fields = {"kept": decision.bytes * costs.stages, "kept_of_a_block": round(decision.bytes_of_a_block)}
+            point = dataclasses.replace(point, **kept_fields)
         points.append(point)
     return points
 

@@ -102,14 +102,14 @@ class Fit:
 
     @property
     def close(self) -> bool:
-        """Whether this is an estimate too near to the limit to call."""
+        """Whether the bytes are an estimate that is too close to the limit to call."""
         if self.verified or self.limit is None:
             return False
         return abs(self.device_bytes - self.limit) <= self.margin * self.limit
 
     @property
     def margin(self) -> float:
-        """Share of the limit: an estimate that differs less from the limit is too close to call."""
+        """Share of the limit by which an estimate must differ from it; a smaller difference is too close to call."""
         compiled, pipelined = bool(self.estimate.compiled), self.estimate.plan.pipeline is not None
         return accuracy.margin(self.platform.chip.kind, compiled=compiled, pipelined=pipelined)
 
@@ -124,7 +124,7 @@ class Fit:
         if self.report is not None and self.report.oom is not None and self.report.oom.memory == "on-chip":
             return f"does not fit: {self.report.oom}, according to the compiler"
         if self.limit is None:
-            return f"{size(self.device_bytes)} per device, {evidence}; the platform's memory is unknown: give --limit"
+            return f"{size(self.device_bytes)} per device, {evidence}; the platform's memory is unknown: set --limit"
         use_of_limit = f"{size(self.device_bytes)} of {size(self.limit)} per device, {evidence}"
         if self.host_limit is not None and self.host_bytes > self.host_limit:
             return (
@@ -181,12 +181,12 @@ class Fit:
 
     def _wire_lines(self) -> list[str]:
         """Lines with the bytes that a device sends in a step: over the slow axis by plan, over all axes if compiled."""
-        wire, plan, report = self.estimate.wire, self.estimate.plan, self.report
-        lines = [] if wire is None else [f"on the wire, {wire}"]
+        traffic, plan, report = self.estimate.wire, self.estimate.plan, self.report
+        lines = [] if traffic is None else [f"on the wire, {traffic}"]
         if report is not None and report.collectives:
             assert plan.mesh is not None, "the plan of an estimate has a mesh"
             bytes_by_axes = sent_by_axes(report.collectives, plan.mesh, self.platform.slices)
-            totals = ", ".join(f"{axes} {size(sent)}" for axes, sent in bytes_by_axes.items())
+            totals = ", ".join(f"{axes} {size(sent_bytes)}" for axes, sent_bytes in bytes_by_axes.items())
             lines.append(f"on the wire, according to the compiler, per device and step: {totals}")
         return lines
 
@@ -231,7 +231,7 @@ def fit(
     verify: bool = False,
     make: Callable[[], Experiment] | None = None,
 ) -> Fit:
-    """Whether an experiment's train step fits a platform.
+    """Estimate whether an experiment's train step fits a platform, and which changes to the plan would help.
 
     Args:
         experiment: what to train.
@@ -354,7 +354,7 @@ def _changes(experiment: Experiment, step_estimate: Estimate) -> list[dict[str, 
 
 
 def _next_microbatches(experiment: Experiment, plan: Plan, microbatches: int) -> int | None:
-    """The smallest number of microbatches, at least twice as many, that divides a shard's rows; `None` without one."""
+    """The least number of microbatches, at least twice as many as now, that divides a shard's rows; `None` if none."""
     assert plan.mesh is not None
     rows = experiment.batch // plan.mesh.batch_shards
     return next((count for count in range(microbatches * 2, rows + 1) if rows % count == 0), None)

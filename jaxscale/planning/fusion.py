@@ -1,8 +1,8 @@
 """Which values of a traced program a compiler stores as arrays, and which it computes where they are read.
 
 The results of products, reductions, gathers, loops and kernels are stored as arrays. Every other value is an expression
-of them: the compiler fuses it into its readers, so that it needs no memory, unless one of them requires an array (a
-loop, a kernel, and on some platforms a product). This is XLA's behaviour in outline.
+of such arrays. The compiler computes an expression within its readers, so that it needs no memory, unless a reader
+requires an array (a loop, a kernel, and on some platforms a product). This is XLA's behaviour in outline.
 
 Values and arrays are represented by their numbers in a `FlatProgram`.
 """
@@ -121,14 +121,14 @@ class Arrays:
 
     def is_array(self, operation: Operation) -> bool:
         """Whether the results of an operation are arrays regardless of their readers."""
-        if operation.kind in SCATTERS and _one_per_row(operation, self.program):
+        if operation.kind in SCATTERS and _changes_one_per_row(operation, self.program):
             return False
         if operation.kind in ("sharding_constraint", "enter"):  # they may gather shards
             operand, output = operation.inputs[0], operation.outputs[0]
             return operand is not None and self._bytes_of(output) > self._bytes_of(operand)
         return operation.kind in ARRAY_RESULTS or operation.kind.startswith("reduce_")
 
-    def around_ring(self, index: int) -> bool:
+    def is_around_ring(self, index: int) -> bool:
         """Whether a product is computed in steps while an operand or the result moves around more than two devices."""
         if self.placements.sizes.get("fsdp", 1) <= 2:
             return False
@@ -144,11 +144,11 @@ class Arrays:
         in_place = set() if gathers else regions.in_place_results(operation, self._caller_values, self.program)
         self._caller_values |= in_place
         is_view = operation.kind in VIEWS and len(operands) == 1 and len(operand_sources) <= 1
-        is_whole = regions.is_whole_array(operation, self.program)
+        is_whole_array = regions.is_whole_array(operation, self.program)
         for value in operation.outputs:
             if value in in_place:
                 self.sources[value] = frozenset()
-            elif not is_whole and (is_array or (not is_view and self._needs_array(value))):
+            elif not is_whole_array and (is_array or (not is_view and self._needs_array(value))):
                 self.sources[value] = frozenset((value,))
                 self.bytes[value] = 0 if value in self._stacked else self._result_bytes(operation, value)
             else:
@@ -172,7 +172,7 @@ class Arrays:
         """Whether an expression must be stored as an array."""
         if value in self.outputs and self.in_loop:
             return True
-        if value in self.scattered_sums and (self.compiler.fuses == "no" or not self._fully_sharded(value)):
+        if value in self.scattered_sums and (self.compiler.fuses == "no" or not self._is_fully_sharded(value)):
             return True
         readers = self._readers_through_views(value)
         if any(self.program.operations[index].kind in ARRAY_READERS for index in readers):
@@ -180,7 +180,7 @@ class Arrays:
         products = [index for index in readers if self.program.operations[index].kind in PRODUCTS]
         if self.compiler.fuses == "no":
             return bool(products)
-        return self.compiler.fuses == "local" and any(map(self.around_ring, products))
+        return self.compiler.fuses == "local" and any(map(self.is_around_ring, products))
 
     def _readers_through_views(self, value: int) -> list[int]:
         """Indices of the operations that read a value or a view of it."""
@@ -190,10 +190,10 @@ class Arrays:
             readers += self._readers_through_views(operation.outputs[0]) if operation.kind in VIEWS else [index]
         return readers
 
-    def _fully_sharded(self, value: int) -> bool:
+    def _is_fully_sharded(self, value: int) -> bool:
         """Whether no two devices hold the same part of a value; if two do, XLA's partitioner keeps a scatter."""
-        sizes = self.placements.sizes.values()
-        return math.prod(map(self.placements.ways, self.placements.dims[value])) == math.prod(sizes)
+        axis_sizes = self.placements.sizes.values()
+        return math.prod(map(self.placements.ways, self.placements.dims[value])) == math.prod(axis_sizes)
 
 
 def _scattered_sums(program: FlatProgram) -> set[int]:
@@ -201,14 +201,14 @@ def _scattered_sums(program: FlatProgram) -> set[int]:
     scatter_results: set[int] = set()
     sums: set[int] = set()
     for operation in program.operations:
-        if operation.kind in SCATTERS and _one_per_row(operation, program):
+        if operation.kind in SCATTERS and _changes_one_per_row(operation, program):
             scatter_results.update(operation.outputs)
         elif operation.kind in ("add", "add_any") and not scatter_results.isdisjoint(operation.inputs):
             sums.update(operation.outputs)
     return sums
 
 
-def _one_per_row(operation: Operation, program: FlatProgram) -> bool:
+def _changes_one_per_row(operation: Operation, program: FlatProgram) -> bool:
     """Whether a scatter changes one element per row, which compilers turn into a comparison with an iota."""
     numbers = operation.params["dimension_numbers"]
     batching_dims, inserted_dims = numbers.operand_batching_dims, numbers.inserted_window_dims

@@ -116,7 +116,7 @@ def cheapest_fit(
     plan = experiment.plan if plan is None else plan
     limit = usable_bytes(platform) if limit is None else limit
     if limit is None:
-        raise UserError(f"memory fit: the memory of {platform} is unknown; give --limit, such as 14GiB")
+        raise UserError(f"memory fit: the memory of {platform} is unknown; set it, such as --limit 14GiB")
     candidates = _Candidates(experiment, platform, plan, measure)
     first_text, *other_texts = valid_menu(experiment, plan) if menu is None else menu
     menu_candidates = [candidates.candidate(first_text)]
@@ -131,19 +131,19 @@ def cheapest_fit(
         best = _with_pofo(candidates, best, limit, host_limit) or best
     menu_candidates += filter(None, map(candidates.candidate_or_none, other_texts))
     least_bytes = min(candidate.bytes for candidate in menu_candidates)
-    too_large: list[tuple[int, Candidate]] = []
+    too_large_pairs: list[tuple[int, Candidate]] = []  # needed bytes, candidate
     all_candidates = menu_candidates if best is None else [best, *menu_candidates]
     for candidate in sorted(all_candidates, key=lambda candidate: candidate.cost):
-        promising = candidate.bytes <= limit * (1 + MARGIN) or candidate.bytes == least_bytes
-        needed_bytes = candidates.needed_bytes(candidate) if promising else candidate.bytes
+        is_promising = candidate.bytes <= limit * (1 + MARGIN) or candidate.bytes == least_bytes
+        needed_bytes = candidates.needed_bytes(candidate) if is_promising else candidate.bytes
         if candidate is best or needed_bytes <= limit:
             return candidate.plan
-        too_large.append((needed_bytes, candidate))
-    needed_bytes, smallest = min(too_large, key=lambda pair: pair[0])
+        too_large_pairs.append((needed_bytes, candidate))
+    needed_bytes, smallest = min(too_large_pairs, key=lambda pair: pair[0])
     raise NothingFits(
         f"memory fit: {experiment.name} takes at least {size(needed_bytes)} per device under any of "
         f"{', '.join(str(candidate.plan.memory) for candidate in menu_candidates)}; "
-        f"the limit is {size(limit)}: use more devices, ZeRO 3, more microbatches or a loss in chunks; to see which "
+        f"the limit is {size(limit)}. Use more devices, ZeRO 3, more microbatches or a loss in chunks. To see which "
         f"change saves most, run jaxscale fit FILE --plan.memory {smallest.plan.memory} --limit {bytes_text(limit)}",
         smallest.plan,
     )
@@ -154,8 +154,8 @@ def valid_menu(experiment: Experiment, plan: Plan) -> tuple[str, ...]:
     if plan.unroll > 1:
         return ("none", "dots", "full")
     # segments of blocks need a model that exposes its blocks, and weights on the device
-    unsegmented = getattr(experiment.model, "foreign", False) or plan.offload.weights == "host"
-    return tuple(text for text in MENU if text != "sqrt" or not unsegmented)
+    is_unsegmented = getattr(experiment.model, "foreign", False) or plan.offload.weights == "host"
+    return tuple(text for text in MENU if text != "sqrt" or not is_unsegmented)
 
 
 def searched_rules(experiment: Experiment, plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
@@ -299,7 +299,7 @@ def _largest_by_estimate(candidates: _Candidates, rule: str, limit: int, low: in
 
 
 def _granularity(budget: int) -> int:
-    """Bytes of which searched budgets near this one are multiples, so that their text is short."""
+    """A power of two; searched budgets near `budget` are multiples of so many bytes, so that their text is short."""
     return 2 ** max(budget.bit_length() - 8, 0)
 
 

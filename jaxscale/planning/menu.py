@@ -66,8 +66,8 @@ class Menu:
 
     def within(self, rule: str, budget: int) -> Decision | None:
         """The cheapest decision of a rule within a budget; `None` if no decision is within it."""
-        fitting = [decision for decision in self.decisions[rule] if decision.bytes <= budget]
-        return min(fitting, key=self.cost, default=None)
+        fitting_decisions = [decision for decision in self.decisions[rule] if decision.bytes <= budget]
+        return min(fitting_decisions, key=self.cost, default=None)
 
     def cost(self, decision: Decision) -> float:
         """Time beyond keeping all activations, as a share of forward and backward pass; FLOP if rates are unknown."""
@@ -75,17 +75,17 @@ class Menu:
         return (decision.seconds if self.timed else decision.flop) / (passes or 1)
 
     def __str__(self) -> str:
-        lines = [
+        text_lines = [
             self.title,
             "",
             f"{self._cost_name} beyond keeping everything, by the bytes kept on the device a layer",
         ]
-        lines += self._table(self.decisions, lambda decision: _share(self.cost(decision)))
+        text_lines += self._table(self.decisions, lambda decision: _percentage(self.cost(decision)))
         host_rules = [rule for rule, decisions in self.decisions.items() if any(d.host_bytes for d in decisions)]
         if host_rules:
-            lines += ["", "MiB in host memory a layer, of these"]
-            lines += self._table(host_rules, lambda decision: f"{decision.host_bytes / self.layers / 2**20:.4g}")
-        return "\n".join(lines)
+            text_lines += ["", "MiB in host memory a layer, for rules that copy to the host"]
+            text_lines += self._table(host_rules, lambda decision: f"{decision.host_bytes / self.layers / 2**20:.4g}")
+        return "\n".join(text_lines)
 
     @property
     def _cost_name(self) -> str:
@@ -95,12 +95,12 @@ class Menu:
     def _table(self, rules: Collection[str], cell_of: Callable[[Decision], str]) -> list[str]:
         """Lines with a cell for each rule and budget; "-" if no decision is within the budget."""
         width = max(map(len, rules))
-        lines = [" " * width + "".join(f"{size(budget / self.layers):>10}" for budget in self.budgets)]
+        text_lines = [" " * width + "".join(f"{size(budget / self.layers):>10}" for budget in self.budgets)]
         for rule in rules:
             decisions = [self.within(rule, budget) for budget in self.budgets]
             cells = ["-" if decision is None else cell_of(decision) for decision in decisions]
-            lines.append(f"{rule:{width}}" + "".join(f"{cell:>10}" for cell in cells))
-        return lines
+            text_lines.append(f"{rule:{width}}" + "".join(f"{cell:>10}" for cell in cells))
+        return text_lines
 
     def svg(self) -> str:
         """The curve of each rule as an SVG image: cost by bytes kept per layer."""
@@ -156,8 +156,8 @@ def menu(
         >>> import jax, jax.numpy as jnp
         >>> w, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(512, 512), (2048, 512)])
         >>> choices = menu(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w), w, x, platform="tpu v5e:1x1", layers=4)
-        >>> keeping_inputs = choices.budgets[1]
-        >>> [round(choices.cost(choices.within(rule, keeping_inputs)), 2) for rule in ("save", "full")]
+        >>> input_budget = choices.budgets[1]
+        >>> [round(choices.cost(choices.within(rule, input_budget)), 2) for rule in ("save", "full")]
         [0.33, 0.33]
     """
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
@@ -169,13 +169,13 @@ def menu(
         calls = MemoryCosts.of(block, platform, plan or block.plan).calls
         if not calls:
             raise UserError(
-                f"{block.name}: its model shows no blocks; build it of layers.Stack or layers.Chain, or give one block"
+                f"{block.name}: its model exposes no blocks; build it of layers.Stack or layers.Chain, or pass a block"
             )
         # if the model has several kinds of blocks, the kind that keeps the most bytes
         graphs = {call.fingerprint: call.graph for call in calls}
-        counts = {kind: sum(call.count for call in calls if call.fingerprint == kind) for kind in graphs}
-        kind = max(graphs, key=lambda kind: counts[kind] * graphs[kind].needed_bytes)
-        graph, layers, name = graphs[kind], counts[kind], block.name
+        counts = {digest: sum(call.count for call in calls if call.fingerprint == digest) for digest in graphs}
+        fingerprint = max(graphs, key=lambda digest: counts[digest] * graphs[digest].needed_bytes)
+        graph, layers, name = graphs[fingerprint], counts[fingerprint], block.name
     else:
         graph = _graph(block, args, named, platform)
         name = f"block {graph.fingerprint}" if block is graph else getattr(block, "__name__", type(block).__name__)
@@ -201,18 +201,18 @@ def _menu(name: str, graph: BlockGraph, layers: int, shares: Sequence[float], ch
                 continue
         if rule_decisions:
             decisions[rule] = tuple(rule_decisions)
-    timed = roofline.rate(chip, "bfloat16") is not None
+    is_timed = roofline.rate(chip, "bfloat16") is not None
     timing = (
-        "" if chip is None or not timed else f"{3e3 * graph.seconds:.3g} ms forward and backward on a {chip.name}, "
+        "" if chip is None or not is_timed else f"{3e3 * graph.seconds:.3g} ms forward and backward on a {chip.name}, "
     )
     title = (
         f"{name}, {layers} layers: {timing}{size(graph.carried_bytes)} of input and {size(graph.needed_bytes)} kept "
         "without a plan, a layer"
     )
-    return Menu(title, graph, layers, timed, tuple(budgets), decisions)
+    return Menu(title, graph, layers, is_timed, tuple(budgets), decisions)
 
 
-def _share(cost: float) -> str:
+def _percentage(cost: float) -> str:
     """A cost as a percentage."""
     return f"{cost:+.1%}" if cost < 10 else f"{cost:+.0%}"
 

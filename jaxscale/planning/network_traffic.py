@@ -61,9 +61,9 @@ def slow_axis_traffic(step: TrainStep, platform: Platform) -> Traffic | None:
     if codec is not None:
         sent_bytes, exact_bytes, by = codec.wire_bytes, codec.exact_bytes, f"reduce {codec.codec}"
     elif diloco is not None:
-        fragments, every = range(len(diloco.fragments)), diloco.diloco.every
-        sent_bytes = math.ceil(sum(map(diloco.wire_bytes, fragments)) / every)
-        exact_bytes, by = sum(map(diloco.exact_bytes, fragments)), f"diloco every {every} steps"
+        fragments, interval = range(len(diloco.fragments)), diloco.diloco.every
+        sent_bytes = math.ceil(sum(map(diloco.wire_bytes, fragments)) / interval)
+        exact_bytes, by = sum(map(diloco.exact_bytes, fragments)), f"diloco every {interval} steps"
     else:
         leaves = leaves_of_gradients(plan, step.pure_model, step.layout).values()
         elements = sum(math.prod(leaf.shape) // math.prod(axis_sizes[axis] for axis in leaf.axes) for leaf in leaves)
@@ -86,8 +86,8 @@ def slow_link(platform: Platform, mesh: MeshSpec) -> tuple[str, float]:
     """
     group_count = platform.slices if platform.chip.kind == "tpu" else platform.hosts or 1
     groups_by_axis = across(tuple(mesh.sizes.values()), group_count)
-    within_group = groups_by_axis is not None and groups_by_axis[list(mesh.sizes).index(REPLICA_AXIS)] == 1
-    link_names = ("ici", "nvlink", "pcie") if within_group else ("dcn",)
+    is_within_group = groups_by_axis is not None and groups_by_axis[list(mesh.sizes).index(REPLICA_AXIS)] == 1
+    link_names = ("ici", "nvlink", "pcie") if is_within_group else ("dcn",)
     link = next((link for link in platform.links if link.name in link_names), None)
     if link is None:
         return "", 0.0
@@ -117,7 +117,7 @@ def sent_by_axes(collectives: Iterable[Collective], mesh: MeshSpec, slices: int 
         if collective.kind == "collective-permute" or collective.axes is None:
             sent_bytes = collective.bytes
         elif collective.kind == "all-gather":
-            is_contribution = slices > 1 and set(collective.axes) & set(axes_between_slices)
+            is_contribution = slices > 1 and not set(collective.axes).isdisjoint(axes_between_slices)
             sent_bytes = wire.all_gather(collective.bytes if is_contribution else collective.bytes // devices, devices)
         else:
             formula = wire.all_reduce if collective.kind == "all-reduce" else wire.all_to_all

@@ -14,7 +14,7 @@ from jaxscale.planning.timeline import Item
 from jaxscale.values.units import size
 
 CUT = 3
-"""A cost is drawn at the edge if it is farther above the lowest than this many times the median cost is."""
+"""Costs whose distance above the lowest exceeds this many times the median distance are drawn at the edge."""
 
 STEPS = 400
 """Maximum number of moments drawn; of neighbouring moments, those with the most and the fewest live bytes remain."""
@@ -59,11 +59,11 @@ def stacked(moments: Sequence[Mapping[str, int]], limit: int | None = None, turn
     top_bytes = 1.06 * _with_limit(max(totals, default=0), limit)
     frame = Frame((0, max(len(moments) - 1, 1)), (0, top_bytes))
     parts = [frame.grid(byte_ticks(top_bytes), size)]
-    lower = [0] * len(indices)
+    lower_bytes = [0] * len(indices)
     for kind, color in zip(kinds, itertools.cycle(COLORS)):
-        upper = [low + moments[index].get(kind, 0) for low, index in zip(lower, indices, strict=True)]
-        parts.append(frame.area(indices, lower, upper, color, kind))
-        lower = upper
+        upper_bytes = [low + moments[index].get(kind, 0) for low, index in zip(lower_bytes, indices, strict=True)]
+        parts.append(frame.area(indices, lower_bytes, upper_bytes, color, kind))
+        lower_bytes = upper_bytes
     if limit is not None and limit <= top_bytes:
         parts.append(frame.level(limit, "limit"))
         parts.append(svg_text(frame.width - frame.right - 4, frame.y_of(limit) - 5, f"limit {size(limit)}", "end"))
@@ -92,7 +92,7 @@ def curve(points: Sequence[Point], limit: int | None = None) -> str:
     if limit is not None and limit <= frame.across[1]:
         parts.append(frame.rule(limit, "limit"))
         parts.append(svg_text(frame.x_of(limit) - 5, frame.top + 12, f"limit {size(limit)}", "end"))
-    labels: list[tuple[float, float, float]] = []
+    labels: list[tuple[float, float, float]] = []  # x, y and half the width of each
     for point in sorted(points, key=lambda point: not point.chosen):
         x, y = frame.x_of(point.bytes), frame.y_of(min(point.cost, edge_cost))
         radius, color = (7, COLORS[6]) if point.chosen else (5, COLORS[0])
@@ -101,8 +101,8 @@ def curve(points: Sequence[Point], limit: int | None = None) -> str:
         has_room = all(abs(x - lx) > half_width + half or abs(y - ly) > 13 for lx, ly, half in labels)
         if has_room or point.chosen:  # a label that would overlap another is shown only as a tooltip
             labels.append((x, y, half_width))
-            above = f" {point.cost:.1f}x" if point.cost > edge_cost else ""
-            parts.append(svg_text(x, y - 11, point.name + above, "middle"))
+            cost_text = f" {point.cost:.1f}x" if point.cost > edge_cost else ""
+            parts.append(svg_text(x, y - 11, point.name + cost_text, "middle"))
     return svg(frame.width, frame.height, "time against memory", parts)
 
 
@@ -129,11 +129,11 @@ def lines(curves: Mapping[str, Sequence[Point]], across_name: str) -> str:
     for index, (rule, plans) in enumerate(curves.items()):
         color = f"hsl({index * 360 // len(curves)} 65% 45%)"
         plans = sorted(plans, key=lambda point: point.bytes)
-        places = [(frame.x_of(point.bytes), frame.y_of(min(point.cost, edge_cost))) for point in plans]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        positions = [(frame.x_of(point.bytes), frame.y_of(min(point.cost, edge_cost))) for point in plans]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
         parts.append(element("polyline", points=path, fill="none", stroke=color, stroke_width=1.5))
-        for point, place in zip(plans, places, strict=True):
-            parts.append(dot(*place, 3.5, color, f"{point.name}: {size(point.bytes)}, {point.cost - 1:+.1%}"))
+        for point, position in zip(plans, positions, strict=True):
+            parts.append(dot(*position, 3.5, color, f"{point.name}: {size(point.bytes)}, {point.cost - 1:+.1%}"))
         y = frame.top + 12 + 18 * index
         parts += [dot(right_edge + 14, y - 4, 4, color), svg_text(right_edge + 24, y, rule)]
     if any(point.cost > edge_cost for point in points):
@@ -162,11 +162,11 @@ def table(items: Sequence[Item], rows: int = 60) -> Markup:
     """The first `rows` arrays as an HTML table, with one line for the sum of all others."""
     cells = [(size(item.bytes), item.kind, item.name) for item in items[:rows]]
     smaller = items[rows:]
-    rest = [(size(sum(item.bytes for item in smaller)), "", f"{len(smaller)} smaller ones")] if smaller else []
-    return markup.table(cells, ("bytes", "for", "what"), numeric=(0,), names=2, rest=rest)
+    rest_rows = [(size(sum(item.bytes for item in smaller)), "", f"{len(smaller)} smaller ones")] if smaller else []
+    return markup.table(cells, ("bytes", "for", "what"), numeric=(0,), names=2, rest=rest_rows)
 
 
 def page(title: str, headed_parts: Sequence[tuple[str, str]]) -> str:
-    """A self-contained page from pairs of a heading and markup; without a line for an empty heading."""
+    """A self-contained page from pairs of a heading and markup; an empty heading is left out."""
     sections = [(element("h2", heading) if heading else None, Markup(content)) for heading, content in headed_parts]
     return markup.page(title, element("h1", title), sections)

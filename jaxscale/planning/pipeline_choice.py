@@ -64,8 +64,8 @@ def pipeline_choice(
     microbatch_counts = [count for count in counts if experiment.batch % (count * batch_shards) == 0]
     if not microbatch_counts:
         raise UserError(
-            f"pipeline {plan.pipeline}: a batch of {experiment.batch} rows does not divide over {batch_shards} devices"
-            f"; choose a batch that is a multiple of {batch_shards * ranks}"
+            f"pipeline {plan.pipeline}: a batch of {experiment.batch} rows cannot be split evenly into "
+            f"{batch_shards} shards; choose a multiple of {batch_shards * ranks}, for a microbatch per rank"
         )
     priced_platform = platform
     if roofline.rate(platform.chip, "bfloat16") is None:
@@ -75,7 +75,7 @@ def pipeline_choice(
     period = period_of(experiment.model)
 
     @functools.cache
-    def prices(microbatches: int) -> ModelPrices:
+    def prices_of(microbatches: int) -> ModelPrices:
         """Prices with this number of microbatches."""
         return in_periods(model_prices(experiment, priced_platform, ranks, microbatches), period)
 
@@ -84,7 +84,7 @@ def pipeline_choice(
     if limit is not None:
         fixed_bytes = _fixed_bytes(experiment, platform, plan, ranks, microbatch_counts[0])
         devices = [PipelineDevice(memory_bytes=max(1, limit - fixed_bytes))] * ranks
-    choice = choose(prices, ranks, microbatch_counts, devices)
+    choice = choose(prices_of, ranks, microbatch_counts, devices)
 
     def with_pipeline(candidate: PipelineCandidate) -> Plan:
         """The plan with the pipeline of a candidate."""
@@ -114,13 +114,13 @@ def pipeline_choice(
         estimates.append((needed_bytes, candidate))
     least_bytes, smallest = min(estimates, key=lambda pair: pair[0])
     raise UserError(
-        f"pipeline {plan.pipeline}: of the {len(estimates)} fastest none fits {size(limit)}; the smallest, {smallest}, "
-        f"needs {size(least_bytes)}: use more devices, memory full, ZeRO over an fsdp axis, or a loss in chunks"
+        f"pipeline {plan.pipeline}: none of the {len(estimates)} fastest fits {size(limit)}; {smallest} needs "
+        f"the least, {size(least_bytes)}. Use more devices, memory full, ZeRO over an fsdp axis, or a loss in chunks"
     )
 
 
 def in_periods(model: ModelPrices, period: int) -> ModelPrices:
-    """Prices of whole periods, the repeated groups of unlike blocks: stages start at the first block of a period.
+    """Prices of whole periods, the repeated groups of unlike blocks. Stages start at the first block of a period.
 
     Example:
         >>> from jaxscale.pipeline.choose.price import Price
@@ -141,7 +141,7 @@ def _joined(blocks: Sequence[Price]) -> Price:
 
 
 def layers_of(partition: Partition, period: int) -> tuple[int, ...]:
-    """Number of blocks of each stage, of a partition of whole periods of `period` blocks."""
+    """Number of blocks of each stage of a partition into whole periods, each of `period` blocks."""
     return tuple(period * len(periods) for periods in partition.stages)
 
 

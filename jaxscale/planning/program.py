@@ -24,7 +24,7 @@ from jaxscale.trees import path_name
 def described_step(
     experiment: Experiment, platform: Platform, plan: Plan | None = None, devices: int | None = None
 ) -> TrainStep:
-    """The train step built for a description of a platform's devices; it can be traced, but not run.
+    """Build the train step for a description of a platform's devices; it can be traced, but not run.
 
     Args:
         experiment: what to train.
@@ -95,7 +95,7 @@ def _compiler(platform: Platform, plan: Plan) -> Compiler:
 
 
 def lowered_step(devices: Sequence[Any], make: Callable[[], Experiment], plan: Plan | None = None) -> Any:
-    """The train step lowered for devices; `functools.partial` turns it into a recipe of `compile_report`.
+    """Lower the train step for devices; `functools.partial` turns it into a recipe of `compile_report`.
 
     Args:
         devices: devices of the platform.
@@ -126,6 +126,6 @@ def step_recipe(experiment: Experiment, plan: Plan, make: Callable[[], Experimen
 
 
 def compiled_bytes(experiment: Experiment, plan: Plan) -> int:
-    """Bytes of device memory per device of the step compiled for the devices of this process."""
+    """Compile the step for the devices of this process, and return its bytes of device memory per device."""
     compiled = build(experiment, plan).compile(batch_shapes(experiment))
     return compiled.argument_bytes + compiled.output_bytes - compiled.alias_bytes + compiled.temp_bytes

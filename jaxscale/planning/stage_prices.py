@@ -50,7 +50,7 @@ def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePl
         schedule: schedule whose stages are priced.
 
     Raises:
-        UserError: there are more stages than blocks, devices or rows do not divide evenly, or the chip's rates are
+        UserError: there are more stages than blocks, devices or rows cannot be split evenly, or the chip's rates are
             unknown.
     """
     model = model_prices(experiment, platform, schedule.ranks, pipeline.shape()[1])
@@ -100,14 +100,15 @@ def costs_of(
     if model.last is not None:
         stages[-1] = (*stages[-1], model.last)
 
-    def totals(name: str) -> tuple[float, ...]:
+    def totals_of(name: str) -> tuple[float, ...]:
+        """Sum of the prices' field `name` over the blocks of each stage."""
         return tuple(float(sum(getattr(price, name) for price in stage)) for stage in stages)
 
-    forward, input_gradient, stash = totals("forward"), totals("input_gradient"), totals("stash_bytes")
+    forward, input_gradient, stash = totals_of("forward"), totals_of("input_gradient"), totals_of("stash_bytes")
     if recompute:
         input_gradient = tuple(map(operator.add, input_gradient, forward))
         stash = (0.0, *(model.blocks[0].message_bytes for _ in stages[1:]))
-    weight_gradient, pending = totals("weight_gradient"), totals("between_bytes")
+    weight_gradient, pending = totals_of("weight_gradient"), totals_of("between_bytes")
     return Costs(forward, input_gradient, weight_gradient, links=links, stash=stash, pending=pending)
 
 
@@ -121,13 +122,13 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
         microbatches: number of microbatches of a global batch.
 
     Raises:
-        UserError: devices or rows do not divide evenly, the model exposes no blocks, or the chip's rates are unknown.
+        UserError: devices or rows cannot be split evenly, the model exposes no blocks, or the chip's rates are unknown.
     """
     chip = platform.chip
     if roofline.rate(chip, "bfloat16") is None:
         raise UserError(
             f"platform {platform}: the rates of a {chip.name} are unknown; name one whose rates are known, such as "
-            "--platform 'tpu v5e:4x4', or give --cost f=1,i=1,w=1"
+            "--platform 'tpu v5e:4x4', or set the costs of the passes: --cost f=1,i=1,w=1"
         )
     if platform.devices % ranks:
         raise UserError(
@@ -141,7 +142,7 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
     step = described_step(experiment, platform, plan, platform.devices // ranks)
     calls = traced_blocks(step.objective, chip)
     if not calls:
-        raise UserError(f"{experiment.name}: its model shows no blocks; build it of layers.Stack or layers.Chain")
+        raise UserError(f"{experiment.name}: its model exposes no blocks; build it of layers.Stack or layers.Chain")
     decision = decide(step.plan.memory, calls, chip)
     block_count = sum(call.count for call in calls)
     stash_bytes, recompute_seconds = decision.bytes / block_count, decision.seconds / block_count
@@ -177,18 +178,18 @@ def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
         >>> [round(seconds / graph.seconds, 3) for seconds in gradient_seconds(graph)]
         [1.0, 1.0]
     """
-    input_dependent = set(graph.carried)
+    dependent_values = set(graph.carried)
     input_seconds = weight_seconds = 0.0
     for equation in graph.equations:
-        is_dependent = [value in input_dependent for value in equation.inputs]
+        is_dependent = [value in dependent_values for value in equation.inputs]
         if any(is_dependent):
-            input_dependent.update(equation.outputs)
+            dependent_values.update(equation.outputs)
         if not equation.flop:
             input_seconds += equation.seconds if any(is_dependent) else 0.0
         elif equation.name in PRODUCTS:  # the gradient with respect to each operand is one product
-            factors_dependent = is_dependent[:2] if len(is_dependent) > 1 else is_dependent * 2
-            input_seconds += equation.seconds * sum(factors_dependent)
-            weight_seconds += equation.seconds * (len(factors_dependent) - sum(factors_dependent))
+            is_factor_dependent = is_dependent[:2] if len(is_dependent) > 1 else is_dependent * 2
+            input_seconds += equation.seconds * sum(is_factor_dependent)
+            weight_seconds += equation.seconds * (len(is_factor_dependent) - sum(is_factor_dependent))
         else:
             input_seconds += 2 * equation.seconds
     return input_seconds, weight_seconds

@@ -141,34 +141,34 @@ class _Sweep:
         piece_at = {index: piece for piece in self.pieces if piece.path == self.path for index in piece.indices}
         last_read = self._last_reads()
         last_needed = last_read | self._late_reads(last_read)
-        live: dict[int, Item] = {}
+        live_items: dict[int, Item] = {}
         live_before_piece: dict[int, Item] = {}
         moments: list[Moment] = []
         for index, operation in enumerate(self.arrays.program.operations):
             piece = piece_at.get(index)
             new_arrays = [value for value in operation.outputs if value in self.arrays.bytes]
-            dying_arrays = [value for value in live if last_needed.get(value, -1) <= index]
-            for value in self._reused_arrays(operation, new_arrays, dying_arrays, live):
-                del live[value]
+            dying_arrays = [value for value in live_items if last_needed.get(value, -1) <= index]
+            for value in self._reused_arrays(operation, new_arrays, dying_arrays, live_items):
+                del live_items[value]
             if piece is not None and index == piece.start:
-                live_before_piece = dict(live)
-            live |= {value: self._item(operation, value) for value in new_arrays if self.arrays.bytes[value]}
-            live_after = {value: item for value, item in live.items() if last_needed.get(value, -1) > index}
+                live_before_piece = dict(live_items)
+            live_items |= {value: self._item(operation, value) for value in new_arrays if self.arrays.bytes[value]}
+            live_after = {value: item for value, item in live_items.items() if last_needed.get(value, -1) > index}
             moments_within: list[Moment] = []
-            if piece is not None and (temporaries := self.pieces[piece]) is not None:
+            if piece is not None and (temporaries_bytes := self.pieces[piece]) is not None:
                 if index == piece.stop - 1:
                     kind = "loss" if piece.name == "loss" else self.default_kind
-                    moments_within = [Moment((Item(f"{piece.name}, compiled", kind, temporaries),))]
+                    moments_within = [Moment((Item(f"{piece.name}, compiled", kind, temporaries_bytes),))]
                     # late arrays of the piece are among its temporaries
-                    still_read = {value: item for value, item in live.items() if last_read.get(value, -1) > index}
-                    live = live_before_piece | still_read
+                    still_read = {value: item for value, item in live_items.items() if last_read.get(value, -1) > index}
+                    live_items = live_before_piece | still_read
             elif new_arrays or operation.loop or operation.branches:
                 moments_within = self._moments_within(operation, index)
             for moment in moments_within:
-                items = (*live.values(), *moment.items)
+                items = (*live_items.values(), *moment.items)
                 moments.append(Moment(items, operation.backward or moment.backward, piece or moment.piece))
             if new_arrays or moments_within:
-                live = live_after
+                live_items = live_after
         return moments
 
     def _last_reads(self) -> dict[int, int]:
@@ -185,14 +185,21 @@ class _Sweep:
         """Index of the last read of each array that waits for a product around a ring, which the compiler runs late."""
         if self.arrays.compiler.fuses != "local":
             return {}
-        rings = [index for index in self.arrays.placements.summed if self.arrays.around_ring(index)]
-        late_read = late_arrays(self.arrays.program, rings, self.arrays.is_array)
-        return {value: max(index, last_read.get(value, -1)) for value, index in late_read.items()}
+        ring_products = [index for index in self.arrays.placements.summed if self.arrays.is_around_ring(index)]
+        late_read_of = late_arrays(self.arrays.program, ring_products, self.arrays.is_array)
+        return {value: max(index, last_read.get(value, -1)) for value, index in late_read_of.items()}
 
     def _reused_arrays(
-        self, operation: Operation, new_arrays: Sequence[int], dying_arrays: Sequence[int], live: Mapping[int, Item]
+        self, operation: Operation, new_arrays: Sequence[int], dying_arrays: Sequence[int], items: Mapping[int, Item]
     ) -> list[int]:
-        """Arrays whose memory the results of an operation reuse, among `dying_arrays` that it reads last."""
+        """Arrays whose memory the results of an operation reuse.
+
+        Args:
+            operation: the operation.
+            new_arrays: its results that are arrays.
+            dying_arrays: arrays that no later operation needs.
+            items: item of each array that is alive, by the array's number.
+        """
         if operation.kind in NEVER_REUSED:
             return []
         array_bytes = self.arrays.bytes
@@ -200,7 +207,7 @@ class _Sweep:
             unchanged = unchanged_results(operation)
             pairs = [(result, source) for result, value in unchanged for source in self.arrays.sources[value]]
             pairs = [(result, source) for result, source in pairs if source in dying_arrays]
-            return [source for result, source in pairs if live[source].bytes == array_bytes.get(result)]
+            return [source for result, source in pairs if items[source].bytes == array_bytes.get(result)]
         if operation.kind.startswith("reduce_") or (self.arrays.compiler.fuses == "no" and operation.loop is None):
             return []
         candidates = list(dying_arrays)
@@ -213,10 +220,10 @@ class _Sweep:
         for result in new_arrays:
             if result in self.arrays.scattered_sums:
                 continue
-            match = next((value for value in candidates if live[value].bytes == array_bytes.get(result, 0)), None)
-            if match is not None:
-                candidates.remove(match)
-                reused_arrays.append(match)
+            array = next((value for value in candidates if items[value].bytes == array_bytes.get(result, 0)), None)
+            if array is not None:
+                candidates.remove(array)
+                reused_arrays.append(array)
         return reused_arrays
 
     def _moments_within(self, operation: Operation, index: int) -> list[Moment]:
@@ -230,15 +237,15 @@ class _Sweep:
             for branch in self.arrays.of_branches(index):
                 moments += _Sweep(branch, {}, (), self.default_kind).moments()
         elif gathered_bytes := self._gathered_bytes(operation, index):
-            weight = Item(f"gathered weight of {operation.line}", "gathered weights", gathered_bytes)
-            moments = [Moment((weight,))]
+            weight_item = Item(f"gathered weight of {operation.line}", "gathered weights", gathered_bytes)
+            moments = [Moment((weight_item,))]
         return moments or [Moment()]
 
     def _gathered_bytes(self, operation: Operation, index: int) -> int:
         """Bytes of the weights that are gathered for an operation."""
         arrays = self.arrays
         gathered_bytes = int(arrays.compiler.gather * arrays.placements.gathered.get(index, 0))
-        if gathered_bytes and arrays.in_loop and arrays.compiler.fuses == "local" and arrays.around_ring(index):
+        if gathered_bytes and arrays.in_loop and arrays.compiler.fuses == "local" and arrays.is_around_ring(index):
             # around a ring the result is assembled in steps: an old and a new copy are alive
             return max(gathered_bytes, *(arrays.bytes.get(value, 0) for value in operation.outputs))
         return gathered_bytes

@@ -36,7 +36,7 @@ class Assignment:
     Args:
         pipeline: pipeline with the number of blocks of each stage.
         partition: partition into stages of blocks, or of whole periods (the repeated groups of unlike blocks).
-        places: name of the chip of each rank; of the slowest chip if those of the workers differ.
+        places: name of each rank's chip; if the chips of the workers differ, the name of the slowest.
         workers: number of pipelines side by side.
     """
 
@@ -66,10 +66,10 @@ def devices_of(text: str, ranks: int) -> tuple[Platform, ...]:
     groups = tuple(Platform.parse(group_text) for group_text in text.split(",") if group_text.strip())
     count = sum(group.devices for group in groups)
     if len({group.chip.name for group in groups}) < 2:
-        raise UserError(f"--devices {text!r}: expected two kinds of chips or more; for one kind, give --platform")
+        raise UserError(f"--devices {text!r}: expected two kinds of chips or more; for one kind, use --platform")
     if count % ranks:
         raise UserError(
-            f"--devices {text!r}: {count} devices for {ranks} ranks: expected {ranks} or a multiple (virtual workers)"
+            f"--devices {text!r}: got {count} devices for {ranks} ranks, expected {ranks} or a multiple of it"
         )
     return groups
 
@@ -86,23 +86,23 @@ def assign(
         schedule: schedule of the pipeline.
 
     Raises:
-        UserError: the rates of a chip are unknown, rows do not divide evenly, or the schedule has several routes.
+        UserError: the rates of a chip are unknown, rows cannot be split evenly, or the schedule has several routes.
     """
     workers = sum(group.devices for group in groups) // schedule.ranks
     period = period_of(experiment.model)
     prices: dict[str, ModelPrices] = {}
-    links: dict[str, float] = {}
+    bandwidths: dict[str, float] = {}
     for group in {group.chip.name: group for group in groups}.values():
         same_chips = Platform(group.chip, max(1, schedule.ranks * workers // group.chip.devices))
         model = model_prices(experiment, same_chips, schedule.ranks, pipeline.shape()[1])
         prices[group.chip.name] = in_periods(model, period)
-        links[group.chip.name] = max((link.bandwidth for link in group.links), default=math.inf)
-    names = [group.chip.name for group in groups for _ in range(group.devices)]
-    places = tuple(PipelineDevice(kind=name, link=links[name]) for name in names)
+        bandwidths[group.chip.name] = max((link.bandwidth for link in group.links), default=math.inf)
+    chip_names = [group.chip.name for group in groups for _ in range(group.devices)]
+    pipe_devices = tuple(PipelineDevice(kind=name, link=bandwidths[name]) for name in chip_names)
     if workers > 1:
-        seconds = {name: sum(price.forward for price in model.blocks) for name, model in prices.items()}
-        slowness = {name: chip_seconds / min(seconds.values()) for name, chip_seconds in seconds.items()}
-        places = virtual_workers(places, slowness, workers)
-    fastest_partition = partition(prices, schedule, places, stash=experiment.plan.stages_keep)
+        seconds_of = {name: sum(price.forward for price in model.blocks) for name, model in prices.items()}
+        slowness_of = {name: chip_seconds / min(seconds_of.values()) for name, chip_seconds in seconds_of.items()}
+        pipe_devices = virtual_workers(pipe_devices, slowness_of, workers)
+    fastest_partition = partition(prices, schedule, pipe_devices, stash=experiment.plan.stages_keep)
     pipeline = dataclasses.replace(pipeline, stages=layers_of(fastest_partition, period))
-    return Assignment(pipeline, fastest_partition, tuple(place.kind for place in places), workers)
+    return Assignment(pipeline, fastest_partition, tuple(device.kind for device in pipe_devices), workers)

@@ -32,7 +32,7 @@ def detect(devices: Sequence[Any] | None = None) -> Platform:
 
     devices = list(jax.devices() if devices is None else devices)
     chip = chip_of(devices[0].device_kind, devices[0].platform)
-    chip = dataclasses.replace(chip, **_measured(chip, devices))
+    chip = dataclasses.replace(chip, **_measured_facts(chip, devices))
     if chip.kind != "tpu":
         return Platform(chip, len(devices))
     coordinates = {(getattr(device, "slice_index", 0) or 0, *device.coords) for device in devices}
@@ -91,18 +91,18 @@ def _not_about_cuda_plugin(record: logging.LogRecord) -> bool:
 def host_memory() -> int | None:
     """Bytes of main memory, or the limit of the control group; None if the system does not report it."""
     try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         return None
     try:
         with open("/sys/fs/cgroup/memory.max") as file:
-            limit = file.read().strip()
+            limit_text = file.read().strip()
     except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total
+        return total_bytes
+    return min(total_bytes, int(limit_text)) if limit_text.isdigit() else total_bytes
 
 
-def _measured(chip: Chip, devices: Sequence[Any]) -> dict[str, Any]:
+def _measured_facts(chip: Chip, devices: Sequence[Any]) -> dict[str, Any]:
     """Fields of the chip that are measured on this machine: memory of device and host, and chips of one host."""
     local_devices = [device for device in devices if device.process_index == devices[0].process_index]
     facts: dict[str, Any] = {"host_memory": host_memory()}

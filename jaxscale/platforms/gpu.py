@@ -67,13 +67,13 @@ L4 = Chip(
 
 
 def _a100(
-    name: str, kinds: tuple[str, ...], memory: int, bandwidth: float, links: tuple[Link, ...], **host: int
+    name: str, device_kinds: tuple[str, ...], memory: int, bandwidth: float, links: tuple[Link, ...], **fields: int
 ) -> Chip:
-    """A variant of A100 by its device kinds, memory in bytes, bandwidth in bytes/s and links; `host`: other fields."""
+    """A variant of A100 by its device kinds, memory in bytes, bandwidth in bytes/s and links; `fields`: others."""
     return Chip(
         name=name,
         kind="gpu",
-        device_kinds=kinds,
+        device_kinds=device_kinds,
         source=(_A100, f"NVIDIA A100 datasheet, {name}: {memory // 10**9} GB at {bandwidth / 1e9:.0f} GB/s"),
         bfloat16=312e12,  # datasheet
         float16=312e12,  # datasheet
@@ -83,7 +83,7 @@ def _a100(
         memory=memory,
         memory_bandwidth=bandwidth,
         links=links,
-        **host,
+        **fields,
     )
 
 
@@ -143,12 +143,12 @@ B200 = Chip(
     kind="gpu",
     device_kinds=("NVIDIA B200",),
     source=(_B200, "NVIDIA DGX B200 datasheet: 8 GPUs, 1440 GB, 64 TB/s HBM3e, 14.4 TB/s NVLink in all"),
-    bfloat16=2250e12,  # same page
-    float16=2250e12,  # same page
-    tf32=1100e12,  # same page
-    float32=80e12,  # same page
-    float8=4500e12,  # same page
-    int8=4500e12,  # same page
+    bfloat16=2250e12,  # glennklockwood.com
+    float16=2250e12,  # glennklockwood.com
+    tf32=1100e12,  # glennklockwood.com
+    float32=80e12,  # glennklockwood.com
+    float8=4500e12,  # glennklockwood.com
+    int8=4500e12,  # glennklockwood.com
     memory=180 * 10**9,  # DGX B200 datasheet: 1440 GB / 8
     memory_bandwidth=8e12,  # DGX B200 datasheet: 64 TB/s / 8
     chips_per_host=8,  # DGX B200 datasheet

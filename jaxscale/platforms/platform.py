@@ -138,12 +138,12 @@ class Platform:
 
     @property
     def devices(self) -> int:
-        """JAX devices, all slices together."""
+        """Number of JAX devices, all slices together."""
         return self.chips * self.slices * self.chip.devices
 
     @property
     def hosts(self) -> int | None:
-        """Host machines; None if the number of chips per host is unknown."""
+        """Number of host machines; None if the number of chips per host is unknown."""
         if self.chip.chips_per_host is None:
             return None
         return self.slices * math.ceil(self.chips / self.chip.chips_per_host)
@@ -166,7 +166,7 @@ class Platform:
 
     @classmethod
     def parse(cls, text: str) -> "Platform":
-        """The platform of a text: "tpu CHIP:TOPOLOGY [x SLICES]", "gpu CHIP [x COUNT]", "cpu [x COUNT]" or "local".
+        """Parse a platform's text: "tpu CHIP:TOPOLOGY [x SLICES]", "gpu CHIP [x COUNT]", "cpu [x COUNT]" or "local".
 
         Raises:
             UserError: an unknown word, or a topology that does not exist.
@@ -261,14 +261,14 @@ def _parse_tpu(text: str, words: str) -> Platform:
 
     match = re.fullmatch(r"([^\s:]*)(?:\s*:\s*(\S*))?(.*)", words, re.DOTALL)
     assert match is not None, "the pattern matches any text"
-    name, shape, tail = match.groups(default="")
+    name, shape_text, tail = match.groups(default="")
     chip = _chip(text, "tpu", name, name, ALIASES, "tpu v5e:4x4")
-    if not re.fullmatch(r"[0-9]{1,4}(x[0-9]{1,4})+", shape):
-        slices = [size for size in topologies(chip.name) if str(math.prod(size)) == shape]
-        examples = " or ".join(f"tpu {chip.name}:{_shape_text(size)}" for size in slices or topologies(chip.name)[2:3])
+    if not re.fullmatch(r"[0-9]{1,4}(x[0-9]{1,4})+", shape_text):
+        shapes = [size for size in topologies(chip.name) if str(math.prod(size)) == shape_text]
+        examples = " or ".join(f"tpu {chip.name}:{_shape_text(size)}" for size in shapes or topologies(chip.name)[2:3])
         raise UserError(
-            f"platform {text!r}: got {shape!r} for the topology, expected chips along each axis: {examples}"
+            f"platform {text!r}: got {shape_text!r} for the topology, expected chips along each axis: {examples}"
         )
-    topology = tuple(map(int, shape.split("x")))
+    topology = tuple(map(int, shape_text.split("x")))
     check_topology(chip.name, topology)
     return Platform(chip, math.prod(topology), topology, _count(text, tail))

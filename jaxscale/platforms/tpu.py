@@ -183,12 +183,12 @@ def check_topology(name: str, topology: tuple[int, ...]) -> None:
     Raises:
         UserError: the topology is not in `topologies(name)`.
     """
-    existing = topologies(name)
-    if topology in existing:
+    shapes = topologies(name)
+    if topology in shapes:
         return
     chips = math.prod(topology)
     topology_name = "x".join(map(str, topology))
-    texts = {"x".join(map(str, shape)): shape for shape in existing}
+    texts = {"x".join(map(str, shape)): shape for shape in shapes}
     counts = {text: math.prod(shape) for text, shape in texts.items()}
     same_count = [text for text, count in counts.items() if count == chips]
     nearest_counts = sorted(set(counts.values()), key=lambda size: abs(size - chips))[:2]

@@ -138,10 +138,10 @@ class BlockGraph:
     @property
     def needed_bytes(self) -> int:
         """Bytes kept without a memory plan: of the values that the backward pass reads, without the block's inputs."""
-        needed = set(self.needed)
+        needed_indices = set(self.needed)
         producers = (self.equations[self.values[index].producer] for index in self.needed)
-        copies = {eqn.outputs[0] for eqn in producers if eqn.name == "name" and needed & {*eqn.inputs}}
-        return sum(self.values[index].bytes for index in needed - copies)
+        copies = {eqn.outputs[0] for eqn in producers if eqn.name == "name" and needed_indices & {*eqn.inputs}}
+        return sum(self.values[index].bytes for index in needed_indices - copies)
 
 
 def block_graph(
@@ -189,7 +189,7 @@ def graph_of(
     mesh, batch = mesh or {}, batch or ()
     program = inline(closed_jaxpr)
     vjp_program, result_count = _forward_and_residuals(program, closed_jaxpr.consts)
-    names, carried = _input_names(closed_jaxpr, args, activations)
+    names, carried_indices = _input_names(closed_jaxpr, args, activations)
     input_dims: dict[int, Dims] = {}
     leaves = [None] * (len(program.inputs) - len(jax.tree.leaves(args))) + jax.tree.leaves(args)
     for index, leaf in enumerate(leaves):
@@ -200,12 +200,12 @@ def graph_of(
             mesh = dict(sharding.mesh.shape) | dict(mesh)
     has_placements = bool(input_dims) or any(step.primitive == "sharding_constraint" for step in vjp_program.steps)
     if not has_placements:
-        for index in carried:
+        for index in carried_indices:
             shape = getattr(vjp_program.avals[vjp_program.inputs[index]], "shape", ())
             if shape:
                 input_dims[vjp_program.inputs[index]] = (batch, *((),) * (len(shape) - 1))
     dims = propagate(vjp_program, input_dims, mesh)
-    return _Builder(vjp_program, dims, mesh, chip).build(program.fingerprint(), names, carried, result_count)
+    return _Builder(vjp_program, dims, mesh, chip).build(program.fingerprint(), names, carried_indices, result_count)
 
 
 def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tuple[InlinedProgram, int]:
@@ -213,7 +213,7 @@ def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tu
 
     Args:
         program: program of the block.
-        consts: values that the block closes over; the block is differentiated by the tracers among them only.
+        consts: values that the block closes over; the block is differentiated only with respect to the tracers.
     """
     import jax
     import jax.numpy as jnp
@@ -250,14 +250,14 @@ def _input_names(closed_jaxpr: Any, args: Sequence[Any], activations: Sequence[i
     from jaxscale.trees import path_name
 
     names = [f"closed over {index}" for index in range(len(closed_jaxpr.jaxpr.constvars))]
-    carried: list[int] = []
+    carried_indices: list[int] = []
     positions = {index % len(args) for index in activations if args and -len(args) <= index < len(args)}
     for position, arg in enumerate(args):
         for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
             if position in positions and jax.numpy.issubdtype(getattr(leaf, "dtype", int), jax.numpy.inexact):
-                carried.append(len(names))
+                carried_indices.append(len(names))
             names.append("/".join(filter(None, (f"argument {position}", path_name(path)))))
-    return names, carried
+    return names, carried_indices
 
 
 class _Builder:
@@ -277,7 +277,14 @@ class _Builder:
         self.reader_counts = Counter(atom for atom in read_atoms if isinstance(atom, int))
 
     def build(self, fingerprint: str, names: Sequence[str], carried: Sequence[int], result_count: int) -> BlockGraph:
-        """The graph, with these names of the inputs; the first `result_count` outputs are the block's results."""
+        """Build the graph.
+
+        Args:
+            fingerprint: fingerprint of the block's program.
+            names: names of the inputs.
+            carried: indices of the inputs that are activations.
+            result_count: number of results of the block, which are the program's first outputs.
+        """
         for number, name in zip(self.program.inputs, names, strict=True):
             self._add_value(number, name, -1)
         for step in self.program.steps:
@@ -354,10 +361,10 @@ class _Builder:
     def _shards(self, step: Step) -> int:
         """Number of devices that share an operation's FLOP: along the axes of its results and summed dims."""
         axes = {axis for number in step.outputs if number is not None for dim in self.dims[number] for axis in dim}
-        left = step.inputs[0] if step.inputs else None
-        if step.primitive == "dot_general" and isinstance(left, int):
-            contracted = step.eqn.params["dimension_numbers"][0][0]
-            axes |= {axis for dim in contracted for axis in self.dims[left][dim]}
+        left_operand = step.inputs[0] if step.inputs else None
+        if step.primitive == "dot_general" and isinstance(left_operand, int):
+            contracted_dims = step.eqn.params["dimension_numbers"][0][0]
+            axes |= {axis for dim in contracted_dims for axis in self.dims[left_operand][dim]}
         return math.prod(self.mesh.get(axis, 1) for axis in axes)
 
 

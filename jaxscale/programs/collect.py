@@ -15,6 +15,7 @@ from jaxscale.programs.inline import inline
 from jaxscale.programs.walk import equations
 
 _NAME = "jaxscale_block_"
+"""Prefix of the names under which recorded blocks are called in the model's jaxpr."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ def collect(
     mesh: Mapping[str, int] | None = None,
     batch: tuple[str, ...] | None = None,
 ) -> tuple[BlockCall, ...]:
-    """The blocks that `fn(*args)` calls, in order.
+    """Trace `fn(*args)`, and return the blocks that it calls, in order.
 
     Args:
         fn: function to trace, such as a model's loss; it is not run.
@@ -79,7 +80,7 @@ def collect(
     def recorder(block: Callable[..., Any], rolled: bool) -> Callable[..., Any]:
         """The function to call in place of a block."""
 
-        def recorded_block(*inputs: Any) -> Any:
+        def record_and_run(*inputs: Any) -> Any:
             closed_jaxpr, output_shapes = jax.make_jaxpr(block, return_shape=True)(*inputs)
             shapes = jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(jax.numpy.shape(leaf), getattr(leaf, "dtype", type(leaf))), inputs
@@ -101,7 +102,7 @@ def collect(
             run.__name__ = run.__qualname__ = f"{_NAME}{len(recordings) - 1}"
             return jax.tree.unflatten(jax.tree.structure(output_shapes), jax.jit(run)(*jax.tree.leaves(inputs)))
 
-        return recorded_block
+        return record_and_run
 
     with blocks.wrapping(recorder):
         # a new function: JAX would return a cached trace made without the recorder

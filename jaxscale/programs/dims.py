@@ -36,7 +36,7 @@ def parts(dims: Dims, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def local_shape(shape: Shape, dims: Dims, sizes: Mapping[str, int]) -> Shape:
-    """Shape of one device's part of an array; dims that do not divide are padded."""
+    """Shape of one device's part of an array; dims that cannot be split evenly are padded."""
     return tuple(-(-size // count) for size, count in zip(shape, parts(dims, sizes), strict=True))
 
 
@@ -97,17 +97,17 @@ def _without(removed: str, params: Any, shapes: Any, result_shape: Shape) -> Ite
 
 def _reshape(params: Any, shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
     """Links of dims before which both shapes hold equally many elements: equal dims, or the first of two groups."""
-    result_dims = {place: result_dim for result_dim, place in enumerate(_places(result_shape))}
-    return ((0, dim, result_dims[place]) for dim, place in enumerate(_places(shapes[0])) if place in result_dims)
+    result_dims = {key: result_dim for result_dim, key in enumerate(_dim_keys(result_shape))}
+    return ((0, dim, result_dims[key]) for dim, key in enumerate(_dim_keys(shapes[0])) if key in result_dims)
 
 
-def _places(shape: Shape) -> list[tuple[int, bool, int]]:
-    """Place of each dim: elements in the dims before it, whether its size is 1, number of earlier dims that agree."""
-    places: list[tuple[int, bool, int]] = []
+def _dim_keys(shape: Shape) -> list[tuple[int, bool, int]]:
+    """Key of each dim: elements in the dims before it, whether its size is 1, number of earlier dims that agree."""
+    keys: list[tuple[int, bool, int]] = []
     for dim, size in enumerate(shape):
-        place_of_dim = (math.prod(shape[:dim]), size == 1)
-        places.append((*place_of_dim, sum(place[:2] == place_of_dim for place in places)))
-    return places
+        start_of_key = (math.prod(shape[:dim]), size == 1)
+        keys.append((*start_of_key, sum(key[:2] == start_of_key for key in keys)))
+    return keys
 
 
 def _product(params: Any, shapes: Any, result_shape: Shape) -> Iterator[DimLink]:

@@ -1,8 +1,8 @@
 """Check that an update rule treats each number by itself, so that it can run on slices of the parameters, one by one.
 
 The check reads the rule's program. Adam, Lion and SGD pass, with schedules, masks and decay. A rule that mixes elements
-does not: it sums over a tensor (LAMB's trust ratio, Adafactor's row means) or over all tensors (clipping by the global
-norm).
+does not pass, because it sums over a tensor (LAMB's trust ratio, Adafactor's row means) or over all tensors (clipping
+by the global norm).
 """
 
 from typing import Any
@@ -45,7 +45,7 @@ def first_mixing(rule: optax.GradientTransformation, params: Params) -> str | No
     """
     shapes = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype), params)
     state = jax.eval_shape(rule.init, shapes)
-    return _mixing(jax.make_jaxpr(rule.update)(shapes, state, shapes))
+    return _first_mixing_primitive(jax.make_jaxpr(rule.update)(shapes, state, shapes))
 
 
 def check_elementwise(
@@ -61,15 +61,15 @@ def check_elementwise(
     Raises:
         UserError: the rule's update mixes elements of a tensor.
     """
-    operation = first_mixing(rule, params)
-    if operation is not None:
+    mixing_name = first_mixing(rule, params)
+    if mixing_name is not None:
         raise UserError(
-            f"{option}: this optimizer's update mixes elements of a tensor ({operation}), so it can't be "
+            f"{option}: this optimizer's update mixes elements of a tensor ({mixing_name}), so it can't be "
             "run slice by slice; take adamw, lion or sgd, or optimizer_state host, or keep the state on the device"
         )
 
 
-def _mixing(jaxpr: Any) -> str | None:
+def _first_mixing_primitive(jaxpr: Any) -> str | None:
     """Name of the first primitive of a jaxpr that mixes elements, or `ARRAY`; `None` if no primitive does."""
     jaxpr = opened(jaxpr)
     if any(_size(var) > 1 for var in jaxpr.constvars):
@@ -82,11 +82,11 @@ def _mixing(jaxpr: Any) -> str | None:
             continue
         if name == "bitcast_convert_type" and _size(eqn.invars[0]) == _size(eqn.outvars[0]):
             continue
-        inner = inner_jaxprs(eqn)
-        if inner and name not in ("scan", "while"):
-            operation = next((operation for operation in map(_mixing, inner) if operation is not None), None)
-            if operation is not None:
-                return operation
+        inner_programs = inner_jaxprs(eqn)
+        if inner_programs and name not in ("scan", "while"):
+            mixing_name = next(filter(None, map(_first_mixing_primitive, inner_programs)), None)
+            if mixing_name is not None:
+                return mixing_name
         elif name in PLACED or any(_size(var) > 1 for var in eqn.invars):
             return name
     return None

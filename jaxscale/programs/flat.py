@@ -119,12 +119,20 @@ def flatten(jaxpr: Any, manual: frozenset[str] = frozenset()) -> FlatProgram:
 
 
 def loop_parts(operation: Operation, items: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
-    """Split the items of a loop's operands: of the body's constants, the initial state, the arrays that are scanned."""
+    """Split items that belong to a loop's operands.
+
+    Args:
+        operation: a scan or a while loop.
+        items: an item for each operand.
+
+    Returns:
+        The items of the body's constants, of the initial state, and of the arrays that are scanned.
+    """
     if operation.kind == "scan":
-        consts, carried = scan_counts(operation.params)
-        return items[:consts], items[consts : consts + carried], items[consts + carried :]
-    start, consts = operation.params["cond_nconsts"], operation.params["body_nconsts"]
-    return items[start : start + consts], items[start + consts :], ()
+        const_count, carry_count = scan_counts(operation.params)
+        return items[:const_count], items[const_count : const_count + carry_count], items[const_count + carry_count :]
+    start, const_count = operation.params["cond_nconsts"], operation.params["body_nconsts"]
+    return items[start : start + const_count], items[start + const_count :], ()
 
 
 def carries(operation: Operation) -> tuple[int | None, ...]:
@@ -176,32 +184,32 @@ class _Flattener:
         """Append the operations of an open jaxpr; return its results."""
 
         def append(eqn: Any, operands: list[Atom]) -> Sequence[Atom]:
-            in_backward = backward or "transpose" in str(eqn.source_info.name_stack)
+            is_backward = backward or "transpose" in str(eqn.source_info.name_stack)
             kind = eqn.primitive.name
             if kind == "name":
                 if isinstance(operands[0], int):
                     self.names[operands[0]] = eqn.params["name"]
                 return operands
             if kind == "shard_map" and _is_model_region(eqn.params["newly_manual_axes"]):
-                return self._append_region(eqn, operands, in_backward)
-            uninlined = (*LOOPS, "pallas_call", "shard_map", *(("cond",) if PIPE in self.manual else ()))
-            callee = None if kind in uninlined else _callee(eqn)
+                return self._append_region(eqn, operands, is_backward)
+            uninlined_primitives = (*LOOPS, "pallas_call", "shard_map", *(("cond",) if PIPE in self.manual else ()))
+            callee = None if kind in uninlined_primitives else _callee(eqn)
             if callee is not None:
                 constants = self._new_values(callee.constvars)
                 self.constants += constants
                 arguments = operands[len(operands) - len(callee.invars) :]  # without the index of a `cond`'s branch
-                return self._append_equations(callee, [*constants, *arguments], in_backward)
+                return self._append_equations(callee, [*constants, *arguments], is_backward)
             body = eqn.params.get("jaxpr" if kind == "scan" else "body_jaxpr") if kind in LOOPS else None
             loop = None if body is None else flatten(body, self.manual)
             branches = eqn.params["branches"] if kind == "cond" else ()
             branches = tuple(_with_late_slices(flatten(branch, self.manual)) for branch in branches)
-            return self._append(kind, eqn, operands, eqn.outvars, in_backward, loop=loop, branches=branches)
+            return self._append(kind, eqn, operands, eqn.outvars, is_backward, loop=loop, branches=branches)
 
         return evaluate(jaxpr, inputs, append)
 
     def _append_region(self, eqn: Any, operands: Sequence[Atom], backward: bool) -> list[Atom]:
         """Inline a `shard_map`: its operations between "enter" and "leave" operations."""
-        region = opened(eqn.params["jaxpr"])
+        region_jaxpr = opened(eqn.params["jaxpr"])
         outer_manual, self.manual = self.manual, frozenset(eqn.params["newly_manual_axes"])
 
         def append_each(kind: str, atoms: Sequence[Atom], results: Sequence[Any], specs: Sequence[Any]) -> list[Atom]:
@@ -213,10 +221,10 @@ class _Flattener:
                 for atom, result, spec in zip(atoms, results, specs, strict=True)
             ]
 
-        constants = self._new_values(region.constvars)
+        constants = self._new_values(region_jaxpr.constvars)
         self.constants += constants
-        arguments = append_each("enter", operands, region.invars, eqn.params["in_specs"])
-        results = self._append_equations(region, [*constants, *arguments], backward)
+        arguments = append_each("enter", operands, region_jaxpr.invars, eqn.params["in_specs"])
+        results = self._append_equations(region_jaxpr, [*constants, *arguments], backward)
         results = append_each("leave", results, eqn.outvars, eqn.params["out_specs"])
         self.manual = outer_manual
         return results
@@ -234,27 +242,27 @@ def _is_model_region(manual: Collection[str]) -> bool:
 
 def _with_late_slices(program: FlatProgram) -> FlatProgram:
     """The program with each slice of an argument (a slot, a weight) moved to just before its first reader."""
-    argument_slices = set(program.inputs)
+    arguments_and_slices = set(program.inputs)
     pending_slices: dict[int, Operation] = {}
-    ordered: list[Operation] = []
+    ordered_operations: list[Operation] = []
 
     def append_with_slices(operation: Operation) -> None:
         """Append an operation, after the pending slices that it reads."""
         for value in operation.inputs:
             if value in pending_slices:
                 append_with_slices(pending_slices.pop(value))
-        ordered.append(operation)
+        ordered_operations.append(operation)
 
     for operation in program.operations:
         operands = {value for value in operation.inputs if value is not None}
-        if operation.kind in SLICING and operands <= argument_slices:
-            argument_slices.update(operation.outputs)
+        if operation.kind in SLICING and operands <= arguments_and_slices:
+            arguments_and_slices.update(operation.outputs)
             pending_slices[operation.outputs[0]] = operation
         else:
             append_with_slices(operation)
     while pending_slices:  # slices that are returned
         append_with_slices(pending_slices.pop(next(iter(pending_slices))))
-    return dataclasses.replace(program, operations=ordered)
+    return dataclasses.replace(program, operations=ordered_operations)
 
 
 def _callee(eqn: Any) -> Any:

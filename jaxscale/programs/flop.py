@@ -100,22 +100,22 @@ def equation_flop(eqn: Any) -> int:
     return _eqn_flop(eqn, [True] * len(eqn.outvars)).total
 
 
-def jaxpr_flop(jaxpr: Any, used: Sequence[bool] | None = None) -> Flop:
-    """FLOP of the operations of a jaxpr on which the outputs marked in `used` (all by default) depend."""
+def jaxpr_flop(jaxpr: Any, is_used: Sequence[bool] | None = None) -> Flop:
+    """FLOP of the operations of a jaxpr on which the outputs marked in `is_used` (all by default) depend."""
     jaxpr = opened(jaxpr)
-    used = [True] * len(jaxpr.outvars) if used is None else used
-    live = {var for var, needed in zip(jaxpr.outvars, used, strict=True) if needed and not hasattr(var, "val")}
+    is_used = [True] * len(jaxpr.outvars) if is_used is None else is_used
+    live_vars = {var for var, use in zip(jaxpr.outvars, is_used, strict=True) if use and not hasattr(var, "val")}
     total = Flop()
     for eqn in reversed(jaxpr.eqns):
-        needed = [var in live for var in eqn.outvars]
-        if any(needed) or eqn.effects:
-            total += _eqn_flop(eqn, needed)
-            live.update(var for var in eqn.invars if not hasattr(var, "val"))  # literals have a value, but no hash
+        is_needed = [var in live_vars for var in eqn.outvars]
+        if any(is_needed) or eqn.effects:
+            total += _eqn_flop(eqn, is_needed)
+            live_vars.update(var for var in eqn.invars if not hasattr(var, "val"))  # literals have a value, but no hash
     return total
 
 
-def _eqn_flop(eqn: Any, used: Sequence[bool]) -> Flop:
-    """FLOP of an equation for the outputs marked in `used`."""
+def _eqn_flop(eqn: Any, is_used: Sequence[bool]) -> Flop:
+    """FLOP of an equation for the outputs marked in `is_used`."""
     name, params = eqn.primitive.name, eqn.params
     if name in FORMULAS:
         return Flop({name: FORMULAS[name](eqn)})
@@ -124,8 +124,8 @@ def _eqn_flop(eqn: Any, used: Sequence[bool]) -> Flop:
     if name == "scan":
         return jaxpr_flop(params["jaxpr"]) * params["length"]
     if name == "while":
-        body = jaxpr_flop(params["body_jaxpr"])
-        return dataclasses.replace(body, unknown_loops=body.unknown_loops + 1) if body.total else body
+        flop = jaxpr_flop(params["body_jaxpr"])  # of one trip
+        return dataclasses.replace(flop, unknown_loops=flop.unknown_loops + 1) if flop.total else flop
     if name == "cond":
         return max((jaxpr_flop(branch) for branch in params["branches"]), key=lambda flop: flop.total)
     if name == "shard_map":
@@ -133,8 +133,8 @@ def _eqn_flop(eqn: Any, used: Sequence[bool]) -> Flop:
         return jaxpr_flop(params["jaxpr"]) * shards
     callees = [value for value in params.values() if is_jaxpr(value)]
     # jit, remat, custom_vjp and similar calls run one program
-    same_outputs = len(callees) == 1 and len(opened(callees[0]).outvars) == len(used)
-    return sum((jaxpr_flop(jaxpr, used if same_outputs else None) for jaxpr in callees), Flop())
+    has_same_outputs = len(callees) == 1 and len(opened(callees[0]).outvars) == len(is_used)
+    return sum((jaxpr_flop(jaxpr, is_used if has_same_outputs else None) for jaxpr in callees), Flop())
 
 
 def _dot_flop(eqn: Any) -> int:
@@ -151,9 +151,9 @@ def _product_flop(eqn: Any, contracted: Sequence[int]) -> int:
 def _ragged_dot_flop(eqn: Any) -> int:
     """FLOP of a product in which each row is multiplied only by the matrix of its group."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (contracted, _), _ = numbers.dot_dimension_numbers
-    groups = eqn.invars[2].aval.shape[-1] if set(numbers.lhs_ragged_dimensions) <= set(contracted) else 1
-    return _product_flop(eqn, contracted) // groups
+    (contracted_dims, _), _ = numbers.dot_dimension_numbers
+    group_count = eqn.invars[2].aval.shape[-1] if set(numbers.lhs_ragged_dimensions) <= set(contracted_dims) else 1
+    return _product_flop(eqn, contracted_dims) // group_count
 
 
 def _scaled_matmul_flop(eqn: Any) -> int:
@@ -177,9 +177,9 @@ def _valid_taps(
     input_size: int, kernel_size: int, output_size: int, stride: int, padding: Any, lhs_dilation: int, rhs_dilation: int
 ) -> int:
     """Number of pairs (output position o, kernel tap k) along one dim in which the tap is on an input element."""
-    last_place = (input_size - 1) * lhs_dilation
-    places = (o * stride + k * rhs_dilation - padding[0] for o in range(output_size) for k in range(kernel_size))
-    return sum(0 <= place <= last_place and place % lhs_dilation == 0 for place in places)
+    last_position = (input_size - 1) * lhs_dilation
+    positions = (o * stride + k * rhs_dilation - padding[0] for o in range(output_size) for k in range(kernel_size))
+    return sum(0 <= position <= last_position and position % lhs_dilation == 0 for position in positions)
 
 
 def _kernel_flop(eqn: Any) -> Flop:

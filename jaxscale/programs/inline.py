@@ -45,12 +45,12 @@ class Step(NamedTuple):
         return self.eqn.primitive.name
 
     @property
-    def alias(self) -> bool:
+    def is_alias(self) -> bool:
         """Whether the results are the operands under another name or placement."""
         if self.primitive.startswith("custom_vjp_call"):
             eqns = getattr(_custom_callee(self.eqn), "eqns", ())
-            only_aliases = all(eqn.primitive.name in ALIASES for eqn in eqns)
-            return len(self.inputs) == len(self.outputs) == 1 and bool(eqns) and only_aliases
+            has_only_aliases = all(eqn.primitive.name in ALIASES for eqn in eqns)
+            return len(self.inputs) == len(self.outputs) == 1 and bool(eqns) and has_only_aliases
         return self.primitive in ALIASES
 
 
@@ -85,35 +85,35 @@ class InlinedProgram(NamedTuple):
         return [read(atom) for atom in self.outputs]
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits, the same in every process with one version of JAX."""
+        """The fingerprint of the program: 16 hexadecimal digits, the same in every process with one version of JAX."""
         digest = hashlib.sha256()
         roots = self.roots()
         positions: dict[int, int] = {}  # of each value, in the order of first use
 
-        def token(atom: int | Constant | None) -> str:
+        def token_of(atom: int | Constant | None) -> str:
             """A value as text: its position in the order of first use, "#" for a constant, "_" for none."""
             if not isinstance(atom, int):
                 return "_" if atom is None else "#"
             return str(positions.setdefault(roots[atom], len(positions)))
 
         for number in self.inputs:
-            digest.update(f"{token(number)}:{_shape_text(self.avals[number])};".encode())
+            digest.update(f"{token_of(number)}:{_shape_text(self.avals[number])};".encode())
         for step in self.steps:
             if step.primitive == "name":
-                digest.update(f"{token(step.inputs[0])}={step.eqn.params['name']};".encode())
-            elif not step.alias:
-                numbered = zip(step.outputs, step.eqn.outvars, strict=True)
-                results = [f"{token(number)}:{_shape_text(var.aval)}" for number, var in numbered]
-                operands = [token(atom) for atom in step.inputs]
+                digest.update(f"{token_of(step.inputs[0])}={step.eqn.params['name']};".encode())
+            elif not step.is_alias:
+                numbers_and_vars = zip(step.outputs, step.eqn.outvars, strict=True)
+                results = [f"{token_of(number)}:{_shape_text(var.aval)}" for number, var in numbers_and_vars]
+                operands = [token_of(atom) for atom in step.inputs]
                 digest.update(f"{step.primitive}{_param_text(step.eqn.params)}({operands})->{results};".encode())
-        digest.update(str([token(atom) for atom in self.outputs]).encode())
+        digest.update(str([token_of(atom) for atom in self.outputs]).encode())
         return digest.hexdigest()[:16]
 
     def roots(self) -> dict[int, int]:
         """For each value, the value that it is an alias of, or itself if it is not an alias."""
         roots = {number: number for number in range(len(self.avals))}
         for step in self.steps:
-            if step.alias:
+            if step.is_alias:
                 for result, operand in zip(step.outputs, step.inputs, strict=True):
                     if result is not None and isinstance(operand, int):
                         roots[result] = roots[operand]
@@ -131,7 +131,7 @@ class InlinedProgram(NamedTuple):
         names: dict[int, str] = {}
         for step in self.steps:
             for number in step.outputs:
-                if number is None or step.alias:
+                if number is None or step.is_alias:
                     continue
                 name = model_names.get(number) or "/".join((*step.scope, _function_name(step.eqn)))
                 counts[name] += 1
@@ -167,9 +167,10 @@ def inline(closed_jaxpr: Any) -> InlinedProgram:
     jaxpr = closed_jaxpr.jaxpr
     inputs = new_numbers((*jaxpr.constvars, *jaxpr.invars))
     outputs = tuple(append_steps(jaxpr, inputs, ()))
-    live, read_values = live_steps(steps, outputs, lambda step: bool(step.eqn.effects))
-    live = [step._replace(outputs=tuple(n if n in read_values else None for n in step.outputs)) for step in live]
-    return InlinedProgram(tuple(live), inputs, outputs, tuple(avals))
+    kept_steps, read_values = live_steps(steps, outputs, lambda step: bool(step.eqn.effects))
+    read_outputs = [tuple(n if n in read_values else None for n in step.outputs) for step in kept_steps]
+    kept_steps = [step._replace(outputs=numbers) for step, numbers in zip(kept_steps, read_outputs, strict=True)]
+    return InlinedProgram(tuple(kept_steps), inputs, outputs, tuple(avals))
 
 
 def _only_wraps(eqn: Any) -> bool:

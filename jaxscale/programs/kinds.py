@@ -37,13 +37,13 @@ def kinds_of(program: FlatProgram) -> dict[int, str]:
     if not both_passes(program):
         return {}
     kinds: dict[int, str] = {}
-    last_read = {value: indices[-1] for value, indices in program.readers.items()}
-    last_read |= {value: len(operations) for value in program.outputs if value is not None}
+    last_reader_of = {value: indices[-1] for value, indices in program.readers.items()}
+    last_reader_of |= {value: len(operations) for value in program.outputs if value is not None}
     forward_end, backward_start = loss_range(operations)
     backward_end = max(index for index, operation in enumerate(operations) if operation.backward)
     for index, operation in enumerate(operations):
         for value in operation.outputs:
-            last_reader = last_read.get(value, index)
+            last_reader = last_reader_of.get(value, index)
             if value in copies:
                 kinds[value] = "compute copy"
             elif index <= backward_end < last_reader and operation.backward:

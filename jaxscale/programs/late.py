@@ -18,7 +18,7 @@ def late_arrays(program: FlatProgram, rings: Iterable[int], is_array: Callable[[
     Args:
         program: program of a step, or of the body of its loop over microbatches.
         rings: indices of the products that are summed around a ring.
-        is_array: returns whether an operation's results are stored; if not, its operands stay alive instead.
+        is_array: function that returns whether an operation's results are stored; otherwise its operands stay alive.
 
     Returns:
         For each array, the index of the last loop of the blocks' backward pass.
@@ -30,7 +30,7 @@ def late_arrays(program: FlatProgram, rings: Iterable[int], is_array: Callable[[
     producer_of = {value: operation for operation in operations[: backward_loops[0]] for value in operation.outputs}
     head_gradients = [operations[index] for index in rings if index < backward_loops[0] and operations[index].backward]
     pending_values = [value for gradient in head_gradients for value in gradient.inputs]
-    last_reader: dict[int, int] = {}
+    last_reader_of: dict[int, int] = {}
     visited_values: set[int | None] = set()
     while pending_values:
         value = pending_values.pop()
@@ -38,7 +38,7 @@ def late_arrays(program: FlatProgram, rings: Iterable[int], is_array: Callable[[
             continue
         visited_values.add(value)
         if is_array(producer_of[value]):
-            last_reader[value] = backward_loops[-1]
+            last_reader_of[value] = backward_loops[-1]
         else:
             pending_values += producer_of[value].inputs
-    return last_reader
+    return last_reader_of

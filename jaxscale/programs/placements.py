@@ -74,7 +74,7 @@ class Placements:
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
     def bytes_of(self, aval: Any, dims: Dims, *, host: bool = False) -> int:
-        """Bytes per device of an abstract value in device memory, or with `host` in host memory; 0 if elsewhere."""
+        """Bytes per device of an abstract value in device memory, or in host memory with `host`; otherwise 0."""
         if in_host_memory(aval) != host:
             return 0
         unpadded_bytes = local_bytes(aval, dims, self.sizes)
@@ -164,8 +164,8 @@ def _place_operands(operation: Operation, placements: Placements) -> None:
             continue
         dims = placements.dims[output]
         if operation.kind == "transpose":
-            order = operation.params["permutation"]
-            dims = tuple(dims[order.index(dim)] for dim in range(len(order)))
+            permutation = operation.params["permutation"]
+            dims = tuple(dims[permutation.index(dim)] for dim in range(len(permutation)))
         elif shape_of(program.shapes[value]) != shape_of(program.shapes[output]):
             continue
         if _shards(placements, dims) > _shards(placements, placements.dims[value]):
@@ -193,7 +193,7 @@ def _output_dims(operation: Operation, index: int, placements: Placements) -> Se
     ]
     kind, shapes = operation.kind, placements.program.shapes
     if kind in ("scan", "while"):
-        output_dims = _loop(operation, index, dims, placements)
+        output_dims = _place_loop(operation, index, dims, placements)
         if operation.manual:  # slots and sums of a pipelined step start as zeros, placed as in the loop
             states = zip(carries(operation), output_dims, strict=False)
             inputs = placements.program.inputs
@@ -202,7 +202,7 @@ def _output_dims(operation: Operation, index: int, placements: Placements) -> Se
     if kind == "sharding_constraint":
         return [dims_of(operation.params["sharding"], len(shapes[operation.outputs[0]].shape))]
     if operation.branches:
-        return _cond(operation, index, dims, placements)
+        return _place_branches(operation, index, dims, placements)
     if kind == "enter":
         return [tuple(tuple(axis for axis in axes if axis not in operation.manual) for axes in dims[0])]
     if kind == "leave":
@@ -210,8 +210,8 @@ def _output_dims(operation: Operation, index: int, placements: Placements) -> Se
         return [tuple((*manual, *axes) for manual, axes in zip(manual_axes, dims[0], strict=True))]
     if kind == "shard_map":
         specs = operation.params["out_specs"]
-        outputs = zip(operation.outputs, specs, strict=True)
-        return [dim_axes(spec, len(shapes[value].shape)) for value, spec in outputs]
+        values_and_specs = zip(operation.outputs, specs, strict=True)
+        return [dim_axes(spec, len(shapes[value].shape)) for value, spec in values_and_specs]
     if kind != "dot_general":
         return [_linked_dims(operation, operands, dims, output, placements) for output in operation.outputs]
     pairs = summed_dims(kind, operation.params)
@@ -247,75 +247,74 @@ def _linked_dims(
     return tuple(result_dims)
 
 
-def _links(operation: Operation, shapes: Sequence[Shape], result: Shape) -> Iterable[DimLink]:
+def _links(operation: Operation, shapes: Sequence[Shape], result_shape: Shape) -> Iterable[DimLink]:
     """Links between an operation's operands and a result; of several links to one dim, the first has precedence."""
     kind, params = operation.kind, operation.params
     if kind == "gather":
-        return _gather_links(params, shapes, result)
-    operation_links = links(kind, params, shapes, result)
+        return _gather_links(params, shapes, result_shape)
+    operation_links = links(kind, params, shapes, result_shape)
     if operation_links is None:
-        return _same_dims(shapes[:1] if kind in _LIKE_FIRST_OPERAND else shapes, result)
+        return _same_dims(shapes[:1] if kind in _LIKE_FIRST_OPERAND else shapes, result_shape)
     # the kernel of a convolution is gathered
     return [link for link in operation_links if kind != "conv_general_dilated" or link[0] == 0]
 
 
-def _same_dims(shapes: Sequence[Shape], result: Shape) -> Iterable[DimLink]:
+def _same_dims(shapes: Sequence[Shape], result_shape: Shape) -> Iterable[DimLink]:
     """Links of an elementwise operation: dims of the same size in operands of the result's rank."""
-    same_rank = [(operand, shape) for operand, shape in enumerate(shapes) if len(shape) == len(result)]
-    return [
-        (operand, dim, dim) for operand, shape in same_rank for dim, size in enumerate(result) if shape[dim] == size
-    ]
+    for operand, shape in enumerate(shapes):
+        if len(shape) == len(result_shape):
+            yield from ((operand, dim, dim) for dim, size in enumerate(result_shape) if shape[dim] == size)
 
 
-def _gather_links(params: Any, shapes: Sequence[Shape], result: Shape) -> Iterable[DimLink]:
+def _gather_links(params: Any, shapes: Sequence[Shape], result_shape: Shape) -> Iterable[DimLink]:
     """Links of a gather: gathered rows are placed like their indices, dims that are taken whole like the table's."""
     numbers = params["dimension_numbers"]
-    table, indices = shapes[:2]
-    row_dims = [dim for dim in range(len(result)) if dim not in numbers.offset_dims]
-    yield from ((1, dim, result_dim) for dim, result_dim in zip(range(len(indices) - 1), row_dims, strict=False))
-    table_dims = [dim for dim in range(len(table)) if dim not in numbers.collapsed_slice_dims]
+    table_shape, indices_shape = shapes[:2]
+    row_dims = [dim for dim in range(len(result_shape)) if dim not in numbers.offset_dims]
+    yield from ((1, dim, result_dim) for dim, result_dim in zip(range(len(indices_shape) - 1), row_dims, strict=False))
+    table_dims = [dim for dim in range(len(table_shape)) if dim not in numbers.collapsed_slice_dims]
     for dim, result_dim in zip(table_dims, numbers.offset_dims, strict=False):
-        if table[dim] == result[result_dim]:
+        if table_shape[dim] == result_shape[result_dim]:
             yield 0, dim, result_dim
 
 
-def _loop(operation: Operation, index: int, dims: list[Dims], placements: Placements) -> list[Dims]:
-    """Dims of a loop's results. The body is placed again until its state has the same dims before and after it."""
+def _place_loop(operation: Operation, index: int, dims: list[Dims], placements: Placements) -> list[Dims]:
+    """Place a loop's body until its state has the same dims before and after it; return the dims of its results."""
     body = operation.loop
     assert body is not None
     sizes = _automatic_sizes(operation, placements)
-    consts, state, xs = map(list, loop_parts(operation, dims))
-    xs = [operand_dims[1:] for operand_dims in xs]
-    body_placements = place(body, [*consts, *state, *xs], sizes, tiled=placements.tiled)
+    const_dims, state_dims, scanned_dims = map(list, loop_parts(operation, dims))
+    scanned_dims = [operand_dims[1:] for operand_dims in scanned_dims]
+    body_placements = place(body, [*const_dims, *state_dims, *scanned_dims], sizes, tiled=placements.tiled)
     for _ in range(_FIXPOINT):
-        next_state = [
+        next_dims = [
             _unsharded(body.shapes[argument]) if value is None else body_placements.dims[value]
-            for value, argument in zip(body.outputs[: len(state)], body.inputs[len(consts) :], strict=False)
+            for value, argument in zip(body.outputs[: len(state_dims)], body.inputs[len(const_dims) :], strict=False)
         ]
-        most_sharded = [max(pair, key=partial(_shards, placements)) for pair in zip(state, next_state, strict=True)]
-        if most_sharded == state:
+        merged_dims = [max(pair, key=partial(_shards, placements)) for pair in zip(state_dims, next_dims, strict=True)]
+        if merged_dims == state_dims:
             break
-        state = most_sharded
-        body_placements = place(body, [*consts, *state, *xs], sizes, tiled=placements.tiled)
+        state_dims = merged_dims
+        body_placements = place(body, [*const_dims, *state_dims, *scanned_dims], sizes, tiled=placements.tiled)
     placements.loops[index] = body_placements
-    stacked = body.outputs[len(state) :]
-    stacked_dims = [((), *(body_placements.dims[value] if value is not None else ())) for value in stacked]
-    return [*state, *stacked_dims]
+    stacked_outputs = body.outputs[len(state_dims) :]
+    stacked_dims = [((), *(body_placements.dims[value] if value is not None else ())) for value in stacked_outputs]
+    return [*state_dims, *stacked_dims]
 
 
 def _automatic_sizes(operation: Operation, placements: Placements) -> dict[str, int]:
-    """Sizes of the mesh axes along which shapes within an operation are still those of all devices together."""
+    """Number of devices along each mesh axis that is not manual; shapes in an operation are split along manual axes."""
     return {axis: size for axis, size in placements.sizes.items() if axis not in operation.manual}
 
 
-def _cond(operation: Operation, index: int, dims: list[Dims], placements: Placements) -> list[Dims]:
-    """Dims of a `cond`'s results; each result has the dims of the branch that shards it most."""
+def _place_branches(operation: Operation, index: int, dims: list[Dims], placements: Placements) -> list[Dims]:
+    """Place the branches of a `cond`; return the dims of each result, those of the branch that shards it most."""
     sizes = _automatic_sizes(operation, placements)
-    branches = [place(branch, dims[1:], sizes, tiled=placements.tiled) for branch in operation.branches]
-    placements.branches[index] = tuple(branches)
+    branch_placements = [place(branch, dims[1:], sizes, tiled=placements.tiled) for branch in operation.branches]
+    placements.branches[index] = tuple(branch_placements)
     output_dims = []
     for number, value in enumerate(operation.outputs):
-        outputs = [(branch, branch.program.outputs[number]) for branch in branches]
+        outputs = [(branch, branch.program.outputs[number]) for branch in branch_placements]
         branch_dims = [branch.dims[output] for branch, output in outputs if output is not None]
         unsharded = _unsharded(placements.program.shapes[value])
         output_dims.append(max(branch_dims, key=partial(_shards, placements), default=unsharded))

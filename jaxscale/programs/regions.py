@@ -38,8 +38,8 @@ def in_place_results(operation: Operation, caller_values: Set[int], program: Fla
     if operation.kind in ("enter", *SAME) and (operation.kind == "enter" or is_whole_array(operation, program, SAME)):
         return set(operation.outputs) if operation.inputs[0] in caller_values else set()
     if _is_tick_loop(operation):  # values in flight in an asynchronous pipeline are arguments and results of the step
-        states = zip(operation.outputs, carries(operation), strict=False)
-        return {result for result, operand in states if operand in caller_values}
+        results_and_operands = zip(operation.outputs, carries(operation), strict=False)
+        return {result for result, operand in results_and_operands if operand in caller_values}
     if operation.kind == "dynamic_update_slice":
         return set(operation.outputs) if operation.inputs[0] in caller_values else set()
     return {result for result, operand in unchanged_results(operation) if operand in caller_values}
@@ -78,4 +78,4 @@ def tick_loops(program: FlatProgram) -> list[Operation]:
 def _is_tick_loop(operation: Operation) -> bool:
     """Whether an operation is a loop over ticks: a loop over branches within a pipelined step."""
     body = operation.loop if PIPE in operation.manual else None
-    return body is not None and any(inner.branches for inner in body.operations)
+    return body is not None and any(body_operation.branches for body_operation in body.operations)

@@ -13,8 +13,8 @@ from jaxscale.platforms.platform import Chip
 
 EFFICIENCY = {
     "v4": 0.70,  # fitted to the steps of 11 training runs that MaxText's README publishes
-    "v5e": 0.80,  # same
-    "v5p": 0.80,  # same
+    "v5e": 0.80,  # fitted to the same runs
+    "v5p": 0.80,  # fitted to the same runs
 }
 """Share of the peak that the matrix products of a training step reach."""
 DEFAULT_EFFICIENCY = 0.6

@@ -74,7 +74,7 @@ def _links(step: Step, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
             continue
         shape = shape_of(program.avals[result])
         result_links = links(step.primitive, step.eqn.params, shapes, shape)
-        for index, dim, result_dim in _same_places(shapes, shape) if result_links is None else result_links:
+        for index, dim, result_dim in _same_positions(shapes, shape) if result_links is None else result_links:
             operand = operands[index]
             if operand is not None:
                 yield (operand, dim), (result, result_dim)
@@ -84,9 +84,9 @@ def _links(step: Step, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
             yield (left, left_dim), (right, right_dim)
 
 
-def _same_places(shapes: Sequence[Shape], result: Shape) -> Iterator[DimLink]:
+def _same_positions(shapes: Sequence[Shape], result_shape: Shape) -> Iterator[DimLink]:
     """Links of dims with the same position and length; between arrays of different ranks, only of the first dims."""
     for index, shape in enumerate(shapes):
-        for dim, (size, result_size) in enumerate(zip(shape, result, strict=False)):
-            if size == result_size and (dim == 0 or len(shape) == len(result)):
+        for dim, (size, result_size) in enumerate(zip(shape, result_shape, strict=False)):
+            if size == result_size and (dim == 0 or len(shape) == len(result_shape)):
                 yield index, dim, dim

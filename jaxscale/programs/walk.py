@@ -23,10 +23,10 @@ def opened(jaxpr: Any) -> Any:
 def inner_jaxprs(eqn: Any) -> list[Any]:
     """The jaxprs among the parameters of an equation: a call's program, a loop's body, branches."""
     return [
-        inner
+        jaxpr
         for param in eqn.params.values()
-        for inner in (param if isinstance(param, tuple | list) else (param,))
-        if is_jaxpr(inner)
+        for jaxpr in (param if isinstance(param, tuple | list) else (param,))
+        if is_jaxpr(jaxpr)
     ]
 
 
@@ -48,8 +48,8 @@ def equations(jaxpr: Any, runs: int = 1) -> Iterator[tuple[Any, int]]:
     for eqn in opened(jaxpr).eqns:
         yield eqn, runs
         inner_runs = runs * eqn.params["length"] if eqn.primitive.name == "scan" else runs
-        for inner in inner_jaxprs(eqn):
-            yield from equations(inner, inner_runs)
+        for inner_jaxpr in inner_jaxprs(eqn):
+            yield from equations(inner_jaxpr, inner_runs)
 
 
 def evaluate(jaxpr: Any, inputs: Sequence[Any], run: Callable[[Any, list[Any]], Sequence[Any]]) -> list[Any]:
@@ -80,12 +80,12 @@ def live_steps(
         steps: steps in the order they run; `inputs` and `outputs` of a step are the numbers of values, as `int`, or
             literals of another type.
         results: numbers of the results, or literals.
-        is_effect: returns whether a step must run even if nothing reads its outputs.
+        is_effect: function that returns whether a step must run even if nothing reads its outputs.
     """
     read_values = {atom for atom in results if isinstance(atom, int)}
-    live: list[Any] = []
+    needed_steps: list[Any] = []
     for step in reversed(steps):
         if is_effect(step) or not read_values.isdisjoint(step.outputs):
             read_values.update(atom for atom in step.inputs if isinstance(atom, int))
-            live.append(step)
-    return live[::-1], read_values
+            needed_steps.append(step)
+    return needed_steps[::-1], read_values

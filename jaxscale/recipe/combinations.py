@@ -18,7 +18,7 @@ class Rule:
 
     Args:
         request: the request, or combination of requests, that is refused.
-        text: the reason, and behind a semicolon what to do instead; `Facts.fill` fills in the fields in braces.
+        text: the reason, then a semicolon, and what to do instead; `Facts.fill` replaces its fields in braces.
     """
 
     request: Request
@@ -30,7 +30,7 @@ class Incompatible(UserError):
 
     Args:
         text: the requests, the reason, and what to do instead.
-        rule: the rule that refuses it.
+        rule: the rule that refuses the combination.
     """
 
     def __init__(self, text: str, rule: Rule) -> None:
@@ -68,29 +68,29 @@ RULES: tuple[Rule, ...] = (
     # what needs an axis of the mesh, or a pipeline
     Rule(
         asked.unless(asked.zero, asked.not_alone),
-        "it shards over the fsdp axis, and mesh {plan.mesh} has none; take fsdp:N, leave mesh out to take all devices, "
+        "it shards over the fsdp axis, but mesh {plan.mesh} has none; take fsdp:N, leave mesh out to take all devices, "
         "or zero 0",
     ),
     Rule(
-        asked.unless(asked.zero, asked.fsdp), "it shards over the fsdp axis, and mesh {plan.mesh} has none; add fsdp:N"
+        asked.unless(asked.zero, asked.fsdp), "it shards over the fsdp axis, but mesh {plan.mesh} has none; add fsdp:N"
     ),
     Rule(
         asked.unless(asked.field("sequence_parallel", True), asked.has("tensor")),
-        "it shards over the tensor axis, and mesh {plan.mesh} has none; add tensor:N",
+        "it shards over the tensor axis, but mesh {plan.mesh} has none; add tensor:N",
     ),
     Rule(
         asked.unless(asked.codec, asked.has("replica")),
-        "a codec reduces over the replica axis, and mesh {plan.mesh} has none; name the slow axis replica:N, or leave "
+        "a codec reduces over the replica axis, but mesh {plan.mesh} has none; name the slow axis replica:N, or leave "
         "reduce out",
     ),
     Rule(
         asked.unless(asked.diloco, asked.has("replica")),
-        "replicas train alone and meet over the replica axis, and mesh {plan.mesh} has none; name the slow axis "
+        "replicas train alone and meet over the replica axis, but mesh {plan.mesh} has none; name the slow axis "
         "replica:N, or leave diloco out",
     ),
     Rule(
         asked.unless(asked.one_bit, asked.has("replica")),
-        "its momenta cross the replica axis, and mesh {plan.mesh} has none; name the slow axis replica:N, or take "
+        "its momenta cross the replica axis, but mesh {plan.mesh} has none; name the slow axis replica:N, or take "
         "{plain}",
     ),
     Rule(
@@ -104,8 +104,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         asked.unless(asked.split, lambda facts: facts.plan.precision == "bfloat16"),
-        "its weights are bfloat16, which the passes read, and precision is {plan.precision}; add precision bfloat16, "
-        "or take state.master float32",
+        "its weights are bfloat16, but precision is {plan.precision}; add precision bfloat16, or take state.master "
+        "float32",
     ),
     Rule(
         asked.both(asked.split, asked.field("reduce", "float32")),
@@ -127,14 +127,14 @@ RULES: tuple[Rule, ...] = (
     ),
     *(
         Rule(
-            asked.both(asked.split, place),
-            "the host would hold float32 weights, which split weights replace; leave one out",
+            asked.both(asked.split, host_request),
+            "the host would hold float32 weights, which split weights replace; leave out one of the two",
         )
-        for place in (asked.weights_host, asked.state_host)
+        for host_request in (asked.weights_host, asked.state_host)
     ),
     Rule(
         asked.both(asked.keeps_weights, asked.weights_host),
-        "it would keep every weight that is fetched to the device; take memory none, which keeps all else",
+        "it would keep every weight that is fetched to the device; take memory none, which keeps everything else",
     ),
     Rule(
         asked.both(asked.memory("sqrt", "periodic", "revolve", "chain"), asked.weights_host),
@@ -157,7 +157,7 @@ RULES: tuple[Rule, ...] = (
         "a codec takes the gradients of a whole step on the device, and gradients on the host come block by block; "
         "take offload.gradients device, or leave reduce out",
     ),
-    Rule(asked.both(asked.codec, asked.model_state), OF_THE_WHOLE_BATCH + "; {no_codec}, or take a model without"),
+    Rule(asked.both(asked.codec, asked.model_state), OF_THE_WHOLE_BATCH + "; {no_codec}, or take a model without them"),
     Rule(asked.both(asked.codec, asked.foreign_over_tensor), f"{LOOK_UPS}; take a mesh without tensor"),
     Rule(
         asked.both(asked.one_bit, asked.codec_beside_one_bit),
@@ -165,10 +165,10 @@ RULES: tuple[Rule, ...] = (
     ),
     *(
         Rule(
-            asked.both(asked.one_bit, place),
+            asked.both(asked.one_bit, host_request),
             "replicas send their new momentum in the middle of an update, from the device; keep it on the device",
         )
-        for place in (asked.weights_host, asked.state_off)
+        for host_request in (asked.weights_host, asked.state_off)
     ),
     Rule(
         asked.both(asked.diloco, asked.one_bit),
@@ -194,7 +194,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         asked.both(asked.diloco, asked.model_state),
-        f"{OF_THE_WHOLE_BATCH}; leave diloco out, or take a model without",
+        f"{OF_THE_WHOLE_BATCH}; leave diloco out, or take a model without them",
     ),
     Rule(asked.both(asked.diloco, asked.foreign_over_tensor), f"{LOOK_UPS}; take a mesh without tensor"),
     # pipelines
@@ -211,7 +211,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         asked.both(asked.correction, asked.own_weights),
-        "its backwards read the weights of their forwards; leave it out, or take pipemare:P",
+        "its backward passes read the same weights as their forward passes; leave it out, or take pipemare:P",
     ),
     Rule(asked.both(asked.phased, asked.asynchronous), "its ticks mix forward and backward passes; leave lowering out"),
     Rule(
@@ -261,7 +261,7 @@ RULES: tuple[Rule, ...] = (
         "with which a stage offloads within its backward pass, or take a synchronous pipeline",
     ),
     Rule(
-        asked.unless(asked.asynchronous, lambda facts: not facts.reshaped),
+        asked.unless(asked.asynchronous, lambda facts: not facts.has_reshaped_state),
         "this optimizer keeps arrays of other shapes than its parameters, which cannot be divided into stages; take "
         "adamw, lamb, lion or sgd, or a synchronous pipeline",
     ),
@@ -277,29 +277,28 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         asked.both(asked.residuals, asked.unlike),
-        "the residuals of each stage have other shapes, and all slots have one; add the option stash=input",
+        "residuals have other shapes in each stage, but all slots for them have one shape; add the option stash=input",
     ),
     *(
         Rule(
             asked.both(asked.along(axis), asked.unlike),
-            f"a stage's weights travel as one flat array, which nothing splits over {axis}; take data or fsdp in its "
-            "place",
+            f"a stage's weights form one flat array, which nothing splits over {axis}; take data or fsdp in its place",
         )
         for axis in ("tensor", "sequence")
     ),
     Rule(
         asked.both(asked.field("zero", 3), asked.unlike),
-        "a stage's weights travel as one flat array, whole on its device; take zero 2",
+        "a stage's weights form one flat array, whole on its device; take zero 2",
     ),
     Rule(
         asked.both(asked.weights_host, asked.unlike),
-        "a stage's weights travel as one flat array, whole on its device; take offload.weights device, or "
+        "a stage's weights form one flat array, whole on its device; take offload.weights device, or "
         "offload.optimizer_state host",
     ),
     Rule(asked.both(asked.codec, asked.unlike), "codecs support only stages of alike blocks; {no_codec}"),
     Rule(
         asked.both(asked.memory_of_sequences, asked.unlike),
-        "it looks at all blocks in sequence, and a stage has some; take none, dots or full",
+        "it looks at all blocks in sequence, but a stage has only some of them; take none, dots or full",
     ),
 )
 """Every rule, in the order in which a combination is checked."""

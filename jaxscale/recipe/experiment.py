@@ -46,13 +46,13 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """What to generate while training (models that generate).
+    """What to generate while training, for models that can generate.
 
     Args:
         every: steps between samples; 0 samples at the end only.
         prompts: texts to continue, each by one sample; () draws no samples.
         tokens: tokens per sample.
-        temperature: 0 is greedy.
+        temperature: temperature of the softmax from which tokens are drawn; 0 takes the most likely token.
     """
 
     every: int = 500
@@ -75,7 +75,8 @@ class Checkpointing:
 
     Args:
         every: steps between checkpoints; 0 saves at the end only.
-        minutes: minutes between checkpoints, whichever comes first; `None` counts steps only.
+        minutes: minutes between checkpoints; `every` or `minutes` applies, whichever comes first. `None`
+            counts steps only.
         keep: how many of the newest checkpoints to keep.
         best: also keep the checkpoint with the least held-out loss.
     """
@@ -94,9 +95,9 @@ class Guard:
     """What to do about a step that would spoil the run. A step with a non-finite loss or gradient is always skipped.
 
     Args:
-        spike: skip a step whose gradient norm exceeds this many times its running mean; 0 never skips for it.
+        spike: skip a step whose gradient norm exceeds this many times its running mean; 0 turns this check off.
         warmup: steps before the running mean is trusted.
-        patience: steps skipped in a row that stop the run, with exit code 4.
+        patience: number of steps skipped in a row after which the run stops, with exit code 4.
     """
 
     spike: float = 20.0
@@ -109,7 +110,7 @@ class Guard:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """A training run to be: the same experiment, plan and seed give the same steps.
+    """A training run as a value. The same experiment, plan and seed give the same steps.
 
     Args:
         name: name of the run's folder.
@@ -119,6 +120,11 @@ class Experiment:
         steps: number of updates.
         batch: number of rows of the global batch.
         seed: seed of parameters, data order, dropout and samples.
+        evaluation: when to measure the held-out loss.
+        samples: what to generate while training.
+        checkpoint: when to save, and what to keep.
+        guard: what to do about a step that would spoil the run.
+        plan: how to train.
     """
 
     name: str
@@ -139,5 +145,5 @@ class Experiment:
         for name in ("steps", "batch", "seed"):  # they are int32 on the devices
             if getattr(self, name) >= 2**31:
                 raise UserError(f"{name}: got {getattr(self, name)}, expected a whole number below 2**31")
-        if not self.name or self.name in (".", "..") or any(sign in self.name for sign in "/\\\0"):
+        if not self.name or self.name in (".", "..") or any(character in self.name for character in "/\\\0"):
             raise UserError(f"name: got {self.name!r}, expected the name of a folder: some text without / and \\")

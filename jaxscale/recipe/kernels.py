@@ -62,7 +62,7 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
         if len(dict(self.named)) < len(self.named):
             raise UserError(f"kernels {self}: got a kernel twice, expected each once")
         if self.loss_chunk is not None and self.scores in ("tpu", "reference"):
-            raise UserError(f"kernels {self}: cross_entropy {self.scores} has no chunks; leave one of the two out")
+            raise UserError(f"kernels {self}: cross_entropy {self.scores} has no chunks; leave it or loss_chunk out")
 
     @classmethod
     def parse(cls, text: str) -> "Kernels":
@@ -82,10 +82,10 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
                 chunk = parse(implementation, int, f"kernels {text!r}: loss_chunk")
                 continue
             if not equals:
-                hint = near_miss(word, ("auto", "reference", "loss_chunk", *KNOWN))
+                suggestion = near_miss(word, ("auto", "reference", "loss_chunk", *KNOWN))
                 raise UserError(
                     f"kernels {text!r}: expected auto, reference, or KERNEL=IMPLEMENTATION such as "
-                    f"attention=chunked{hint}"
+                    f"attention=chunked{suggestion}"
                 )
             pairs.append((kernel, implementation))
         return cls(default, tuple(pairs), chunk)
@@ -102,12 +102,12 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
 
     @property
     def attends(self) -> str:
-        """The implementation of attention for layers."""
+        """The implementation of attention, by the name that layers use for it."""
         return {"reference": "plain"}.get(self.of("attention"), self.of("attention"))
 
     @property
     def scores(self) -> str:
-        """The implementation of cross-entropy for a loss; "auto" leaves the choice to `loss_chunk`."""
+        """The implementation of cross-entropy that a loss uses; "auto" leaves the choice to `loss_chunk`."""
         return dict(self.named).get("cross_entropy", "auto")
 
     def of(self, kernel: str) -> str:
@@ -129,10 +129,10 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
         """
         for kernel, name in self.named:
             if PLATFORMS.get(name, platform) != platform:
-                plain = " or ".join(word for word in KNOWN[kernel] if word not in PLATFORMS)
+                alternatives = " or ".join(word for word in KNOWN[kernel] if word not in PLATFORMS)
                 raise UserError(
-                    f"kernels {kernel}={name}: a {PLATFORMS[name].upper()} kernel, and this runs on {platform}; take "
-                    f"{plain}, or leave {kernel} out"
+                    f"kernels {kernel}={name}: a {PLATFORMS[name].upper()} kernel, but this runs on {platform}; take "
+                    f"{alternatives}, or leave {kernel} out"
                 )
 
 
@@ -148,7 +148,7 @@ class Taken:
         kernel: name of the kernel.
         where: platform and chip, such as "tpu v5e".
         chosen: name of the implementation.
-        why: why it is not a kernel of the platform; `None` if it is one, or if there is no better one.
+        why: why the implementation is not a kernel of the platform; `None` if it is one, or if there is no better one.
     """
 
     kernel: str
@@ -168,17 +168,17 @@ def fields_of(taken: Sequence[Taken]) -> dict[str, Any]:
         {'platform': 'cpu', 'attention': 'plain', 'why': {'attention': 'kernels are for TPU and GPU'}}
     """
     fields: dict[str, Any] = {"platform": ", ".join(dict.fromkeys(choice.where for choice in taken))}
-    why: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for choice in taken:
-        for texts, text in ((fields, choice.chosen), (why, choice.why)):
+        for text_by_kernel, text in ((fields, choice.chosen), (reasons, choice.why)):
             kernel = choice.kernel
-            if text is not None and text not in texts.get(kernel, "").split("; "):
-                texts[kernel] = f"{texts[kernel]}; {text}" if kernel in texts else text
-    return fields | ({"why": why} if why else {})
+            if text is not None and text not in text_by_kernel.get(kernel, "").split("; "):
+                text_by_kernel[kernel] = f"{text_by_kernel[kernel]}; {text}" if kernel in text_by_kernel else text
+    return fields | ({"why": reasons} if reasons else {})
 
 
 def said_of(fields: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The platform and the kernels of a step, in words; `None` if it used no kernel.
+    """The platform of a step, and its kernels in words; `None` if it used no kernel.
 
     Args:
         fields: fields of an event, from `fields_of`.
@@ -187,10 +187,10 @@ def said_of(fields: Mapping[str, Any]) -> tuple[str, str] | None:
         >>> said_of(fields_of((Taken("adam8", "tpu v5e", "tpu"), Taken("cross_entropy", "tpu v5e", "chunked"))))
         ('tpu v5e', 'adam8 tpu, cross_entropy chunked')
     """
-    why = fields.get("why")
-    why = why if isinstance(why, Mapping) else {}
+    reasons = fields.get("why")
+    reasons = reasons if isinstance(reasons, Mapping) else {}
     words = [
-        f"{kernel} {fields[kernel]}" + (f" ({why[kernel]})" if kernel in why else "")
+        f"{kernel} {fields[kernel]}" + (f" ({reasons[kernel]})" if kernel in reasons else "")
         for kernel in fields
         if kernel in KNOWN
     ]
@@ -198,7 +198,7 @@ def said_of(fields: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def lines_of(taken: Sequence[Taken]) -> list[str]:
-    """The kernels of a step, as a line for the user; none if it used no kernel.
+    """A line for the user on the kernels of a step; no line if it used no kernel.
 
     Args:
         taken: the chosen implementations.
@@ -207,5 +207,5 @@ def lines_of(taken: Sequence[Taken]) -> list[str]:
         >>> lines_of((Taken("attention", "cpu", "plain", "kernels are for TPU and GPU"),))
         ['kernels on cpu: attention plain (kernels are for TPU and GPU)']
     """
-    words = said_of(fields_of(taken))
-    return [] if words is None else [f"kernels on {words[0]}: {words[1]}"]
+    description = said_of(fields_of(taken))
+    return [] if description is None else [f"kernels on {description[0]}: {description[1]}"]

@@ -1,4 +1,4 @@
-"""Plan: how to train, as a value: all settings that change speed and memory, and should not change the result."""
+"""Plan: how to train, as a value. Its settings change speed and memory, and should not change the result."""
 
 import contextlib
 import contextvars
@@ -28,14 +28,15 @@ PLAN_VERSION = 2
 
 @dataclasses.dataclass(frozen=True)
 class OffloadPlan:
-    """Tensors in host memory.
+    """Where weights, gradients and optimizer state lie: on the device or in host memory.
 
     Args:
-        weights: memory of the weights that the passes read; on the host, each block's are copied to the device when it
-            runs (L2L, ZeRO-Infinity).
-        gradients: memory of the gradients of weights on the host; an update reads those on the host slice by slice.
-        optimizer_state: memory of the optimizer state: on the device; "streamed", on the host and updated on the device
-            in slices (ZeRO-Infinity); or "host", where the host's CPU updates it and the float32 weights
+        weights: memory of the weights that the passes read. If they lie on the host, each block's weights are copied to
+            the device when the block runs (L2L, ZeRO-Infinity).
+        gradients: memory of the gradients of weights that lie on the host. If gradients lie there too, an update reads
+            them slice by slice.
+        optimizer_state: memory of the optimizer state: "device"; "streamed", on the host, and updated on the device in
+            slices (ZeRO-Infinity); or "host", where the host's CPU updates the state and the float32 weights
             (ZeRO-Offload).
 
     Example:
@@ -51,8 +52,8 @@ class OffloadPlan:
         check_types(self)
 
     def __str__(self) -> str:
-        places = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return ", ".join(f"{name} {place}" for name, place in places.items() if place != "device")
+        memory_of_tensor = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return ", ".join(f"{name} {memory}" for name, memory in memory_of_tensor.items() if memory != "device")
 
     @property
     def masters(self) -> bool:
@@ -71,8 +72,10 @@ class StatePlan:
 
     Args:
         moments: number format of the moments: float32, int8 (softsign and square-root companding), dynamic8 (Dettmers'
-            map), int4 or fp8, in blocks with a scale; those of embeddings, heads, norms and small arrays stay float32.
-        master: float32 weights; or "split", bfloat16 weights, which passes read, with 8 bits of correction.
+            map), int4 or fp8, in blocks with a scale. The moments of embeddings, heads, norms and small arrays
+            stay float32.
+        master: format of the weights between steps: "float32"; or "split", bfloat16 (which the passes read) with 8 bits
+            of correction.
     """
 
     moments: Literal["float32", "int8", "dynamic8", "int4", "fp8"] = "float32"
@@ -94,17 +97,17 @@ def superseded() -> contextlib.AbstractContextManager[None]:
 
 
 def _refusing_moved(cls: type[T]) -> type[T]:
-    """A class that refuses fields of version 1 which have moved; the error names the new field."""
+    """Make a class refuse fields of version 1 that have moved, with an error that names the new one, and return it."""
     init = cls.__init__
 
     @functools.wraps(init)
-    def checked(self: T, *args: Any, **fields: Any) -> None:
-        moved = [name for name in MOVED if name in fields and (name != "state" or isinstance(fields[name], str))]
-        if moved and not _superseded.get():
-            raise UserError(f"plan.{moved[0]} has moved: set plan.{MOVED[moved[0]]}")
-        init(self, *args, **{name: value for name, value in fields.items() if name not in moved})
+    def checked_init(self: T, *args: Any, **fields: Any) -> None:
+        moved_names = [name for name in MOVED if name in fields and (name != "state" or isinstance(fields[name], str))]
+        if moved_names and not _superseded.get():
+            raise UserError(f"plan.{moved_names[0]} has moved: set plan.{MOVED[moved_names[0]]}")
+        init(self, *args, **{name: value for name, value in fields.items() if name not in moved_names})
 
-    cls.__init__ = checked
+    cls.__init__ = checked_init
     return cls
 
 
@@ -171,11 +174,11 @@ class Plan:
             count = getattr(self, name)
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 raise UserError(f"{name}: got {count!r}, expected a whole number >= 1")
-        if self.pipeline is not None and self.pipeline.name != "auto":  # which is settled when the platform is known
+        if self.pipeline is not None and self.pipeline.name != "auto":  # "auto" is settled when the platform is known
             ranks, _ = self.pipeline.shape()
             if self.mesh is not None and self.mesh.pipe not in (1, ranks):
                 raise UserError(
-                    f"pipeline {self.pipeline} takes {ranks} devices along pipe, and mesh {self.mesh} has "
+                    f"pipeline {self.pipeline} takes {ranks} devices along pipe, but mesh {self.mesh} has "
                     f"{self.mesh.pipe}; leave pipe out of the mesh"
                 )
         check(Facts(self))
@@ -220,7 +223,9 @@ def read_plan(path: Any) -> Plan:
 
 
 def version_1(plan: Plan) -> dict[str, Any]:
-    """The JSON of a plan in version 1, from which checkpoints name what an asynchronous pipeline has in flight.
+    """The JSON of a plan in version 1.
+
+    Checkpoints hash it for the names of the arrays that an asynchronous pipeline has in flight.
 
     Example:
         >>> version_1(Plan(pipeline=PipelinePlan.parse("1f1b:2x4,stash=input")))["stash"]
@@ -229,10 +234,10 @@ def version_1(plan: Plan) -> dict[str, Any]:
     data = to_json(plan)
     offload, state, kernels = data.pop("offload"), data.pop("state"), plan.kernels
     attention = dict(kernels.named).get("attention", "auto")
-    own_field = attention in ("plain", "chunked", "splash")  # which version 1 kept in a field of its own
-    named = tuple(pair for pair in kernels.named if pair[0] != "attention" or not own_field)
+    has_field = attention in ("plain", "chunked", "splash")  # version 1 had a field for these
+    named_pairs = tuple(pair for pair in kernels.named if pair[0] != "attention" or not has_field)
     pipeline = PipelinePlan("auto", 1) if plan.pipeline is None else plan.pipeline
     data |= {**offload, "state": state["moments"], "master": state["master"], "loss_chunk": kernels.loss_chunk}
-    data |= {"attention": attention if own_field else "auto", "kernels": str(Kernels(kernels.default, named))}
+    data |= {"attention": attention if has_field else "auto", "kernels": str(Kernels(kernels.default, named_pairs))}
     data |= {name: getattr(pipeline, name) for name in OF_PIPELINE}
     return data | {"pipeline": None if plan.pipeline is None else pipeline.form}

@@ -5,14 +5,17 @@ from typing import Any
 
 OF_PIPELINE = ("stages", "stash", "lowering", "anneal", "correction", "synchronous_steps")
 """Fields of version 1 that are options of `pipeline` now."""
+OF_OFFLOAD = ("weights", "gradients", "optimizer_state")
+"""Fields of version 1 that are fields of `offload` now."""
+OF_STATE = {"state": "moments", "master": "master"}
+"""The field of `state` that replaces each of these fields of version 1."""
 MOVED = {
     **{
         name: f"pipeline, as an option: such as 1f1b:4x8,{name}={example}"
         for name, example in zip(OF_PIPELINE, ("3+2+2+1", "input", "phased", "100", "0.1", "50"), strict=True)
     },
-    **{name: f"offload.{name}" for name in ("weights", "gradients", "optimizer_state")},
-    "state": "state.moments",
-    "master": "state.master",
+    **{name: f"offload.{name}" for name in OF_OFFLOAD},
+    **{name: f"state.{new_name}" for name, new_name in OF_STATE.items()},
     "attention": "kernels, such as attention=chunked",
     "loss_chunk": "kernels, such as loss_chunk=128",
 }
@@ -28,24 +31,25 @@ def upgraded(data: Any) -> Any:
     """
     if not isinstance(data, Mapping):
         return data
-    old = {name: value for name, value in data.items() if name in MOVED and not isinstance(value, Mapping)}
-    new = {name: value for name, value in data.items() if name not in old}
-    pipeline = new.get("pipeline")
+    old_fields = {name: value for name, value in data.items() if name in MOVED and not isinstance(value, Mapping)}
+    new_fields = {name: value for name, value in data.items() if name not in old_fields}
+    pipeline = new_fields.get("pipeline")
     if isinstance(pipeline, str):
-        options = {"stash": "residuals", "lowering": "switch", "synchronous_steps": 0}
-        options = {name: old[name] for name in OF_PIPELINE if name in old and old[name] != options.get(name)}
+        defaults = {"stash": "residuals", "lowering": "switch", "synchronous_steps": 0}
+        names = [name for name in OF_PIPELINE if name in old_fields and old_fields[name] != defaults.get(name)]
+        options = {name: old_fields[name] for name in names}
         texts = ("+".join(map(str, value)) if isinstance(value, list | tuple) else value for value in options.values())
         words = [f"{name}={text}" for name, text in zip(options, texts, strict=True)]
-        new["pipeline"] = ",".join([pipeline, *words])
+        new_fields["pipeline"] = ",".join([pipeline, *words])
     groups = {
-        "offload": {name: old[name] for name in ("weights", "gradients", "optimizer_state") if name in old},
-        "state": {new: old[name] for name, new in (("state", "moments"), ("master", "master")) if name in old},
+        "offload": {name: old_fields[name] for name in OF_OFFLOAD if name in old_fields},
+        "state": {new_name: old_fields[name] for name, new_name in OF_STATE.items() if name in old_fields},
     }
-    new |= {name: group for name, group in groups.items() if group}
-    attention, chunk = old.get("attention"), old.get("loss_chunk")
+    new_fields |= {name: group for name, group in groups.items() if group}
+    attention, chunk = old_fields.get("attention"), old_fields.get("loss_chunk")
     words = [f"attention={attention}"] * (attention not in (None, "auto"))
     words += [f"loss_chunk={chunk}"] * (chunk is not None)
     if words:
-        kernels = new.get("kernels", "auto")
-        new["kernels"] = ",".join([kernels, *words] if kernels != "auto" else words)
-    return new
+        kernels = new_fields.get("kernels", "auto")
+        new_fields["kernels"] = ",".join([kernels, *words] if kernels != "auto" else words)
+    return new_fields

@@ -1,8 +1,8 @@
 """Requests: what a user can ask for, for the rules of `combinations.py`.
 
-A request is a function from the facts of a training run. It returns the text with which the user asked for something,
-such as "zero 3", or `None` if the user did not ask for it. A condition is a function from the facts to whether they
-allow something, or `None` while that is unknown.
+A request is a function of the facts of a training run. It returns the text with which the user asked for something,
+such as "zero 3", or `None` if the user did not ask for it (the request is not made). A condition is a function of the
+facts. It returns whether they allow something, or `None` while that is unknown.
 """
 
 import dataclasses
@@ -27,35 +27,35 @@ class Facts:
         plan: the plan; without a mesh, rules about a mesh axis are skipped.
         experiment: model, optimizer and steps; `None` when a plan is checked alone.
         state: names of the arrays that the model holds in addition to parameters.
-        unlike: whether the stages of the pipeline have unlike blocks.
-        copied: whether two devices of the pipeline have the weights of the same stage.
+        has_unlike_blocks: whether the stages of the pipeline have unlike blocks.
+        has_copies: whether two devices of the pipeline have the weights of the same stage.
         mixing: the operation by which the optimizer's update mixes elements of a tensor; `None` if it mixes none, or
             only those within a layer, with a state of the parameters' shapes.
-        reshaped: whether the optimizer mixes elements, and keeps arrays of other shapes than its parameters'.
+        has_reshaped_state: whether the optimizer mixes elements, and keeps arrays of other shapes than its parameters'.
     """
 
     plan: "Plan"
     experiment: "Experiment | None" = None
     state: tuple[str, ...] = ()
-    unlike: bool = False
-    copied: bool = False
+    has_unlike_blocks: bool = False
+    has_copies: bool = False
     mixing: str | None = None
-    reshaped: bool = False
+    has_reshaped_state: bool = False
 
     def size(self, axis: str) -> int | None:
         """Number of devices along a mesh axis; `None` while the mesh is unknown."""
         return None if self.plan.mesh is None else self.plan.mesh.sizes[axis]
 
     def fill(self, text: str) -> str:
-        """The text of a rule, with the fields in braces filled in."""
+        """The text of a rule, with its fields in braces replaced by facts."""
         plan, experiment = self.plan, self.experiment
-        optimizer = "" if experiment is None else experiment.optimizer.name
-        plain = optimizer.removeprefix("one_bit_").replace("adam", "adamw")
+        optimizer_name = "" if experiment is None else experiment.optimizer.name
+        plain_name = optimizer_name.removeprefix("one_bit_").replace("adam", "adamw")
         return text.format(
             plan=plan,
             experiment=experiment,
-            plain=plain,
-            no_codec=f"take {plain}" if self.momenta_coded else "leave reduce out",
+            plain=plain_name,
+            no_codec=f"take {plain_name}" if self.codes_momenta else "leave reduce out",
             mixing=self.mixing,
         )
 
@@ -65,7 +65,7 @@ class Facts:
         return None if self.experiment is None else self.experiment.optimizer.messages(self.experiment.steps)
 
     @property
-    def momenta_coded(self) -> bool:
+    def codes_momenta(self) -> bool:
         """Whether the plan's codec is the one for the momenta of its one-bit optimizer."""
         return self.messages is not None and str(self.plan.reduce) == f"onebit,start={self.messages.freeze}"
 
@@ -85,7 +85,7 @@ def when(text: str, holds: Callable[[Facts], bool]) -> Request:
 
     Args:
         text: text of the request, with fields of the plan and of the experiment in braces.
-        holds: the condition.
+        holds: function that returns whether the condition holds.
     """
     return lambda facts: text.format(plan=facts.plan, experiment=facts.experiment) if holds(facts) else None
 
@@ -107,12 +107,15 @@ def both(first: Request, second: Request) -> Request:
 
 
 def unless(request: Request, condition: Condition) -> Request:
-    """A request that is made although a condition does not hold; while that is unknown, it counts as not made."""
+    """A request that is made if `request` is made and a condition does not hold.
+
+    While it is unknown whether the condition holds, the request counts as not made.
+    """
     return lambda facts: request(facts) if condition(facts) is False else None
 
 
 def field(path: str, *values: object) -> Request:
-    """A request by a field of the plan, given by its dotted path, that has one of some values."""
+    """A request that is made if the field of the plan at a dotted path has one of some values."""
 
     def request(facts: Facts) -> str | None:
         setting = operator.attrgetter(path)(facts.plan)
@@ -122,7 +125,7 @@ def field(path: str, *values: object) -> Request:
 
 
 def option(name: str) -> Request:
-    """A request by an option of the pipeline that differs from its default."""
+    """A request that is made if an option of the pipeline differs from its default."""
 
     def request(facts: Facts) -> str | None:
         pipeline = facts.plan.pipeline
@@ -133,12 +136,12 @@ def option(name: str) -> Request:
 
 
 def along(axis: str) -> Request:
-    """A request for several devices along an axis of the mesh."""
+    """A request that is made if the mesh has several devices along an axis."""
     return when("mesh {plan.mesh}", lambda facts: (facts.size(axis) or 1) > 1)
 
 
 def memory(*rules: str) -> Request:
-    """A request for a memory plan by one of some rules."""
+    """A request that is made if the memory plan follows one of some rules."""
     return when(MEMORY, lambda facts: facts.plan.memory.rule in rules)
 
 
@@ -155,8 +158,8 @@ residuals = of_pipeline(lambda pipeline: pipeline.stash == "residuals", "stash r
 """A pipeline whose stages keep residuals, as the memory plan specifies."""
 correction = of_pipeline(lambda pipeline: bool(pipeline.correction), "correction {plan.pipeline.correction}")
 """PipeMare's correction of weights."""
-unlike = when(f"{PIPELINE} of unlike blocks", lambda facts: facts.unlike)
-copied = when(PIPELINE, lambda facts: facts.copied)
+unlike = when(f"{PIPELINE} of unlike blocks", lambda facts: facts.has_unlike_blocks)
+copied = when(PIPELINE, lambda facts: facts.has_copies)
 """A pipeline in which two devices have the same stage."""
 one_bit = when("optimizer {experiment.optimizer.name}", lambda facts: facts.messages is not None)
 """An optimizer whose replicas send momenta."""
@@ -184,26 +187,26 @@ split = field("state.master", "split")
 
 
 def codec(facts: Facts) -> str | None:
-    """A codec of gradients, or of the momenta that an optimizer sends."""
-    if facts.momenta_coded:
+    """A request for a codec, of gradients or of the momenta that an optimizer sends."""
+    if facts.codes_momenta:
         return one_bit(facts)
     return f"reduce {facts.plan.reduce}" if isinstance(facts.plan.reduce, NamedCodec) else None
 
 
 def codec_beside_one_bit(facts: Facts) -> str | None:
-    """A setting of `reduce` other than the codec for a one-bit optimizer's momenta."""
-    return None if facts.momenta_coded or facts.plan.reduce is None else f"reduce {facts.plan.reduce}"
+    """A request for a setting of `reduce` other than the codec for a one-bit optimizer's momenta."""
+    return None if facts.codes_momenta or facts.plan.reduce is None else f"reduce {facts.plan.reduce}"
 
 
 def other_microbatches(facts: Facts) -> str | None:
-    """A number of microbatches other than the pipeline's."""
+    """A request for a number of microbatches other than the pipeline's."""
     pipeline = facts.plan.pipeline
     count = None if pipeline is None or pipeline.name == "auto" else pipeline.shape()[1]
     return None if facts.plan.microbatches == count else microbatches(facts)
 
 
 def model_state(facts: Facts) -> str | None:
-    """A model that holds more than parameters."""
+    """A request for a model that holds other state in addition to its parameters."""
     return f"a model that holds state of its own ({', '.join(facts.state[:3])})" if facts.state else None
 
 

@@ -35,7 +35,7 @@ def default_directory(experiment: Experiment) -> Path:
 
 @contextlib.contextmanager
 def claimed(directory: Any) -> Iterator[None]:
-    """Lock the run directory for this process; a directory in a bucket cannot be locked.
+    """A context that locks the run directory for this process; a directory in a bucket cannot be locked.
 
     Raises:
         UserError: another process has locked the directory, or it cannot be written.
@@ -69,7 +69,7 @@ def claimed(directory: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(directory: Any) -> Iterator[None]:
-    """Turns an OSError, as of a full or read-only disk, into a UserError that names the path."""
+    """A context that turns an OSError, as of a full or read-only disk, into a UserError that names the path."""
     try:
         yield
     except OSError as error:

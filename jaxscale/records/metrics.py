@@ -129,7 +129,7 @@ def encode(row: dict[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """The row in a line, the inverse of `encode`.
+    """The row in a line of JSON; the inverse of `encode`.
 
     Raises:
         ValueError: the line is no JSON object with `step` and `kind`.
@@ -198,12 +198,12 @@ def drop_torn_line(path: Any) -> int:
         return 0  # an object in a bucket is stored whole or not at all
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
-        start, file_end = end, b""
-        while start and b"\n" not in file_end[:-1]:
+        start, tail = end, b""
+        while start and b"\n" not in tail[:-1]:
             start = max(0, start - 65536)
             file.seek(start)
-            file_end = file.read(end - start)
-        line = file_end[file_end[:-1].rfind(b"\n") + 1 :]
+            tail = file.read(end - start)
+        line = tail[tail[:-1].rfind(b"\n") + 1 :]
         try:
             if not line or (line.endswith(b"\n") and decode(line)):
                 return 0
@@ -224,7 +224,7 @@ class _Board:
         self._folder = run_path(directory) / "tensorboard"
         self._rows: list[dict[str, Any]] = []
         self._flushed_at = time.monotonic()
-        self._purge: int | None = None
+        self._purge_step: int | None = None
         self._file: Appender | None = None
 
     def add(self, row: dict[str, Any]) -> None:
@@ -232,7 +232,7 @@ class _Board:
         if row["kind"] == "event":
             if row["name"] == "resume":
                 self.flush()
-                self._purge = row["step"] + 1
+                self._purge_step = row["step"] + 1
             return
         self._rows.append(row)
         if len(self._rows) >= _FLUSH_ROWS or time.monotonic() - self._flushed_at > _FLUSH_SECONDS:
@@ -241,7 +241,7 @@ class _Board:
     def flush(self) -> None:
         """Encodes and writes the buffered rows."""
         self._flushed_at = time.monotonic()
-        if not self._rows and self._purge is None:
+        if not self._rows and self._purge_step is None:
             return
         from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
@@ -251,11 +251,11 @@ class _Board:
             name = f"events.out.tfevents.{int(time.time())}.{os.getpid()}.{time.monotonic_ns()}"
             self._file = open_append(self._folder / name)
             records.append(_record(Event(wall_time=time.time(), file_version="brain.Event:2")))
-        if self._purge is not None:
+        if self._purge_step is not None:
             # makes TensorBoard drop its events of these and later steps, which are written again
             session = SessionLog(status=SessionLog.START)
-            records.append(_record(Event(wall_time=time.time(), step=self._purge, session_log=session)))
-            self._purge = None
+            records.append(_record(Event(wall_time=time.time(), step=self._purge_step, session_log=session)))
+            self._purge_step = None
         for row in self._rows:
             values = [
                 Summary.Value(tag=f"{_TRAIN_TAGS.get(name, row['kind'])}/{name}", simple_value=value)

@@ -16,8 +16,8 @@ class Outline:
         path: absolute path of the file.
         text: its content.
         summary: first line of its docstring.
-        variants: first line of the docstring of each function in `VARIANTS`, by name; `None` if that is no literal
-            dict.
+        variants: first line of the docstring of each function in `VARIANTS`, by name; `None` if `VARIANTS` is no
+            literal dict.
     """
 
     path: Path
@@ -27,7 +27,7 @@ class Outline:
 
 
 def outline(path: str | Path, variant: str | None = None) -> Outline:
-    """Read an experiment file and check it as far as possible without running it.
+    """Read an experiment file, and check it as far as possible without running it.
 
     Raises:
         UserError: the path is no file, the file is not Python, or it lacks `experiment()` or the variant.
@@ -69,12 +69,12 @@ def _no_file(path: Path) -> str:
         names = ", ".join(sorted(file.name for file in path.glob("*.py"))[:8])
         return f"{path} is a folder: expected an experiment file" + (f", such as one of {names} there" if names else "")
     files = [*path.parent.glob("*.py"), *Path("experiments").glob("*.py")]
-    paths = {str(file): file for file in files}
-    by_stem = {file.stem: str(file) for file in files}
-    hint = near_miss(str(path), paths) or near_miss(str(path.with_suffix(".py")), paths)
-    if not hint and (stem := near_miss(path.stem, by_stem)):
-        hint = f"; did you mean {by_stem[stem.split(chr(39))[1]]!r}?"
-    choices = f"; there are {', '.join(sorted(paths)[:8])}" if paths and not hint else ""
+    file_of_path = {str(file): file for file in files}
+    path_of_stem = {file.stem: str(file) for file in files}
+    hint = near_miss(str(path), file_of_path) or near_miss(str(path.with_suffix(".py")), file_of_path)
+    if not hint and (stem_hint := near_miss(path.stem, path_of_stem)):
+        hint = f"; did you mean {path_of_stem[stem_hint.split(chr(39))[1]]!r}?"
+    choices = f"; there are {', '.join(sorted(file_of_path)[:8])}" if file_of_path and not hint else ""
     return f"there is no file {path}: expected an experiment file{hint}{choices}"
 
 
@@ -82,12 +82,13 @@ def _bound_names(node: ast.stmt) -> list[str]:
     """Names that a top-level assignment or import binds."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    targets = [*node.targets] if isinstance(node, ast.Assign) else []
+    targets += [node.target] if isinstance(node, ast.AnnAssign) else []
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 def _variants(tree: ast.Module, functions: Mapping[str, ast.FunctionDef]) -> dict[str, str] | None:
-    """First line of the docstring of each function in `VARIANTS`, by name; `None` if that is no literal dict."""
+    """First line of the docstring of each function in `VARIANTS`, by name; `None` if it is no literal dict."""
     for node in tree.body:
         if "VARIANTS" not in _bound_names(node):
             continue

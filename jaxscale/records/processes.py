@@ -31,7 +31,7 @@ def wait_for_all(label: str) -> None:
 
 
 def from_first_process(numbers: Sequence[int]) -> list[int]:
-    """The numbers that the first process passes, returned on every process.
+    """Send the numbers that the first process passes to all processes, and return them on each.
 
     Example:
         >>> from_first_process([3, 5])
@@ -48,17 +48,17 @@ def from_first_process(numbers: Sequence[int]) -> list[int]:
     return [int(number) for number in broadcast_one_to_all(array)] if count else []
 
 
-def on_all(make: Callable[[], _Result], mild: type[Exception]) -> _Result:
-    """The result of `make` on this process, once it has returned on every process.
+def on_all(make: Callable[[], _Result], mild_error: type[Exception]) -> _Result:
+    """Call `make` on every process, and return its result on this process once it has returned on all.
 
     Args:
         make: function that is called once; it need not be collective.
-        mild: type of errors that do not end the run.
+        mild_error: type of errors that do not end the run.
 
     Raises:
         Exception: the error of `make` on this process, if it ends the run or all errors are mild.
         UserError: `make` failed on another process with an error that ends the run.
-        mild: `make` failed on another process only, with a mild error.
+        mild_error: `make` failed on another process only, with a mild error.
 
     Example:
         >>> on_all(lambda: 3, LookupError)
@@ -68,21 +68,22 @@ def on_all(make: Callable[[], _Result], mild: type[Exception]) -> _Result:
     error: Exception | None = None
     try:
         results.append(make())
-    except Exception as failure:
-        error = failure
-    severity = 0 if error is None else 1 if isinstance(error, mild) else 2
+    except Exception as caught_error:
+        error = caught_error
+    # 0 without an error, 1 for a mild one, 2 for one that ends the run
+    severity = 0 if error is None else 1 if isinstance(error, mild_error) else 2
     worst_severity = _greatest(severity)
     if error is not None and severity == worst_severity:
         raise error
     if worst_severity == 2:
         raise UserError("another process failed and reports the reason: fix that, and start the run again")
     if worst_severity == 1:
-        raise mild("reading failed on another process")
+        raise mild_error("reading failed on another process")
     return results[0]
 
 
 def _greatest(number: int) -> int:
-    """The greatest of the numbers that all processes pass."""
+    """Exchange numbers between all processes, and return the greatest."""
     import jax
 
     if jax.process_count() == 1:

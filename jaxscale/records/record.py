@@ -31,7 +31,7 @@ class RunRecord:
     Args:
         directory: the run's folder, as passed to `read`.
         metrics: the valid rows of metrics.jsonl.
-        experiment: content of experiment.json; like the next ones, empty if the file is missing.
+        experiment: content of experiment.json; this dict and the next three are empty if their file is missing.
         plan: content of plan.json.
         layout: content of layout.json (mesh, parameters, memory by kind).
         source: content of source/source.json (path, variant, overrides, seed, versions).
@@ -56,9 +56,9 @@ class RunRecord:
             UserError: metrics.jsonl has a broken line in its middle.
         """
         folder = run_path(directory)
-        unread: list[str] = []
+        unread_lines: list[str] = []
         names = ("experiment.json", "plan.json", "layout.json", "source/source.json")
-        experiment, plan, layout, source = (_read_json(folder / name, unread) for name in names)
+        experiment, plan, layout, source = (_read_json(folder / name, unread_lines) for name in names)
         return cls(
             directory=str(directory),
             metrics=read_metrics(directory),
@@ -67,7 +67,7 @@ class RunRecord:
             layout=layout,
             source=source,
             samples=tuple(read_samples(directory)),
-            unread=tuple(unread),
+            unread=tuple(unread_lines),
         )
 
     @property
@@ -106,20 +106,21 @@ class RunRecord:
                 break
         if self.steps is not None and self.rows("train") and self.step >= self.steps:
             return "finished"
-        end = self.metrics[-1].get("time")
-        return "stopped" if isinstance(end, int | float) and time.time() - end > _SILENT_SECONDS else "running"
+        last_time = self.metrics[-1].get("time")
+        is_silent = isinstance(last_time, int | float) and time.time() - last_time > _SILENT_SECONDS
+        return "stopped" if is_silent else "running"
 
     @property
     def best(self) -> tuple[int, float] | None:
         """Step and value of the least held-out loss; `None` if none was measured."""
-        losses = [(loss, step) for step, loss in self._held_out() if np.isfinite(loss)]
-        return (min(losses)[1], min(losses)[0]) if losses else None
+        losses_and_steps = [(loss, step) for step, loss in self._held_out() if np.isfinite(loss)]
+        return (min(losses_and_steps)[1], min(losses_and_steps)[0]) if losses_and_steps else None
 
     @property
     def final(self) -> tuple[int, float] | None:
         """Step and value of the last held-out loss; `None` if none was measured."""
-        losses = self._held_out()
-        return losses[-1] if losses else None
+        steps_and_losses = self._held_out()
+        return steps_and_losses[-1] if steps_and_losses else None
 
     def _held_out(self) -> list[tuple[int, float]]:
         """Step and value of each held-out loss."""
@@ -164,8 +165,8 @@ class RunRecord:
         events = self.events("compile")
         if not events:
             return {}
-        names = {"argument_bytes": "parameters, optimizer state, batch", "temp_bytes": "gradients and activations"}
-        return _numbers({kind: events[-1].get(name) for name, kind in names.items()})
+        kinds = {"argument_bytes": "parameters, optimizer state, batch", "temp_bytes": "gradients and activations"}
+        return _numbers({kind: events[-1].get(name) for name, kind in kinds.items()})
 
     @property
     def host_memory(self) -> dict[str, float]:
@@ -194,8 +195,8 @@ class RunRecord:
         counts = [row["parameters"] for row in self.events("predicted") if isinstance(row.get("parameters"), int)]
         if counts:
             return counts[-1]
-        table = self.layout.get("parameters")
-        shapes = [row.get("shape") for row in table if isinstance(row, dict)] if isinstance(table, list) else []
+        rows = self.layout.get("parameters")
+        shapes = [row.get("shape") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
         return sum(math.prod(shape) for shape in shapes if isinstance(shape, list)) or None
 
     @property
@@ -205,7 +206,7 @@ class RunRecord:
 
     @property
     def command(self) -> str | None:
-        """The command that repeats this run."""
+        """The command that repeats this run; `None` without an experiment file."""
         if not self.path:
             return None
         words = [self.path, str(self.source.get("variant") or ""), *map(str, _overrides(self.source.get("overrides")))]
@@ -219,25 +220,25 @@ def _overrides(overrides: Any) -> list[str]:
     return [str(word) for word in overrides] if isinstance(overrides, list | tuple) else []
 
 
-def _read_json(path: Any, unread: list[str]) -> dict[str, Any]:
-    """The JSON object in a file; empty without a file, or if it cannot be read, which appends a line to `unread`."""
+def _read_json(path: Any, unread_lines: list[str]) -> dict[str, Any]:
+    """The JSON object in a file; empty without a file, or if it cannot be read, which appends to `unread_lines`."""
     if not path.exists():
         return {}
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        unread.append(f"{path.name}: {error}")
+        unread_lines.append(f"{path.name}: {error}")
         return {}
     if not isinstance(content, dict):
-        unread.append(f"{path.name}: expected a JSON object")
+        unread_lines.append(f"{path.name}: expected a JSON object")
         return {}
     return content
 
 
 def _numbers(content: Any) -> dict[str, float]:
     """The fields of a JSON object that are numbers; empty for other JSON."""
-    items = content.items() if isinstance(content, dict) else ()
-    return {str(name): float(value) for name, value in items if isinstance(value, int | float)}
+    fields = content.items() if isinstance(content, dict) else ()
+    return {str(name): float(value) for name, value in fields if isinstance(value, int | float)}
 
 
 def _median(column: np.ndarray) -> float | None:

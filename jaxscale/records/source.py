@@ -45,7 +45,7 @@ class Source:
         text: text of the experiment file; `None` without one (an experiment made in a script or notebook).
         path: absolute path of that file.
         relative: its path relative to the working directory, if the file lies below that.
-        variant: name of the file's variant; `None` is `experiment()`.
+        variant: name of the file's variant; `None` stands for `experiment()`.
         overrides: text of each field set on the command line, by dotted path.
         plan: the plan that replaced the experiment's, as JSON.
         seed: seed of the experiment.
@@ -78,7 +78,7 @@ class Source:
         return None if self.path is None else f"experiment.{Path(self.path).stem}"
 
     def remake(self) -> "Experiment":
-        """The same experiment, made again in this or another process."""
+        """Run the experiment file again, in this or another process, and return the same experiment."""
         from jaxscale.recipe.plan import Plan
 
         assert self.path is not None
@@ -145,7 +145,7 @@ def load(
     overrides: Mapping[str, str] | None = None,
     plan: "Plan | None" = None,
 ) -> "tuple[Experiment, Source]":
-    """The experiment of a file, and its source.
+    """Run an experiment file, and return its experiment and its source.
 
     Args:
         path: the experiment file.
@@ -174,7 +174,7 @@ def load(
 
 
 def load_experiment(run_dir: Any) -> "Experiment":
-    """The experiment of a run directory, made by the copy of its file, with the plan of the run.
+    """Make the experiment of a run directory again by the copy of its file, with the plan of the run.
 
     The copy runs under the file's original path, or its new one if it has moved together with the run (a copied
     repository). Without a file, the values come from experiment.json.
@@ -193,17 +193,17 @@ def load_experiment(run_dir: Any) -> "Experiment":
         content = values.read_json(folder / "experiment.json")
         if values.has_code(content):
             raise UserError(
-                f"{folder} was made in Python by an experiment that holds code, which experiment.json cannot give "
-                "back: give the experiment again from Python, or train it from an experiment file"
+                f"{folder} was made in Python by an experiment that holds code, which cannot be restored "
+                "from experiment.json: pass the experiment again from Python, or train it from an experiment file"
             )
         experiment = values.from_json(Experiment, content, str(folder / "experiment.json"))
         return experiment if run_plan is None else dataclasses.replace(experiment, plan=run_plan)
     assert source.path is not None
     origin = _origin(source, folder)
     plan = None if source.plan is None else values.from_json(Plan, source.plan, str(folder / FOLDER / FACTS))
-    hint = ""
+    moved_note = ""
     if not origin.exists():
-        hint = (
+        moved_note = (
             f"{folder} was made by {origin}, which is no longer there: files beside it (data, tokenizer, modules) "
             "are not found unless they are put back"
         )
@@ -211,15 +211,15 @@ def load_experiment(run_dir: Any) -> "Experiment":
         provide(source.text)
         # the plan of the run replaces any other
         with superseded() if run_plan is not None else contextlib.nullcontext():
-            original = _call(source.text, folder / FOLDER / str(source.file), origin, source.variant)
-        fields = {
+            base_experiment = _call(source.text, folder / FOLDER / str(source.file), origin, source.variant)
+        overrides = {
             name: text for name, text in source.overrides.items() if run_plan is None or not name.startswith("plan.")
         }
-        experiment = _apply(original, plan, fields)
+        experiment = _apply(base_experiment, plan, overrides)
     except UserError as error:
-        raise UserError(f"{error}\n{hint}" if hint else str(error)) from None
-    if hint:
-        warnings.warn(hint, stacklevel=2)
+        raise UserError(f"{error}\n{moved_note}" if moved_note else str(error)) from None
+    if moved_note:
+        warnings.warn(moved_note, stacklevel=2)
     return experiment if run_plan is None else dataclasses.replace(experiment, plan=run_plan)
 
 
@@ -242,7 +242,7 @@ def _apply(experiment: "Experiment", plan: "Plan | None", overrides: Mapping[str
 
 
 def _call(text: str, file: Any, origin: Path, variant: str | None) -> "Experiment":
-    """Run the text as the module at `origin` and call its function; messages name `file`."""
+    """Run the text as the module at `origin`, and return the experiment that it makes; messages name `file`."""
     from jaxscale.recipe.experiment import Experiment
 
     module = types.ModuleType(f"experiment.{origin.stem}")
@@ -252,35 +252,35 @@ def _call(text: str, file: Any, origin: Path, variant: str | None) -> "Experimen
     sys.path.insert(0, str(origin.parent))
     # a traceback then shows these lines, even where the file has moved
     linecache.cache[str(file)] = (len(text), None, text.splitlines(keepends=True), str(file))
-    call = "importing it"
+    action = "importing it"
     try:
         exec(compile(text, str(file), "exec", dont_inherit=True), module.__dict__)
         function = getattr(module, "experiment", None)
-        call = "experiment()"
+        action = "experiment()"
         if variant is not None:
             variants = getattr(module, "VARIANTS", {})
             if variant not in variants:
                 raise no_variant(file, variant, variants)
-            function, call = variants[variant], f"the variant {variant}"
+            function, action = variants[variant], f"the variant {variant}"
         if not callable(function):
-            raise UserError(f"{file}: {call} is a {type(function).__name__}, expected a function without parameters")
+            raise UserError(f"{file}: {action} is a {type(function).__name__}, expected a function without parameters")
         experiment = function()
     except UserError as error:
-        place, _ = _place(error, str(file))
-        raise UserError(f"{place}: {error}" if place else str(error)) from None
+        location, _ = _location(error, str(file))
+        raise UserError(f"{location}: {error}" if location else str(error)) from None
     except Exception as error:
-        place, line = _place(error, str(file))
+        location, line = _location(error, str(file))
         if isinstance(error, ImportError) and new_path(error) is not None:
-            raise UserError(f"{place or file}: {error.name} has moved: import {new_path(error)}") from None
-        raise UserError(f"{place or file}: {call} raised {type(error).__name__}: {error}{line}") from error
+            raise UserError(f"{location or file}: {error.name} has moved: import {new_path(error)}") from None
+        raise UserError(f"{location or file}: {action} raised {type(error).__name__}: {error}{line}") from error
     finally:
         sys.path.remove(str(origin.parent))
     if not isinstance(experiment, Experiment):
-        raise UserError(f"{file}: {call} returned a {type(experiment).__name__}, expected an Experiment")
+        raise UserError(f"{file}: {action} returned a {type(experiment).__name__}, expected an Experiment")
     return experiment
 
 
-def _place(error: BaseException, file: str) -> tuple[str, str]:
+def _location(error: BaseException, file: str) -> tuple[str, str]:
     """File and line number in the experiment file at which an error arose, and the code of that line.
 
     Both are empty if no line of the file was running.

@@ -37,7 +37,7 @@ CodecState = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Codec(NamedCodec):
-    """How gradients are averaged over a slow axis.
+    """A method that averages gradients over a slow axis.
 
     Example:
         >>> from jaxscale.replicas import wire
@@ -67,7 +67,7 @@ class Codec(NamedCodec):
         return len(self.timetable) > 1
 
     def refusal(self, shape: Sequence[int], n: int, *, layers: bool = False) -> str | None:
-        """The reason, as text for a message, why this codec does not apply to a leaf; `None` if it does.
+        """The reason, as text for a message, why this codec does not apply to a leaf; `None` if it applies.
 
         Args:
             shape: shape of the leaf on one device.
@@ -75,7 +75,7 @@ class Codec(NamedCodec):
             layers: whether the first dim is stacked layers.
         """
         if n < 2:
-            return f"got an axis of {n}, expected 2 or more replicas: there is nothing to send"
+            return f"got an axis of {n} replicas, expected 2 or more: a single replica has nothing to send"
         if layers and not shape:
             return "got a scalar, expected stacked layers"
         if math.prod(shape) == 0:
@@ -191,7 +191,7 @@ class Codec(NamedCodec):
         return None
 
     def _timetable(self) -> tuple[tuple[int, "Codec"], ...]:
-        """(first step, codec) of each phase, counted from the first compressed step; the codecs have `start` 0."""
+        """(first step, codec) of each phase, steps counted from the first compressed one; the codecs have `start` 0."""
         return ((0, dataclasses.replace(self, start=0)),)
 
     def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> CodecState:
@@ -200,7 +200,10 @@ class Codec(NamedCodec):
 
     @abc.abstractmethod
     def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
-        """The mean of one layer's gradient over the axis, and its new state; `start` and warm-up do not apply."""
+        """Average one layer's gradient over the axis, and return the mean and the layer's new state.
+
+        `reduce` has already selected the codec of the current phase, so `start` and warm-up are ignored here.
+        """
 
     @abc.abstractmethod
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
@@ -210,13 +213,13 @@ class Codec(NamedCodec):
         """`resize` for one layer: every new replica gets the mean over the old replicas."""
         return {name: jnp.broadcast_to(jnp.mean(array, 0), (n, *array.shape[1:])) for name, array in states.items()}
 
-    def owed(self, gradient: Array, state: CodecState) -> Array:
-        """The gradient plus the residual of earlier messages: what the next message should convey."""
+    def add_residual(self, gradient: Array, state: CodecState) -> Array:
+        """The gradient plus the residual of earlier messages, which the next message encodes."""
         return gradient + state["residual"] if self.feedback else gradient
 
 
-def computed_once(message: Any) -> Any:
-    """The same message, which XLA must not compute a second time where this device decodes it.
+def compute_once(message: Any) -> Any:
+    """Return a message unchanged, behind a barrier, so that XLA does not compute it again to decode it on this device.
 
     The residual is then measured against exactly the bytes that are sent.
     """
@@ -225,7 +228,7 @@ def computed_once(message: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def message_bytes(codec: Any, *inputs: jax.ShapeDtypeStruct) -> int:
-    """Bytes of a codec's message.
+    """Bytes of the message that a codec makes of some arrays.
 
     Args:
         codec: codec with a method `encode`.
@@ -245,9 +248,9 @@ def matrix(shape: Sequence[int]) -> tuple[int, int]:
     return math.prod(shape[:-1]), (shape[-1] if shape else 1)
 
 
-def _keys(key: Key | None, layers: int, first: int) -> Key | None:
-    """A key for each layer, which depends only on the layer's number; `first` is that of the first layer."""
-    return None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, first + jnp.arange(layers))
+def _keys(key: Key | None, count: int, first: int) -> Key | None:
+    """Random keys of `count` layers, each derived from its layer's number; `first` is the number of the first layer."""
+    return None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, first + jnp.arange(count))
 
 
 def _typed_like(array: Array, like: Array) -> Array:

@@ -94,8 +94,8 @@ did you mean 'every'?
         offsets = (fragment * self.every // self.fragments for fragment in range(self.fragments))
         return tuple(fragment for fragment, offset in enumerate(offsets) if (steps - offset) % self.every == 0)
 
-    def moved(self, weight: Any, momentum: Any, displacement: Any) -> tuple[Any, Any]:
-        """The weights and the momentum of one tensor after an outer step.
+    def outer_step(self, weight: Any, momentum: Any, displacement: Any) -> tuple[Any, Any]:
+        """Make an outer step for one tensor, and return its new weights and momentum.
 
         Args:
             weight: θ, the shared weights.
@@ -125,10 +125,11 @@ def fragments_of(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...],
         (('up', 'norm'), ('down', 'head'))
     """
     if count > len(sizes):
-        raise UserError(f"diloco fragments: got {count}, and the model has {len(sizes)} tensors: use fewer fragments")
+        raise UserError(f"diloco fragments: got {count}, expected at most {len(sizes)}, the model's number of tensors")
     fragments: list[list[str]] = [[] for _ in range(count)]
     for name in sorted(sizes, key=lambda name: -sizes[name]):
-        min(fragments, key=lambda fragment: sum(sizes[n] for n in fragment)).append(name)
+        smallest_fragment = min(fragments, key=lambda fragment: sum(map(sizes.__getitem__, fragment)))
+        smallest_fragment.append(name)
     order = list(sizes)
     return tuple(tuple(sorted(fragment, key=order.index)) for fragment in fragments)
 
@@ -189,18 +190,18 @@ def diloco(
     if every < 1:
         raise UserError(f"diloco: got every={every}, expected 1 step or more")
     if codec is not None and replicas < 2:
-        raise UserError(f"diloco: got replicas={replicas} with codec {codec}, expected their number, 2 or more")
+        raise UserError(f"diloco: got replicas={replicas} with codec {codec}, expected replicas=2 or more")
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
 
     def init(params: Any) -> DilocoState:
-        owed = [] if codec is None else [codec.init(p.shape, None, replicas) for p in jax.tree.leaves(params)]
-        return DilocoState(jnp.zeros((), jnp.int32), inner.init(params), params, outer.init(params), tuple(owed))
+        states = [] if codec is None else [codec.init(leaf.shape, None, replicas) for leaf in jax.tree.leaves(params)]
+        return DilocoState(jnp.zeros((), jnp.int32), inner.init(params), params, outer.init(params), tuple(states))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, DilocoState]:
         if params is None:
-            raise UserError("diloco: update(gradients, state, params) needs the parameters")
-        steps, inner_state = inner.update(updates, state.inner, params)
-        local_params, count = optax.apply_updates(params, steps), state.count + 1
+            raise UserError("diloco: got no parameters, expected update(gradients, state, params)")
+        inner_updates, inner_state = inner.update(updates, state.inner, params)
+        local_params, count = optax.apply_updates(params, inner_updates), state.count + 1
         treedef = jax.tree.structure(params)
 
         def synchronise() -> Any:
@@ -209,14 +210,14 @@ def diloco(
                 means = [lax.pmean(displacement, axis) for displacement in displacements]
             else:
                 pairs = zip(displacements, state.owed, strict=True)
-                reduced = [codec.reduce(displacement, owed, axis, None, count) for displacement, owed in pairs]
+                reduced = [codec.reduce(leaf, leaf_state, axis, None, count) for leaf, leaf_state in pairs]
                 means, codec_states = zip(*reduced, strict=True)
             outer_updates, outer_state = outer.update(treedef.unflatten(means), state.outer, state.shared)
             shared = optax.apply_updates(state.shared, outer_updates)
             return optax.tree.sub(shared, params), shared, outer_state, codec_states
 
         def skip() -> Any:
-            return steps, state.shared, state.outer, state.owed
+            return inner_updates, state.shared, state.outer, state.owed
 
         new_updates, *outer_fields = lax.cond(count % every == 0, synchronise, skip)
         return new_updates, DilocoState(count, inner_state, *outer_fields)

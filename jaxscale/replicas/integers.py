@@ -31,14 +31,14 @@ class Coded(NamedTuple):
 
 
 def encode(x: Float[Array, "... elements"], bits: int, block: int, key: Key | None) -> Coded:
-    """Codes and scales of each block of the last dim.
+    """Encode each block of the last dim as integer codes and a scale.
 
     Args:
-        x: float32 array, whose last dim `block` divides.
+        x: float32 array, whose last dim is a multiple of `block`.
         bits: number of bits of each code, 2 to 8.
         block: number of elements that share a scale; even if codes are stored two in a byte.
-        key: key for rounding at random, up with the probability of the fractional part, so that the mean is exact;
-            `None` rounds to the nearest.
+        key: random key, with which a number is rounded up with the probability of its fractional part, so that the
+            expected value is exact; `None` rounds to the nearest.
 
     Example:
         >>> decode(encode(jnp.array([7.0, -3.4, 0.0, 1.0]), 4, 4, None), 4)
@@ -64,7 +64,7 @@ def encode(x: Float[Array, "... elements"], bits: int, block: int, key: Key | No
 
 
 def decode(coded: Coded, bits: int) -> Float[Array, "... elements"]:
-    """The float32 numbers that blocks encode; `bits` are those of each code."""
+    """Decode blocks, whose codes have `bits` bits each, to float32 numbers."""
     codes = _one_in_a_byte(coded.codes) if bits <= 4 else coded.codes
     blocks = codes.astype(jnp.float32) * (coded.scale / levels(bits))[..., None]
     return blocks.reshape(*blocks.shape[:-2], -1)

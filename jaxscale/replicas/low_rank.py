@@ -37,11 +37,11 @@ class LowRank(Codec):
 
     @abc.abstractmethod
     def left(self, product: Float[Array, "rows rank"], q: Float[Array, "columns rank"], axis: str) -> Array:
-        """P, equal on all devices, from this device's M Q."""
+        """Average over the axis what this device's product M Q contributes, and return P, equal on all devices."""
 
     @abc.abstractmethod
     def right(self, product: Float[Array, "columns rank"], p: Float[Array, "rows rank"], axis: str) -> Array:
-        """Q, equal on all devices, from this device's M^T P."""
+        """Average over the axis what this device's product M^T P contributes, and return Q, equal on all devices."""
 
     def _refusal(self, shape: tuple[int, ...], n: int) -> str | None:
         rows, columns = matrix(shape)
@@ -57,14 +57,14 @@ class LowRank(Codec):
         return super()._init(shape, key, n) | {"q": jax.random.normal(key, (matrix(shape)[1], self.rank))}
 
     def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
-        owed, old_q = self.owed(gradient, state), state["q"]
-        owed_matrix = owed.reshape(matrix(gradient.shape))
-        p = self.left(times(owed_matrix, old_q), old_q, axis)
-        q = self.right(times(owed_matrix.T, p), p, axis)
+        corrected_gradient, old_q = self.add_residual(gradient, state), state["q"]
+        m = corrected_gradient.reshape(matrix(gradient.shape))
+        p = self.left(times(m, old_q), old_q, axis)
+        q = self.right(times(m.T, p), p, axis)
         mean = times(p, q.T).reshape(gradient.shape)
         # a gradient may be zero in one step, and a zero column of Q would stay zero forever
         new_state = {"q": jnp.where(jnp.any(q != 0, 0), q, old_q)}
-        return mean, ({"residual": owed - mean} if self.feedback else {}) | new_state
+        return mean, ({"residual": corrected_gradient - mean} if self.feedback else {}) | new_state
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
         return sum(wire.all_reduce(wire.FLOAT32 * side * self.rank, n) for side in matrix(shape))

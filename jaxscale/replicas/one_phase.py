@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxscale.compat import all_gather_alike
 from jaxscale.replicas import wire
-from jaxscale.replicas.codec import Codec, CodecState, computed_once, message_bytes
+from jaxscale.replicas.codec import Codec, CodecState, compute_once, message_bytes
 from jaxscale.typing import Array, Float, Key
 
 
@@ -25,10 +25,10 @@ class OnePhase(Codec):
 
     @abc.abstractmethod
     def encode(self, flat: Float[Array, "elements"], key: Key | None) -> Any:
-        """The message of a leaf, a tree of arrays.
+        """Encode one layer of a leaf as a message, a tree of arrays.
 
         Args:
-            flat: float32 elements of one layer of the leaf.
+            flat: float32 elements of the layer.
             key: random key of this device, if the codec is `random`.
         """
 
@@ -38,26 +38,27 @@ class OnePhase(Codec):
 
     def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
         device_key = None if key is None else jax.random.fold_in(key, lax.axis_index(axis))
-        owed = self.owed(gradient, state)
-        message = computed_once(self.encode(owed.reshape(-1), device_key))
-        mean = self.mean(message, gradient.size, axis).reshape(gradient.shape)
+        corrected_gradient = self.add_residual(gradient, state)
+        message = compute_once(self.encode(corrected_gradient.reshape(-1), device_key))
+        mean = self.exchange(message, gradient.size, axis).reshape(gradient.shape)
         if not self.feedback:
             return mean, {}
-        return mean, {"residual": owed - self.decode(message, gradient.size).reshape(gradient.shape)}
+        return mean, {"residual": corrected_gradient - self.decode(message, gradient.size).reshape(gradient.shape)}
 
-    def mean(self, message: Any, elements: int, axis: str) -> Float[Array, "elements"]:
-        """The mean of all devices' decoded messages.
+    def exchange(self, message: Any, elements: int, axis: str) -> Float[Array, "elements"]:
+        """Send a message to all devices, and return the mean of all devices' decoded messages.
 
-        The messages are added one after another: in one scatter, the order of addition would differ between GPUs, and
-        replicas would diverge.
+        The decoded messages are added one after another: in one scatter, the order of addition would differ between
+        GPUs, and replicas would diverge.
         """
         messages = jax.tree.map(lambda array: all_gather_alike(array[None], axis), message)
-        first, rest = (jax.tree.map(lambda array, index=index: array[index], messages) for index in (0, slice(1, None)))
+        first_message = jax.tree.map(lambda array: array[0], messages)
+        other_messages = jax.tree.map(lambda array: array[1:], messages)
 
         def add(total: Array, message: Any) -> tuple[Array, None]:
             return total + self.decode(message, elements), None
 
-        total, _ = lax.scan(add, self.decode(first, elements), rest)
+        total, _ = lax.scan(add, self.decode(first_message, elements), other_messages)
         return total / lax.axis_size(axis)
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:

@@ -128,12 +128,12 @@ class GradientExchange:
         if self.coded:
             _ = self._sent_bytes  # traced here, so that the trace of a step does not record the kernels of this trace
             return
-        largest = max(self.leaves, key=lambda name: math.prod(self.local(name)), default=None)
+        largest = max(self.leaves, key=lambda name: math.prod(self.local_shape(name)), default=None)
         if largest is None or self.replicas < 2:
             raise UserError(f"reduce {self.codec}: the mesh has no {self.axis} axis to reduce over; add {self.axis}:N")
-        reason = self.codec.refusal(self.local(largest), self.replicas, layers=self.leaves[largest].layers)
-        elements = math.prod(self.local(largest))
-        reason = reason or f"its {elements} elements on a device are too few, or take no more bytes without the codec"
+        reason = self.codec.refusal(self.local_shape(largest), self.replicas, layers=self.leaves[largest].layers)
+        elements = math.prod(self.local_shape(largest))
+        reason = reason or f"its {elements} elements on a device are too few, or the codec would send no fewer bytes"
         raise UserError(
             f"reduce {self.codec}: it applies to none of this model's gradients. The largest is {largest}: {reason}; "
             "leave reduce out"
@@ -146,7 +146,7 @@ class GradientExchange:
         """Number of devices on the slow axis."""
         return self.mesh.shape[self.axis]
 
-    def local(self, name: str) -> tuple[int, ...]:
+    def local_shape(self, name: str) -> tuple[int, ...]:
         """Shape of a gradient on one device."""
         leaf = self.leaves[name]
         dims = zip(leaf.shape, dim_axes(leaf.spec, len(leaf.shape)), strict=True)
@@ -168,7 +168,7 @@ class GradientExchange:
 
     def _is_coded(self, name: str) -> bool:
         """Whether the codec compresses a gradient: it applies to the gradient and sends fewer bytes."""
-        shape, layers, n = self.local(name), self.leaves[name].layers, self.replicas
+        shape, layers, n = self.local_shape(name), self.leaves[name].layers, self.replicas
         if n < 2 or len(shape) - layers < 2 or math.prod(shape) < self.small:
             return False
         if self.codec.refusal(shape, n, layers=layers) is not None:
@@ -178,7 +178,8 @@ class GradientExchange:
     @property
     def _plain_bytes(self) -> int:
         """Bytes that one device sends for the uncompressed gradients."""
-        return wire.all_reduce(wire.FLOAT32 * sum(math.prod(self.local(name)) for name in self.plain), self.replicas)
+        elements = sum(math.prod(self.local_shape(name)) for name in self.plain)
+        return wire.all_reduce(wire.FLOAT32 * elements, self.replicas)
 
     @property
     def wire_bytes(self) -> int:
@@ -193,7 +194,7 @@ class GradientExchange:
     def wire_bytes_at(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """Bytes that one device sends in the step that follows `step` updates."""
         starts = jnp.array([first for first, _ in self.codec.timetable])
-        step_bytes = jnp.array([sent + self._plain_bytes for sent in self._sent_bytes], jnp.float32)
+        step_bytes = jnp.array([coded_bytes + self._plain_bytes for coded_bytes in self._sent_bytes], jnp.float32)
         return step_bytes[jnp.sum(step >= starts) - 1]
 
     @functools.cached_property
@@ -203,7 +204,7 @@ class GradientExchange:
 
     def _coded_bytes(self, codec: Codec | None) -> int:
         """Bytes that one device sends for the compressed gradients under a codec; the codec `None` sends float32."""
-        shapes = ((self.local(name), self.leaves[name].layers) for name in self.coded)
+        shapes = ((self.local_shape(name), self.leaves[name].layers) for name in self.coded)
         if codec is None:
             return sum(wire.exact(shape, self.replicas) for shape, _ in shapes)
         return sum(codec.wire_bytes(shape, self.replicas, layers=layers) for shape, layers in shapes)
@@ -211,14 +212,14 @@ class GradientExchange:
     @property
     def exact_bytes(self) -> int:
         """Bytes that one device would send for all gradients in float32."""
-        return sum(wire.exact(self.local(name), self.replicas) for name in self.leaves)
+        return sum(wire.exact(self.local_shape(name), self.replicas) for name in self.leaves)
 
     # -- states --------------------------------------------------------------------------------------------------------
 
     def _init(self, name: str, key: Key) -> dict[str, Array]:
-        """The initial state of a gradient on one device, by name."""
+        """The initial state of a gradient on one device: arrays by the name of the state."""
         leaf = self.leaves[name]
-        return self.codec.init(self.local(name), key, self.replicas, layers=leaf.layers, first=leaf.first)
+        return self.codec.init(self.local_shape(name), key, self.replicas, layers=leaf.layers, first=leaf.first)
 
     @functools.cached_property
     def _state_shapes(self) -> dict[str, dict[str, Any]]:
@@ -227,7 +228,7 @@ class GradientExchange:
         return {name: jax.eval_shape(functools.partial(self._init, name), key) for name in self.coded}
 
     def abstract(self, *, one: bool = False) -> Any:
-        """Shapes, dtypes and shardings of all replicas' states; with `one`, of the one state that `merged` returns."""
+        """Shapes, dtypes and shardings of all replicas' states; with `one`, those of the state that `merge` returns."""
         return {
             name: {
                 key: self._abstract_state(name, key, state, one)
@@ -248,47 +249,42 @@ class GradientExchange:
         return jax.ShapeDtypeStruct(shape, state.dtype, sharding=NamedSharding(self.mesh, PartitionSpec(*spec)))
 
     def shardings(self, *, merged: bool = False) -> Any:
-        """Shardings of the states of all replicas, or of the state that `merged` returns."""
+        """Shardings of the states of all replicas; with `merged`, those of the state that `merge` returns."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract(one=merged))
 
     def _specs(self, *, merged: bool = False) -> Any:
-        """`PartitionSpec`s of the states."""
+        """`PartitionSpec`s of the states that `shardings` describes."""
         return jax.tree.map(lambda sharding: sharding.spec, self.shardings(merged=merged))
 
     def init(self) -> CodecStates:
-        """The states before the first step; to be run under `jax.jit` with `out_shardings`."""
-
-        def local() -> CodecStates:
-            return self._with_leading_dims(self.start())
-
-        return self._shard_mapped(local, (), self._specs())()
+        """Make the states before the first step; to be run under `jax.jit` with `out_shardings`."""
+        return self._shard_mapped(lambda: self._with_leading_dims(self.start()), (), self._specs())()
 
     def lasting(self, name: str) -> tuple[str, ...]:
         """Names of a gradient's states whose shapes do not depend on the number of replicas."""
         key = jax.eval_shape(lambda: jax.random.key(0))
-        grown_shapes = jax.eval_shape(
-            lambda key: self.codec.init(self.local(name), key, self.replicas + 1, layers=self.leaves[name].layers),
-            key,
-        )
+        shape, layers = self.local_shape(name), self.leaves[name].layers
+        grown_shapes = jax.eval_shape(lambda key: self.codec.init(shape, key, self.replicas + 1, layers=layers), key)
         return tuple(key for key, state in self._state_shapes[name].items() if state.shape == grown_shapes[key].shape)
 
-    def merged(self, states: CodecStates) -> CodecStates:
-        """Merge the states of all replicas into one, with their mean residual, for any number of replicas to resume."""
+    def merge(self, states: CodecStates) -> CodecStates:
+        """Merge the states of all replicas into one with their mean residual, for any number of replicas to resume."""
 
-        def local(states: CodecStates) -> CodecStates:
+        def run_on_device(states: CodecStates) -> CodecStates:
             merged: CodecStates = {}
             for name, state in self._without_leading_dims(states).items():
                 gathered_state = jax.tree.map(lambda array: lax.all_gather(array, self.axis), state)
-                one_state = self.codec.resize(gathered_state, self.local(name), 1, layers=self.leaves[name].layers)
+                shape, layers = self.local_shape(name), self.leaves[name].layers
+                one_state = self.codec.resize(gathered_state, shape, 1, layers=layers)
                 merged[name] = {k: one_state[k][0] if k == RESIDUAL else one_state[k] for k in self.lasting(name)}
             return merged
 
-        return self._shard_mapped(local, (self._specs(),), self._specs(merged=True))(states)
+        return self._shard_mapped(run_on_device, (self._specs(),), self._specs(merged=True))(states)
 
     def spread(self, merged: CodecStates) -> CodecStates:
-        """The states of this mesh's replicas from one merged state; missing states get their initial values."""
+        """Copy a merged state to all replicas of this mesh; states that it lacks get their initial values."""
 
-        def local(merged: CodecStates) -> CodecStates:
+        def run_on_device(merged: CodecStates) -> CodecStates:
             initial = self.start()
             local_states = {
                 name: {key: array if key == RESIDUAL else array[0] for key, array in state.items()}
@@ -297,7 +293,7 @@ class GradientExchange:
             return self._with_leading_dims({name: {**initial[name], **local_states.get(name, {})} for name in initial})
 
         specs = {name: {key: self._specs(merged=True)[name][key] for key in state} for name, state in merged.items()}
-        return self._shard_mapped(local, (specs,), self._specs())(merged)
+        return self._shard_mapped(run_on_device, (specs,), self._specs())(merged)
 
     def _with_leading_dims(self, states: CodecStates) -> CodecStates:
         """States of one device with leading dims of size 1 for replicas and shards."""
@@ -318,7 +314,7 @@ class GradientExchange:
             step: number of updates made before this one.
         """
 
-        def local(gradients: dict[str, Array], states: CodecStates, step: Array) -> Reduced:
+        def run_on_device(gradients: dict[str, Array], states: CodecStates, step: Array) -> Reduced:
             shards = {name: gradient[0] for name, gradient in gradients.items()}
             mean, new_states = self.inside(shards, self._without_leading_dims(states), step, self.mesh.axis_names)
             return Reduced(mean, self._with_leading_dims(new_states), self._residual_norm(new_states))
@@ -327,23 +323,26 @@ class GradientExchange:
         gradient_specs = {name: PartitionSpec(self.axis, *leaf.spec) for name, leaf in self.leaves.items()}
         mean_specs = {name: leaf.spec for name, leaf in self.leaves.items()}
         out_specs: Any = Reduced(*(mean_specs, self._specs(), replicated))  # pyright: ignore[reportArgumentType]
-        run = self._shard_mapped(local, (gradient_specs, self._specs(), replicated), out_specs)
+        run = self._shard_mapped(run_on_device, (gradient_specs, self._specs(), replicated), out_specs)
         return run({name: gradients[name] for name in self.leaves}, states, step)
 
     def inside(
-        self, gradients: Mapping[str, Array], states: CodecStates, step: Int[Array, ""], agreeing: Sequence[str]
+        self, gradients: Mapping[str, Array], states: CodecStates, step: Int[Array, ""], agreeing_axes: Sequence[str]
     ) -> tuple[dict[str, Array], CodecStates]:
-        """The mean of gradients over the replicas and the new states, in a region that is manual over the axes.
+        """Average gradients over the replicas inside a region that is manual over the mesh axes.
 
         Args:
             gradients: this device's shards of its replica's gradients, by name, float32.
             states: states of this device.
             step: number of updates made before this one.
-            agreeing: names of the axes whose devices agree on whether the gradients are finite; all of these devices
-                must call this function.
+            agreeing_axes: names of the axes whose devices agree on whether the gradients are finite; all of these
+                devices must call this function.
+
+        Returns:
+            The mean of each gradient, by name, and the new states of this device.
         """
         squared_norm = sum((jnp.sum(jnp.square(gradient)) for gradient in gradients.values()), jnp.zeros(()))
-        finite = jnp.isfinite(lax.psum(squared_norm, agreeing))
+        is_finite = jnp.isfinite(lax.psum(squared_norm, agreeing_axes))
         means, new_states = self._exact_means(gradients), {}
         key = jax.random.fold_in(jax.random.key(self.seed), step)
         for name in self.coded:
@@ -356,8 +355,8 @@ class GradientExchange:
                 layers=self.leaves[name].layers,
                 first=self.leaves[name].first,
             )
-            means[name], new_states[name] = jnp.where(finite, leaf_mean, jnp.nan), leaf_state
-        new_states = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_states, states)
+            means[name], new_states[name] = jnp.where(is_finite, leaf_mean, jnp.nan), leaf_state
+        new_states = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), new_states, states)
         return {name: means[name] for name in self.leaves}, new_states
 
     def start(self) -> CodecStates:
@@ -366,24 +365,24 @@ class GradientExchange:
         return {name: self._init(name, self._shard_key(key, name)) for name in self.coded}
 
     def _exact_means(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
-        """Means of the uncompressed gradients, sent in one message; NaN or Inf in one leaf does not reach others."""
+        """Send the `plain` gradients in one message, and return their means; NaN in one leaf does not reach others."""
         if not self.plain:
             return {}
-        flat = jnp.concatenate([gradients[name].reshape(-1) for name in self.plain])
-        flat = lax.psum(flat, self.axis) / self.replicas
-        means, start = {}, 0
+        flat_gradients = jnp.concatenate([gradients[name].reshape(-1) for name in self.plain])
+        flat_gradients = lax.psum(flat_gradients, self.axis) / self.replicas
+        means, offset = {}, 0
         for name in self.plain:
-            shape = self.local(name)
-            means[name] = flat[start : start + math.prod(shape)].reshape(shape)
-            start += math.prod(shape)
+            shape = self.local_shape(name)
+            means[name] = flat_gradients[offset : offset + math.prod(shape)].reshape(shape)
+            offset += math.prod(shape)
         return means
 
     def _residual_norm(self, states: CodecStates) -> Array:
-        """Root of the mean over replicas of the residuals' squared norm."""
+        """Add up the squares of the residuals over all devices, and return the root of their mean over the replicas."""
         squares = jnp.zeros(())
         for name, state in states.items():
-            copies = self.mesh.size // (self.replicas * self.shards(name))
-            squares += squared_residuals({name: state}) / copies
+            shard_copies = self.mesh.size // (self.replicas * self.shards(name))
+            squares += squared_residuals({name: state}) / shard_copies
         return jnp.sqrt(lax.psum(squares, self.mesh.axis_names) / self.replicas)
 
     def _shard_key(self, key: Key, name: str) -> Key:

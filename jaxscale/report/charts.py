@@ -65,13 +65,13 @@ def smooth(values: np.ndarray, window: float) -> np.ndarray:
         >>> smooth(np.array([1.0, 2.0, np.nan, 4.0, 5.0]), 3).tolist()
         [1.0, 1.5, 3.0, 4.5, 5.0]
     """
-    finite = np.isfinite(values)
-    sums_before = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
-    counts_before = np.concatenate([[0], np.cumsum(finite)])
-    position = np.arange(len(values))
-    radius = np.clip(np.minimum(position, position[::-1]), int(window) // 12, int(window) // 2)
-    start, end = np.maximum(position - radius, 0), np.minimum(position + radius + 1, len(values))
-    sums, counts = sums_before[end] - sums_before[start], counts_before[end] - counts_before[start]
+    is_finite = np.isfinite(values)
+    sums_before = np.concatenate([[0.0], np.cumsum(np.where(is_finite, values, 0.0))])
+    counts_before = np.concatenate([[0], np.cumsum(is_finite)])
+    positions = np.arange(len(values))
+    radii = np.clip(np.minimum(positions, positions[::-1]), int(window) // 12, int(window) // 2)
+    starts, ends = np.maximum(positions - radii, 0), np.minimum(positions + radii + 1, len(values))
+    sums, counts = sums_before[ends] - sums_before[starts], counts_before[ends] - counts_before[starts]
     return np.where(counts > 0, sums / np.maximum(counts, 1), math.nan)
 
 
@@ -80,8 +80,8 @@ def line_chart(
     series: Sequence[Series],
     *,
     unit: str = "",
-    text: Callable[[float], str] = number,
-    ticks_text: Callable[[float], str] | None = None,
+    format_value: Callable[[float], str] = number,
+    format_ticks: Callable[[float], str] | None = None,
     ticks_base: float = 1.0,
     from_zero: bool = False,
     marks: Sequence[Mark] = (),
@@ -96,8 +96,8 @@ def line_chart(
         title: the chart's title.
         series: the curves; those without a finite value are left out.
         unit: unit of the values, shown after the title.
-        text: function that formats a value for the read-out.
-        ticks_text: function that formats a tick; by default with as many digits as the ticks need.
+        format_value: function that formats a value for the read-out.
+        format_ticks: function that formats a tick; by default with as many digits as the ticks need.
         ticks_base: number of which ticks are round multiples.
         from_zero: whether the axis begins at 0.
         marks: labelled steps, drawn as vertical lines.
@@ -109,12 +109,12 @@ def line_chart(
     series = [curve for curve in series if np.isfinite(curve.values).any()]
     if not series:
         return Markup()
-    finite = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in series])
-    low, high, outside_count = _bounds(finite)
-    logarithmic = bool(low > 0 and high / low > 100 and not from_zero)
+    finite_values = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in series])
+    low, high, outside_count = _bounds(finite_values)
+    is_logarithmic = bool(low > 0 and high / low > 100 and not from_zero)
     if from_zero:
         low = min(0.0, low)
-    if logarithmic:
+    if is_logarithmic:
         low, high = math.log10(low), math.log10(high)
     pad = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     low, high = (low if from_zero and low == 0 else low - pad), high + pad
@@ -129,12 +129,12 @@ def line_chart(
 
     def y_of(value: float) -> float:
         """Position of a value down the chart, from 0 at the top to 1."""
-        if logarithmic:
+        if is_logarithmic:
             value = math.log10(value) if value > 0 else low - 1
         return (high - value) / (high - low)
 
     marks = [mark for mark in marks if first <= mark.step <= last][:_MARKS]
-    if logarithmic:
+    if is_logarithmic:
         exponents = range(math.ceil(low), math.floor(high) + 1)
         stride = max(1, math.ceil(len(exponents) / 5))
         levels = [10.0**exponent for exponent in exponents if exponent % stride == 0]
@@ -149,17 +149,17 @@ def line_chart(
         preserveAspectRatio="none",
         aria_hidden="true",
     )
-    tick_text = ticks_text or ("{:g}".format if logarithmic else _tick_text(levels))
-    step_text = short if last >= 1e6 else "{:,.0f}".format
-    labels = [element("span", tick_text(level), class_="y", style=f"top:{y_of(level):.2%}") for level in levels]
-    steps = [step for step in ticks(first, last, 5) if step == int(step)]
-    labels += [element("span", step_text(step), class_="x", style=f"left:{x_of(step):.2%}") for step in steps]
+    format_tick = format_ticks or ("{:g}".format if is_logarithmic else _tick_format(levels))
+    format_step = short if last >= 1e6 else "{:,.0f}".format
+    labels = [element("span", format_tick(level), class_="y", style=f"top:{y_of(level):.2%}") for level in levels]
+    tick_steps = [step for step in ticks(first, last, 5) if step == int(step)]
+    labels += [element("span", format_step(step), class_="x", style=f"left:{x_of(step):.2%}") for step in tick_steps]
     labels += _mark_labels(marks, x_of) if tall else []
     keys = [element("span", element("i"), curve.label, class_=f"key c{curve.color} {curve.style}") for curve in series]
     notes = [f"{outside_count} point{'s' * (outside_count > 1)} outside the frame"] if outside_count else []
     gap_count = sum(int((~np.isfinite(curve.values)).sum()) for curve in series if curve.style != "line")
     notes += [f"{gap_count} not finite"] if gap_count else []
-    notes += ["logarithmic"] if logarithmic else []
+    notes += ["logarithmic"] if is_logarithmic else []
     caption = (
         element("b", title),
         element("small", unit) if unit else None,
@@ -167,39 +167,39 @@ def line_chart(
         element("small", ", ".join(notes), class_="note") if notes else None,
     )
     plot = (image, labels, element("div", class_="cursor"), element("div", class_="tip"))
-    description = _description(title, series, text)
+    description = _description(title, series, format_value)
     return element(
         "figure",
         element("figcaption", caption),
         element("div", plot, class_="plot", tabindex=0, role="img", aria_label=description),
-        element("script", _readout(series, marks, text, first, last), type="application/json"),
+        element("script", _readout(series, marks, format_value, first, last), type="application/json"),
         class_="chart tall" if tall else "chart",
     )
 
 
-def _bounds(finite: np.ndarray) -> tuple[float, float, int]:
+def _bounds(finite_values: np.ndarray) -> tuple[float, float, int]:
     """Bounds of the axis for finite values, and the number of values outside."""
-    low, high = float(finite.min()), float(finite.max())
-    if len(finite) < 50:
+    low, high = float(finite_values.min()), float(finite_values.max())
+    if len(finite_values) < 50:
         return low, high, 0
-    p1, p99 = np.percentile(finite, [1, 99]).tolist()
-    spread = p99 - p1
-    if spread > 0 and high > p99 + 4 * spread:
-        high = p99 + 0.5 * spread
-    if spread > 0 and low < p1 - 4 * spread:
-        low = p1 - 0.5 * spread
-    return low, high, int(((finite > high) | (finite < low)).sum())
+    p1, p99 = np.percentile(finite_values, [1, 99]).tolist()
+    central_range = p99 - p1
+    if central_range > 0 and high > p99 + 4 * central_range:
+        high = p99 + 0.5 * central_range
+    if central_range > 0 and low < p1 - 4 * central_range:
+        low = p1 - 0.5 * central_range
+    return low, high, int(((finite_values > high) | (finite_values < low)).sum())
 
 
-def _tick_text(values: Sequence[float]) -> Callable[[float], str]:
+def _tick_format(values: Sequence[float]) -> Callable[[float], str]:
     """A formatter with as many decimals as distinguish the ticks."""
     gap = min((after - before for before, after in pairwise(values) if after > before), default=1.0)
     biggest = max(map(abs, values), default=1.0)
     decimals = max(0, -math.floor(math.log10(gap) + 1e-9))
     if biggest >= 1e5:
         return short
-    form = "{:.2g}" if biggest < 1e-3 else f"{{:,.{decimals}f}}"
-    return lambda value: form.format(value).replace("e-0", "e-").replace("-", "\N{MINUS SIGN}") if value else "0"
+    template = "{:.2g}" if biggest < 1e-3 else f"{{:,.{decimals}f}}"
+    return lambda value: template.format(value).replace("e-0", "e-").replace("-", "\N{MINUS SIGN}") if value else "0"
 
 
 def _mark_labels(marks: Sequence[Mark], x_of: Callable[[float], float]) -> list[Markup]:
@@ -221,16 +221,16 @@ def _curve(curve: Series, x_of: Callable[[float], float], y_of: Callable[[float]
     path = ""
     for is_finite, points in itertools.groupby(zip(steps, values, strict=True), lambda point: math.isfinite(point[1])):
         # clamp, since a coordinate far outside the frame would lose its digits
-        pairs = [f"{x_of(x) * _UNITS:.1f} {min(max(y_of(y), -1.0), 2.0) * _UNITS:.1f}" for x, y in points if is_finite]
-        if style == "dots" or len(pairs) == 1:
-            path += "".join(f"M{pair}h0" for pair in pairs)
-        elif pairs:
-            path += "M" + "L".join(pairs)
+        texts = [f"{x_of(x) * _UNITS:.1f} {min(max(y_of(y), -1.0), 2.0) * _UNITS:.1f}" for x, y in points if is_finite]
+        if style == "dots" or len(texts) == 1:
+            path += "".join(f"M{text}h0" for text in texts)
+        elif texts:
+            path += "M" + "L".join(texts)
     return element("path", class_=f"c{curve.color} {style}", d=path)
 
 
 def _readout(
-    series: Sequence[Series], marks: Sequence[Mark], text: Callable[[float], str], first: float, last: float
+    series: Sequence[Series], marks: Sequence[Mark], format_value: Callable[[float], str], first: float, last: float
 ) -> Markup:
     """The JSON for the page's script, with steps and formatted values of each curve, evenly thinned."""
     curves = []
@@ -241,14 +241,14 @@ def _readout(
                 "label": curve.label,
                 "color": curve.color,
                 "steps": curve.steps[indices].astype(int).tolist(),
-                "texts": [text(value) for value in curve.values[indices].tolist()],
+                "texts": [format_value(value) for value in curve.values[indices].tolist()],
             }
         )
     chart = {"left": first, "right": last, "curves": curves, "marks": [[mark.step, mark.label] for mark in marks]}
     return Markup(json.dumps(chart, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c"))
 
 
-def _description(title: str, series: Sequence[Series], text: Callable[[float], str]) -> str:
+def _description(title: str, series: Sequence[Series], format_value: Callable[[float], str]) -> str:
     """A text for screen readers, with the first and the last finite value of each curve."""
-    curves = [(curve.label, curve.values[np.isfinite(curve.values)]) for curve in series]
-    return f"{title}: " + "; ".join(f"{label} from {text(finite[0])} to {text(finite[-1])}" for label, finite in curves)
+    curves = [(curve.label, *map(format_value, curve.values[np.isfinite(curve.values)][[0, -1]])) for curve in series]
+    return f"{title}: " + "; ".join(f"{label} from {first} to {last}" for label, first, last in curves)

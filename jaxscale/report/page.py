@@ -93,16 +93,16 @@ def _sheet(title: str | None, *content: Any) -> Markup:
 def _header(run: RunRecord) -> Markup:
     """Name, status and origin of the run, the files that could not be read, and the most important figures."""
     start = next((row["time"] for row in run.metrics if isinstance(row.get("time"), int | float)), None)
-    facts = [run.path]
-    facts += [f"variant {run.source['variant']}"] if run.source.get("variant") else []
-    facts += [f"seed {run.experiment['seed']}"] if "seed" in run.experiment else []
-    facts += [time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start))] if start is not None else []
-    words = STATUS[run.status][0]
-    status = element("span", words[0].upper() + words[1:], class_=f"status {run.status}")
+    origin_texts = [run.path]
+    origin_texts += [f"variant {run.source['variant']}"] if run.source.get("variant") else []
+    origin_texts += [f"seed {run.experiment['seed']}"] if "seed" in run.experiment else []
+    origin_texts += [time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start))] if start is not None else []
+    status_text = STATUS[run.status][0]
+    status = element("span", status_text[0].upper() + status_text[1:], class_=f"status {run.status}")
     header = element(
         "header",
         element("div", element("h1", run.name), status, class_="title"),
-        element("p", " · ".join(fact for fact in facts if fact)),
+        element("p", " · ".join(fact for fact in origin_texts if fact)),
         [element("p", f"Could not be read: {line}", class_="warning") for line in run.unread],
     )
     return joined([header, _figures(run)])
@@ -156,24 +156,24 @@ def _charts(run: RunRecord) -> list[Markup]:
     if held_out:
         curves.append(Series("held out", held_out.column("step"), held_out.column("loss"), "dots", 2))
     loss_chart = line_chart("Loss", curves, unit="nats per target token", marks=marks, tall=True)
-    tokens_unit = "target tokens per second"
+    speed_formats: dict[str, Any] = {"unit": "target tokens per second", "format_value": count, "format_ticks": short}
     charts = [
         _metric_chart(train, "learning_rate", "Learning rate", color=3),
-        _metric_chart(train, "tokens_per_second", "Throughput", unit=tokens_unit, color=1, text=count, ticks_text=short)
-        or _metric_chart(train, "step_seconds", "Step", color=1, text=duration, ticks_text=duration),
+        _metric_chart(train, "tokens_per_second", "Throughput", color=1, **speed_formats)
+        or _metric_chart(train, "step_seconds", "Step", color=1, format_value=duration, format_ticks=duration),
         _metric_chart(train, "grad_norm", "Gradient norm", color=4, from_zero=False),
     ]
     if run.device_memory is not None:
         name, column = run.device_memory
         unit_bytes = 1024.0 ** math.floor(math.log(max(float(np.nanmax(column)), 1.0), 1024))
-        bytes_texts: dict[str, Any] = {"text": size, "ticks_text": round_size, "ticks_base": unit_bytes}
-        charts.append(_metric_chart(train, name, "Device memory", color=5, **bytes_texts))
+        bytes_format: dict[str, Any] = {"format_value": size, "format_ticks": round_size, "ticks_base": unit_bytes}
+        charts.append(_metric_chart(train, name, "Device memory", color=5, **bytes_format))
     if run.mfu is not None:
-        texts: dict[str, Any] = {"text": "{:.1%}".format, "ticks_text": "{:.0%}".format}
-        charts.append(_metric_chart(train, "mfu", "Model FLOP utilization", color=7, **texts))
+        formats: dict[str, Any] = {"format_value": "{:.1%}".format, "format_ticks": "{:.0%}".format}
+        charts.append(_metric_chart(train, "mfu", "Model FLOP utilization", color=7, **formats))
     else:
-        texts = {"text": lambda flop: rate(flop, "FLOP/s"), "ticks_text": short}
-        charts.append(_metric_chart(train, "flop_per_second", "Arithmetic", unit="FLOP/s", color=7, **texts))
+        formats = {"format_value": lambda flop: rate(flop, "FLOP/s"), "format_ticks": short}
+        charts.append(_metric_chart(train, "flop_per_second", "Arithmetic", unit="FLOP/s", color=7, **formats))
     sheets = [_sheet(None, chart) for chart in charts if chart]
     sections = [_sheet(None, loss_chart)] if loss_chart else []
     return sections + ([element("div", sheets, class_="pair")] if sheets else [])
@@ -193,8 +193,8 @@ def _metric_chart(
 
 def _plan(run: RunRecord) -> list[Markup]:
     """The plan in words beside pictures of mesh and memory, and a table of the biggest parameters below."""
-    words = plan_in_words(run.plan, run.layout, run.experiment)
-    words += [] if run.kernels is None else [(f"Kernels taken on {run.kernels[0]}", run.kernels[1])]
+    topics = plan_in_words(run.plan, run.layout, run.experiment)
+    topics += [] if run.kernels is None else [(f"Kernels taken on {run.kernels[0]}", run.kernels[1])]
     sizes = mesh_of(run.plan, run.layout)
     pictures = []
     if run.layout.get("mesh") is not None or sizes:
@@ -211,27 +211,27 @@ def _plan(run: RunRecord) -> list[Markup]:
     warning = None
     if isinstance(unsplit, list) and unsplit:
         names = ", ".join(map(str, unsplit[:8])) + (f" and {len(unsplit) - 8} more" if len(unsplit) > 8 else "")
-        warning = element("p", f"Whole on every device, since no dim divides: {names}", class_="warning")
-    topics = element("dl", [(element("dt", topic), element("dd", text)) for topic, text in words], class_="words")
-    columns = [_sheet("The plan", topics, warning)] if words else []
+        warning = element("p", f"Whole on every device, since no dim can be split evenly: {names}", class_="warning")
+    topic_list = element("dl", [(element("dt", topic), element("dd", text)) for topic, text in topics], class_="words")
+    columns = [_sheet("The plan", topic_list, warning)] if topics else []
     columns += [element("div", pictures, class_="stack")] if pictures else []
     sections = [element("div", columns, class_="pair top")] if len(columns) == 2 else columns
     parameters = run.layout.get("parameters")
-    grid = parameter_table(parameters, sizes) if isinstance(parameters, list) else None
-    return sections + ([_sheet("How the biggest parameters lie", grid)] if grid else [])
+    parameter_grid = parameter_table(parameters, sizes) if isinstance(parameters, list) else None
+    return sections + ([_sheet("How the biggest parameters lie", parameter_grid)] if parameter_grid else [])
 
 
 def _samples(samples: Iterable[Sample]) -> list[Markup]:
     """The newest samples, and a section that opens to show some of the earlier ones."""
     newest_first = sorted(samples, key=lambda sample: -sample.step)
     newest = [sample for sample in newest_first if sample.step == newest_first[0].step]
-    older = newest_first[len(newest) :]
+    earlier = newest_first[len(newest) :]
     sheets = [_sample(sample) for sample in newest[:6]]
-    if older:
+    if earlier:
         # show a few, spread over the run
-        selection = [older[index] for index in spread(len(older), 12)]
-        extent = f"{len(selection)} of {len(older)}" if len(selection) < len(older) else str(len(older))
-        sheets.append(element("details", element("summary", f"Earlier samples ({extent})"), map(_sample, selection)))
+        shown = [earlier[index] for index in spread(len(earlier), 12)]
+        extent = f"{len(shown)} of {len(earlier)}" if len(shown) < len(earlier) else str(len(earlier))
+        sheets.append(element("details", element("summary", f"Earlier samples ({extent})"), map(_sample, shown)))
     return sheets
 
 
@@ -311,10 +311,10 @@ def _reproduce(run: RunRecord) -> Markup | None:
     facts |= versions if isinstance(versions, dict) else {}
     content = [element("pre", run.command, class_="command")] if run.command else []
     content += [_facts(facts)] if facts else []
-    for kind, record in (("experiment", run.experiment), ("plan", run.plan)):
-        if record:
-            summary = element("summary", f"The {kind}, field by field")
-            content.append(element("details", summary, _facts(_flat(record))))
+    for name, values in (("experiment", run.experiment), ("plan", run.plan)):
+        if values:
+            summary = element("summary", f"The {name}, field by field")
+            content.append(element("details", summary, _facts(_flat(values))))
     return _sheet(None, content) if content else None
 
 

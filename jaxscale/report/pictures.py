@@ -79,9 +79,9 @@ def _drawn_indices(count: int) -> list[int | None]:
 
 
 def _group_name(groups: Sequence[tuple[str, int]], index: int) -> str:
-    """The place of a group along each of the axes that form groups, such as "replica 0, data 3"."""
+    """Name of a group by its index along each of the axes that form groups, such as "replica 0, data 3"."""
     indices = np.unravel_index(index, [length for _, length in groups])
-    return ", ".join(f"{axis} {place}" for (axis, _), place in zip(groups, indices, strict=True))
+    return ", ".join(f"{axis} {index_on_axis}" for (axis, _), index_on_axis in zip(groups, indices, strict=True))
 
 
 def shard_picture(shape: Sequence[int], parts: Sequence[int]) -> Markup:
@@ -94,12 +94,12 @@ def shard_picture(shape: Sequence[int], parts: Sequence[int]) -> Markup:
         parts: number of shards along each dim.
     """
     dims = list(zip(shape, parts, strict=True)) or [(1, 1)]
-    rows, columns = (dims[-2], dims[-1]) if len(dims) > 1 else ((1, 1), dims[-1])
-    width = _LONGEST_SIDE if rows[0] <= columns[0] else max(16.0, _LONGEST_SIDE * columns[0] / rows[0])
-    height = 10.0 if len(dims) == 1 else min(_LONGEST_SIDE, max(16.0, width * rows[0] / max(1, columns[0])))
-    shard_width, shard_height = width / max(1, columns[1]), height / max(1, rows[1])
-    lines = "".join(f"M{shard_width * i:.1f} 0V{height:.1f}" for i in range(1, min(columns[1], 16)))
-    lines += "".join(f"M0 {shard_height * i:.1f}H{width:.1f}" for i in range(1, min(rows[1], 16)))
+    (rows, row_parts), (columns, column_parts) = (dims[-2], dims[-1]) if len(dims) > 1 else ((1, 1), dims[-1])
+    width = _LONGEST_SIDE if rows <= columns else max(16.0, _LONGEST_SIDE * columns / rows)
+    height = 10.0 if len(dims) == 1 else min(_LONGEST_SIDE, max(16.0, width * rows / max(1, columns)))
+    shard_width, shard_height = width / max(1, column_parts), height / max(1, row_parts)
+    lines = "".join(f"M{shard_width * i:.1f} 0V{height:.1f}" for i in range(1, min(column_parts, 16)))
+    lines += "".join(f"M0 {shard_height * i:.1f}H{width:.1f}" for i in range(1, min(row_parts, 16)))
     is_pile = len(dims) > 2
     back = element("rect", class_="back", x=5, y=0.5, width=width, height=height) if is_pile else None
     front = element(
@@ -121,21 +121,21 @@ def parameter_table(parameters: Sequence[Any], sizes: dict[str, int], most: int 
         sizes: number of devices along each axis by name.
         most: largest number of rows; smaller parameters are added up in one more.
     """
-    valid = [param for param in parameters if isinstance(param, dict) and isinstance(param.get("shape"), list | tuple)]
-    valid.sort(key=lambda param: (-float(param.get("bytes") or 0), str(param.get("name"))))
-    if not valid:
+    params = [param for param in parameters if isinstance(param, dict) and isinstance(param.get("shape"), list | tuple)]
+    params.sort(key=lambda param: (-float(param.get("bytes") or 0), str(param.get("name"))))
+    if not params:
         return Markup()
     rows = []
-    for param in valid[:most]:
-        shape, spec = list(param["shape"]), _spec(param.get("spec"), len(param["shape"]))
-        parts = [math.prod(sizes.get(axis, 1) for axis in axes) for axes in spec]
+    for param in params[:most]:
+        shape, axes_of_dim = list(param["shape"]), _spec(param.get("spec"), len(param["shape"]))
+        parts = [math.prod(sizes.get(axis, 1) for axis in axes) for axes in axes_of_dim]
         cells = [shard_picture(shape, parts), _breakable(str(param.get("name")))]
-        cells += [" \N{MULTIPLICATION SIGN} ".join(f"{dim:,}" for dim in shape) or "scalar", _placement(spec, sizes)]
-        rows.append([*cells, str(param.get("dtype") or ""), *_sizes([param])])
-    smaller = valid[most:]
+        cells += [" \N{MULTIPLICATION SIGN} ".join(f"{dim:,}" for dim in shape) or "scalar"]
+        rows.append([*cells, _placement(axes_of_dim, sizes), str(param.get("dtype") or ""), *_sizes([param])])
+    smaller = params[most:]
     remainder_rows = [("", f"{count(len(smaller))} smaller ones", "", "", "", *_sizes(smaller))] if smaller else []
-    heads = ("", "Parameter", "Shape", "Lies on", "Type", "Whole", "Per device")
-    grid = table(rows, heads, numeric=(5, 6), names=1, rest=remainder_rows, class_="parameters")
+    headings = ("", "Parameter", "Shape", "Lies on", "Type", "Whole", "Per device")
+    grid = table(rows, headings, numeric=(5, 6), names=1, rest=remainder_rows, class_="parameters")
     return element("div", grid, class_="scroll")
 
 

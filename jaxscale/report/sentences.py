@@ -28,13 +28,13 @@ _MEMORY = {
     "full": "The backward pass keeps each block's input alone and recomputes the block.",
     "jax": "The backward pass keeps the residuals that one of JAX's policies selects.",
     "sqrt": "The backward pass keeps the input of every so many blocks, the square root of their number.",
-    "periodic": "The backward pass keeps the input of every so many blocks and recomputes those between.",
-    "revolve": "The backward pass keeps so many block inputs at most, placed for the fewest forward passes.",
-    "chain": "The residuals kept and the blocks recomputed are the cheapest for a chain of blocks in that much memory.",
-    "save": "Each block keeps the residuals that make recomputation the cheapest in that much memory.",
-    "greedy": "Each block keeps the residuals that a greedy rule chose, in that much memory.",
-    "dtr_static": "Each block keeps the residuals that DTR's score chose, in that much memory.",
-    "offload": "Some residuals wait in host memory for the backward pass; so much stays on the device.",
+    "periodic": "The backward pass keeps the input of one block in each period, and recomputes the blocks between.",
+    "revolve": "The backward pass keeps up to the given number of block inputs, placed for the fewest forward passes.",
+    "chain": "The residuals kept and the blocks recomputed are cheapest for a chain of blocks in the given memory.",
+    "save": "Each block keeps the residuals that make recomputation the cheapest in the given memory.",
+    "greedy": "Each block keeps the residuals that a greedy rule chose, in the given memory.",
+    "dtr_static": "Each block keeps the residuals that DTR's score chose, in the given memory.",
+    "offload": "Some residuals wait in host memory for the backward pass; the given amount stays on the device.",
     "file": "The residuals that each block keeps were read from a file.",
 }
 _ATTENTION = {
@@ -85,7 +85,7 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
 
     Args:
         plan: plan.json, whole or with fields missing.
-        layout: layout.json, which has the mesh if the plan has none.
+        layout: layout.json, whose mesh replaces that of the plan.
         experiment: experiment.json, which has the batch.
 
     Example:
@@ -96,33 +96,33 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
         Memory: full | The backward pass keeps each block's input alone and recomputes the block.
     """
     sizes = mesh_of(plan, layout)
-    words: list[tuple[str, str]] = []
+    topics: list[tuple[str, str]] = []
     if plan or layout:
-        words.append(("Mesh", _mesh(sizes, automatic="mesh" in plan and plan["mesh"] is None)))
+        topics.append(("Mesh", _mesh(sizes, is_automatic="mesh" in plan and plan["mesh"] is None)))
     batch = experiment.get("batch")
     microbatches = plan.get("microbatches", 1)
     if isinstance(batch, int) and isinstance(microbatches, int) and microbatches > 0:
-        words.append(("Batch", _batch(batch, sizes, microbatches)))
+        topics.append(("Batch", _batch(batch, sizes, microbatches)))
     zero = plan.get("zero")
     if zero in _ZERO and not (zero == 0 and not sizes):
         fsdp = sizes.get("fsdp", 1)
         master = " (the float32 master parameters with it)" if plan.get("precision") == "bfloat16" else ""
-        words.append(
+        topics.append(
             (f"ZeRO {zero}", _ZERO[zero].format(n=f"{fsdp} devices" if fsdp > 1 else "a single device", master=master))
         )
     if plan.get("sequence_parallel"):
-        words.append(("Sequence parallel", "Norms and residuals are split along the sequence over the tensor axis."))
+        topics.append(("Sequence parallel", "Norms and residuals are split along the sequence over the tensor axis."))
     if plan.get("pipeline"):
-        words.append((f"Pipeline: {plan['pipeline']}", _pipeline(str(plan["pipeline"]))))
+        topics.append((f"Pipeline: {plan['pipeline']}", _pipeline(str(plan["pipeline"]))))
     if "precision" in plan:
-        words.append(("Precision", _precision(plan)))
+        topics.append(("Precision", _precision(plan)))
     memory = plan.get("memory")
     if isinstance(memory, str):
-        words.append((f"Memory: {memory}", _MEMORY.get(memory.partition(":")[0], "As the name implies.")))
+        topics.append((f"Memory: {memory}", _MEMORY.get(memory.partition(":")[0], "As the name implies.")))
     if "kernels" in plan:
-        words += _kernels(str(plan["kernels"]))
+        topics += _kernels(str(plan["kernels"]))
     if plan.get("diloco"):
-        words.append((f"DiLoCo: {plan['diloco']}", _DILOCO))
+        topics.append((f"DiLoCo: {plan['diloco']}", _DILOCO))
     offload = plan.get("offload", {})
     sentences = [sentence for field, sentence in _OFFLOADED.items() if offload.get(field, "device") != "device"]
     if offload.get("optimizer_state") == "streamed":
@@ -130,19 +130,19 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
     if offload.get("optimizer_state") == "host":
         sentences.append("The host's CPU updates the master weights.")
     if sentences:
-        words.append(("In host memory", " ".join(sentences)))
+        topics.append(("In host memory", " ".join(sentences)))
     state = plan.get("state", {})
     moments = str(state.get("moments", "float32"))
     if moments != "float32":
-        words.append((f"Optimizer state: {moments}", _STATE.get(moments, "As the name implies.")))
+        topics.append((f"Optimizer state: {moments}", _STATE.get(moments, "As the name implies.")))
     if state.get("master") == "split":
-        words.append(("Master weights", "Kept as bfloat16, which both passes read, and 8 bits of correction."))
+        topics.append(("Master weights", "Kept as bfloat16, which both passes read, and 8 bits of correction."))
     if plan.get("unroll", 1) != 1:
-        words.append(("Layers", f"The scan over layers takes {plan['unroll']} at a time."))
-    unknown = {name: value for name, value in plan.items() if name not in _DESCRIBED}
-    if unknown:
-        words.append(("Also", ", ".join(f"{name} = {value}" for name, value in unknown.items())))
-    return words
+        topics.append(("Layers", f"The scan over layers takes {plan['unroll']} at a time."))
+    other_fields = {name: value for name, value in plan.items() if name not in _DESCRIBED}
+    if other_fields:
+        topics.append(("Also", ", ".join(f"{name} = {value}" for name, value in other_fields.items())))
+    return topics
 
 
 _OFFLOADED = {
@@ -209,8 +209,8 @@ def _pipeline(text: str) -> str:
     return " ".join(sentences)
 
 
-def _mesh(sizes: dict[str, int], *, automatic: bool) -> str:
-    """A sentence about the devices along each axis; `automatic` if the plan named no mesh."""
+def _mesh(sizes: dict[str, int], *, is_automatic: bool) -> str:
+    """A sentence about the devices along each axis; `is_automatic` if the plan named no mesh."""
     devices = math.prod(sizes.values())
     axes = [f"along {axis} ({_AXES.get(axis, 'an axis of its own')})" for axis in sizes]
     if not sizes:
@@ -221,7 +221,7 @@ def _mesh(sizes: dict[str, int], *, automatic: bool) -> str:
         shape = " \N{MULTIPLICATION SIGN} ".join(map(str, sizes.values()))
         parts = "; ".join(f"{size} {axis}" for size, axis in zip(sizes.values(), axes, strict=True))
         text = f"{devices} devices as {shape}: {parts}."
-    return text + (" The plan named no mesh: these are the devices of the machine." if automatic else "")
+    return text + (" The plan named no mesh: these are the devices of the machine." if is_automatic else "")
 
 
 def _batch(batch: int, sizes: dict[str, int], microbatches: int) -> str:
@@ -238,7 +238,7 @@ def _batch(batch: int, sizes: dict[str, int], microbatches: int) -> str:
 def _precision(plan: dict[str, Any]) -> str:
     """Sentences about the dtypes of the computation, of matrix products and of the reduction of gradients."""
     precision, matmul = plan["precision"], str(plan.get("matmul"))
-    passes = _MATMUL.get(matmul)
+    pass_text = _MATMUL.get(matmul)
     products = f" Layers round the operands of products to {_PRODUCTS[matmul]}." if matmul in _PRODUCTS else ""
     reduce = str(plan.get("reduce") or "bfloat16")
     codec = "" if reduce in ("float32", "bfloat16") else f", between replicas as {reduce} codes them"
@@ -248,5 +248,5 @@ def _precision(plan: dict[str, Any]) -> str:
             "Computes in bfloat16; master parameters, optimizer state, norms and the loss stay float32. "
             f"Gradients are reduced across devices in {dtype}{codec}.{products}"
         )
-    text = f"Everything is {precision}" + (f"; matrix products run {passes}." if passes else ".") + products
+    text = f"Everything is {precision}" + (f"; matrix products run {pass_text}." if pass_text else ".") + products
     return text + f" Gradients are added up{codec}." * bool(codec)

@@ -77,36 +77,36 @@ def _lines(run: RunRecord) -> list[tuple[str, str]]:
     rows = run.rows("train")
     if run.best is not None and run.final is not None:
         step, loss = run.best
-        final = "" if run.final == run.best else f"; last {number(run.final[1])} at step {run.final[0]:,}"
-        lines.append(("held-out loss", f"{number(loss)} nats per target token at step {step:,}{final}"))
+        final_text = "" if run.final == run.best else f"; last {number(run.final[1])} at step {run.final[0]:,}"
+        lines.append(("held-out loss", f"{number(loss)} nats per target token at step {step:,}{final_text}"))
     if rows:
         lines.append(("training loss", f"{number(rows[-1].get('loss'))} at step {rows[-1]['step']:,}"))
-        tokens = f", {count(run.tokens)} target tokens" if run.tokens is not None else ""
-        lines.append(("steps", f"{run.step:,}{f' of {run.steps:,}' if run.steps else ''}{tokens}"))
+        token_text = f", {count(run.tokens)} target tokens" if run.tokens is not None else ""
+        lines.append(("steps", f"{run.step:,}{f' of {run.steps:,}' if run.steps else ''}{token_text}"))
     if run.seconds is not None and rows:
         compile_seconds = run.events("compile").column("seconds")
         compile_seconds = compile_seconds[np.isfinite(compile_seconds)]
-        compile_time = f", {duration(float(compile_seconds.sum()))} of it compiling" if compile_seconds.size else ""
-        lines.append(("time", f"{duration(run.seconds)}{compile_time}"))
+        compile_text = f", {duration(float(compile_seconds.sum()))} of it compiling" if compile_seconds.size else ""
+        lines.append(("time", f"{duration(run.seconds)}{compile_text}"))
     if run.tokens_per_second is not None:
         flop = rows.column("flop_per_second")
-        arithmetic = f", {rate(float(np.nanmedian(flop)), 'FLOP/s')}" if np.isfinite(flop).any() else ""
-        mfu = f", {run.mfu:.1%} MFU" if run.mfu is not None else ""
-        lines.append(("speed", f"{count(run.tokens_per_second)} target tokens per second{arithmetic}{mfu}"))
+        flop_text = f", {rate(float(np.nanmedian(flop)), 'FLOP/s')}" if np.isfinite(flop).any() else ""
+        mfu_text = f", {run.mfu:.1%} MFU" if run.mfu is not None else ""
+        lines.append(("speed", f"{count(run.tokens_per_second)} target tokens per second{flop_text}{mfu_text}"))
     skip_count = len(run.events("skipped"))
     if skip_count:
         lines.append(("skipped", f"{skip_count} step{'s' * (skip_count > 1)}"))
     memory = run.memory
     if memory:
-        kinds = {kind: value for kind, value in memory.items() if value >= 0.005 * sum(memory.values())}
-        kind_texts = ", ".join(f"{kind} {size(value)}" for kind, value in kinds.items())
+        shown_bytes = {kind: value for kind, value in memory.items() if value >= 0.005 * sum(memory.values())}
+        kind_texts = ", ".join(f"{kind} {size(value)}" for kind, value in shown_bytes.items())
         lines.append(("memory", f"{size(sum(memory.values()))} per device: {kind_texts}"))
     if run.host_memory:
         kind_texts = ", ".join(f"{kind} {size(value)}" for kind, value in run.host_memory.items())
         lines.append(("host memory", f"{size(sum(run.host_memory.values()))} for each device: {kind_texts}"))
-    mesh = [words for topic, words in plan_in_words(run.plan, run.layout, run.experiment) if topic == "Mesh"]
-    if mesh:
-        lines.append(("mesh", mesh[0]))
+    mesh_texts = [words for topic, words in plan_in_words(run.plan, run.layout, run.experiment) if topic == "Mesh"]
+    if mesh_texts:
+        lines.append(("mesh", mesh_texts[0]))
     if run.kernels is not None:
         lines.append(("kernels", f"{run.kernels[1]}, on {run.kernels[0]}"))
     lines += [("unread", line) for line in run.unread]

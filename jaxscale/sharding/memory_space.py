@@ -3,8 +3,8 @@
 The space is part of an array's type: an operation takes operands of one space, so arrays on the host are moved to the
 device explicitly. The gradient of `to_device` lies on the host, because the transpose moves it back.
 
-The CPU backend has the memory kinds without the memories: there, offloading is a rehearsal: the program computes the
-same values and moves no byte.
+The CPU backend has the memory kinds without separate memories. Offloading is a rehearsal there: the program computes
+the same values, but moves no bytes.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ def on_host(x: Any) -> bool:
 
 
 def to_device(tree: Tree) -> Tree:
-    """The tree with every leaf in device memory, its sharding unchanged. Under `jit`.
+    """The tree with every leaf in device memory, its sharding unchanged: a function to call under `jit`.
 
     Example:
         >>> bool(jax.jit(lambda x: to_device(to_host(x)) + 1)(1) == 2)
@@ -40,7 +40,7 @@ def to_device(tree: Tree) -> Tree:
 
 
 def to_host(tree: Tree) -> Tree:
-    """The tree with every leaf in host memory, its sharding unchanged. Under `jit`."""
+    """The tree with every leaf in host memory, its sharding unchanged: a function to call under `jit`."""
     return jax.tree.map(lambda x: x if on_host(x) else jax.device_put(x, jax.memory.Space.Host), tree)
 
 
@@ -62,19 +62,19 @@ def check_host_memory(devices: Iterable[Any], option: str) -> None:
         option: the option that needs host memory, as the user wrote it.
 
     Raises:
-        UserError: a device without the memory kind `pinned_host`.
+        UserError: a device has no memory of the kind `pinned_host`, or JAX cannot list its memories.
     """
     # a described device lists no memories; TPUs and GPUs have host memory
     real_devices = [device for device in devices if not isinstance(device, AbstractDevice)]
-    kinds = [[memory.kind for memory in device.addressable_memories()] for device in real_devices]
-    if real_devices and not any(kinds):
+    kinds_of_devices = [[memory.kind for memory in device.addressable_memories()] for device in real_devices]
+    if real_devices and not any(kinds_of_devices):
         raise UserError(
             f"{option}: {real_devices[0].device_kind} is described, not attached, and JAX lists no memories of it, "
-            "so a part of the step cannot be compiled alone: use fit --verify, which compiles the whole step, or keep "
+            "so a part of the step cannot be compiled alone; use fit --verify, which compiles the whole step, or keep "
             "the values on the device"
         )
-    for device, device_kinds in zip(real_devices, kinds, strict=True):
-        if device_kinds and HOST_KIND not in device_kinds:  # another process's device lists none
+    for device, device_kinds in zip(real_devices, kinds_of_devices, strict=True):
+        if device_kinds and HOST_KIND not in device_kinds:  # a device of another process lists no memories
             raise UserError(
                 f"{option}: {device.device_kind} ({device.platform}) has no memory of kind {HOST_KIND} "
                 f"(it has {', '.join(device_kinds)}), so nothing can be put on the host; keep the values on the device"

@@ -86,11 +86,11 @@ class MeshSpec:
         return ",".join(f"{axis}:{count}" for axis, count in self.sizes.items() if count > 1) or "1"
 
     def build(self, devices: Sequence[Any] | None = None) -> Any:
-        """The `jax.sharding.Mesh`, axes in Auto mode, devices in the order of their links.
+        """Build the `jax.sharding.Mesh`, with axes in Auto mode and devices in an order that follows their links.
 
         Args:
-            devices: devices to lay out; the first `self.devices` of all by default. `jax.sharding.AbstractDevice`s give
-                an `AbstractMesh`, on which programs can be traced, but not run.
+            devices: devices, of which the first `self.devices` are used; all of JAX's by default.
+                `jax.sharding.AbstractDevice`s give an `AbstractMesh`, on which programs can be traced, but not run.
 
         Raises:
             UserError: there are fewer devices than the mesh takes, or unequal numbers of them on the TPU slices.
@@ -101,20 +101,20 @@ class MeshSpec:
         devices = list(jax.devices() if devices is None else devices)
         if len(devices) < self.devices:
             raise UserError(
-                f"mesh {self} takes {self.devices} devices, and there are {len(devices)} "
+                f"mesh {self} takes {self.devices} devices, but there are {len(devices)} "
                 f"({devices[0].device_kind}): use a smaller mesh, or set jax_num_cpu_devices for virtual CPU devices"
             )
         sizes, types = tuple(self.sizes.values()), (AxisType.Auto,) * len(AXES)
         if isinstance(devices[0], AbstractDevice):
             return AbstractMesh(sizes, AXES, axis_types=types, abstract_device=devices[0])
         mesh_devices = devices[: self.devices]
-        counts = collections.Counter(getattr(device, "slice_index", 0) for device in mesh_devices)
-        slices = len(counts)
-        if len(set(counts.values())) > 1:
+        devices_by_slice = collections.Counter(getattr(device, "slice_index", 0) for device in mesh_devices)
+        slices = len(devices_by_slice)
+        if len(set(devices_by_slice.values())) > 1:
             raise UserError(
-                f"mesh {self} takes {self.devices} devices, and these lie on slices of "
-                f"{' and '.join(str(count) for count in counts.values())}: expected as many of each slice; use a mesh "
-                f"of {min(counts.values()) * slices} devices, or of one slice"
+                f"mesh {self} takes {self.devices} devices, of which its TPU slices have "
+                f"{' and '.join(map(str, devices_by_slice.values()))}: expected the same number on each slice; use a "
+                f"mesh of {min(devices_by_slice.values()) * slices} devices, or one within a slice"
             )
         if slices == 1:
             return jax.make_mesh(sizes, AXES, axis_types=types, devices=mesh_devices)
@@ -131,7 +131,7 @@ class MeshSpec:
             slices: number of TPU slices, all of one size.
 
         Raises:
-            UserError: the number of slices does not divide the axes, from the slowest on.
+            UserError: the axes, from the slowest on, cannot be split evenly over the slices.
 
         Example:
             >>> MeshSpec.parse("pipe:4,fsdp:8").across(2)
@@ -140,7 +140,7 @@ class MeshSpec:
         counts = across(tuple(self.sizes.values()), slices)
         if counts is None:
             raise UserError(
-                f"mesh {self} on {slices} slices: expected axes that {slices} divides, such as replica:{slices}; "
-                "axes across slices send their messages over the slow network between them"
+                f"mesh {self} on {slices} slices: its slowest axes cannot be split evenly over them; use axes "
+                f"such as replica:{slices} (axes across slices send messages over the slow network between them)"
             )
         return counts

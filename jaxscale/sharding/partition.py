@@ -1,4 +1,7 @@
-"""The mesh axes in a `PartitionSpec`, as one tuple of names for each dim: `None`, "fsdp" and ("data", "fsdp") alike."""
+"""The mesh axes in a `PartitionSpec`, as one tuple of names for each dim.
+
+An entry of a `PartitionSpec` may be `None`, a name or a tuple of names.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -21,8 +24,8 @@ def dim_axes(spec: Iterable[Any], rank: int = 0) -> DimAxes:
         >>> dim_axes(PartitionSpec(("data", "fsdp"), None, "tensor"), 4)
         (('data', 'fsdp'), (), ('tensor',), ())
     """
-    dims = [(entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else () for entry in spec]
-    return (*dims, *((),) * (rank - len(dims)))
+    entries = [(entry,) if isinstance(entry, str) else entry for entry in spec]
+    return (*(axes if isinstance(axes, tuple) else () for axes in entries), *((),) * (rank - len(entries)))
 
 
 def spec_of(dims: Sequence[Sequence[str]]) -> PartitionSpec:
@@ -33,7 +36,7 @@ def spec_of(dims: Sequence[Sequence[str]]) -> PartitionSpec:
         [('data', 'fsdp'), None, 'tensor']
     """
     rank = max((dim + 1 for dim, axes in enumerate(dims) if axes), default=0)
-    return PartitionSpec(*(tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in dims[:rank]))
+    return PartitionSpec(*(tuple(axes) if len(axes) > 1 else next(iter(axes), None) for axes in dims[:rank]))
 
 
 def axes_of(spec: Iterable[Any]) -> tuple[str, ...]:
@@ -47,12 +50,12 @@ def shard_count(mesh: Any, axes: Iterable[str]) -> int:
 
 
 def dividing(spec: PartitionSpec, shape: Sequence[int], mesh: Any) -> PartitionSpec:
-    """A `PartitionSpec` for an array of another shape: a dim that its axes do not divide becomes whole.
+    """A `PartitionSpec` for an array of another shape: a dim that its axes cannot split evenly becomes whole.
 
     Example:
         >>> from jax.sharding import AbstractMesh
         >>> list(dividing(PartitionSpec("data", "fsdp"), (6, 5), AbstractMesh((2, 4), ("data", "fsdp"))))
         ['data']
     """
-    dims = zip(shape, dim_axes(spec, len(shape)), strict=False)
-    return spec_of([axes if size % shard_count(mesh, axes) == 0 else () for size, axes in dims])
+    sizes_and_axes = zip(shape, dim_axes(spec, len(shape)), strict=False)
+    return spec_of([axes if size % shard_count(mesh, axes) == 0 else () for size, axes in sizes_and_axes])

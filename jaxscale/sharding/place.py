@@ -25,7 +25,7 @@ _layout: contextvars.ContextVar[MeshAndRules | None] = contextvars.ContextVar("l
 
 
 def layout(mesh: Any, rules: AxisRules) -> contextlib.AbstractContextManager[None]:
-    """While tracing inside, `constrain` places arrays on `mesh` by `rules`.
+    """A context inside which `constrain` places traced arrays on `mesh` by `rules`.
 
     Args:
         mesh: a `jax.sharding.Mesh`; to trace for absent devices, an `AbstractMesh` of axes in Auto mode.
@@ -50,22 +50,22 @@ def current() -> MeshAndRules | None:
 
 
 def spec(shape: Sequence[int], names: Sequence[str | None], mesh: Any, rules: AxisRules) -> PartitionSpec:
-    """PartitionSpec of an array whose dims carry logical `names`.
+    """PartitionSpec of an array whose dims have the logical axes `names`.
 
-    A mesh axis is used once, by the first dim whose rule names it; a dim that its mesh axes do not divide stays whole
-    (the sizes that a plan relies on are checked before tracing).
+    A mesh axis is used once, by the first dim whose rule names it; a dim that its mesh axes cannot split evenly stays
+    whole (the sizes that a plan relies on are checked before tracing).
     """
     if len(names) != len(shape):
         raise ValueError(
             f"got {len(names)} logical axes {tuple(names)} for an array of shape {tuple(shape)}: name each dim"
         )
     used_axes: set[str] = set()
-    dims: list[tuple[str, ...]] = []
+    axes_of_dims: list[tuple[str, ...]] = []
     for size, name in zip(shape, names, strict=True):
         axes = tuple(axis for axis in rules.axes(name) if mesh.shape[axis] > 1 and axis not in used_axes)
-        dims.append(axes if size % shard_count(mesh, axes) == 0 else ())
-        used_axes.update(dims[-1])
-    return spec_of(dims)
+        axes_of_dims.append(axes if size % shard_count(mesh, axes) == 0 else ())
+        used_axes.update(axes_of_dims[-1])
+    return spec_of(axes_of_dims)
 
 
 def constrain(x: Array, *names: str | None) -> Array:
@@ -88,7 +88,7 @@ def constrain(x: Array, *names: str | None) -> Array:
 
 
 def move(x: Array, source: tuple[str | None, ...], target: tuple[str | None, ...]) -> Array:
-    """`x` moved from one placement to another; its gradient moves back.
+    """Move `x` from one placement to another; its gradient moves back.
 
     A constraint alone would place the gradient by `target` too: partial sums would be all-reduced and then sliced,
     where `move` allows a reduce-scatter.

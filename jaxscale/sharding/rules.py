@@ -3,7 +3,7 @@
 One field per logical axis, so that a strategy is a `replace` and a typo is an error.
 
 Parameters and activations share the names. ZeRO's sharding of parameters over "fsdp" is not a rule of an axis:
-`zero.py` chooses a dim of each parameter that divides.
+`zero.py` chooses a dim of each parameter that can be split evenly.
 """
 
 import dataclasses

@@ -30,7 +30,9 @@ ZERO_AXIS = "fsdp"
 def split(
     shape: Sequence[int], names: Sequence[str | None] | None, whole: PartitionSpec, mesh: Any, axis: str = ZERO_AXIS
 ) -> PartitionSpec:
-    """`whole` with a dim split over `axis`: the largest on a device that the axis divides; `whole` itself without one.
+    """`whole` with one dim split over `axis`, or `whole` itself if no dim can be split evenly.
+
+    The dim that is largest on a device is split, among those whose size there is a multiple of the axis.
 
     The stacked "layers" dim is never split: a scan over layers would have to gather all of it.
 
@@ -41,16 +43,16 @@ def split(
         mesh: the mesh.
         axis: mesh axis to split over.
     """
-    count, dims = mesh.shape[axis], dim_axes(whole, len(shape))
-    if count == 1 or any(axis in axes for axes in dims):
+    count, axes_of_dims = mesh.shape[axis], dim_axes(whole, len(shape))
+    if count == 1 or any(axis in axes for axes in axes_of_dims):
         return whole
-    local_shape = [size // shard_count(mesh, axes) for size, axes in zip(shape, dims, strict=True)]
-    fixed = [name == "layers" for name in names or ()] or [False] * len(shape)
-    candidates = [dim for dim, size in enumerate(local_shape) if size % count == 0 and not fixed[dim]]
-    if not candidates:
+    local_shape = [size // shard_count(mesh, axes) for size, axes in zip(shape, axes_of_dims, strict=True)]
+    is_stack_dim = [name == "layers" for name in names or ()] or [False] * len(shape)
+    candidate_dims = [dim for dim, size in enumerate(local_shape) if size % count == 0 and not is_stack_dim[dim]]
+    if not candidate_dims:
         return whole
-    dim = max(candidates, key=lambda dim: (local_shape[dim], dim))
-    return spec_of([*dims[:dim], (*dims[dim], axis), *dims[dim + 1 :]])
+    dim = max(candidate_dims, key=lambda dim: (local_shape[dim], dim))
+    return spec_of([*axes_of_dims[:dim], (*axes_of_dims[dim], axis), *axes_of_dims[dim + 1 :]])
 
 
 def without(spec: PartitionSpec, axis: str) -> PartitionSpec:
@@ -84,7 +86,7 @@ def placement(
     shape: Sequence[int],
     names: Sequence[str | None] | None,
     stage: ZeroStage,
-    copied: bool,
+    has_copy: bool,
     mesh: Any,
     rules: AxisRules,
 ) -> Placement:
@@ -94,14 +96,14 @@ def placement(
         shape: shape of the parameter.
         names: logical axis of each dim; `None` for a parameter without names.
         stage: ZeRO stage.
-        copied: whether the step computes with a lower-precision copy of float32 master weights.
+        has_copy: whether the step computes with a lower-precision copy of float32 master weights.
         mesh: the mesh.
         rules: mesh axes per logical axis.
     """
     unsplit = PartitionSpec() if names is None else place.spec(shape, names, mesh, rules)
     split_spec = split(shape, names, unsplit, mesh)
     return Placement(
-        master=split_spec if stage == 3 or (stage > 0 and copied) else unsplit,
+        master=split_spec if stage == 3 or (stage > 0 and has_copy) else unsplit,
         state=split_spec if stage > 0 else unsplit,
         gradient=split_spec if stage > 1 else unsplit,
         compute=split_spec if stage == 3 else unsplit,
@@ -109,9 +111,9 @@ def placement(
 
 
 def over(old: Placement, axis: str, shape: Sequence[int], mesh: Any) -> Placement:
-    """A placement with all but the compute copy split over one more axis, if the axis divides a dim.
+    """A placement with all but the compute copy split over one more axis, if a dim can be split evenly.
 
-    All are split along the same dim, and over this axis first, so that a shard of the finest placement lies within a
+    All are split along the same dim, and over the new axis first, so that a shard of the finest placement lies within a
     shard of the others: otherwise XLA would exchange shards in every step, over a slow axis too.
 
     Args:
@@ -120,14 +122,14 @@ def over(old: Placement, axis: str, shape: Sequence[int], mesh: Any) -> Placemen
         shape: shape of the parameter.
         mesh: the mesh.
     """
-    specs = {field: getattr(old, field) for field in ("master", "state", "gradient")}
+    spec_of_field = {field: getattr(old, field) for field in ("master", "state", "gradient")}
     new_state = split(shape, None, old.state, mesh, axis)
     old_dims, new_dims = dim_axes(old.state, len(shape)), dim_axes(new_state, len(shape))
     dim = next((dim for dim in range(len(shape)) if old_dims[dim] != new_dims[dim]), None)
-    if dim is None:  # the axis may divide a dim of a coarser placement
-        new_specs = {field: split(shape, None, spec, mesh, axis) for field, spec in specs.items()}
+    if dim is None:  # a coarser placement may have a dim that can be split evenly
+        new_specs = {field: split(shape, None, spec, mesh, axis) for field, spec in spec_of_field.items()}
     else:
-        new_specs = {field: _split_first(spec, dim, axis) for field, spec in specs.items()}
+        new_specs = {field: _split_first(spec, dim, axis) for field, spec in spec_of_field.items()}
     return dataclasses.replace(old, **new_specs)
 
 
@@ -145,5 +147,5 @@ def stacked_over(single: Placement, axis: str) -> Placement:
         >>> list(stacked_over(Placement(spec, spec, spec, spec), "pipe").master)
         ['pipe', 'tensor']
     """
-    kinds = (field.name for field in dataclasses.fields(Placement))
-    return Placement(**{kind: PartitionSpec(axis, *getattr(single, kind)) for kind in kinds})
+    fields = (field.name for field in dataclasses.fields(Placement))
+    return Placement(**{field: PartitionSpec(axis, *getattr(single, field)) for field in fields})

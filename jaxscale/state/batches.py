@@ -1,4 +1,4 @@
-"""Rows of a batch: which of them a process feeds, on which devices they lie, how they are split into microbatches."""
+"""Rows of a batch: the rows that a process feeds, the devices on which they lie, and their split into microbatches."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -29,7 +29,7 @@ def shard_of(sharding: NamedSharding, rows: int) -> tuple[int, int]:
 
 
 def put(batch: Batch, sharding: NamedSharding, shard: tuple[int, int]) -> dict[str, Array]:
-    """The global batch on the devices, from this process's rows of it.
+    """Put the global batch on the devices, from this process's rows, and return its arrays.
 
     Args:
         batch: arrays with this process's rows.
@@ -40,17 +40,17 @@ def put(batch: Batch, sharding: NamedSharding, shard: tuple[int, int]) -> dict[s
         return jax.device_put(dict(batch), sharding)
     index, count = shard
 
-    def global_array(local_rows: np.ndarray) -> Array:
+    def put_array(local_rows: np.ndarray) -> Array:
         row_count, first = count * len(local_rows), index * len(local_rows)
 
-        def device_rows(slices: tuple[slice, ...] | None) -> np.ndarray:
+        def rows_at(slices: tuple[slice, ...] | None) -> np.ndarray:
             assert slices is not None
             start, stop = span(slices, row_count)
             return local_rows[start - first : stop - first]
 
-        return jax.make_array_from_callback((row_count, *local_rows.shape[1:]), sharding, device_rows)
+        return jax.make_array_from_callback((row_count, *local_rows.shape[1:]), sharding, rows_at)
 
-    return {name: global_array(np.asarray(local_rows)) for name, local_rows in batch.items()}
+    return {name: put_array(np.asarray(local_rows)) for name, local_rows in batch.items()}
 
 
 def batch_shapes(experiment: Experiment) -> Batch:
@@ -74,7 +74,7 @@ def shapes(batch: Batch, sharding: NamedSharding | None = None) -> dict[str, jax
 
 
 def span(slices: Sequence[slice], rows: int) -> tuple[int, int]:
-    """(start, stop) of the first of some slices, in an array with a number of rows."""
+    """(start, stop) of the rows that the first of some slices selects, from an array with a number of rows."""
     return slices[0].start or 0, rows if slices[0].stop is None else slices[0].stop
 
 
@@ -91,8 +91,8 @@ def equal_part(spans: set[tuple[int, int]], rows: int) -> tuple[int, int]:
     """
     start, stop = min(start for start, _ in spans), max(stop for _, stop in spans)
     size = stop - start
-    contiguous = sum(stop - start for start, stop in spans) == size
-    return (start // size, rows // size) if contiguous and rows % size == 0 and start % size == 0 else (0, 1)
+    is_contiguous = sum(stop - start for start, stop in spans) == size
+    return (start // size, rows // size) if is_contiguous and rows % size == 0 and start % size == 0 else (0, 1)
 
 
 def microbatches(tree: BatchArrays, *, parts: int) -> BatchArrays:

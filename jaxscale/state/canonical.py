@@ -41,7 +41,7 @@ OPTIONAL = tuple(f"{name}/" for name in EXTRAS)
 
 
 class Canonical:
-    """The maps between a step's train state and its canonical form, compiled once.
+    """Converts a step's train state to its canonical form and back, by functions that are compiled once.
 
     Args:
         layout: placements of the state.
@@ -53,16 +53,16 @@ class Canonical:
     def __init__(self, layout: Layout, extras: Sequence[StateExtra], naming: Naming, owners: Sequence[str]) -> None:
         self._layout = layout
         self._extras = extras
-        saved = layout.abstract
+        saved_abstract = layout.abstract
         for extra in extras:
-            saved = extra.saved_abstract(saved)
-        abstract, treedef = jax.tree.flatten(saved)
-        self._leaves, self._treedef = abstract, treedef
-        parts = jax.tree.leaves(self._tree(naming, owners, saved), is_leaf=lambda x: isinstance(x, Part))
+            saved_abstract = extra.saved_abstract(saved_abstract)
+        leaves, treedef = jax.tree.flatten(saved_abstract)
+        self._leaves, self._treedef = leaves, treedef
+        parts = jax.tree.leaves(self._tree(naming, owners, saved_abstract), is_leaf=lambda x: isinstance(x, Part))
         # arrays without elements, which some rules keep for parameters that they do not update, can't be written
         self._parts = [
             dataclasses.replace(part, names=()) if 0 in leaf.shape else part
-            for leaf, part in zip(abstract, parts, strict=True)
+            for leaf, part in zip(leaves, parts, strict=True)
         ]
         self.shardings = {
             name: in_memory_of(leaf.sharding, NamedSharding(layout.mesh, _spec(leaf, part)))
@@ -112,44 +112,47 @@ class Canonical:
         for extra in self._extras:
             state = extra.saved(state)
         arrays: dict[str, Array] = {}
-        groups: dict[str, dict[int, Array]] = {}  # arrays of a stack in groups, by name and first layer
-        finish: dict[str, Callable[[Array], Array]] = {}  # for the joined groups of a name
+        groups_of_name: dict[str, dict[int, Array]] = {}  # arrays of a stack in groups, by name and first layer
+        finish_of_name: dict[str, Callable[[Array], Array]] = {}  # for the joined groups of a name
         for leaf, part in zip(jax.tree.leaves(state), self._parts, strict=True):
             if not part.names:
                 continue
-            finished = functools.partial(_finished, dtype=part.dtype, host=on_host(leaf))
-            if part.stacked is not None and part.rows is None and leaf.shape == part.shape:
+            finish = functools.partial(_finished, dtype=part.dtype, is_on_host=on_host(leaf))
+            if part.layer_dim is not None and part.rows is None and leaf.shape == part.shape:
                 for i, name in part.rows_of():
-                    layer = jax.lax.index_in_dim(leaf, i, part.stacked, keepdims=False)
-                    arrays[name] = finished(to_device(layer))
+                    layer = jax.lax.index_in_dim(leaf, i, part.layer_dim, keepdims=False)
+                    arrays[name] = finish(to_device(layer))
                 continue
-            whole = jax.random.key_data(leaf) if part.key else to_device(leaf)
-            if whole.shape != part.shape and not part.key:
-                whole = jax.lax.slice(whole, (0,) * whole.ndim, part.shape)
+            array = jax.random.key_data(leaf) if part.key else to_device(leaf)
+            if array.shape != part.shape and not part.key:
+                array = jax.lax.slice(array, (0,) * array.ndim, part.shape)
             if part.rows is not None:
-                groups.setdefault(part.names[0], {})[part.rows[0]] = whole
-                finish[part.names[0]] = finished
-            elif part.stacked is None:
-                arrays[part.names[0]] = finished(whole)
+                groups_of_name.setdefault(part.names[0], {})[part.rows[0]] = array
+                finish_of_name[part.names[0]] = finish
+            elif part.layer_dim is None:
+                arrays[part.names[0]] = finish(array)
             else:
                 for i, name in part.rows_of():
-                    arrays[name] = finished(jax.lax.index_in_dim(whole, i, part.stacked, keepdims=False))
-        for name, group_of_start in groups.items():
-            arrays[name] = finish[name](jnp.concatenate([group_of_start[start] for start in sorted(group_of_start)]))
+                    arrays[name] = finish(jax.lax.index_in_dim(array, i, part.layer_dim, keepdims=False))
+        for name, groups in groups_of_name.items():
+            arrays[name] = finish_of_name[name](jnp.concatenate([groups[start] for start in sorted(groups)]))
         return arrays
 
     def put_together(self, arrays: Mapping[str, Array]) -> TrainState:
-        """The train state of a canonical form, whose arrays are donated; a missing extra starts from its initial value.
+        """Put a train state together from its canonical form, whose arrays are donated, and return the state.
 
-        Arrays that are stacked or padded into a leaf are deleted with it, so that memory holds little more than one
-        state at a time; the others become leaves themselves. The loop waits for each leaf: then the arrays of the leaf
-        before are freed, and no dozens of programs are in flight, whose collectives can starve one another on a CPU.
+        An extra whose arrays are missing starts from its initial value.
+
+        Arrays that are stacked or padded into a leaf are deleted once the leaf exists, so that memory holds little
+        more than one state at a time; the others become leaves themselves. The loop waits for each leaf. So the arrays
+        of the leaf before are freed, and only one program is in flight: collectives of dozens can starve one another on
+        a CPU.
 
         Args:
             arrays: arrays of the canonical form, by name.
         """
         leaves = []
-        # number of leaves that are still to read each array; of a stack in groups several do, and the last frees it
+        # for each array, the number of leaves that have yet to read it: several for a stack in groups
         pending_reads = collections.Counter(name for part in self._parts for name in part.names)
         for leaf, part in zip(self._leaves, self._parts, strict=True):
             if not part.names:
@@ -160,15 +163,15 @@ class Canonical:
                 continue
             leaf_arrays = [arrays[name] for name in part.names]
             pending_reads.subtract(part.names)
-            last_read = not pending_reads[part.names[0]]
-            whole = part.rows is None and part.key is None and part.stacked is None and last_read
-            if whole and leaf_arrays[0].shape == leaf.shape and leaf_arrays[0].dtype == leaf.dtype:
+            is_last_read = not pending_reads[part.names[0]]
+            is_whole_leaf = part.rows is None and part.key is None and part.layer_dim is None and is_last_read
+            if is_whole_leaf and leaf_arrays[0].shape == leaf.shape and leaf_arrays[0].dtype == leaf.dtype:
                 leaves.append(jax.device_put(leaf_arrays[0], leaf.sharding))
                 continue
-            join = _joined(part.stacked, part.key, leaf, part.rows, part.order)
+            join = _join_fn(part.layer_dim, part.key, leaf, part.rows, part.order)
             leaves.append(jax.block_until_ready(join(leaf_arrays)))
             for array in leaf_arrays:
-                if last_read and isinstance(array, jax.Array):
+                if is_last_read and isinstance(array, jax.Array):
                     array.delete()
         state = jax.tree.unflatten(self._treedef, leaves)
         for extra in self._extras:
@@ -176,14 +179,14 @@ class Canonical:
         return state
 
 
-def _finished(array: Array, dtype: np.dtype | None, host: bool) -> Array:
+def _finished(array: Array, dtype: np.dtype | None, is_on_host: bool) -> Array:
     """An array of the canonical form in its dtype (`None` keeps it), in host memory if its leaf is."""
     array = array if dtype is None else array.astype(dtype)
-    return to_host(array) if host else array
+    return to_host(array) if is_on_host else array
 
 
 @functools.lru_cache(maxsize=1024)
-def _joined(
+def _join_fn(
     dim: int | None,
     key: str | None,
     leaf: jax.ShapeDtypeStruct,
@@ -208,8 +211,8 @@ def _joined(
             return jax.random.wrap_key_data(arrays[0], impl=key)
         if order:
             assert dim is not None
-            by_row = dict(zip(order, arrays, strict=True))
-            arrays = [by_row.get(row, jnp.zeros_like(arrays[0])) for row in range(leaf.shape[dim])]
+            array_of_row = dict(zip(order, arrays, strict=True))
+            arrays = [array_of_row.get(row, jnp.zeros_like(arrays[0])) for row in range(leaf.shape[dim])]
         whole = arrays[0] if dim is None else jnp.stack(arrays, dim)
         padding = [(0, padded - size) for size, padded in zip(whole.shape, leaf.shape, strict=True)]
         return (jnp.pad(whole, padding) if any(p for _, p in padding) else whole).astype(leaf.dtype)
@@ -217,42 +220,42 @@ def _joined(
     return jax.jit(join, out_shardings=leaf.sharding)
 
 
-def _in_one_stack(tree: PyTree[Part], stacked: Callable[[Part], bool]) -> PyTree[Part]:
+def _in_one_stack(tree: PyTree[Part], is_layered: Callable[[Part], bool]) -> PyTree[Part]:
     """A tree of parts in which the groups of one stack share an array, if their leaves are not split into layers.
 
     Args:
         tree: tree of parts.
-        stacked: function that returns whether the first dim of a part's leaf is layers.
+        is_layered: function that returns whether the first dim of a part's leaf is layers.
     """
     parts, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, Part))
     starts: dict[str, set[int]] = collections.defaultdict(set)
     for part in parts:
-        if part.stacked is None:
+        if part.layer_dim is None:
             name, start = in_one_stack(part.names[0])
             starts[name].add(start)
 
-    def joined(part: Part) -> Part:
+    def in_stack(part: Part) -> Part:
         name, start = in_one_stack(part.names[0])
-        if part.stacked is not None or len(starts[name]) == 1:
+        if part.layer_dim is not None or len(starts[name]) == 1:
             return part
-        rows = (start, start + part.shape[0]) if stacked(part) else None
+        rows = (start, start + part.shape[0]) if is_layered(part) else None
         return dataclasses.replace(part, names=(name,), rows=rows)
 
-    return jax.tree.unflatten(treedef, [joined(part) for part in parts])
+    return jax.tree.unflatten(treedef, [in_stack(part) for part in parts])
 
 
 def _spec(leaf: jax.ShapeDtypeStruct, part: Part) -> PartitionSpec:
-    """Placement of the arrays of a leaf: along each dim the leaf's own, if it divides without padding and layers."""
+    """Placement of the arrays of a leaf: the leaf's own, but whole along dims that cannot be split without padding."""
     if part.key:
         return PartitionSpec()
     mesh = leaf.sharding.mesh
     spec = dividing(leaf.sharding.spec, part.shape, mesh)
-    if part.stacked is None:
+    if part.layer_dim is None:
         return spec
-    dims = list(dim_axes(spec, part.stacked + 1))
-    layer_axes = dims.pop(part.stacked)
+    dims = list(dim_axes(spec, part.layer_dim + 1))
+    layer_axes = dims.pop(part.layer_dim)
     spec = spec_of(dims)
     for axis in layer_axes:
         # a layer that lies on one stage's device is split over the devices of all stages, not copied to them
-        spec = split([size for dim, size in enumerate(part.shape) if dim != part.stacked], None, spec, mesh, axis)
+        spec = split([size for dim, size in enumerate(part.shape) if dim != part.layer_dim], None, spec, mesh, axis)
     return spec

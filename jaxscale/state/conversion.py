@@ -47,10 +47,10 @@ class Conversion:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How an array of a canonical form is kept.
+    """How a checkpoint or a step keeps an array: as plain float32, or quantized in codes with scales.
 
     Args:
-        map: name of the map of its codes; "" for a plain array.
+        map: name of the map from codes to numbers; "" for a plain array.
         block: how many numbers of a column share a scale; 0 for a plain array.
     """
 
@@ -74,7 +74,7 @@ class Form:
 
 
 def forms_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Form]:
-    """The quantized arrays among the arrays of a canonical form, by name.
+    """The form of each quantized array in a canonical form, by the array's name; plain arrays are left out.
 
     Args:
         shapes: shape of each array of the canonical form, by name.
@@ -93,66 +93,67 @@ def forms_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Form]:
 
 
 def conversion(entries: Mapping[str, Sequence[PyTree]], abstract: Abstract) -> Conversion:
-    """How the arrays of a checkpoint become those of a step.
+    """Return how the arrays of a checkpoint become those of a step.
 
     Args:
-        entries: shape and dtype of each array of the checkpoint, by name.
+        entries: (shape, dtype) of each array of the checkpoint, by name.
         abstract: shape, dtype and sharding of each array of the step, by name. An array that the checkpoint has in no
             form is listed unchanged among those to read, and the reader reports it as missing.
     """
     saved_forms = forms_of({name: entry[0] for name, entry in entries.items()})
     step_forms = forms_of({name: leaf.shape for name, leaf in abstract.items()})
-    plain = Form()
-    changes: dict[str, tuple[Form, Form]] = {}
+    plain_form = Form()
+    form_changes: dict[str, tuple[Form, Form]] = {}
     for name in sorted({*saved_forms, *step_forms}):  # in one order on all processes
-        old, new = saved_forms.get(name, plain), step_forms.get(name, plain)
-        is_saved, in_step = name in saved_forms or name in entries, name in step_forms or name in abstract
-        if is_saved and in_step and old != new:
-            changes[name] = (old, new)
-    read = dict(abstract)
-    for name, (old, new) in changes.items():
+        old, new = saved_forms.get(name, plain_form), step_forms.get(name, plain_form)
+        is_saved, is_in_step = name in saved_forms or name in entries, name in step_forms or name in abstract
+        if is_saved and is_in_step and old != new:
+            form_changes[name] = (old, new)
+    sources = dict(abstract)
+    for name, (old, new) in form_changes.items():
         leaf = abstract[new.names(name)[0]]
         for array_name in new.names(name):
-            del read[array_name]
+            del sources[array_name]
         for array_name in old.names(name):
             shape, dtype = tuple(entries[array_name][0]), entries[array_name][1]
-            read[array_name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=fitting(leaf.sharding, shape))
+            sources[array_name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=fitting(leaf.sharding, shape))
     saved_corrections, step_corrections = corrections(entries), corrections(abstract)
-    weights = [
+    weight_names = [
         name for name in abstract if name in entries and (name in saved_corrections) != (name in step_corrections)
     ]
-    for name in weights:
+    for name in weight_names:
         leaf = abstract[name]
         if name in saved_corrections:
-            read[name] = jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding)
-            read[saved_corrections[name]] = jax.ShapeDtypeStruct(leaf.shape, jnp.int8, sharding=leaf.sharding)
+            sources[name] = jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding)
+            sources[saved_corrections[name]] = jax.ShapeDtypeStruct(leaf.shape, jnp.int8, sharding=leaf.sharding)
         else:
-            read[name] = jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding)
-            del read[step_corrections[name]]
+            sources[name] = jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding)
+            del sources[step_corrections[name]]
 
     def convert(arrays: dict[str, Array]) -> dict[str, Array]:
         arrays = dict(arrays)
-        for name in weights:
+        for name in weight_names:
             if name in saved_corrections:
-                arrays[name] = _joined(abstract[name].sharding)(arrays[name], arrays.pop(saved_corrections[name]))
+                arrays[name] = _join_fn(abstract[name].sharding)(arrays[name], arrays.pop(saved_corrections[name]))
             else:
-                arrays[name], arrays[step_corrections[name]] = _split(abstract[name].sharding)(arrays[name])
-        for name, (old, new) in changes.items():
+                arrays[name], arrays[step_corrections[name]] = _split_fn(abstract[name].sharding)(arrays[name])
+        for name, (old, new) in form_changes.items():
             old_arrays = [arrays.pop(array_name) for array_name in old.names(name)]
             new_leaves = [abstract[array_name] for array_name in new.names(name)]
-            change = _changed(old, new, tuple((leaf.dtype, leaf.sharding) for leaf in new_leaves))
-            new_arrays = jax.block_until_ready(change(old_arrays))  # dozens in flight can starve one another on a CPU
+            convert_array = _change_fn(old, new, tuple((leaf.dtype, leaf.sharding) for leaf in new_leaves))
+            # wait, because dozens of programs in flight can starve one another on a CPU
+            new_arrays = jax.block_until_ready(convert_array(old_arrays))
             arrays |= dict(zip(new.names(name), new_arrays, strict=True))
             for old_array in old_arrays:
                 if not any(old_array is new_array for new_array in new_arrays):
                     old_array.delete()
         return arrays
 
-    lines = change_lines(changes.values())
-    if weights:
+    lines = change_lines(form_changes.values())
+    if weight_names:
         old_form, new_form = ("split", "float32") if saved_corrections else ("float32", "split")
         lines = (*lines, f"weights were {old_form} and are now {new_form}")
-    return Conversion(read, convert, lines)
+    return Conversion(sources, convert, lines)
 
 
 def corrections(names: Iterable[str]) -> dict[str, str]:
@@ -170,13 +171,13 @@ def corrections(names: Iterable[str]) -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=256)
-def _joined(sharding: NamedSharding) -> Callable[[Array, Array], Array]:
+def _join_fn(sharding: NamedSharding) -> Callable[[Array, Array], Array]:
     """A compiled function from a split weight and its correction to the float32 weight."""
     return jax.jit(join, out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=256)
-def _split(sharding: NamedSharding) -> Callable[[Array], tuple[Array, Array]]:
+def _split_fn(sharding: NamedSharding) -> Callable[[Array], tuple[Array, Array]]:
     """A compiled function from a float32 weight to the split weight and its correction."""
     return jax.jit(split, out_shardings=(sharding, sharding))
 
@@ -205,10 +206,10 @@ def _exact(old: Form, new: Form) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _changed(
+def _change_fn(
     old: Form, new: Form, targets: tuple[tuple[np.dtype, NamedSharding], ...]
 ) -> Callable[[list[Array]], list[Array]]:
-    """A compiled function from the arrays of one form to those of another.
+    """A compiled function from the arrays in which one form keeps an array to those in which another form keeps it.
 
     Args:
         old: form of the arrays that are read.
@@ -221,18 +222,18 @@ def _changed(
         if _exact(old, new):
             codes, scale = arrays
             return [codes, jnp.repeat(scale, old.block // new.block, axis=-2)]
-        whole = arrays[0]
+        array = arrays[0]
         if old.map:
-            whole = decode(Quantized(whole.astype(MAPS[old.map].dtype), arrays[1], old.map, old.block))
+            array = decode(Quantized(array.astype(MAPS[old.map].dtype), arrays[1], old.map, old.block))
         if not new.map:
-            return [whole.astype(targets[0][0])]
-        quantized = encode(whole, new.map, new.block)
+            return [array.astype(targets[0][0])]
+        quantized = encode(array, new.map, new.block)
         return [quantized.codes.astype(targets[0][0]), quantized.scale]
 
     return jax.jit(change, out_shardings=[sharding for _, sharding in targets])
 
 
 def fitting(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """A sharding for an array of another shape, which stays whole along dims that do not divide."""
+    """The sharding for an array of another shape: dims that it cannot split evenly stay whole."""
     spec = dividing(sharding.spec, shape, sharding.mesh)
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)

@@ -3,7 +3,7 @@
 `TrainState.extra` holds the value of an extra under its name, and a checkpoint holds arrays with that prefix. There are
 three extras: the residuals of a codec (`step/exchange.py`), the weights of replicas that train alone
 (`step/replicas.py`), and what an asynchronous pipeline has in flight (`step/pipelined/asynchronous.py`). A plan without
-a technique ignores its extra in a checkpoint; if a checkpoint lacks an extra, it starts from its initial value.
+a technique ignores its extra in a checkpoint. An extra that a checkpoint lacks starts from its initial value.
 """
 
 import dataclasses

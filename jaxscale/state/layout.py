@@ -70,14 +70,14 @@ def vocab_multiple(plan: Plan) -> int:
 
 
 def check_model(plan: Plan, model: Model) -> None:
-    """Refuse a plan whose axes do not divide the model, or whose settings it does not use, before anything is traced.
+    """Refuse a plan that cannot split the model evenly, or that sets what the model does not use.
 
     Args:
         plan: the plan, with its mesh settled.
         model: the model.
 
     Raises:
-        UserError: a dim of the model does not divide by its mesh axes, or a setting has no effect on it.
+        UserError: a dim of the model cannot be split evenly over its mesh axes, or a setting has no effect.
     """
     assert plan.mesh is not None
     rules, sizes = effective_rules(plan), plan.mesh.sizes
@@ -92,7 +92,7 @@ def check_model(plan: Plan, model: Model) -> None:
         if name != "vocab" and size % shards:
             axis_text = " x ".join(f"{axis}:{sizes[axis]}" for axis in axes if sizes[axis] > 1)
             raise UserError(
-                f"{name}: {size} of them over {axis_text} do not divide evenly; change the mesh or the model, "
+                f"{name}: {size} cannot be split evenly over {axis_text}; change the mesh or the model, "
                 f"or keep {name} whole with --plan.rules.{name.replace('_', '-')} none"
             )
     kernels = plan.kernels
@@ -128,17 +128,17 @@ def check_model(plan: Plan, model: Model) -> None:
 
 def placements_of(pure_model: PureModel, plan: Plan, mesh: Mesh | AbstractMesh) -> dict[str, Placement]:
     """The placements of each parameter and of its gradient, state and copy, by the parameter's name."""
-    rules, copied = effective_rules(plan), plan.precision != "float32"
+    rules, has_copy = effective_rules(plan), plan.precision != "float32"
     placements = {}
     for name, leaf in named_leaves(pure_model.params).items():
         shape = leaf.shape[1:] if name in pure_model.copies else leaf.shape
-        place = placement(shape, pure_model.names.get(name), plan.zero, copied, mesh, rules)
+        param_placement = placement(shape, pure_model.names.get(name), plan.zero, has_copy, mesh, rules)
         if name in pure_model.copies:  # each stage's copy of a shared parameter stays on its device
-            place = stacked_over(place, PIPE_AXIS)
+            param_placement = stacked_over(param_placement, PIPE_AXIS)
         elif plan.pipeline is not None and not pure_model.stacked(name):
             # a parameter that stages share is gathered when it is read, and split over the stages between steps
-            place = over(place, PIPE_AXIS, shape, mesh)
-        placements[name] = place
+            param_placement = over(param_placement, PIPE_AXIS, shape, mesh)
+        placements[name] = param_placement
     return placements
 
 
@@ -181,40 +181,40 @@ class Layout:
         """
         rules, placements = effective_rules(plan), placements_of(pure_model, plan, mesh)
 
-        def tree(kind: str, hosted: Callable[[str], bool] = lambda name: False) -> Shardings:
-            def of(path: KeyPath, _: jax.ShapeDtypeStruct) -> NamedSharding:
+        def sharding_tree(kind: str, is_on_host: Callable[[str], bool] = lambda name: False) -> Shardings:
+            def sharding_of(path: KeyPath, _: jax.ShapeDtypeStruct) -> NamedSharding:
                 name = path_name(path)
                 sharding = NamedSharding(mesh, getattr(placements[name], kind))
-                return sharding.with_memory_kind(HOST_KIND) if hosted(name) else sharding
+                return sharding.with_memory_kind(HOST_KIND) if is_on_host(name) else sharding
 
-            return jax.tree_util.tree_map_with_path(of, pure_model.params)
+            return jax.tree_util.tree_map_with_path(sharding_of, pure_model.params)
 
-        masters = tree("master", lambda _: plan.offload.masters)
+        masters = sharding_tree("master", lambda _: plan.offload.masters)
 
-        whole = NamedSharding(mesh, PartitionSpec())
+        whole_sharding = NamedSharding(mesh, PartitionSpec())
         params = pure_model.params
         if plan.state.master == "split":  # masters are kept in bfloat16, with corrections in the optimizer's state
-            low = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-            params = jax.tree.map(lambda p: low(p.shape) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
+            narrow = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+            params = jax.tree.map(lambda p: narrow(p.shape) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
         optimizer_state = jax.eval_shape(optimizer.init, params)
         optimizer_shardings = optax.tree.map_params(
             optimizer,
             # factored and scalar states, whose shape is not the parameter's, stay whole; codes and scales of a
             # quantized state have one sharding, because blocks divide a shard
-            lambda leaf, param, sharding: _alike(leaf, sharding if leaf.shape == param.shape else whole),
+            lambda leaf, param, sharding: _alike(leaf, sharding if leaf.shape == param.shape else whole_sharding),
             optimizer_state,
             params,
-            tree("state", lambda _: plan.offload.optimizer_state != "device"),
-            transform_non_params=lambda _: whole,
+            sharding_tree("state", lambda _: plan.offload.optimizer_state != "device"),
+            transform_non_params=lambda _: whole_sharding,
             is_leaf=is_quantized,
         )
         step, watch = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), Watch.start()))
         abstract = TrainState(step, params, optimizer_state, pure_model.rest, watch)
-        all_whole = jax.tree.map(lambda _: whole, abstract)
+        all_whole = jax.tree.map(lambda _: whole_sharding, abstract)
         shardings = dataclasses.replace(all_whole, params=masters, optimizer=optimizer_shardings)
-        placed = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
-        gradients = tree("gradient", lambda name: plan.offload.gradients == "host" and of_a_block(name))
-        return cls(plan, mesh, rules, placements, masters, gradients, tree("compute"), shardings, placed)
+        state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
+        gradients = sharding_tree("gradient", lambda name: plan.offload.gradients == "host" and of_a_block(name))
+        return cls(plan, mesh, rules, placements, masters, gradients, sharding_tree("compute"), shardings, state)
 
     def with_extra(self, name: str, abstract: Shapes) -> "Layout":
         """The layout of the train state with an extra added.
@@ -241,12 +241,12 @@ class Layout:
 
     def check_axes_used(self, model: Model) -> None:
         """Refuse a mesh axis over which nothing is split, a request without effect."""
-        used = {axis for p in self.placements.values() for axis in axes_of(p.compute)} | set(BATCH_AXES)
-        used |= set() if self.plan.pipeline is None else {PIPE_AXIS}
+        used_axes = {axis for p in self.placements.values() for axis in axes_of(p.compute)} | set(BATCH_AXES)
+        used_axes |= set() if self.plan.pipeline is None else {PIPE_AXIS}
         if getattr(model, "context", None) is not None:
-            used |= set(self.rules.seq)
+            used_axes |= set(self.rules.seq)
         for axis, count in self.mesh.shape.items():
-            if count > 1 and axis not in used:
+            if count > 1 and axis not in used_axes:
                 raise UserError(
                     f"mesh {self.plan.mesh}: no parameter or activation of this model is split over {axis}, so its "
                     f"{count} devices would repeat the same work; use data or fsdp instead"
@@ -259,8 +259,8 @@ class Layout:
         stage, count = self.plan.zero, self.mesh.shape["fsdp"]
         if len(self.unsplit()) == len(self.placements):
             raise UserError(
-                f"zero {stage}: no parameter has a dim that divides by fsdp:{count}, so nothing would be split; "
-                "take fewer devices along fsdp, or zero 0"
+                f"zero {stage}: no parameter has a dim that can be split evenly over fsdp:{count}, so nothing would be "
+                "split; take fewer devices along fsdp, or zero 0"
             )
         if stage == 1 and self.plan.precision == "float32" and not any(self.owners(optimizer)):
             raise UserError(
@@ -287,7 +287,7 @@ class Layout:
         return jax.tree.leaves(owners)
 
     def unsplit(self) -> list[str]:
-        """Names of the parameters that ZeRO cannot split, because no dim divides."""
+        """Names of the parameters that ZeRO cannot split, because no dim can be split evenly."""
         if not self.plan.zero or self.mesh.shape["fsdp"] == 1:
             return []
         return [name for name, p in self.placements.items() if "fsdp" not in axes_of(p.state)]
@@ -328,12 +328,12 @@ def shardings_of(abstract: Shapes) -> Shardings:
 
 
 def _alike(leaf: PyTree, label: Label) -> PyTree[Label]:
-    """A label in place of an array, or in place of both arrays of a quantized one."""
+    """A tree with a label in place of an array, or in place of each of the two arrays of a quantized array."""
     return jax.tree.map(lambda _: label, leaf)
 
 
 def first_weights(pure_model: PureModel, layout: Layout) -> tuple[Params, Params]:
-    """Parameters and the model's other state before the first step. Every leaf is created sharded, never whole.
+    """Create parameters and the model's other state before the first step. Every leaf is created sharded, never whole.
 
     Parameters are drawn at random, or loaded if the model has `initial_params`.
     """
@@ -342,8 +342,8 @@ def first_weights(pure_model: PureModel, layout: Layout) -> tuple[Params, Params
     if load is None:
         return params, rest
 
-    def placed(array: LazyArray, abstract: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Array:
-        """A host array put on the devices shard by shard; dims that are padded in the model get zeros."""
+    def place_array(array: LazyArray, abstract: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Array:
+        """Put a host array on the devices shard by shard; dims that are padded in the model get zeros."""
         if array.shape != abstract.shape:
             padding = [(0, padded - size) for size, padded in zip(array.shape, abstract.shape, strict=True)]
             array = np.pad(np.asarray(array), padding)  # pyright: ignore[reportAssignmentType]
@@ -351,8 +351,8 @@ def first_weights(pure_model: PureModel, layout: Layout) -> tuple[Params, Params
             abstract.shape, sharding, lambda index: np.asarray(array[index or ()], abstract.dtype)
         )
 
-    loaded = pure_model.in_rows(in_groups(load(), pure_model.groups))
-    return jax.tree.map(placed, loaded, pure_model.params, layout.masters), rest
+    loaded_params = pure_model.in_rows(in_groups(load(), pure_model.groups))
+    return jax.tree.map(place_array, loaded_params, pure_model.params, layout.masters), rest
 
 
 def local_bytes(tree: PyTree, *, host: bool = False) -> int:

@@ -1,4 +1,7 @@
-"""Names of the arrays of a checkpoint, and how each leaf of a train state becomes some of them."""
+"""Names of the arrays of a checkpoint, and how each leaf of a train state becomes one or several of these arrays.
+
+The canonical form is the set of arrays in a checkpoint (`canonical.py`).
+"""
 
 import dataclasses
 import functools
@@ -17,9 +20,9 @@ from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import PyTree
 
 CODES, SCALE = "codes.", "scale"
-"""Ends of the names of the two arrays of a quantized one; the name of the map follows `CODES`."""
+"""Ends of the names of the two arrays that hold a quantized array. The name of its map of codes follows `CODES`."""
 WIDE = {"uint4": jnp.dtype(jnp.uint8), "int4": jnp.dtype(jnp.int8)}
-"""The dtype in which a checkpoint holds 4-bit codes, a byte each, by the name of their dtype."""
+"""The dtype in which a checkpoint holds 4-bit codes, one byte for each code, by the name of the codes' dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +30,9 @@ class Part:
     """How one leaf of a train state becomes arrays of the canonical form.
 
     Args:
-        names: names of its arrays: one per layer for a stacked leaf, otherwise one; none for a leaf without elements.
-        stacked: the dim along which the leaf is split into layers; `None` if it is not split.
+        names: names of its arrays: one per layer if the leaf is stacked (has a dim for layers), otherwise one; () if
+            the leaf has no elements.
+        layer_dim: the dim along which the leaf is split into layers; `None` if it is not split.
         shape: shape of the leaf without padding.
         key: name of the generator's implementation if the leaf is a PRNG key.
         rows: (start, stop) of the array's rows that the leaf is, for the layers of one group of a stack in groups;
@@ -39,7 +43,7 @@ class Part:
     """
 
     names: tuple[str, ...]
-    stacked: int | None
+    layer_dim: int | None
     shape: tuple[int, ...]
     key: str | None = None
     rows: tuple[int, int] | None = None
@@ -47,7 +51,7 @@ class Part:
     dtype: np.dtype | None = None
 
     def rows_of(self) -> list[tuple[int, str]]:
-        """Index of the row, and name, of each array of a stacked leaf."""
+        """(index of its row, name) of each array of a stacked leaf."""
         return list(zip(self.order or range(len(self.names)), self.names, strict=True))
 
 
@@ -82,7 +86,7 @@ class Naming:
             path: path of the leaf, which follows the prefix.
             name: name of the parameter; `None` for a leaf that belongs to none.
             leaf: shape and dtype of the leaf.
-            role: end of the name of one of a quantized array's two arrays, from `roles`; "" for any other array.
+            role: end of the name, from `roles`, if the leaf is one of the arrays of a quantized array; otherwise "".
         """
         pure_model = self.pure_model
         if role:
@@ -92,35 +96,35 @@ class Naming:
         full_name = f"{prefix}/{path_name(path)}" if path else prefix
         if name is None or len(leaf.shape) != len(self.shapes[name]):
             return plain(full_name, leaf)
-        shape, end = self.shapes[name], f"/{role}" if role else ""
+        shape, suffix = self.shapes[name], f"/{role}" if role else ""
         if role == SCALE:  # blocks along the last dim but one, which is never padded
             shape = (*shape[:-2], leaf.shape[-2], shape[-1])
         dtype = WIDE.get(str(leaf.dtype)) if role else None
         if name in pure_model.copies:  # all copies but one are zeros
-            return Part((full_name + end,), 0, shape, order=(pure_model.copies[name].index(0),), dtype=dtype)
-        axes = pure_model.names.get(name) or ()
-        if "layers" not in axes:
-            return Part((full_name + end,), None, shape, dtype=dtype)
-        dim, layer_of_row = axes.index("layers"), pure_model.rows
+            return Part((full_name + suffix,), 0, shape, order=(pure_model.copies[name].index(0),), dtype=dtype)
+        axis_names = pure_model.names.get(name) or ()
+        if "layers" not in axis_names:
+            return Part((full_name + suffix,), None, shape, dtype=dtype)
+        dim, layer_of_row = axis_names.index("layers"), pure_model.rows
         if layer_of_row:
             real_rows = tuple(row for row, layer in enumerate(layer_of_row) if layer >= 0)
-            names = tuple(layer_name(full_name, layer_of_row[row]) + end for row in real_rows)
+            names = tuple(layer_name(full_name, layer_of_row[row]) + suffix for row in real_rows)
             return Part(names, dim, shape, order=real_rows, dtype=dtype)
-        return Part(tuple(layer_name(full_name, i) + end for i in range(leaf.shape[dim])), dim, shape, dtype=dtype)
+        return Part(tuple(layer_name(full_name, i) + suffix for i in range(leaf.shape[dim])), dim, shape, dtype=dtype)
 
     def behind_replicas(
-        self, has_replicas: bool, leaf: jax.ShapeDtypeStruct, of_one: Callable[[jax.ShapeDtypeStruct], Part]
+        self, has_replicas: bool, leaf: jax.ShapeDtypeStruct, part_of: Callable[[jax.ShapeDtypeStruct], Part]
     ) -> Part:
         """The part of a leaf that may have a first dim for the replicas.
 
         Args:
             has_replicas: whether the leaf has that dim.
             leaf: shape and dtype of the leaf.
-            of_one: function from the leaf of a single replica to its part.
+            part_of: function from the leaf of a single replica to its part.
         """
-        part = of_one(jax.ShapeDtypeStruct(leaf.shape[has_replicas:], leaf.dtype))
-        stacked = None if part.stacked is None else part.stacked + has_replicas
-        return dataclasses.replace(part, stacked=stacked, shape=(*leaf.shape[:has_replicas], *part.shape))
+        part = part_of(jax.ShapeDtypeStruct(leaf.shape[has_replicas:], leaf.dtype))
+        dim = None if part.layer_dim is None else part.layer_dim + has_replicas
+        return dataclasses.replace(part, layer_dim=dim, shape=(*leaf.shape[:has_replicas], *part.shape))
 
 
 def plain(name: str, leaf: jax.ShapeDtypeStruct) -> Part:
@@ -134,7 +138,7 @@ def plain(name: str, leaf: jax.ShapeDtypeStruct) -> Part:
 
 
 def roles(tree: PyTree) -> PyTree[str]:
-    """A tree with the end of the name of each array of a quantized one, and "" for any other array."""
+    """A tree with the end of each array's name: `CODES` and the map, or `SCALE`, if it is quantized; otherwise ""."""
 
     def role(leaf: jax.ShapeDtypeStruct | Quantized) -> PyTree[str]:
         return dataclasses.replace(leaf, codes=CODES + leaf.map, scale=SCALE) if isinstance(leaf, Quantized) else ""

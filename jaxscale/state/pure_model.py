@@ -80,7 +80,7 @@ class PureModel:
         groups: tuple[int, ...] = (),
         rows: tuple[int, ...] = (),
     ) -> "PureModel":
-        """Trace the construction of a model's module; nothing is allocated.
+        """Trace the construction of a model's module, and return the model as pure functions; nothing is allocated.
 
         Args:
             model: the model value.
@@ -97,14 +97,14 @@ class PureModel:
         graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
         names: dict[str, AxisNames] = {}
         for path, variable in nnx.to_flat_state(params):
-            logical = variable.get_metadata().get("out_sharding")
-            if logical is not None:
-                if len(logical) != len(variable.shape):
+            axes = variable.get_metadata().get("out_sharding")
+            if axes is not None:
+                if len(axes) != len(variable.shape):
                     raise UserError(
-                        f"parameter {'/'.join(map(str, path))}: got {len(logical)} axis names {tuple(logical)} for "
+                        f"parameter {'/'.join(map(str, path))}: got {len(axes)} axis names {tuple(axes)} for "
                         f"shape {tuple(variable.shape)}; give each dim one name ('layers' for the dim of a stack)"
                     )
-                names["/".join(map(str, path))] = tuple(logical)
+                names["/".join(map(str, path))] = tuple(axes)
         masters = jax.eval_shape(_float32, nnx.to_pure_dict(params))
         pure_model = cls(model, seed, vocab_multiple, graphdef, masters, names, nnx.to_pure_dict(rest), groups, rows)
         if not rows:
@@ -137,7 +137,7 @@ class PureModel:
         return (self.names.get(name) or ("",))[0] == "layers"
 
     def in_rows(self, params: Params) -> Params:
-        """Parameters of the module with their layers in the order of `rows`, and with the `copies` of shared ones."""
+        """Parameters of the module with their layers in the order of `rows`, and with copies of shared ones."""
 
         def spread(path: KeyPath, leaf: Array | LazyArray) -> Array | LazyArray:
             name = path_name(path)
@@ -148,9 +148,9 @@ class PureModel:
                 leaf = leaf[None] if isinstance(leaf, jax.Array) else Alone(leaf)
             if not isinstance(leaf, jax.Array):  # an array of a file, which is read when it is indexed
                 return LayerRows(leaf, rows)
-            layers = jnp.array(rows)
-            is_layer = (layers >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
-            return jnp.where(is_layer, leaf[jnp.maximum(layers, 0)], jnp.zeros((), leaf.dtype))
+            layer_of_row = jnp.array(rows)
+            is_layer = (layer_of_row >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
+            return jnp.where(is_layer, leaf[jnp.maximum(layer_of_row, 0)], jnp.zeros((), leaf.dtype))
 
         return jax.tree_util.tree_map_with_path(spread, params)
 
@@ -160,13 +160,13 @@ class PureModel:
             return params
         row_of_layer = jnp.array([self.rows.index(layer) for layer in range(max(self.rows) + 1)])
 
-        def gathered(path: KeyPath, leaf: Array) -> Array:
+        def gather(path: KeyPath, leaf: Array) -> Array:
             name = path_name(path)
             if name in self.copies:
                 return leaf[self.copies[name].index(0)]
             return leaf[row_of_layer] if self.stacked(name) else leaf
 
-        return jax.tree_util.tree_map_with_path(gathered, params)
+        return jax.tree_util.tree_map_with_path(gather, params)
 
     def create(self) -> tuple[Params, Params]:
         """Parameters and other state of a new module: a function to jit with `out_shardings`."""
@@ -185,10 +185,10 @@ class PureModel:
 
 @dataclasses.dataclass(frozen=True)
 class LayerRows:
-    """Selected layers of an array whose first dim is the layers, in any order, read when they are indexed.
+    """Layers of an array in another order, with rows of zeros between them; they are read when they are indexed.
 
     Args:
-        layers: array of all layers.
+        layers: array of all layers along its first dim.
         rows: the layer in each row; -1 for a row of zeros.
 
     Example:
@@ -206,13 +206,13 @@ class LayerRows:
         return (len(self.rows), *self.layers.shape[1:])
 
     def __getitem__(self, index: LayerIndex) -> np.ndarray:
-        first, *rest = index if isinstance(index, tuple) else (index,)
-        rows = self.rows[first]
-        if rows and rows[0] >= 0 and rows == tuple(range(rows[0], rows[0] + len(rows))):
-            return np.asarray(self.layers[(slice(rows[0], rows[0] + len(rows)), *rest)])
-        layers = [np.asarray(self.layers[(slice(max(row, 0), max(row, 0) + 1), *rest)]) for row in rows]
+        row_slice, *other_slices = index if isinstance(index, tuple) else (index,)
+        numbers = self.rows[row_slice]
+        if numbers and numbers[0] >= 0 and numbers == tuple(range(numbers[0], numbers[0] + len(numbers))):
+            return np.asarray(self.layers[(slice(numbers[0], numbers[0] + len(numbers)), *other_slices)])
+        layers = [np.asarray(self.layers[(slice(max(n, 0), max(n, 0) + 1), *other_slices)]) for n in numbers]
         return np.concatenate(
-            [layer if row >= 0 else np.zeros_like(layer) for layer, row in zip(layers, rows, strict=True)]
+            [layer if number >= 0 else np.zeros_like(layer) for layer, number in zip(layers, numbers, strict=True)]
         )
 
 
@@ -232,12 +232,12 @@ class Alone:
         return (1, *self.whole.shape)
 
     def __getitem__(self, index: LayerIndex) -> np.ndarray:
-        first, *rest = index if isinstance(index, tuple) else (index,)
-        return np.asarray(self.whole[tuple(rest)])[None][first]
+        first_slice, *other_slices = index if isinstance(index, tuple) else (index,)
+        return np.asarray(self.whole[tuple(other_slices)])[None][first_slice]
 
 
 def in_groups(params: Params, groups: tuple[int, ...]) -> Params:
-    """Parameters of a model with one stack in the form of the same model built under `blocks.grouping(groups)`.
+    """Divide the stack in a model's parameters into groups, as if it was built under `blocks.grouping(groups)`.
 
     Args:
         params: parameters of the model with one stack.
@@ -251,15 +251,15 @@ def in_groups(params: Params, groups: tuple[int, ...]) -> Params:
     """
     if not groups:
         return params
-    grouped: dict[str, Params] = {}
-    for name, inner in params.items():
-        if name == "layers" and all(leaf.shape[:1] == (sum(groups),) for leaf in jax.tree.leaves(inner)):
+    grouped_params: dict[str, Params] = {}
+    for name, subtree in params.items():
+        if name == "layers" and all(leaf.shape[:1] == (sum(groups),) for leaf in jax.tree.leaves(subtree)):
             for start, layers in zip(itertools.accumulate((0, *groups)), groups, strict=False):
                 select = functools.partial(LayerRows, rows=tuple(range(start, start + layers)))
-                grouped[group_name(start)] = jax.tree.map(select, inner)
+                grouped_params[group_name(start)] = jax.tree.map(select, subtree)
         else:
-            grouped[name] = in_groups(inner, groups) if isinstance(inner, dict) else inner
-    return grouped
+            grouped_params[name] = in_groups(subtree, groups) if isinstance(subtree, dict) else subtree
+    return grouped_params
 
 
 def _build(model: Model, seed: int, vocab_multiple: int, groups: tuple[int, ...]) -> nnx.Module:

@@ -69,20 +69,20 @@ class Stages:
         """
         units = layers // period
         if units < schedule.stages:
-            groups = f" in groups of {period}" if period > 1 else ""
+            groups_text = f" in groups of {period}" if period > 1 else ""
             raise UserError(
-                f"pipeline {schedule.name}: got {schedule.stages} stages, and the model has {layers} layers{groups}; "
-                f"take at most {units} stages, or a deeper model"
+                f"pipeline {schedule.name}: got {schedule.stages} stages, but the model has {layers} layers"
+                f"{groups_text}; take at most {units} stages, or a deeper model"
             )
         units_per_stage, left_over = divmod(units, schedule.stages)
-        counts = [period * (units_per_stage + (stage < left_over)) for stage in range(schedule.stages)]
-        counts[-1] += layers - units * period
-        return cls(schedule, tuple(counts))
+        layer_counts = [period * (units_per_stage + (stage < left_over)) for stage in range(schedule.stages)]
+        layer_counts[-1] += layers - units * period
+        return cls(schedule, tuple(layer_counts))
 
     def __str__(self) -> str:
-        alike = len(set(self.layers)) == 1
-        layers = f"{self.layers[0]} layers each" if alike else f"{', '.join(map(str, self.layers))} layers"
-        return f"pipeline {self.schedule.name}: {len(self.layers)} stages of {layers}"
+        is_even = len(set(self.layers)) == 1
+        layers_text = f"{self.layers[0]} layers each" if is_even else f"{', '.join(map(str, self.layers))} layers"
+        return f"pipeline {self.schedule.name}: {len(self.layers)} stages of {layers_text}"
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -129,20 +129,20 @@ class Stages:
         """
         copies = []
         for chunk in range(len(self.homes[0]), self.schedule.chunks):
-            pairs, sent = [], set()
+            pairs, sent_chunks = [], set()
             for rank in range(self.schedule.ranks):
                 stages = self.schedule.stages_of(rank)
                 if chunk < len(stages):
                     home = self.schedule.routes[0][stages[chunk]]
-                    sent.add(self.homes[home].index(stages[chunk]))
+                    sent_chunks.add(self.homes[home].index(stages[chunk]))
                     pairs.append((home, rank))
-            if len(sent) > 1 or len({home for home, _ in pairs}) < self.schedule.ranks:
+            if len(sent_chunks) > 1 or len({home for home, _ in pairs}) < self.schedule.ranks:
                 raise UserError(
                     f"pipeline {self.schedule.name}: two ranks run the same stage, but weights would be copied from "
                     "one rank to several, or from several to one; expected a second route on which the stages of each "
                     "rank are run by one other rank, as in Chimera"
                 )
-            copies.append((sent.pop(), tuple(pairs)))
+            copies.append((sent_chunks.pop(), tuple(pairs)))
         return tuple(copies)
 
 
@@ -160,19 +160,19 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
     pipeline = plan.pipeline
     assert pipeline is not None
     pure_model = PureModel.of(experiment.model, experiment.seed)
-    layers = [leaf.shape[0] for name, leaf in named_leaves(pure_model.params).items() if pure_model.stacked(name)]
+    depths = {leaf.shape[0] for name, leaf in named_leaves(pure_model.params).items() if pure_model.stacked(name)}
     chains = chains_of(pure_model)
-    if not layers and not chains:
+    if not depths and not chains:
         raise UserError(
             f"pipeline {pipeline}: this model has no blocks to cut into stages; build it of layers.Stack or "
             "layers.Chain"
         )
-    stacks = [f"a stack of {count} blocks" for count in sorted(set(layers))]
-    stacks += [f"a chain of {count} blocks" for count in chains.values()]
-    if len(stacks) > 1:
+    stack_texts = [f"a stack of {count} blocks" for count in sorted(depths)]
+    stack_texts += [f"a chain of {count} blocks" for count in chains.values()]
+    if len(stack_texts) > 1:
         raise UserError(
-            f"pipeline {pipeline}: this model has {' and '.join(stacks)}, and only one can be cut into stages; build "
-            "the model of one stack, or of one chain"
+            f"pipeline {pipeline}: this model has {' and '.join(stack_texts)}, and only one can be cut into stages; "
+            "build the model of one stack, or of one chain"
         )
     statistics = list(named_leaves(pure_model.rest))
     if statistics:
@@ -181,19 +181,19 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
             "change one after the other, and stages at different times; use layer or group norm, or train without a "
             "pipeline"
         )
-    (count,), chain = (set(layers), None) if layers else (chains.values(), next(iter(chains)))
+    count, chain = max(depths or chains.values()), next(iter(chains), None)
     schedule = pipeline.schedule()
     period = period_of(experiment.model)
     layers = Stages.even(schedule, count, period).layers if pipeline.stages is None else pipeline.stages
     if sum(layers) != count:
         raise UserError(
-            f"pipeline {pipeline}: stages of {sum(layers)} blocks together, and the model has {count} blocks"
+            f"pipeline {pipeline}: its stages have {sum(layers)} blocks in total, but the model has {count} blocks"
         )
     stages = Stages(schedule, layers, chain)
     if any(start % period for start in stages.starts):
         raise UserError(
-            f"pipeline {pipeline}: the blocks of this model repeat every {period} blocks; take a multiple of "
-            f"{period} blocks for each stage but the last"
+            f"pipeline {pipeline}: the kinds of blocks in this model repeat every {period} blocks; take a "
+            f"multiple of {period} blocks for each stage but the last"
         )
     assert len(stages.copies) == schedule.chunks - len(stages.homes[0])
     lockstep = schedule.versions is not None or tabulate(schedule, pipeline.stash).lockstep

@@ -38,23 +38,23 @@ class Watch:
         return cls(jnp.zeros((), jnp.float32), *(jnp.zeros((), jnp.int32) for _ in range(3)))
 
     def judge(self, loss: Float[Array, ""], norm: Float[Array, ""], guard: Guard) -> tuple[Bool[Array, ""], "Watch"]:
-        """Whether a step is good, and the watch after it. A bad step leaves the running mean unchanged.
+        """Return whether a step is good, and the watch after it. A bad step leaves the running mean unchanged.
 
         Args:
             loss: mean loss of the step.
             norm: global norm of its gradients.
-            guard: which steps are bad.
+            guard: what makes a step bad.
         """
-        good = jnp.isfinite(loss) & jnp.isfinite(norm)
+        is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
         if guard.spike > 0:
-            good &= (self.good < guard.warmup) | (norm <= guard.spike * self.norm)
+            is_good &= (self.good < guard.warmup) | (norm <= guard.spike * self.norm)
         # a plain mean of the first hundred norms, then an exponential one
         weight = 1.0 / jnp.minimum(self.good + 1, 100).astype(jnp.float32)
-        return good, Watch(
-            norm=jnp.where(good, self.norm + weight * (norm - self.norm), self.norm),
-            good=self.good + good.astype(jnp.int32),
-            skipped=self.skipped + (~good).astype(jnp.int32),
-            in_row=jnp.where(good, 0, self.in_row + 1),
+        return is_good, Watch(
+            norm=jnp.where(is_good, self.norm + weight * (norm - self.norm), self.norm),
+            good=self.good + is_good.astype(jnp.int32),
+            skipped=self.skipped + (~is_good).astype(jnp.int32),
+            in_row=jnp.where(is_good, 0, self.in_row + 1),
         )
 
 

@@ -50,7 +50,7 @@ from jaxscale.typing import Array, Bool
 
 
 def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence[Device] | None = None) -> TrainStep:
-    """The train step of an experiment under a plan. Everything is checked; nothing is compiled or allocated yet.
+    """Build the train step of an experiment under a plan. Everything is checked; nothing is compiled or allocated yet.
 
     Args:
         experiment: what to train.
@@ -71,7 +71,7 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     if needs_decision(resolved.plan.memory):
         decision = decide_memory(assembly.objective(), devices)
         groups = layers_of_groups(decision)
-        if groups and resolved.stages is None:  # a stage's layers are few: a group's are cut from the rest in the step
+        if groups and resolved.stages is None:  # a pipeline's step divides the few layers of a stage into groups itself
             assembly = Assembly.of(resolved, assembly.layout.mesh, groups)
     assembly.check(devices, 0 if decision is None else decision.host_bytes)
     return TrainStep(assembly.parts(decision, devices))
@@ -114,25 +114,25 @@ class Assembly:
         """Check the plan against every row of `recipe/combinations.py`.
 
         Raises:
-            Incompatible: two requests of the plan do not work together; the error says why, and what to use instead.
+            Incompatible: two requests of the plan do not work together; the error gives the reason and an alternative.
         """
         plan, stages, update = self.resolved.plan, self.resolved.stages, self.update
         updates_slices = plan.asynchronous or (plan.offload.any and plan.offload.optimizer_state != "host")
         mixing = first_mixing(update.plain, self.pure_model.params) if updates_slices else None
         state_leaves = jax.tree.leaves(self.layout.abstract.optimizer)
         owners = self.layout.owners(update.whole)
-        reshaped = mixing is not None and any(
+        has_reshaped_state = mixing is not None and any(
             leaf.ndim and not owner for leaf, owner in zip(state_leaves, owners, strict=True)
         )
-        by_layer = update.layers is not None and not reshaped
+        mixes_by_layer = update.layers is not None and not has_reshaped_state
         facts = Facts(
             plan,
             self.resolved.experiment,
             state=tuple(named_leaves(self.pure_model.rest)),
-            unlike=stages is not None and stages.chain is not None,
-            copied=stages is not None and bool(stages.copies),
-            mixing=None if by_layer else mixing,
-            reshaped=reshaped,
+            has_unlike_blocks=stages is not None and stages.chain is not None,
+            has_copies=stages is not None and bool(stages.copies),
+            mixing=None if mixes_by_layer else mixing,
+            has_reshaped_state=has_reshaped_state,
         )
         check(facts)
 
@@ -169,7 +169,7 @@ class Assembly:
         return Whole(planned) if self.resolved.stages is None else Pipelined(planned, self.resolved.stages)
 
     def parts(self, decision: Decision | None, devices: Sequence[Device]) -> StepParts:
-        """The parts of the train step.
+        """Compose the parts of the train step, and return them.
 
         Args:
             decision: what the blocks keep; `None` if the memory rule does not depend on them.
@@ -227,7 +227,7 @@ def _update_shared(advance: Advance, exchanged: Exchanged, state: TrainState, go
 
 
 def check_effect(experiment: Experiment, layout: Layout) -> None:
-    """Refuse requests whose lack of effect shows in the shapes; `traced_checks.py` refuses the others.
+    """Refuse requests that the shapes show to have no effect; `traced_checks.py` refuses others.
 
     Args:
         experiment: the experiment, whose data may specify the shapes of a batch.
@@ -258,7 +258,7 @@ def check_effect(experiment: Experiment, layout: Layout) -> None:
     if plan.asynchronous and pipeline is not None and pipeline.synchronous_steps >= experiment.steps:
         raise UserError(
             f"synchronous_steps {pipeline.synchronous_steps} with pipeline {pipeline}: the run has {experiment.steps} "
-            "steps, so the pipe would never fill; take fewer, or a synchronous pipeline"
+            "steps, so every step would be synchronous; take fewer, or a synchronous pipeline"
         )
 
 

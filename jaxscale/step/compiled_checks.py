@@ -1,4 +1,4 @@
-"""What a compiled step must show: a request that took no effect is an error, not a surprise.
+"""Checks of a compiled step: a request that took no effect is an error, not a surprise.
 
 The program shows what the compiler does with a plan: where the state lies, what is sent between devices and in which
 type, and how many bytes are on the host. It does not show speed.
@@ -62,7 +62,7 @@ class Compiled:
 
     @classmethod
     def of(cls, executable: jax.stages.Compiled, seconds: float) -> "Compiled":
-        """Bytes and FLOP of a program, as the compiler reports them.
+        """Read the bytes and FLOP of a program, as the compiler reports them.
 
         Args:
             executable: the compiled program.
@@ -96,21 +96,21 @@ def check_compiled(
 
     Raises:
         NoEffect: ZeRO left state whole or gradients unscattered, moments are kept in more bits than the plan asks for,
-            or gradients are reduced in another type.
+            or gradients are reduced in another type than the plan asks for.
     """
     plan, mesh = layout.plan, layout.mesh
     check_state(layout, optimizer, executable.output_shardings[0])
     check_state_bits(plan, executable.out_info[0].optimizer)
     scatters = plan.zero > 1 and mesh.shape["fsdp"] > 1
-    narrow = plan.precision == "bfloat16" and math.prod(mesh.shape[axis] for axis in BATCH_AXES) > 1
+    is_narrow = plan.precision == "bfloat16" and math.prod(mesh.shape[axis] for axis in BATCH_AXES) > 1
     program = CompiledProgram(mesh, executable.as_text)
     try:
-        if scatters or narrow:
+        if scatters or is_narrow:
             check_wires(plan, layout.platform, program.collectives, scatters)
         for extra in extras:
             extra.check(program)
     except Unreadable as error:  # an unknown notation in the program's text must not stop a run
-        warnings.warn(f"what the compiled step sends is not checked: its text could not be read: {error}", stacklevel=2)
+        warnings.warn(f"what the compiled step sends is not checked, as its text is unreadable: {error}", stacklevel=2)
 
 
 def check_kept_on_host(layout: Layout, decision: Decision | None, temp_bytes: int) -> None:
@@ -126,13 +126,13 @@ def check_kept_on_host(layout: Layout, decision: Decision | None, temp_bytes: in
     Raises:
         NoEffect: less is on the host than the decision puts there.
     """
-    planned = 0 if decision is None else decision.host_bytes
-    if not planned or rehearses([device_of(layout.mesh)]):
+    planned_bytes = 0 if decision is None else decision.host_bytes
+    if not planned_bytes or rehearses([device_of(layout.mesh)]):
         return
-    if temp_bytes < planned:
+    if temp_bytes < planned_bytes:
         raise NoEffect(
             f"memory {layout.plan.memory}: the compiled step keeps {temp_bytes} bytes on the host for its backward "
-            f"pass, and the plan expects {planned}"
+            f"pass, but the plan requires {planned_bytes} bytes there"
         )
 
 
@@ -150,11 +150,11 @@ def check_host_bytes(layout: Layout, argument_bytes: int, as_text: Callable[[], 
     """
     if not layout.plan.offload.any or rehearses([device_of(layout.mesh)]):
         return
-    planned = local_bytes(layout.abstract, host=True)
-    if argument_bytes < planned:
+    planned_bytes = local_bytes(layout.abstract, host=True)
+    if argument_bytes < planned_bytes:
         raise NoEffect(
-            f"{layout.plan.offload}: {argument_bytes} bytes of the compiled step's arguments lie on the host, and the "
-            f"plan puts {planned} there"
+            f"{layout.plan.offload}: {argument_bytes} bytes of the compiled step's arguments lie on the host, but the "
+            f"plan requires {planned_bytes} bytes there"
         )
     if layout.plan.offload.weights == "device" and layout.plan.offload.optimizer_state == "host":
         return  # the passes read a whole copy of the weights
@@ -173,7 +173,7 @@ def check_host_bytes(layout: Layout, argument_bytes: int, as_text: Callable[[], 
         if pieces > 1 and brought_whole(text, local_shape):
             raise NoEffect(
                 f"{layout.plan.offload}: the compiled step brings a whole array of shape {local_shape} to the device "
-                f"at once, which saves no memory; {pieces} slices were expected, one by one"
+                f"at once, which saves no memory; expected {pieces} slices, one by one"
             )
 
 
@@ -221,7 +221,7 @@ def check_state(layout: Layout, optimizer: GradientTransformation, shardings: Tr
         if shard_shape != expected_shape:
             raise NoEffect(
                 f"zero {layout.plan.zero}: the compiled step keeps the {description} in shards of shape {shard_shape}, "
-                f"and {expected_shape} was asked for"
+                f"but the plan requires shards of shape {expected_shape}"
             )
 
 
@@ -246,7 +246,7 @@ def check_state_bits(plan: Plan, state: PyTree) -> None:
         if array_bytes > 1.01 * bytes_per_number * array.size:
             raise NoEffect(
                 f"state {plan.state.moments}: the compiled step keeps a moment of shape {array.shape} in "
-                f"{array_bytes / array.size:.2f} bytes a number, and {bytes_per_number:.2f} was asked for"
+                f"{array_bytes / array.size:.2f} bytes a number, but the plan requires {bytes_per_number:.2f}"
             )
 
 
@@ -271,9 +271,9 @@ def check_wires(plan: Plan, platform: str, sends: Sequence[Collective], scatters
     if plan.precision == "bfloat16" and platform != "cpu":  # XLA:CPU reduces nothing in less than float32
         reduced_bytes = {"bf16": 0, "f32": 0}  # by dtype
         # `check_codec` checks what a codec sends over the replicas
-        axes = {*BATCH_AXES} - ({REPLICA_AXIS} if isinstance(plan.reduce, Codec) else set())
+        data_axes = {*BATCH_AXES} - ({REPLICA_AXIS} if isinstance(plan.reduce, Codec) else set())
         for send in sends:
-            if send.kind in ("all-reduce", "reduce-scatter") and send.axes is not None and set(send.axes) & axes:
+            if send.kind in ("all-reduce", "reduce-scatter") and send.axes is not None and set(send.axes) & data_axes:
                 reduced_bytes[send.dtype] = reduced_bytes.get(send.dtype, 0) + send.bytes * send.count
         wanted, unwanted = ("f32", "bf16") if plan.reduce == "float32" else ("bf16", "f32")
         if reduced_bytes[unwanted] > reduced_bytes[wanted]:
@@ -307,24 +307,24 @@ def bytes_over(sends: Sequence[Collective], axis: str, n: int, *, slices: int = 
     return total
 
 
-def check_codec(stage: GradientExchange, sent_bytes: int, *, slices: int = 1) -> None:
+def check_codec(exchange: GradientExchange, sent_bytes: int, *, slices: int = 1) -> None:
     """Compare what a compiled step sends over a codec's axis with the bytes that the codec computes.
 
     Args:
-        stage: the exchange of gradients by the codec.
+        exchange: the exchange of gradients by the codec.
         sent_bytes: bytes that one device of the compiled step sends.
         slices: number of TPU slices that the program sends between; single numbers take more bytes there.
 
     Raises:
         NoEffect: more bytes are sent than the codec computes, such as gradients in full precision; or fewer.
     """
-    codec_bytes = stage.program_bytes
+    codec_bytes = exchange.program_bytes
     # single numbers come on top; between slices one may fill a tile, of 4096 bytes, behind the codes
     scalar_bytes = SCALARS if slices == 1 else 2 * PADDED
     if not 0.98 * codec_bytes - scalar_bytes <= sent_bytes <= 1.02 * codec_bytes + scalar_bytes:
         raise NoEffect(
-            f"reduce {stage.codec}: a device of the compiled step sends {sent_bytes} bytes over {stage.axis}, and the "
-            f"codec expects {codec_bytes} (float32: {stage.exact_bytes})"
+            f"reduce {exchange.codec}: a device of the compiled step sends {sent_bytes} bytes over {exchange.axis}, "
+            f"but the codec computes {codec_bytes} bytes (and {exchange.exact_bytes} for float32)"
         )
 
 
@@ -345,13 +345,13 @@ def check_alone(diloco: Diloco, sent_bytes: int) -> None:
         )
 
 
-def check_meeting(diloco: Diloco, stage: GradientExchange | None, expected: int, program: CompiledProgram) -> None:
+def check_meeting(diloco: Diloco, exchange: GradientExchange | None, exact: int, program: CompiledProgram) -> None:
     """Compare what a compiled meeting (`meetings.py`) sends over the replica axis with the bytes expected of it.
 
     Args:
         diloco: when replicas meet.
-        stage: the exchange by the codec; `None` without a codec.
-        expected: bytes that one device is expected to send without a codec.
+        exchange: the exchange by the codec; `None` without a codec.
+        exact: bytes that one device is to send in float32; used without a codec.
         program: the compiled meeting.
 
     Raises:
@@ -361,10 +361,10 @@ def check_meeting(diloco: Diloco, stage: GradientExchange | None, expected: int,
     try:
         sent_bytes = bytes_over(program.collectives, axis, program.mesh.shape[axis], slices=program.slices)
     except Unreadable as error:
-        warnings.warn(f"what a meeting sends is not checked: its text could not be read: {error}", stacklevel=2)
+        warnings.warn(f"what a meeting sends is not checked, as its text is unreadable: {error}", stacklevel=2)
         return
-    if stage is not None:
-        check_codec(stage, sent_bytes, slices=program.slices)
-    elif not 0.98 * expected - PADDED <= sent_bytes <= 1.02 * expected + PADDED:
+    if exchange is not None:
+        check_codec(exchange, sent_bytes, slices=program.slices)
+    elif not 0.98 * exact - PADDED <= sent_bytes <= 1.02 * exact + PADDED:
         sent_text = f"a device sends {sent_bytes} bytes over {axis} in a compiled meeting"
-        raise NoEffect(f"diloco {diloco}: {sent_text}, and {expected} were expected")
+        raise NoEffect(f"diloco {diloco}: {sent_text}, but {exact} bytes were expected")

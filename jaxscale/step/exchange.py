@@ -1,8 +1,10 @@
 """Exchange: what replicas send one another in a step, and what a codec for it keeps in the train state.
 
-A codec compresses what is sent. What it did not send of a gradient is the residual, and is sent in later steps.
-Under a codec the gradients of each replica come from `Objective.gradients_apart`. They are split over the devices
-inside a replica as far as they divide, whatever ZeRO's stage: no two devices of a replica send the same number.
+A codec compresses what is sent. The residual is the difference between a gradient and what the codec sent of it, and
+is sent in later steps. A stage is the exchange of all gradients by a codec (`GradientExchange`).
+Under a codec the gradients of each replica come from `Objective.gradients_apart`. Under any ZeRO stage, they are
+split over the devices inside a replica as far as their dims can be split evenly, so that no two of these devices send
+the same number.
 `replicas/reduce.py` computes their mean, which is then placed like the gradients of the plan.
 """
 
@@ -38,7 +40,7 @@ from jaxscale.values.byte_sizes import bytes_at_least
 REDUCE = "reduce"
 """Name of the `StateExtra` of a codec."""
 ONE, ALL = "one", "all"
-"""Keys of a saved extra: the states that a single replica would have in place of all, and those of every replica."""
+"""Keys of a saved extra: the states of a single replica in place of all, and the states of every replica."""
 
 
 def stage_of(plan: Plan, pure_model: PureModel, layout: Layout) -> GradientExchange | None:
@@ -54,26 +56,28 @@ def stage_of(plan: Plan, pure_model: PureModel, layout: Layout) -> GradientExcha
 
 
 def leaves_of_gradients(plan: Plan, pure_model: PureModel, layout: Layout) -> dict[str, GradientLeaf]:
-    """Shape and placement of each gradient that replicas send, by name: split over a replica's devices if it divides.
+    """Shape and placement of each gradient that replicas send, by name.
+
+    Each is split over the devices of a replica, along dims that can be split evenly.
 
     Args:
         plan: the plan, with or without a pipeline.
-        pure_model: the model whose gradients they are.
-        layout: the mesh, and the placements of gradients to split further.
+        pure_model: the model as pure functions.
+        layout: the mesh, and the placements of gradients before this split.
     """
-    leaves = {}
+    leaf_of_gradient = {}
     for name, leaf in named_leaves(pure_model.params).items():
         spec, names = layout.placements[name].gradient, pure_model.names.get(name)
         for axis in ("fsdp", "data", *((PIPE_AXIS,) if plan.pipeline is not None else ())):
             spec = split(leaf.shape, names, spec, layout.mesh, axis)
-        stacked = pure_model.stacked(name)
-        stack, first = in_one_stack(name) if stacked else (None, 0)
-        leaves[name] = GradientLeaf(tuple(leaf.shape), spec, stacked, stack, first)
-    return leaves
+        is_stacked = pure_model.stacked(name)
+        stack, first_layer = in_one_stack(name) if is_stacked else (None, 0)
+        leaf_of_gradient[name] = GradientLeaf(tuple(leaf.shape), spec, is_stacked, stack, first_layer)
+    return leaf_of_gradient
 
 
 class Exchanged(NamedTuple):
-    """The inputs of an update, once replicas have exchanged gradients.
+    """The inputs of an update, after replicas have exchanged gradients.
 
     Args:
         gradients: mean gradients, placed by the plan; under DiLoCo each replica's own gradients along a first dim.
@@ -109,7 +113,7 @@ def by_compiler(layout: Layout) -> Exchange:
 
 
 def by_codec(stage: GradientExchange, messages: Messages | None, layout: Layout) -> Exchange:
-    """An `Exchange` that sends gradients by a codec, and returns their mean.
+    """An `Exchange` that sends gradients by a codec and returns their mean.
 
     The norm is the global norm of the mean gradient. If momenta are sent instead, it is the root of the mean square of
     the norms of the replicas' own gradients.
@@ -146,9 +150,9 @@ def by_codec(stage: GradientExchange, messages: Messages | None, layout: Layout)
 
 
 def none_yet(gradients: Params, state: TrainState) -> Exchanged:
-    """An `Exchange` that sends no gradients, for replicas that train alone.
+    """The `Exchange` of replicas that train alone, which sends no gradients.
 
-    The norm by which they judge a step together is the root of the mean square of their gradients' norms.
+    The norm by which all replicas judge a step is the root of the mean square of their gradients' norms.
     """
     norms = jax.vmap(optax.tree.norm)(gradients)
     return Exchanged(gradients, jnp.sqrt(jnp.mean(jnp.square(norms))), norms, {}, {})
@@ -158,20 +162,18 @@ def describe_codec(stage: GradientExchange, optimizer: Optimizer) -> list[str]:
     """Lines for the user on a codec, before the first step."""
     lines, codec, (last_change, _) = [], stage.codec, stage.codec.timetable[-1]
     if last_change:
-        lines.append(f"reduce {codec}: more than that is sent before step {last_change}")
+        lines.append(f"reduce {codec}: more bytes than that are sent before step {last_change}")
     if codec.late and codec.feedback and (momentum := optimizer.momentum_after()):
         name, decay = momentum
         lines.append(
-            f"reduce {codec} with {optimizer.name}, {name} {decay:g}: that momentum repeats what arrives many steps "
-            f"late, which costs loss (0.2 nats of 2.3 in 400 steps at 1 %); take {name} 0, or codec dgc, which has "
-            "SGD's momentum built in"
+            f"reduce {codec} with {optimizer.name}, {name} {decay:g}: this momentum repeats gradients that arrive many "
+            f"steps late, which costs loss (0.2 nats of 2.3 in 400 steps at 1 %); take {name} 0, or codec dgc, which "
+            "has SGD's momentum built in"
         )
-    small = (
-        f"; {len(stage.plain)} of {len(stage.leaves)} gradients are small and sent as float32" if stage.plain else ""
-    )
+    small_text = f"; {len(stage.plain)} of {len(stage.leaves)} gradients are small and sent as float32"
     return [
         f"reduce {codec}: {bytes_at_least(stage.wire_bytes)} per device and step over {stage.axis}, "
-        f"{stage.exact_bytes / stage.wire_bytes:.1f} times fewer than float32{small}",
+        f"{stage.exact_bytes / stage.wire_bytes:.1f} times fewer than float32{small_text * bool(stage.plain)}",
         *lines,
     ]
 
@@ -203,7 +205,7 @@ class CodecResiduals:
     def saved(self, state: TrainState) -> TrainState:
         """As of `StateExtra`: the states of every replica, and the states of a single replica in place of all."""
         states = state.extra[self.name]
-        return _with(state, self.name, {ALL: states, ONE: self.stage.merged(states)})
+        return _with(state, self.name, {ALL: states, ONE: self.stage.merge(states)})
 
     def saved_abstract(self, abstract: TrainState) -> TrainState:
         """As of `StateExtra`."""
@@ -212,17 +214,16 @@ class CodecResiduals:
     def loaded(self, state: TrainState) -> TrainState:
         """As of `StateExtra`.
 
-        If the number of replicas has changed, each starts from the state of a single replica; what is missing there too
-        starts from its initial value.
+        If the number of replicas has changed, each starts from the saved state of a single replica. An array that is
+        missing there too starts from its initial value.
         """
-        saved, stage = state.extra[self.name], self.stage
-        states = saved[ALL]
+        stage, states, one_replica = self.stage, state.extra[self.name][ALL], state.extra[self.name][ONE]
         if not lacks(states):
             return _with(state, self.name, states)
-        merged = {name: {key: x for key, x in arrays.items() if x is not None} for name, arrays in saved[ONE].items()}
-        spread = jax.jit(stage.spread, out_shardings=stage.shardings())(merged)
+        merged = {name: {key: x for key, x in arrays.items() if x is not None} for name, arrays in one_replica.items()}
+        spread_states = jax.jit(stage.spread, out_shardings=stage.shardings())(merged)
         states = {
-            name: {key: spread[name][key] if array is None else array for key, array in arrays.items()}
+            name: {key: spread_states[name][key] if array is None else array for key, array in arrays.items()}
             for name, arrays in states.items()
         }
         return _with(state, self.name, states)
@@ -254,13 +255,13 @@ class CodecResiduals:
     def notes(self, names: Container[str], wanted: Iterable[str]) -> str:
         """As of `StateExtra`."""
         wanted_words = [name.split("/") for name in wanted if name.startswith(f"{self.name}/")]
-        missing = [words for words in wanted_words if "/".join(words) not in names]
-        if not any(words[1] != ONE for words in missing):
+        missing_words = [words for words in wanted_words if "/".join(words) not in names]
+        if not any(words[1] != ONE for words in missing_words):
             return ""
-        lost_states = {words[2].split(" ")[0] for words in missing if words[1] == ONE} - {RESIDUAL}
-        if any(words[1:3] == [ONE, RESIDUAL] for words in missing):
+        lost_states = {words[2].split(" ")[0] for words in missing_words if words[1] == ONE} - {RESIDUAL}
+        if any(words[1:3] == [ONE, RESIDUAL] for words in missing_words):
             return f"; it has no state of reduce {self.stage.codec}, which starts from its initial value"
-        lacks_residuals = any(words[2] == RESIDUAL for words in missing)
+        lacks_residuals = any(words[2] == RESIDUAL for words in missing_words)
         note = "; each replica starts from the mean of the saved residuals" * lacks_residuals
         return note + f"; other state of reduce {self.stage.codec} starts from its initial value" * bool(lost_states)
 

@@ -1,4 +1,4 @@
-"""Gradients: the loss of a global batch and its gradients, as a plan wants them computed.
+"""Gradients: the loss of a global batch and its gradients, computed as the plan specifies.
 
 Loss and gradients are means over all targets of the global batch, whatever the mesh, the packing and the number of
 microbatches: every part gives sums, which are divided once. ZeRO is expressed by sharding constraints in Auto mode, in
@@ -62,7 +62,7 @@ class Objective(Protocol):
         ...
 
     def sums(self, score: Callable[[nnx.Module, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
-        """The sum of the scores of all microbatches, computed one by one, so that memory is no more than in training.
+        """Score all microbatches, one by one so that memory is no more than in training, and return the sum.
 
         Args:
             score: function from the module and a microbatch to a tree of sums.
@@ -129,7 +129,7 @@ class Whole:
 
         def body(copies: PyTree, rest: Params, batch: Batch, key: Key, examples: Array) -> LossAndGradients:
             if weights is None:
-                leaves, params_of = planned.differentiated(*copies, apart=True)
+                leaves, params_of = planned.differentiated(*copies, is_manual=True)
             else:
                 leaves, params_of = jax.tree.map(lambda weight: weight[0], copies), unchanged
             loss, gradients, rest = self._gradients(leaves, params_of, rest, batch, key, examples, replicas)
@@ -167,7 +167,7 @@ class Whole:
             examples: index of every row in the global batch.
             replicas: number of replicas in a manual region; 1 outside of one.
         """
-        planned, apart = self.planned, replicas > 1
+        planned, is_manual = self.planned, replicas > 1
 
         def objective(
             weights: Params, rest: Params, batch: Batch, context: Context
@@ -178,7 +178,7 @@ class Whole:
 
         def of_microbatch(rest: Params, batch: Batch, examples: Array) -> LossAndGradients:
             (_, (loss, rest)), gradients = grad(weights, rest, batch, planned.context(key, examples))
-            return loss, planned.placed(gradients, apart=apart), rest
+            return loss, planned.placed(gradients, is_manual=is_manual), rest
 
         if planned.plan.microbatches == 1:
             return of_microbatch(rest, batch, examples)
@@ -188,7 +188,7 @@ class Whole:
             return (*jax.tree.map(jnp.add, (carry[0], carry[1]), (loss, gradients)), rest), None
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), planned.pure_model.params)
-        start = (Loss(jnp.zeros(()), jnp.zeros(())), planned.placed(zeros, apart=apart), rest)
+        start = (Loss(jnp.zeros(()), jnp.zeros(())), planned.placed(zeros, is_manual=is_manual), rest)
         stacked_microbatches = microbatches((dict(batch), examples), parts=planned.plan.microbatches)
         (loss, gradients, rest), _ = jax.lax.scan(add, start, stacked_microbatches)
         scale = 1.0 / _divisor(loss.weight, replicas)
@@ -197,7 +197,7 @@ class Whole:
     def _loss(
         self, params: Params, rest: Params, batch: Batch, context: Context, replicas: int = 1
     ) -> tuple[Array, tuple[Loss, Params]]:
-        """The mean loss of the batch if it is one microbatch, otherwise the sum of the microbatch, to divide later.
+        """The loss to differentiate: the mean if the batch is one microbatch, otherwise the sum of one of several.
 
         Returns:
             The objective to differentiate, and with it the sums of the loss and the model's other state.
@@ -210,7 +210,7 @@ class Whole:
         return objective, (Loss(loss.total, loss.weight), self.planned.pure_model.rest_of(module))
 
     def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
-        """As of `Objective`; under a codec or DiLoCo, which keep the replicas' gradients apart, that of one replica."""
+        """As of `Objective`. Under a codec or DiLoCo, whose replicas have their own gradients, the loss of one."""
         planned = self.planned
         copies = planned.copies(params)
         if not isinstance(planned.plan.reduce, NamedCodec) and planned.plan.diloco is None:
@@ -242,12 +242,12 @@ class Whole:
 
 
 def _divisor(weight: Float[Array, ""], replicas: int) -> Float[Array, ""]:
-    """The number to divide sums by so that the mean over replicas is the mean over all targets.
+    """The divisor of a replica's sums with which the mean over replicas is the mean over all targets.
 
     Replicas may have different numbers of targets.
 
     Args:
-        weight: number of targets; of one replica's in a manual region.
+        weight: number of targets, or their summed weights; in a manual region, of one replica alone.
         replicas: number of replicas in a manual region; 1 outside of one.
     """
     return positive(weight) if replicas == 1 else positive(jax.lax.psum(weight, REPLICA_AXIS)) / replicas

@@ -1,9 +1,9 @@
 """Weights, gradients and optimizer state on the host, and how a train step reaches them.
 
-`weights host` leaves the float32 masters on the host and streams each block's when it runs; `optimizer_state streamed`
-and `host` leave the optimizer's state there, and the latter the masters too, which the host's CPU then updates;
-`gradients host` sends the gradients of streamed weights to the host as they are made. `offload/updates.py` and
-`offload/weights.py` are the techniques; this module is where they meet.
+`weights host` leaves the float32 weights (masters) on the host, and copies those of each block to the device when
+it runs. `optimizer_state streamed` leaves the optimizer's state there. `optimizer_state host` leaves the masters there
+too, and the host's CPU updates both. `gradients host` sends the gradients of streamed weights to the host as soon as
+they are computed. This module combines the techniques of `offload/updates.py` and `offload/weights.py`.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def check_host_size(layout: Layout, host_bytes: int | None, activation_bytes: in
         twice = " (of the state twice, with the copy of a checkpoint)" if plan.offload.any else ""
         raise UserError(
             f"{', '.join(requests)}: {bytes_text(bytes_per_device)} for each of {count} devices lies on their "
-            f"host{twice}, {bytes_text(bytes_per_device * count)} together, and the host has {bytes_text(host_bytes)}; "
+            f"host{twice}, {bytes_text(bytes_per_device * count)} together, but the host has {bytes_text(host_bytes)}; "
             "take more hosts, or keep more on the device"
         )
 
@@ -130,7 +130,7 @@ def streamed_weight(plan: Plan, weight: Array, tie: Array | None = None) -> Stre
     Args:
         plan: the plan, which specifies the dtypes.
         weight: the float32 weight, on the host.
-        tie: zeros of its shape on the device, which receive the gradient; `None` leaves the gradient on the host.
+        tie: zeros of the weight's shape on the device, which receive the gradient; `None` keeps it on the host.
     """
     low = None if plan.precision == "float32" else plan.precision
     return Streamed(weight, tie, low, plan.reduce == "float32")

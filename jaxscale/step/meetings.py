@@ -46,11 +46,11 @@ class Meetings:
             for fragment in range(len(replicas.fragments))
         ]
         self._executables: list[jax.stages.Compiled] = []
-        # the step counter of the newest state, and its number, so that it need not be read from the device
+        # (step counter of the newest state, its number), so that the number need not be read from the device
         self._counted: tuple[Array | None, int] = (None, 0)
 
     def trace(self) -> list[jax.stages.Traced]:
-        """A traced program for each fragment of the weights."""
+        """Trace the program of each fragment of the weights, and return what was traced."""
         return [program.trace(self._layout.abstract) for program in self.programs]
 
     def compile(self) -> None:
@@ -68,7 +68,7 @@ class Meetings:
         return 1 + (number if state.step is counter else int(state.step))
 
     def hold(self, number: int, state: TrainState, metrics: Metrics, *, by_jit: bool) -> tuple[TrainState, Metrics]:
-        """The state after the meetings that are due, and the metrics with what they sent.
+        """Run the meetings that are due, and return the state after them, and metrics with the bytes sent.
 
         Args:
             number: number of the step that has just run.

@@ -62,7 +62,7 @@ def decide_memory(objective: Objective, devices: Sequence[Device]) -> Decision:
 
 
 def _decided(objective: Objective, devices: Sequence[Device]) -> Decision:
-    """The decision, before it is compared with the rest of the plan."""
+    """The decision of the plan's memory rule, without a check against the rest of the plan."""
     plan = objective.planned.plan.memory
     foreign = getattr(objective.planned.experiment.model, "foreign", False)
     if plan.rule == "file":
@@ -70,14 +70,14 @@ def _decided(objective: Objective, devices: Sequence[Device]) -> Decision:
         layers, blocks = sum(call.count for call in calls), tuple(kinds_of(calls))
         if layers != decision.layers:
             raise UserError(
-                f"memory {plan}: the file was made for {decision.layers} blocks, and this model has {layers}; make it "
-                "again for this model"
+                f"memory {plan}: the file was made for {decision.layers} blocks, but this model has {layers}; make a "
+                "file for this model"
             )
         if decision.blocks and blocks != decision.blocks:
             raise UserError(
-                f"memory {plan}: the file was made for block {', '.join(decision.blocks)}, and this model has "
-                f"{', '.join(blocks)}; it is another model, another version of it, or has other shapes: make the file "
-                "again for this model"
+                f"memory {plan}: the file was made for block {', '.join(decision.blocks)}, but this model has "
+                f"{', '.join(blocks)} (another model, another version of it, or other shapes); make a new file for "
+                "this model"
             )
         if foreign and decision.chain is not None:
             raise _no_segments(plan)
@@ -94,8 +94,8 @@ def _decided(objective: Objective, devices: Sequence[Device]) -> Decision:
     # pass, only one stage at a time keeps anything
     keeping_stages = stages if objective.planned.plan.stages_keep == "residuals" else 1
     of_stage = decide(dataclasses.replace(plan, budget=plan.budget // keeping_stages), calls, chip)
-    flop, kept, hosted = stages * of_stage.flop, keeping_stages * of_stage.bytes, keeping_stages * of_stage.host_bytes
-    return dataclasses.replace(of_stage, plan=plan, bytes=kept, host_bytes=hosted, flop=flop)
+    device_bytes, on_host = keeping_stages * of_stage.bytes, keeping_stages * of_stage.host_bytes
+    return dataclasses.replace(of_stage, plan=plan, bytes=device_bytes, host_bytes=on_host, flop=stages * of_stage.flop)
 
 
 def _no_segments(plan: MemoryPlan) -> UserError:

@@ -45,7 +45,7 @@ class PlannedModel:
         plan: the plan, with its mesh settled.
         pure_model: the model as pure functions.
         layout: the mesh and every placement.
-        treatment: how blocks run where gradients are taken; `None` leaves them unchanged.
+        treatment: how blocks run if gradients are taken; `None` leaves them unchanged.
     """
 
     experiment: Experiment
@@ -59,7 +59,7 @@ class PlannedModel:
         """A context that applies the plan's placements, treatment of blocks and matrix precision to a trace.
 
         Args:
-            plainly: whether to leave out what blocks keep for a backward pass, because none is taken.
+            plainly: whether no backward pass follows, so that blocks keep nothing for one.
         """
         matmul = self.plan.matmul if self.plan.matmul in ("high", "highest") else None
         with (
@@ -71,33 +71,36 @@ class PlannedModel:
 
     def _treatment(self, plainly: bool) -> blocks.Treatment:
         """How blocks run, with weights and residuals on the host as the plan places them."""
-        plain = plainly or self.treatment is None
-        treatment = blocks.Treatment(unroll=self.plan.unroll) if plain else self.treatment
+        is_plain = plainly or self.treatment is None
+        treatment = blocks.Treatment(unroll=self.plan.unroll) if is_plain else self.treatment
         assert treatment is not None
         if self.plan.offload.weights == "host":
             treatment = streaming(treatment)
-        pipelined = self.plan.pipeline is not None
-        return offloading_later(treatment) if pipelined and self.plan.stages_keep == "residuals" else treatment
+        has_pipeline = self.plan.pipeline is not None
+        return offloading_later(treatment) if has_pipeline and self.plan.stages_keep == "residuals" else treatment
 
     def mapped(self, body: Callable[..., R], manual: Sequence[str], inputs: Specs, outputs: Specs) -> Callable[..., R]:
-        """`body` on every device, manual over some mesh axes. Arrays inside it are placed by the other axes.
+        """A function that runs `body` on every device, in a region that is manual over some mesh axes.
+
+        In the region `body` computes on this device's shards, and sends along the manual axes by itself. The compiler
+        handles the other axes, by which `constrain` places arrays.
 
         Args:
             body: function of this device's shards; gradients of weights that it receives whole are not summed.
             manual: names of the manual mesh axes.
             inputs, outputs: placements of the arguments and of the results of `body`, by the manual axes.
         """
-        automatic = {
+        automatic_axes = {
             field.name: tuple(axis for axis in getattr(self.layout.rules, field.name) if axis not in manual)
             for field in dataclasses.fields(AxisRules)
         }
 
-        def inside(*arguments: PyTree) -> R:
-            with place.layout(jax.sharding.get_abstract_mesh(), AxisRules(**automatic)):
+        def body_in_layout(*arguments: PyTree) -> R:
+            with place.layout(jax.sharding.get_abstract_mesh(), AxisRules(**automatic_axes)):
                 return body(*arguments)
 
         return jax.shard_map(
-            inside,
+            body_in_layout,
             mesh=self.layout.mesh,
             in_specs=inputs,
             out_specs=outputs,
@@ -136,66 +139,66 @@ class PlannedModel:
 
     def read_spec(self, name: str) -> PartitionSpec:
         """The placement in which the loop of a pipeline reads a parameter; one that all stages share is whole."""
-        place = self.layout.placements[name]
+        placement = self.layout.placements[name]
         if not self.pure_model.stacked(name):
-            return without(place.compute, "fsdp")
-        return place.master if self.plan.offload.weights == "host" else place.compute
+            return without(placement.compute, "fsdp")
+        return placement.master if self.plan.offload.weights == "host" else placement.compute
 
     # -- weights and gradients -----------------------------------------------------------------------------------------
 
-    def placed(self, gradients: Params, *, apart: bool = False) -> Params:
+    def placed(self, gradients: Params, *, is_manual: bool = False) -> Params:
         """Gradients in float32, placed by the plan.
 
         Args:
             gradients: the gradient of every parameter.
-            apart: whether this is inside a region that is manual over replicas.
+            is_manual: whether this is inside a region that is manual over replicas.
         """
 
-        def placed(gradient: Array, sharding: NamedSharding) -> Array:
+        def place_gradient(gradient: Array, sharding: NamedSharding) -> Array:
             if on_host(gradient):
                 return gradient
-            mesh = jax.sharding.get_abstract_mesh() if apart else sharding.mesh
+            mesh = jax.sharding.get_abstract_mesh() if is_manual else sharding.mesh
             return jax.lax.with_sharding_constraint(gradient, NamedSharding(mesh, sharding.spec)).astype(jnp.float32)
 
-        return jax.tree.map(placed, gradients, self.layout.gradients)
+        return jax.tree.map(place_gradient, gradients, self.layout.gradients)
 
     def copies(self, params: Params) -> Params:
         """The copy of the parameters that the forward and backward passes read, and that is differentiated."""
         if self.plan.precision == "float32":
             return params
-        split, dtype = self.plan.zero in (1, 2), jnp.dtype(self.plan.precision)
-        if self.plan.reduce == "float32" and not split:
+        is_split, dtype = self.plan.zero in (1, 2), jnp.dtype(self.plan.precision)
+        if self.plan.reduce == "float32" and not is_split:
             return params  # the layers cast at the point of use, and return float32 gradients
 
         def copy(param: Array, master: NamedSharding, compute: NamedSharding) -> Array:
-            master = NamedSharding(master.mesh, master.spec)  # which may lie on the host
+            master = NamedSharding(master.mesh, master.spec)  # on the device, although masters may lie on the host
             if not jnp.issubdtype(param.dtype, jnp.floating):
                 return param
-            low = param.astype(dtype)
-            if split:
-                low = jax.lax.with_sharding_constraint(low, master)
-                # without it XLA:GPU would gather first and cast later, at twice the bytes
-                low = jax.lax.optimization_barrier(low)
-                low = jax.lax.with_sharding_constraint(low, compute)
-            return low.astype(param.dtype) if self.plan.reduce == "float32" else low
+            narrow_param = param.astype(dtype)
+            if is_split:
+                narrow_param = jax.lax.with_sharding_constraint(narrow_param, master)
+                # without the barrier XLA:GPU would gather first and cast later, at twice the bytes
+                narrow_param = jax.lax.optimization_barrier(narrow_param)
+                narrow_param = jax.lax.with_sharding_constraint(narrow_param, compute)
+            return narrow_param.astype(param.dtype) if self.plan.reduce == "float32" else narrow_param
 
         return jax.tree.map(copy, params, self.layout.masters, self.layout.computes)
 
     def differentiated(
-        self, params: Params, copies: Params | None = None, *, apart: bool = False
+        self, params: Params, copies: Params | None = None, *, is_manual: bool = False
     ) -> tuple[Params, FromWeights]:
         """The differentiated leaves, and a function from them to the module's parameters.
 
         Args:
             params: the float32 masters, on device or host.
-            copies: the copy of each parameter that a pass on the device reads; made here by default.
-            apart: whether this is inside a region that is manual over replicas.
+            copies: the copy of each parameter that a pass on the device reads; by default they are made here.
+            is_manual: whether this is inside a region that is manual over replicas.
         """
         copies = self.copies(to_device(params)) if copies is None else copies
         if self.plan.offload.weights == "device":
             return copies, unchanged
         shardings = self.layout.gradients
-        if apart:
+        if is_manual:
             mesh = jax.sharding.get_abstract_mesh()
             shardings = jax.tree.map(lambda sharding: NamedSharding(mesh, sharding.spec), shardings)
         return streamed_weights(self.plan, params, copies, shardings)

@@ -6,8 +6,8 @@ synchronise one fragment of the weights (a part of them): θ moves by the mean d
 weights. Every device sends its shard of the displacements over the replica axis, and no two devices of a replica send
 the same number, whatever ZeRO's stage.
 
-A checkpoint holds the arrays of all replicas, and also their mean, for a single replica. So a run can continue with
-another number of replicas, from that mean; or without DiLoCo, from θ; and a run without DiLoCo can continue with it.
+A checkpoint holds the arrays of all replicas, and also their mean, for a single replica. So a run can continue from
+that mean with another number of replicas, or from θ without DiLoCo. A run without DiLoCo can continue with DiLoCo.
 """
 
 import dataclasses
@@ -44,9 +44,9 @@ R = TypeVar("R")
 OUTER = "outer"
 """Name of this `StateExtra`: each replica's own weights, and the outer momentum."""
 WEIGHTS, MOMENTUM, OPTIMIZER = "weights", "momentum", "optimizer"
-"""Keys of its value, and of what is saved of it."""
+"""Keys of the value of this extra, and of its saved form."""
 ONE, ALL = "one", "all"
-"""Keys of what is saved: the arrays of a single replica in place of all, and those of all replicas."""
+"""Keys of the saved form: the arrays of a single replica in place of all, and the arrays of all replicas."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Replicas:
 
     Args:
         diloco: when replicas meet, and the outer step that they then take.
-        plain: the layout of a step without extras.
+        plain: the layout of the train state without extras.
         optimizer: the whole optimizer of each replica, clipping included.
         leaves: shape and placement of each displacement that is sent, by the parameter's name.
         stage: the exchange of all displacements by the codec; `None` sends them in float32.
@@ -108,7 +108,7 @@ class Replicas:
         return self.exact_bytes(fragment) if stage is None else stage.wire_bytes
 
     def describe(self) -> list[str]:
-        """As of `StateExtra`: which bytes are sent, and how often."""
+        """As of `StateExtra`: a line on how many bytes are sent, and how often."""
         count, diloco = len(self.fragments), self.diloco
         byte_texts = [bytes_at_least(self.wire_bytes(fragment)) for fragment in range(count)]
         ratio = sum(map(self.exact_bytes, range(count))) / sum(map(self.wire_bytes, range(count)))
@@ -139,6 +139,7 @@ class Replicas:
         return jax.tree.map(apart, abstract)
 
     def _abstract(self) -> dict[str, Shapes]:
+        """Shapes, dtypes and shardings of the value of this extra."""
         params = self.plain.abstract.params
         abstract = {WEIGHTS: self._abstract_apart(params)}
         if self.diloco.momentum:
@@ -161,7 +162,7 @@ class Replicas:
         return self._spread(self.optimizer.init(params))
 
     def init(self, state: TrainState) -> dict[str, Params]:
-        """As of `StateExtra`: all replicas begin with the weights that they share."""
+        """As of `StateExtra`: all replicas begin with the shared weights."""
         outer_state = {WEIGHTS: self._spread(state.params)}
         if self.diloco.momentum:
             outer_state[MOMENTUM] = _zeros(state.params)
@@ -170,11 +171,11 @@ class Replicas:
     # -- steps alone ---------------------------------------------------------------------------------------------------
 
     def gradients(self, objective: Objective, state: TrainState, batch: Batch) -> LossAndGradients:
-        """The gradients of each replica at its own weights."""
+        """Compute the gradients of each replica at its own weights, and return them with the loss."""
         return objective.gradients_apart(state, batch, state.extra[self.name][WEIGHTS])
 
     def update(self, advance: Advance, exchanged: Exchanged, state: TrainState, good: Bool[Array, ""]) -> TrainState:
-        """Update each replica by itself, in a region that is manual over replicas: none reads another's tensors.
+        """Update each replica by itself, in a region that is manual over replicas, and return the new state.
 
         Args:
             advance: one step of the optimizer.
@@ -219,10 +220,10 @@ class Replicas:
         momenta = named_leaves(outer_state.get(MOMENTUM, {}))
         thetas = {name: shared[name] for name in names}
 
-        def displaced(thetas: Params, own: Params) -> dict[str, Array]:
+        def displace(thetas: Params, own: Params) -> dict[str, Array]:
             return {n: self._constrained(thetas[n] - own[n][0], self.leaves[n].spec)[None] for n in names}
 
-        displacements = self._alone(displaced, (whole, by_replica), by_replica)(thetas, {n: own[n] for n in names})
+        displacements = self._alone(displace, (whole, by_replica), by_replica)(thetas, {n: own[n] for n in names})
         if stage is not None:
             residuals = state.extra[REDUCE]
             reduced = stage(displacements, {name: residuals[name] for name in stage.coded}, state.step)
@@ -236,17 +237,17 @@ class Replicas:
                 in_specs=({name: PartitionSpec(REPLICA_AXIS, *spec) for name, spec in specs.items()},),
                 out_specs=specs,
             )(displacements)
-        good = jnp.isfinite(optax.tree.norm(means))
+        is_good = jnp.isfinite(optax.tree.norm(means))
         masters = named_leaves(self.plain.masters)
 
         def moved(thetas: Params, momenta: Params, means: Params) -> dict[str, tuple[Array, Array | None]]:
             new_arrays = {}
             for name in names:
                 theta = self._constrained(thetas[name], self.leaves[name].spec)
-                weight, momentum = self.diloco.moved(theta, momenta.get(name), means[name])
-                weight = jnp.where(good, weight, theta)
+                weight, momentum = self.diloco.outer_step(theta, momenta.get(name), means[name])
+                weight = jnp.where(is_good, weight, theta)
                 if momentum is not None:
-                    momentum = jnp.where(good, momentum, momenta[name])
+                    momentum = jnp.where(is_good, momentum, momenta[name])
                 new_arrays[name] = self._constrained(weight, masters[name].spec), momentum
             return new_arrays
 
@@ -254,7 +255,7 @@ class Replicas:
         new_arrays = self._alone(moved, whole, whole)(thetas, fragment_momenta, means)
         for name, (weight, momentum) in new_arrays.items():
             shared[name] = weight
-            own[name] = jnp.where(good, weight[None], own[name])
+            own[name] = jnp.where(is_good, weight[None], own[name])
             if momentum is not None:
                 momenta[name] = momentum
 
@@ -281,7 +282,7 @@ class Replicas:
     # -- in checkpoints ------------------------------------------------------------------------------------------------
 
     def saved(self, state: TrainState) -> TrainState:
-        """As of `StateExtra`: the saved optimizer state is that of a single replica; the extra holds those of all."""
+        """As of `StateExtra`: the optimizer state is that of a single replica; the extra has those of all replicas."""
         return self._saved(state, _mean(state.extra[self.name][WEIGHTS]), _mean(state.optimizer))
 
     def saved_abstract(self, abstract: TrainState) -> TrainState:
@@ -304,8 +305,8 @@ class Replicas:
     def loaded(self, state: TrainState) -> TrainState:
         """As of `StateExtra`.
 
-        If the number of replicas has changed, each starts from the mean; if the run had no DiLoCo before, from its
-        weights.
+        If the number of replicas has changed, each starts from the mean of the saved replicas. If the run had no DiLoCo
+        before, each starts from the weights of that run.
         """
         saved, shardings = state.extra[self.name], self.placed(self.plain).state
         outer_shardings = shardings.extra[self.name]
@@ -368,7 +369,7 @@ def _zeros(params: Params) -> Params:
 
 
 def _mean(tree: PyTree) -> PyTree:
-    """The mean of arrays over their first dim, the replicas; of quantized and integer arrays, the first replica's."""
+    """The mean of arrays over their first dim, the replicas; for quantized and integer arrays, those of replica 0."""
 
     def mean_leaf(leaf: Array | Quantized) -> Array | Quantized:
         if isinstance(leaf, Quantized) or not jnp.issubdtype(leaf.dtype, jnp.floating):

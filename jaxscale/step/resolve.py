@@ -69,7 +69,7 @@ def resolve(experiment: Experiment, plan: Plan, devices: Sequence[Device], remar
 
 
 def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Device]) -> tuple[Plan, str]:
-    """The plan with its mesh settled, and a line for the user that describes the choice.
+    """Settle the mesh of a plan, and return the plan and a line for the user that describes the choice.
 
     Without a mesh in the plan, the run uses as many devices as divide the rows of a microbatch: along "fsdp" if ZeRO
     shards, otherwise along "data". If that is one device, ZeRO has nothing to shard over and is left out, so that the
@@ -81,7 +81,7 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Device]) -> tuple[Pla
         devices: devices that may be used.
 
     Raises:
-        UserError: the batch does not divide, or the mesh takes more devices than there are.
+        UserError: the batch cannot be split evenly, or the mesh takes more devices than there are.
     """
     plan.kernels.check_platform(devices[0].platform)
     if plan.pipeline is not None:
@@ -90,7 +90,7 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Device]) -> tuple[Pla
         plan = dataclasses.replace(plan, mesh=mesh, microbatches=microbatches)
     if batch % plan.microbatches:
         raise UserError(
-            f"batch {batch} does not divide into {plan.microbatches} microbatches: "
+            f"batch {batch} cannot be split evenly into {plan.microbatches} microbatches: "
             f"choose a batch that is a multiple of {plan.microbatches}"
         )
     rows = batch // plan.microbatches
@@ -98,12 +98,12 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Device]) -> tuple[Pla
         pipe = 1 if plan.pipeline is None else plan.pipeline.shape()[0]
         if pipe > len(devices):
             raise UserError(
-                f"pipeline {plan.pipeline} takes {pipe} devices, and there are {len(devices)}: take fewer stages"
+                f"pipeline {plan.pipeline} takes {pipe} devices, but there are {len(devices)}: take fewer stages"
             )
         count = max(n for n in range(1, len(devices) // pipe + 1) if rows % n == 0)
         mesh = MeshSpec(pipe=pipe, fsdp=count) if plan.zero else MeshSpec(pipe=pipe, data=count)
-        kind = devices[0].device_kind
-        line = f"mesh {mesh}: {mesh.devices} of {len(devices)} {kind} device{'s' if len(devices) > 1 else ''}"
+        plural = "s" if len(devices) > 1 else ""
+        line = f"mesh {mesh}: {mesh.devices} of {len(devices)} {devices[0].device_kind} device{plural}"
         line += f", the most that divide {rows} rows" if mesh.devices < len(devices) else ""
         if plan.zero and count == 1:
             line += f"; zero 0 instead of {plan.zero}, because there is one device along fsdp and nothing to shard"
@@ -111,13 +111,13 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Device]) -> tuple[Pla
         return dataclasses.replace(plan, mesh=mesh), line
     if plan.mesh.devices > len(devices):
         raise UserError(
-            f"mesh {plan.mesh} takes {plan.mesh.devices} devices, and there are {len(devices)} "
+            f"mesh {plan.mesh} takes {plan.mesh.devices} devices, but there are {len(devices)} "
             f"({devices[0].device_kind}): ask for a smaller mesh"
         )
     shards = plan.mesh.batch_shards
     if rows % shards:
         raise UserError(
-            f"batch {batch} in {plan.microbatches} microbatches is {rows} rows each, and mesh {plan.mesh} splits them "
+            f"batch {batch} in {plan.microbatches} microbatches is {rows} rows each, but mesh {plan.mesh} splits them "
             f"{shards} ways: choose a batch that is a multiple of {plan.microbatches * shards}"
         )
     return plan, f"mesh {plan.mesh}: {plan.mesh.devices} of {len(devices)} devices"
@@ -139,9 +139,9 @@ def with_messages(experiment: Experiment, plan: Plan) -> Plan:
     assert plan.mesh is not None
     if messages.freeze >= experiment.steps:
         raise UserError(
-            f"optimizer.freeze: {name} would freeze its variance after {messages.freeze} updates, and the run has "
-            f"{experiment.steps}: nothing would be sent in few bits; freeze earlier (0.15 to 0.25 of the run), or take "
-            f"{name.removeprefix('one_bit_').replace('adam', 'adamw')}"
+            f"optimizer.freeze: {name} would freeze its variance after {messages.freeze} updates, but the run has "
+            f"{experiment.steps}, so nothing would be sent in few bits; freeze earlier (0.15 to 0.25 of the run), "
+            f"or take {name.removeprefix('one_bit_').replace('adam', 'adamw')}"
         )
     return dataclasses.replace(plan, reduce=OneBit(start=messages.freeze))
 
@@ -165,16 +165,17 @@ def settled_unroll(plan: Plan, platform: str) -> tuple[Plan, str]:
     if plan.unroll == 1 or plan.memory.rule == "none":
         return plan, ""
     if needs_decision(plan.memory):
-        why = "whose decision is for one layer at a time"
+        reason = "whose decision is for one layer at a time"
     elif platform == "cpu":
-        why = "because on a CPU a loop over single layers uses the least memory"
+        reason = "because on a CPU a loop over single layers uses the least memory"
     else:
         return plan, ""
-    return dataclasses.replace(plan, unroll=1), f"; unroll 1 instead of {plan.unroll} under memory {plan.memory}, {why}"
+    note = f"; unroll 1 instead of {plan.unroll} under memory {plan.memory}, {reason}"
+    return dataclasses.replace(plan, unroll=1), note
 
 
 def describe_products(plan: Plan, device: Device) -> list[str]:
-    """A line for the user if the device emulates the plan's recipe of matrix products; none if its chip has them."""
+    """A line for the user if the device emulates the matrix products of the plan; no line if its chip has them."""
     recipe = RECIPES.get(plan.matmul)
     if recipe is None:
         return []

@@ -25,9 +25,9 @@ class SynchronousStep:
 
     Args:
         gradients: computes mean gradients, or each replica's gradients.
-        exchange: exchanges them between replicas.
+        exchange: exchanges gradients between replicas.
         update: updates weights and optimizer state, in the memory where they lie.
-        guard: which steps are bad, and are not applied.
+        guard: what makes a step bad; a bad step is not applied.
     """
 
     gradients: GradientFn
@@ -36,16 +36,17 @@ class SynchronousStep:
     guard: Guard
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """The next state, and as metrics `loss`, `grad_norm`, `weight` and those of the exchange."""
+        """Return the next state, and as metrics `loss`, `grad_norm`, `weight` and those of the exchange."""
         loss, gradients, rest = self.gradients(state, batch)
         exchanged = self.exchange(gradients, state)
-        mean = loss.total / positive(loss.weight)
-        good, watch = state.watch.judge(mean, exchanged.norm, self.guard)
+        mean_loss = loss.total / positive(loss.weight)
+        good, watch = state.watch.judge(mean_loss, exchanged.norm, self.guard)
         # a bad step leaves parameters, optimizer, extras and batch statistics as they were
-        after = self.update(exchanged, state, good)
-        before = {name: state.extra[name] for name in exchanged.extra}
+        next_state = self.update(exchanged, state, good)
+        old_extra = {name: state.extra[name] for name in exchanged.extra}
         rest, extra = jax.tree.map(
-            lambda new, old: jnp.where(good, new, old), (rest, exchanged.extra), (state.rest, before)
+            lambda new, old: jnp.where(good, new, old), (rest, exchanged.extra), (state.rest, old_extra)
         )
-        after = dataclasses.replace(after, step=state.step + 1, rest=rest, watch=watch, extra={**after.extra, **extra})
-        return after, {"loss": mean, "grad_norm": exchanged.norm, "weight": loss.weight, **exchanged.metrics}
+        extra = {**next_state.extra, **extra}
+        next_state = dataclasses.replace(next_state, step=state.step + 1, rest=rest, watch=watch, extra=extra)
+        return next_state, {"loss": mean_loss, "grad_norm": exchanged.norm, "weight": loss.weight, **exchanged.metrics}

@@ -1,4 +1,4 @@
-"""What a traced step must show: a request that took no effect is an error, before anything is compiled.
+"""Checks of a traced step: a request that took no effect is an error, before anything is compiled.
 
 The program shows what the model does with a plan: blocks that are run again, the types of its matrix products, the
 kernels that it takes, and whether it reads a setting at all.
@@ -59,12 +59,12 @@ class KernelTrace:
 
     @property
     def taken(self) -> tuple[Taken, ...]:
-        """The choices without shapes, each listed once."""
+        """The implementations that were chosen; choices that differ only in their shapes are listed once."""
         choices = (Taken(note.kernel, str(note.target), note.chosen, note.why) for note, _ in self._notes)
         return tuple(dict.fromkeys(choices))
 
     def noted(self, function: Callable[P, R]) -> Callable[P, R]:
-        """A function whose traces choose kernels by the plan, and record the choices here.
+        """Wrap a function so that its traces choose kernels by the plan and record the choices here.
 
         Args:
             function: a function of the step, to be traced.
@@ -111,12 +111,12 @@ def check_taken(plan: Plan, taken: Sequence[Taken]) -> None:
         if kernel == "attention":  # a model that reads no such setting is refused by `check_traced`
             continue
         if not choices:
-            raise UserError(f"kernels {kernel}={name}: nothing in this step takes {kernel}; leave it out")
+            raise UserError(f"kernels {kernel}={name}: no part of this step uses {kernel}; leave it out")
         if name not in [choice.chosen for choice in choices]:
-            refusal = f"kernels {kernel}={name}: this step takes {kernel} {choices[0].chosen}"
+            refusal = f"kernels {kernel}={name}: this step uses {kernel} {choices[0].chosen}"
             if kernel == "cross_entropy":
-                why = "pass context.loss and context.loss_chunk to the cross entropy of the model's own loss"
-                raise UserError(f"{refusal}; {why}, or leave it out")
+                advice = "pass context.loss and context.loss_chunk to the cross entropy of the model's own loss"
+                raise UserError(f"{refusal}; {advice}, or leave it out")
             raise UserError(f"{refusal}{'' if choices[0].why is None else f' ({choices[0].why})'}; leave it out")
 
 
@@ -125,7 +125,7 @@ def check_traced(
     decision: Decision | None,
     batch: Batch,
     jaxpr: ClosedJaxpr,
-    evaluation: Callable[[], jax.stages.Traced],
+    trace_loss: Callable[[], jax.stages.Traced],
 ) -> None:
     """Compare a traced step with its plan.
 
@@ -134,7 +134,7 @@ def check_traced(
         decision: what the blocks keep; `None` if the memory rule does not depend on them.
         batch: arrays or shapes of a batch, to trace the loss again and see whether the model reads a setting.
         jaxpr: jaxpr of the whole step.
-        evaluation: function that traces the loss alone.
+        trace_loss: function that traces the loss alone.
 
     Raises:
         UserError: the model does not do what the plan asks for.
@@ -154,14 +154,15 @@ def check_traced(
             "leave unroll out"
         )
     if plan.precision == "bfloat16":
-        share = _narrow_share(equations)
-        if share < 0.5:  # an optimizer that decomposes matrices, or a codec, may have more products than the model
-            share = _narrow_share(walk.equations(evaluation().jaxpr))
-        if share < 0.5:
+        narrow_share = _narrow_share(equations)
+        # an optimizer that decomposes matrices, or a codec, may have more products than the model
+        if narrow_share < 0.5:
+            narrow_share = _narrow_share(walk.equations(trace_loss().jaxpr))
+        if narrow_share < 0.5:
             raise UserError(
-                f"precision bfloat16: {1 - share:.0%} of the FLOP of this model's matrix products are not in bfloat16, "
-                "because the model converts activations or weights to float32; leave the conversion to the plan, or "
-                "set precision float32"
+                f"precision bfloat16: {1 - narrow_share:.0%} of the FLOP of this model's matrix products are not in "
+                "bfloat16, because the model converts activations or weights to float32; leave the conversion to the "
+                "plan, or set precision float32"
             )
     _check_products(plan, equations)
     if plan.kernels.loss_chunk is not None and not _reads(planned, batch, "loss_chunk", (1, None)):
@@ -185,36 +186,36 @@ def _check_products(plan: Plan, equations: Sequence[tuple[JaxprEqn, int]]) -> No
     recipe = RECIPES.get(plan.matmul)
     if recipe is None:
         return
-    counts = dict.fromkeys(ROLES, 0)
+    count_of_role = dict.fromkeys(ROLES, 0)
     for eqn, times in equations:
         role = _role_of(eqn)
         if role is not None and {operand.dtype.name for operand in _operands(eqn)} == recipe.types(role):
-            counts[role] += times
-    lacking = [ROLES[role] for role, count in counts.items() if not count]
-    if len(lacking) == len(ROLES):
+            count_of_role[role] += times
+    lacking_products = [ROLES[role] for role, count in count_of_role.items() if not count]
+    if len(lacking_products) == len(ROLES):
         raise UserError(
             f"matmul {plan.matmul}: no layer of this model multiplies by this recipe; pass the context to the layers "
             "of jaxscale.layers, as MLP and Attention do, or leave matmul out"
         )
-    if lacking:
+    if lacking_products:
         raise UserError(
-            f"matmul {plan.matmul}: {' and '.join(lacking)} are computed in another type, because the model defines a "
-            "backward pass of its own; leave matmul out"
+            f"matmul {plan.matmul}: {' and '.join(lacking_products)} are computed in another type, because the model "
+            "defines a backward pass of its own; leave matmul out"
         )
 
 
 def _role_of(eqn: JaxprEqn) -> str | None:
-    """Which of the three products of a layer an equation is (module docstring); `None` for other operations."""
+    """Return which product of a layer an equation is: "forward", "onward" or "inward"; `None` for other operations."""
     if eqn.primitive.name != "dot_general":
         return None
-    (first, second), (batch, _) = eqn.params["dimension_numbers"]
-    left, right = (operand.ndim for operand in _operands(eqn))
-    if batch:
+    (left_dims, right_dims), (batch_dims, _) = eqn.params["dimension_numbers"]
+    left_rank, right_rank = (operand.ndim for operand in _operands(eqn))
+    if batch_dims:
         return None
-    if tuple(first) == tuple(second) == tuple(range(left - 1)) and left == right:
+    if tuple(left_dims) == tuple(right_dims) == tuple(range(left_rank - 1)) and left_rank == right_rank:
         return "inward"
-    if right == 2 and tuple(first) == (left - 1,):
-        return "forward" if tuple(second) == (0,) else "onward"
+    if right_rank == 2 and tuple(left_dims) == (left_rank - 1,):
+        return "forward" if tuple(right_dims) == (0,) else "onward"
     return None
 
 
@@ -245,14 +246,14 @@ def _is_of(plan: MemoryPlan, policy: Callable[..., bool] | None) -> bool:
 
 def _narrow_share(equations: Iterable[tuple[JaxprEqn, int]]) -> float:
     """Share of the FLOP of matrix products and convolutions that have both operands narrower than float32."""
-    narrow, total = 0, 0
+    narrow_flop, total_flop = 0, 0
     for eqn, times in equations:
         formula = FORMULAS.get(eqn.primitive.name)
         if formula is not None:
             flop = times * formula(eqn)
-            total += flop
-            narrow += flop if all(operand.dtype.itemsize < 4 for operand in _operands(eqn)[:2]) else 0
-    return narrow / total if total else 1.0
+            total_flop += flop
+            narrow_flop += flop if all(operand.dtype.itemsize < 4 for operand in _operands(eqn)[:2]) else 0
+    return narrow_flop / total_flop if total_flop else 1.0
 
 
 def _reads(planned: PlannedModel, batch: Batch, field: str, settings: tuple[str | int | None, ...]) -> bool:
@@ -267,7 +268,7 @@ def _reads(planned: PlannedModel, batch: Batch, field: str, settings: tuple[str 
     abstract = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
     pure_model = planned.pure_model
 
-    def program(setting: str | int | None) -> str:
+    def traced_text(setting: str | int | None) -> str:
         context = dataclasses.replace(Context(), **{field: setting})
 
         def loss(params: Params, rest: Params, batch: Batch) -> tuple[Array | float, ...]:
@@ -275,4 +276,4 @@ def _reads(planned: PlannedModel, batch: Batch, field: str, settings: tuple[str 
 
         return str(jax.make_jaxpr(loss)(pure_model.whole, pure_model.rest, abstract))
 
-    return len(set(map(program, settings))) > 1
+    return len(set(map(traced_text, settings))) > 1

@@ -3,7 +3,7 @@
     (TrainState, batch) -> (TrainState, metrics)
 
 `build` composes it of `StepParts`. The function itself is a `SynchronousStep`, or the step of an asynchronous pipeline,
-which never waits until all its microbatches are done (`step/pipelined/asynchronous.py`).
+which ends before all of its microbatches have passed through the stages (`step/pipelined/asynchronous.py`).
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ StepFunction = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepParts:
-    """What a train step is composed of. `build` makes them.
+    """The parts of a train step, made by `build`.
 
     Args:
         objective: the loss of the model under its plan, at the newest weights.
@@ -79,7 +79,7 @@ class TrainStep:
     """A train step, its evaluation, and the placements of their arrays. Make one with `build`.
 
     Args:
-        parts: the parts that it is composed of.
+        parts: the parts of the train step, from `build`.
     """
 
     def __init__(self, parts: StepParts) -> None:
@@ -135,7 +135,7 @@ class TrainStep:
 
     @property
     def kernels(self) -> tuple[Taken, ...]:
-        """The implementation of each kernel that the step uses, and why not a better one; empty before it is traced."""
+        """The implementation of each kernel that the step uses, and why not a better one; () before a trace."""
         return self._kernels.taken
 
     @property
@@ -148,8 +148,8 @@ class TrainStep:
         lines = list(self.parts.lines)
         unsplit = self.layout.unsplit()
         if unsplit:
-            shown = ", ".join(unsplit[:5]) + (f" and {len(unsplit) - 5} more" if len(unsplit) > 5 else "")
-            lines.append(f"zero {self.plan.zero}: no dim divides by {self.mesh.shape['fsdp']}, kept whole: {shown}")
+            shown_names = ", ".join(unsplit[:5]) + (f" and {len(unsplit) - 5} more" if len(unsplit) > 5 else "")
+            lines.append(f"zero {self.plan.zero}: no dim can be split evenly, kept whole: {shown_names}")
         for extra in self.extras:
             lines += extra.describe()
         return lines + describe(self.layout)
@@ -166,7 +166,7 @@ class TrainStep:
         }
 
     def host_memory(self) -> dict[str, int]:
-        """Bytes that each device keeps on its host, by kind of tensor; empty if all is on the device."""
+        """Bytes that each device keeps on its host, by kind of tensor; {} if everything is on the device."""
         abstract = self.layout.abstract
         kinds = {
             "parameters": local_bytes(abstract.params, host=True),
@@ -180,10 +180,10 @@ class TrainStep:
         context = self.objective.planned.context(None)
         context = dataclasses.replace(context, attention="plain", loss_chunk=None, loss="reference")
 
-        def objective(params: Params, rest: Params, batch: Batch) -> Float[Array, ""]:
+        def total_loss(params: Params, rest: Params, batch: Batch) -> Float[Array, ""]:
             return self.experiment.model.loss(self.pure_model.module(params, rest), batch, context).total
 
-        return model_flop(jax.grad(objective), self.pure_model.whole, self.pure_model.rest, batches.shapes(batch))
+        return model_flop(jax.grad(total_loss), self.pure_model.whole, self.pure_model.rest, batches.shapes(batch))
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -196,31 +196,31 @@ class TrainStep:
         return batches.shard_of(self.layout.batch, self.experiment.batch)
 
     def place(self, batch: Batch) -> dict[str, Array]:
-        """The global batch on the devices, from this process's rows of it."""
+        """Put the global batch on the devices, from this process's rows, and return its arrays."""
         return batches.put(batch, self.layout.batch, self._data_shard)
 
     def abstract_batch(self, batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and shardings of a global batch, which is given as arrays or shapes."""
+        """Shapes and shardings of a global batch, from its arrays or shapes."""
         return batches.shapes(batch, self.layout.batch)
 
     # -- states --------------------------------------------------------------------------------------------------------
 
     def init(self) -> TrainState:
-        """The state before the first step. Every leaf is created already sharded, never whole on one device."""
+        """Create the state before the first step. Every leaf is created already sharded, never whole on one device."""
         params, rest = first_weights(self.pure_model, self.layout)
-        places = self.layout.state
+        shardings = self.layout.state
         if self.update.split:
-            start = jax.jit(self.update.start, out_shardings=(places.params, places.optimizer))
+            start = jax.jit(self.update.start, out_shardings=(shardings.params, shardings.optimizer))
             params, optimizer = start(params)
         else:
             init = self.optimizer.init if self.replicas is None else self.replicas.init_optimizer
-            optimizer = jax.jit(init, out_shardings=places.optimizer)(params)
+            optimizer = jax.jit(init, out_shardings=shardings.optimizer)(params)
         step, watch = jax.jit(
-            lambda: (jnp.zeros((), jnp.int32), Watch.start()), out_shardings=(places.step, places.watch)
+            lambda: (jnp.zeros((), jnp.int32), Watch.start()), out_shardings=(shardings.step, shardings.watch)
         )()
         state = TrainState(step, params, optimizer, rest, watch)
         for extra in self.extras:
-            extra_state = jax.jit(extra.init, out_shardings=places.extra[extra.name])(state)
+            extra_state = jax.jit(extra.init, out_shardings=shardings.extra[extra.name])(state)
             state = dataclasses.replace(state, extra={**state.extra, extra.name: extra_state})
         return state
 
@@ -264,8 +264,8 @@ class TrainStep:
         """The user's module with the parameters of a state, for generation, export or inspection."""
         params = state.params
         if self.plan.offload.masters:
-            placed = jax.tree.map(lambda s: NamedSharding(s.mesh, s.spec), self.layout.masters)
-            params = jax.device_put(params, placed)
+            device_shardings = jax.tree.map(lambda s: NamedSharding(s.mesh, s.spec), self.layout.masters)
+            params = jax.device_put(params, device_shardings)
         return self.pure_model.module(self.pure_model.in_layers(params), state.rest)
 
     # -- running -------------------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ class TrainStep:
         check_taken(self.plan, self.kernels)
 
     def run(self, state: TrainState, batch: Mapping[str, Array]) -> tuple[TrainState, Metrics]:
-        """One step, and the meetings that are due after it. The state is donated: use the one that is returned.
+        """Run one step, and the meetings that are due after it. The state is donated: use the one that is returned.
 
         Args:
             state: the train state.
@@ -336,7 +336,7 @@ class TrainStep:
         return self.meetings.hold(number, state, metrics, by_jit=self._by_jit)
 
     def evaluate(self, state: TrainState, batch: Mapping[str, Array]) -> Loss:
-        """Sums of the loss of a batch, without dropout, microbatch by microbatch as in training."""
+        """Compute the sums of the loss of a batch, without dropout, microbatch by microbatch as in training."""
         loss = self.evaluate_fn(state, batch)
         return jax.block_until_ready(loss) if self._one_at_a_time else loss
 
@@ -355,14 +355,14 @@ class TrainStep:
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """The step function, with the metrics that all steps have in common."""
-        after, metrics = self.parts.function(state, batch)
+        next_state, metrics = self.parts.function(state, batch)
         rate = self.experiment.optimizer.schedule_fn(self.experiment.steps)(state.watch.good)
-        progress = {
+        common_metrics = {
             "learning_rate": jnp.asarray(rate, jnp.float32),
-            "skipped": after.watch.skipped,
-            "skipped_in_row": after.watch.in_row,
+            "skipped": next_state.watch.skipped,
+            "skipped_in_row": next_state.watch.in_row,
         }
-        return after, {**metrics, **progress}
+        return next_state, {**metrics, **common_metrics}
 
     def _mean_gradients(self, state: TrainState, batch: Batch) -> Params:
         """The gradients of a global batch.

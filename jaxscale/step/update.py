@@ -41,7 +41,7 @@ class Update:
         fused: the whole update by a fused kernel of the plan's platform; `None` if there is no such kernel.
         unfused: why no kernel updates a state in few bits; `None` if one does, or if the state is float32.
         layers: for each parameter, whether it is a stack of layers that the rule treats one by one; `None` for a rule
-            of the user's own, about which this is unknown.
+            of the user's own, of which this is unknown.
     """
 
     plain: optax.GradientTransformation
@@ -63,13 +63,13 @@ class Update:
                 TPU, whose compiler does not support such types there.
         """
         placements, by_path = placements_of(pure_model, plan, mesh), jax.tree_util.tree_map_with_path
-        places = by_path(lambda path, _: NamedSharding(mesh, placements[path_name(path)].state), pure_model.params)
+        shardings = by_path(lambda path, _: NamedSharding(mesh, placements[path_name(path)].state), pure_model.params)
         leaves = by_path(
-            lambda path, leaf, place: leaf_of(
-                path_name(path), pure_model.names.get(path_name(path)), leaf.shape, place
+            lambda path, leaf, sharding: leaf_of(
+                path_name(path), pure_model.names.get(path_name(path)), leaf.shape, sharding
             ),
             pure_model.params,
-            places,
+            shardings,
         )
         plain = rule = experiment.optimizer.rule(experiment.steps, leaves)
         fused = unfused = None
@@ -83,23 +83,23 @@ class Update:
                     "mixes elements of a tensor, state.moments float32"
                 )
             platform = "cpu" if plan.offload.optimizer_state == "host" else device.platform
-            rule = quantize_state(rule, plan.state.moments, local=places, layers=layers, platform=platform)
+            rule = quantize_state(rule, plan.state.moments, local=shardings, layers=layers, platform=platform)
             unfused = _why_unfused(experiment.optimizer, plan, platform)
             if unfused is None:
                 where = f"{platform} {device.device_kind}"
-                fused = _fused(experiment.optimizer, experiment.steps, rule, leaves, places, where)
+                fused = _fused(experiment.optimizer, experiment.steps, rule, leaves, shardings, where)
         if plan.state.master == "split":
             rule = split_weights(rule)
         clip, messages = experiment.optimizer.clip, experiment.optimizer.messages(experiment.steps)
         whole = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
         if messages is not None:
             whole = clipped(rule, messages)
-        known = experiment.optimizer.custom is None
-        one_by_one = jax.tree.map(lambda leaf: leaf.stack > 0, leaves) if known else None
+        is_known_rule = experiment.optimizer.custom is None
+        one_by_one = jax.tree.map(lambda leaf: leaf.stack > 0, leaves) if is_known_rule else None
         return cls(plain, rule, whole, clip, plan.state.master == "split", messages, fused, unfused, one_by_one)
 
     def start(self, params: Params) -> tuple[Params, optax.OptState]:
-        """Split weights, and the state before the first update.
+        """Split the weights, and create the state before the first update.
 
         Args:
             params: float32 parameters.
@@ -118,7 +118,7 @@ class Update:
 
 
 def _why_unfused(optimizer: Optimizer, plan: Plan, platform: str) -> str | None:
-    """Why the kernel of 8-bit AdamW cannot update a state in few bits; `None` if it can."""
+    """The reason why the kernel of 8-bit AdamW cannot update a state in few bits; `None` if it can."""
     if plan.offload.optimizer_state != "device" or plan.offload.weights != "device":
         return "it needs weights and state on the device"
     if platform not in ("tpu", "gpu"):
@@ -152,11 +152,11 @@ def _fused(
 
     mask = jax.tree.map(lambda leaf: leaf.decays, leaves) if optimizer.decay == "matrices" else None
     adamw = AdamW(optimizer.schedule_fn(steps), **optimizer.options(), mask=mask)
-    return fused(rule, adamw, platform=platform, places=places, clip=optimizer.clip)
+    return fused(rule, adamw, platform=platform, state_shardings=places, clip=optimizer.clip)
 
 
 def describe_state(plan: Plan, state: PyTree, parameters: int) -> list[str]:
-    """A line for the user on an optimizer state in few bits; none for a float32 state.
+    """A line for the user on an optimizer state in few bits; no line for a float32 state.
 
     Args:
         plan: the plan, which specifies the bits of a moment.

@@ -1,7 +1,8 @@
 """Settings before JAX starts its backend: the platform, the number of virtual CPU devices, the compile cache.
 
-On a CPU one virtual device per core trains faster than one device with a pool of threads, and with libtpu installed but
-no TPU the first use of a backend would cost seconds. Settings in the user's environment are left unchanged.
+On a CPU, one virtual device per core trains faster than one device with a pool of threads. Without an accelerator the
+platform is set to the CPU, because an installed libtpu would delay the first use of a backend by seconds. Settings in
+the user's environment are left unchanged.
 """
 
 import contextlib
@@ -60,9 +61,9 @@ def cache_folder() -> Path | None:
     Returns:
         The folder; `None`, after a message on stderr, if it cannot be written.
     """
-    root = os.environ.get("JAXSCALE_CACHE")
+    cache_root = os.environ.get("JAXSCALE_CACHE")
     try:
-        folder = (Path(root) if root else Path.home() / ".cache" / "jaxscale") / "compile"
+        folder = (Path(cache_root) if cache_root else Path.home() / ".cache" / "jaxscale") / "compile"
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
@@ -78,8 +79,8 @@ def keep_freed_memory() -> None:
     """Make the C library keep memory that the CPU backend frees, since the next step allocates the same buffers.
 
     By default glibc returns large buffers to the kernel, which clears every page again at the next step. That takes a
-    third of the step's time, once a process has grown. Threads other than the first would still return buffers, since
-    their arenas hold 64 MiB at most and are freed when empty, so all threads that start from now on share one arena.
+    third of the step's time, once a process has grown. Threads other than the first would still return buffers, because
+    their arenas hold at most 64 MiB and are freed when empty. So all threads that start from now on share one arena.
     Without glibc this does nothing.
     """
     import ctypes

@@ -21,7 +21,7 @@ def check_data(experiment: Experiment, data: Any) -> None:
     vocab, context = (getattr(experiment.model, name, None) for name in ("vocab", "context"))
     if tokenizer is not None and vocab is not None and tokenizer.size > vocab:
         raise UserError(
-            f"the tokenizer has {tokenizer.size} tokens, and model.vocab is {vocab}: "
+            f"the tokenizer has {tokenizer.size} tokens, but model.vocab is {vocab}: "
             f"set model.vocab to {tokenizer.size} or more"
         )
     if tokenizer is not None:
@@ -35,16 +35,16 @@ def check_data(experiment: Experiment, data: Any) -> None:
     facts, classes = getattr(data, "facts", {}), getattr(experiment.model, "classes", None)
     if classes is not None and facts.get("classes", 0) > classes:
         raise UserError(
-            f"the data has {facts['classes']} classes, and model.classes is {classes}: set it to {facts['classes']}"
+            f"the data has {facts['classes']} classes, but model.classes is {classes}: set it to {facts['classes']}"
         )
     image_size = getattr(experiment.model, "image", None)
-    # `None` accepts any size
+    # a size of `None` in the model's shape accepts any size
     shape, model_shape = facts.get("shape"), (image_size, image_size, getattr(experiment.model, "channels", None))
-    if shape is not None and any(need not in (None, size) for size, need in zip(shape, model_shape, strict=True)):
-        images, accepted = (" x ".join(str(size or "any") for size in dims) for dims in (shape, model_shape))
-        raise UserError(f"the images are {images}, and the model takes {accepted}: set its image and channels")
+    if shape is not None and any(other not in (None, size) for size, other in zip(shape, model_shape, strict=True)):
+        data_text, model_text = (" x ".join(str(size or "any") for size in dims) for dims in (shape, model_shape))
+        raise UserError(f"the images are {data_text}, but the model takes {model_text}: set its image and channels")
     data_context = getattr(experiment.data, "context", None)
     if context is not None and data_context is not None and data_context > context:
         raise UserError(
-            f"data.context is {data_context}, and model.context is {context} positions: set data.context to {context}"
+            f"data.context is {data_context}, but model.context is {context} positions: set data.context to {context}"
         )

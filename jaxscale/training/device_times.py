@@ -166,7 +166,7 @@ def summary_of(folder: Any, steps: int) -> Summary:
 
 @contextlib.contextmanager
 def newest_trace(folder: Any) -> Iterator[Iterator[Any]]:
-    """The newest trace under a folder: the `ProfileData` of each process, read one after the other.
+    """A context with the `ProfileData` of each process in the newest trace under a folder, read one after the other.
 
     Raises:
         UserError: there is no trace.
@@ -186,7 +186,7 @@ def newest_trace(folder: Any) -> Iterator[Iterator[Any]]:
 
 
 def operations_of(plane: Any) -> Iterator[tuple[str, list[TracedEvent]]]:
-    """The name of a device and its operations, for each line of a plane (a table of the trace) that has operations.
+    """Yield the name of a device and its operations, for each line of a plane (a table of the trace) with operations.
 
     A TPU's plane has its operations, nested, in the line "XLA Ops"; a GPU's has a line per stream; the CPU's operations
     are among the host's events, with the number of their device.
@@ -197,16 +197,16 @@ def operations_of(plane: Any) -> Iterator[tuple[str, list[TracedEvent]]]:
         if is_tpu or is_gpu:
             yield plane.name.removeprefix("/device:"), [traced_event(event) for event in line.events]
         elif plane.name == "/host:CPU":
-            by_device: dict[int, list[TracedEvent]] = collections.defaultdict(list)
+            operations_by_device: dict[int, list[TracedEvent]] = collections.defaultdict(list)
             for operation in map(traced_event, line.events):
                 if "hlo_op" in operation.stats:
-                    by_device[int(operation.stats.get("device_ordinal", 0))].append(operation)
-            for device, operations in by_device.items():
+                    operations_by_device[int(operation.stats.get("device_ordinal", 0))].append(operation)
+            for device, operations in operations_by_device.items():
                 yield f"CPU:{device}", operations
 
 
 def traced_event(event: Any) -> TracedEvent:
-    """An event of `ProfileData` as a `TracedEvent`; a TPU's event has the whole line of HLO as its name."""
+    """An event of `ProfileData` as a `TracedEvent`, whose name is cut from the whole line of HLO that a TPU records."""
     name = str(event.name).split(" = ")[0].lstrip("%")
     return TracedEvent(name, dict(event.stats), event.start_ns, event.start_ns + event.duration_ns)
 
@@ -217,11 +217,11 @@ def device_times(planes: Iterable[Any]) -> list[DeviceTime]:
     Args:
         planes: `ProfileData.planes`, the tables of a trace.
     """
-    timelines: dict[str, list[list[TracedEvent]]] = collections.defaultdict(list)
+    lines_by_device: dict[str, list[list[TracedEvent]]] = collections.defaultdict(list)
     for plane in planes:
         for device, operations in operations_of(plane):
-            timelines[device].append(operations)
-    return [_device_time(device, lines) for device, lines in sorted(timelines.items()) if any(lines)]
+            lines_by_device[device].append(operations)
+    return [_device_time(device, lines) for device, lines in sorted(lines_by_device.items()) if any(lines)]
 
 
 def kind_of(name: str) -> OperationKind:
@@ -240,11 +240,11 @@ def kind_of(name: str) -> OperationKind:
 
 def _device_time(device: str, lines: list[list[TracedEvent]]) -> DeviceTime:
     """The time of one device, from the operations of each of its lines."""
-    seconds: dict[tuple[str, OperationKind], float] = collections.defaultdict(float)
+    self_seconds: dict[tuple[str, OperationKind], float] = collections.defaultdict(float)
     counts: collections.Counter[tuple[str, OperationKind]] = collections.Counter()
     for line in lines:
-        for event, self_time in _self_times(line):
-            seconds[event.name, event.kind] += self_time * 1e-9
+        for event, self_nanoseconds in _self_times(line):
+            self_seconds[event.name, event.kind] += self_nanoseconds * 1e-9
             counts[event.name, event.kind] += 1
     busy, longest_gap, end = 0.0, 0.0, None
     events = sorted((event for line in lines for event in line), key=lambda event: event.start)
@@ -256,7 +256,7 @@ def _device_time(device: str, lines: list[list[TracedEvent]]) -> DeviceTime:
         end = max(end, event.end)
     span = (end or 0.0) - events[0].start
     operations = [
-        DeviceOperation(name, kind, self_time, counts[name, kind]) for (name, kind), self_time in seconds.items()
+        DeviceOperation(name, kind, seconds, counts[name, kind]) for (name, kind), seconds in self_seconds.items()
     ]
     operations.sort(key=lambda operation: (-operation.seconds, operation.name))
     return DeviceTime(device, span * 1e-9, busy * 1e-9, longest_gap * 1e-9, tuple(operations))
@@ -264,17 +264,17 @@ def _device_time(device: str, lines: list[list[TracedEvent]]) -> DeviceTime:
 
 def _self_times(line: list[TracedEvent]) -> Iterator[tuple[TracedEvent, float]]:
     """Each event of a line, with its nanoseconds outside nested events."""
-    inner_times: dict[int, float] = collections.defaultdict(float)
+    nested_times: dict[int, float] = collections.defaultdict(float)
     events = sorted(line, key=lambda event: (event.start, -event.end))
-    stack: list[int] = []
+    open_indices: list[int] = []
     for i, event in enumerate(events):
-        while stack and events[stack[-1]].end <= event.start:
-            stack.pop()
-        if stack:
-            inner_times[stack[-1]] += min(event.end, events[stack[-1]].end) - event.start
-        stack.append(i)
+        while open_indices and events[open_indices[-1]].end <= event.start:
+            open_indices.pop()
+        if open_indices:
+            nested_times[open_indices[-1]] += min(event.end, events[open_indices[-1]].end) - event.start
+        open_indices.append(i)
     for i, event in enumerate(events):
-        yield event, max(0.0, event.end - event.start - inner_times[i])
+        yield event, max(0.0, event.end - event.start - nested_times[i])
 
 
 def _seconds(seconds: float) -> str:

@@ -22,18 +22,18 @@ class Display:
         quiet: whether to show nothing at all.
         name: name of the run.
 
-    `live` is true in a terminal or a notebook, where lines may be updated and coloured.
+    The attribute `live` is true in a terminal or a notebook, where a line may be updated in place.
     """
 
     def __init__(self, steps: int, *, quiet: bool, name: str) -> None:
         self._steps, self._quiet, self._name = steps, quiet, name
         self._progress: Any = None
         self._task: Any = None
-        self._notebook = "ipykernel" in sys.modules
-        self.live = self._notebook or sys.stdout.isatty()
+        self._is_notebook = "ipykernel" in sys.modules
+        self.live = self._is_notebook or sys.stdout.isatty()
         self._interval = _LIVE_SECONDS if self.live else _FILE_SECONDS
         self._shown_at = 0.0
-        self._open_line = False
+        self._has_open_line = False
 
     def say(self, text: str) -> None:
         """Show a line that stays on the screen."""
@@ -46,7 +46,7 @@ class Display:
         print(text, flush=True)
 
     def show(self, step: int, row: Mapping[str, Any]) -> None:
-        """Update the live line.
+        """Update the live line; in a file, print a line if the last one is old enough.
 
         Args:
             step: number of updates so far.
@@ -58,11 +58,11 @@ class Display:
         text = f"loss {row['loss']:.4f}  {count(row.get('tokens_per_second', 0.0))} tokens/s"
         if "mfu" in row:
             text += f"  mfu {row['mfu']:.1%}"
-        if self._notebook:
+        if self._is_notebook:
             seconds = round((self._steps - step) * row.get("step_seconds", 0.0))
-            remaining = datetime.timedelta(seconds=seconds)
-            print(f"\rstep {step}/{self._steps}  {text}  {remaining} left ", end="", flush=True)
-            self._open_line = True
+            time_left = datetime.timedelta(seconds=seconds)
+            print(f"\rstep {step}/{self._steps}  {text}  {time_left} left ", end="", flush=True)
+            self._has_open_line = True
         elif self.live:
             self._start().update(self._task, completed=step, text=text)
         else:
@@ -76,7 +76,7 @@ class Display:
             self._progress = None
 
     def _start(self) -> Any:
-        """The live line of a terminal, started at the first call."""
+        """Start the live line of a terminal at the first call, and return it."""
         if self._progress is None:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -94,6 +94,6 @@ class Display:
 
     def _end_line(self) -> None:
         """End the live line of a notebook."""
-        if self._open_line:
+        if self._has_open_line:
             print(flush=True)
-            self._open_line = False
+            self._has_open_line = False

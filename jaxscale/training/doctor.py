@@ -157,7 +157,7 @@ def doctor() -> Diagnosis:
 
 
 def examine() -> Machine:
-    """Collect the facts about this machine; starts JAX's backend."""
+    """Start JAX's backend, and collect the facts about this machine."""
     from jaxscale.platforms.detect import detect, host_memory
     from jaxscale.training.backend import cores
 
@@ -173,7 +173,7 @@ def examine() -> Machine:
     folders = {"working directory": Path.cwd(), "temporary files": Path(tempfile.gettempdir())}
     if cache is not None and Path(cache).exists():
         folders["compile cache"] = Path(cache)
-    optional = [package for packages, _ in OPTIONAL.values() for package in packages]
+    optional_names = [package for packages, _ in OPTIONAL.values() for package in packages]
     return Machine(
         python=python_platform.python_version(),
         versions={name: version for name in ("jaxscale", *REQUIRED, *PLUGINS) if (version := _version(name))},
@@ -187,7 +187,7 @@ def examine() -> Machine:
         host_memory=host_memory(),
         disks={(label, str(path)): shutil.disk_usage(path).free for label, path in folders.items()},
         cache=cache,
-        modules=frozenset(name for name in optional if importlib.util.find_spec(name) is not None),
+        modules=frozenset(name for name in optional_names if importlib.util.find_spec(name) is not None),
     )
 
 
@@ -217,7 +217,7 @@ def diagnose(machine: Machine) -> Diagnosis:
 
 
 def _versions(machine: Machine) -> Iterator[Finding]:
-    """Versions of Python and of the packages, and those that do not match."""
+    """Findings about the versions of Python and of the packages, and about versions that do not match."""
     yield Finding("python", machine.python)
     for name in ("jaxscale", *REQUIRED):
         version = machine.versions.get(name)
@@ -235,7 +235,7 @@ def _versions(machine: Machine) -> Iterator[Finding]:
 
 
 def _devices(machine: Machine) -> Iterator[Finding]:
-    """The devices that JAX found, and accelerators that it does not use."""
+    """Findings about the devices that JAX found, and about accelerators that it does not use."""
     platform = machine.platform
     if platform is None:
         yield Finding("devices", f"none: {machine.failure}", "missing", "unset JAX_PLATFORMS, or set JAX_PLATFORMS=cpu")
@@ -246,33 +246,33 @@ def _devices(machine: Machine) -> Iterator[Finding]:
         if platform.chip.kind == "cpu" and platform.chips < machine.cores:
             yield Finding(
                 "cores",
-                f"{machine.cores}, and {platform.chips} device(s)",
+                f"{machine.cores}, but {platform.chips} device(s)",
                 "note",
-                "runs use one device per core without a setting",
+                "by default, a run uses one device per core",
             )
     kind = None if platform is None else platform.chip.kind
     setting = f" (jax_platforms is {machine.jax_platforms!r})" if machine.jax_platforms else ""
-    for name, present, extra, plugins in (
+    for name, is_present, extra, plugin_names in (
         ("gpu", machine.nvidia, "cuda", ("jax-cuda13-plugin", "jax-cuda12-plugin")),
         ("tpu", machine.tpu, "tpu", ("libtpu",)),
     ):
-        versions = [f"{plugin} {machine.versions[plugin]}" for plugin in plugins if plugin in machine.versions]
-        if present and kind != name and not versions:
-            text = f"a {name.upper()} is here, and the installed jaxlib cannot use it"
+        versions = [f"{plugin} {machine.versions[plugin]}" for plugin in plugin_names if plugin in machine.versions]
+        if is_present and kind != name and not versions:
+            text = f"a {name.upper()} is here, but the installed jaxlib cannot use it"
             yield Finding(f"{name} support", text, "missing", f"pip install 'jaxscale[{extra}]'")
-        elif present and kind != name:
-            text = f"a {name.upper()} is here, and JAX does not use it{setting}"
+        elif is_present and kind != name:
+            text = f"a {name.upper()} is here, but JAX does not use it{setting}"
             to_do = "unset JAX_PLATFORMS" if setting else f"look at its driver, then pip install -U 'jaxscale[{extra}]'"
             yield Finding(f"{name} support", text, "missing", to_do)
-        elif versions and not present and kind != name:
-            text = f"{', '.join(versions)}, and no {name.upper()} is here: good for compiling ahead of time"
+        elif versions and not is_present and kind != name:
+            text = f"{', '.join(versions)}, but no {name.upper()} is here: good for compiling ahead of time"
             yield Finding(f"{name} support", text, "note", "set JAX_PLATFORMS=cpu in programs of your own")
         elif versions:
             yield Finding(f"{name} support", ", ".join(versions))
 
 
 def _chip(platform: Platform) -> Iterator[Finding]:
-    """The chip, and its peak if the tables have one."""
+    """Findings about the chip, about its peak FLOP/s, and about bfloat16."""
     chip = platform.chip
     yield Finding("devices", f"{platform.devices} x {chip.device_kinds[0]} ({platform})")
     peak = platform.chip.peak("bfloat16") or platform.chip.peak("float16")
@@ -280,7 +280,7 @@ def _chip(platform: Platform) -> Iterator[Finding]:
         dtype = "bfloat16" if chip.peak("bfloat16") else "float16"
         yield Finding("peak", f"{rate(peak, 'FLOP/s')} {dtype} per chip, from {chip.source[0]}")
     elif chip.kind != "cpu":
-        text = f"unknown for {chip.device_kinds[0]!r}: runs train, and report no mfu"
+        text = f"unknown for {chip.device_kinds[0]!r}: runs train, but report no mfu"
         yield Finding("peak", text, "note", f"add a row to jaxscale/platforms/{chip.kind}.py, with its source")
     if chip.kind == "gpu" and chip.peak("bfloat16") is None and peak is not None:
         yield Finding(
@@ -289,7 +289,7 @@ def _chip(platform: Platform) -> Iterator[Finding]:
 
 
 def _kernels(machine: Machine) -> Iterator[Finding]:
-    """The implementation of each of `pallas_kernels`, for a shape of everyday size."""
+    """Findings about the implementation of each kernel of `pallas_kernels`, for a shape of everyday size."""
     platform = machine.platform
     if platform is None or platform.chip.kind == "cpu":
         yield Finding("all", "plain JAX: kernels are for TPUs and for H100 and H200")
@@ -304,7 +304,7 @@ def _kernels(machine: Machine) -> Iterator[Finding]:
 
 
 def _memory(machine: Machine) -> Iterator[Finding]:
-    """Main memory, and the memory of each device."""
+    """Findings about main memory, and about the memory of each device."""
     if machine.host_memory is not None:
         yield Finding("host", size(machine.host_memory))
     platform = machine.platform
@@ -317,7 +317,7 @@ def _memory(machine: Machine) -> Iterator[Finding]:
 
 
 def _disk(machine: Machine) -> Iterator[Finding]:
-    """Free bytes of the folders that a run writes to."""
+    """Findings about the free bytes of the folders that a run writes to."""
     for (label, path), free_bytes in machine.disks.items():
         is_scarce = free_bytes < _DISK_MARGIN
         to_do = "checkpoints and caches may not fit: free some space, or use --out on another disk" if is_scarce else ""
@@ -328,7 +328,7 @@ def _disk(machine: Machine) -> Iterator[Finding]:
 
 
 def _optional(machine: Machine) -> Iterator[Finding]:
-    """The extras of this package, and the packages that each lacks."""
+    """Findings about the extras of this package, and about the packages that each lacks."""
     for extra, (packages, purpose) in OPTIONAL.items():
         missing = [name for name in packages if name not in machine.modules]
         if missing:

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from jaxscale.checkpoint.store import Checkpoints
 from jaxscale.errors import Diverged, Preempted, UserError
-from jaxscale.records import directory as place
+from jaxscale.records import directory as run_files
 from jaxscale.training.journal import Journal
 
 
@@ -46,7 +46,7 @@ def diverged(journal: Journal, checkpoints: Checkpoints, step: int, metrics: Map
     steps = checkpoints.steps()
     fallback = "no checkpoint was saved"
     if steps:
-        fallback = f"the last good checkpoint is {journal.folder / place.CHECKPOINTS / f'{steps[-1]:08d}'}"
+        fallback = f"the last good checkpoint is {journal.folder / run_files.CHECKPOINTS / f'{steps[-1]:08d}'}"
     loss, norm, skip_count = metrics["loss"], metrics["grad_norm"], metrics["skipped_in_row"]
     journal.event(step, "diverged", loss=loss, grad_norm=norm, checkpoint=steps[-1] if steps else None)
     journal.report()

@@ -33,17 +33,18 @@ def held_out_means(
         loss = step.evaluate(state, device_batch)
         if one_at_a_time:
             jax.block_until_ready(loss)
-        # a second forward pass: losses may come in chunks that never hold the logits whole
+        # accuracy takes a second forward pass, since the loss may be computed in chunks that never hold all logits
         sums.append((loss.total, loss.weight, step.accuracy(state, device_batch)))
         if len(sums) >= in_flight:
             jax.block_until_ready(sums[-in_flight])
-    rows = jax.device_get(sums)
-    weight = sum(float(row[1]) for row in rows)
+    host_sums = jax.device_get(sums)
+    weight = sum(float(batch_weight) for _, batch_weight, _ in host_sums)
     if weight == 0:
         return None
-    means = {"loss": sum(float(row[0]) for row in rows) / weight, "targets": weight}
-    if rows[0][2] is not None:
-        means["accuracy"] = sum(float(row[2][0]) for row in rows) / sum(float(row[2][1]) for row in rows)
+    means = {"loss": sum(float(loss_sum) for loss_sum, _, _ in host_sums) / weight, "targets": weight}
+    if host_sums[0][2] is not None:
+        correct_sums, weight_sums = zip(*(accuracy for _, _, accuracy in host_sums), strict=True)
+        means["accuracy"] = sum(map(float, correct_sums)) / sum(map(float, weight_sums))
     return means
 
 

@@ -16,7 +16,7 @@ from jaxscale.errors import UserError
 from jaxscale.recipe.experiment import Experiment
 
 _PREFILL = 16
-"""Prompts up to this length are fed token by token; of longer ones, a power of two of tokens is fed at once."""
+"""Prompts up to this length are fed token by token; of a longer prompt, a power of two of tokens is fed at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def can_generate(model: Any, tokenizer: Any) -> bool:
 
 
 def check_generates(model: Any, tokenizer: Any) -> None:
-    """Refuse a model without a cache for decoding, or data without a tokenizer."""
+    """Raise UserError for a model without a cache for decoding, or data without a tokenizer."""
     if not can_generate(model, tokenizer):
         raise UserError(
             f"{type(model).__name__} with this data cannot generate text: it needs a KV cache and a tokenizer"
@@ -115,7 +115,7 @@ def continuations(
 
 
 def draw_samples(experiment: Experiment, tokenizer: Any, module: Callable[[], Any]) -> list[tuple[str, str]]:
-    """The samples that an experiment specifies, as pairs of a prompt and its continuation.
+    """Draw the samples that an experiment specifies, and return pairs of a prompt and its continuation.
 
     Args:
         experiment: the experiment, of which `model`, `seed` and `samples` are used.
@@ -133,7 +133,7 @@ def draw_samples(experiment: Experiment, tokenizer: Any, module: Callable[[], An
 def decode(
     module: Any, model: Any, prompts: Sequence[np.ndarray], sampling: Sampling, *, choices: int | None = None
 ) -> list[np.ndarray]:
-    """Tokens drawn after each prompt.
+    """Draw tokens after each prompt.
 
     Args:
         module: the model's module with its parameters.
@@ -148,9 +148,9 @@ def decode(
     import jax
     from flax import nnx
 
-    longest = max(len(prompt) for prompt in prompts)
+    longest_length = max(len(prompt) for prompt in prompts)
     # positions of a window: the least power of two that suffices
-    width = min(model.context, 1 << (longest + sampling.tokens - 2).bit_length())
+    width = min(model.context, 1 << (longest_length + sampling.tokens - 2).bit_length())
     sequences = [np.asarray(prompt, np.int32) for prompt in prompts]
     final_lengths = [len(ids) + sampling.tokens for ids in sequences]
     graphdef, state = nnx.split(module)
@@ -207,7 +207,7 @@ def _program() -> Any:
         prefill: int,
         choices: int,
     ) -> Any:
-        """In row i at position t, the token at t + 1, from the prompt if t + 1 < lengths[i], otherwise drawn."""
+        """int32 [rows, width]: in row i at position t, the token drawn for t + 1, of use if t + 1 >= lengths[i]."""
         module = nnx.merge(graphdef, state, copy=True)
         rows, width = prompts.shape
         context = Context()

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.records import directory as place
+from jaxscale.records import directory as run_files
 from jaxscale.records.metrics import MetricsLog, RowKind
 from jaxscale.records.processes import is_first
 from jaxscale.training.display import Display
@@ -27,7 +27,7 @@ class Journal:
 
     def open(self) -> None:
         """Open metrics.jsonl; output before this call is shown, but not logged."""
-        with place.writing(self.folder):
+        with run_files.writing(self.folder):
             self._log = MetricsLog(self.folder) if is_first() else None
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ class Journal:
     def _append(self, step: int, kind: RowKind, **fields: Any) -> None:
         """Log a row for a step."""
         if self._log is not None:
-            with place.writing(self.folder):
+            with run_files.writing(self.folder):
                 self._log.append(step, kind, **fields)
 
     def event(self, step: int, name: str, **fields: Any) -> None:
@@ -56,25 +56,25 @@ class Journal:
         self._append(step, "train", **row)
         self._display.show(step, row)
 
-    def evaluated(self, step: int, metrics: Mapping[str, float], *, better: bool) -> None:
-        """Log and show the held-out metrics after a step; `better` if the loss is the least so far."""
+    def evaluated(self, step: int, metrics: Mapping[str, float], *, is_best: bool) -> None:
+        """Log and show the held-out metrics after a step; `is_best` if the loss is the least so far."""
         self._append(step, "eval", **metrics)
         accuracy = f", accuracy {metrics['accuracy']:.4f}" if "accuracy" in metrics else ""
-        self.say(f"step {step}: held-out loss {metrics['loss']:.4f}{accuracy}{' (best)' if better else ''}")
+        self.say(f"step {step}: held-out loss {metrics['loss']:.4f}{accuracy}{' (best)' if is_best else ''}")
 
     def sampled(self, step: int, prompt: str, text: str) -> None:
         """Store and show a text that was drawn after a step."""
         from jaxscale.records.samples import append_sample
 
         if is_first():
-            with place.writing(self.folder):
+            with run_files.writing(self.folder):
                 append_sample(self.folder, step, prompt, text)
         self.say(f"--- step {step}\n{prompt}{text}\n---")
 
     def flush(self) -> None:
         """Write out buffered lines; in a bucket they are buffered."""
         if self._log is not None:
-            with place.writing(self.folder):
+            with run_files.writing(self.folder):
                 self._log.flush()
 
     def report(self) -> None:
@@ -92,7 +92,7 @@ class Journal:
             self.say(f"the report was not written: {error}")
 
     def conclude(self) -> None:
-        """Show the summary of a run that has ended."""
+        """Close the display, and show the summary of a run that has ended."""
         from jaxscale.report.summary import summary
 
         self._display.close()

@@ -19,7 +19,7 @@ from jaxscale.planning.automatic_choices import resolve_choices
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.kernels import fields_of, lines_of
 from jaxscale.recipe.plan import Plan
-from jaxscale.records import directory as place
+from jaxscale.records import directory as run_files
 from jaxscale.records.processes import is_first, wait_for_all
 from jaxscale.records.source import Source
 from jaxscale.records.storage import run_path
@@ -56,8 +56,8 @@ def train(
     Args:
         experiment: the experiment to train.
         plan: the plan to train by; the experiment's by default.
-        steps: number of updates, in place of the experiment's. The schedule ends with the last one, so a run that is
-            continued with another number changes its learning rate, which it prints and logs.
+        steps: number of updates, in place of the experiment's. The schedule ends with the last update, so a run that is
+            continued with another number changes its learning rate, and prints and logs that change.
         out: the run directory, a local, gs:// or s3:// path; `runs/NAME` by default.
         resume: "auto" continues the run in the directory, whose experiment may differ in steps, evaluation, samples,
             checkpoint and plan; "never" renames that directory and starts a new run.
@@ -87,7 +87,7 @@ def train(
     profiler = Profiler(None if profile is None else ProfileRange.parse(profile).within(experiment.steps))
     start_backend()
     plan = resolve_choices(experiment, experiment.plan if plan is None else plan)
-    folder = run_path(place.default_directory(experiment) if out is None else out)
+    folder = run_path(run_files.default_directory(experiment) if out is None else out)
     display = Display(experiment.steps, quiet=quiet or not is_first(), name=experiment.name)
     journal = Journal(folder, display)
     return _Training(experiment, plan, journal, resume, log_every, profiler, source, devices).run()
@@ -130,20 +130,20 @@ class _Training:
 
     def run(self) -> Run:
         """Check, train and return the result."""
-        run_exists = (self.folder / place.EXPERIMENT).exists()
+        run_exists = (self.folder / run_files.EXPERIMENT).exists()
         if run_exists and self.resume == "never":
             if is_first():
-                with place.claimed(self.folder):
-                    self.journal.say(f"the run that was in {self.folder} is now {place.set_aside(self.folder)}")
+                with run_files.claimed(self.folder):
+                    self.journal.say(f"the run that was in {self.folder} is now {run_files.set_aside(self.folder)}")
             run_exists = False
         wait_for_all("the directory is set")
         if not run_exists:
             self._prepare()  # reports mistakes before the directory is made
-        with place.claimed(self.folder) if is_first() else contextlib.nullcontext():
-            checkpoint = self.experiment.checkpoint
+        with run_files.claimed(self.folder) if is_first() else contextlib.nullcontext():
+            policy = self.experiment.checkpoint
             self.earlier = Earlier.read(self.folder, self.experiment)
             if self.earlier is not None:
-                steps = Checkpoints(self.folder / place.CHECKPOINTS, write=False).steps()
+                steps = Checkpoints(self.folder / run_files.CHECKPOINTS, write=False).steps()
                 if steps and steps[-1] >= self.experiment.steps:
                     return self._finished_before(steps[-1])
             wait_for_all("the directory is checked")
@@ -152,7 +152,7 @@ class _Training:
             if self.earlier is None:
                 self._write_values()
             self.journal.open()
-            self.checkpoints = Checkpoints(self.folder / place.CHECKPOINTS, keep=checkpoint.keep, best=checkpoint.best)
+            self.checkpoints = Checkpoints(self.folder / run_files.CHECKPOINTS, keep=policy.keep, best=policy.best)
             try:
                 return self._train()
             finally:
@@ -163,14 +163,14 @@ class _Training:
         """Write experiment, plan, tokenizer and source; a continued run does so once state and data are restored."""
         if not is_first():
             return
-        with place.writing(self.folder):
-            place.write_values(self.folder, self.experiment, self.step.plan)
+        with run_files.writing(self.folder):
+            run_files.write_values(self.folder, self.experiment, self.step.plan)
             write_tokenizer(self.folder, self.data.tokenizer)
             source = self.source or Source(name=self.experiment.name, seed=self.experiment.seed)
             source.write(self.folder)
 
     def _finished_before(self, step: int) -> Run:
-        """The result of a run that has a checkpoint of its last step already."""
+        """Show the summary of a run that already has a checkpoint of its last step, and return the run."""
         run = Run(self.folder, self.experiment, self.plan, devices=self.devices)
         if is_first() and not (self.folder / "report.html").exists():
             self.journal.report()
@@ -207,7 +207,7 @@ class _Training:
         check_data(experiment, self.data)
 
     def _start(self) -> Any:
-        """The state of the newest checkpoint that is not damaged, or the initial state."""
+        """Restore the newest checkpoint that is not damaged, and log that; returns its state, or the initial state."""
         restored = self.checkpoints.restore(self.step.canonical_abstract(), set_aside=True, say=self.journal.say)
         if restored is None:
             return self.step.init()
@@ -216,19 +216,19 @@ class _Training:
         self.data_state = description.data
         state = self.step.from_canonical(restored.arrays)
         self.skipped = int(state.watch.skipped)
-        fields: dict[str, Any] = {}
+        resume_fields: dict[str, Any] = {}
         if restored.damaged:
-            fields["damaged"] = {str(step): reason for step, reason in restored.damaged.items()}
+            resume_fields["damaged"] = {str(step): reason for step, reason in restored.damaged.items()}
         if restored.converted:
-            fields["converted"] = list(restored.converted)
+            resume_fields["converted"] = list(restored.converted)
         self.journal.say(f"continuing {self.folder} after step {self.n}{self.step.describe_restored(restored.arrays)}")
         for line in restored.converted:
             self.journal.say(line)
         assert self.earlier is not None
-        for line, changes in self.earlier.changes(self.experiment, self.source, self.n):
+        for line, change_fields in self.earlier.changes(self.experiment, self.source, self.n):
             self.journal.say(line)
-            fields |= changes
-        self.event("resume", tokens=self.tokens, **fields)
+            resume_fields |= change_fields
+        self.event("resume", tokens=self.tokens, **resume_fields)
         if self.profiler.missed(self.n):
             self.journal.say(
                 f"profile {self.profiler.steps}: the run continues after step {self.n}, so these steps are not traced"
@@ -245,7 +245,7 @@ class _Training:
             self._stop_before_the_first_step(stop)  # compiling takes longer than a platform's grace period
             batches = self.data.train(self.data_state)
             with contextlib.ExitStack() as cleanup:
-                # threads of the data that read ahead, if any
+                # end the threads that read data ahead, if there are any
                 cleanup.callback(getattr(batches, "close", lambda: None))
                 batch = self.step.place(next(batches))
                 self.data_state = batches.get_state()
@@ -269,46 +269,46 @@ class _Training:
         self.event("finished", loss=pauses.held_out, best=pauses.best, seconds=time.monotonic() - start)
         self.journal.report()
         self.journal.conclude()
-        in_memory = {"train_step": self.step, "state": state, "data": self.data}
-        return Run(self.folder, self.experiment, self.plan, devices=self.devices, **in_memory)
+        live_state = {"train_step": self.step, "state": state, "data": self.data}
+        return Run(self.folder, self.experiment, self.plan, devices=self.devices, **live_state)
 
     def _steps(self, state: Any, batches: Any, batch: Any, stop: Stop, pauses: Pauses) -> Any:
         """Run all steps from a state and the first batch; returns the last state.
 
-        Except on the CPU, the metrics of a step are read once the next one is dispatched; `pending` is the step in
-        flight.
+        Except on the CPU, the metrics of a step are read once the next one is dispatched; `pending_step` is the step
+        in flight.
         """
-        pending: tuple[int, Any, Any] | None = None
+        pending_step: tuple[int, Any, Any] | None = None
         self.meter.resume()
         while self.n < self.experiment.steps:
             self.profiler.before(self.n + 1, self.folder)
             state, metrics = self.step.run(state, batch)
             self.n += 1
-            saved_data_state = self.data_state
+            data_state = self.data_state
             if self.n < self.experiment.steps:
                 batch = self.step.place(next(batches))
                 self.data_state = batches.get_state()
             if self.one_at_a_time:
                 self._settle(self.n, metrics)
-                stop_now, save_now = self.agreement.answer(self.agreement.ask(bool(stop.requested), pauses.late()))
+                stop_now, save_now = self.agreement.answer(self.agreement.ask(bool(stop.signal_name), pauses.late()))
             else:
-                question = self.agreement.ask(bool(stop.requested), pauses.late())
-                previous, pending = pending, (self.n, metrics, question)
-                stop_now, save_now = self._settle_pending(previous)
+                question = self.agreement.ask(bool(stop.signal_name), pauses.late())
+                previous_step, pending_step = pending_step, (self.n, metrics, question)
+                stop_now, save_now = self._settle_pending(previous_step)
             is_last = self.n == self.experiment.steps
             pause_due = is_last or stop_now or save_now or pauses.due(self.n)
-            if pause_due and pending is not None:
-                answers = self._settle_pending(pending)
-                stop_now, pending = stop_now or answers[0], None
+            if pause_due and pending_step is not None:
+                pending_answer = self._settle_pending(pending_step)
+                stop_now, pending_step = stop_now or pending_answer[0], None
             if self.profiler.running and (is_last or stop_now or self.profiler.ends(self.n)):
                 self.profiler.after(self.n, self.folder, state, self.event, self.journal.say, trace_files(self.step))
                 self.meter.resume()
             if pause_due:
                 stop_early = stop_now and not is_last
-                pauses(self.n, self.tokens, state, saved_data_state, stopping=stop_early, save_now=save_now)
+                pauses(self.n, self.tokens, state, data_state, stopping=stop_early, save_now=save_now)
                 self.meter.resume()
                 if stop_early:
-                    endings.preempted(self.journal, self.n, stop.requested, saved=True)
+                    endings.preempted(self.journal, self.n, stop.signal_name, saved=True)
             pauses.poll()
         return state
 
@@ -332,11 +332,11 @@ class _Training:
         self.event("predicted", model_flop=flop, parameters=self.step.parameters, **prediction)
         if is_first():
             bytes_by_kind = {**memory, "gradients and activations": facts.temp_bytes}
-            with place.writing(self.folder):
+            with run_files.writing(self.folder):
                 layout = {**self.step.layout.table(), "memory": bytes_by_kind, "host_memory": host_memory}
-                place.write_json(self.folder / "layout.json", layout)
+                run_files.write_json(self.folder / "layout.json", layout)
                 if self.step.decision is not None:
-                    place.write_json(self.folder / "memory.json", to_json(self.step.decision))
+                    run_files.write_json(self.folder / "memory.json", to_json(self.step.decision))
         device = None if self.one_at_a_time else self.step.mesh.local_devices[0]  # pyright: ignore[reportOptionalSubscript]
         self.meter = Meter(flop, peak_of(self.step), device)
         if (warning := save_memory_warning(sum(memory.values()), copy_bytes, device)) is not None:
@@ -348,12 +348,12 @@ class _Training:
                 "loop, and on several CPU devices such a program may hang once it is loaded from the compile cache"
             )
 
-    def _settle_pending(self, pending: tuple[int, Any, Any] | None) -> tuple[bool, bool]:
+    def _settle_pending(self, pending_step: tuple[int, Any, Any] | None) -> tuple[bool, bool]:
         """Settle a step in flight (number, metrics, question); returns whether to stop, and whether to save."""
-        if pending is None:
+        if pending_step is None:
             return False, False
-        self._settle(pending[0], pending[1])
-        return self.agreement.answer(pending[2])
+        self._settle(pending_step[0], pending_step[1])
+        return self.agreement.answer(pending_step[2])
 
     def _settle(self, n: int, metrics: Mapping[str, Any]) -> None:
         """Wait for the metrics of step `n`, and log them."""
@@ -367,7 +367,8 @@ class _Training:
             skip_fields = {"loss": scalars["loss"], "grad_norm": scalars["grad_norm"], "skipped": self.skipped}
             self.journal.event(n, "skipped", **skip_fields)
         if n % self.log_every == 0 or n == self.experiment.steps:
-            names = ("loss", "grad_norm", "learning_rate", "residual_norm", "wire_bytes")  # the last two with a codec
+            # the last two are metrics of a codec
+            names = ("loss", "grad_norm", "learning_rate", "residual_norm", "wire_bytes")
             row = {name: scalars[name] for name in names if name in scalars}
             self.journal.step(n, row | {"tokens": self.tokens, **self.meter.row()})
         if scalars["skipped_in_row"] >= self.experiment.guard.patience:
@@ -375,9 +376,9 @@ class _Training:
 
     def _stop_before_the_first_step(self, stop: Stop) -> None:
         """Stop the run if any process received a signal."""
-        stop_now, _ = self.agreement.answer(self.agreement.ask(bool(stop.requested), False))
+        stop_now, _ = self.agreement.answer(self.agreement.ask(bool(stop.signal_name), False))
         if stop_now:
-            endings.preempted(self.journal, self.n, stop.requested, saved=False)
+            endings.preempted(self.journal, self.n, stop.signal_name, saved=False)
 
     def event(self, name: str, **fields: Any) -> None:
         """Log an event after the newest step."""

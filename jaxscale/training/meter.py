@@ -42,8 +42,8 @@ class Meter:
             row["mfu"] = row["flop_per_second"] / self._peak
         if self._device is not None:
             statistics = self._device.memory_stats() or {}
-            names = {"memory_bytes": "bytes_in_use", "peak_memory_bytes": "peak_bytes_in_use"}
-            row |= {field: statistics[key] for field, key in names.items() if key in statistics}
+            statistic_of = {"memory_bytes": "bytes_in_use", "peak_memory_bytes": "peak_bytes_in_use"}
+            row |= {field: statistics[key] for field, key in statistic_of.items() if key in statistics}
         self._seconds, self._steps, self._tokens = 0.0, 0, 0
         return row
 

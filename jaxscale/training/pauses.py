@@ -62,13 +62,13 @@ class Pauses:
             save_now: whether a checkpoint is due by the clock.
         """
         is_last = updates == self.experiment.steps
-        checkpoint, better = self.experiment.checkpoint, False
+        checkpoint, is_best = self.experiment.checkpoint, False
         self.held_out = None
         if is_last or _is_due(updates, self.experiment.evaluation.every):
-            better = self._evaluate(updates, state)
+            is_best = self._evaluate(updates, state)
         if is_last or _is_due(updates, self.experiment.samples.every):
             self._sample(updates, state)
-        if is_last or stopping or save_now or _is_due(updates, checkpoint.every) or (better and checkpoint.best):
+        if is_last or stopping or save_now or _is_due(updates, checkpoint.every) or (is_best and checkpoint.best):
             self._save(updates, tokens, state, data_state, wait=is_last or stopping)
 
     def poll(self) -> None:
@@ -82,11 +82,11 @@ class Pauses:
         if metrics is None:
             return False
         self.held_out = metrics["loss"]
-        better = self.best is None or metrics["loss"] < self.best
-        if better:
+        is_best = self.best is None or metrics["loss"] < self.best
+        if is_best:
             self.best = metrics["loss"]
-        self.journal.evaluated(updates, metrics, better=better)
-        return better
+        self.journal.evaluated(updates, metrics, is_best=is_best)
+        return is_best
 
     def _sample(self, updates: int, state: Any) -> None:
         """Draw, store and show the samples of the experiment."""

@@ -116,7 +116,7 @@ class Profiler:
         state: Any,
         event: Callable[..., None] | None = None,
         say: Callable[[str], None] | None = None,
-        beside: Mapping[str, str] | None = None,
+        extra_files: Mapping[str, str] | None = None,
     ) -> Summary | None:
         """Stop tracing once `state` is ready, write the summary, and report it.
 
@@ -126,7 +126,7 @@ class Profiler:
             state: the state that the step returns, which is awaited so that the trace holds the whole step.
             event: function called as `event("profile", ...)` with the shares of the busiest device.
             say: function called with the summary's text.
-            beside: text of each further file for the trace's folder, by file name.
+            extra_files: text of each further file for the trace's folder, by file name.
 
         Returns:
             The summary; None if no trace was running.
@@ -141,7 +141,7 @@ class Profiler:
         summary = summary_of(self._folder, steps=step + 1 - first)
         if jax.process_index() == 0:
             (self._folder / SUMMARY).write_text(f"{summary}\n")
-            for name, text in (beside or {}).items():
+            for name, text in (extra_files or {}).items():
                 (self._folder / name).write_text(text)
         if is_remote(folder):
             _upload(self._folder, folder / FOLDER)

@@ -16,11 +16,11 @@ from jaxscale.records.source import Source, written_sha256
 
 @dataclasses.dataclass(frozen=True)
 class Earlier:
-    """What the directory of a run recorded before the run is continued.
+    """The record in the directory of a run, read before the run is continued.
 
     Args:
-        steps: number of updates that the run had.
-        sha256: SHA-256 of its experiment file; `None` without a file.
+        steps: number of updates that the run's experiment specified.
+        sha256: SHA-256 of the run's experiment file; `None` without a file.
     """
 
     steps: int
@@ -28,7 +28,7 @@ class Earlier:
 
     @classmethod
     def read(cls, run_dir: Any, experiment: Experiment) -> "Earlier | None":
-        """The earlier run in the directory; `None` if it holds no run. Call it before anything is written there.
+        """Read the record of the run in a directory, before anything is written there; `None` if it holds no run.
 
         Raises:
             UserError: the directory holds a run of another experiment, or its experiment.json is damaged.
@@ -43,8 +43,8 @@ class Earlier:
 
         The schedule falls until the last step, so another number of steps changes the learning rate at once. If the
         experiment holds code (functions, or classes of its file), its values do not show an edit, and the hash of the
-        file does not distinguish an edited loss from an edited comment or variant. So a change is reported, and is no
-        error.
+        file does not distinguish an edited loss from an edited comment or variant. So a change is reported, but raises
+        no error.
         """
         if experiment.steps != self.steps:
             old_steps, new_steps = self.steps, experiment.steps

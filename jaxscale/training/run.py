@@ -7,7 +7,7 @@ from typing import Any
 from jaxscale.errors import UserError
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
-from jaxscale.records import directory as place
+from jaxscale.records import directory as run_files
 from jaxscale.records.metrics import MetricsRows, read_metrics
 from jaxscale.records.storage import run_path
 
@@ -52,7 +52,7 @@ class Run:
         Raises:
             UserError: the directory holds no run.
         """
-        return cls(place.existing_run(directory))
+        return cls(run_files.existing_run(directory))
 
     # -- measurements --------------------------------------------------------------------------------------------------
 
@@ -159,13 +159,13 @@ class Run:
             ) from None
         rows, held_out = self.metrics, self.evaluations
         figure = Figure(figsize=(10, 6), layout="constrained")
-        panels = {
+        titles = {
             "loss": "loss (nats per target)",
             "learning_rate": "learning rate",
             "grad_norm": "gradient norm",
             "tokens_per_second": "tokens per second",
         }
-        for axes, (name, title) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+        for axes, (name, title) in zip(figure.subplots(2, 2).flat, titles.items(), strict=True):
             axes.plot(rows.column("step"), rows.column(name), linewidth=1, label="train")
             if name == "loss" and held_out:
                 axes.plot(held_out.column("step"), held_out.column("loss"), marker="o", markersize=3, label="held out")

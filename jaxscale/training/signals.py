@@ -15,37 +15,37 @@ import numpy as np
 
 
 class Stop:
-    """A context in which `requested` is the name of the first stop signal, or empty before one arrives.
+    """A context in which `signal_name` is the name of the first stop signal, or empty before one arrives.
 
     Handlers are set only in the main thread, as Python requires; on exit the previous ones are restored.
 
     Example:
         >>> with Stop() as stop:
-        ...     stop.requested
+        ...     stop.signal_name
         ''
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
-        self.requested = ""
-        self._before: dict[int, Any] = {}
+        self.signal_name = ""
+        self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
-                self._before[number] = signal.signal(number, self._on_signal)
+                self._previous_handlers[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._before.clear()
+        self._previous_handlers.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Record the first signal; a second one ends the process, or interrupts the notebook's kernel."""
-        if not self.requested:
-            self.requested = signal.Signals(number).name
+        if not self.signal_name:
+            self.signal_name = signal.Signals(number).name
             return
         if number == signal.SIGINT and "ipykernel" in sys.modules:
             raise KeyboardInterrupt  # so that a notebook keeps its kernel
@@ -73,22 +73,22 @@ class Agreement:
             import jax.numpy as jnp
             from jax.sharding import NamedSharding, PartitionSpec
 
-            self._rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-            self._count = mesh.size
+            self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+            self._size = mesh.size
             replicated = NamedSharding(mesh, PartitionSpec())
-            self._any = jax.jit(lambda flags: jnp.max(flags, axis=0), out_shardings=replicated)
+            self._combine = jax.jit(lambda flags: jnp.max(flags, axis=0), out_shardings=replicated)
 
     def ask(self, stop: bool, save: bool) -> Any:
-        """Dispatch the question whether to `stop` and to `save`; every process does so after the same step."""
+        """Dispatch the question whether to `stop` and to `save`, and return it; every process asks after each step."""
         if self._is_single:
             return stop, save
         import jax
 
         local_flags = np.array([stop, save and jax.process_index() == 0], np.int32)
         flags = jax.make_array_from_callback(
-            (self._count, 2), self._rows, lambda index: np.broadcast_to(local_flags, (self._count, 2))[index]
+            (self._size, 2), self._sharding, lambda index: np.broadcast_to(local_flags, (self._size, 2))[index]
         )
-        return self._any(flags)
+        return self._combine(flags)
 
     def answer(self, question: Any) -> tuple[bool, bool]:
         """The answer to what `ask` returned: whether to stop, and whether to save by the clock."""

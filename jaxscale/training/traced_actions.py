@@ -1,8 +1,10 @@
 """The pipeline actions of a trace: which operations belong to each, and when they ran.
 
 A trace names operations as the compiled program does. Each kind of action has its own branch there, marked by the named
-scope of its operations (`pipeline_F`, ...). `actions.json` holds, for every kind, the operations that its branch runs
-once, and the rank of each device. It is written with the trace, while the program is available.
+scope of its operations: `pipeline_F` (forward), `pipeline_B` (backward), or, where a backward pass runs in two parts,
+`pipeline_I` (gradients of inputs) and `pipeline_W` (gradients of weights). `actions.json` holds, for every kind, the
+operations that its branch runs once, and the rank of each device. It is written with the trace, while the program is
+available.
 """
 
 import collections
@@ -37,7 +39,7 @@ def actions_of(program: str) -> dict[str, list[str]]:
         or with the lowering without conditionals.
     """
     hlo = HloProgram(program)
-    actions: dict[str, list[str]] = {}
+    operations_by_kind: dict[str, list[str]] = {}
     branches = {
         name
         for computation in hlo.computations.values()
@@ -47,12 +49,12 @@ def actions_of(program: str) -> dict[str, list[str]]:
     }
     for name in sorted(branches):
         operations = [op for op in hlo.computations[name].instructions.values() if op.opcode not in _TRIVIAL]
-        scopes = collections.Counter(match[1] for op in operations if (match := _SCOPE.search(op.attributes)))
+        kind_counts = collections.Counter(match[1] for op in operations if (match := _SCOPE.search(op.attributes)))
         # a branch nested in an action has its scope, too
         is_outermost = not any(_SCOPE.search(op.attributes) for _, op in hlo.callers.get(name, ()))
-        if scopes and is_outermost:
-            actions.setdefault(scopes.most_common(1)[0][0], []).extend(op.name for op in operations)
-    return actions
+        if kind_counts and is_outermost:
+            operations_by_kind.setdefault(kind_counts.most_common(1)[0][0], []).extend(op.name for op in operations)
+    return operations_by_kind
 
 
 def trace_files(step: Any) -> dict[str, str]:
@@ -93,19 +95,19 @@ def measured_run(folder: Any) -> tuple[Plan, Simulation, int]:
     """
     plan = traced_plan(folder)
     trace = Path(folder) / FOLDER
-    actions = json.loads((trace / ACTIONS).read_text())
-    advice = "train it again with --profile FIRST:LAST, such as 10:13"
-    if actions["processes"] > 1:
+    record = json.loads((trace / ACTIONS).read_text())
+    advice = "train it again with --profile FIRST:STOP, such as 10:13"
+    if record["processes"] > 1:
         raise UserError(
-            f"{trace}: the run had {actions['processes']} processes, whose clocks differ; trace a run of one process"
+            f"{trace}: the run had {record['processes']} processes, whose clocks differ; trace a run of one process"
         )
-    if not actions["operations"]:
-        raise UserError(f"{trace}: this program has no branch for each kind of action, and devices do not idle in it")
-    operation_names = {name for names in actions["operations"].values() for name in names}
+    if not record["operations"]:
+        raise UserError(f"{trace}: the program has no branch for each kind of action, so its devices never idle")
+    operation_names = {name for names in record["operations"].values() for name in names}
     with newest_trace(trace) as profiles:
         timelines = _timelines((plane for profile in profiles for plane in profile.planes), operation_names)
     timelines_of_rank: dict[int, list[MeasuredSpans]] = {}
-    for device, rank in actions["ranks"].items():
+    for device, rank in record["ranks"].items():
         if int(device) in timelines:
             timelines_of_rank.setdefault(rank, []).append(timelines[int(device)])
     assert plan.pipeline is not None
@@ -113,14 +115,14 @@ def measured_run(folder: Any) -> tuple[Plan, Simulation, int]:
     forward_count = sum(action.kind.value == "F" for action in schedule.orders[0])
     run_counts = collections.Counter(
         len(spans)
-        for name in actions["operations"].get("F", ())
+        for name in record["operations"].get("F", ())
         for timeline in timelines_of_rank.get(0, ())
         if (spans := timeline.get(name))
     )
     if not run_counts or run_counts.most_common(1)[0][0] % forward_count:
         raise UserError(f"{trace}: no whole step is in the trace; {advice}")
     steps = run_counts.most_common(1)[0][0] // forward_count
-    return plan, measured(schedule, actions["operations"], timelines_of_rank, steps), steps
+    return plan, measured(schedule, record["operations"], timelines_of_rank, steps), steps
 
 
 def traced_plan(folder: Any) -> Plan:
@@ -144,7 +146,7 @@ def traced_plan(folder: Any) -> Plan:
         )
     if not (folder / FOLDER / ACTIONS).exists():
         raise UserError(
-            f"{folder} has no trace with {FOLDER}/{ACTIONS}: train it with --profile FIRST:LAST, such as 10:13"
+            f"{folder} has no trace with {FOLDER}/{ACTIONS}: train it with --profile FIRST:STOP, such as 10:13"
         )
     return plan
 
@@ -155,20 +157,20 @@ def _timelines(planes: Iterable[Any], names: set[str]) -> dict[int, MeasuredSpan
     for plane in planes:
         # a CPU's work in other threads ends after the call has returned, with a separate event
         host_events = (event for line in plane.lines for event in line.events if plane.name == "/host:CPU")
-        ends = {
+        end_of_event = {
             event.stats.get("_c"): event.end
             for event in map(traced_event, host_events)
             if event.name.startswith("end: ")
         }
         for device, operations in operations_of(plane):
-            number = re.fullmatch(r"[CGT]PU:(\d+)", device)
-            if number is None:
+            device_match = re.fullmatch(r"[CGT]PU:(\d+)", device)
+            if device_match is None:
                 continue
             for operation in operations:
                 name = str(operation.stats.get("hlo_op", operation.name))
                 if name in names and str(operation.stats.get("hlo_module", "jit__step")).startswith("jit__step"):
-                    end = max(operation.end, ends.get(operation.stats.get("_p"), operation.end))
-                    timelines[int(number[1])][name].append((operation.start * 1e-9, end * 1e-9))
+                    end = max(operation.end, end_of_event.get(operation.stats.get("_p"), operation.end))
+                    timelines[int(device_match[1])][name].append((operation.start * 1e-9, end * 1e-9))
     return {device: {name: sorted(spans) for name, spans in timeline.items()} for device, timeline in timelines.items()}
 
 

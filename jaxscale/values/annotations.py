@@ -87,8 +87,8 @@ def describe(hint: Any) -> str:
         return "a path"
     origin = get_origin(hint) or hint
     if origin in (tuple, list):
-        items = ", ".join("..." if item is Ellipsis else describe(item) for item in get_args(hint))
-        return f"a list ({items})" if items else "a list"
+        item_texts = ", ".join("..." if item is Ellipsis else describe(item) for item in get_args(hint))
+        return f"a list ({item_texts})" if item_texts else "a list"
     if origin in (dict, Mapping):
         return "a table"
     if origin in (Callable, typing.Callable):
@@ -97,8 +97,8 @@ def describe(hint: Any) -> str:
     return f"a {name}" + (" (text such as its str())" if has_text_form(origin) else "")
 
 
-def wrong(path: str, value: Any, hint: Any, near: str = "") -> UserError:
-    """The error for the value at `path`, which is not of its declared type; `near` is a suggestion to append."""
+def wrong(path: str, value: Any, hint: Any, suggestion: str = "") -> UserError:
+    """The error for the value at `path`, which is not of its declared type; `suggestion` is appended to its text."""
     if isinstance(value, type):
         value_text = f"the class {value.__qualname__}"
     else:
@@ -106,7 +106,7 @@ def wrong(path: str, value: Any, hint: Any, near: str = "") -> UserError:
         value_text = text if len(text) <= 60 else f"{text[:57]}..."
         if not isinstance(value, bool | int | float | str | types.NoneType):
             value_text += f" ({type(value).__name__})"
-    return UserError(f"{path or 'value'}: got {value_text}, expected {describe(hint)}{near}")
+    return UserError(f"{path or 'value'}: got {value_text}, expected {describe(hint)}{suggestion}")
 
 
 def literal_near(word: Any, hint: Any) -> str:
@@ -116,10 +116,16 @@ def literal_near(word: Any, hint: Any) -> str:
 
 
 def located(error: UserError, path: str, names: Sequence[str]) -> UserError:
-    """An error of a nested value's own checks with its path in front: "zero: got 7" becomes "plan.zero: got 7"."""
+    """An error of a nested value with the value's path in front: "zero: got 7" becomes "plan.zero: got 7".
+
+    Args:
+        error: the error that the nested value raised.
+        path: dotted path of the nested value; "" for the outermost value.
+        names: names of the nested value's fields.
+    """
     text = str(error)
     if not path:
         return error
     text = text.removeprefix(f"{path.rpartition('.')[2]}.")  # some errors already have the name
-    first = text.split(":")[0].split(" ")[0]
-    return UserError(f"{path}.{text}" if first in names else f"{path}: {text}")
+    first_word = text.split(":")[0].split(" ")[0]
+    return UserError(f"{path}.{text}" if first_word in names else f"{path}: {text}")

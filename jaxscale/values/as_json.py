@@ -159,9 +159,9 @@ def _argument(value: Any) -> str:
 def load(data: Any, hint: Any, path: str) -> Any:
     """The value of a declared type from JSON data; `path` is its dotted path, for messages."""
     if isinstance(data, dict) and any(key in data for key in _ONE_WAY):
-        name = next(data[key] for key in _ONE_WAY if key in data)
+        code = next(data[key] for key in _ONE_WAY if key in data)
         raise UserError(
-            f"{path}: {name} is code, which cannot be read from JSON: rebuild the value from the file that defines it"
+            f"{path}: {code} is code, which cannot be read from JSON: rebuild the value from the file that defines it"
         )
     if isinstance(data, dict) and _TYPE in data and names_its_class(hint):
         fields = {key: item for key, item in data.items() if key != _TYPE}
@@ -204,29 +204,31 @@ def _load_record(data: Any, cls: type, path: str) -> Any:
         raise wrong(path, data, cls)
     for name in data:
         if name not in hints:
-            dotted = f"{path}.{name}" if path else name
-            raise UserError(f"unknown field {dotted!r}: {cls.__name__} has {', '.join(hints)}{near_miss(name, hints)}")
-    values = {name: load(item, hints[name], f"{path}.{name}" if path else name) for name, item in data.items()}
+            path = f"{path}.{name}" if path else name
+            raise UserError(f"unknown field {path!r}: {cls.__name__} has {', '.join(hints)}{near_miss(name, hints)}")
+    field_values = {name: load(item, hints[name], f"{path}.{name}" if path else name) for name, item in data.items()}
     for field in dataclasses.fields(cls):
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        if field.init and not has_default and field.name not in values:
+        if field.init and not has_default and field.name not in field_values:
             raise UserError(f"{path}.{field.name}".lstrip(".") + " is missing, and has no default")
     try:
-        return cls(**values)
+        return cls(**field_values)
     except UserError as error:
         raise located(error, path, list(hints)) from None
 
 
 def first_that_accepts(load_as: Callable[[Any], Any], hint: Any, path: str, data: Any) -> Any:
-    """The value of some data as the first alternative of a union that accepts it.
-
-    Raises a `UserError` if none accepts it: that of the alternative, if only one is not `None`.
+    """The value of some data, loaded as the first alternative of a union that accepts the data.
 
     Args:
         load_as: returns the value of the data as the given alternative, or raises a `UserError`.
         hint: the union.
         path: dotted path of the value, for messages.
         data: JSON data, or text.
+
+    Raises:
+        UserError: no alternative accepts the data; if only one alternative is not `None`, the error is the one that
+            this alternative raised.
     """
     alternatives = [member for member in members(hint) if member is not types.NoneType]
     alternatives.sort(key=lambda member: member is str)  # text would swallow every other alternative
@@ -248,10 +250,10 @@ def first_that_accepts(load_as: Callable[[Any], Any], hint: Any, path: str, data
             # the error of a class with a text form is the most specific for a text of more than a word
             if has_text_form(member) and isinstance(data, str) and not data.strip().isalnum():
                 form_error = error
-    near = literal_near(data, hint)
-    if form_error is not None and not near:
+    suggestion = literal_near(data, hint)
+    if form_error is not None and not suggestion:
         raise form_error
-    raise wrong(path, data, hint, near)
+    raise wrong(path, data, hint, suggestion)
 
 
 def parse_form(text: str, cls: Any, path: str) -> Any:

@@ -30,8 +30,8 @@ T = TypeVar("T")
 def override(value: T, changes: Mapping[str, str]) -> T:
     """The value with some fields replaced, specified by dotted path and text.
 
-    Each dataclass on a path is replaced once, with all its changes together, so that its checks see the new
-    values alone.
+    Each dataclass on a path is replaced once, with all its changes together, so that its checks never see a
+    mixture of old and new values.
 
     Args:
         value: a frozen dataclass.
@@ -48,11 +48,11 @@ def override(value: T, changes: Mapping[str, str]) -> T:
         Traceback (most recent call last):
         jaxscale.errors.UserError: unknown field 'zeor'; did you mean 'zero'?
     """
-    nested: dict[str, Any] = {}
+    nested_changes: dict[str, Any] = {}
     for key, text in changes.items():
         path = key.replace("-", "_")
         _check_path(value, path, key)
-        changes_here = nested
+        changes_here = nested_changes
         *parents, leaf = path.split(".")
         for index, parent in enumerate(parents):
             changes_here = changes_here.setdefault(parent, {})
@@ -62,15 +62,15 @@ def override(value: T, changes: Mapping[str, str]) -> T:
         if leaf in changes_here:
             raise UserError(f"{path} and a field of it are both given, or it is given twice: set one of them, once")
         changes_here[leaf] = text
-    return _replace(value, nested, "")
+    return _replace(value, nested_changes, "")
 
 
 def paths(value: Any, prefix: str = "") -> Iterator[str]:
     """The dotted path of every field that `override` takes, in the order they are declared."""
     for name, hint in field_types(type(value)).items():
-        inner, path = getattr(value, name), f"{prefix}{name}"
-        if is_record(inner):
-            yield from paths(inner, f"{path}.")
+        field_value, path = getattr(value, name), f"{prefix}{name}"
+        if is_record(field_value):
+            yield from paths(field_value, f"{path}.")
             if not accepts_none(hint):
                 continue
         yield path
@@ -92,10 +92,10 @@ def parse(text: str, hint: Any, path: str) -> Any:
                 return option
         raise wrong(path, text, hint, literal_near(text, hint))
     if hint is bool:
-        spellings = {"true": True, "yes": True, "false": False, "no": False}
-        if text.lower() not in spellings:
-            raise wrong(path, text, hint, near_miss(text.lower(), spellings))
-        return spellings[text.lower()]
+        bool_of_word = {"true": True, "yes": True, "false": False, "no": False}
+        if text.lower() not in bool_of_word:
+            raise wrong(path, text, hint, near_miss(text.lower(), bool_of_word))
+        return bool_of_word[text.lower()]
     if hint in (int, float):
         return _number(text, hint, path)
     if hint is str:
@@ -115,7 +115,8 @@ def parse(text: str, hint: Any, path: str) -> Any:
         if len(hints) != len(pieces):
             raise wrong(path, text, hint)
         return origin(
-            parse(piece, inner, f"{path}[{i}]") for i, (piece, inner) in enumerate(zip(pieces, hints, strict=True))
+            parse(piece, item_hint, f"{path}[{i}]")
+            for i, (piece, item_hint) in enumerate(zip(pieces, hints, strict=True))
         )
     if hint is Any:
         return text
@@ -150,7 +151,13 @@ def _number(text: str, hint: type, path: str) -> int | float:
 
 
 def _check_path(value: Any, path: str, key: str) -> None:
-    """Check that the dotted path leads to a field that text can set."""
+    """Check that a dotted path leads to a field that text can set.
+
+    Args:
+        value: the dataclass at which the path starts.
+        path: the path, with underscores.
+        key: the path as the user wrote it, for messages.
+    """
     record, hint = value, Any
     parts = path.split(".")
     for index, name in enumerate(parts):
@@ -160,7 +167,7 @@ def _check_path(value: Any, path: str, key: str) -> None:
             if new_path is not None:
                 raise UserError(f"{key} has moved: set {'.'.join([*parts[:index], ''])}{new_path}")
             if index and record is None:
-                raise UserError(f"{key}: {'.'.join(parts[:index])} is none here, so its fields cannot be set")
+                raise UserError(f"{key}: {'.'.join(parts[:index])} is none, so its fields cannot be set")
             raise UserError(f"unknown field {key!r}{_near_path(path, list(paths(value)))}")
         hint, record = hints[name], getattr(record, name)
     if is_record(record) and not accepts_none(hint):
@@ -168,37 +175,43 @@ def _check_path(value: Any, path: str, key: str) -> None:
 
 
 def _near_path(path: str, known_paths: Sequence[str]) -> str:
-    """A suggestion of a path: the nearest as a whole, or one with the same or nearly the same last part."""
-    by_last_part = {candidate.rpartition(".")[2]: candidate for candidate in reversed(known_paths)}
+    """A suggestion to append to a message: the known path nearest to `path`, or one whose last part is nearest."""
+    path_of_last_part = {candidate.rpartition(".")[2]: candidate for candidate in reversed(known_paths)}
     last_part = path.rpartition(".")[2]
-    same_last_part = [by_last_part[last_part]] if last_part in by_last_part else []
-    nearest = difflib.get_close_matches(path, known_paths, n=1)
-    if nearest and same_last_part and difflib.SequenceMatcher(None, path, nearest[0]).ratio() < 0.8:
-        nearest = same_last_part
-    suggestions = nearest or same_last_part or difflib.get_close_matches(last_part, known_paths, n=1)
+    with_last_part = [path_of_last_part[last_part]] if last_part in path_of_last_part else []
+    nearest_paths = difflib.get_close_matches(path, known_paths, n=1)
+    if nearest_paths and with_last_part and difflib.SequenceMatcher(None, path, nearest_paths[0]).ratio() < 0.8:
+        nearest_paths = with_last_part
+    suggestions = nearest_paths or with_last_part or difflib.get_close_matches(last_part, known_paths, n=1)
     if not suggestions:
-        near_last_parts = difflib.get_close_matches(last_part, by_last_part, n=1, cutoff=0.75)
-        suggestions = [by_last_part[near_last_part] for near_last_part in near_last_parts]
+        near_last_parts = difflib.get_close_matches(last_part, path_of_last_part, n=1, cutoff=0.75)
+        suggestions = [path_of_last_part[near_last_part] for near_last_part in near_last_parts]
     return f"; did you mean {suggestions[0]!r}?" if suggestions else f"; expected one of {', '.join(known_paths)}"
 
 
 def _narrowed(hint: Any, value: Any) -> Any:
-    """The declared type, or for `Any` the type of a plain value."""
+    """The declared type of a field; for `Any` the type of its value, if that is a bool, a number or a path."""
     return type(value) if hint is Any and isinstance(value, bool | int | float | PurePath) else hint
 
 
 def _replace(value: Any, changes: Mapping[str, Any], path: str) -> Any:
-    """The value with some fields replaced: each by a text, or by the changes of a nested value's fields."""
+    """The value with some fields replaced.
+
+    Args:
+        value: a frozen dataclass.
+        changes: by field name, the field's new text, or the changes of the fields of a nested dataclass.
+        path: dotted path of the value, for messages.
+    """
     hints = field_types(type(value))
-    values = {}
+    field_values = {}
     for name, change in changes.items():
-        inner_path = f"{path}.{name}" if path else name
-        values[name] = (
-            parse(change, _narrowed(hints[name], getattr(value, name)), inner_path)
+        field_path = f"{path}.{name}" if path else name
+        field_values[name] = (
+            parse(change, _narrowed(hints[name], getattr(value, name)), field_path)
             if isinstance(change, str)
-            else _replace(getattr(value, name), change, inner_path)
+            else _replace(getattr(value, name), change, field_path)
         )
     try:
-        return dataclasses.replace(value, **values)
+        return dataclasses.replace(value, **field_values)
     except UserError as error:
         raise located(error, path, list(hints)) from None

@@ -37,9 +37,9 @@ def parse_bytes(text: str, quantity: str = "bytes") -> int:
     if not unit and number:
         raise UserError(f"{quantity} {text!r}: a unit is missing; write {match[1]}GiB, {match[1]}MiB or {match[1]}B")
     if unit and unit not in UNITS:
-        near = next((f"; did you mean {known!r}?" for known in UNITS if known.lower() == unit.lower()), None)
-        near = near or near_miss(unit, UNITS)
-        raise UserError(f"{quantity} {text!r}: unknown unit {unit!r}{near} (B, KiB to PiB, KB to PB)")
+        suggestion = next((f"; did you mean {known!r}?" for known in UNITS if known.lower() == unit.lower()), None)
+        suggestion = suggestion or near_miss(unit, UNITS)
+        raise UserError(f"{quantity} {text!r}: unknown unit {unit!r}{suggestion} (B, KiB to PiB, KB to PB)")
     count = number * UNITS[unit or "B"]
     if unit in ("", "B") and count != int(count):
         raise UserError(f"{quantity} {text!r}: a fraction of a byte; write a whole number of bytes")
@@ -53,13 +53,13 @@ def bytes_text(count: int) -> str:
         >>> bytes_text(1610612736), bytes_text(200_000_000), bytes_text(1001), bytes_text(0)
         ('1.5GiB', '200MB', '1001B', '0B')
     """
-    exact = [f"{count}B"]
+    exact_texts = [f"{count}B"]
     for unit, scale in UNITS.items():
         if count >= scale > 1:
             text = f"{(Decimal(count) / scale).normalize():f}"
             if parse_bytes(text + unit) == count:
-                exact.append(text + unit)
-    return min(exact, key=len)
+                exact_texts.append(text + unit)
+    return min(exact_texts, key=len)
 
 
 def bytes_at_least(count: int) -> str:

@@ -11,8 +11,8 @@ from jaxscale.values.annotations import field_types, is_record, item_hints, lite
 def check_types(value: Any) -> None:
     """Check that every field of a frozen dataclass holds its declared type; call it first in `__post_init__`.
 
-    An int passes for a float, and becomes one; a bool passes for neither, NaN for no float. Fields whose annotation
-    cannot be checked pass.
+    A float field accepts an int, which is converted, but not NaN. Neither an int field nor a float field accepts a
+    bool. A field whose annotation cannot be checked accepts any value.
 
     Raises:
         UserError: the message has the field, its value and the expected type.
@@ -61,10 +61,10 @@ def check(value: Any, hint: Any, path: str) -> None:
         is_valid = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
     elif origin in (tuple, list):
         is_valid = isinstance(value, origin) and len(item_hints(hint, len(value))) == len(value)
-        for index, (item, inner) in enumerate(
+        for index, (item, item_hint) in enumerate(
             zip(value, item_hints(hint, len(value)), strict=False) if is_valid else ()
         ):
-            check(item, inner, f"{path}[{index}]")
+            check(item, item_hint, f"{path}[{index}]")
     elif origin in (dict, Mapping):
         is_valid = isinstance(value, Mapping)
         key_hint, item_hint = get_args(hint) or (Any, Any)
@@ -78,8 +78,8 @@ def check(value: Any, hint: Any, path: str) -> None:
     elif isinstance(origin, type):
         is_valid = isinstance(value, origin)
         if is_valid and is_record(value):
-            for name, inner in field_types(type(value)).items():
-                check(getattr(value, name), inner, f"{path}.{name}")
+            for name, field_hint in field_types(type(value)).items():
+                check(getattr(value, name), field_hint, f"{path}.{name}")
     if not is_valid:
         raise wrong(path, value, hint, literal_near(value, hint))
     return None

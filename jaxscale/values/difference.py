@@ -43,8 +43,8 @@ def difference(here: Any, there: Any, path: str = "") -> list[Difference]:
     if isinstance(here, dict) and isinstance(there, dict):
         differences = []
         for name in [*here, *(name for name in there if name not in here)]:
-            inner_path = f"{path}.{name}" if path else str(name)
-            differences += difference(here.get(name, ABSENT), there.get(name, ABSENT), inner_path)
+            entry_path = f"{path}.{name}" if path else str(name)
+            differences += difference(here.get(name, ABSENT), there.get(name, ABSENT), entry_path)
         return differences
     is_equal = here == there and isinstance(here, bool) == isinstance(there, bool)
     return [] if is_equal else [Difference(path, here, there)]

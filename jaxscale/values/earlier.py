@@ -1,8 +1,8 @@
 """Differences between a value and the JSON that an earlier program wrote of such a value, for resuming a run.
 
-Irrelevant differences are removed first. A field that the earlier JSON lacks, because its class had none, gets the
-default. Paths in a field with the metadata `{"place": "content"}` are ignored, because another field holds a hash of
-the content; in a field with `{"place": "name"}` only the last name of a path counts.
+Irrelevant differences are removed first. A field that the earlier JSON lacks, because its class did not have that
+field yet, gets the default value. Paths in a field with the metadata `{"place": "content"}` are ignored, because
+another field holds a hash of the content; in a field with `{"place": "name"}` only the last name of a path counts.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxscale.values.type_names import type_name
 
 
 def changes(value: Any, earlier: Any) -> list[Difference]:
-    """Differences between the JSON of a value and earlier JSON, leaf by leaf, ignoring new fields and places.
+    """Differences between the JSON of a value and earlier JSON, leaf by leaf, without new fields and folders of files.
 
     Args:
         value: a frozen dataclass.
@@ -40,15 +40,15 @@ def _aligned(value: Any, new_json: Any, old_json: Any) -> tuple[Any, Any]:
     """The JSON of a value and the earlier JSON, without irrelevant differences."""
     if isinstance(new_json, dict) and isinstance(old_json, dict):
         new_json = dict(new_json)
-        upgraded_json = getattr(type(value), "upgraded_json", dict)
-        old_json = dict(upgraded_json(old_json))
+        upgrade = getattr(type(value), "upgraded_json", dict)
+        old_json = dict(upgrade(old_json))
         if isinstance(old_json.get("type"), str):
             old_json["type"] = type_name(old_json["type"])
         if is_record(value) and new_json.get("type") == old_json.get("type"):
             old_json |= _defaults(value, old_json)
             for field in dataclasses.fields(value):
                 name, place = field.name, field.metadata.get("place")
-                if place is not None and _is_place(new_json.get(name)) and _is_place(old_json.get(name)):
+                if place is not None and _is_path(new_json.get(name)) and _is_path(old_json.get(name)):
                     new_json[name], old_json[name] = (
                         _without_place(record[name], place) for record in (new_json, old_json)
                     )
@@ -56,8 +56,8 @@ def _aligned(value: Any, new_json: Any, old_json: Any) -> tuple[Any, Any]:
             if name in new_json and name in old_json:
                 new_json[name], old_json[name] = _aligned(item, new_json[name], old_json[name])
     elif isinstance(value, tuple | list) and isinstance(old_json, list) and len(value) == len(old_json):
-        pairs = [_aligned(*items) for items in zip(value, new_json, old_json, strict=True)]
-        new_json, old_json = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        json_pairs = [_aligned(*items) for items in zip(value, new_json, old_json, strict=True)]
+        new_json, old_json = [pair[0] for pair in json_pairs], [pair[1] for pair in json_pairs]
     return new_json, old_json
 
 
@@ -69,28 +69,28 @@ def _items(value: Any) -> dict[str, Any]:
 
 
 def _defaults(value: Any, old_json: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON defaults of the fields that the earlier record lacks; empty if the class rejects them."""
+    """The JSON of the default of each field that the earlier JSON lacks; empty if the class rejects the defaults."""
     names = field_types(type(value))
-    missing = [name for name in names if name not in old_json]
-    if not missing:
+    missing_names = [name for name in names if name not in old_json]
+    if not missing_names:
         return {}
     try:
         default_value = type(value)(**{name: getattr(value, name) for name in names if name in old_json})
     except Exception:  # the class may raise any error; the fields then count as different
         return {}
-    record = json.loads(json.dumps(to_json(default_value)))
-    return {name: record[name] for name in missing}
+    default_json = json.loads(json.dumps(to_json(default_value)))
+    return {name: default_json[name] for name in missing_names}
 
 
-def _is_place(value: Any) -> bool:
+def _is_path(value: Any) -> bool:
     """Whether a JSON value is one or several paths with a folder; a plain word ("byte") is no path."""
     if isinstance(value, list):
-        return bool(value) and all(map(_is_place, value))
+        return bool(value) and all(map(_is_path, value))
     return isinstance(value, str) and ("/" in value or "\\" in value)
 
 
 def _without_place(paths: Any, place: str) -> Any:
-    """One or several paths without what may differ between machines (the module's docstring)."""
+    """One or several paths without their folders if `place` is "name"; a constant text if `place` is "content"."""
     if place == "content":
         return "a place"
     return [_without_place(item, place) for item in paths] if isinstance(paths, list) else PurePath(paths).name

@@ -1,7 +1,7 @@
-"""Public names of the classes that JSON names under "type": files outlive the modules that their classes stood in.
+"""Public names of the classes that JSON names under "type", because a file may be older than the module of a class.
 
-The registry is closed: a class of this package that an open field of an experiment takes has its line here. Classes of
-users are named MODULE:CLASS.
+A field is open if its declared type alone does not determine the class of its value. Every class of this package that
+an open field of an experiment accepts is listed here. Classes of users are named MODULE:CLASS.
 """
 
 import dataclasses
@@ -62,14 +62,14 @@ def type_of(name: str, path: str) -> type:
     Raises:
         UserError: there is no such dataclass.
     """
-    public = type_name(name)
-    if public in _WHERE:
-        return getattr(importlib.import_module(_WHERE[public]), public.rpartition(".")[2])
-    module, colon, qualname = public.partition(":")
+    public_name = type_name(name)
+    if public_name in _WHERE:
+        return getattr(importlib.import_module(_WHERE[public_name]), public_name.rpartition(".")[2])
+    module, colon, qualname = public_name.partition(":")
     try:
         cls = importlib.import_module(module) if colon else None
-        for part in qualname.split("."):
-            cls = getattr(cls, part)
+        for attribute in qualname.split("."):
+            cls = getattr(cls, attribute)
     except (ImportError, AttributeError, ValueError):
         cls = None
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):

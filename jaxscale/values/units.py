@@ -26,12 +26,12 @@ def number(value: float | None, digits: int = 4) -> str:
         mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
         return f"{_with_minus(mantissa)}e{int(power)}"
     rounded = round(value, digits - 1 - magnitude)
-    places = max(0, digits - 1 - magnitude)
-    return _with_minus(f"{rounded:,.{places}f}")
+    decimals = max(0, digits - 1 - magnitude)
+    return _with_minus(f"{rounded:,.{decimals}f}")
 
 
 def count(value: float) -> str:
-    """A count: exact below a hundred thousand, from there on with a prefix.
+    """A count: exact below 100,000, otherwise rounded and with a decimal prefix.
 
     Example:
         >>> count(12), count(98765), count(1_536_000), count(8.03e9)
@@ -98,13 +98,13 @@ def duration(seconds: float) -> str:
         return "unknown"
     if seconds < 60:
         return f"{_three_digits(seconds * 1e3)} ms" if seconds < 0.1 else f"{_three_digits(seconds)} s"
-    for unit_seconds, part_seconds, names in (
+    for unit_seconds, part_seconds, units in (
         (86400, 3600, ("d", "h")),
         (3600, 60, ("h", "min")),
         (60, 1, ("min", "s")),
     ):
         if seconds >= unit_seconds:
-            return f"{int(seconds // unit_seconds)} {names[0]} {int(seconds % unit_seconds // part_seconds)} {names[1]}"
+            return f"{int(seconds // unit_seconds)} {units[0]} {int(seconds % unit_seconds // part_seconds)} {units[1]}"
     raise AssertionError(seconds)
 
 
@@ -139,5 +139,5 @@ def _three_digits(value: float) -> str:
 
 
 def _with_minus(text: str) -> str:
-    """The text with minus signs for hyphens."""
+    """The text with minus signs in place of hyphens."""
     return text.replace("-", "\N{MINUS SIGN}")

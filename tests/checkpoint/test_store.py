@@ -219,7 +219,7 @@ def test_a_newer_format_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "FORMAT", 7)
     saved(tmp_path / "c", 1)
     monkeypatch.undo()
-    with pytest.raises(UserError, match="format 7, and this version of jaxscale reads up to 1"):
+    with pytest.raises(UserError, match="format 7, but this version of jaxscale reads up to 1"):
         Checkpoints(tmp_path / "c").restore(abstract())
 
 
@@ -229,7 +229,7 @@ def test_another_model_is_refused_by_array(tmp_path):
     with pytest.raises(UserError, match=r"has no array 'params/new'"):
         checkpoints.restore({**wanted, "params/new": wanted["step"]})
     shape = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=wanted["step"].sharding)
-    with pytest.raises(UserError, match=r"'params/embed/weight' is \(64, 32\), and the model needs \(64, 16\)"):
+    with pytest.raises(UserError, match=r"'params/embed/weight' has shape \(64, 32\), but the model needs \(64, 16\)"):
         checkpoints.restore({**wanted, "params/embed/weight": shape})
 
 
@@ -290,6 +290,6 @@ def test_a_copy_that_does_not_fit_is_told():
 
     assert module.save_memory_warning(6_000_000_000, 4_000_000_000, Small()) is None
     told = module.save_memory_warning(6_000_000_000, 5_000_000_000, Small())
-    assert "both need 11.0 GB, and the device has 10.0 GB" in told
+    assert "both need 11.0 GB, but the device has 10.0 GB" in told
     assert module.save_memory_warning(6_000_000_000, 5_000_000_000, jax.devices()[0]) is None, "a CPU does not tell"
     assert module.save_memory_warning(6_000_000_000, 5_000_000_000, None) is None

@@ -130,7 +130,7 @@ def test_stages_priced_by_an_experiment(capsys):
         ("draw pipeline 1f1b:4x8 --experiment toy.py", "there is no file toy.py"),
         (f"draw pipeline 1f1b:4x8 --experiment {SHAKESPEARE} --cost f=1", "leave one out"),
         (f"draw pipeline 1f1b:4x8 --experiment {SHAKESPEARE} --platform v5e", "unknown platform 'v5e'"),
-        (f"draw pipeline --experiment {SHAKESPEARE}", "has no pipeline in its plan; name one, such as 1f1b:4x8"),
+        (f"draw pipeline --experiment {SHAKESPEARE}", "has no pipeline in its plan; give a schedule, such as 1f1b:4x8"),
     ],
 )
 def test_mistakes(capsys, words, message):

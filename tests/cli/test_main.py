@@ -82,7 +82,7 @@ def refused(capsys: pytest.CaptureFixture[str], words: str | list[str], *message
         ("train experiments/toy.py --optimizer muno", "optimizer.name: got 'muno'"),
         (
             "train experiments/toy.py --optimizer lars --optimizer.b1 0.9",
-            "optimizer.b1: got 0.9, and lars has no such option",
+            "optimizer.b1: got 0.9, but lars has no such option",
         ),
         ("train experiments/toy.py --model other", "fields of the experiment are set by path, such as --model.embed"),
         ("train experiments/toy.py --plan.rules none", "plan.rules has fields of its own: set one of plan.rules.batch"),

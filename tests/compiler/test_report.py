@@ -90,7 +90,7 @@ def test_what_does_not_fit_says_what_it_needs():
     report = CompileReport("tpu v5e:2x2", oom=OutOfMemory(17 * GIB, 16 * GIB, "device", "E1000"))
     assert report.device_bytes == 17 * GIB
     assert not report.fits(20 * GIB)
-    assert "needs 17.00 GiB, there are 16.00 GiB" in str(report)
+    assert "needs 17.00 GiB, but 16.00 GiB are available" in str(report)
     on_chip = dataclasses.replace(report, oom=OutOfMemory(72, 16, "on-chip", "E1001"))
     assert on_chip.device_bytes is None
     assert not on_chip.fits(20 * GIB)

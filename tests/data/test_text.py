@@ -163,8 +163,11 @@ def test_a_wrong_mixture_cannot_be_made(parts, weights, message):
     ("share", "message"),
     [
         ({"batch": 0}, "a batch of 0 rows"),
-        ({"batch": 3, "processes": 2}, "a batch of 3 rows does not divide over 2 processes: give a multiple of 2"),
-        ({"batch": 2, "processes": 4}, "a batch of 2 rows does not divide over 4"),
+        (
+            {"batch": 3, "processes": 2},
+            "a batch of 3 rows cannot be split evenly over 2 processes: give a multiple of 2",
+        ),
+        ({"batch": 2, "processes": 4}, "a batch of 2 rows cannot be split evenly over 4"),
         ({"batch": 4, "process": 2, "processes": 2}, "process 2 of 2: expected an index from 0 to 1"),
     ],
 )

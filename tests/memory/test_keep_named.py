@@ -92,7 +92,7 @@ def test_a_save_set_of_another_block_is_refused_by_both_names(case):
     block, params, _, graph = case
     longer = jax.ShapeDtypeStruct((2, 32, 32), jnp.float32)
     other = block_graph(block, params, longer).fingerprint
-    with pytest.raises(StaleGraph, match=f"made for block {graph.fingerprint}, and this model has block {other}"):
+    with pytest.raises(StaleGraph, match=f"made for block {graph.fingerprint}, but this model has block {other}"):
         jax.eval_shape(kept(block, solve(graph, 0)), params, longer)
     with pytest.raises(UserError, match="got two save sets"):
         keeping([SaveSet("a"), SaveSet("a", ("x",))])

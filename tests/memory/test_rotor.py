@@ -137,7 +137,9 @@ def test_what_is_kept_counted_by_hand():
     assert simulate(revolve(4, 1), alike, 1).kept_bytes == least_budget(alike, 1, "kept") == 2 + 9
     # the last two keep 9 and 1 + 9 at once; before that the inputs of the first and the third
     assert simulate(periodic(4, 2), alike, 1).kept_bytes == 1 + 1 + 9 + 1 + 9
-    with pytest.raises(UserError, match="a budget of 10B kept for a chain of 4 stages: the least possible is 11B"):
+    with pytest.raises(
+        UserError, match="a budget of 10B \\(kept\\) is too low for 4 stages: the least possible is 11B"
+    ):
         rotor(alike, 1, 10, bound="kept")
 
 

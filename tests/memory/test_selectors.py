@@ -100,7 +100,9 @@ def test_capuchin_copies_what_is_hidden_and_recomputes_the_rest():
 
 @pytest.mark.parametrize("rule", SWAPPING)
 def test_a_host_that_is_too_small_is_refused_by_rules_that_recompute_nothing(rule):
-    with pytest.raises(UserError, match=r"room for 1MiB: use offload:pofo, a larger budget, or a larger host limit"):
+    with pytest.raises(
+        UserError, match=r"room for only 1MiB: use offload:pofo, a larger budget, or a larger host limit"
+    ):
         SELECTORS[rule](graph(), 0, host(budget=MiB))
 
 

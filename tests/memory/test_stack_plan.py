@@ -240,7 +240,7 @@ def test_groups_become_a_treatment_of_groups():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(UserError, match="shows no blocks"):
+    with pytest.raises(UserError, match="no blocks were found in this model"):
         decide(MemoryPlan.parse("save:1MiB"), ())
     loss, params, x = scanned()
     calls = collect(loss, params, x)
@@ -248,7 +248,7 @@ def test_mistakes_are_named():
         decide(MemoryPlan.parse("save:1KiB"), calls)
     with pytest.raises(UserError, match="below the least possible"):
         decide(MemoryPlan.parse("greedy:1KiB"), calls)
-    with pytest.raises(UserError, match="segments of 9 blocks, and the model has 8"):
+    with pytest.raises(UserError, match="got segments of 9 blocks, expected at most the model's 8"):
         decide(MemoryPlan.parse("periodic:9"), calls)
     with pytest.raises(UserError, match="no file"):
         decide(MemoryPlan.parse("file:absent.json"), calls)

@@ -181,7 +181,7 @@ LAYER = "model.layers.1.mlp.up_proj.weight"
         (
             lambda t: t.pop(LAYER),
             {},
-            rf"tensor {LAYER} is missing; LlamaForCausalLM .* has 21 tensors, the files have 20",
+            rf"tensor {LAYER} is missing; LlamaForCausalLM .* has 21 tensors, but the files have 20",
         ),
         (lambda t: t.update(lm_haed=t.pop("lm_head.weight")), {}, "tensor lm_head.weight is missing"),
         (lambda t: t.update({LAYER + "s": t.pop(LAYER)}), {}, rf"{LAYER} is missing.*did you mean '{LAYER}s'"),
@@ -189,7 +189,7 @@ LAYER = "model.layers.1.mlp.up_proj.weight"
         (
             lambda t: t.update({LAYER: t[LAYER][:-1]}),
             {},
-            rf"{LAYER} has shape \(127, 64\), config.json requires \(128, 64",
+            rf"{LAYER} has shape \(127, 64\), but config.json requires \(128, 64",
         ),
         (lambda t: t.update({LAYER: t[LAYER].astype(np.int32)}), {}, rf"{LAYER} has dtype int32, expected floating"),
         (lambda t: None, {"num_hidden_layers": 3}, r"tensor model.layers.2.\S+ is missing \(and 8 more\)"),
@@ -206,7 +206,7 @@ LAYER = "model.layers.1.mlp.up_proj.weight"
         (
             lambda t: None,
             {"vocab_size": 300},
-            r"embed_tokens.weight has shape \(256, 64\), config.json requires \(300, 64\)",
+            r"embed_tokens.weight has shape \(256, 64\), but config.json requires \(300, 64\)",
         ),
         (
             lambda t: None,
@@ -295,7 +295,9 @@ def test_pretrained_offers_what_the_wrapped_model_does_and_nothing_else():
         assert (hasattr(vit, name), hasattr(gemma, name)) == (False, True)
     assert (hasattr(vit, "accuracy"), hasattr(gemma, "accuracy")) == (True, False)
     assert copy.deepcopy(gemma) == pickle.loads(pickle.dumps(gemma)) == gemma
-    with pytest.raises(UserError, match=r"z_loss: got 0\.1, and ViTForImageClassification has none; leave it out"):
+    with pytest.raises(
+        UserError, match=r"z_loss: got 0\.1, but ViTForImageClassification has no such field; leave it out"
+    ):
         Pretrained(str(GOLDEN / "vit"), z_loss=0.1)
 
 

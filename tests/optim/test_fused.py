@@ -41,7 +41,7 @@ def test_steps_are_the_rules(states, clip, mesh, monkeypatch):
         optax.adamw(NUMBERS.rate, 0.9, 0.95, weight_decay=0.1, mask=MASK), states, local=places, platform="cpu"
     )
     whole = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
-    ways = [plainly(whole), fused(rule, NUMBERS, platform="cpu", places=places, clip=clip)]
+    ways = [plainly(whole), fused(rule, NUMBERS, platform="cpu", state_shardings=places, clip=clip)]
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(way, params, state, grads, good):

@@ -62,9 +62,9 @@ def test_the_table_tells_all() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(TooLarge, match=r"auto:4: nothing fits; the nearest is .* needs .* on rank"):
+    with pytest.raises(TooLarge, match=r"auto:4: no candidate fits; the nearest is .* needs .* on rank"):
         choose(BATCH.share, 4, [4, 8], [PipelineDevice(memory_bytes=20)] * 4, names=NAMES)
     with pytest.raises(UserError, match="unknown synchronous schedule 'pipedream'"):
         choose(BATCH.share, 4, [4], names=["pipedream"])
-    with pytest.raises(UserError, match=r"auto:9: no schedule can run: .*the model 8 blocks"):
+    with pytest.raises(UserError, match=r"auto:9: no schedule can run: .*the model has 8 blocks"):
         choose(BATCH.share, 9, [9], names=["1f1b"])

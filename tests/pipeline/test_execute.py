@@ -405,5 +405,5 @@ def test_mistakes_are_named():
     refuses(r"batch  is \(4, 2, 4\), expected a first dim of 3", batch=4)
     refuses(r"the stage sends bfloat16\[2, 4\], but messages between stages are float32", message=jnp.bfloat16)
     refuses(r"objective is float32\[2\], expected a float32 scalar", objective=1)
-    refuses(r"some devices go forward and others backward.*take lockstep or gpipe", lowering="phased")
+    refuses(r"some devices go forward and others backward.*use lockstep or gpipe", lowering="phased")
     refuses(r"weights  is \(1, 4, 4\), expected a first dim of 2", name="interleaved")

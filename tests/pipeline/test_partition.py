@@ -271,17 +271,17 @@ def test_virtual_workers() -> None:
 
 def test_what_is_refused() -> None:
     model = ModelPrices((ALIKE,) * 3)
-    with pytest.raises(UserError, match="4 stages, the model 3 blocks"):
+    with pytest.raises(UserError, match="4 stages, but the model has 3 blocks"):
         partition(model, METHODS["1f1b"].schedule(4, 8))
     two = METHODS["1f1b"].schedule(2, 4)
-    with pytest.raises(UserError, match="3 devices for the 2 ranks"):
+    with pytest.raises(UserError, match="got 3 devices, expected 2, one per rank of 1f1b"):
         partition(model, two, [PipelineDevice()] * 3)
     with pytest.raises(UserError, match=r"kind of device 'nwe'.*did you mean 'new'"):
         partition({"new": model}, two, [PipelineDevice(kind="nwe"), PipelineDevice(kind="new")])
     unlike = {"a": model, "b": ModelPrices((ALIKE,) * 2)}
-    with pytest.raises(UserError, match="2 blocks on 'b', of 3 on 'a'"):
+    with pytest.raises(UserError, match="2 blocks on 'b', but 3 on 'a'"):
         partition(unlike, two, [PipelineDevice(kind="a"), PipelineDevice(kind="b")])
-    with pytest.raises(UserError, match="chimera does every stage on several devices"):
+    with pytest.raises(UserError, match="chimera runs every stage on several devices"):
         partition(
             {"a": model, "b": model},
             METHODS["chimera"].schedule(2, 2),

@@ -99,11 +99,11 @@ FAULTS = {
     "rank 1: lacks 1B1 (or 1I1 and 1W1), its backward": ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1"),
     "rank 1, cell 2: 1F0 occurs twice, first in cell 0": ("0F0 0F1 0B0 0B1", "1F0 1B0 1F0 1F1 1B1"),
     "rank 0, cell 2: 1B0 belongs on rank 1": ("0F0 0F1 1B0 0B0 0B1", "1F0 1F1 1B1"),
-    "rank 1, cell 4: 1F2 is of a microbatch that does not exist: there are 2": (
+    "rank 1, cell 4: 1F2 is of an unknown microbatch, expected 0 to 1": (
         "0F0 0F1 0B0 0B1",
         "1F0 1B0 1F1 1B1 1F2",
     ),
-    "rank 0, cell 4: 2F0 is of a stage that does not exist: there are 2": (
+    "rank 0, cell 4: 2F0 is of an unknown stage, expected 0 to 1": (
         "0F0 0F1 0B0 0B1 2F0",
         "1F0 1B0 1F1 1B1",
     ),
@@ -112,7 +112,7 @@ FAULTS = {
     "rank 1, cell 2: 1W0 is already part of 1B0": ("0F0 0F1 0B0 0B1", "1F0 1B0 1W0 1F1 1B1"),
     "rank 1, cell 1: 1B0 stands before 1F0 (cell 2), which it needs": ("0F0 0F1 0B0 0B1", "1F1 1B0 1F0 1B1"),
     "rank 1, cell 1: 1W0 stands before 1I0 (cell 2), which it needs": ("0F0 0F1 0B0 0B1", "1F0 1W0 1I0 1F1 1B1"),
-    "rank 0, cell 1: 0B0 waits for ever: rank 0 waits in cell 1 (0B0) for 1B0; rank 1 waits in cell 1 (1F1) for 0F1": (
+    "rank 0, cell 1: 0B0 waits for ever: rank 0 waits in cell 1 (0B0) for 1B0, rank 1 waits in cell 1 (1F1) for 0F1": (
         "0F0 0B0 0F1 0B1",
         "1F0 1F1 1B0 1B1",
     ),
@@ -129,7 +129,7 @@ def test_faults_name_rank_and_cell(message, rows):
 
 def test_a_circle_of_three_ranks_is_told():
     rows = "0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", "2F0 2B0 2F1 2B1"
-    with pytest.raises(Fault, match=r"rank 0 waits in cell 1 \(0B0\) for 1B0; rank 1 waits in cell 1 \(1F1\) for 0F1"):
+    with pytest.raises(Fault, match=r"rank 0 waits in cell 1 \(0B0\) for 1B0, rank 1 waits in cell 1 \(1F1\) for 0F1"):
         plain(*rows)
 
 
@@ -143,7 +143,7 @@ def test_the_stash_bound():
 
 
 def test_ticks_of_kinds_that_the_cycle_lacks():
-    with pytest.raises(Fault, match="rank 1, cell 1: 1I0 is of no tick's kind, expected F/B"):
+    with pytest.raises(Fault, match="rank 1, cell 1: 1I0 is of a kind without ticks, expected F/B"):
         plain("0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1B1 1W0", cycle=(Kind.F, Kind.B))
 
 
@@ -187,7 +187,7 @@ def test_updates_by_groups_and_versions_in_time():
         assert plain(row, microbatches=4, versions=Versions(2, "forward", lag)).versions is not None
     early = "0F0 0B0 0F1 0F2 0B1 0U1 0B2 0F3 0B3 0U3"
     assert plain(early, microbatches=4, versions=Versions(2, "forward", lag=1)).live == (2,)
-    with pytest.raises(Fault, match="rank 0, cell 3: 0F2 reads the weights after 1 updates; 0 are done"):
+    with pytest.raises(Fault, match="rank 0, cell 3: 0F2 reads weights after 1 updates, but 0 are done"):
         plain(early, microbatches=4, versions=Versions(2, "forward", lag=0))
     with pytest.raises(Fault, match="got 4 microbatches, expected a multiple of the 3 per update"):
         plain(row, microbatches=4, versions=Versions(3, "forward"))

@@ -98,8 +98,8 @@ def test_refusals():
         model_prices(experiment(), Platform.parse("cpu x 4"), 2, 4)
     with pytest.raises(UserError, match="pipeline of 3 ranks: tpu v5p:2x2x2 has 8 devices, expected a multiple of 3"):
         model_prices(experiment(), V5P, 3, 4)
-    with pytest.raises(UserError, match="batch 32 does not divide into 5 microbatches"):
+    with pytest.raises(UserError, match="batch 32 cannot be split evenly into 5 microbatches"):
         model_prices(experiment(), V5P, 2, 5)
     many = PipelinePlan.parse("1f1b:8x4")
-    with pytest.raises(UserError, match="8 stages, and the model has 4 layers"):
+    with pytest.raises(UserError, match="8 stages, but the model has 4 layers"):
         stage_costs(experiment(), V5P, many, many.schedule())

@@ -97,7 +97,7 @@ def test_turns_of_unlike_attention_stay_whole():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("gpu h100 x 2", "expected two kinds of chips or more; for one kind, give --platform"),
+        ("gpu h100 x 2", "expected two kinds of chips or more; for one kind, use --platform"),
         ("gpu h100 x 2, gpu a100-80", "3 devices for 2 ranks"),
         ("gpu h100, gpu b1000", "b1000"),
     ],

@@ -31,7 +31,7 @@ ONE_BIT, FOREIGN = (
     experiment(model=ForeignModel(lambda rngs: nnx.Linear(2, 3, rngs=rngs), classification())),
 )
 REPLICAS = "mesh=replica:2 "
-UNLIKE = {"unlike": True}
+UNLIKE = {"has_unlike_blocks": True}
 EXAMPLES = (
     ("zero=1 mesh=1", {}, "leave mesh out"),
     ("zero=3 mesh=data:2", {}, "add fsdp:N"),
@@ -41,13 +41,13 @@ EXAMPLES = (
     ("mesh=data:2", {"experiment": ONE_BIT}, "or take adamw"),
     ("mesh=pipe:2", {}, "add a pipeline"),
     ("reduce=bfloat16", {}, "add precision bfloat16"),
-    ("master=split", {}, "and precision is float32"),
+    ("master=split", {}, "but precision is float32"),
     ("master=split precision=bfloat16 reduce=float32", {}, "leave reduce out"),
     ("gradients=host", {}, "add offload.weights host"),
     ("gradients=host weights=host microbatches=2", {}, "microbatches 1"),
     ("gradients=host weights=host pipeline=1f1b:2x4", {}, "leave the pipeline out"),
-    ("master=split precision=bfloat16 weights=host", {}, "leave one out"),
-    ("master=split precision=bfloat16 optimizer_state=host", {}, "leave one out"),
+    ("master=split precision=bfloat16 weights=host", {}, "leave out one of the two"),
+    ("master=split precision=bfloat16 optimizer_state=host", {}, "leave out one of the two"),
     ("memory=jax:everything_saveable weights=host", {}, "take memory none"),
     ("memory=sqrt weights=host", {}, "take save:BYTES"),
     ("weights=host mesh=data:2", {"experiment": FOREIGN}, "streamed or host"),
@@ -71,9 +71,9 @@ EXAMPLES = (
     ("pipeline=1f1b:2x4 anneal=3", {}, "take pipemare:P"),
     ("pipeline=1f1b:2x4 correction=0.1", {}, "take pipemare:P"),
     ("pipeline=1f1b:2x4 synchronous_steps=3", {}, "take pipemare:P"),
-    ("pipeline=2bw:2x4 correction=0.1", {}, "read the weights of their forwards"),
+    ("pipeline=2bw:2x4 correction=0.1", {}, "read the same weights as their forward passes"),
     ("pipeline=2bw:2x4 lowering=phased", {}, "its ticks mix forward and backward passes"),
-    ("pipeline=chimera:2x4 weights=host", {"copied": True}, "take another pipeline"),
+    ("pipeline=chimera:2x4 weights=host", {"has_copies": True}, "take another pipeline"),
     ("pipeline=2bw:2x4 precision=bfloat16 master=split", {}, "take state.master float32"),
     ("pipeline=2bw:2x4 weights=host", {}, "take offload.weights device"),
     ("pipeline=2bw:2x4 optimizer_state=host", {}, "nothing comes from the host"),
@@ -83,7 +83,7 @@ EXAMPLES = (
     ("pipeline=2bw:2x4 diloco=every=2 mesh=replica:2", {}, "replicas meet between steps"),
     ("pipeline=2bw:2x4 memory=offload:pofo:1MiB", {}, "add the option stash=input"),
     ("pipeline=2bw:2x4", {"mixing": "reduce_sum"}, "may belong to several layers"),
-    ("pipeline=2bw:2x4", {"reshaped": True}, "other shapes than its parameters"),
+    ("pipeline=2bw:2x4", {"has_reshaped_state": True}, "other shapes than its parameters"),
     ("pipeline=2bw:2x4", UNLIKE, "take a synchronous one"),
     ("pipeline=1f1b:2x4", UNLIKE, "add the option stash=input"),
     ("pipeline=1f1b:2x4 stash=input mesh=tensor:2", UNLIKE, "nothing splits over tensor"),

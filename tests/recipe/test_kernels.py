@@ -78,7 +78,7 @@ def test_mistakes_are_told_before_anything_is_traced(text, said):
     ],
 )
 def test_a_kernel_of_another_platform_is_refused(text, where):
-    with pytest.raises(UserError, match=f"a {where} kernel, and this runs on cpu; take .*reference"):
+    with pytest.raises(UserError, match=f"a {where} kernel, but this runs on cpu; take .*reference"):
         resolve_mesh(Plan(kernels=Kernels.parse(text)), 8, jax.devices())
 
 
@@ -198,13 +198,13 @@ def test_a_loss_by_any_name_is_the_loss(name):
 def test_what_is_named_must_be_taken():
     plan = Plan(kernels=Kernels.parse("attention=chunked,cross_entropy=chunked"))
     check_taken(plan, (Taken("cross_entropy", "cpu", "chunked"),))
-    with pytest.raises(UserError, match="cross_entropy=chunked: nothing in this step takes cross_entropy; leave it"):
+    with pytest.raises(UserError, match="cross_entropy=chunked: no part of this step uses cross_entropy; leave it"):
         check_taken(plan, ())
-    with pytest.raises(UserError, match=r"takes cross_entropy reference; pass context.loss and context.loss_chunk"):
+    with pytest.raises(UserError, match=r"uses cross_entropy reference; pass context.loss and context.loss_chunk"):
         check_taken(plan, (Taken("cross_entropy", "cpu", "reference", "no chunk"),))
     largest = Plan(kernels=Kernels.parse("top_k=gpu"))
     with pytest.raises(
-        UserError, match=r"top_k=gpu: this step takes top_k reference \(kernels are of blocks\); leave it"
+        UserError, match=r"top_k=gpu: this step uses top_k reference \(kernels are of blocks\); leave it"
     ):
         check_taken(largest, (Taken("top_k", "gpu", "reference", "kernels are of blocks"),))
 
@@ -215,13 +215,13 @@ def small(**changes):
 
 def test_estimates_and_meetings_refuse_before_anything_is_compiled():
     plan, made = small(kernels="quantize=reference")
-    said = "quantize=reference: nothing in this step takes quantize; leave it out"
+    said = "quantize=reference: no part of this step uses quantize; leave it out"
     with pytest.raises(UserError, match=said):
         fit(made, "cpu x 2", plan)
     with pytest.raises(UserError, match=said):
         lowered_step(jax.devices()[:1], lambda: made, plan)
     plan, made = small(kernels="top_k=reference", mesh="replica:2", diloco="every=10", reduce="int8")
-    step, said = build(made, plan), "top_k=reference: nothing in this step takes top_k; leave it out"
+    step, said = build(made, plan), "top_k=reference: no part of this step uses top_k; leave it out"
     with pytest.raises(UserError, match=said):
         step.compile(batch_shapes(made))
     assert step.program is None
@@ -250,7 +250,7 @@ def test_estimates_tell_what_a_meeting_takes():
 )
 def test_a_codec_that_no_kernel_knows_says_why(kernels, codec, why):
     kernel = kernels.partition("=")[0]
-    with pytest.raises(UserError, match=rf"{kernels}: this step takes {kernel} reference \(.*{why}\); leave it out"):
+    with pytest.raises(UserError, match=rf"{kernels}: this step uses {kernel} reference \(.*{why}\); leave it out"):
         took("gpu h200 x 4", kernels=kernels, mesh="replica:2,fsdp:2", reduce=codec)
 
 

@@ -217,7 +217,7 @@ def test_from_python_plain_values_come_back(tmp_path: Path):
 def test_from_python_code_does_not_come_back(tmp_path: Path):
     experiment = Experiment(name="p", model=Plain(4, function=len), data=None)
     run = run_of(experiment, Source(name="p"), str(tmp_path / "run"))
-    with pytest.raises(UserError, match=r"holds code, which experiment\.json cannot give back"):
+    with pytest.raises(UserError, match=r"holds code, which cannot be restored from experiment\.json"):
         load_experiment(run)
 
 

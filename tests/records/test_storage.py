@@ -127,5 +127,7 @@ def test_a_run_in_a_bucket_stops_and_continues_and_is_used(toy, whole, buckets, 
 
 def test_several_processes_do_not_save_to_s3(buckets, monkeypatch):
     monkeypatch.setattr("jax.process_count", lambda: 2)
-    with pytest.raises(UserError, match="2 processes cannot save there together: give a directory in a gs:// bucket"):
+    with pytest.raises(
+        UserError, match="2 processes cannot save checkpoints there together: give a directory in a gs:// bucket"
+    ):
         checkpoint.Checkpoints("s3://bucket-s3/several")

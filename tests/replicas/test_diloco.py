@@ -81,7 +81,7 @@ def test_a_round_is_the_papers() -> None:
         way = jax.tree.map(lambda theta, *w: theta - sum(w) / N, shared, *own)
         momentum = jax.tree.map(lambda m, d: 0.9 * m + d, momentum, way)
         shared = jax.tree.map(lambda theta, d, m: theta - 0.7 * (d + 0.9 * m), shared, way, momentum)
-        by_value = value.moved(shared["w"], momentum["w"], way["w"])[1]
+        by_value = value.outer_step(shared["w"], momentum["w"], way["w"])[1]
         np.testing.assert_allclose(by_value, 0.9 * momentum["w"] + way["w"], rtol=1e-6)
         for i in range(N):
             np.testing.assert_allclose(found[last]["w"][i], shared["w"], rtol=1e-5, atol=1e-6)
@@ -103,7 +103,7 @@ def test_parts_meet_by_turns_and_are_about_as_large() -> None:
     parts = fragments_of(sizes, 2)
     assert sorted(name for part in parts for name in part) == sorted(sizes)
     assert [sum(sizes[n] for n in part) for part in parts] == [115, 111]
-    with pytest.raises(UserError, match="the model has 6 tensors"):
+    with pytest.raises(UserError, match="got 7, expected at most 6, the model's number of tensors"):
         fragments_of(sizes, 7)
 
 
@@ -129,5 +129,5 @@ def test_text_and_value() -> None:
     value = Diloco.parse("every=20, lr=0.5, momentum=0, fragments=4")
     assert value == Diloco(20, 0.5, 0.0, 4)
     assert Diloco.parse(str(value)) == value
-    with pytest.raises(UserError, match="expected their number, 2 or more"):
+    with pytest.raises(UserError, match="expected replicas=2 or more"):
         diloco(optax.sgd(0.1), codec=Int8())

@@ -180,7 +180,7 @@ def test_the_page_shows_the_figures_of_the_run(tmp_path):
         "Mesh: 8 devices (cpu)",
         "Optimizer state1.61 MiB",
         "dim 1 on fsdp",
-        "Whole on every device, since no dim divides: blocks.norm.gain",
+        "Whole on every device, since no dim can be split evenly: blocks.norm.gain",
         "Parameters787 k",
         "jaxscale train experiments/shakespeare.py tiny --plan.zero 3",
         "0.10.2",

@@ -29,7 +29,7 @@ def test_a_bad_mesh_says_what_is_wrong(text, says):
 
 
 def test_a_mesh_of_more_devices_than_there_are_is_refused():
-    with pytest.raises(UserError, match="takes 16 devices, and there are 8"):
+    with pytest.raises(UserError, match="takes 16 devices, but there are 8"):
         MeshSpec(fsdp=16).build()
 
 

@@ -93,8 +93,8 @@ def test_it_trains() -> None:
         ({"stash": "input", "mesh": "fsdp:2", "zero": "3"}, "take zero 2"),
         ({"stash": "input", "memory": "sqrt"}, "take none, dots or full"),
         ({"pipeline": "pipedream:2"}, "take a synchronous one"),
-        ({"pipeline": "1f1b:8x8"}, "8 stages, and the model has 4 layers"),
-        ({"stages": "3,2"}, "stages of 5 blocks together, and the model has 4"),
+        ({"pipeline": "1f1b:8x8"}, "8 stages, but the model has 4 layers"),
+        ({"stages": "3,2"}, "its stages have 5 blocks in total, but the model has 4"),
     ],
 )
 def test_what_does_not_go_with_unlike_blocks_is_refused(changes: dict[str, str], message: str) -> None:

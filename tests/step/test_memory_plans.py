@@ -139,7 +139,7 @@ def test_a_decision_is_read_from_a_file_and_refused_for_another_model(memory, tm
             dataclasses.replace(EXPERIMENT, model=dataclasses.replace(MODEL, mlp=48)),
             Plan(memory=MemoryPlan.parse(f"file:{tmp_path}/memory.json")),
         )
-    with pytest.raises(UserError, match=f"made for {LAYERS} blocks, and this model has 3"):
+    with pytest.raises(UserError, match=f"made for {LAYERS} blocks, but this model has 3"):
         build(
             dataclasses.replace(EXPERIMENT, model=dataclasses.replace(MODEL, layers=3)),
             Plan(memory=MemoryPlan.parse(f"file:{tmp_path}/memory.json")),

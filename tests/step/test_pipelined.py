@@ -141,14 +141,14 @@ def test_a_step_trains(changes: dict[str, str], reference: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pipeline": "1f1b:8x8"}, "8 stages, and the model has 4 layers"),
-        ({"pipeline": "1f1b:2x3"}, "batch 8 does not divide into 3 microbatches"),
-        ({"pipeline": "1f1b:2x4", "mesh": "pipe:4"}, "takes 2 devices along pipe, and mesh pipe:4 has 4"),
+        ({"pipeline": "1f1b:8x8"}, "8 stages, but the model has 4 layers"),
+        ({"pipeline": "1f1b:2x3"}, "batch 8 cannot be split evenly into 3 microbatches"),
+        ({"pipeline": "1f1b:2x4", "mesh": "pipe:4"}, "takes 2 devices along pipe, but mesh pipe:4 has 4"),
         ({"pipeline": "1f1b:2x4", "microbatches": "2"}, "leave microbatches out"),
         ({"mesh": "pipe:2"}, "nothing specifies what the devices along pipe do"),
         ({"pipeline": "1f1b:2x4", "lowering": "phased"}, "take lockstep or gpipe, or lowering switch"),
         ({"pipeline": "pipedream:2", "lowering": "phased"}, "its ticks mix forward and backward passes"),
-        ({"pipeline": "1f1b:2x4", "stages": "2,3"}, "stages of 5 blocks together, and the model has 4"),
+        ({"pipeline": "1f1b:2x4", "stages": "2,3"}, "its stages have 5 blocks in total, but the model has 4"),
         ({"pipeline": "1f1b:2x4", "stages": "4"}, "expected 2 stages"),
         ({"pipeline": "chimera:2x4", "weights": "host"}, "weights host with pipeline"),
         ({"pipeline": "2bw:2x4", "weights": "host"}, "weights host with pipeline"),
@@ -166,12 +166,12 @@ def test_a_schedule_for_another_number_of_devices_is_refused(tmp_path: Path) -> 
     file = tmp_path / "four.csv"
     file.write_text(to_csv(METHODS["1f1b"].schedule(4, 8)))
     for changes, message in (
-        ({"mesh": "pipe:2"}, "takes 4 devices along pipe, and mesh pipe:2 has 2; leave pipe out of the mesh"),
+        ({"mesh": "pipe:2"}, "takes 4 devices along pipe, but mesh pipe:2 has 2; leave pipe out of the mesh"),
         ({"microbatches": "4"}, "microbatches 4 with pipeline .*: a pipeline specifies by itself"),
     ):
         with pytest.raises(UserError, match=message):
             build(EXPERIMENT, override(Plan(), grouped({"pipeline": f"file:{file}", **changes})))
-    with pytest.raises(UserError, match="takes 4 devices, and there are 3"):
+    with pytest.raises(UserError, match="takes 4 devices, but there are 3"):
         build(EXPERIMENT, override(Plan(), {"pipeline": f"file:{file}"}), devices=jax.devices()[:3])
 
 

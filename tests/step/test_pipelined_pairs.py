@@ -58,16 +58,16 @@ OTHERS = {
         {"stash": "input", "mesh": "fsdp:2", "zero": "2"},
         "",
     ),
-    "a `Chain` with `stash` residuals": (Unlike(), {}, "the residuals of each stage have other shapes"),
+    "a `Chain` with `stash` residuals": (Unlike(), {}, "residuals have other shapes in each stage"),
     "a `Chain` with `mesh` tensor, sequence": (
         Unlike(),
         {"stash": "input", "mesh": "tensor:2"},
-        "a stage's weights travel as one flat array",
+        "a stage's weights form one flat array",
     ),
     "a `Chain` with `zero` 3": (
         Unlike(),
         {"stash": "input", "mesh": "fsdp:2", "zero": "3"},
-        "a stage's weights travel as one flat array",
+        "a stage's weights form one flat array",
     ),
     "a `Chain` with a `memory` rule that looks at all blocks": (
         Unlike(),

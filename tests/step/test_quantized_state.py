@@ -127,7 +127,9 @@ def test_the_host_of_a_tpu_updates_no_state_in_few_bits(bits):
         Plan(state=StatePlan(bits), offload=OffloadPlan(optimizer_state="host"), zero=1),
         Platform.parse("tpu v5e:2x2"),
     )
-    says = f"state {bits} with optimizer_state host: the compiler for TPU crashes .* take offload.optimizer_state streamed"
+    says = (
+        f"state {bits} with optimizer_state host: the compiler for TPU crashes .* take offload.optimizer_state streamed"
+    )
     with pytest.raises(UserError, match=says):
         described_step(experiment, slices, plan)
     for other in ({"optimizer_state": "streamed"}, {"state": "float32"}):
@@ -214,8 +216,8 @@ def test_a_planted_fault_in_the_bits_of_a_state_is_found():
     wide = {"mu": dataclasses.replace(good["mu"], codes=jax.ShapeDtypeStruct((256, 4), jnp.float32))}
     for asked, state, says in (
         (plan, {"mu": jnp.zeros((256, 4))}, "state int8: the compiled step keeps no moment in 8 bits"),
-        (plan, wide, "in 4.02 bytes a number, and 1.02 was asked for"),
-        (four, good, "in 1.02 bytes a number, and 0.52"),
+        (plan, wide, "in 4.02 bytes a number, but the plan requires 1.02"),
+        (four, good, "in 1.02 bytes a number, but the plan requires 0.52"),
     ):
         with pytest.raises(NoEffect, match=says):
             check_state_bits(asked, state)

@@ -38,7 +38,7 @@ class Whole(Codec):
     name = "whole"
 
     def _reduce(self, gradient: Any, state: Any, axis: str, key: Any) -> Any:
-        return jax.lax.pmean(self.owed(gradient, state), axis), {"residual": jnp.zeros_like(gradient)}
+        return jax.lax.pmean(self.add_residual(gradient, state), axis), {"residual": jnp.zeros_like(gradient)}
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
         return 2 * (n - 1) * 4 * int(np.prod(shape)) // n - 1
@@ -146,12 +146,12 @@ def test_a_warm_up_is_compiled_and_told_step_by_step() -> None:
 def test_momentum_after_late_gradients_is_said() -> None:
     sgd, mesh = EXPERIMENT.optimizer, MeshSpec(replica=2, fsdp=2).build(jax.devices()[:4])
     stage = GradientExchange(Codec.parse("topk:0.05"), mesh, {"w": GradientLeaf((64, 64), PartitionSpec("fsdp"))})
-    late = "that momentum repeats what arrives many steps late"
+    late = "this momentum repeats gradients that arrive many steps late"
 
     def said(optimizer: Optimizer, codec: str) -> str:
         return "\n".join(describe_codec(dataclasses.replace(stage, codec=Codec.parse(codec)), optimizer))
 
-    assert "reduce topk:0.05: more than that is sent before step 100" in said(sgd, "topk:0.05")
+    assert "reduce topk:0.05: more bytes than that are sent before step 100" in said(sgd, "topk:0.05")
     assert f"with adamw, b1 0.9: {late}" in said(Optimizer(), "topk:0.05")
     assert f"with sgd, momentum 0.9: {late}" in said(dataclasses.replace(sgd, momentum=0.9), "dgc:0.05")
     for optimizer, codec in ((sgd, "topk:0.05"), (Optimizer(b1=0.0), "topk:0.05"), (Optimizer(), "int8")):

@@ -221,8 +221,8 @@ REFUSALS = [
     ("pipeline=pipemare:2; anneal=-1", {}, "anneal: got -1, expected 0"),
     ("pipeline=pipemare:2; correction=1", {}, "correction: got 1.0, expected 0"),
     ("pipeline=2bw:2x4; correction=0.1", {}, "correction 0.1 with pipeline 2bw:2x4"),
-    ("pipeline=pipedream:4", {}, "4 stages, and the model has 2 layers"),
-    ("pipeline=2bw:2x3", {}, "batch 8 does not divide into 3 microbatches"),
+    ("pipeline=pipedream:4", {}, "4 stages, but the model has 2 layers"),
+    ("pipeline=2bw:2x3", {}, "batch 8 cannot be split evenly into 3 microbatches"),
 ]
 
 

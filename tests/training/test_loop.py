@@ -337,15 +337,15 @@ def test_minutes_save_too(toy, tmp_path):
     [
         (
             {"model": Decoder(vocab=200, context=16, layers=1, embed=8, heads=2)},
-            "tokenizer has 256 tokens, and model.vocab is 200",
+            "tokenizer has 256 tokens, but model.vocab is 200",
         ),
         (
             {"model": Decoder(vocab=256, context=8, layers=1, embed=8, heads=2)},
-            "data.context is 16, and model.context is 8",
+            "data.context is 16, but model.context is 8",
         ),
         ({"batch": 5}, "batch 5"),
-        ({"plan": Plan(mesh=MeshSpec(data=64))}, "takes 64 devices, and there are 8"),
-        ({"plan": Plan(mesh=MeshSpec(tensor=4))}, "heads: 2 of them over tensor:4"),
+        ({"plan": Plan(mesh=MeshSpec(data=64))}, "takes 64 devices, but there are 8"),
+        ({"plan": Plan(mesh=MeshSpec(tensor=4))}, "heads: 2 cannot be split evenly over tensor:4"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_leaves_nothing(toy, tmp_path, changes, message):

@@ -13,9 +13,9 @@ import time
 from jaxscale.training.signals import Stop
 with Stop() as stop:
     print("ready", flush=True)
-    while not stop.requested:
+    while not stop.signal_name:
         time.sleep(0.01)
-    print(stop.requested, flush=True)
+    print(stop.signal_name, flush=True)
     time.sleep(60)
 """
 
@@ -24,9 +24,9 @@ with Stop() as stop:
 def test_the_first_signal_is_noted_and_the_handlers_come_back(number):
     before = [signal.getsignal(n) for n in Stop.SIGNALS]
     with Stop() as stop:
-        assert stop.requested == ""
+        assert stop.signal_name == ""
         os.kill(os.getpid(), number)
-        assert stop.requested == number.name
+        assert stop.signal_name == number.name
     assert [signal.getsignal(n) for n in Stop.SIGNALS] == before
 
 
@@ -47,9 +47,9 @@ sys.modules["ipykernel"] = sys
 try:
     with Stop() as stop:
         print("ready", flush=True)
-        while not stop.requested:
+        while not stop.signal_name:
             time.sleep(0.01)
-        print(stop.requested, flush=True)
+        print(stop.signal_name, flush=True)
         time.sleep(60)
 except KeyboardInterrupt:
     print("left", flush=True)
@@ -70,7 +70,7 @@ def test_another_thread_sets_no_handler():
 
     def run():
         with Stop() as stop:
-            found.append(stop.requested)
+            found.append(stop.signal_name)
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -38,8 +38,8 @@ def capuchin(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
         if save.bytes <= budget:
             return save
         copied_set = set_of(kept_without(value), [*offloaded_values, value])
-        hidden = value.seconds >= 2 * value.bytes / host.bandwidth and copied_set.seconds <= save.seconds
-        if hidden and copied_set.host_bytes <= host.budget:
+        is_hidden = value.seconds >= 2 * value.bytes / host.bandwidth and copied_set.seconds <= save.seconds
+        if is_hidden and copied_set.host_bytes <= host.budget:
             kept_values, offloaded_values, save = kept_without(value), [*offloaded_values, value], copied_set
     while save.bytes > budget and kept_values:
         options = []  # (seconds per byte, value, whether it is copied to the host, save set)
@@ -49,6 +49,6 @@ def capuchin(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
             copied_set = set_of(kept_without(value), [*offloaded_values, value])
             if copied_set.host_bytes <= host.budget:
                 options.append(((copied_set.seconds - save.seconds) / max(value.bytes, 1), value, True, copied_set))
-        _, value, to_host, save = min(options, key=lambda option: option[0])
-        kept_values, offloaded_values = kept_without(value), offloaded_values + [value] * to_host
+        _, value, is_copied, save = min(options, key=lambda option: option[0])
+        kept_values, offloaded_values = kept_without(value), offloaded_values + [value] * is_copied
     return save

@@ -110,30 +110,30 @@ def swap(graph: BlockGraph, budget: int, host: Host, order: Callable[[Idle], flo
     return everything(graph, budget) or set_without(graph, host, values, moved_to_fit(budget, host, values))
 
 
-def moved_to_fit(budget: int, host: Host, order: Sequence[Idle]) -> list[Idle]:
-    """The first values, in this order, whose move makes the others fit the budget.
+def moved_to_fit(budget: int, host: Host, values: Sequence[Idle]) -> list[Idle]:
+    """The first of these values whose move makes the others fit the budget; small values come last.
 
     Raises:
         UserError: the host's budget is too small.
     """
-    kept_bytes, moved = sum(value.bytes for value in order), []
-    for value in sorted(order, key=lambda value: value.bytes <= SMALL):
+    kept_bytes, moved_values = sum(value.bytes for value in values), []
+    for value in sorted(values, key=lambda value: value.bytes <= SMALL):
         if kept_bytes <= budget:
             break
         kept_bytes -= value.bytes
-        moved.append(value)
-    host_bytes = sum(value.bytes for value in moved)
+        moved_values.append(value)
+    host_bytes = sum(value.bytes for value in moved_values)
     if host_bytes > host.budget:
         raise UserError(
-            f"a rule that recomputes nothing puts {bytes_text(host_bytes)} of each block on the host, and there is "
-            f"room for {bytes_text(host.budget)}: use offload:pofo, a larger budget, or a larger host limit"
+            f"a rule that recomputes nothing puts {bytes_text(host_bytes)} of each block on the host, which has "
+            f"room for only {bytes_text(host.budget)}: use offload:pofo, a larger budget, or a larger host limit"
         )
-    return moved
+    return moved_values
 
 
-def set_without(graph: BlockGraph, host: Host, values: Iterable[Idle], moved: Iterable[Idle]) -> SaveSet:
+def set_without(graph: BlockGraph, host: Host, values: Iterable[Idle], moved_values: Iterable[Idle]) -> SaveSet:
     """The save set that keeps all values but the moved ones."""
-    moved_set = set(moved)
+    moved_set = set(moved_values)
     return save_set(
         graph,
         [name for value in values if value not in moved_set for name in value.names],

@@ -25,8 +25,8 @@ def swapadvisor(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
         host: host memory for the other values.
     """
     values = idle_values(graph)
-    moved = moved_to_fit(budget, host, values)  # a first solution, which raises if there is none
-    if not moved:
+    moved_values = moved_to_fit(budget, host, values)  # a first solution, which raises if there is none
+    if not moved_values:
         return everything(graph, budget) or set_without(graph, host, values, ())
     rng = random.Random(0)
     Genes = tuple[bool, ...]  # whether each value moves
@@ -47,7 +47,7 @@ def swapadvisor(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
         mixed_genes = (rng.choice(pair) for pair in zip(mother, father, strict=True))
         return tuple(gene ^ (rng.random() < MUTATION) for gene in mixed_genes)
 
-    first_genes: Genes = tuple(value in moved for value in values)
+    first_genes: Genes = tuple(value in moved_values for value in values)
     population = [first_genes] + [tuple(rng.random() < 0.5 for _ in values) for _ in range(POPULATION - 1)]
     for _ in range(GENERATIONS):
         parents = sorted(population, key=score)[: POPULATION // 4]

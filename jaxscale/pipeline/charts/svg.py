@@ -74,10 +74,10 @@ def _panel(
             x, width = LEFT + start * per_second, (end - start) * per_second
             is_later = action.stage != first_stage
             box_width = max(width - 0.8, width / 2)  # a gap between neighbours
-            shade = action.kind.value + " l" * is_later
+            css_classes = action.kind.value + " l" * is_later
             content = [
                 element("title", f"{_description(action, rank)}, {clock(start) if start else '0'} to {clock(end)}"),
-                element("rect", class_=shade, x=x, y=y + 1, width=box_width, height=row_height - 2),
+                element("rect", class_=css_classes, x=x, y=y + 1, width=box_width, height=row_height - 2),
             ]
             if action.kind is not Kind.U and width > number_width:
                 content.append(

@@ -54,14 +54,14 @@ def text_chart(
     schedule = simulation.schedule
     per_second = columns_per_second([simulation], width) if per_second is None else per_second
     columns = max(1, round(simulation.seconds * per_second))
-    numbered = all(
+    is_numbered = all(
         round(end * per_second) - round(start * per_second) >= len(_label(action))
         for action, start, end in _actions(simulation)
         if action.kind is not Kind.U
     )
     lines = []
     for rank, (order, spans) in enumerate(zip(schedule.orders, simulation.spans, strict=True)):
-        cells = _cells(order, spans, schedule.stages_of(rank)[0], columns, per_second, numbered)
+        cells = _cells(order, spans, schedule.stages_of(rank)[0], columns, per_second, is_numbered)
         body = _colored(cells) if color else "".join(letter for letter, _, _ in cells)
         lines.append(f"{_name(simulation, rank)}│{body}│ {simulation.live_shares[rank]:g} live")
     return "\n".join([*lines, " " * len(_name(simulation, 0)) + axis(per_second, columns, clock)])
@@ -77,8 +77,8 @@ def columns_per_second(simulations: Sequence[Simulation], width: int) -> float:
     durations = {end - start for run in simulations for _, start, end in _actions(run) if end - start > 1e-9 * end}
     shortest = min(durations)
     shortest_columns = per_second * shortest
-    all_whole = all(abs(duration / shortest - round(duration / shortest)) < 1e-6 for duration in durations)
-    return math.floor(shortest_columns) / shortest if all_whole and shortest_columns >= 1 else per_second
+    are_whole = all(abs(duration / shortest - round(duration / shortest)) < 1e-6 for duration in durations)
+    return math.floor(shortest_columns) / shortest if are_whole and shortest_columns >= 1 else per_second
 
 
 def axis(per_second: float, columns: int, clock: Callable[[float], str]) -> str:
@@ -95,9 +95,9 @@ def axis(per_second: float, columns: int, clock: Callable[[float], str]) -> str:
     """
     line = ""
     for time in ticks(0.0, columns / per_second, 8):
-        label, place = clock(time) if time else "0", round(time * per_second)
-        if place >= len(line) + bool(line):
-            line += " " * (place - len(line)) + label
+        label, column = clock(time) if time else "0", round(time * per_second)
+        if column >= len(line) + bool(line):
+            line += " " * (column - len(line)) + label
     return line
 
 
@@ -113,7 +113,7 @@ def _actions(simulation: Simulation) -> list[tuple[Action, float, float]]:
 
 
 def _cells(
-    order: Sequence[Action], spans: Sequence[Span], first_stage: int, columns: int, per_second: float, numbered: bool
+    order: Sequence[Action], spans: Sequence[Span], first_stage: int, columns: int, per_second: float, is_numbered: bool
 ) -> list[Cell]:
     """A rank's line, letter by letter."""
     cells: list[Cell] = [(" ", None, False)] * columns
@@ -122,7 +122,7 @@ def _cells(
         is_later, length = action.stage != first_stage, (end - start) * per_second
         left, right = round(start * per_second), round(end * per_second)
         if right > left:
-            text = _label(action) if numbered else action.kind.value
+            text = _label(action) if is_numbered else action.kind.value
             text = (text.lower() if is_later else text) + FILL[action.kind] * (right - left)
             for column in range(left, right):
                 cells[column], shown_lengths[column] = (text[column - left], action.kind, is_later), 1.0

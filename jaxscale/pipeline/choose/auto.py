@@ -124,13 +124,12 @@ def choose(
     refusals: list[PipelineCandidate] = []
     feasible: list[PipelineCandidate] = []
     nearest: TooLarge | None = None
-    skipped = 0
-    best_seconds = float("inf")
+    skipped, best_seconds = 0, float("inf")
     for candidate in _candidates(names or synchronous, ranks, microbatches, chunks, stashes):
         model = prices(candidate.microbatches)
         try:
             schedule = METHODS[candidate.name].schedule(ranks, candidate.microbatches, candidate.chunks)
-            if _least(model, schedule, candidate.stash) >= best_seconds:
+            if _least_seconds(model, schedule, candidate.stash) >= best_seconds:
                 skipped += 1
                 continue
             solution = partition(model, schedule, devices, stash=candidate.stash, width=width)
@@ -144,14 +143,14 @@ def choose(
     ranking = sorted(feasible, key=lambda candidate: candidate.seconds)
     if not ranking:
         if nearest is not None:
-            raise TooLarge(f"pipeline auto:{ranks}: nothing fits; the nearest is {nearest}", nearest.ratio)
+            raise TooLarge(f"pipeline auto:{ranks}: no candidate fits; the nearest is {nearest}", nearest.ratio)
         reasons = sorted({candidate.reason for candidate in refusals})
         raise UserError(f"pipeline auto:{ranks}: no schedule can run: {'; '.join(reasons) or 'none was named'}")
     ties = [candidate for candidate in ranking if candidate.seconds <= best_seconds * (1 + _CLOSE)]
     winner = min(ties, key=lambda candidate: max(candidate.partition.bytes) if candidate.partition else 0)
     assert winner.partition is not None
-    slower = [candidate for candidate in ranking if candidate is not winner]
-    return Choice(winner, winner.partition, (winner, *slower, *refusals), skipped)
+    slower_candidates = [candidate for candidate in ranking if candidate is not winner]
+    return Choice(winner, winner.partition, (winner, *slower_candidates, *refusals), skipped)
 
 
 def _candidates(
@@ -166,7 +165,7 @@ def _candidates(
                     yield PipelineCandidate(name, ranks, microbatch_count, v, stash)
 
 
-def _least(prices: Prices, schedule: Schedule, stash: Stash) -> float:
+def _least_seconds(prices: Prices, schedule: Schedule, stash: Stash) -> float:
     """Seconds if no rank ever idled and every block ran on its fastest kind of device."""
     models = [prices] if isinstance(prices, ModelPrices) else list(prices.values())
     forwards = 2 if stash == "input" else 1

@@ -1,7 +1,8 @@
 """Cuts of a chain of blocks into stages: the features of every possible stage, dynamic programming over a linear
 function of them, and branch and bound over a maximum of such functions.
 
-A pipeline's seconds, and its bytes, are a maximum of linear functions of its stages' features: the seconds of the
+A *linear* is float[stage, feature], the coefficients of a linear function of the stages' features. A pipeline's
+seconds, and its bytes, are a maximum of linear functions of its stages' features: the seconds of the
 passes along a path through the schedule, or the bytes that one rank holds at some moment. A shortest path minimises one
 such function: V(k, b) = min over e of value(k, b, e) + V(k + 1, e), where stage k holds the blocks b to e - 1. V(k, b)
 is the least cost of stage k and all later ones, so it bounds every cut that begins alike, and bounds the maximum too.

@@ -63,24 +63,24 @@ def fastest(costs: Costs, microbatches: int, most: int) -> tuple[float, tuple[tu
     """
     clock = BatchClock(costs, tuple(range(costs.stages)), costs.stages, microbatches)
     stage_orders = [list(orders(stage, microbatches, most)) for stage in range(costs.stages)]
-    tables = [np.stack([clock.numbers([order])[0] for order in candidates]) for candidates in stage_orders]
+    number_tables = [np.stack([clock.numbers([order])[0] for order in candidates]) for candidates in stage_orders]
     best, best_choice = np.inf, (0,) * costs.stages
-    choices = itertools.product(*(range(len(table)) for table in tables))
+    choices = itertools.product(*(range(len(table)) for table in number_tables))
     while choice_batch := list(itertools.islice(choices, _BATCH)):
         indices = np.array(choice_batch).T
-        order_batch = np.stack([table[index] for table, index in zip(tables, indices, strict=True)], 1)
+        order_batch = np.stack([table[index] for table, index in zip(number_tables, indices, strict=True)], 1)
         seconds = clock.seconds(order_batch)
-        lowest = int(seconds.argmin())
-        if seconds[lowest] < best:
-            best, best_choice = float(seconds[lowest]), choice_batch[lowest]
+        lowest_index = int(seconds.argmin())
+        if seconds[lowest_index] < best:
+            best, best_choice = float(seconds[lowest_index]), choice_batch[lowest_index]
     return float(best), tuple(candidates[index] for candidates, index in zip(stage_orders, best_choice, strict=True))
 
 
-def few(stages: int, microbatches: int, most: int) -> bool:
+def are_few(stages: int, microbatches: int, most: int) -> bool:
     """Whether schedules with one stage per rank are so few that all are timed in a tenth of a second.
 
     Example:
-        >>> few(2, 3, 3), few(2, 4, 4), few(8, 32, 8)
+        >>> are_few(2, 3, 3), are_few(2, 4, 4), are_few(8, 32, 8)
         (True, False, False)
     """
     if stages * microbatches > _FEW_PASSES:

@@ -1,6 +1,7 @@
 """Footprints: the bytes that each rank of a schedule holds, as linear functions of its stages' features.
 
-A rank holds its stages' weights (of an asynchronous schedule: several versions), the activations that wait for a
+A *linear* is float[stage, feature], the coefficients of a linear function of the features of `chain_cut.py`. A rank
+holds its stages' weights (of an asynchronous schedule: several versions), the activations that wait for a
 backward, the messages at its stages' ends, and the working bytes of the running stage. The waiting activations depend
 on the schedule: at some moments many of one stage, at others of another. Each moment that no other covers (with at
 least as many of every stage) is one function; the rank needs their maximum.
@@ -44,20 +45,20 @@ def footprints(schedule: Schedule) -> list[Footprint]:
     lifetimes = lives(schedule, ticks(schedule)) if schedule.versions else {}
     for rank in range(schedule.ranks):
         stages = schedule.stages_of(rank)
-        constant = np.zeros((schedule.stages, len(FEATURES)))
+        constant_linear = np.zeros((schedule.stages, len(FEATURES)))
         for stage in stages:
-            constant[stage, INDEX["weight_bytes"]] = 1
-            constant[stage, INDEX["version_bytes"]] = ring(lifetimes[stage]) - 1 if lifetimes else 0
-            constant[stage, [INDEX["enters"], INDEX["leaves"]]] = END_MESSAGES
-        fullest: list[tuple[int, ...]] = []  # moments that no other moment of the rank covers
-        for moment in sorted(schedule.waiting(rank), reverse=True):
-            if not any(all(a <= b for a, b in zip(moment, larger, strict=True)) for larger in fullest):
-                fullest.append(moment)
-        for waiting in fullest:
+            constant_linear[stage, INDEX["weight_bytes"]] = 1
+            constant_linear[stage, INDEX["version_bytes"]] = ring(lifetimes[stage]) - 1 if lifetimes else 0
+            constant_linear[stage, [INDEX["enters"], INDEX["leaves"]]] = END_MESSAGES
+        fullest_moments: list[tuple[int, ...]] = []  # moments that no other moment of the rank covers
+        for moment in sorted(schedule.activation_counts(rank), reverse=True):
+            if not any(all(a <= b for a, b in zip(moment, larger, strict=True)) for larger in fullest_moments):
+                fullest_moments.append(moment)
+        for counts in fullest_moments:
             for running in stages:
-                linear = constant.copy()
-                linear[list(stages), INDEX["stash_bytes"]] = waiting[: len(stages)]
-                linear[list(stages), INDEX["between_bytes"]] = waiting[len(stages) :]
+                linear = constant_linear.copy()
+                linear[list(stages), INDEX["stash_bytes"]] = counts[: len(stages)]
+                linear[list(stages), INDEX["between_bytes"]] = counts[len(stages) :]
                 linear[running, INDEX["working_bytes"]] = 1
                 moments.append(Footprint(rank, linear))
     return moments

@@ -157,7 +157,8 @@ def partition(
 class _Search:
     """The search for the fastest partition of a problem.
 
-    `width` is that of `partition`. A cut is an array of boundaries.
+    `width` is that of `partition`. A cut is an array of boundaries, int[stages + 1]. A linear is float[stage, feature],
+    the coefficients of a linear function of the stages' features.
     """
 
     problem: Problem
@@ -175,9 +176,9 @@ class _Search:
         for rank, linear in self.problem.footprints:
             memory = self.problem.devices[rank].memory_bytes
             if memory is not None:
-                shared = np.zeros_like(linear)
-                shared[self.problem.schedule.stages_of(rank)[0], INDEX["one"]] = self.problem.shared_bytes[rank]
-                memory_ratios.append((linear + shared) / memory)
+                shared_linear = np.zeros_like(linear)
+                shared_linear[self.problem.schedule.stages_of(rank)[0], INDEX["one"]] = self.problem.shared_bytes[rank]
+                memory_ratios.append((linear + shared_linear) / memory)
         if not memory_ratios:
             return
         self.smallest, least_ratio = self._least_memory(memory_ratios)
@@ -190,7 +191,10 @@ class _Search:
                 self.problem.memory_functions.append(linear)
 
     def _least_memory(self, ratios: list[np.ndarray]) -> tuple[np.ndarray, float]:
-        """A cut and its ratio of bytes to memory: at most 1 if any cut has such a ratio, otherwise the least."""
+        """A cut and its ratio of bytes to memory: at most 1 if any cut has such a ratio, otherwise the least.
+
+        `ratios` are linears: the bytes of a rank at some moment, divided by its memory.
+        """
         chain = self.problem.chain
         largest = chain.largest(ratios)
         least, cut = chain.shortest(largest, most=True)
@@ -199,19 +203,20 @@ class _Search:
         functions = np.stack(ratios)
         functions = functions.reshape(len(functions), -1)
         peaks = functions @ chain.stage_features(cut[None]).ravel()
-        least, active = float(peaks.max()), [int(peaks.argmax())]
+        least, active_indices = float(peaks.max()), [int(peaks.argmax())]
         while least > 1:
-            cuts = chain.branch([ratios[index] for index in active], (), largest, least * (1 - 1e-12), self.width).cuts
+            active_ratios = [ratios[index] for index in active_indices]
+            cuts = chain.branch(active_ratios, (), largest, least * (1 - 1e-12), self.width).cuts
             if not len(cuts):
                 return cut, least
             cut_ratios = chain.stage_features(cuts).reshape(len(cuts), -1) @ functions.T
-            lowest = int(cut_ratios.max(1).argmin())
-            binding = int(cut_ratios[lowest].argmax())
-            if cut_ratios[lowest, binding] < least:
-                least, cut = float(cut_ratios[lowest, binding]), cuts[lowest]
-            elif binding in active or len(active) >= _FUNCTIONS:
+            lowest_index = int(cut_ratios.max(1).argmin())
+            binding_index = int(cut_ratios[lowest_index].argmax())
+            if cut_ratios[lowest_index, binding_index] < least:
+                least, cut = float(cut_ratios[lowest_index, binding_index]), cuts[lowest_index]
+            elif binding_index in active_indices or len(active_indices) >= _FUNCTIONS:
                 return cut, least
-            active.append(binding)
+            active_indices.append(binding_index)
         return cut, least
 
     def _too_large(self, cut: np.ndarray, ratio: float) -> TooLarge:
@@ -238,21 +243,21 @@ class _Search:
         """The fastest partition of the search, with the bound."""
         chain, stage_bounds = self.problem.chain, self.problem.stage_bounds()
         scaled_bounds = stage_bounds / stage_bounds[np.isfinite(stage_bounds)].max()
-        starts = [chain.shortest(scaled_bounds, most=True)[1]]
-        starts += [chain.shortest(scaled_bounds**power)[1] for power in _POWERS]  # flatter than the least maximum
-        starts += [] if self.smallest is None else [self.smallest]
-        cuts = np.unique(np.stack(starts), axis=0)
-        seconds = self.problem.seconds(cuts)
-        fastest = seconds.argsort(kind="stable")[:_REFINED]
-        refinements = [self._refine(float(seconds[index]), cuts[index]) for index in fastest]
+        start_cuts = [chain.shortest(scaled_bounds, most=True)[1]]
+        start_cuts += [chain.shortest(scaled_bounds**power)[1] for power in _POWERS]  # flatter than the least maximum
+        start_cuts += [] if self.smallest is None else [self.smallest]
+        cuts = np.unique(np.stack(start_cuts), axis=0)
+        cut_seconds = self.problem.seconds(cuts)
+        fastest = cut_seconds.argsort(kind="stable")[:_REFINED]
+        refinements = [self._refine(float(cut_seconds[index]), cuts[index]) for index in fastest]
         best, cut = min(refinements, key=lambda pair: pair[0])
         chain.possible &= stage_bounds <= best * (1 + _CLOSE)
         best, cut, bound = self._branch_and_bound(best, cut, -np.inf, [], stage_bounds)
         if best > bound * (1 + _CLOSE):
             game_bound, linear, game_cuts = self._play(cut, best)
-            seconds = self.problem.seconds(game_cuts)
-            if seconds.min() < best:
-                best, cut = self._refine(float(seconds.min()), game_cuts[seconds.argmin()])
+            cut_seconds = self.problem.seconds(game_cuts)
+            if cut_seconds.min() < best:
+                best, cut = self._refine(float(cut_seconds.min()), game_cuts[cut_seconds.argmin()])
             best, cut, bound = self._branch_and_bound(best, cut, max(bound, game_bound), [linear], stage_bounds)
         return self._partition(cut, float(best), float(min(bound, best)))
 
@@ -267,13 +272,13 @@ class _Search:
             if not len(survivors.cuts):
                 return best, cut, max(bound, min(best, survivors.bound))
             seconds = self.problem.seconds(survivors.cuts)
-            lowest = int(seconds.argmin())
-            least = float(seconds[lowest])
+            lowest_index = int(seconds.argmin())
+            least = float(seconds[lowest_index])
             bound = max(bound, min(best, least, survivors.bound))
-            improved = least < best * (1 - _CLOSE)
+            is_faster = least < best * (1 - _CLOSE)
             if least < best:
-                best, cut = least, survivors.cuts[lowest]
-            if np.isinf(survivors.bound) or not improved:
+                best, cut = least, survivors.cuts[lowest_index]
+            if np.isinf(survivors.bound) or not is_faster:
                 break
             best, cut = self._refine(best, cut)
         return best, cut, bound

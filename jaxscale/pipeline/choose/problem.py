@@ -27,7 +27,10 @@ _SECONDS: dict[Kind, tuple[str, ...]] = {
 
 
 class Problem:
-    """One model, schedule and list of devices, as linear functions; its arguments are those of `partition`."""
+    """One model, schedule and list of devices, as linear functions; its arguments are those of `partition`.
+
+    A linear is float[stage, feature]: the coefficients of a linear function of the stages' features.
+    """
 
     def __init__(
         self,
@@ -39,7 +42,9 @@ class Problem:
         self.schedule, self.stash = schedule, stash
         self.devices = tuple(devices) if devices is not None else (PipelineDevice(),) * schedule.ranks
         if len(self.devices) != schedule.ranks:
-            raise UserError(f"partition: {len(self.devices)} devices for the {schedule.ranks} ranks of {schedule.name}")
+            raise UserError(
+                f"got {len(self.devices)} devices, expected {schedule.ranks}, one per rank of {schedule.name}"
+            )
         kinds = sorted({device.kind for device in self.devices})
         models = dict.fromkeys(kinds, model) if isinstance(model, ModelPrices) else dict(model)
         for kind in kinds:
@@ -49,15 +54,15 @@ class Problem:
         self.blocks = len(self.models[0].blocks)
         for kind, prices in zip(kinds, self.models, strict=True):
             if len(prices.blocks) != self.blocks:
-                raise UserError(f"prices of {len(prices.blocks)} blocks on {kind!r}, of {self.blocks} on {kinds[0]!r}")
+                raise UserError(f"prices of {len(prices.blocks)} blocks on {kind!r}, but {self.blocks} on {kinds[0]!r}")
         if schedule.stages > self.blocks:
             raise UserError(
-                f"{schedule.name} of {schedule.ranks} ranks has {schedule.stages} stages, the model {self.blocks} "
-                "blocks: a stage needs one block at least; use fewer devices on the pipe axis, or fewer chunks (v)"
+                f"{schedule.name} of {schedule.ranks} ranks has {schedule.stages} stages, but the model has "
+                f"{self.blocks} blocks: each stage needs one; use fewer devices on the pipe axis, or fewer chunks (v)"
             )
         if len(kinds) > 1 and len(schedule.routes) > 1:
             raise UserError(
-                f"{schedule.name} does every stage on several devices, and they are unlike ({', '.join(kinds)}): "
+                f"{schedule.name} runs every stage on several devices, but they are unlike ({', '.join(kinds)}): "
                 "use a schedule of one route, such as 1f1b"
             )
         kind_of_rank = [kinds.index(device.kind) for device in self.devices]
@@ -136,9 +141,9 @@ class Problem:
         linear = np.zeros((self.schedule.stages, len(FEATURES)))
         pass_number = {key: index for index, key in enumerate(self.clock.passes)}
         for order in self.schedule.orders:
-            work = np.zeros_like(linear)
+            rank_work = np.zeros_like(linear)
             for action in order:
-                work[action.stage] += self._pass_features[pass_number[action.kind, action.stage]]
-            is_busier = work.sum(1) > linear.sum(1)
-            linear[is_busier] = work[is_busier]
+                rank_work[action.stage] += self._pass_features[pass_number[action.kind, action.stage]]
+            is_busier = rank_work.sum(1) > linear.sum(1)
+            linear[is_busier] = rank_work[is_busier]
         return self.chain.values(linear)

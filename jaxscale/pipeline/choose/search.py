@@ -4,7 +4,7 @@ The search starts from the named schedules within the memory and from list sched
 highest priority; 48 lists of priorities), all timed on the neighbour machine. Then it changes orders at random, in
 batches: it moves a pass, splits a backward, or joins one. The best of a batch is accepted if it is faster, or, less and
 less often, if it is a little slower (simulated annealing). The search is seeded, so equal arguments give equal results.
-The result is never slower than the best named schedule. For very small pipelines (`exhaustive.few`) all orders are
+The result is never slower than the best named schedule. For very small pipelines (`exhaustive.are_few`) all orders are
 timed.
 
 All microbatches take equally long, so every rank runs the passes of one kind and stage in the order of microbatches: no
@@ -29,7 +29,7 @@ import numpy as np
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import KINDS, Action, Kind
-from jaxscale.pipeline.choose.exhaustive import fastest, few
+from jaxscale.pipeline.choose.exhaustive import are_few, fastest
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.many_orders import BatchClock
 from jaxscale.pipeline.clock.simulate import simulate
@@ -113,8 +113,8 @@ def search(
         >>> fastest.seconds <= fastest.named_seconds, fastest.schedule.live
         (True, (2, 2))
     """
-    by_chunks = {1: costs} if isinstance(costs, Costs) else dict(costs)
-    for chunks, stage_costs in by_chunks.items():
+    costs_by_chunks = {1: costs} if isinstance(costs, Costs) else dict(costs)
+    for chunks, stage_costs in costs_by_chunks.items():
         if stage_costs.stages != chunks * ranks:
             raise UserError(
                 f"costs of {stage_costs.stages} stages, expected {chunks * ranks}: {chunks} for each of {ranks} ranks"
@@ -122,22 +122,22 @@ def search(
     activations = float(ranks) if activations is None else float(activations)
     floor = min(
         bound(stage_costs, ranks, microbatches, activations, one_route=chunks == 1 and copies == 1)
-        for chunks, stage_costs in by_chunks.items()
+        for chunks, stage_costs in costs_by_chunks.items()
     )
     named_schedules = []
-    for pair in _named_schedules(by_chunks, ranks, microbatches, activations, copies):
+    for pair in _named_schedules(costs_by_chunks, ranks, microbatches, activations, copies):
         named_schedules.append(pair)
         if pair[0] <= floor * (1 + _CLOSE):  # none is faster
             break
     if not named_schedules:
-        raise UserError(f"search: no named schedule holds as few as {activations:g} activations; 1f1b needs {ranks}")
+        raise UserError(f"search: no named schedule holds at most {activations:g} activations; 1f1b holds {ranks}")
     named_schedules.sort(key=lambda pair: pair[0])
     named_seconds, named = named_schedules[0]
     best_seconds, schedule = named_seconds, named
     for routes in dict.fromkeys(named.routes for _, named in named_schedules):
         if len(routes) > 1 or best_seconds <= floor * (1 + _CLOSE):
             continue
-        stage_costs = by_chunks[len(routes[0]) // ranks]
+        stage_costs = costs_by_chunks[len(routes[0]) // ranks]
         starts = [named.orders for _, named in named_schedules if named.routes == routes][:3]
         route_search = _RouteSearch(stage_costs, routes[0], ranks, microbatches, activations, seed)
         seconds, orders = route_search.run(starts, changes, floor)
@@ -233,25 +233,28 @@ class _RouteSearch:
             floor: a lower bound on the seconds, at which the search stops.
         """
         one_stage_each = self.route == tuple(range(self.ranks))
-        if one_stage_each and few(self.ranks, self.microbatches, self.limit):
+        if one_stage_each and are_few(self.ranks, self.microbatches, self.limit):
             return fastest(self.costs, self.microbatches, self.limit)
-        states = [[self._word(order) for order in orders] for orders in starts]
-        states += [listed_words for _ in range(_LISTS) if (listed_words := self._list_schedule()) is not None]
-        numbers = np.stack([np.stack([self._row(self._passes(word)) for word in state]) for state in states])
+        candidates = [[self._word(order) for order in orders] for orders in starts]
+        candidates += [listed_words for _ in range(_LISTS) if (listed_words := self._list_schedule()) is not None]
+        numbers = np.stack([np.stack([self._row(self._passes(word)) for word in words]) for words in candidates])
         seconds = self.clock.seconds(numbers)
         ranking = np.argsort(seconds, kind="stable")
-        best, best_words = float(seconds[ranking[0]]), states[ranking[0]]
+        best, best_words = float(seconds[ranking[0]]), candidates[ranking[0]]
         # half of the changes from the best start, a quarter from each of the next two
         for index, share in zip(ranking[:3], (2, 1, 1), strict=False):
             if best <= floor * (1 + _CLOSE):
                 break
-            lowest, words = self._anneal(float(seconds[index]), states[index], numbers[index], changes * share // 4)
+            lowest, words = self._anneal(float(seconds[index]), candidates[index], numbers[index], changes * share // 4)
             if lowest < best:
                 best, best_words = lowest, words
         return best, tuple(tuple(map(self._action, self._passes(word) or ())) for word in best_words)
 
     def _anneal(self, current: float, words: list[Word], numbers: np.ndarray, changes: int) -> tuple[float, list[Word]]:
-        """Seconds and words of the best orders met by random changes of the current ones."""
+        """Change orders at random, and return the seconds and the words of the best orders.
+
+        `current` is the seconds of the orders that `words` and `numbers`, their rows of `BatchClock`, describe.
+        """
         best, best_words = current, words
         rounds = max(1, changes // _BATCH)
         for turn in range(rounds):
@@ -263,11 +266,12 @@ class _RouteSearch:
                 proposals.append((rank, word))
                 proposed_numbers[index, rank] = self._row(passes)
             seconds = self.clock.seconds(proposed_numbers)
-            lowest = int((seconds + np.array([self.rng.random() * 1e-9 * best for _ in range(_BATCH)])).argmin())
-            if seconds[lowest] <= current - heat * math.log(1 - self.rng.random()):
-                rank, word = proposals[lowest]
+            # the fastest proposal, ties broken at random
+            choice = int((seconds + np.array([self.rng.random() * 1e-9 * best for _ in range(_BATCH)])).argmin())
+            if seconds[choice] <= current - heat * math.log(1 - self.rng.random()):
+                rank, word = proposals[choice]
                 words = [*words[:rank], word, *words[rank + 1 :]]
-                numbers, current = proposed_numbers[lowest], float(seconds[lowest])
+                numbers, current = proposed_numbers[choice], float(seconds[choice])
                 if current < best:
                     best, best_words = current, words
         return best, best_words

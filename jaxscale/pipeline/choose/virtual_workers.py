@@ -1,5 +1,7 @@
 """Virtual workers: pipelines of unlike devices that run side by side, as one list of places for a partition.
 
+A place is a position on the pipe axis, which one device of each pipeline takes.
+
 References:
     Park et al. 2020, "HetPipe" (arXiv:2005.14038), its equal distribution of devices.
 """
@@ -36,7 +38,7 @@ def virtual_workers(
         ['a', 'b']
     """
     if workers < 1 or len(devices) % workers:
-        raise UserError(f"got {len(devices)} devices for {workers} virtual workers, expected as many for each worker")
+        raise UserError(f"got {len(devices)} devices for {workers} virtual workers, expected a multiple of {workers}")
     for device in devices:
         if device.kind not in slowness:
             raise unknown("kind of device", device.kind, slowness)

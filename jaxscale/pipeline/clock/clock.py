@@ -94,7 +94,7 @@ class Clock:
         return LongestPath(float(times[-1].max()), pass_counts[:-1], crossings)
 
     def _run(self, passes: np.ndarray, links: np.ndarray) -> Iterator[np.ndarray]:
-        """float[rank, batch], times of the ranks: at the start, then after the passes and the exchange of each row."""
+        """Yield float[rank, batch], times of the ranks: at the start, after each row's passes, after its exchange."""
         pass_seconds = np.concatenate([passes.T, np.zeros((1, len(passes)))])
         left, right = self._neighbours
         links = np.ascontiguousarray(links.T)

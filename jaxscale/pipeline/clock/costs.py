@@ -122,6 +122,6 @@ class Costs:
             UserError: a number differs; the message has both numbers.
         """
         if self.stages != schedule.stages:
-            raise UserError(f"costs of {self.stages} stages for {schedule.name}, which has {schedule.stages}")
+            raise UserError(f"costs of {self.stages} stages for {schedule.name}, which has {schedule.stages} stages")
         if self.links and len(self.links) != schedule.ranks:
             raise UserError(f"costs of {len(self.links)} links for {schedule.name}, which has {schedule.ranks} ranks")

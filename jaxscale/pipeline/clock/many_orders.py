@@ -40,31 +40,32 @@ class BatchClock:
         self.length = 3 * microbatches * max(route.count(rank) for rank in range(ranks))
         self.links = np.array(costs.links or (0.0,) * ranks)
         self.end = len(KINDS) * stages * microbatches  # stands for no pass, behind the end of an order
-        kind, stage, microbatch = np.unravel_index(np.arange(self.end), (len(KINDS), stages, microbatches))
+        # the kind, stage and microbatch of each pass number
+        kind_of, stage_of, microbatch_of = np.unravel_index(np.arange(self.end), (len(KINDS), stages, microbatches))
         # an event is the end of a forward or input gradient of a stage and microbatch; event 0 stands for no input
-        forward = 1 + stage * microbatches + microbatch
-        gradient = forward + stages * microbatches
+        forward_event = 1 + stage_of * microbatches + microbatch_of
+        gradient_event = forward_event + stages * microbatches
         self._events = 1 + 2 * stages * microbatches
-        is_forward, is_weight = kind == 0, kind == 3
-        needs_previous, needs_next = is_forward & (stage > 0), (kind == 1) | (kind == 2)
-        input_events = np.where(needs_previous, forward - microbatches, 0)
-        input_events = np.where(needs_next & (stage < stages - 1), gradient + microbatches, input_events)
-        result_events = np.where(is_forward, forward, gradient)
+        is_forward, is_weight = kind_of == 0, kind_of == 3
+        needs_previous, needs_next = is_forward & (stage_of > 0), (kind_of == 1) | (kind_of == 2)
+        input_events = np.where(needs_previous, forward_event - microbatches, 0)
+        input_events = np.where(needs_next & (stage_of < stages - 1), gradient_event + microbatches, input_events)
+        result_events = np.where(is_forward, forward_event, gradient_event)
         seconds = np.array([[costs.seconds(kind, stage) for stage in range(stages)] for kind in KINDS])
         rank_of_stage = np.array(route)
-        target_stage = np.where(is_forward, np.minimum(stage + 1, stages - 1), np.maximum(stage - 1, 0))
+        target_stage = np.where(is_forward, np.minimum(stage_of + 1, stages - 1), np.maximum(stage_of - 1, 0))
         # the last entry stands for the end of an order: its input never arrives
         self._input_events = np.append(input_events, self._events + 1)
         self._result_events = np.append(np.where(is_weight, self._events, result_events), self._events)
-        self._pass_seconds = np.append(seconds[kind, stage], 0.0)
-        self._sends = np.append(~is_weight & (rank_of_stage[target_stage] != rank_of_stage[stage]), False)
+        self._pass_seconds = np.append(seconds[kind_of, stage_of], 0.0)
+        self._sends = np.append(~is_weight & (rank_of_stage[target_stage] != rank_of_stage[stage_of]), False)
 
     def numbers(self, orders: Sequence[RankOrder]) -> np.ndarray:
         """int[rank, length + 1]: the orders of a schedule as pass numbers."""
         numbers = np.full((self.ranks, self.length + 1), self.end)
         for rank, order in enumerate(orders):
-            for place, (kind, stage, microbatch) in enumerate(order):
-                numbers[rank, place] = (KINDS.index(kind) * self.stages + stage) * self.microbatches + microbatch
+            for position, (kind, stage, microbatch) in enumerate(order):
+                numbers[rank, position] = (KINDS.index(kind) * self.stages + stage) * self.microbatches + microbatch
         return numbers
 
     def seconds(self, orders: np.ndarray) -> np.ndarray:
@@ -84,21 +85,20 @@ class BatchClock:
         event_ticks[first_event[:, 0]] = -1
         left, right = np.roll(np.arange(self.ranks), 1), np.roll(np.arange(self.ranks), -1)
         left_links = self.links[left]
-        times = np.zeros((batch_size, self.ranks))
-        tick = 0
+        times, tick = np.zeros((batch_size, self.ranks)), 0
         while True:
             passes = flat_orders[position]
-            ready = event_ticks[first_event + self._input_events[passes]] < tick
-            if not ready.any():
+            is_ready = event_ticks[first_event + self._input_events[passes]] < tick
+            if not is_ready.any():
                 break
-            events = (first_event + self._result_events[passes])[ready]
+            events = (first_event + self._result_events[passes])[is_ready]
             event_ticks[events] = tick
             event_ticks[first_event[:, 0] + self._events] = tick
-            times += np.where(ready, self._pass_seconds[passes], 0.0)
+            times += np.where(is_ready, self._pass_seconds[passes], 0.0)
             arrivals = np.maximum(times, np.maximum(times[:, left] + left_links, times[:, right] + self.links))
-            sends = np.any(ready & self._sends[passes], axis=1)
-            times = np.where(sends[:, None], arrivals, times)
-            position += ready
+            has_message = np.any(is_ready & self._sends[passes], axis=1)
+            times = np.where(has_message[:, None], arrivals, times)
+            position += is_ready
             tick += 1
-        finished = np.all(flat_orders[position] == self.end, axis=1)
-        return np.where(finished, times.max(1), np.inf)
+        is_finished = np.all(flat_orders[position] == self.end, axis=1)
+        return np.where(is_finished, times.max(1), np.inf)

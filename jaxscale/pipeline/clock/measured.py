@@ -58,8 +58,8 @@ def measured(
     step_starts = [min(spans[step][0][0] for devices in spans_by_rank for spans in devices) for step in range(steps)]
     # float[device, step, action, end]; times of a step count from its start
     times = [np.array(devices) - np.array(step_starts)[:, None, None] for devices in spans_by_rank]
-    orders = [tuple(map(tuple, rank_times.mean((0, 1)).tolist())) for rank_times in times]
-    return Simulation(schedule, _costs(schedule, orders), "measured", tuple(orders))
+    rank_spans = [tuple(map(tuple, rank_times.mean((0, 1)).tolist())) for rank_times in times]
+    return Simulation(schedule, _costs(schedule, rank_spans), "measured", tuple(rank_spans))
 
 
 def _spans(
@@ -67,25 +67,26 @@ def _spans(
 ) -> list[list[Span]]:
     """One device's actions, step by step, in the order of the schedule."""
     order = schedule.orders[rank]
-    by_kind: dict[Kind, list[Span]] = {}
+    spans_by_kind: dict[Kind, list[Span]] = {}
     for kind in dict.fromkeys(action.kind for action in order):
         count = steps * sum(action.kind is kind for action in order)
-        runs = [timeline[name] for name in operations.get(kind.value, ()) if len(timeline.get(name, ())) == count]
-        if not runs:
+        run_lists = [timeline[name] for name in operations.get(kind.value, ()) if len(timeline.get(name, ())) == count]
+        if not run_lists:
             raise UserError(
                 f"the trace shows {kind.value} of {schedule.name} on rank {rank} another number of times than "
                 f"{count}, {count // steps} a step: it is of another plan, or was cut short; trace the run again"
             )
-        by_kind[kind] = [(min(times[n][0] for times in runs), max(times[n][1] for times in runs)) for n in range(count)]
-    # a kind's spans of all steps are consumed step by step
-    spans = {kind: iter(kind_spans) for kind, kind_spans in by_kind.items()}
-    return [[next(spans[action.kind]) for action in order] for _ in range(steps)]
+        for runs in zip(*run_lists, strict=True):  # the runs of one action's operations
+            spans_by_kind.setdefault(kind, []).append((min(start for start, _ in runs), max(end for _, end in runs)))
+    # the spans of a kind, of all steps, are consumed step by step
+    remaining_spans = {kind: iter(kind_spans) for kind, kind_spans in spans_by_kind.items()}
+    return [[next(remaining_spans[action.kind]) for action in order] for _ in range(steps)]
 
 
-def _costs(schedule: Schedule, orders: Sequence[Sequence[Span]]) -> Costs:
+def _costs(schedule: Schedule, rank_spans: Sequence[Sequence[Span]]) -> Costs:
     """Mean seconds of each kind and stage; half of a fused backward counts for each gradient."""
     durations: dict[tuple[Kind, int], list[float]] = {}
-    for order, spans in zip(schedule.orders, orders, strict=True):
+    for order, spans in zip(schedule.orders, rank_spans, strict=True):
         for action, (start, end) in zip(order, spans, strict=True):
             durations.setdefault((action.kind, action.stage), []).append(end - start)
 

@@ -56,12 +56,12 @@ class Simulation:
     @functools.cached_property
     def seconds(self) -> float:
         """Seconds from the first start to the last end on any rank: the makespan."""
-        return max(order[-1][1] for order in self.spans)
+        return max(rank_spans[-1][1] for rank_spans in self.spans)
 
     @functools.cached_property
     def busy(self) -> tuple[float, ...]:
         """Seconds that each rank works."""
-        return tuple(sum(end - start for start, end in order) for order in self.spans)
+        return tuple(sum(end - start for start, end in rank_spans) for rank_spans in self.spans)
 
     @functools.cached_property
     def period(self) -> float | None:
@@ -113,13 +113,13 @@ class Simulation:
 
         Ranks begin and end at different times; a step that follows at once would fill the time before and after.
         """
-        spans = sum(order[-1][1] - order[0][0] for order in self.spans)
-        return 1 - sum(self.busy) / spans
+        own_seconds = sum(rank_spans[-1][1] - rank_spans[0][0] for rank_spans in self.spans)
+        return 1 - sum(self.busy) / own_seconds
 
     @property
     def idle(self) -> tuple[float, ...]:
         """Seconds that each rank idles between its first start and its last end."""
-        return tuple(order[-1][1] - order[0][0] - busy for order, busy in zip(self.spans, self.busy, strict=True))
+        return tuple(spans[-1][1] - spans[0][0] - busy for spans, busy in zip(self.spans, self.busy, strict=True))
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -140,9 +140,9 @@ class Simulation:
         peaks = []
         for rank in range(self.schedule.ranks):
             stages = self.schedule.stages_of(rank)
-            byte_counts = [stash[stage] for stage in stages] + [pending[stage] for stage in stages]
-            moments = self.schedule.waiting(rank)
-            peaks.append(max(sum(map(operator.mul, counts, byte_counts), 0.0) for counts in moments))
+            activation_bytes = [stash[stage] for stage in stages] + [pending[stage] for stage in stages]
+            moments = self.schedule.activation_counts(rank)
+            peaks.append(max(sum(map(operator.mul, counts, activation_bytes), 0.0) for counts in moments))
         return tuple(peaks)
 
     def __str__(self) -> str:
@@ -163,15 +163,15 @@ def simulate(schedule: Schedule, costs: Costs, machine: MachineModel = "neighbou
     """
     costs.check(schedule)
     starts = {"dataflow": _dataflow, "neighbour": _neighbour}[machine](schedule, costs)
-    orders = []
+    spans_by_rank = []
     for order in schedule.orders:
         spans = ((starts[action], starts[action] + costs.seconds(action.kind, action.stage)) for action in order)
-        orders.append(tuple(spans))
-    return Simulation(schedule, costs, machine, tuple(orders))
+        spans_by_rank.append(tuple(spans))
+    return Simulation(schedule, costs, machine, tuple(spans_by_rank))
 
 
 def _dataflow(schedule: Schedule, costs: Costs) -> dict[Action, float]:
-    """When each action starts if ranks wait for their inputs alone."""
+    """The second at which each action starts if ranks wait for their inputs alone."""
     free_at = [0.0] * schedule.ranks
     starts, ends = {}, {}
     for action in ticks(schedule):  # in the order of ticks, inputs come first
@@ -186,7 +186,7 @@ def _dataflow(schedule: Schedule, costs: Costs) -> dict[Action, float]:
 
 
 def _neighbour(schedule: Schedule, costs: Costs) -> dict[Action, float]:
-    """When each action starts if ranks exchange messages with both neighbours."""
+    """The second at which each action starts if ranks exchange messages with both neighbours."""
     table = TickTable(schedule)
     seconds = [costs.seconds(*key) for key in table.passes]
     starts = table.starts(seconds, costs.links or (0.0,) * schedule.ranks)

@@ -64,9 +64,9 @@ class TickTable:
                     if len(links) > 1:
                         raise UserError(
                             f"schedule {schedule.name}: {action} on rank {rank} needs {source} of rank "
-                            f"{schedule.rank(source)}, which is no neighbour on the ring of {schedule.ranks}, and the "
-                            "executor sends to neighbours alone; place neighbouring stages on neighbouring ranks "
-                            "(separate programs, the dataflow machine, could send it)"
+                            f"{schedule.rank(source)}, which is no neighbour on the ring of {schedule.ranks} ranks, "
+                            "but the executor sends to neighbours alone: place neighbouring stages on neighbouring "
+                            "ranks (the dataflow machine, of separate programs, sends to any rank)"
                         )
                     if links:
                         self.sends[last_row_of_tick[tick_of[source]]] = True
@@ -75,7 +75,12 @@ class TickTable:
         self.crossings = tuple(sorted(crossings))
 
     def starts(self, passes: Sequence[float], links: Sequence[float]) -> list[list[float]]:
-        """The time when each rank begins each row, row by row, under one set of costs, in the form of `Clock.path`."""
+        """The seconds at which each rank begins each row, row by row.
+
+        Args:
+            passes: seconds of each of `passes`.
+            links: seconds of a message between ranks r and r + 1.
+        """
         seconds, ranks = [*passes, 0.0], self.schedule.ranks
         times, starts = [0.0] * ranks, []
         for row, sends in zip(self.rows, self.sends, strict=True):

@@ -29,9 +29,9 @@ class Actions:
         tables: the schedule, with the number of slots.
         stage: stage function, as in `execute`.
         weights: weights of this device's chunks, leaves (v, ...), marked as varying over the manual axes.
-        shared: weights that every stage may read, marked likewise.
-        batch: microbatches, leaves (m, ...), marked likewise.
-        key: random key for the stage, marked likewise.
+        shared: weights that every stage may read, marked as varying.
+        batch: microbatches, leaves (m, ...), marked as varying.
+        key: random key for the stage, marked as varying.
         x: shapes of the message between stages.
         manual: the manual axes.
         readers: stages that read `shared`; `None`: all may.
@@ -75,7 +75,7 @@ class Actions:
         return state
 
     def run_kind(self, kind: int, state: CarriedState, row: TableRow, x: Any, g: Any) -> tuple[CarriedState, Any]:
-        """The action of a tick of one kind, without a branch: an idle device drops its results.
+        """Run the action of a tick of one kind, without a branch: an idle device drops its results.
 
         Args:
             kind: code of the tick's kind.
@@ -88,13 +88,13 @@ class Actions:
             The state, and the message to send.
         """
         # the inputs of idle devices are zeros, so that their results are finite where possible
-        live = row["kind"] != IDLE
-        return self._action(kind, state, row, where(live, x), where(live, g), live)
+        is_live = row["kind"] != IDLE
+        return self._action(kind, state, row, where(is_live, x), where(is_live, g), is_live)
 
     def run_switch(
         self, kinds: Sequence[int], state: CarriedState, row: TableRow, messages: Any
     ) -> tuple[CarriedState, Any]:
-        """The action of a tick, by a branch for each kind; each branch reads its own operands.
+        """Run the action of a tick, by a branch for each kind; each branch reads its own operands.
 
         Args:
             kinds: codes of the kinds that occur in the table.
@@ -115,70 +115,70 @@ class Actions:
         return lax.switch(jnp.asarray(branch_of_kind)[row["kind"]], branches, state, messages)
 
     def _action(
-        self, kind: int, state: CarriedState, row: TableRow, x: Any, g: Any, live: Any
+        self, kind: int, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any
     ) -> tuple[CarriedState, Any]:
-        """The action of one kind; `live` is `None`, or whether the device works in this tick."""
+        """Run the action of one kind; `is_live` is whether the device works in this tick, `None` if it always does."""
         if kind == IDLE:
             return state, jax.tree.map(jnp.zeros_like, x)
         name, last_stage = KINDS[kind - 1], self.tables.schedule.stages - 1
-        run = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._inner, Kind.W: self._outer}[name]
+        run = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._i_half, Kind.W: self._w_half}[name]
         with jax.named_scope(f"pipeline_{name.value}"):
-            return run(state, row, where(row["stage"] > 0, x), where(row["stage"] < last_stage, g), live)
+            return run(state, row, where(row["stage"] > 0, x), where(row["stage"] < last_stage, g), is_live)
 
-    def _forward(self, state: CarriedState, row: TableRow, x: Any, g: Any, live: Any) -> tuple[CarriedState, Any]:
-        """F: adds the sums, keeps the stash, and sends the output."""
+    def _forward(self, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any) -> tuple[CarriedState, Any]:
+        """F: return the state with the stash kept and the sums added, and the output, which is the message to send."""
         del g
         y, sums, stash = self._passes.forward(self._context(row), x)
-        new_state = {**state, "sums": jax.tree.map(_add, state["sums"], _masked(live, sums))}
+        new_state = {**state, "sums": jax.tree.map(_add, state["sums"], _masked(is_live, sums))}
         if "kept" in state:
-            new_state["kept"] = self._write(state["kept"], row["residual"], stash, live)
+            new_state["kept"] = self._write(state["kept"], row["residual"], stash, is_live)
         return new_state, y
 
-    def _backward(self, state: CarriedState, row: TableRow, x: Any, g: Any, live: Any) -> tuple[CarriedState, Any]:
-        """B: adds gradients of weights and shared weights, and sends that of the input."""
+    def _backward(self, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any) -> tuple[CarriedState, Any]:
+        """B: return the state with the gradients of all weights added, and the input's gradient as the message."""
         stash = read(state["kept"], row["residual"])
 
         def run(sums: CarriedState, reads: bool) -> tuple[CarriedState, Any]:
             """The sums with the gradients added, those of `shared` only if `reads`, and the gradient of the input."""
             weight_gradients, shared_gradients, dx = self._passes.backward(self._context(row), x, stash, g)
-            sums = self._add_weights(sums, row, weight_gradients, live)
-            return (self._add_shared(sums, shared_gradients, live) if reads else sums), dx
+            sums = self._add_weights(sums, row, weight_gradients, is_live)
+            return (self._add_shared(sums, shared_gradients, is_live) if reads else sums), dx
 
-        sums, dx = self._with_shared(run, {name: state[name] for name in ("weights", "shared")}, row, live)
+        sums, dx = self._with_shared(run, {name: state[name] for name in ("weights", "shared")}, row, is_live)
         return {**state, **sums}, dx
 
-    def _inner(self, state: CarriedState, row: TableRow, x: Any, g: Any, live: Any) -> tuple[CarriedState, Any]:
-        """I: adds gradients of the shared weights, keeps the values for W, and sends the gradient of the input."""
+    def _i_half(self, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any) -> tuple[CarriedState, Any]:
+        """I: return the state with the values for W kept and gradients of `shared` added, and the input's gradient."""
         stash = read(state["kept"], row["residual"])
 
         def run(sums: CarriedState, reads: bool) -> tuple[CarriedState, Any]:
             """The sums, with gradients of `shared` added only if `reads`, the gradient of the input, and the cut."""
-            shared_gradients, dx, cut = self._passes.inner(self._context(row), x, stash, g)
-            return (self._add_shared(sums, shared_gradients, live) if reads else sums), (dx, cut)
+            shared_gradients, dx, cut = self._passes.input_half(self._context(row), x, stash, g)
+            return (self._add_shared(sums, shared_gradients, is_live) if reads else sums), (dx, cut)
 
-        sums, (dx, cut) = self._with_shared(run, {"shared": state["shared"]}, row, live)
-        return {**state, **sums, "cut": self._write(state["cut"], row["cut"], cut, live)}, dx
+        sums, (dx, cut) = self._with_shared(run, {"shared": state["shared"]}, row, is_live)
+        return {**state, **sums, "cut": self._write(state["cut"], row["cut"], cut, is_live)}, dx
 
     def _with_shared(
-        self, run: Callable[[CarriedState, bool], Any], sums: CarriedState, row: TableRow, live: Any
+        self, run: Callable[[CarriedState, bool], Any], sums: CarriedState, row: TableRow, is_live: Any
     ) -> Any:
         """Call `run` on the sums; it adds gradients of `shared` only on stages that read `shared`.
 
         On other stages these gradients are zeros as large as embedding and head, and would take longer to make and add
         than the stage. In a program without branches (`run_kind`) they are added on every stage.
         """
-        if all(self._reads_shared) or live is not None:
+        if all(self._reads_shared) or is_live is not None:
             return run(sums, True)
         branches = [lambda sums, reads=reads: self._vary(run(sums, reads)) for reads in (True, False)]
         return lax.cond(jnp.asarray(self._reads_shared)[row["stage"]], *branches, sums)
 
-    def _outer(self, state: CarriedState, row: TableRow, x: Any, g: Any, live: Any) -> tuple[CarriedState, Any]:
-        """W: adds gradients of the weights, and sends zeros, which no device reads."""
+    def _w_half(self, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any) -> tuple[CarriedState, Any]:
+        """W: return the state with the gradients of the weights added, and zeros, a message that no device reads."""
         stash, cut = read(state["kept"], row["residual"]), read(state["cut"], row["cut"])
-        weight_gradients = self._passes.outer(self._context(row), x, stash, g, cut)
-        return self._add_weights(state, row, weight_gradients, live), jax.tree.map(jnp.zeros_like, x)
+        weight_gradients = self._passes.weight_half(self._context(row), x, stash, g, cut)
+        return self._add_weights(state, row, weight_gradients, is_live), jax.tree.map(jnp.zeros_like, x)
 
-    def _add_weights(self, state: CarriedState, row: TableRow, gradients: Any, live: Any) -> CarriedState:
+    def _add_weights(self, state: CarriedState, row: TableRow, gradients: Any, is_live: Any) -> CarriedState:
         """The state with gradients added to the sums of their chunk."""
 
         def add(total: Any, gradient: Any, primal: Any) -> Any:
@@ -188,20 +188,20 @@ class Actions:
                 return _add(total, gradient[None])
             return write(total, row["chunk"], _add(read(total, row["chunk"]), gradient))
 
-        return {**state, "weights": jax.tree.map(add, state["weights"], _masked(live, gradients), self.weights)}
+        return {**state, "weights": jax.tree.map(add, state["weights"], _masked(is_live, gradients), self.weights)}
 
-    def _add_shared(self, state: CarriedState, gradients: Any, live: Any) -> CarriedState:
+    def _add_shared(self, state: CarriedState, gradients: Any, is_live: Any) -> CarriedState:
         """The state with gradients of the shared weights added to their sums."""
 
         def add(total: Any, gradient: Any, primal: Any) -> Any:
             return _add(total, gradient) if differentiable(primal) else total
 
-        return {**state, "shared": jax.tree.map(add, state["shared"], _masked(live, gradients), self.shared)}
+        return {**state, "shared": jax.tree.map(add, state["shared"], _masked(is_live, gradients), self.shared)}
 
-    def _write(self, pool: Any, slot: Any, value: Any, live: Any) -> Any:
+    def _write(self, pool: Any, slot: Any, value: Any, is_live: Any) -> Any:
         """The pool with a value in a slot; an idle device writes back the old value."""
-        if live is not None:
-            value = jax.tree.map(lambda new, old: jnp.where(live, new, old), value, read(pool, slot))
+        if is_live is not None:
+            value = jax.tree.map(lambda new, old: jnp.where(is_live, new, old), value, read(pool, slot))
         return write(pool, slot, value)
 
     def _context(self, row: TableRow) -> StageContext:
@@ -220,11 +220,11 @@ def _add(total: Any, value: Any) -> Any:
     return total + value.astype(total.dtype)
 
 
-def _masked(live: Any, tree: Any) -> Any:
-    """The tree, or zeros if the device is idle; if `live` is `None`, it is never idle."""
-    if live is None:
+def _masked(is_live: Any, tree: Any) -> Any:
+    """The tree, or zeros if the device is idle; with `is_live` `None` it is never idle."""
+    if is_live is None:
         return tree
-    return jax.tree.map(lambda leaf: leaf if leaf.dtype == jax.dtypes.float0 else jnp.where(live, leaf, 0), tree)
+    return jax.tree.map(lambda leaf: leaf if leaf.dtype == jax.dtypes.float0 else jnp.where(is_live, leaf, 0), tree)
 
 
 def _check(message: Any, objective: Any, x: Any) -> None:

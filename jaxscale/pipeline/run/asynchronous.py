@@ -28,7 +28,7 @@ from jax import lax
 from jaxscale.errors import UserError
 from jaxscale.pipeline.run.passes import At, FromInput, FromResiduals, StageContext, StageFunction
 from jaxscale.pipeline.run.pipemare import Remedies, delay_of
-from jaxscale.pipeline.run.pools import WAYS, empty, gradients, read, shifted, vary, where, write, zeros
+from jaxscale.pipeline.run.pools import WAYS, empty, exchange, gradients, read, vary, where, write, zeros
 from jaxscale.pipeline.run.stream import COLUMNS, Stream
 
 InFlightArrays = dict[str, Any]
@@ -53,7 +53,7 @@ over the group of microbatches. It may reduce over manual axes other than the pi
 
 
 class Advanced(NamedTuple):
-    """The result of a call.
+    """The result of a call of `Asynchronous.advance` or `Asynchronous.drain`.
 
     Args:
         parameters: the newest parameters of this stage.
@@ -101,12 +101,12 @@ class Asynchronous:
     def __post_init__(self) -> None:
         if self.remedies.correction is not None and not self.stream.newest:
             raise UserError(
-                f"schedule {self.stream.name}: got a correction of the weights of backwards, but its backwards use "
-                "those of their forwards; expected it with pipemare alone"
+                f"schedule {self.stream.name}: got a correction of the weights of backwards, expected none: its "
+                "backwards use the weights of their forwards; only pipemare takes a correction"
             )
 
     def fill(self, parameters: Any, batch: Any, key: Any) -> InFlightArrays:
-        """An empty pipe, for calls with batches like this one.
+        """Make the state of an empty pipe, for calls with batches like this one.
 
         Args:
             parameters: the initial parameters.
@@ -189,7 +189,7 @@ class Asynchronous:
             carry = {name: value for name, value in state.items() if name not in ("tick", "messages", "boxes")}
 
             def branch(action: Callable[..., tuple[Any, Any]], state: Any, messages: Any) -> Any:
-                """The state after an action, and its message."""
+                """Run an action, and return the new state and the message to send."""
                 # each branch reads its own operands, or a TPU moves the pool into its fast memory for all of them
                 x = where(lax.axis_index(self.axis) > 0, read(messages, row["x"]))
                 g = where(lax.axis_index(self.axis) < stream.ranks - 1, read(messages, row["g"]))
@@ -197,7 +197,7 @@ class Asynchronous:
 
             branches = [functools.partial(branch, action) for action in (_idle, self._forward, self._backward)]
             carry, message = lax.switch(kind, branches, carry, messages)
-            boxes = {way: shifted(message, self.axis, stream.ranks, way) for way in WAYS}
+            boxes = {way: exchange(message, self.axis, stream.ranks, way) for way in WAYS}
             return self._vary({**carry, "tick": now + 1, "messages": messages, "boxes": boxes}), None
 
         state, _ = lax.scan(tick, state, None, length=ticks)
@@ -205,7 +205,7 @@ class Asynchronous:
         return Advanced(parameters, optimizer, jax.tree.map(lambda leaf: leaf[None], state), sums)
 
     def _forward(self, passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: Any) -> tuple[Any, Any]:
-        """F: adds the sums, keeps the stash, and sends the output."""
+        """F: return the state with the stash kept and the sums added, and the output, which is the message to send."""
         del g
         with jax.named_scope("pipeline_F"):
             y, sums, stash = passes.forward(self._row_context(state, row, self._weights_of(state, row)), x)
@@ -213,7 +213,7 @@ class Asynchronous:
         return {**state, "sums": total, "kept": write(state["kept"], row["kept"], stash)}, y
 
     def _backward(self, passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: Any) -> tuple[Any, Any]:
-        """B: adds or applies the gradients of this stage, and sends that of the input."""
+        """B: return the state with this stage's gradients added or applied, and the input's gradient as the message."""
         stage = lax.axis_index(self.axis)
         weights = self._weights_of(state, row)
         if self.remedies.correction is not None:
@@ -230,24 +230,24 @@ class Asynchronous:
         state = {**state, "gradients": jax.tree.map(jnp.add, state["gradients"], increments)}
 
         def update(state: dict[str, Any]) -> dict[str, Any]:
-            """The state after the update, with zero gradients."""
+            """Apply the update, and return the new state, with zero gradients."""
             new_state = self._apply_update(state, row, state["gradients"])
             return self._vary({**new_state, "gradients": jax.tree.map(jnp.zeros_like, new_state["gradients"])})
 
         return lax.cond(row["updates"] == 1, update, lambda state: self._vary(state), state), dx
 
     def _apply_update(self, state: dict[str, Any], row: dict[str, Any], totals: Any) -> dict[str, Any]:
-        """The state after an update of this stage by the totals of its gradients."""
+        """Update this stage by the totals of its gradients, and return the new state."""
         stage, number = lax.axis_index(self.axis), row["microbatch"] // self.stream.group
-        old, delay = state["parameters"], delay_of(self.stream.delays, stage)
+        old_parameters, delay = state["parameters"], delay_of(self.stream.delays, stage)
         with jax.named_scope("pipeline_U"):
-            new, optimizer = self.update(old, totals, state["optimizer"], UpdateAt(stage, number))
-            new = self.remedies.rescheduled(old, new, delay, number)
-            state = {**state, "parameters": new, "optimizer": optimizer}
+            new_parameters, optimizer = self.update(old_parameters, totals, state["optimizer"], UpdateAt(stage, number))
+            new_parameters = self.remedies.rescheduled(old_parameters, new_parameters, delay, number)
+            state = {**state, "parameters": new_parameters, "optimizer": optimizer}
             if self.remedies.correction is not None:
-                state["change"] = self.remedies.followed(state["change"], old, new, delay)
+                state["change"] = self.remedies.followed(state["change"], old_parameters, new_parameters, delay)
             if self._has_copies:
-                copy = jax.tree.map(lambda leaf: leaf[0], self._compute_weights(new))
+                copy = jax.tree.map(lambda leaf: leaf[0], self._compute_weights(new_parameters))
                 state["versions"] = write(state["versions"], row["writes"], copy)
         return state
 
@@ -302,7 +302,7 @@ class Asynchronous:
 
 
 def _idle(passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: Any) -> tuple[Any, Any]:
-    """An idle tick; no device reads its message."""
+    """Idle: return the state unchanged, and a message of zeros, which no device reads."""
     del passes, row, g
     return state, jax.tree.map(jnp.zeros_like, x)
 

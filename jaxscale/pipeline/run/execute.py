@@ -24,7 +24,7 @@ from jaxscale.errors import UserError
 from jaxscale.pipeline.run.actions import Actions
 from jaxscale.pipeline.run.passes import At, StageFunction
 from jaxscale.pipeline.run.phases import phases
-from jaxscale.pipeline.run.pools import empty, read, shifted, vary, write, zeros
+from jaxscale.pipeline.run.pools import empty, exchange, read, vary, write, zeros
 from jaxscale.pipeline.run.tables import MESSAGES, Tables
 from jaxscale.trees import named_leaves
 
@@ -113,19 +113,21 @@ def execute(
 
 
 def _tick(tables: Tables, actions: Actions, axis: str, manual: Sequence[str]) -> _Tick:
-    """The function of one tick, `tick(state, row, travels, kinds) -> state`.
+    """Make the function of one tick, `tick(state, row, travels, kinds) -> state`.
 
     `travels` has, for each direction with messages, whether one travels at the end of the tick; `kinds` the codes of
     the kinds that the tick may have.
     """
 
     def send(message: Any, way: str, travels: Any) -> Any:
-        """A message to the neighbour; `travels` is the same on all devices, so they exchange together or not at all."""
+        """Send a message to a neighbour if `travels`, and return the one that arrives; otherwise return `message`.
 
-        shift = functools.partial(shifted, axis=axis, ranks=tables.schedule.ranks, way=way)
+        `travels` is the same on all devices, so that they exchange messages together or not at all.
+        """
+        exchange_tree = functools.partial(exchange, axis=axis, ranks=tables.schedule.ranks, way=way)
         if isinstance(travels, bool):
-            return shift(message) if travels else message
-        return lax.cond(travels, shift, lambda tree: tree, message)
+            return exchange_tree(message) if travels else message
+        return lax.cond(travels, exchange_tree, lambda tree: tree, message)
 
     def tick(state: Any, row: Any, travels: Mapping[str, Any], kinds: Sequence[int]) -> Any:
         messages = state["messages"]
@@ -145,7 +147,10 @@ def _tick(tables: Tables, actions: Actions, axis: str, manual: Sequence[str]) ->
 
 
 def _one_loop(tables: Tables, tick: _Tick, rows: Any, state: Any) -> Any:
-    """One loop over all ticks, with a branch for each kind; a direction used in every tick needs no gate."""
+    """Run all ticks in one loop, with a branch for each kind, and return the last state.
+
+    A gate has, for each tick, whether messages of a direction travel; a direction used in every tick needs none.
+    """
     gates = {way: jnp.asarray(flags) for way, flags in tables.travels.items() if not flags.all()}
 
     def step(state: Any, xs: Any) -> tuple[Any, None]:
@@ -156,7 +161,7 @@ def _one_loop(tables: Tables, tick: _Tick, rows: Any, state: Any) -> Any:
 
 
 def _few_loops(tables: Tables, tick: _Tick, rows: Any, state: Any) -> Any:
-    """A loop for each phase of a lock-step table, with the kinds of its motif unrolled."""
+    """Run a loop for each phase of a lock-step table, its motif's kinds unrolled, and return the last state."""
     start = 0
     for motif, repeats in phases(tables):
         span = slice(start, start + repeats * len(motif))
@@ -185,5 +190,5 @@ def _check(tables: Tables, weights: Any, batch: Any, lowering: Lowering) -> None
     if lowering == "phased" and not tables.lockstep:
         raise UserError(
             f"schedule {schedule.name} has ticks in which some devices go forward and others backward: expected one "
-            "kind a tick for the lowering 'phased'; take lockstep or gpipe, or the lowering 'switch'"
+            "kind a tick for the lowering 'phased'; use lockstep or gpipe, or the lowering 'switch'"
         )

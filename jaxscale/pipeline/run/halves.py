@@ -30,7 +30,7 @@ SUM = "reduce_sum"
 
 
 class Crossing(NamedTuple):
-    """An array that crosses: its shape, its type and the manual axes that it varies over."""
+    """An array that crosses between the halves: its shape, its type and the manual axes that it varies over."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -60,43 +60,44 @@ class _Placement(NamedTuple):
     """A step, the halves it runs in and, if it is divided, its own halves and the numbers of its crossing values."""
 
     step: Step
-    first: bool
-    second: bool
+    in_first: bool
+    in_second: bool
     halves: Halves | None = None
     cut: tuple[int, ...] = ()
 
 
 def program_halves(
-    closed: Any,
+    jaxpr: Any,
     first: Sequence[bool],
     second: Sequence[bool],
     hidden: Sequence[bool] | None = None,
     unready: Sequence[bool] | None = None,
 ) -> Halves:
-    """The halves of a jaxpr.
+    """Divide a jaxpr into its halves.
 
     Args:
-        closed: a closed jaxpr, or an open one without constants.
+        jaxpr: a closed jaxpr, or an open one without constants.
         first: for each output, whether the first half makes it.
         second: for each output, whether the second half makes it; an output of neither half is not computed.
         hidden: for each input, whether the second half cannot read it.
         unready: for each input, whether the first half cannot read it.
     """
-    program = inline(closed if hasattr(closed, "jaxpr") else ClosedJaxpr(closed, ()))
-    consts = list(getattr(closed, "consts", ()))
+    program = inline(jaxpr if hasattr(jaxpr, "jaxpr") else ClosedJaxpr(jaxpr, ()))
+    consts = list(getattr(jaxpr, "consts", ()))
     inputs = program.inputs[len(consts) :]
     hidden_inputs = _selected(inputs, hidden or [False] * len(inputs))
     unready_inputs = _selected(inputs, unready or [False] * len(inputs))
     first_outputs, second_outputs = _selected(program.outputs, first), _selected(program.outputs, second)
     # values that the second half can make from its inputs by cheap steps
-    cheap = set(program.inputs) - hidden_inputs
+    cheap_values = set(program.inputs) - hidden_inputs
     for step in program.steps:
-        if step.primitive in CHEAP and _inputs(step) <= cheap:
-            cheap.update(_outputs(step))
+        if step.primitive in CHEAP and _inputs(step) <= cheap_values:
+            cheap_values.update(_outputs(step))
     first_values = _closure(program, first_outputs)
     if first_values:
-        first_values |= _closure(program, _early_sums(program, first_values, second_outputs, cheap, unready_inputs))
-    ready = first_values | set(program.inputs) - unready_inputs
+        early_sums = _early_sums(program, first_values, second_outputs, cheap_values, unready_inputs)
+        first_values |= _closure(program, early_sums)
+    ready_values = first_values | set(program.inputs) - unready_inputs
 
     second_values, placements = set(second_outputs), []
     fresh_numbers = itertools.count(len(program.avals))
@@ -107,13 +108,13 @@ def program_halves(
         only_late = [needed and not made for needed, made in zip(late_flags, early_flags, strict=True)]
         if not any(early_flags) and not any(only_late):
             continue
-        halves, inner_cut = None, ()
+        halves, step_cut = None, ()
         if step.primitive in RULES and not all(early_flags) and not all(only_late):
-            unready_flags = [isinstance(atom, int) and atom not in ready for atom in step.inputs]
+            unready_flags = [isinstance(atom, int) and atom not in ready_values for atom in step.inputs]
             halves = RULES[step.primitive](step, early_flags, only_late, unready_flags)
         if halves is not None:
-            inner_cut = tuple(next(fresh_numbers) for _ in halves.cut)
-            cut |= zip(inner_cut, halves.cut, strict=True)
+            step_cut = tuple(next(fresh_numbers) for _ in halves.cut)
+            cut |= zip(step_cut, halves.cut, strict=True)
             second_values |= _selected(step.inputs, halves.reads_second)
             in_second = any(only_late)
         elif any(only_late) and any(early_flags):
@@ -124,7 +125,7 @@ def program_halves(
             second_values |= _inputs(step)
         else:
             needed = [number for number in _outputs(step) if number in second_values]
-            missing = _inputs(step) - cheap - second_values
+            missing = _inputs(step) - cheap_values - second_values
             in_second = bool(needed) and step.primitive in CHEAP and _bytes(program, missing) <= _bytes(program, needed)
             if in_second:
                 second_values |= _inputs(step)
@@ -132,24 +133,24 @@ def program_halves(
             for number, early in zip(step.outputs, early_flags, strict=True):
                 if early and number is not None and number in second_values:
                     cut[number] = _crossing(program.avals[number])
-        placements.append(_Placement(step, any(early_flags), in_second, halves, inner_cut))
+        placements.append(_Placement(step, any(early_flags), in_second, halves, step_cut))
     hidden_reads = (number for number in inputs if number in hidden_inputs and number in second_values)
     cut |= {number: _crossing(program.avals[number]) for number in hidden_reads}
     placements.reverse()
 
     def run(half: int, arguments: Sequence[Any], crossed: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
-        """The outputs of a half, and all its values by number."""
+        """Run a half, and return its outputs and all its values by number."""
         values = dict(zip(program.inputs, [*consts, *arguments], strict=True))
         values |= dict(zip(cut if half else (), crossed, strict=True))
         for placement in placements:
-            if not (placement.first, placement.second)[half]:
+            if not (placement.in_first, placement.in_second)[half]:
                 continue
             step, operands = placement.step, [_read(values, atom) for atom in placement.step.inputs]
             if placement.halves is None:
                 results = operands if step.primitive == "name" else rebind(step.eqn, operands)
             elif half == 0:
-                results, inner_crossed = placement.halves.first(operands)
-                values.update(zip(placement.cut, inner_crossed, strict=True))
+                results, step_crossed = placement.halves.first(operands)
+                values.update(zip(placement.cut, step_crossed, strict=True))
             else:
                 results = placement.halves.second(operands, [values[number] for number in placement.cut])
             values.update((n, v) for n, v in zip(step.outputs, results, strict=True) if n is not None and v is not None)
@@ -157,13 +158,13 @@ def program_halves(
         return outputs, values
 
     def run_first(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The outputs of the first half, and the values that cross."""
+        """Run the first half, and return its outputs and the values that cross."""
         outputs, values = run(0, arguments, ())
         return outputs, [values[number] for number in cut]
 
     first_reads = set(cut) | first_outputs
     for placement in placements:
-        if placement.first:
+        if placement.in_first:
             step, halves = placement.step, placement.halves
             first_reads |= _inputs(step) if halves is None else _selected(step.inputs, halves.reads_first)
     reads_first = tuple(number in first_reads for number in inputs)
@@ -185,12 +186,12 @@ def _early_sums(
     for step in program.steps:
         if not any(_membership(step.outputs, needed)) or any(_membership(step.outputs, first_values)):
             continue
-        available = all(atom in bases for atom in _inputs(step))
+        is_available = all(atom in bases for atom in _inputs(step))
         base: set[int] = set().union(*(bases.get(atom, ()) for atom in _inputs(step)))
-        if available and step.primitive == SUM:
+        if is_available and step.primitive == SUM:
             bases[_outputs(step)[0]] = set()
             candidates[_outputs(step)[0]] = base
-        elif available and step.primitive in CHEAP:
+        elif is_available and step.primitive in CHEAP:
             bases |= dict.fromkeys(_outputs(step), base)
         else:
             crossing |= base
@@ -222,10 +223,12 @@ def _scan(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
     carry_span = consts, consts + carried
     no_outputs = [False] * len(first)
     early_carry, late_carry = list(first[:carried]), list(second[:carried])
+    # carries of the first half: those of its outputs, and until no new one is found, those that it reads for them
     while True:
         reads = program_halves(body, [*early_carry, *first[carried:]], no_outputs).reads_first[slice(*carry_span)]
         if early_carry == (early_carry := [a or b for a, b in zip(early_carry, reads, strict=True)]):
             break
+    # the same for the second half, among the other carries
     while True:
         late_carry = [a and not b for a, b in zip(late_carry, early_carry, strict=True)]
         halves = program_halves(
@@ -248,11 +251,11 @@ def _scan(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
         operands: Sequence[Any],
         crossed: Sequence[Any],
     ) -> tuple[list[Any], list[Any]]:
-        """One of the two scans: its outputs and the stacked values that cross."""
+        """Run one of the two scans, and return its outputs and the stacked values that cross."""
         readable = _masked(operands, reads)
 
         def run_body(state: list[Any], xs: Any) -> Any:
-            """One iteration of a half of the body."""
+            """Run one iteration of a half of the body."""
             slices, crossed_slices = xs
             outputs, cut = half([*readable[:consts], *state, *slices], crossed_slices)
             return outputs[:carried], (outputs[carried:], cut)
@@ -303,8 +306,9 @@ def _cond(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
         def branch(halves: Halves, slots: list[int], values: list[Any]) -> tuple[list[Any], list[Any]]:
             outputs, crossed = halves.first(values)
             by_slot = dict(zip(slots, crossed, strict=True))
-            filled = [by_slot[i] if i in by_slot else jnp.zeros(*crossing[:2]) for i, crossing in enumerate(cut)]
-            return outputs, [vary(value, tuple(crossing.varying)) for value, crossing in zip(filled, cut, strict=True)]
+            # other branches' slots are filled with zeros
+            arrays = [by_slot[i] if i in by_slot else jnp.zeros(*crossing[:2]) for i, crossing in enumerate(cut)]
+            return outputs, [vary(array, tuple(crossing.varying)) for array, crossing in zip(arrays, cut, strict=True)]
 
         branches = [functools.partial(branch, *pair) for pair in zip(branch_halves, slot_lists, strict=True)]
         return jax.lax.switch(operands[0], branches, _masked(operands[1:], reads_first))
@@ -325,7 +329,7 @@ def _checkpoint(step: Step, first: Sequence[bool], second: Sequence[bool], unrea
     halves = program_halves(step.eqn.params["jaxpr"], first, second, None, unready)
 
     def run(half: Callable[..., Any], operands: Sequence[Any], reads: Sequence[bool], crossed: Sequence[Any]) -> Any:
-        """One half, as a checkpointed program of the operands that it reads and the values that cross."""
+        """Run a half as a checkpointed program of the operands that it reads and the values that cross."""
         readable = [value for value, flag in zip(operands, reads, strict=True) if flag]
 
         def run_half(*arrays: Any) -> Any:

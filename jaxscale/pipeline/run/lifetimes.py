@@ -24,10 +24,10 @@ class Life(NamedTuple):
     Args:
         column: name of the table's column for its slot: `x` for an input message, `g` for an incoming gradient,
             `residual` for the stash of a forward, `cut` for the values from I to W.
-        stage: stage of the action that reads it.
-        microbatch: microbatch of the action that reads it.
-        first: first tick, in which it enters its slot.
-        last: last tick, in which its last reader runs.
+        stage: stage of the action that reads the value.
+        microbatch: microbatch of the action that reads the value.
+        first: first tick, in which the value enters its slot.
+        last: last tick, in which the last action that reads the value runs.
     """
 
     column: Literal["x", "g", "residual", "cut"]
@@ -79,9 +79,9 @@ def lifetimes(schedule: Schedule, tick_of: Mapping[Action, int], stash: Stash) -
 
 
 def allocate(intervals: Iterable[Interval]) -> tuple[Mapping[Hashable, int], int]:
-    """First fit over lifetimes: a slot is free again in the first tick in which its value is no longer read.
+    """Allocate slots by first fit: a slot is free again in the first tick in which its value is no longer read.
 
-    For intervals this takes the fewest slots possible: as many as values are alive at once.
+    For intervals, first fit takes the fewest slots possible: as many as values are alive at once.
 
     Args:
         intervals: (first tick, tick after the last, name) of each value.

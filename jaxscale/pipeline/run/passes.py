@@ -5,8 +5,8 @@ backward. `FromResiduals` remembers the residuals of `jax.vjp`, except those tha
 weights and functions of the weights alone (a cast copy), the microbatch, the key. Any `jax.checkpoint` inside the stage
 reduces the residuals.
 
-Both also have a backward in two halves for zero-bubble schedules: `inner`, the gradients of the input and of the shared
-weights, and `outer`, those of the stage's own weights.
+Both also have a backward in two halves for zero-bubble schedules: `input_half`, the gradients of the input and of the
+shared weights, and `weight_half`, those of the stage's own weights.
 """
 
 from collections.abc import Callable, Collection
@@ -65,7 +65,7 @@ class FromInput:
     hosted: tuple[bool, ...] = ()
     """For each value of `kept`, whether it lies on the host between forward and backward."""
     cut: tuple[Any, ...] = ()
-    """Shapes of the values that the inner half of a backward leaves for the outer half."""
+    """Shapes of the values that the input half of a backward leaves for the weight half."""
 
     def __init__(self, stage: StageFunction, vary: Vary) -> None:
         self._stage, self._vary = stage, vary
@@ -81,13 +81,13 @@ class FromInput:
         weight_gradients, shared_gradients, dx = self._pull(lambda w, s, x: (w, s, x), context, x, g)
         return weight_gradients, shared_gradients, gradients(dx, x)
 
-    def inner(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-        """Gradients of shared weights and input, and the values for the outer half."""
+    def input_half(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+        """Gradients of shared weights and input, and the values for the weight half."""
         del stash
         shared_gradients, dx = self._pull(lambda w, s, x: (s, x), context, x, g)
         return shared_gradients, gradients(dx, x), ()
 
-    def outer(self, context: StageContext, x: Any, stash: Any, g: Any, cut: Any) -> Any:
+    def weight_half(self, context: StageContext, x: Any, stash: Any, g: Any, cut: Any) -> Any:
         """Gradients of the weights."""
         del stash, cut
         (weight_gradients,) = self._pull(lambda w, s, x: (w,), context, x, g)
@@ -200,21 +200,21 @@ class FromResiduals:
         (weight_gradients, shared_gradients), dx = self._gradients(context, stash, g)
         return weight_gradients, shared_gradients, gradients(dx, x)
 
-    def inner(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-        """As `FromInput.inner`; reads no input."""
+    def input_half(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+        """As `FromInput.input_half`; reads no input."""
         assert self._halves is not None
         (shared_gradients, dx), cut = self._halves.first(context, list(stash), g)
         return shared_gradients, gradients(dx, x), cut
 
-    def outer(self, context: StageContext, x: Any, stash: Any, g: Any, cut: Any) -> Any:
-        """As `FromInput.outer`; reads neither input nor incoming gradient."""
+    def weight_half(self, context: StageContext, x: Any, stash: Any, g: Any, cut: Any) -> Any:
+        """As `FromInput.weight_half`; reads neither input nor incoming gradient."""
         assert self._halves is not None
         return self._halves.second(cut, context, list(stash), g)
 
     def _gradients_by_half(self, context: StageContext, stash: Any, g: Any) -> tuple[Any, Any]:
         """The gradients ((shared, dx), weights).
 
-        If those of `shared` were in the outer half, gradients of logits would wait in slots of all ranks.
+        If those of `shared` were in the weight half, gradients of logits would wait in slots of all ranks.
         """
         (weight_gradients, shared_gradients), dx = self._gradients(context, stash, g)
         return (shared_gradients, dx), weight_gradients

@@ -22,9 +22,9 @@ def phases(tables: Tables) -> tuple[tuple[tuple[int, ...], int], ...]:
         (((1,), 11), ((2,), 11))
     """
     kinds = tuple(int(row.max()) for row in tables.columns["kind"])
-    motifs_and_repeats = []
-    start = 0
+    motifs_and_repeats, start = [], 0
     while start < len(kinds):
+        # the motif that covers most ticks by repetition; if none repeats, a single kind
         motif, repeats = max(
             ((kinds[start : start + width], _repeats(kinds, start, width)) for width in range(1, _LONGEST + 1)),
             key=lambda phase: len(phase[0]) * phase[1] if phase[1] > 1 else len(phase[0]) == 1,

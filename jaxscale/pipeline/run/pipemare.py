@@ -59,7 +59,7 @@ class Remedies:
         return jnp.float32(1 + delay) ** -exponent
 
     def rescheduled(self, old: Any, new: Any, delay: Any, update: Any) -> Any:
-        """The weights after an update from `old` to `new` that is scaled by `scale`."""
+        """The weights after rescheduling: `old`, plus the change from `old` to `new` scaled by `scale`."""
         if not self.anneal:
             return new
         scale = self.scale(delay, update)

@@ -24,8 +24,8 @@ def vary(tree: Any, axes: Sequence[str]) -> Any:
     """
 
     def mark(leaf: Any) -> Any:
-        missing = tuple(axis for axis in axes if axis not in varying_axes(leaf))
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+        missing_axes = tuple(axis for axis in axes if axis not in varying_axes(leaf))
+        return lax.pcast(leaf, missing_axes, to="varying") if missing_axes else leaf
 
     return jax.tree.map(mark, tree)
 
@@ -51,8 +51,8 @@ def zeros(tree: Any, dtype: Any = None) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype or leaf.dtype), tree)
 
 
-def shifted(message: Any, axis: str, ranks: int, way: str) -> Any:
-    """The message that the neighbour in the direction `way` sends at the same time."""
+def exchange(message: Any, axis: str, ranks: int, way: str) -> Any:
+    """Send a message to the neighbour where it arrives as `way`, and return the message that arrives here as `way`."""
     route = [(rank, (rank + WAYS[way]) % ranks) for rank in range(ranks)]
     return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, route), message)
 

@@ -51,12 +51,12 @@ class Division:
         return tree_bytes(self.cut)
 
     def first(self, *args: Any) -> tuple[Any, tuple[Any, ...]]:
-        """The first results, and the crossing values."""
+        """Run the first half, and return the first results and the crossing values."""
         outputs, cut = self.halves.first(self._leaves(args))
         return jax.tree.unflatten(self.trees[1], outputs[: self.trees[1].num_leaves]), tuple(cut)
 
     def second(self, cut: Sequence[Any], *args: Any) -> Any:
-        """The second results, from the crossing values and the arguments."""
+        """Run the second half from the crossing values and the arguments, and return the second results."""
         outputs = self.halves.second(self._leaves(args), cut)
         return jax.tree.unflatten(self.trees[2], outputs[self.trees[1].num_leaves :])
 
@@ -68,7 +68,7 @@ class Division:
 
 
 def divide(function: Callable[..., tuple[Any, Any]], *args: Any, kept: Any = True) -> Division:
-    """The halves of `function(*args) -> (first, second)`: one half makes `first`, the other `second`.
+    """Divide `function(*args) -> (first, second)` into halves: one half makes `first`, the other `second`.
 
     Args:
         function: function of arrays that JAX can trace. For the backward of a stage, `first` is the gradient of its
@@ -89,10 +89,10 @@ def divide(function: Callable[..., tuple[Any, Any]], *args: Any, kept: Any = Tru
         ((True, False, True), (False, True, False))
     """
     tree = jax.tree.structure(args)
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    first, second = (jax.tree.structure(result_shapes) for result_shapes in shapes)
-    is_first = [True] * first.num_leaves + [False] * second.num_leaves
-    hidden = [not flag for flag in jax.tree.leaves(jax.tree.broadcast(kept, args))]
-    halves = program_halves(closed, is_first, [not flag for flag in is_first], hidden)
+    closed_jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    first_tree, second_tree = (jax.tree.structure(result_shapes) for result_shapes in shapes)
+    is_first = [True] * first_tree.num_leaves + [False] * second_tree.num_leaves
+    is_hidden = [not flag for flag in jax.tree.leaves(jax.tree.broadcast(kept, args))]
+    halves = program_halves(closed_jaxpr, is_first, [not flag for flag in is_first], is_hidden)
     cut = tuple(jax.ShapeDtypeStruct(crossing.shape, crossing.dtype) for crossing in halves.cut)
-    return Division(cut, halves.reads_first, halves.reads_second, halves, (tree, first, second))
+    return Division(cut, halves.reads_first, halves.reads_second, halves, (tree, first_tree, second_tree))

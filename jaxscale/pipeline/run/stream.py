@@ -24,7 +24,7 @@ from jaxscale.pipeline.ticks import ticks
 from jaxscale.pipeline.versions import lives, ring, uses
 
 COLUMNS = ("kind", "microbatch", "updates", "x", "g", "kept", "from_left", "from_right", "reads", "writes")
-"""Columns of a row: the action, its microbatch and slots; whether an update follows, and the slot that it writes."""
+"""Columns of a row: action, microbatch, slots, whether an update follows, and the slot that the update writes."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -96,8 +96,8 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
         )
     tick_of = ticks(schedule, forward_only=forward_only)
     lives = lifetimes(schedule, tick_of, stash)
-    received = [life for life in lives if life.column in ("x", "g")]
-    message_slots, messages = allocate_by_rank(schedule, received)
+    message_lives = [life for life in lives if life.column in ("x", "g")]
+    message_slots, messages = allocate_by_rank(schedule, message_lives)
     residual_slots, residuals = allocate_by_rank(schedule, [life for life in lives if life.column == "residual"])
     cut_slots, cuts = allocate_by_rank(schedule, [life for life in lives if life.column == "cut"])
     rows, ranks = 1 + max(tick_of.values()), schedule.ranks
@@ -120,10 +120,10 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
         for name, number in cell.items():
             columns[name][tick, rank] = number
     travels = {way: np.zeros(rows, bool) for way in MESSAGES}
-    for life in received:
+    for life in message_lives:
         route = schedule.routes[schedule.route[life.microbatch]]
         rank, sender = route[life.stage], route[life.stage + (-1 if life.column == "x" else 1)]
-        way = _way(schedule, sender, rank, right=life.column == "x")
+        way = _way(schedule, sender, rank, goes_right=life.column == "x")
         assert columns[way][life.first, rank] == messages, (schedule.name, way, life.first, rank)
         columns[way][life.first, rank] = message_slots[life.name]
         travels[way][life.first - 1] = way != "to_self"
@@ -131,16 +131,19 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
     return Tables(schedule, stash, columns, travels, messages, residuals, cuts)
 
 
-def _way(schedule: Schedule, sender: int, rank: int, *, right: bool) -> str:
-    """The origin of a message at its rank; of two ranks each is left and right of the other, so `right` decides."""
+def _way(schedule: Schedule, sender: int, rank: int, *, goes_right: bool) -> str:
+    """The origin of a message, seen from the rank that receives it.
+
+    Of two ranks each is left and right of the other: then `goes_right`, true for messages to the next stage, decides.
+    """
     if sender == rank:
         return "to_self"
-    after, before = (sender + 1) % schedule.ranks == rank, (sender - 1) % schedule.ranks == rank
-    if not (after or before):
+    is_after, is_before = (sender + 1) % schedule.ranks == rank, (sender - 1) % schedule.ranks == rank
+    if not (is_after or is_before):
         raise UserError(
             f"schedule {schedule.name} sends from rank {sender} to rank {rank}: expected neighbours on a ring of "
             f"{schedule.ranks}; place neighbouring stages on neighbouring ranks"
         )
-    if after and before:
-        return "from_left" if right else "from_right"
-    return "from_left" if after else "from_right"
+    if is_after and is_before:
+        return "from_left" if goes_right else "from_right"
+    return "from_left" if is_after else "from_right"

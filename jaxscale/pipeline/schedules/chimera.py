@@ -1,9 +1,9 @@
 """Chimera: two pipelines through the same devices, in opposite directions (Li and Hoefler, 2021, arXiv:2107.06925).
 
 Every rank holds two stages, s and p-1-s: two copies of the model. Of every p microbatches the first half goes down the
-ranks and the second half up, in slots that never meet. Bubble (p-2)/(2m+p-2) where a backward costs a forward, and
-(k+1)(p-2)/(k(4p-2)+p-2) where it costs two, m = kp; p/2+1 to p activations. Left out: the paper's variants for large
-m (forward doubling, backward halving).
+ranks and the second half up, in slots that never meet. Bubble (p-2)/(2m+p-2) if a backward takes as long as a forward,
+and (k+1)(p-2)/(k(4p-2)+p-2) for m = kp if it takes twice as long; p/2+1 to p activations. Left out: the paper's
+variants for large m (forward doubling, backward halving).
 """
 
 from collections.abc import Iterator

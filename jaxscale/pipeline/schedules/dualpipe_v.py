@@ -1,9 +1,9 @@
 """DualPipe-V: half of DualPipe, two stages a rank, forwards beside backwards (DeepSeek, 2025).
 
 From the order of github.com/deepseek-ai/DualPipe. A forward of one stage and a backward of the other stand side by
-side, so that the messages of one can travel under the other; weight gradients are apart only where that fills a ramp.
-At most 2p+1 activations of half a rank each. It is made for m >= 2p; with fewer microbatches the order is the
-same without the missing ones.
+side, so that the messages of one can travel under the other; weight gradients are actions of their own only where they
+fill a ramp. At most 2p+1 activations of half a rank each. The order is made for m >= 2p; with fewer microbatches it is
+the same without the missing microbatches.
 """
 
 from jaxscale.pipeline.builders import SlotPhase, vee
@@ -19,7 +19,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
         microbatches: m, any number of microbatches; the order is made for 2p or more.
     """
 
-    def phases(rank: int, count: int) -> tuple[SlotPhase, ...]:
+    def phases_of(rank: int, count: int) -> tuple[SlotPhase, ...]:
         ranks_below = ranks - 1 - rank
         turns = ["1", "0"] * (rank + 1)
         return (
@@ -34,7 +34,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
             ("W", rank + 1),
         )
 
-    return vee("dualpipe-v", ranks, microbatches, phases, least=2 * ranks, most=2 * ranks + 1)
+    return vee("dualpipe-v", ranks, microbatches, phases_of, least=2 * ranks, most=2 * ranks + 1)
 
 
 METHOD = Method("dualpipe-v", "forwards beside backwards, stages down and up again", dualpipe_v, chunks=2)

@@ -40,13 +40,13 @@ def lockstep(ranks: int, microbatches: int, chunks: int) -> Schedule:
         microbatches: m, any number of microbatches.
         chunks: v, number of stages per rank; rank r has the stages r, p + r, 2p + r, ...
     """
-    largest_group = max(ranks, len(groups(ranks, microbatches)[0]))
-    waiting = (chunks - 1) * largest_group
+    group_turns = max(ranks, len(groups(ranks, microbatches)[0]))
+    waiting_activations = (chunks - 1) * group_turns
     return single_route(
         "lockstep",
         by_slot(ranks, _cells(ranks, microbatches, chunks)),
         microbatches,
-        bound=(min(waiting + 2 * (ranks - rank) - 1, chunks * microbatches) for rank in range(ranks)),
+        bound=(min(waiting_activations + 2 * (ranks - rank) - 1, chunks * microbatches) for rank in range(ranks)),
         route=(*range(ranks),) * chunks,
         cycle=(Kind.F, Kind.B),
     )

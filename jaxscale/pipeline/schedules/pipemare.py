@@ -1,8 +1,8 @@
 """PipeMare: PipeDream without weight stashing (Yang et al., 2021, arXiv:1910.05124).
 
-The order of PipeDream, but one version of the weights: a backward linearises at the newest, not at those its forward
-read. The executor adds what makes this converge: learning rates that depend on the delay, and a correction of the
-weights that backwards read.
+The order of PipeDream, but one version of the weights: a backward linearises at the newest weights, not at those that
+its forward read. The executor adds what makes this converge: learning rates that depend on the delay, and a correction
+of the weights that backwards read.
 """
 
 import dataclasses

@@ -1,7 +1,8 @@
 """ZB-H1: 1F1B with the weight gradients where the bubble was (Qi et al., 2024, arXiv:2401.10241).
 
-Weight gradients of stage s follow s microbatches behind its input gradients, so every stage holds the p activations of
-1F1B's first. For m >= p the bubble takes (p-1) max(F+I-W, I, F) seconds: a third of 1F1B's when F = I = W.
+Weight gradients of stage s follow s microbatches behind its input gradients, so every stage holds p activations, as
+many as the first stage of 1F1B. For m >= p the bubble takes (p-1) max(F+I-W, I, F) seconds: a third of 1F1B's when
+F = I = W.
 """
 
 from jaxscale.pipeline.action import Action
@@ -16,7 +17,7 @@ def delayed(ranks: int, microbatches: int, reach: int) -> tuple[tuple[Action, ..
     Args:
         ranks: p, number of ranks.
         microbatches: m, number of microbatches.
-        reach: 1 (ZB-H1) or 2 (ZB-H2).
+        reach: number of forwards before the first backward, for each later stage: 1 (ZB-H1) or 2 (ZB-H2).
     """
     orders = []
     for stage in range(ranks):

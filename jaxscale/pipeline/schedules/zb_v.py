@@ -2,7 +2,7 @@
 
 The published order, made for F = I = W: with m >= 2p-1 no rank idles within its own span, and the makespan has
 (p-1) F/2 seconds of bubble (F of a rank's two stages together). At most 2p activations of half a rank each: as much as
-the first stage of 1F1B. With fewer microbatches the order is the same without the missing ones.
+the first stage of 1F1B. With fewer microbatches the order is the same without the missing microbatches.
 """
 
 from jaxscale.pipeline.builders import SlotPhase, vee
@@ -18,7 +18,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
         microbatches: m, any number of microbatches; there is no bubble from 2p-1 on.
     """
 
-    def phases(rank: int, count: int) -> tuple[SlotPhase, ...]:
+    def phases_of(rank: int, count: int) -> tuple[SlotPhase, ...]:
         ranks_below = ranks - 1 - rank
         return (
             ("F0", 2 * ranks_below + 1),
@@ -32,7 +32,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
             ("W0", rank),
         )
 
-    return vee("zb-v", ranks, microbatches, phases, least=2 * ranks - 1, most=2 * ranks)
+    return vee("zb-v", ranks, microbatches, phases_of, least=2 * ranks - 1, most=2 * ranks)
 
 
 METHOD = Method("zb-v", "zero bubble, stages down and up again", zb_v, chunks=2)

@@ -30,20 +30,20 @@ class BlockCodes(TwoPhase):
         if self.block < 2 or self.block % 2:
             raise UserError(f"block: got {self.block}, expected an even number of elements >= 2")
 
-    def multiple(self, elements: int) -> int:
-        """The length of a block, or that of a smaller chunk, rounded up to whole bytes."""
+    def divisor(self, elements: int) -> int:
+        """The length of a block; for a shorter chunk, its own length, made even so that codes fill whole bytes."""
         return min(self.block, elements + elements % 2)
 
     def _bits(self) -> int:
         """Number of bits of a code."""
         return self.width
 
-    def encode(self, chunks: Array, filled: Array, key: Key | None) -> Coded:
-        """The codes and scales of some chunks."""
+    def encode(self, chunks: Array, filled_counts: Array, key: Key | None) -> Coded:
+        """Encode chunks as codes and scales."""
         return integers.encode(chunks, self._bits(), min(self.block, chunks.shape[-1]), key if self.random else None)
 
     def decode(self, message: Coded, elements: int) -> Array:
-        """The chunks that a message encodes, float32."""
+        """Decode a message to chunks, float32 (chunks, elements)."""
         return integers.decode(message, self._bits())
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.errors import UserError
-from jaxscale.replicas.codec import CodecState, computed_once
+from jaxscale.replicas.codec import CodecState, compute_once
 from jaxscale.replicas.codecs.topk import TopK
 from jaxscale.typing import Array, Key
 
@@ -46,7 +46,7 @@ class DGC(TopK):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.feedback:
-            raise UserError("feedback: got false, expected true: DGC needs its residual; use topk without feedback")
+            raise UserError("feedback: got false, expected true: DGC needs its residual; topk works without feedback")
         if not 0 <= self.momentum < 1:
             raise UserError(f"momentum: got {self.momentum}, expected a number in [0, 1)")
         if self.clip is not None and self.clip <= 0:
@@ -60,9 +60,9 @@ class DGC(TopK):
             norm = jnp.sqrt(jnp.sum(jnp.square(gradient)))
             gradient = gradient * jnp.minimum(1.0, self.clip / lax.axis_size(axis) ** 0.5 / jnp.maximum(norm, 1e-30))
         momentum = self.momentum * state["momentum"] + gradient
-        owed = state["residual"] + momentum
-        message = computed_once(self.encode(owed.reshape(-1), None))
+        accumulated_momentum = state["residual"] + momentum  # v of the module's docstring; momentum is u
+        message = compute_once(self.encode(accumulated_momentum.reshape(-1), None))
         sent_ones = message._replace(values=jnp.ones_like(message.values))
-        mean = self.mean(message, owed.size, axis).reshape(owed.shape)
-        unsent_mask = 1.0 - self.decode(sent_ones, owed.size).reshape(owed.shape)
-        return mean, {"residual": owed * unsent_mask, "momentum": momentum * unsent_mask}
+        mean = self.exchange(message, gradient.size, axis).reshape(gradient.shape)
+        unsent_mask = 1.0 - self.decode(sent_ones, gradient.size).reshape(gradient.shape)
+        return mean, {"residual": accumulated_momentum * unsent_mask, "momentum": momentum * unsent_mask}

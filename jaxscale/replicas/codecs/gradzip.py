@@ -46,25 +46,25 @@ class GradZip(LowRank):
             raise UserError(f"ridge: got {self.ridge}, expected 1e-6 (below it float32 is too inexact) to 1")
 
     def left(self, product: Float[Array, "rows rank"], q: Float[Array, "columns rank"], axis: str) -> Array:
-        """The mean of the least-squares P, for a given Q."""
+        """Solve for P, given Q, by this device's least squares, and return its mean over the axis."""
         return lax.pmean(self._least_squares(product, q), axis)
 
     def right(self, product: Float[Array, "columns rank"], p: Float[Array, "rows rank"], axis: str) -> Array:
-        """The mean of the least-squares Q, for a given P."""
+        """Solve for Q, given P, by this device's least squares, and return its mean over the axis."""
         return lax.pmean(self._least_squares(product, p), axis)
 
     def _least_squares(self, product: Array, factor: Array) -> Array:
-        """product (factor^T factor + r I)^-1."""
+        """The least-squares solution with the ridge r: product (factor^T factor + r I)^-1."""
         gram = times(factor.T, factor)
-        power = jnp.trace(gram) / self.rank
+        mean_squared_norm = jnp.trace(gram) / self.rank
         # scaled to a mean of 1, so that gradients of any magnitude stay within the range of float32
-        scaled_gram = gram / jnp.maximum(power, 2.0**-100) + self.ridge * jnp.eye(self.rank)
+        scaled_gram = gram / jnp.maximum(mean_squared_norm, 2.0**-100) + self.ridge * jnp.eye(self.rank)
         solution = _solved(scaled_gram, product.T).T
-        return solution / jnp.maximum(power, 2.0**-100)
+        return solution / jnp.maximum(mean_squared_norm, 2.0**-100)
 
 
 @one_by_one
-def _solved(matrix: Array, right: Array) -> Array:
-    """The solution X of `matrix @ X = right`, for a symmetric positive definite matrix."""
+def _solved(matrix: Array, right_side: Array) -> Array:
+    """The solution X of `matrix @ X = right_side`, for a symmetric positive definite matrix."""
     lower = jnp.linalg.cholesky(matrix, symmetrize_input=False)
-    return jax.scipy.linalg.cho_solve((lower, True), right)
+    return jax.scipy.linalg.cho_solve((lower, True), right_side)

@@ -42,18 +42,18 @@ class OneBit(TwoPhase):
 
     name: ClassVar[str] = "onebit"
 
-    def multiple(self, elements: int) -> int:
+    def divisor(self, elements: int) -> int:
         """The number of signs in a byte, so that chunks are whole bytes."""
         return BYTE
 
-    def encode(self, chunks: Array, filled: Array, key: Key | None) -> Signs:
-        """The signs of some chunks, eight to a byte, and their scales."""
-        scale = jnp.sqrt(jnp.sum(jnp.square(chunks), -1) / jnp.maximum(filled, 1))
+    def encode(self, chunks: Array, filled_counts: Array, key: Key | None) -> Signs:
+        """Encode chunks as signs, eight to a byte, and a scale for each chunk."""
+        scale = jnp.sqrt(jnp.sum(jnp.square(chunks), -1) / jnp.maximum(filled_counts, 1))
         bits = (chunks >= 0).astype(jnp.uint8).reshape(len(chunks), BYTE, -1)
         return Signs(jnp.sum(bits << _bit_positions(), 1, dtype=jnp.uint8), scale)
 
     def decode(self, message: Signs, elements: int) -> Array:
-        """The chunks that a message encodes: plus or minus the scale."""
+        """Decode a message to chunks, float32 (chunks, elements): plus or minus the chunk's scale."""
         signs = ((message.bits[:, None] >> _bit_positions()) & 1).astype(jnp.float32) * 2 - 1
         return signs.reshape(-1, elements) * message.scale[:, None]
 

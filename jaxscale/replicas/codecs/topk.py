@@ -77,7 +77,7 @@ class TopK(OnePhase):
         Array([ 0. , -5. ,  0. ,  2. ,  0.1], dtype=float32)
         >>> TopK(0.0001)
         Traceback (most recent call last):
-        jaxscale.errors.UserError: fraction 0.0001 of blocks of 1024 is no element: give block=16384
+        jaxscale.errors.UserError: fraction 0.0001 of 1024 elements rounds to no element: use block=16384
     """
 
     name: ClassVar[str] = "topk"
@@ -97,7 +97,7 @@ class TopK(OnePhase):
         if self.block is not None and round(self.fraction * self.block) < 1:
             least_block = 2 ** math.ceil(math.log2(1 / self.fraction))
             remedy = f"block={least_block}" if least_block <= OFFSETS else "block=none"
-            raise UserError(f"fraction {self.fraction} of blocks of {self.block} is no element: give {remedy}")
+            raise UserError(f"fraction {self.fraction} of {self.block} elements rounds to no element: use {remedy}")
         if self.warmup < 0:
             raise UserError(f"warmup: got {self.warmup}, expected a number of steps >= 0")
 
@@ -108,8 +108,8 @@ class TopK(OnePhase):
 
     def encode(self, flat: Float[Array, "elements"], key: Key | None) -> Kept:
         """The elements of largest magnitude of each block, and their offsets."""
-        blocks, block, count = self.sizes(flat.size)
-        rows = jnp.pad(flat, (0, blocks * block - flat.size)).reshape(blocks, block)
+        block_count, block, count = self.sizes(flat.size)
+        rows = jnp.pad(flat, (0, block_count * block - flat.size)).reshape(block_count, block)
         if self.block is None:
             if listening():
                 note(Explanation("top_k", target(), "reference", {}, "kernels are of blocks, and this is a whole leaf"))
@@ -120,9 +120,9 @@ class TopK(OnePhase):
 
     def decode(self, message: Kept, elements: int) -> Float[Array, "elements"]:
         """The leaf with the elements of a message, and zeros elsewhere."""
-        blocks, block, _ = self.sizes(elements)
-        positions = jnp.arange(blocks)[:, None] * block + message.offsets.astype(jnp.int32)
-        flat = jnp.zeros(blocks * block, jnp.float32)
+        block_count, block, _ = self.sizes(elements)
+        positions = jnp.arange(block_count)[:, None] * block + message.offsets.astype(jnp.int32)
+        flat = jnp.zeros(block_count * block, jnp.float32)
         return flat.at[positions].set(message.values, unique_indices=True, mode="promise_in_bounds")[:elements]
 
     def fractions(self) -> tuple[float, ...]:

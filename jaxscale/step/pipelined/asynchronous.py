@@ -1,10 +1,10 @@
-"""AsyncPipeline: the train step of a pipeline whose stages update their weights at different times, and never wait.
+"""AsyncPipeline: the train step of a pipeline whose stages update at different times, and never wait for one another.
 
 A pipeline has p stages, one on each rank (device of the pipe axis), and runs in ticks: in one tick every stage does one
 forward or backward pass of a microbatch. A step feeds the microbatches of one batch, and runs the ticks until the next
 batch may enter (`pipeline.asynchronous`). Its loss is the mean over the forward passes that reach the last stage in
-these ticks. In PipeDream and PipeMare, whose batch is one microbatch, they belong to batches that entered up to p - 1
-steps before. The loss of a step in which no forward pass gets there is NaN.
+these ticks. In PipeDream and PipeMare, whose batch is one microbatch, these passes belong to batches that entered up to
+p - 1 steps before. If no forward pass reaches the last stage in a step, the loss of the step is NaN.
 
 Each stage clips its own gradients, watches for bad steps (a non-finite or spiking gradient skips that stage's update),
 applies a codec, and counts its updates for the learning rate. Gradients are means over the batch, so the weight of the
@@ -58,29 +58,29 @@ from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import Array, Batch, Key, PyTree
 
 IN_FLIGHT = "in_flight"
-"""Name of this `StateExtra`; a step with another plan, or under another version of JAX, ignores a saved one."""
+"""Name of this `StateExtra`. A saved one is ignored by a step with another plan, or under another version of JAX."""
 OWN = PartitionSpec(MANUAL)
 """Placement of arrays whose first dim has an entry for each device."""
 Flight: TypeAlias = dict[str, PyTree]
-"""The state in flight: that of the executor ("pipe"), and three entries for each stage.
+"""The state in flight: "pipe", the state of the executor of ticks, and three entries of each stage.
 
-"free" is optimizer state that has no parameter's shape, such as counts; "watch" the watch for bad steps; "codes" the
-state of the codec, with the number of updates.
+"free" is the optimizer state that has no parameter's shape, such as counts. "watch" is the stage's watch for bad steps.
+"codes" is the state of its codec, with the number of updates.
 """
 Parameters: TypeAlias = tuple[Named, Named]
 """Parameters of one stage, with a first dim of 1: those of its layers, and its copies of the shared ones."""
 Carry: TypeAlias = dict[str, PyTree]
 """State of one stage within a step: "free", "watch" and "codes" as in `Flight`, and three more entries.
 
-"owned" is optimizer state of parameters' shapes; "squares" the sum of the squared gradient norms of this step's
-updates; "sent" the bytes that a codec has sent in this step.
+"owned" is the optimizer state that has a parameter's shape. "squares" is the sum of the squared gradient norms of this
+step's updates. "sent" is the number of bytes that a codec has sent in this step.
 """
 Scaled: TypeAlias = tuple[Microbatch, Array]
 """One microbatch or several, and the factor by which the loss of each is scaled."""
 CORRECTION = 0.135
-"""PipeMare's D, the decay of its discrepancy correction, by its theory: exp(-2)."""
+"""PipeMare's D, the decay of its discrepancy correction; its theory gives exp(-2)."""
 ANNEAL = 4
-"""PipeMare's rescheduling of the learning rate fades over a fourth of a run by default."""
+"""By default PipeMare's rescheduling of the learning rate fades over a run's steps divided by this number."""
 
 
 class AsyncPipeline:
@@ -124,13 +124,13 @@ class AsyncPipeline:
         synchronous_steps = self.plan.synchronous_steps
         start_text = f"the first {synchronous_steps} steps are synchronous, then " if synchronous_steps else ""
         axes = " x ".join(axis for axis in ("sequence", "tensor") if self.layout.mesh.shape[axis] > 1)
-        copies_text = f"; what is in flight lies whole on every device along {axes}" if axes else ""
+        copies_text = f"; every device along {axes} holds all that is in flight" if axes else ""
         if self.stream.newest and (plan.memory.rule != "none" or plan.stages_keep == "input"):
             age_text += ", and recomputation reads newer weights than the forward pass did"
         return f"{self.asked}: {start_text}{age_text}; each stage{clip_text} skips bad updates by itself{copies_text}"
 
     def _remedies(self) -> Remedies:
-        """PipeMare's remedies for old gradients: set by the plan; by default as published, and for PipeMare alone."""
+        """PipeMare's remedies for old gradients, as the plan sets them; by default as published, for PipeMare alone."""
         plan, pipemare, steps = self.plan, self.stream.newest, self.planned.experiment.steps
         anneal = steps // ANNEAL if pipemare and plan.anneal is None else plan.anneal or 0
         correction = CORRECTION if pipemare and plan.correction is None else plan.correction
@@ -160,7 +160,7 @@ class AsyncPipeline:
         """The executor of the pipeline's ticks, inside the region that is manual over `MANUAL`."""
         stage = self.synchronous.stage(self.synchronous.loss, lambda loss: loss.total + loss.penalty)
 
-        def scaled(
+        def scaled_stage(
             stacked: Named, shared: Named, x: PyTree, microbatch: Scaled, at: At, key: Key
         ) -> tuple[PyTree, Array, PyTree]:
             rows, scale = microbatch
@@ -173,7 +173,7 @@ class AsyncPipeline:
         x = jax.eval_shape(before, stacked, shared, rows, key, jnp.int32(0))
         return Asynchronous(
             self.stream,
-            scaled,
+            scaled_stage,
             self._update,
             x,
             compute=None if self.planned.plan.precision == "float32" else self._computed,
@@ -185,7 +185,7 @@ class AsyncPipeline:
     def _update(
         self, parameters: Parameters, gradients: Parameters, carry: Carry, at: UpdateAt
     ) -> tuple[Parameters, Carry]:
-        """Update one stage: sum its gradients over the data axes, check that they are good, clip and apply them."""
+        """Sum one stage's gradients over the data axes, check, clip and apply them; return the new values."""
         del at
         unsummed = {PIPE_AXIS} if self.codec is None else {PIPE_AXIS, REPLICA_AXIS}
         axes = [axis for axis in MANUAL if axis not in unsummed]  # a codec sums the gradients of replicas
@@ -197,14 +197,14 @@ class AsyncPipeline:
             stacked, shared = ({name: reduced[name] for name in names} for names in (stacked, shared))
         means = self.synchronous.joined(stacked, shared)
         norm = optax.tree.norm(means)
-        good, watch = carry["watch"].judge(norm, norm, self.planned.experiment.guard)
+        is_good, watch = carry["watch"].judge(norm, norm, self.planned.experiment.guard)
         if codec is not None:
-            states = jax.tree.map(lambda new, old: jnp.where(good, new, old), states, codes["states"])
+            states = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), states, codes["states"])
             codes = {"states": states, "updates": codes["updates"] + 1}
             carry = {**carry, "sent": carry["sent"] + codec.wire_bytes_at(carry["codes"]["updates"])}
         state_leaves = [carry["owned" if owner else "free"][i] for i, owner in enumerate(self._owners)]
         params = self.synchronous.joined(*jax.tree.map(lambda leaf: leaf[0], parameters))
-        params, state = self.advance(means, self._optimizer.unflatten(state_leaves), params, norm, good)
+        params, state = self.advance(means, self._optimizer.unflatten(state_leaves), params, norm, is_good)
         owned, free = self._divided(jax.tree.leaves(state))
         squares = carry["squares"] + jnp.square(norm)
         carry |= {"owned": owned, "free": free, "watch": watch, "codes": codes, "squares": squares}
@@ -213,7 +213,10 @@ class AsyncPipeline:
     def _reduced(
         self, codec: GradientExchange, gradients: Named, states: PyTree, updates: Array
     ) -> tuple[Named, PyTree]:
-        """One stage's gradients averaged over the replicas by the codec, whose kernels need all mesh axes manual."""
+        """Average one stage's gradients over the replicas by the codec; return the means and the codec's new states.
+
+        The kernels of a codec need a region that is manual over all mesh axes.
+        """
         return jax.shard_map(
             lambda gradients, states, updates: codec.inside(gradients, states, updates, (REPLICA_AXIS,)),
             mesh=jax.sharding.get_abstract_mesh(),
@@ -231,7 +234,7 @@ class AsyncPipeline:
     # -- the state -----------------------------------------------------------------------------------------------------
 
     def in_flight(self, state: TrainState) -> Flight:
-        """An empty pipeline, whose stages have made as many updates as a train state has steps."""
+        """The state in flight of an empty pipeline, whose stages have made as many updates as `state` has steps."""
 
         def body(stacked: Named, shared: Named, free: dict[int, Array], watch: Watch, updates: Array) -> Flight:
             parameters = jax.tree.map(lambda leaf: leaf[None], stacked), shared
@@ -260,7 +263,7 @@ class AsyncPipeline:
     # -- one batch -----------------------------------------------------------------------------------------------------
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """The state after the ticks of one batch, and the metrics `loss`, `grad_norm` and `weight` of these ticks.
+        """Run the ticks of one batch; return the state after them, and their metrics `loss`, `grad_norm` and `weight`.
 
         `grad_norm` is the norm of all gradients by which stages made updates, taken together; 0 if there were none.
         With a codec there are also `wire_bytes`, of the device that sends most, and `residual_norm`, over all stages.
@@ -271,18 +274,18 @@ class AsyncPipeline:
         return jax.lax.cond(state.step < synchronous_steps, self._waiting, self._streamed, state, dict(batch))
 
     def _waiting(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """A synchronous step, after which the pipeline is empty."""
+        """Take a synchronous step, after which the pipeline is empty; return the next state and the metrics."""
         loss, gradients, _ = self.synchronous.gradients(self.newest(state), batch)
         gradients = self.held.in_rows(self.planned.pure_model.in_layers(gradients))
         gradients = jax.lax.with_sharding_constraint(gradients, self.layout.masters)
-        mean, norm = loss.total / positive(loss.weight), optax.tree.norm(gradients)
-        good, watch = state.watch.judge(mean, norm, self.planned.experiment.guard)
+        mean_loss, norm = loss.total / positive(loss.weight), optax.tree.norm(gradients)
+        good, watch = state.watch.judge(mean_loss, norm, self.planned.experiment.guard)
         params, optimizer = self.advance(gradients, state.optimizer, state.params, norm, good)
-        after = dataclasses.replace(state, step=state.step + 1, params=params, optimizer=optimizer, watch=watch)
-        metrics: Metrics = {"loss": mean, "grad_norm": norm, "weight": loss.weight}
-        if self.codec is not None:  # which is not used in synchronous steps
+        next_state = dataclasses.replace(state, step=state.step + 1, params=params, optimizer=optimizer, watch=watch)
+        metrics: Metrics = {"loss": mean_loss, "grad_norm": norm, "weight": loss.weight}
+        if self.codec is not None:  # synchronous steps send float32, without the codec
             metrics |= {"residual_norm": jnp.zeros(()), "wire_bytes": jnp.float32(self.codec.exact_bytes)}
-        return dataclasses.replace(after, extra={IN_FLIGHT: self.in_flight(after)}), metrics
+        return dataclasses.replace(next_state, extra={IN_FLIGHT: self.in_flight(next_state)}), metrics
 
     def newest(self, state: TrainState) -> TrainState:
         """The state of a synchronous pipeline with the newest weights, for passes that read no optimizer state."""
@@ -291,7 +294,7 @@ class AsyncPipeline:
         return dataclasses.replace(state, params=self.synchronous.joined(stacked, newest), extra={})
 
     def _streamed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """An asynchronous step: the ticks of one batch, with the updates that stages make in them."""
+        """Run the ticks of one batch, in which stages make their updates; return the next state and the metrics."""
         owned, _ = self._divided(jax.tree.leaves(state.optimizer))
         stacked = {i: not owner or self.planned.pure_model.stacked(owner) for i, owner in enumerate(self._owners)}
         by_stage, whole, by_rows = PartitionSpec(PIPE_AXIS), PartitionSpec(), PartitionSpec(None, BATCH_AXES)
@@ -327,7 +330,7 @@ class AsyncPipeline:
             weights, shared, owned, flight, (loss, norm, codec_metrics) = run(
                 *self.synchronous.split(state.params), owned, state.extra[IN_FLIGHT], microbatches, key
             )
-        # one entry of every stage
+        # devices of a stage hold the same free state and watch: take one device of each stage
         free, watch = jax.tree.map(lambda leaf: leaf.reshape(self.ranks, -1)[:, 0], (flight["free"], flight["watch"]))
         state_leaves = {**owned, **jax.tree.map(lambda leaf: leaf[-1], free)}
         norms = jnp.sqrt(jnp.square(watch.norm).sum())
@@ -386,7 +389,7 @@ class InFlight:
         return dataclasses.replace(state, extra={**extra, self.name: flight})
 
     def parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
-        """As of `StateExtra`: names contain a hash of all that the arrays depend on, so no other plan uses them."""
+        """As of `StateExtra`: names contain a hash of all that the arrays depend on, so no other plan reads them."""
         pipeline, flight = self.pipeline, abstract.extra[self.name]
         shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(flight)]
         planned = pipeline.planned

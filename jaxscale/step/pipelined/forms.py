@@ -12,7 +12,7 @@ In a `layers.Chain` blocks differ, but one program serves all devices: a `lax.sw
 stage's blocks. The parameters of each stage are one flat array, padded to the length of the longest, and a device
 holds only those of its own stages. Messages are flattened too, one array for each dtype, padded to the length of the
 longest. Between steps the parameters of a chain are split over the pipe axis wherever a dim divides. Every device
-gathers each of them once before the loop over ticks, and its gradient is scattered once after the loop.
+gathers each parameter once before the loop over ticks, and scatters its gradient once after the loop.
 
 Not supported for chains, and refused (`recipe/combinations.py`): plans that split the flat array further, that keep
 residuals in slots, whose memory rule depends on all blocks at once, and asynchronous schedules.
@@ -55,7 +55,7 @@ RunBlocks: TypeAlias = Callable[..., PyTree]
 
 
 class Reached(Exception):
-    """Ends the trace of a model early, with the traced value that is wanted of it."""
+    """Ends the trace of a model early, and carries the traced value that the trace was for."""
 
     def __init__(self, value: PyTree) -> None:
         super().__init__("a traced value, on its way out of the model")
@@ -66,7 +66,7 @@ class Reached(Exception):
 class Parts:
     """A model in three functions.
 
-    Each takes (stacked, shared, microbatch, key, stage); `inside` and `behind` take a message `x` before these.
+    Each takes (stacked, shared, microbatch, key, stage); `inside` and `behind` take a message `x` before them.
 
     Args:
         before: returns the message to the first stage.
@@ -80,7 +80,7 @@ class Parts:
 
 
 def with_copies(stages: Stages, chunks: Named) -> Named:
-    """This rank's chunks, and behind them the copies of other ranks' chunks that the schedule runs here."""
+    """Receive the copies of other ranks' chunks that the schedule runs here; return them behind this rank's chunks."""
     for sent, pairs in stages.copies:
         copy = jax.tree.map(lambda leaf, s=sent, p=pairs: jax.lax.ppermute(leaf[s], PIPE_AXIS, p)[None], chunks)
         chunks = jax.tree.map(lambda own, copied: jnp.concatenate([own, copied]), chunks, copy)
@@ -88,15 +88,15 @@ def with_copies(stages: Stages, chunks: Named) -> Named:
 
 
 def added_home(stages: Stages, gradients: Named) -> Named:
-    """Gradients of this rank's chunks, plus those of their copies, which other ranks send home."""
+    """Receive the gradients of copies on other ranks, and return them added to those of this rank's own chunks."""
     count = len(stages.homes[0])
 
     def summed(leaf: Array) -> Array:
-        own = leaf[:count]
+        own_rows = leaf[:count]
         for chunk, (sent, pairs) in enumerate(stages.copies, count):
             of_copy = jax.lax.ppermute(leaf[chunk], PIPE_AXIS, [(copy, home) for home, copy in pairs])
-            own = own.at[sent].add(of_copy)
-        return own
+            own_rows = own_rows.at[sent].add(of_copy)
+        return own_rows
 
     return jax.tree.map(summed, gradients)
 
@@ -104,11 +104,11 @@ def added_home(stages: Stages, gradients: Named) -> Named:
 def _traced_cut(
     planned: PlannedModel, cut: Cut, score: Scored, by_name: Weights, microbatch: Microbatch, key: Key
 ) -> PyTree:
-    """The score of a model with its blocks cut, or the value with which its trace ended early.
+    """Trace a model with its blocks replaced, and return its score, or the value with which the trace ended early.
 
     Args:
         planned: the model under its plan.
-        cut: what runs in place of the model's blocks.
+        cut: the function that runs in place of the model's blocks, and what it needs.
         score: function from the module, a microbatch and the settings of the pass to sums.
         by_name: all parameters, by name.
         microbatch: rows of a batch, and their indices.
@@ -188,22 +188,22 @@ class StackForm:
         return _parts(traced, lambda run, x: x, through, lambda run, x, message: message)
 
     def _gathered(self, params: Params) -> Params:
-        """A block's parameters, gathered from their shards; under ZeRO 3 in both the forward and the backward pass."""
+        """Gather a block's parameters from their shards; under ZeRO 3 in both the forward and the backward pass."""
         planned = self.planned
         paths = [name.split("/") for name in planned.layout.placements if self.is_staged(name)]
-        common = next((n for n in range(min(map(len, paths))) if len({path[n] for path in paths}) > 1), None)
-        prefix = paths[0][:common] if common is not None else paths[0]
+        common_length = next((n for n in range(min(map(len, paths))) if len({path[n] for path in paths}) > 1), None)
+        prefix = paths[0][:common_length] if common_length is not None else paths[0]
         start = len(prefix) - prefix[::-1].index("layers")
         specs = {"/".join(path[start:]): planned.read_spec("/".join(path)) for path in paths}
 
-        def whole(path: KeyPath, leaf: Array) -> Array:
+        def gather(path: KeyPath, leaf: Array) -> Array:
             for dim, axes in enumerate(dim_axes(specs[path_name(path)])):
                 if "fsdp" in axes:
                     # the placement has a first dim for the layers, which one block does not have
                     leaf = jax.lax.all_gather(leaf, "fsdp", axis=dim - 1, tiled=True)
             return leaf
 
-        return jax.tree_util.tree_map_with_path(whole, params)
+        return jax.tree_util.tree_map_with_path(gather, params)
 
     def chunks(self, staged: Named) -> Named:
         """Rows of this rank's stages as (chunks, depth, ...), and behind them its copies of other ranks' stages."""
@@ -211,12 +211,12 @@ class StackForm:
         return with_copies(self.stages, jax.tree.map(lambda leaf: leaf.reshape(-1, depth, *leaf.shape[1:]), staged))
 
     def home(self, gradients: Named) -> Named:
-        """The inverse of `chunks` for gradients: those of copies are sent to the stage's home and added there."""
+        """The inverse of `chunks` for gradients; gradients of copies are sent to the stage's home and added there."""
         return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), added_home(self.stages, gradients))
 
 
 FLAT = "flat"
-"""Name of the one stacked parameter of a chain, which has all weights of a stage in a row."""
+"""Name of the one stacked parameter of a chain; its row for a stage has all weights of the stage, one after another."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,7 +277,7 @@ class MessageForm:
 
     def unpack(self, packed: Mapping[str, Array], boundary: int) -> PyTree:
         """The message at a boundary, from its flat arrays; boundary 0 is before the first stage."""
-        ends = dict.fromkeys(packed, 0)  # of the leaves read so far, by dtype
+        ends = dict.fromkeys(packed, 0)  # end of the leaves read so far in each dtype's array
 
         def leaf(shape: jax.ShapeDtypeStruct) -> Array:
             dtype, size = str(shape.dtype), math.prod(shape.shape)
@@ -288,7 +288,7 @@ class MessageForm:
 
 
 def padded(arrays: Sequence[Array], length: int, dtype: DTypeLike) -> Array:
-    """Flat arrays one behind the other, padded with zeros to a length."""
+    """Flat arrays, concatenated and padded with zeros to a length."""
     padding = length - sum(array.size for array in arrays)
     return jnp.concatenate([*arrays, jnp.zeros((padding,), dtype)])
 
@@ -314,13 +314,13 @@ class ChainForm:
     @functools.cached_property
     def places(self) -> dict[str, StagePlace]:
         """Where each parameter of a block lies in the flat array of its stage, by the parameter's name."""
-        starts, places, sizes = self.stages.starts, {}, [0] * len(self.stages.layers)
+        starts, places, lengths = self.stages.starts, {}, [0] * len(self.stages.layers)
         for name, leaf in named_leaves(self.planned.pure_model.params).items():
             if self.is_staged(name):
                 block = int(name.removeprefix(self._prefix).split("/")[0])
                 stage = sum(start <= block for start in starts) - 1
-                places[name] = StagePlace(stage, sizes[stage], leaf.shape)
-                sizes[stage] = places[name].end
+                places[name] = StagePlace(stage, lengths[stage], leaf.shape)
+                lengths[stage] = places[name].end
         return places
 
     def is_staged(self, name: str) -> bool:

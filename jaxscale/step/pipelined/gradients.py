@@ -107,7 +107,7 @@ class Pipelined:
                 plan = self.planned.plan
                 weights = {name: streamed_weight(plan, at.frozen[name], tie) for name, tie in staged.items()}
             args = (weights, shared, microbatch, key, at.stage)
-            # recomputed in the backward pass, because every stage would need slots for their residuals
+            # recomputed in the backward pass, because otherwise every stage would need slots for their residuals
             before, behind = jax.checkpoint(parts.before), jax.checkpoint(parts.behind)
             x = jax.lax.cond(at.stage == 0, lambda x, *args: before(*args), lambda x, *args: x, x, *args)
             y = parts.inside(x, *args)
@@ -139,18 +139,18 @@ class Pipelined:
         outputs: Specs,
         weights: Params | None = None,
     ) -> R:
-        """Run `pipeline.execute` inside of the `shard_map`.
+        """Run `pipeline.execute` inside of the `shard_map`, and return what `finish` makes of it.
 
         Args:
             tables: actions of each tick.
             stage: the function of a stage, from `self.stage`.
             state: the train state.
             batch: the global batch.
-            finish: function from what `execute` returns to this device's results.
+            finish: function from the value that `execute` returns to this device's results.
             outputs: placements of these results.
             weights: weights of each replica along a first dim; by default all replicas use the state's.
         """
-        own_weights, specs = weights is not None, self._specs("compute")
+        has_own_weights, specs = weights is not None, self._specs("compute")
         if weights is None:
             copies = self._copies(state.params)
         else:
@@ -162,7 +162,7 @@ class Pipelined:
         by_rows = PartitionSpec(None, BATCH_AXES)
 
         def body(staged: Named, frozen: Named | None, shared: Named, batch: Microbatch, key: Key) -> R:
-            if own_weights:
+            if has_own_weights:
                 staged, shared = jax.tree.map(lambda leaf: leaf[0], (staged, shared))
             chunks = self.form.chunks(staged)
             frozen = None if frozen is None else self.form.chunks(frozen)
@@ -194,19 +194,19 @@ class Pipelined:
     def _readers(
         self, x: PyTree, chunk: Named, shared: Named, microbatch: Microbatch, key: Key
     ) -> tuple[int, ...] | None:
-        """The stages that read shared parameters: the first and the last; `None` for all, if blocks read some too."""
+        """The stages that read shared parameters: the first and the last, or `None` (all) if blocks read some."""
         inside = self.form.parts(self.loss).inside
         used = leaves_read(inside, x, chunk, shared, microbatch, key, jnp.int32(0))
         before = len(jax.tree.leaves((x, chunk)))
         return None if any(used[before : before + len(shared)]) else (0, self.stages.schedule.stages - 1)
 
     def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
-        """Sums of the model's loss, all of them arrays."""
+        """Sums of the model's loss, with the penalty as an array too."""
         loss = self.planned.loss(module, batch, context)
         return Loss(loss.total, loss.weight, jnp.asarray(loss.penalty, jnp.float32))
 
     def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
-        """As of `Objective`: with the blocks of one stage, as on one device; for a chain, with all blocks."""
+        """As of `Objective`, with only the blocks of one stage, as a device runs them; for a chain, with all blocks."""
         if self.stage_depth is None:
             return Whole(self.planned).loss_of_masters(params, rest, batch, key, examples)
         staged, shared = self.split(self._copies(self.planned.pure_model.in_rows(params)))
@@ -227,23 +227,23 @@ class Pipelined:
 
     def gradients_apart(self, state: TrainState, batch: Batch, weights: Params | None = None) -> LossAndGradients:
         """As of `Objective`."""
-        return *self._gradients(state, batch, apart=True, weights=weights), state.rest
+        return *self._gradients(state, batch, per_replica=True, weights=weights), state.rest
 
     def _gradients(
-        self, state: TrainState, batch: Batch, *, apart: bool = False, weights: Params | None = None
+        self, state: TrainState, batch: Batch, *, per_replica: bool = False, weights: Params | None = None
     ) -> tuple[Loss, Params]:
         """Sums of the loss, and gradients.
 
         Args:
             state: the train state.
             batch: the global batch.
-            apart: whether to return each replica's gradients along a first dim, instead of their mean.
+            per_replica: whether to return each replica's gradients along a first dim, instead of their mean.
             weights: weights of each replica along a first dim; by default all replicas use the state's.
         """
         stage = self.stage(self.loss, lambda loss: loss.total + loss.penalty)
         specs = self._specs("gradient")
         mesh = self.planned.layout.mesh
-        replicas, apart_axes = (mesh.shape[REPLICA_AXIS], (REPLICA_AXIS,)) if apart else (1.0, ())
+        replicas, apart_axes = (mesh.shape[REPLICA_AXIS], (REPLICA_AXIS,)) if per_replica else (1.0, ())
 
         def finish(executed: Executed) -> tuple[Loss, Named, Named]:
             loss = jax.lax.psum(executed.sums, MANUAL)
@@ -256,10 +256,10 @@ class Pipelined:
                 for by_name, spec_of_name in zip((staged, executed.shared_gradients), specs, strict=True)
             ]
             scale = replicas / positive(loss.weight)
-            return loss, *jax.tree.map(lambda g: (g * scale)[None] if apart else g * scale, reduced)
+            return loss, *jax.tree.map(lambda g: (g * scale)[None] if per_replica else g * scale, reduced)
 
         outputs = (PartitionSpec(), *specs)
-        if apart:
+        if per_replica:
             outputs = (outputs[0], *_of_replicas(specs))
         with self.planned.tracing():
             tables = tabulate(self.schedule, self.planned.plan.stages_keep)
@@ -294,7 +294,7 @@ class Pipelined:
 
         def copy(path: KeyPath, param: Array, master: NamedSharding) -> Array:
             name = path_name(path)
-            master = NamedSharding(master.mesh, master.spec)  # which may lie on the host
+            master = NamedSharding(master.mesh, master.spec)  # on the device, although masters may lie on the host
             compute = NamedSharding(layout.mesh, self.planned.read_spec(name))
             if self._streams and self.form.is_staged(name):
                 return jax.lax.with_sharding_constraint(jnp.zeros(param.shape, param.dtype), compute)
@@ -307,27 +307,27 @@ class Pipelined:
         return jax.tree_util.tree_map_with_path(copy, to_device(params), layout.masters)
 
     def _specs(self, kind: str) -> SpecsOfBoth:
-        """The manual axes of the placements of all parameters.
+        """The placements of all parameters, with their manual axes alone.
 
         Args:
             kind: "compute" for the placements in which stages read parameters, "gradient" for those of their gradients.
         """
         specs = {}
-        for name, place in self.planned.layout.placements.items():
+        for name, placement in self.planned.layout.placements.items():
             # gradients of weights on the host are scattered when a pass computes them
             like_read = kind == "compute" or (self._streams and self.form.is_staged(name))
-            specs[name] = _manual_axes(self.planned.read_spec(name) if like_read else getattr(place, kind))
+            specs[name] = _manual_axes(self.planned.read_spec(name) if like_read else getattr(placement, kind))
         return self.divided(specs)
 
     def _summed_over(self, name: str, apart_axes: Sequence[str]) -> list[str]:
-        """The manual axes over which the gradient of a parameter is still to be summed, without `apart_axes`."""
+        """The manual axes over which the gradient of a parameter must still be summed; `apart_axes` are left out."""
         if not self.planned.pure_model.stacked(name):
             return [axis for axis in MANUAL if axis not in apart_axes]
         summed = {PIPE_AXIS, *apart_axes, *({"fsdp"} & set(axes_of(self.planned.read_spec(name))))}
         return [axis for axis in MANUAL if axis not in summed]
 
     def reduced(self, gradient: Array, axes: Sequence[str], spec: PartitionSpec) -> Array:
-        """One gradient, summed over the devices along some axes, and scattered to its placement.
+        """Sum one gradient over the devices along some axes, scatter it to its placement, and return it.
 
         Args:
             gradient: this device's part of the sum.
@@ -337,8 +337,8 @@ class Pipelined:
         if self.planned.plan.reduce == "bfloat16":
             gradient = gradient.astype(jnp.bfloat16)
         axes = [axis for axis in axes if self.planned.layout.mesh.shape[axis] > 1 or axis in axes_of(spec)]
-        for dim, scattered in enumerate(dim_axes(spec)):
-            for axis in scattered:
+        for dim, axes_of_dim in enumerate(dim_axes(spec)):
+            for axis in axes_of_dim:
                 if axis in axes:
                     axes.remove(axis)
                     gradient = jax.lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
@@ -346,7 +346,7 @@ class Pipelined:
 
 
 def leaves_read(function: Callable[..., PyTree], *arguments: PyTree) -> list[bool]:
-    """Whether a function reads each leaf of its arguments."""
+    """For each leaf of a function's arguments, whether the function reads it."""
     program = jax.make_jaxpr(function)(*arguments)
     return list(prune(program, [True] * len(program.jaxpr.outvars))[1])
 
