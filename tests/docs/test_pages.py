@@ -31,7 +31,7 @@ def run_blocks(page: Path, *, slow: bool) -> None:
             printed: list[str] = []
             namespace["print"] = lambda *values, lines=printed: lines.append(" ".join(map(str, values)))
             exec(compile(source, str(page), "exec"), namespace)
-            expected = re.findall(r"^print\(.*\)  # (.*)$", source, re.MULTILINE)
+            expected = re.findall(r"^(?:print\(.*\)|\))  # (.*)$", source, re.MULTILINE)
             assert not expected or printed == expected
 
 
