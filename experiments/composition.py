@@ -4,7 +4,7 @@
     python experiments/composition.py --seed S --only 17       one of them again
     python experiments/composition.py --seed S --draws 40 --lower "tpu v5e:2x4"     lowered for absent devices
     python experiments/composition.py --pairs                  judges the pairs that composing/pairs.json lacks
-    python experiments/composition.py --table                  prints the README's table of pairs
+    python experiments/composition.py --table                  prints the documentation's table of pairs
     python experiments/composition.py --tolerances             measures what few bits change from layout to layout
 
 A draw takes 3 to 6 techniques from the fields of the plan and what these need: rows of 64 or 2,048 tokens with uneven
@@ -49,7 +49,7 @@ def main() -> int:
         "--lower", metavar="PLATFORM", help='lower for devices that are not here, such as "gpu h100 x 8"'
     )
     parser.add_argument("--pairs", action="store_true", help="judge pairs in place of draws, and record them")
-    parser.add_argument("--table", action="store_true", help="print the README's table of the pairs recorded")
+    parser.add_argument("--table", action="store_true", help="print the documentation's table of the pairs recorded")
     parser.add_argument(
         "--tolerances", action="store_true", help="measure the figures of composing/tolerances.json; hours"
     )

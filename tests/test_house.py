@@ -134,3 +134,11 @@ def test_no_name_of_a_package_is_one_of_its_modules(package: str):
     face = importlib.import_module(package)
     folder = Path(str(face.__file__)).parent
     assert set(face.__all__) & {path.stem for path in folder.iterdir() if path.suffix in ("", ".py")} == set()
+
+
+def test_the_readme_fits_a_screen():
+    """A row of a table counts without the addresses of its links."""
+    lines = (ROOT.parent / "README.md").read_text().splitlines()
+    assert len(lines) <= 130
+    shown = [re.sub(r"\]\([^)]*\)", "]", line) if line.startswith("|") else line for line in lines]
+    assert [line for line in shown if len(line) > (110 if line.startswith("|") else 120)] == []

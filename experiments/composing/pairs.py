@@ -1,4 +1,4 @@
-"""Every pair of techniques: `composition.py --pairs` judges them, and the README's table is made of what it found.
+"""Every pair of techniques: `composition.py --pairs` judges them, and the table of `docs/` is made of its verdicts.
 
 A pair that goes was traced, compiled, trained a few steps and compared with its twins, at a batch of 16 rows. The
 record, `pairs.json`, holds "" for it, and the reason of a refusal. Pairs that set the same field twice are none.
@@ -135,7 +135,7 @@ def key(i: int, j: int) -> str:
 
 
 def table(record: dict[str, str]) -> str:
-    """The README's: a line a technique, a sign for each technique before it, and the reasons of refusals."""
+    """The documentation's: a line a technique, a sign for each technique before it, and the reasons of refusals."""
     reasons: dict[str, str] = {}
     lines, known = [], set(pairs())
     for j, other in enumerate(TECHNIQUES):

@@ -91,12 +91,3 @@ def test_the_flags_of_a_page_are_those_of_a_plan(page: Path):
             override(Optimizer(), fields["optimizer"])
         except UserError as error:
             pytest.fail(f"{page.name}: `{flags}`: {error}")
-
-
-@pytest.mark.parametrize("name", ["combinations", "pipelines"])
-def test_a_generated_table_is_that_of_the_readme(name: str):
-    """Tests of the step hold the README's table to what the code does."""
-    page = (ROOT / "docs" / "choosing" / f"{name}.md").read_text()
-    start, end = ("```\n      ", "\n```") if name == "combinations" else ("| with `--plan.pipeline` | goes |", "\n\n")
-    table = page[page.index(start) :].removeprefix("```\n").partition(end)[0].strip()
-    assert table in (ROOT / "README.md").read_text()

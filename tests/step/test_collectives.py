@@ -1,4 +1,4 @@
-"""The README's table of what crosses the wires is what the compiled programs hold."""
+"""The documentation's table of what crosses the wires is what the compiled programs hold."""
 
 import collections
 import re
@@ -14,7 +14,7 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "choosing" / "wires.md"
 EXPERIMENT = Experiment(
     name="collectives", model=Decoder(vocab=64, context=16, layers=3, embed=32, heads=4, mlp=48), data=None, batch=8
 )
@@ -36,8 +36,8 @@ def words(counter):
 
 
 def rows():
-    """(options, forward, backward) of each row of the README's table."""
-    section = README.read_text().split("## What crosses the wires")[1].split("\n## ")[0]
+    """(options, forward, backward) of each row of the page's table."""
+    section = PAGE.read_text()
     return [
         tuple(cell.strip().strip("`") for cell in line.split("|")[1:4])
         for line in section.splitlines()

@@ -1,4 +1,4 @@
-"""Models and forms that a pipeline takes or refuses: the README's table. `test_composition.py` has the techniques."""
+"""Models and forms that a pipeline takes or refuses: the page's table. `test_composition.py` has the techniques."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ from jaxscale.step.build import build
 from jaxscale.values import override
 from tests.plans import grouped
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "choosing" / "pipelines.md"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ OTHERS = {
 
 
 def table() -> str:
-    """The README's."""
+    """The page's."""
     refused = [(label, reason) for label, (_, reason) in REFUSED.items()]
     refused += [(label, reason) for label, (_, _, reason) in OTHERS.items()]
     rows = [f"| {label} | {f'no: {reason}' if reason else 'yes'} |" for label, reason in refused]
@@ -98,7 +98,7 @@ def outcome(changes, model=DECODER):
 
 
 @pytest.mark.parametrize("label", REFUSED)
-def test_it_is_refused_for_the_reason_that_the_readme_gives(label):
+def test_it_is_refused_for_the_reason_that_the_page_gives(label):
     changes, reason = REFUSED[label]
     assert reason in outcome(changes)
 
@@ -111,15 +111,15 @@ def test_other_models(label):
     assert bool(reason) == bool(said)
 
 
-def test_the_readme_has_this_table():
-    assert f"\n{table()}\n" in README.read_text(), f"make it this:\n{table()}"
+def test_the_page_has_this_table():
+    assert f"\n{table()}\n" in PAGE.read_text(), f"make it this:\n{table()}"
 
 
-def test_the_readme_has_the_simulators_figures():
+def test_the_page_has_the_simulators_figures():
     """Every schedule that it compares, and every synchronous one compared."""
     rows = re.findall(
         r"^\| `([\w-]+)`(?:, v=(\d))?[^|]*\| ([\d.]+) \| ([\d.]+) % \| ([\d.]+) \| ([\d.]+) \|$",
-        README.read_text(),
+        PAGE.read_text(),
         re.M,
     )
     for name, chunks, *told in rows:
