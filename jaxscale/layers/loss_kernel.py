@@ -25,7 +25,7 @@ def sums(
     soft_cap: float | None,
     interpret: bool = False,
 ) -> tuple[Any, Any]:
-    """A pair: the total plus the penalty, through which both are differentiated, and the penalty alone.
+    """The pair (total + penalty, penalty). Differentiate only the first: it has the gradients of both.
 
     Args:
         hidden: last hidden states (B, T, D).

@@ -138,7 +138,10 @@ class ForeignModel:
         return module
 
     def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
-        """Sums of weighted losses and of weights. Training updates all variables but parameters and rng state."""
+        """Sums of weighted losses and of weights.
+
+        In training, the call also updates the module's other variables, such as batch statistics.
+        """
         losses = self._run(self.score, module, batch, context)
         rows = len(jax.tree.leaves(dict(batch))[0])
         if not getattr(losses, "shape", ()) or losses.shape[0] != rows:

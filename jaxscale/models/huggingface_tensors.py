@@ -2,8 +2,8 @@
 
 The expected tensors of a folder ("their" tensors below) follow from its config.json: the model's module is traced
 abstractly, and the rules of its family name the tensor of each parameter ("our" parameters). Files are mapped into
-memory; a parameter whose layers are separate on disk is stacked on reading, only the part that is read, so that each
-process reads its shards alone.
+memory. A parameter whose layers are separate tensors on disk is stacked when it is read. Only the requested part is
+read, so that a process reads only its own shards.
 """
 
 import dataclasses

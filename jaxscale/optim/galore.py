@@ -60,13 +60,13 @@ def galore(
 
 
 def _matrix_by_matrix(update: Callable[..., Any]) -> Callable[..., Any]:
-    """An `update` that decomposes one matrix after the other on a CPU. Layers share counts, which are computed once."""
+    """An `update` that decomposes one matrix after the other on a CPU. Step counts get no dim of layers."""
     update_one_by_one = one_by_one(update)
 
     def run(gradient: Any, state: Any, params: Any = None) -> Any:
-        """Return the new gradient and state: arrays from the call by matrix, counts from the call for all."""
-        counts = update(gradient, state, params)  # XLA computes only the counts, since nothing else is used
+        """The new gradient and state: arrays from updates of one matrix each, step counts from the update of all."""
+        outputs_of_all = update(gradient, state, params)  # XLA computes only its counts, since nothing else is used
         outputs = update_one_by_one(gradient, state, params)
-        return jax.tree.map(lambda array, count: array if jnp.ndim(array) else count, outputs, counts)
+        return jax.tree.map(lambda one, all_: one if jnp.ndim(one) else all_, outputs, outputs_of_all)
 
     return run

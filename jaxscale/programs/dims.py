@@ -63,7 +63,7 @@ def links(primitive: str, params: Any, shapes: Sequence[Shape], result_shape: Sh
         result_shape: shape of the result.
 
     Example:
-        >>> links("reshape", {}, [(4, 6, 5)], (24, 1, 5))  # the first dims of each group with the same elements
+        >>> links("reshape", {}, [(4, 6, 5)], (24, 1, 5))  # the first dims of groups with the same elements
         [(0, 0, 0), (0, 2, 2)]
     """
     rule = _RULES.get(primitive)

@@ -328,7 +328,7 @@ def shardings_of(abstract: Shapes) -> Shardings:
 
 
 def _alike(leaf: PyTree, label: Label) -> PyTree[Label]:
-    """A tree with a label in place of an array, or in place of each of the two arrays of a quantized array."""
+    """The label in the structure of a leaf: once for an array, twice for a quantized one."""
     return jax.tree.map(lambda _: label, leaf)
 
 

@@ -237,10 +237,10 @@ class CodecResiduals:
         stage = self.stage
 
         def part(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Part:
-            group, name, key = (step.key for step in path)  # group: ONE or ALL
-            count = f"of_{stage.replicas}" if group == ALL else ONE
+            group, name, key = (entry.key for entry in path)  # group: ONE or ALL
+            replica_prefix = f"of_{stage.replicas}" if group == ALL else ONE
             if key == RESIDUAL:
-                prefix = f"{self.name}/{count}/{key}/{name}"
+                prefix = f"{self.name}/{replica_prefix}/{key}/{name}"
                 return naming.behind_replicas(group == ALL, leaf, lambda one: naming.of_param(prefix, (), name, one))
             gradient = stage.leaves[name]
             fields = ", ".join(
@@ -248,7 +248,9 @@ class CodecResiduals:
             )
             # checkpoints hold the hash: a class may get another name, and this text keeps its own
             facts = f"({str(stage.codec)!r}, Leaf({fields}), {tuple(stage.mesh.shape.items())[1:]!r})"
-            return plain(f"{self.name}/{count}/{stage.codec} {zlib.crc32(facts.encode()):08x}/{key}/{name}", leaf)
+            return plain(
+                f"{self.name}/{replica_prefix}/{stage.codec} {zlib.crc32(facts.encode()):08x}/{key}/{name}", leaf
+            )
 
         return jax.tree_util.tree_map_with_path(part, abstract.extra[self.name])
 

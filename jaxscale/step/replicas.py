@@ -294,12 +294,12 @@ class Replicas:
 
         Args:
             state: the train state.
-            weights: weights of a single replica in place of all.
-            optimizer: optimizer state of a single replica in place of all.
+            weights: mean weights of the replicas, from which a run without replicas continues.
+            optimizer: mean optimizer state of the replicas, likewise.
         """
         outer_state = dict(state.extra[self.name])
-        of_all = {WEIGHTS: outer_state.pop(WEIGHTS), OPTIMIZER: state.optimizer}
-        saved = {ALL: of_all, ONE: {WEIGHTS: weights}, **outer_state}
+        all_replicas = {WEIGHTS: outer_state.pop(WEIGHTS), OPTIMIZER: state.optimizer}
+        saved = {ALL: all_replicas, ONE: {WEIGHTS: weights}, **outer_state}
         return dataclasses.replace(state, optimizer=optimizer, extra={**state.extra, self.name: saved})
 
     def loaded(self, state: TrainState) -> TrainState:

@@ -203,7 +203,7 @@ def check_file(path: str | Path, schedules: Sequence[Schedule]) -> None:
 
 
 def _weights(schedule: Schedule) -> float:
-    """The most copies and versions of weights on any rank, as a multiple of its share of the model."""
+    """Weights on the fullest rank, with all copies and versions, in units of a rank's share of the model."""
     lifetimes = lives(schedule, ticks(schedule)) if schedule.versions else {}
     copies = (
         sum(ring(lifetimes[stage]) if lifetimes else 1 for stage in schedule.stages_of(rank))

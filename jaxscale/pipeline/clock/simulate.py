@@ -80,12 +80,12 @@ class Simulation:
             for action, (start, _) in zip(order, spans, strict=True)
             if action.kind is Kind.F and action.stage == 0
         }
-        counted_updates = updates // 2
-        if not counted_updates:
+        update_count = updates // 2
+        if not update_count:
             return self.seconds / updates
-        last_entry = (updates - 1) * group
-        seconds = (starts[last_entry] - starts[last_entry - counted_updates * group]) / counted_updates
-        # a period below a rank's busy time shows that too few updates have reached no steady state
+        first_of_last_update = (updates - 1) * group
+        seconds = (starts[first_of_last_update] - starts[first_of_last_update - update_count * group]) / update_count
+        # a period shorter than a rank's busy time per update: too few updates to reach the steady state
         return seconds if seconds * updates >= max(self.busy) * (1 - 1e-9) else self.seconds / updates
 
     @property
