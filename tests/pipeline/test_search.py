@@ -120,5 +120,5 @@ def test_what_is_refused() -> None:
     costs = Costs((1.0,) * 3, (1.0,) * 3, (1.0,) * 3)
     with pytest.raises(UserError, match="costs of 3 stages, expected 4"):
         search(costs, 4, 8)
-    with pytest.raises(UserError, match="as few as 1 activations; 1f1b needs 3"):
+    with pytest.raises(UserError, match="no named schedule holds at most 1 activations; 1f1b holds 3"):
         search(costs, 3, 6, 1)

@@ -279,7 +279,7 @@ def test_dgc_sends_more_while_it_warms_up():
     [
         ("powersgd:4", (3, 768), 2, r"matrix of 3 x 768, expected dims of at least the rank 4"),
         ("gradzip:2", (768,), 2, r"matrix of 1 x 768, expected dims of at least the rank 2"),
-        ("int8", (64,), 1, r"codec int8: got an axis of 1, expected 2 or more replicas"),
+        ("int8", (64,), 1, r"codec int8: got an axis of 1 replicas, expected 2 or more"),
         ("int8", (0, 4), 2, r"got a leaf of shape \(0, 4\), expected at least one element"),
     ],
 )

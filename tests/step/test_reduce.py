@@ -192,7 +192,7 @@ def test_more_replicas_owe_as_much_on_average() -> None:
     np.testing.assert_allclose(found.mean["b"], given["b"].mean(0), rtol=1e-6)
     step = np.abs(given["w"]).max() / 127  # half of it at most for a replica's own rounding, half for the mean's
     np.testing.assert_allclose(found.mean["w"], given["w"].mean(0), atol=step)
-    one = jax.jit(two.merged)(found.states)
+    one = jax.jit(two.merge)(found.states)
     # n x mean + what is owed on average x n = the sum
     owed = np.asarray(one["w"]["residual"])
     np.testing.assert_allclose(found.mean["w"] + owed, given["w"].mean(0), atol=1e-6 * np.abs(given["w"]).max())
