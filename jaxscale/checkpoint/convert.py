@@ -58,6 +58,6 @@ def convert_state(run: Any, to: Any, out: Any = None) -> str:
             shutil.copytree(folder / "source", target / "source")
         if (folder / TOKENIZER).exists():
             shutil.copy(folder / TOKENIZER, target / TOKENIZER)
-    Checkpoints(target / run_files.CHECKPOINTS).save(restored.arrays, restored.description, wait=True)
+    Checkpoints(target / run_files.CHECKPOINTS).save_arrays(restored.arrays, restored.description, wait=True)
     notes = restored.converted or (f"its optimizer state was {to} already",)
     return "\n".join([*notes, f"step {restored.description.step} is in {target}"])

@@ -72,7 +72,7 @@ def restore_newest(directory: Any, step: Any) -> Restored:
     Raises:
         UserError: the run has no checkpoint, or every checkpoint is damaged.
     """
-    restored = Checkpoints(run_path(directory) / run_files.CHECKPOINTS, write=False).restore(step.canonical_abstract())
+    restored = Checkpoints(run_path(directory) / run_files.CHECKPOINTS, write=False).restore_arrays(step.canonical_abstract())
     if restored is None:
         raise UserError(f"{directory} has no checkpoint yet: train it until its first save")
     return restored
@@ -112,7 +112,7 @@ def restore_parameters(
     step = _step(experiment, jax.devices(), split)
     leaves = step.canonical_abstract()
     trained_leaves = {name: leaf for name, leaf in leaves.items() if name.split("/")[0] in ("params", "rest")}
-    restored = checkpoints.restore(trained_leaves, step=checkpoint_step)
+    restored = checkpoints.restore_arrays(trained_leaves, step=checkpoint_step)
     assert restored is not None
     optimizer_leaves = {name: leaf for name, leaf in leaves.items() if name not in trained_leaves}
     zeros = jax.jit(

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxscale.checkpoint.mirror import COMMITTED, is_mirrored, staging, upload
 from jaxscale.checkpoint.verified import (
@@ -25,9 +25,28 @@ from jaxscale.checkpoint.verified import (
 )
 from jaxscale.errors import UserError
 from jaxscale.records.processes import from_first_process, is_first, wait_for_all
+from jaxscale.records.source import versions
 from jaxscale.records.storage import is_remote, run_path
+from jaxscale.state.train_state import TrainState
+
+if TYPE_CHECKING:
+    from jaxscale.step.train_step import TrainStep
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
+
+
+class RestoredState(NamedTuple):
+    """A train state that was read from a checkpoint.
+
+    Args:
+        state: the train state.
+        step: number of updates made.
+        data: state of the data, as the loop saved it.
+    """
+
+    state: TrainState
+    step: int
+    data: Any
 
 
 class Checkpoints:
@@ -83,7 +102,68 @@ class Checkpoints:
                 loss_of_step[step] = loss
         return min(loss_of_step, key=loss_of_step.__getitem__) if loss_of_step else None
 
-    def save(self, arrays: Mapping[str, Any], description: Description, *, wait: bool = False) -> bool:
+    # -- a train state, in a loop of one's own -------------------------------------------------------------------------
+
+    def save(
+        self, step: "TrainStep", state: TrainState, *, data: Any = None, loss: float | None = None, wait: bool = False
+    ) -> bool:
+        """Save a train state in the background, under the number of its updates. Every process calls it at the same step.
+
+        The state may be donated afterwards. A save waits for the one before it; call `wait` after the last one.
+
+        Args:
+            step: the train step.
+            state: the train state.
+            data: state of the data, as JSON: whatever `restore` is to return to the loop.
+            loss: held-out loss of the state in nats per target; the checkpoint of the least loss is kept, if `best`.
+            wait: whether to return only when the checkpoint is committed.
+
+        Returns:
+            True; false if the step was saved before.
+
+        Raises:
+            UserError: this save (with `wait`) or the previous one failed; older checkpoints are intact.
+        """
+        name = step.experiment.name
+        description = Description(int(state.step), 0, {"loop": data}, name, loss=loss, versions=versions())
+        return self.save_arrays(step.to_canonical(state), description, wait=wait)
+
+    def restore(self, step: "TrainStep", *, number: int | None = None) -> "RestoredState | None":
+        """Restore the newest train state that is not damaged, into the layout of a train step.
+
+        The checkpoint may have been saved on another mesh, under another plan, by any number of processes.
+
+        Args:
+            step: the train step.
+            number: restore the state after this many updates only.
+
+        Returns:
+            The state, and what the loop saved with it; `None` if there is no checkpoint.
+
+        Raises:
+            UserError: all checkpoints are damaged, or one is of a newer version or of another model.
+
+        Example:
+            >>> import jaxscale, tempfile
+            >>> model, data = jaxscale.models.Decoder(vocab=8, context=8, layers=1, heads=1, embed=8), None
+            >>> step = jaxscale.build(jaxscale.Experiment("tiny", model, data), jaxscale.Plan(mesh="1"))
+            >>> checkpoints = Checkpoints(tempfile.mkdtemp())
+            >>> checkpoints.restore(step) is None
+            True
+            >>> checkpoints.save(step, step.init(), data={"row": 40}, wait=True)
+            True
+            >>> checkpoints.restore(step).data
+            {'row': 40}
+        """
+        restored = self.restore_arrays(step.canonical_abstract(), step=number, set_aside=number is None)
+        if restored is None:
+            return None
+        data = (restored.description.data or {}).get("loop")
+        return RestoredState(step.from_canonical(restored.arrays), restored.description.step, data)
+
+    # -- arrays --------------------------------------------------------------------------------------------------------
+
+    def save_arrays(self, arrays: Mapping[str, Any], description: Description, *, wait: bool = False) -> bool:
         """Save in the background, after the previous save has finished; the caller may donate the arrays afterwards.
 
         Args:
@@ -152,7 +232,7 @@ class Checkpoints:
                 self._prune()
         return description
 
-    def restore(
+    def restore_arrays(
         self,
         abstract: Mapping[str, Any],
         *,

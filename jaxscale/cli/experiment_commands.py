@@ -59,23 +59,18 @@ class Train:
             from jaxscale.training.profile import ProfileRange
 
             ProfileRange.parse(self.profile)
-        from jaxscale.training.backend import start_backend
-
         experiment, source = load_experiment(self, fields)
         pipeline = experiment.plan.pipeline
         is_automatic = pipeline is not None and pipeline.name == "auto"
         if self.limit is not None and experiment.plan.memory.rule != "fit" and not is_automatic:
             raise UserError("--limit applies only to --plan.memory fit: add --plan.memory fit, or leave --limit out")
-        start_backend()
-        from jaxscale.planning.automatic_choices import resolve_choices
         from jaxscale.training.loop import train
 
-        plan = resolve_choices(experiment, experiment.plan, bytes_of(self.limit, "--limit"))
-        experiment = dataclasses.replace(experiment, plan=plan)
         out = self.out or str(Path("runs") / "-".join(filter(None, (experiment.name, self.variant))))
         train(
             experiment,
             out=out,
+            limit=self.limit,
             resume=self.resume,
             log_every=self.log_every,
             profile=self.profile,

@@ -108,7 +108,7 @@ def explain(
     platform: Platform | str,
     plan: Plan | None = None,
     *,
-    limit: int | None = None,
+    limit: int | str | None = None,
     verify: bool = False,
     make: Callable[[], Experiment] | None = None,
 ) -> Explanation:

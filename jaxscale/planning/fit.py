@@ -28,6 +28,7 @@ from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.kernels import lines_of
 from jaxscale.recipe.plan import Plan
 from jaxscale.values import override
+from jaxscale.values.byte_sizes import limit_bytes
 from jaxscale.values.units import size
 
 MOST_CHANGES = 4
@@ -225,8 +226,8 @@ def fit(
     platform: Platform | str,
     plan: Plan | None = None,
     *,
-    limit: int | None = None,
-    host_limit: int | None = None,
+    limit: int | str | None = None,
+    host_limit: int | str | None = None,
     compile_block: bool = False,
     verify: bool = False,
     make: Callable[[], Experiment] | None = None,
@@ -237,8 +238,9 @@ def fit(
         experiment: what to train.
         platform: platform to run on, such as "tpu v5e:4x4"; its devices need not be present.
         plan: the plan; the experiment's by default.
-        limit: bytes of device memory per device to plan for; by default the bytes that the platform's programs may use.
-        host_limit: bytes of host memory per device; by default an equal share of the host's memory.
+        limit: bytes of device memory per device to plan for, or a text such as "12GiB"; by default the bytes that the
+            platform's programs may use.
+        host_limit: bytes of host memory per device, or a text; by default an equal share of the host's memory.
         compile_block: compile the piece of the step that needs the most memory (the passes of one block, or the loss)
             for the platform, and use its temporaries in the estimate.
         verify: compile the step for the platform, and report the compiler's bytes beside the estimate.
@@ -258,10 +260,8 @@ def fit(
         (True, False, False)
     """
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
-    for name, limit_bytes in (("limit", limit), ("host_limit", host_limit)):
-        if limit_bytes is not None and limit_bytes < 1:
-            raise UserError(f"{name}: got {limit_bytes} bytes, expected at least 1")
-    limit = usable_bytes(platform) if limit is None else limit
+    device_limit, host_limit = limit_bytes(limit, "limit"), limit_bytes(host_limit, "host_limit")
+    limit = usable_bytes(platform) if device_limit is None else device_limit
     host_limit = host_share(platform) if host_limit is None else host_limit
     plan = experiment.plan if plan is None else plan
     try:

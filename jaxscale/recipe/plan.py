@@ -5,7 +5,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
@@ -143,9 +143,11 @@ class Plan:
             on a CPU under any.
         rules: mesh axes per logical axis.
 
+    A field with a text form accepts the text or its value: `mesh="fsdp:4"` is `mesh=MeshSpec(fsdp=4)`.
+
     Example:
-        >>> Plan(mesh=MeshSpec.parse("fsdp:4"), zero=3).zero
-        3
+        >>> Plan(mesh="fsdp:4", zero=3).mesh.fsdp
+        4
     """
 
     moved: ClassVar[Mapping[str, str]] = MOVED
@@ -165,6 +167,27 @@ class Plan:
     kernels: Kernels = AUTO
     unroll: int = 1
     rules: AxisRules = AxisRules()
+
+    if TYPE_CHECKING:  # with the types that the constructor accepts, which include the text forms
+
+        def __init__(
+            self,
+            mesh: MeshSpec | str | None = None,
+            zero: Literal[0, 1, 2, 3] = 0,
+            sequence_parallel: bool = False,
+            microbatches: int = 1,
+            pipeline: PipelinePlan | str | None = None,
+            precision: Literal["float32", "bfloat16"] = "float32",
+            matmul: Literal["default", "high", "highest", "fp8", "int8", "int4"] = "default",
+            reduce: NamedCodec | str | None = None,
+            diloco: Diloco | str | None = None,
+            memory: MemoryPlan | str = MemoryPlan(),
+            offload: OffloadPlan = OffloadPlan(),
+            state: StatePlan = StatePlan(),
+            kernels: Kernels | str = AUTO,
+            unroll: int = 1,
+            rules: AxisRules = AxisRules(),
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         check_types(self)

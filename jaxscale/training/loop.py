@@ -36,6 +36,7 @@ from jaxscale.training.run import Run
 from jaxscale.training.signals import Agreement, Stop
 from jaxscale.training.traced_actions import trace_files
 from jaxscale.values import to_json
+from jaxscale.values.byte_sizes import limit_bytes
 
 
 def train(
@@ -44,6 +45,7 @@ def train(
     *,
     steps: int | None = None,
     out: Any = None,
+    limit: int | str | None = None,
     resume: Literal["auto", "never"] = "auto",
     log_every: int = 1,
     profile: str | None = None,
@@ -59,6 +61,8 @@ def train(
         steps: number of updates, in place of the experiment's. The schedule ends with the last update, so a run that is
             continued with another number changes its learning rate, and prints and logs that change.
         out: the run directory, a local, gs:// or s3:// path; `runs/NAME` by default.
+        limit: bytes of device memory that the plans `memory="fit"` and `pipeline="auto:P"` must fit in, or a text such
+            as "12GiB"; by default the bytes that programs may use.
         resume: "auto" continues the run in the directory, whose experiment may differ in steps, evaluation, samples,
             checkpoint and plan; "never" renames that directory and starts a new run.
         log_every: number of steps per line of the log; a line's tokens and seconds are those of all its steps.
@@ -85,8 +89,13 @@ def train(
     if log_every < 1:
         raise UserError(f"log_every: got {log_every!r}, expected a whole number >= 1")
     profiler = Profiler(None if profile is None else ProfileRange.parse(profile).within(experiment.steps))
+    plan = experiment.plan if plan is None else plan
+    device_limit = limit_bytes(limit, "limit")
+    is_automatic = plan.memory.rule == "fit" or (plan.pipeline is not None and plan.pipeline.name == "auto")
+    if device_limit is not None and not is_automatic:
+        raise UserError('limit applies only to Plan(memory="fit") and pipeline="auto:P": set one, or leave limit out')
     start_backend()
-    plan = resolve_choices(experiment, experiment.plan if plan is None else plan)
+    plan = resolve_choices(experiment, plan, device_limit)
     folder = run_path(run_files.default_directory(experiment) if out is None else out)
     display = Display(experiment.steps, quiet=quiet or not is_first(), name=experiment.name)
     journal = Journal(folder, display)
@@ -208,7 +217,7 @@ class _Training:
 
     def _start(self) -> Any:
         """Restore the newest checkpoint that is not damaged, and log that; returns its state, or the initial state."""
-        restored = self.checkpoints.restore(self.step.canonical_abstract(), set_aside=True, say=self.journal.say)
+        restored = self.checkpoints.restore_arrays(self.step.canonical_abstract(), set_aside=True, say=self.journal.say)
         if restored is None:
             return self.step.init()
         description = restored.description

@@ -109,7 +109,7 @@ class Pauses:
             versions=versions(),
         )
         self.journal.flush()  # in a bucket lines are buffered; they must be written before the checkpoint
-        self.checkpoints.save(self.step.to_canonical(state), description)
+        self.checkpoints.save_arrays(self.step.to_canonical(state), description)
         self._saved_at = time.monotonic()
         if wait:
             self._log(self.checkpoints.wait())

@@ -12,9 +12,9 @@ code is rebuilt from its file, not from its name. Left out: enums and generic da
 from jaxscale.values.annotations import describe, field_types, is_record
 from jaxscale.values.as_json import from_json, has_code, read_json, to_json
 from jaxscale.values.as_text import override, parse, paths, spell
-from jaxscale.values.check import check_types
 from jaxscale.values.difference import ABSENT, Difference, difference
 from jaxscale.values.earlier import changes
+from jaxscale.values.fields import check_types
 
 __all__ = [
     "ABSENT",

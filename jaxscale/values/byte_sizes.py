@@ -46,6 +46,26 @@ def parse_bytes(text: str, quantity: str = "bytes") -> int:
     return int(count)
 
 
+def limit_bytes(limit: int | str | None, name: str) -> int | None:
+    """The bytes of a limit, which is a number, or a text such as "12GiB"; `None` without a limit.
+
+    Args:
+        limit: the limit.
+        name: name of the argument, for messages.
+
+    Raises:
+        UserError: the text is no number of bytes, or the limit is below one byte.
+
+    Example:
+        >>> limit_bytes("12GiB", "limit"), limit_bytes(4096, "limit"), limit_bytes(None, "limit")
+        (12884901888, 4096, None)
+    """
+    count = parse_bytes(limit, name) if isinstance(limit, str) else limit
+    if count is not None and count < 1:
+        raise UserError(f"{name}: got {limit}, expected at least one byte, or none for what programs may use")
+    return count
+
+
 def bytes_text(count: int) -> str:
     """The shortest text that `parse_bytes` reads back as exactly this number.
 

@@ -1,4 +1,4 @@
-"""The run-time check of field types: a value of the wrong type cannot be created."""
+"""The run-time check of a value against a declared type."""
 
 import math
 from collections.abc import Mapping
@@ -6,33 +6,6 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from jaxscale.errors import UserError
 from jaxscale.values.annotations import field_types, is_record, item_hints, literal_near, members, wrong
-
-
-def check_types(value: Any) -> None:
-    """Check that every field of a frozen dataclass holds its declared type; call it first in `__post_init__`.
-
-    A float field accepts an int, which is converted, but not NaN. Neither an int field nor a float field accepts a
-    bool. A field whose annotation cannot be checked accepts any value.
-
-    Raises:
-        UserError: the message has the field, its value and the expected type.
-
-    Example:
-        >>> import dataclasses
-        >>> @dataclasses.dataclass(frozen=True)
-        ... class Size:
-        ...     width: int = 1
-        ...     def __post_init__(self) -> None:
-        ...         check_types(self)
-        >>> Size(width="wide")
-        Traceback (most recent call last):
-        jaxscale.errors.UserError: width: got 'wide', expected a whole number
-    """
-    for name, hint in field_types(type(value)).items():
-        field_value = getattr(value, name)
-        check(field_value, hint, name)
-        if type(field_value) is int and float in members(hint) and int not in members(hint):
-            object.__setattr__(value, name, float(field_value))
 
 
 def check(value: Any, hint: Any, path: str) -> None:

@@ -36,7 +36,7 @@ def run(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     place.write_values(folder, experiment, step.plan)
-    Checkpoints(folder / "checkpoints").save(arrays, Description(3, 30, None, "bits"), wait=True)
+    Checkpoints(folder / "checkpoints").save_arrays(arrays, Description(3, 30, None, "bits"), wait=True)
     return folder, arrays
 
 
@@ -51,7 +51,7 @@ def test_a_checkpoint_goes_to_eight_bits_and_back(run, capsys):
     with pytest.raises(UserError, match="exists: give another directory"):
         convert_state(eight, "float32", back)
     experiment = Experiment("bits", MODEL, Text("text.txt", tokenizer="byte", context=8), batch=8)
-    found = Checkpoints(back / "checkpoints").restore(build(experiment, Plan(mesh=MeshSpec())).canonical_abstract())
+    found = Checkpoints(back / "checkpoints").restore_arrays(build(experiment, Plan(mesh=MeshSpec())).canonical_abstract())
     assert found is not None
     assert found.description.step == 3
     assert set(found.arrays) == set(arrays)

@@ -43,7 +43,7 @@ def about(step, loss=None, **more):
 def saved(folder, *steps, **options):
     checkpoints = Checkpoints(folder, keep=10, **options)
     for step in steps:
-        checkpoints.save(arrays(step), about(step), wait=True)
+        checkpoints.save_arrays(arrays(step), about(step), wait=True)
     return checkpoints
 
 
@@ -61,30 +61,30 @@ def test_what_a_pipeline_has_in_flight_may_be_missing(tmp_path):
     wanted = abstract()
     more = {"in_flight/pipedream-0123/tick": wanted["step"], "params/other": wanted["step"]}
     flight, other = ({**wanted, name: leaf} for name, leaf in more.items())
-    found = checkpoints.restore(flight)
+    found = checkpoints.restore_arrays(flight)
     assert found is not None
     assert set(found.arrays) == set(wanted)
     with pytest.raises(UserError, match="has no array 'params/other'"):
-        checkpoints.restore(other)
+        checkpoints.restore_arrays(other)
 
 
 def test_what_is_saved_comes_back(tmp_path):
     checkpoints = saved(tmp_path / "c", 3)
-    restored = checkpoints.restore(abstract())
+    restored = checkpoints.restore_arrays(abstract())
     equal(restored.arrays, arrays(3))
     assert restored.description == about(3)
     assert restored.damaged == {}
 
 
 def test_nothing_saved_is_none(tmp_path):
-    assert Checkpoints(tmp_path / "c").restore(abstract()) is None
+    assert Checkpoints(tmp_path / "c").restore_arrays(abstract()) is None
     assert Checkpoints(tmp_path / "absent", write=False).steps() == []
 
 
 @pytest.mark.parametrize(("mesh", "axis"), [("fsdp:4", "fsdp"), ("data:2,tensor:4", "tensor"), ("1", None)])
 def test_restores_onto_another_mesh(tmp_path, mesh, axis):
     wanted = abstract(mesh, axis)
-    restored = saved(tmp_path / "c", 1).restore(wanted)
+    restored = saved(tmp_path / "c", 1).restore_arrays(wanted)
     equal(restored.arrays, arrays(1))
     for name, leaf in wanted.items():
         assert restored.arrays[name].sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
@@ -92,14 +92,14 @@ def test_restores_onto_another_mesh(tmp_path, mesh, axis):
 
 def test_restores_into_another_dtype(tmp_path):
     name = "params/embed/weight"
-    restored = saved(tmp_path / "c", 1).restore(abstract("fsdp:2", "fsdp", {name: jnp.bfloat16}))
+    restored = saved(tmp_path / "c", 1).restore_arrays(abstract("fsdp:2", "fsdp", {name: jnp.bfloat16}))
     assert restored.arrays[name].dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(restored.arrays[name]), np.asarray(arrays(1)[name].astype(jnp.bfloat16)))
 
 
 def test_restores_a_part(tmp_path):
     wanted = {name: leaf for name, leaf in abstract().items() if name.startswith("params/")}
-    restored = saved(tmp_path / "c", 1).restore(wanted)
+    restored = saved(tmp_path / "c", 1).restore_arrays(wanted)
     assert restored.arrays.keys() == wanted.keys()
     equal(restored.arrays, {name: arrays(1)[name] for name in wanted})
 
@@ -107,19 +107,19 @@ def test_restores_a_part(tmp_path):
 def test_a_save_may_be_followed_by_donation(tmp_path):
     checkpoints = Checkpoints(tmp_path / "c")
     tree = {"x": jnp.arange(1 << 18, dtype=jnp.float32)}
-    checkpoints.save(tree, about(1))
+    checkpoints.save_arrays(tree, about(1))
     overwritten = jax.jit(lambda t: {"x": t["x"] * 0 - 1}, donate_argnums=0)(tree)
     assert float(overwritten["x"][0]) == -1.0
     checkpoints.wait()
     wanted = jax.ShapeDtypeStruct((1 << 18,), jnp.float32, sharding=overwritten["x"].sharding)
-    restored = checkpoints.restore({"x": wanted})
+    restored = checkpoints.restore_arrays({"x": wanted})
     np.testing.assert_array_equal(np.asarray(restored.arrays["x"]), np.arange(1 << 18, dtype=np.float32))
 
 
 def test_keeps_the_newest_and_the_best(tmp_path):
     checkpoints = Checkpoints(tmp_path / "c", keep=2)
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, float("nan"))):
-        checkpoints.save(arrays(step), about(step, loss))
+        checkpoints.save_arrays(arrays(step), about(step, loss))
     checkpoints.wait()
     assert checkpoints.steps() == [2, 4, 5]
     assert checkpoints.best() == 2
@@ -129,8 +129,8 @@ def test_keeps_the_newest_and_the_best(tmp_path):
 
 def test_a_step_is_saved_once(tmp_path):
     checkpoints = saved(tmp_path / "c", 1)
-    assert checkpoints.save(arrays(7), about(1)) is False
-    equal(checkpoints.restore(abstract()).arrays, arrays(1))
+    assert checkpoints.save_arrays(arrays(7), about(1)) is False
+    equal(checkpoints.restore_arrays(abstract()).arrays, arrays(1))
 
 
 def corrupt_flip(folder):
@@ -179,7 +179,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, corrupt):
     corrupt(tmp_path / "c" / "00000002")
     said = []
     checkpoints = Checkpoints(tmp_path / "c")
-    restored = checkpoints.restore(abstract(), set_aside=True, say=said.append)
+    restored = checkpoints.restore_arrays(abstract(), set_aside=True, say=said.append)
     assert restored.description.step == 1
     equal(restored.arrays, arrays(1))
     assert list(restored.damaged) == [2]
@@ -187,8 +187,8 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, corrupt):
     assert checkpoints.steps() == [1]
     assert (tmp_path / "c" / "00000002.damaged").exists()
     # the step can be saved again
-    assert checkpoints.save(arrays(2), about(2), wait=True)
-    equal(checkpoints.restore(abstract()).arrays, arrays(2))
+    assert checkpoints.save_arrays(arrays(2), about(2), wait=True)
+    equal(checkpoints.restore_arrays(abstract()).arrays, arrays(2))
 
 
 def test_orbax_alone_does_not_see_a_wrong_value_and_the_checksum_does(tmp_path):
@@ -202,7 +202,7 @@ def test_orbax_alone_does_not_see_a_wrong_value_and_the_checksum_does(tmp_path):
     ocp.save(tmp_path / "other", {**tree, "params/embed/weight": jnp.asarray(changed)})
     shutil.rmtree(tmp_path / "c" / "00000002" / "state")
     shutil.copytree(tmp_path / "other" / "state", tmp_path / "c" / "00000002" / "state")
-    restored = Checkpoints(tmp_path / "c").restore(abstract())
+    restored = Checkpoints(tmp_path / "c").restore_arrays(abstract())
     assert restored.description.step == 1
     assert "'params/embed/weight'" in restored.damaged[2]
 
@@ -212,7 +212,7 @@ def test_no_good_checkpoint_left_is_an_error(tmp_path):
     for step in (1, 2):
         corrupt_truncate(tmp_path / "c" / f"{step:08d}")
     with pytest.raises(UserError, match=r"no checkpoint in .* can be used \(step 2: .*step 1: "):
-        Checkpoints(tmp_path / "c").restore(abstract())
+        Checkpoints(tmp_path / "c").restore_arrays(abstract())
 
 
 def test_a_newer_format_is_refused_by_name(tmp_path, monkeypatch):
@@ -220,17 +220,17 @@ def test_a_newer_format_is_refused_by_name(tmp_path, monkeypatch):
     saved(tmp_path / "c", 1)
     monkeypatch.undo()
     with pytest.raises(UserError, match="format 7, but this version of jaxscale reads up to 1"):
-        Checkpoints(tmp_path / "c").restore(abstract())
+        Checkpoints(tmp_path / "c").restore_arrays(abstract())
 
 
 def test_another_model_is_refused_by_array(tmp_path):
     checkpoints = saved(tmp_path / "c", 1)
     wanted = abstract()
     with pytest.raises(UserError, match=r"has no array 'params/new'"):
-        checkpoints.restore({**wanted, "params/new": wanted["step"]})
+        checkpoints.restore_arrays({**wanted, "params/new": wanted["step"]})
     shape = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=wanted["step"].sharding)
     with pytest.raises(UserError, match=r"'params/embed/weight' has shape \(64, 32\), but the model needs \(64, 16\)"):
-        checkpoints.restore({**wanted, "params/embed/weight": shape})
+        checkpoints.restore_arrays({**wanted, "params/embed/weight": shape})
 
 
 def test_what_a_killed_run_left_is_cleaned(tmp_path):
@@ -256,12 +256,12 @@ def test_a_full_disk_leaves_the_older_checkpoints(tmp_path):
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
         with pytest.raises(UserError, match=r"cannot write checkpoints to .*step 1 is intact"):
-            checkpoints.save(arrays(2), about(2), wait=True)
+            checkpoints.save_arrays(arrays(2), about(2), wait=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     again = Checkpoints(tmp_path / "c")
-    equal(again.restore(abstract()).arrays, arrays(1))
+    equal(again.restore_arrays(abstract()).arrays, arrays(1))
     assert again.steps() == [1]
 
 

@@ -45,7 +45,7 @@ def test_checkpoints_in_a_bucket(buckets, scheme):
     there = f"{scheme}://bucket-{scheme}/alone"
     checkpoints = checkpoint.Checkpoints(there, keep=2)
     for step in (1, 2, 3):
-        checkpoints.save({"x": jnp.full(100, step)}, checkpoint.Description(step, step, None, "toy"))
+        checkpoints.save_arrays({"x": jnp.full(100, step)}, checkpoint.Description(step, step, None, "toy"))
     assert checkpoints.wait().step == 3
     assert checkpoints.steps() == [2, 3]
     (root / f"bucket-{scheme}" / "alone" / "00000003" / "commit_success.txt").unlink()
@@ -53,14 +53,14 @@ def test_checkpoints_in_a_bucket(buckets, scheme):
     assert again.steps() == [2], "what was not committed is cleaned"
     assert not (root / f"bucket-{scheme}" / "alone" / "00000003" / "state").exists()
     x = jnp.zeros(100, jnp.int32)
-    restored = again.restore({"x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)})
+    restored = again.restore_arrays({"x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)})
     np.testing.assert_array_equal(restored.arrays["x"], 2)
     assert not list(Path(tempfile.gettempdir()).glob("jaxscale-checkpoint-*"))
 
 
 def test_an_upload_that_breaks_off_is_no_checkpoint(buckets, monkeypatch):
     checkpoints = checkpoint.Checkpoints("s3://bucket-s3/broken")
-    checkpoints.save({"x": jnp.zeros(3)}, checkpoint.Description(1, 1, None, "toy"), wait=True)
+    checkpoints.save_arrays({"x": jnp.zeros(3)}, checkpoint.Description(1, 1, None, "toy"), wait=True)
     real, count = mirror._copy, iter(range(99))
 
     def copy(source, target):
@@ -69,7 +69,7 @@ def test_an_upload_that_breaks_off_is_no_checkpoint(buckets, monkeypatch):
         real(source, target)
 
     monkeypatch.setattr(mirror, "_copy", copy)
-    checkpoints.save({"x": jnp.zeros(3)}, checkpoint.Description(2, 2, None, "toy"))
+    checkpoints.save_arrays({"x": jnp.zeros(3)}, checkpoint.Description(2, 2, None, "toy"))
     with pytest.raises(UserError, match="the line is dead; the checkpoint of step 1 is intact"):
         checkpoints.wait()
     assert checkpoints.steps() == [1]

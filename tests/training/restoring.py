@@ -33,7 +33,7 @@ def main() -> None:
             lambda n=step: {k: jnp.full(w.shape, n, w.dtype) for k, w in wanted.items()},
             out_shardings={k: w.sharding for k, w in wanted.items()},
         )()
-        checkpoints.save(arrays, Description(step, step, None, "toy"), wait=True)
+        checkpoints.save_arrays(arrays, Description(step, step, None, "toy"), wait=True)
     multihost_utils.sync_global_devices("saved")
     if index == 1:
         shutil.copytree(folder / "0", folder / "1")
@@ -42,7 +42,7 @@ def main() -> None:
         for file in (folder / "1" / "00000002").rglob("d/*"):
             file.unlink()
     multihost_utils.sync_global_devices("hidden")
-    restored = Checkpoints(folder / str(index), write=False).restore(wanted)
+    restored = Checkpoints(folder / str(index), write=False).restore_arrays(wanted)
     shard = restored.arrays["split"].addressable_shards[0].data
     print("RESTORED", restored.description.step, float(np.asarray(shard).mean()), sorted(restored.damaged), flush=True)
     for why in restored.damaged.values():

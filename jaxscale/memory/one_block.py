@@ -1,0 +1,83 @@
+"""Rematerialization of one function, in code that uses nothing else of jaxscale."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jaxscale.blocks import run_again
+from jaxscale.errors import UserError
+from jaxscale.memory.apply import policy_of
+from jaxscale.memory.decide import decide
+from jaxscale.memory.keep_named import keeping
+from jaxscale.memory.plan import MemoryPlan
+from jaxscale.platforms.platform import Platform
+from jaxscale.programs.block import block_graph
+from jaxscale.programs.collect import BlockCall
+
+_RULES_OF_SEVERAL_BLOCKS = ("sqrt", "periodic", "revolve", "chain")
+
+
+def remat(
+    block: Callable[..., Any], plan: MemoryPlan | str, *args: Any, platform: Platform | str | None = None
+) -> Callable[..., Any]:
+    """Wrap a function so that its backward pass keeps what a memory plan selects, and recomputes the rest.
+
+    Results and gradients are those of `block`. Under a budget the kept values are
+
+        argmin over sets S of { recomputed cost of S : bytes of inputs + bytes of S <= budget },
+
+    solved exactly by `save`, and by heuristics under `greedy` and `dtr_static`.
+
+    Args:
+        block: a function of pytrees of arrays that JAX can differentiate; the last argument is the activation.
+        plan: a memory plan, or its text: "full", "dots", "jax:POLICY", "save:136MiB", "greedy:136MiB",
+            "offload:pofo:136MiB"; budgets include the activation itself.
+        args: arrays or shapes (`jax.ShapeDtypeStruct`) of the arguments, for which a plan with a budget is solved. The
+            function that is returned accepts arrays of these shapes and dtypes; plans without a budget need none.
+        platform: platform whose roofline gives the cost in seconds, such as "tpu v5e:1x1"; without one the cost is FLOP.
+
+    Returns:
+        The function, to be called like `block`, differentiated, compiled, and mapped or scanned.
+
+    Raises:
+        UserError: the plan is for several blocks or is automatic, the budget is too small, or `args` are missing.
+        StaleGraph: raised when the returned function is traced with other shapes than those of `args`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> def block(w, x):
+        ...     return jnp.tanh(jnp.tanh(x @ w) @ w)
+        >>> w, x = jnp.full((8, 8), 0.1), jnp.ones((4, 8))
+        >>> lean = remat(block, "save:256B", w, x)
+        >>> gradient = jax.grad(lambda w: lean(w, x).sum())(w)
+        >>> bool(jnp.allclose(gradient, jax.grad(lambda w: block(w, x).sum())(w)))
+        True
+
+    References:
+        Checkpointing by integer program: Jain et al., "Checkmate", 2020 (https://arxiv.org/abs/1910.02653).
+    """
+    plan = MemoryPlan.parse(plan) if isinstance(plan, str) else plan
+    if plan.rule == "fit":
+        raise UserError('remat: the plan "fit" chooses for a whole model: set it in a Plan, or give a budget, save:BYTES')
+    if plan.rule in _RULES_OF_SEVERAL_BLOCKS:
+        raise UserError(
+            f"remat: the plan {plan} is for a sequence of blocks, but remat wraps one: give save:BYTES or full, or set "
+            "the plan in a Plan"
+        )
+    if plan.rule == "none":
+        return block
+    policy = policy_of(plan)
+    if policy is not None:
+        return functools.wraps(block)(run_again(block, rolled=False, policy=policy))
+    if not args:
+        raise UserError(
+            f"remat: the plan {plan} is solved for a block's shapes: give its arguments, remat(block, {str(plan)!r}, *args)"
+        )
+    platform = Platform.parse(platform) if isinstance(platform, str) else platform
+    chip = None if platform is None else platform.chip
+    if plan.rule == "offload" and chip is None:
+        raise UserError(f'remat: the plan {plan} weighs copies in seconds: give a platform, such as platform="tpu v5e:1x1"')
+    graph = block_graph(block, *args, chip=chip)
+    call = BlockCall(graph.fingerprint, graph, args, 1, rolled=False, order=0)
+    decision = decide(plan, [call], chip)
+    return functools.wraps(block)(keeping(decision.saves)(block, False))

@@ -1,0 +1,125 @@
+"""Loss and gradients of a function of stages under any synchronous schedule, in a training loop of one's own."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxscale.errors import UserError
+from jaxscale.pipeline.run.execute import At, execute
+from jaxscale.pipeline.run.lifetimes import Stash
+from jaxscale.pipeline.run.tables import tabulate
+from jaxscale.pipeline.schedule import Schedule
+from jaxscale.trees import named_leaves
+from jaxscale.typing import Array, Int, PyTree
+
+OneStage: TypeAlias = Callable[[Any, Any, Any, Any, Int[Array, ""]], tuple[Any, Any]]
+"""`stage(weights, shared, x, microbatch, number) -> (y, loss)`."""
+
+
+def value_and_grad(
+    stage: OneStage, schedule: Schedule, mesh: Mesh, *, axis: str = "pipe", stash: Stash = "residuals"
+) -> Callable[..., tuple[Any, tuple[Any, Any]]]:
+    """The loss of a sequence of stages and its gradients, computed on the devices of a mesh axis under a schedule.
+
+    With stages f_0, ..., f_{S-1}, x_{i+1} = f_i(w_i, s, x_i, b) and their losses l_i, the function computes
+
+        L = sum over microbatches b and stages i of l_i(w_i, s, x_i, b),   dL/dw_i,   dL/ds.
+
+    Args:
+        stage: `stage(weights, shared, x, microbatch, number) -> (y, loss)`, the same function for every stage. `number`
+            is the stage's, int32 and traced. `y` has the shapes and dtypes of `x`; `loss` is a scalar, such as 0 for all
+            stages but the last.
+        schedule: a synchronous schedule, such as `schedule("zb-h1", 4, 8)`.
+        mesh: the devices; `axis` has one for each rank of the schedule.
+        axis: name of the mesh axis along which the stages lie.
+        stash: what a stage keeps from its forward to its backward: its residuals, or its input alone.
+
+    Returns:
+        `f(weights, shared, x, batch) -> (loss, (weight_gradients, shared_gradients))`, to be called inside `jax.jit`.
+        Leaves of `weights` are (stages, ...); `shared` is any tree, `{}` for none; leaves of `x`, the input of the first
+        stage, and of `batch` are (microbatches, ...). The loss and the gradients, float32, are those of one device.
+
+    Raises:
+        UserError: the schedule is asynchronous, the axis has another number of devices, or an argument's first dim does
+            not fit the schedule.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxscale.pipeline.schedules import METHODS
+        >>> def stage(w, shared, x, target, number):
+        ...     y = jnp.tanh(x @ w)
+        ...     return y, jnp.where(number == 0, jnp.square(y - target).sum(), 0.0)
+        >>> mesh = jax.make_mesh((1,), ("pipe",))
+        >>> f = jax.jit(value_and_grad(stage, METHODS["gpipe"].schedule(1, 2), mesh))
+        >>> w, x, target = jnp.eye(2)[None], jnp.ones((2, 1, 2)), jnp.zeros((2, 1, 2))
+        >>> loss, (gradients, _) = f(w, {}, x, target)
+        >>> float(loss), gradients.shape
+        (2.32010..., (1, 2, 2))
+
+    References:
+        Huang et al., "GPipe", 2019 (https://arxiv.org/abs/1811.06965); Qi et al., "Zero Bubble Pipeline Parallelism", 2023
+        (https://arxiv.org/abs/2401.10241).
+    """
+    if mesh.shape.get(axis) != schedule.ranks:
+        axes = ", ".join(f"{name}:{size}" for name, size in mesh.shape.items())
+        raise UserError(
+            f"schedule {schedule.name} has {schedule.ranks} ranks: expected a mesh axis {axis}:{schedule.ranks}, got {axes}"
+        )
+    tables = tabulate(schedule, stash)
+    stages_by_rank = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
+    # a rank with fewer stages than others repeats its first one, which no action of the rank then reads
+    padded = [[*stages, *stages[:1] * (schedule.chunks - len(stages))] for stages in stages_by_rank]
+    stage_of_chunk = np.array(padded)
+    places = [(rank, chunk, number) for rank, stages in enumerate(stages_by_rank) for chunk, number in enumerate(stages)]
+    ranks, chunks, numbers = map(np.array, zip(*places, strict=True))
+
+    def add_up(gradient: Array) -> Array:
+        """The gradients of all stages (stages, ...), from those of each rank's chunks (ranks, chunks, ...)."""
+        zeros = jnp.zeros((schedule.stages, *gradient.shape[2:]), gradient.dtype)
+        return zeros.at[numbers].add(gradient[ranks, chunks])
+
+    def loss_and_gradients(weights: PyTree, shared: PyTree, x: PyTree, batch: PyTree) -> tuple[Any, tuple[Any, Any]]:
+        """The loss, and the gradients of `weights` and of `shared`."""
+        for name, leaf in named_leaves(weights).items():
+            if leaf.ndim < 1 or leaf.shape[0] != schedule.stages:
+                raise UserError(
+                    f"weights {name} is {leaf.shape}, expected a first dim of {schedule.stages}, the stages of {schedule.name}"
+                )
+        message = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), x)
+
+        def run_stage(weights: Any, shared: Any, y: Any, microbatch: Any, at: At, key: Any) -> tuple[Any, Any, Any]:
+            """The stage as the executor calls it; the first one reads `x` instead of a message."""
+            first_input, extras = microbatch
+            x = jax.tree.map(lambda first, other: jnp.where(at.stage == 0, first, other), first_input, y)
+            y, loss = stage(weights, shared, x, extras, at.stage)
+            loss = jnp.asarray(loss, jnp.float32)
+            return y, loss, loss
+
+        def run_on_rank(weights: Any, shared: Any, microbatches: Any) -> tuple[Any, Any, Any]:
+            """Run the rank's actions; its gradients keep a leading dim of 1 for the rank."""
+            own_weights = jax.tree.map(lambda leaf: leaf[0], weights)
+            executed = execute(
+                tables, run_stage, own_weights, shared, microbatches, None, message, axis=axis, manual=(axis,)
+            )
+            loss = lax.psum(executed.sums, axis)
+            shared_gradients = jax.tree.map(lambda leaf: lax.psum(leaf, axis), executed.shared_gradients)
+            return loss, jax.tree.map(lambda leaf: leaf[None], executed.weight_gradients), shared_gradients
+
+        by_rank, whole = PartitionSpec(axis), PartitionSpec()
+        mapped = jax.shard_map(
+            run_on_rank,
+            mesh=mesh,
+            in_specs=(by_rank, whole, whole),
+            out_specs=(whole, by_rank, whole),
+            axis_names={axis},
+        )
+        chunk_weights = jax.tree.map(lambda leaf: leaf[stage_of_chunk], weights)
+        loss, weight_gradients, shared_gradients = mapped(chunk_weights, shared, (x, batch))
+        return loss, (jax.tree.map(add_up, weight_gradients), shared_gradients)
+
+    return loss_and_gradients

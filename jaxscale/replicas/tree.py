@@ -1,0 +1,82 @@
+"""The exchange of a tree of gradients by a codec, inside a training loop's own `jax.shard_map`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from jaxscale.replicas.codec import Codec
+from jaxscale.replicas.reduce import CodecStates, GradientExchange, GradientLeaf
+from jaxscale.trees import named_leaves
+from jaxscale.typing import Array, Int, PyTree
+
+
+def start_reduction(codec: Codec | str, gradients: PyTree, replicas: int, *, seed: int = 0) -> CodecStates:
+    """The states of a codec before the first step, equal on every replica.
+
+    Args:
+        codec: a codec, or its text, such as "powersgd:4".
+        gradients: the gradients of one device, arrays or shapes; leaves of any dtype.
+        replicas: number of devices on the axis over which gradients are averaged.
+        seed: seed of the codec's random draws.
+
+    Returns:
+        Arrays by the name of the gradient and of the state.
+
+    Raises:
+        UserError: the codec applies to none of the gradients, or there is a single replica.
+    """
+    return _exchange(codec, gradients, "replica", replicas, seed).start()
+
+
+def reduce_gradients(
+    codec: Codec | str, gradients: PyTree, states: CodecStates, axis: str, step: Int[Array, ""], *, seed: int = 0
+) -> tuple[PyTree, CodecStates]:
+    """Average gradients over a mesh axis in few bytes; the mean is equal on all devices of the axis.
+
+    With error feedback, over n replicas,
+
+        sum of residuals after + n mean = sum of gradients + sum of residuals before,
+
+    where a two-phase codec (int8, int4, onebit) has a residual of each chunk's owner too, which counts n times. Leaves that the codec does not apply to (vectors, scalars, small arrays) are averaged exactly, in one message. If a
+    gradient of any replica is not finite, the mean is NaN and the states do not change.
+
+    Args:
+        codec: a codec, or its text: "int8", "onebit", "topk:0.01", "powersgd:4", ...
+        gradients: this device's gradients of its replica's loss; any tree of arrays.
+        states: this device's states, from `start_reduction`, then from the step before; each device has its own.
+        axis: name of an axis over which the surrounding `jax.shard_map` is manual.
+        step: number of updates made before this one, int32.
+        seed: seed of the codec's random draws, as in `start_reduction`.
+
+    Returns:
+        The mean, a float32 tree like `gradients`, and the new states of this device.
+
+    Raises:
+        UserError: the codec applies to none of the gradients.
+
+    Example:
+        >>> import functools, jax, jax.numpy as jnp
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((1,), ("replica",))
+        >>> gradients = {"kernel": jnp.ones((64, 64)), "bias": jnp.ones(64)}
+        >>> start_reduction("int8", gradients, 2)["kernel"].keys()
+        dict_keys(['residual'])
+
+    References:
+        Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Karimireddy et al., "Error Feedback Fixes SignSGD", 2019
+        (https://arxiv.org/abs/1901.09847).
+    """
+    exchange = _exchange(codec, gradients, axis, jax.lax.axis_size(axis), seed)
+    leaves = {name: leaf.astype(jnp.float32) for name, leaf in named_leaves(gradients).items()}
+    mean_by_name, new_states = exchange.inside(leaves, states, step, (axis,))
+    means = [mean_by_name[name] for name in leaves]
+    return jax.tree.unflatten(jax.tree.structure(gradients), means), new_states
+
+
+def _exchange(codec: Codec | str, gradients: PyTree, axis: str, replicas: int, seed: int) -> GradientExchange:
+    """The exchange of gradients that are whole on every device."""
+    codec = Codec.parse(codec) if isinstance(codec, str) else codec
+    leaves = {name: GradientLeaf(leaf.shape, PartitionSpec()) for name, leaf in named_leaves(gradients).items()}
+    return GradientExchange(codec, AbstractMesh((replicas,), (axis,)), leaves, axis, seed)
