@@ -1,48 +1,73 @@
 """jaxscale: large-scale training on JAX. Your model, your platform, every technique.
 
-Importing this package imports neither JAX nor Flax: each name loads on first use.
+Public are the names in `__all__`, here and in the packages `data`, `layers`, `lowbit`, `memory`, `models`, `offload`,
+`optim`, `pipeline`, `replicas` and `sharding`; every other module may change. Importing this package imports neither
+JAX nor Flax: each name loads on first use.
 """
 
 from typing import TYPE_CHECKING
 
 from jaxscale.lazy import lazy_names
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
-_WHERE = {
+_WINGS = ("data", "layers", "lowbit", "memory", "models", "offload", "optim", "pipeline", "replicas", "sharding")
+_MODULE_OF_NAME = {
+    "Checkpointing": "jaxscale.recipe.experiment",
+    "Checkpoints": "jaxscale.checkpoint.store",
+    "Context": "jaxscale.blocks",
+    "Evaluation": "jaxscale.recipe.experiment",
     "Experiment": "jaxscale.recipe.experiment",
+    "Guard": "jaxscale.recipe.experiment",
+    "Loss": "jaxscale.blocks",
+    "MemoryPlan": "jaxscale.memory.plan",
+    "MeshSpec": "jaxscale.sharding.mesh",
+    "OffloadPlan": "jaxscale.recipe.plan",
+    "Optimizer": "jaxscale.optim.optimizer",
     "Plan": "jaxscale.recipe.plan",
     "Platform": "jaxscale.platforms.platform",
-    "MeshSpec": "jaxscale.sharding.mesh",
-    "UserError": "jaxscale.errors",
-    "train": "jaxscale.training.loop",
     "Run": "jaxscale.training.run",
-    "MemoryPlan": "jaxscale.memory.plan",
+    "Samples": "jaxscale.recipe.experiment",
+    "StatePlan": "jaxscale.recipe.plan",
+    "TrainState": "jaxscale.state.train_state",
+    "TrainStep": "jaxscale.step.train_step",
+    "UserError": "jaxscale.errors",
+    "build": "jaxscale.step.build",
     "explain": "jaxscale.planning.explain",
     "fit": "jaxscale.planning.fit",
     "menu": "jaxscale.planning.menu",
+    "train": "jaxscale.training.loop",
 }
 """Module of each public name."""
 
 if TYPE_CHECKING:
+    from jaxscale import data, layers, lowbit, memory, models, offload, optim, pipeline, replicas, sharding
+    from jaxscale.blocks import Context, Loss
+    from jaxscale.checkpoint.store import Checkpoints
     from jaxscale.errors import UserError
     from jaxscale.memory.plan import MemoryPlan
+    from jaxscale.optim.optimizer import Optimizer
     from jaxscale.planning.explain import explain
     from jaxscale.planning.fit import fit
     from jaxscale.planning.menu import menu
     from jaxscale.platforms.platform import Platform
-    from jaxscale.recipe.experiment import Experiment
-    from jaxscale.recipe.plan import Plan
+    from jaxscale.recipe.experiment import Checkpointing, Evaluation, Experiment, Guard, Samples
+    from jaxscale.recipe.plan import OffloadPlan, Plan, StatePlan
     from jaxscale.sharding.mesh import MeshSpec
+    from jaxscale.state.train_state import TrainState
+    from jaxscale.step.build import build
+    from jaxscale.step.train_step import TrainStep
     from jaxscale.training.loop import train
     from jaxscale.training.run import Run
 
 __all__ = [
-    "Experiment", "MemoryPlan", "MeshSpec", "Plan", "Platform", "Run", "UserError", "__version__", "explain", "fit",
-    "menu", "train",
+    "Checkpointing", "Checkpoints", "Context", "Evaluation", "Experiment", "Guard", "Loss", "MemoryPlan",
+    "MeshSpec", "OffloadPlan", "Optimizer", "Plan", "Platform", "Run", "Samples", "StatePlan", "TrainState",
+    "TrainStep", "UserError", "__version__", "build", "data", "explain", "fit", "layers", "lowbit", "memory",
+    "menu", "models", "offload", "optim", "pipeline", "replicas", "sharding", "train",
 ]  # fmt: skip
 
-__getattr__ = lazy_names(__name__, _WHERE)
+__getattr__ = lazy_names(__name__, _MODULE_OF_NAME, _WINGS)
 
 
 def __dir__() -> list[str]:

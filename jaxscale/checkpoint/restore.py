@@ -72,7 +72,9 @@ def restore_newest(directory: Any, step: Any) -> Restored:
     Raises:
         UserError: the run has no checkpoint, or every checkpoint is damaged.
     """
-    restored = Checkpoints(run_path(directory) / run_files.CHECKPOINTS, write=False).restore_arrays(step.canonical_abstract())
+    restored = Checkpoints(run_path(directory) / run_files.CHECKPOINTS, write=False).restore_arrays(
+        step.canonical_abstract()
+    )
     if restored is None:
         raise UserError(f"{directory} has no checkpoint yet: train it until its first save")
     return restored

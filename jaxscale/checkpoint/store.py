@@ -107,9 +107,10 @@ class Checkpoints:
     def save(
         self, step: "TrainStep", state: TrainState, *, data: Any = None, loss: float | None = None, wait: bool = False
     ) -> bool:
-        """Save a train state in the background, under the number of its updates. Every process calls it at the same step.
+        """Save a train state in the background, under the number of its updates.
 
-        The state may be donated afterwards. A save waits for the one before it; call `wait` after the last one.
+        Every process calls it at the same step. The state may be donated afterwards. A save waits for the one before
+        it; call `wait` after the last one.
 
         Args:
             step: the train step.

@@ -34,7 +34,7 @@ def remat(
             "offload:pofo:136MiB"; budgets include the activation itself.
         args: arrays or shapes (`jax.ShapeDtypeStruct`) of the arguments, for which a plan with a budget is solved. The
             function that is returned accepts arrays of these shapes and dtypes; plans without a budget need none.
-        platform: platform whose roofline gives the cost in seconds, such as "tpu v5e:1x1"; without one the cost is FLOP.
+        platform: platform whose roofline gives the cost in seconds, such as "tpu v5e:1x1"; without one it is in FLOP.
 
     Returns:
         The function, to be called like `block`, differentiated, compiled, and mapped or scanned.
@@ -58,7 +58,7 @@ def remat(
     """
     plan = MemoryPlan.parse(plan) if isinstance(plan, str) else plan
     if plan.rule == "fit":
-        raise UserError('remat: the plan "fit" chooses for a whole model: set it in a Plan, or give a budget, save:BYTES')
+        raise UserError("remat: the plan fit chooses for a whole model: set it in a Plan, or give a budget, save:BYTES")
     if plan.rule in _RULES_OF_SEVERAL_BLOCKS:
         raise UserError(
             f"remat: the plan {plan} is for a sequence of blocks, but remat wraps one: give save:BYTES or full, or set "
@@ -71,12 +71,15 @@ def remat(
         return functools.wraps(block)(run_again(block, rolled=False, policy=policy))
     if not args:
         raise UserError(
-            f"remat: the plan {plan} is solved for a block's shapes: give its arguments, remat(block, {str(plan)!r}, *args)"
+            f"remat: the plan {plan} is solved for the shapes of a block's arguments: give them, as in "
+            f"remat(block, {str(plan)!r}, *args)"
         )
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
     chip = None if platform is None else platform.chip
     if plan.rule == "offload" and chip is None:
-        raise UserError(f'remat: the plan {plan} weighs copies in seconds: give a platform, such as platform="tpu v5e:1x1"')
+        raise UserError(
+            f'remat: the plan {plan} weighs copies in seconds: give a platform, such as platform="tpu v5e:1x1"'
+        )
     graph = block_graph(block, *args, chip=chip)
     call = BlockCall(graph.fingerprint, graph, args, 1, rolled=False, order=0)
     decision = decide(plan, [call], chip)

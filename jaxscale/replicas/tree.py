@@ -1,7 +1,5 @@
 """The exchange of a tree of gradients by a codec, inside a training loop's own `jax.shard_map`."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
@@ -39,7 +37,8 @@ def reduce_gradients(
 
         sum of residuals after + n mean = sum of gradients + sum of residuals before,
 
-    where a two-phase codec (int8, int4, onebit) has a residual of each chunk's owner too, which counts n times. Leaves that the codec does not apply to (vectors, scalars, small arrays) are averaged exactly, in one message. If a
+    where a two-phase codec (int8, int4, onebit) has a residual of each chunk's owner too, which counts n times. Leaves
+    that the codec does not apply to (vectors, scalars, small arrays) are averaged exactly, in one message. If a
     gradient of any replica is not finite, the mean is NaN and the states do not change.
 
     Args:
@@ -65,8 +64,8 @@ def reduce_gradients(
         dict_keys(['residual'])
 
     References:
-        Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Karimireddy et al., "Error Feedback Fixes SignSGD", 2019
-        (https://arxiv.org/abs/1901.09847).
+        Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Karimireddy et al., "Error Feedback Fixes SignSGD",
+        2019 (https://arxiv.org/abs/1901.09847).
     """
     exchange = _exchange(codec, gradients, axis, jax.lax.axis_size(axis), seed)
     leaves = {name: leaf.astype(jnp.float32) for name, leaf in named_leaves(gradients).items()}
@@ -77,6 +76,6 @@ def reduce_gradients(
 
 def _exchange(codec: Codec | str, gradients: PyTree, axis: str, replicas: int, seed: int) -> GradientExchange:
     """The exchange of gradients that are whole on every device."""
-    codec = Codec.parse(codec) if isinstance(codec, str) else codec
+    codec = codec if isinstance(codec, Codec) else Codec.parse(codec)
     leaves = {name: GradientLeaf(leaf.shape, PartitionSpec()) for name, leaf in named_leaves(gradients).items()}
     return GradientExchange(codec, AbstractMesh((replicas,), (axis,)), leaves, axis, seed)

@@ -51,7 +51,9 @@ def test_a_checkpoint_goes_to_eight_bits_and_back(run, capsys):
     with pytest.raises(UserError, match="exists: give another directory"):
         convert_state(eight, "float32", back)
     experiment = Experiment("bits", MODEL, Text("text.txt", tokenizer="byte", context=8), batch=8)
-    found = Checkpoints(back / "checkpoints").restore_arrays(build(experiment, Plan(mesh=MeshSpec())).canonical_abstract())
+    found = Checkpoints(back / "checkpoints").restore_arrays(
+        build(experiment, Plan(mesh=MeshSpec())).canonical_abstract()
+    )
     assert found is not None
     assert found.description.step == 3
     assert set(found.arrays) == set(arrays)

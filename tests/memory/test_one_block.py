@@ -46,7 +46,7 @@ def test_offload_is_traced_for_a_platform():
     [
         ("revolve:3", (WEIGHT, X), "is for a sequence of blocks"),
         ("fit", (WEIGHT, X), "chooses for a whole model"),
-        ("save:24KiB", (), "give its arguments"),
+        ("save:24KiB", (), "give them, as in"),
         ("save:1B", (WEIGHT, X), "below the least possible"),
         ("offload:pofo:24KiB", (WEIGHT, X), "give a platform"),
         ("sve:24KiB", (WEIGHT, X), "did you mean 'save'"),

@@ -32,8 +32,8 @@ def value_and_grad(
 
     Args:
         stage: `stage(weights, shared, x, microbatch, number) -> (y, loss)`, the same function for every stage. `number`
-            is the stage's, int32 and traced. `y` has the shapes and dtypes of `x`; `loss` is a scalar, such as 0 for all
-            stages but the last.
+            is the stage's, int32 and traced. `y` has the shapes and dtypes of `x`; `loss` is a scalar, such as 0 for
+            all stages but the last.
         schedule: a synchronous schedule, such as `schedule("zb-h1", 4, 8)`.
         mesh: the devices; `axis` has one for each rank of the schedule.
         axis: name of the mesh axis along which the stages lie.
@@ -41,8 +41,8 @@ def value_and_grad(
 
     Returns:
         `f(weights, shared, x, batch) -> (loss, (weight_gradients, shared_gradients))`, to be called inside `jax.jit`.
-        Leaves of `weights` are (stages, ...); `shared` is any tree, `{}` for none; leaves of `x`, the input of the first
-        stage, and of `batch` are (microbatches, ...). The loss and the gradients, float32, are those of one device.
+        Leaves of `weights` are (stages, ...); `shared` is any tree, `{}` for none; leaves of `x`, the input of the
+        first stage, and of `batch` are (microbatches, ...). Loss and gradients are float32, as on one device.
 
     Raises:
         UserError: the schedule is asynchronous, the axis has another number of devices, or an argument's first dim does
@@ -62,20 +62,23 @@ def value_and_grad(
         (2.32010..., (1, 2, 2))
 
     References:
-        Huang et al., "GPipe", 2019 (https://arxiv.org/abs/1811.06965); Qi et al., "Zero Bubble Pipeline Parallelism", 2023
-        (https://arxiv.org/abs/2401.10241).
+        Huang et al., "GPipe", 2019 (https://arxiv.org/abs/1811.06965); Qi et al., "Zero Bubble Pipeline Parallelism",
+        2023 (https://arxiv.org/abs/2401.10241).
     """
     if mesh.shape.get(axis) != schedule.ranks:
         axes = ", ".join(f"{name}:{size}" for name, size in mesh.shape.items())
         raise UserError(
-            f"schedule {schedule.name} has {schedule.ranks} ranks: expected a mesh axis {axis}:{schedule.ranks}, got {axes}"
+            f"schedule {schedule.name} has {schedule.ranks} ranks: expected a mesh axis {axis}:{schedule.ranks}, "
+            f"got {axes}"
         )
     tables = tabulate(schedule, stash)
     stages_by_rank = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
     # a rank with fewer stages than others repeats its first one, which no action of the rank then reads
     padded = [[*stages, *stages[:1] * (schedule.chunks - len(stages))] for stages in stages_by_rank]
     stage_of_chunk = np.array(padded)
-    places = [(rank, chunk, number) for rank, stages in enumerate(stages_by_rank) for chunk, number in enumerate(stages)]
+    places = [
+        (rank, chunk, number) for rank, stages in enumerate(stages_by_rank) for chunk, number in enumerate(stages)
+    ]
     ranks, chunks, numbers = map(np.array, zip(*places, strict=True))
 
     def add_up(gradient: Array) -> Array:
@@ -88,7 +91,8 @@ def value_and_grad(
         for name, leaf in named_leaves(weights).items():
             if leaf.ndim < 1 or leaf.shape[0] != schedule.stages:
                 raise UserError(
-                    f"weights {name} is {leaf.shape}, expected a first dim of {schedule.stages}, the stages of {schedule.name}"
+                    f"weights {name} is {leaf.shape}, expected a first dim of {schedule.stages}, the stages of "
+                    f"{schedule.name}"
                 )
         message = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), x)
 
