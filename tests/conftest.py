@@ -3,6 +3,7 @@
 import gc
 import os
 from importlib.metadata import version
+from pathlib import Path
 
 import hypothesis
 
@@ -30,6 +31,16 @@ _hook = install_import_hook(["jaxscale", "pallas_kernels"], "typecheck.check")
 import jax  # noqa: E402 (after the environment and the hook above, which it reads)
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# compiled programs are kept from run to run, in a folder per version at a fixed path; those that may not be loaded are not
+# kept (`compiler/kept_programs.py`), and the folder's greatest size turns on the lock that several workers need
+from jaxscale.compiler.kept_programs import keep_ordered_programs
+
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache" / jax.__version__))
+jax.config.update("jax_compilation_cache_max_size", 2 << 30)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+keep_ordered_programs()
 
 pytest_plugins = ["toy"]
 

@@ -76,6 +76,6 @@ def reduce_gradients(
 
 def _exchange(codec: Codec | str, gradients: PyTree, axis: str, replicas: int, seed: int) -> GradientExchange:
     """The exchange of gradients that are whole on every device."""
-    codec = codec if isinstance(codec, Codec) else Codec.parse(codec)
     leaves = {name: GradientLeaf(leaf.shape, PartitionSpec()) for name, leaf in named_leaves(gradients).items()}
-    return GradientExchange(codec, AbstractMesh((replicas,), (axis,)), leaves, axis, seed)
+    parsed_codec: Codec = Codec.parse(codec) if isinstance(codec, str) else codec
+    return GradientExchange(parsed_codec, AbstractMesh((replicas,), (axis,)), leaves, axis, seed)
