@@ -5,6 +5,7 @@ Nothing heavy is imported until a subcommand runs. A new subcommand is a class a
 
 import dataclasses
 
+from jaxscale.cli.docs import Docs
 from jaxscale.cli.draw import Draw
 from jaxscale.cli.experiment_commands import Explain, Fit, Train
 from jaxscale.cli.run_commands import ConvertState, Evaluate, Export, Generate, Report
@@ -32,7 +33,7 @@ class Doctor:
         return report.status
 
 
-Command = Train | Fit | Explain | Draw | Generate | Evaluate | Export | ConvertState | Report | Doctor
+Command = Train | Fit | Explain | Draw | Generate | Evaluate | Export | ConvertState | Report | Doctor | Docs
 COMMANDS: dict[str, type[Command]] = {
     "train": Train,
     "fit": Fit,
@@ -44,6 +45,7 @@ COMMANDS: dict[str, type[Command]] = {
     "convert-state": ConvertState,
     "report": Report,
     "doctor": Doctor,
+    "docs": Docs,
 }
 TAKES_FIELDS = (Train, Fit, Explain, Draw)
 """The subcommands whose `run` has a parameter for fields of an experiment, set by path."""
