@@ -32,9 +32,9 @@ import jax  # noqa: E402 (after the environment and the hook above, which it rea
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# compiled programs are kept from run to run, in a folder per version at a fixed path; those that may not be loaded are not
-# kept (`compiler/kept_programs.py`), and the folder's greatest size turns on the lock that several workers need
-from jaxscale.compiler.kept_programs import keep_ordered_programs
+# Compiled programs are kept from run to run, in a folder per version; those that must not be loaded are not kept
+# (`compiler/kept_programs.py`). The limit of the folder's size turns on the lock that several workers need.
+from jaxscale.compiler.kept_programs import keep_ordered_programs  # noqa: E402
 
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache" / jax.__version__))
 jax.config.update("jax_compilation_cache_max_size", 2 << 30)

@@ -4,6 +4,7 @@ import resource
 import shutil
 import signal
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,8 +49,7 @@ def saved(folder, *steps, **options):
 
 
 def equal(a, b):
-    for name in b:
-        np.testing.assert_array_equal(np.asarray(a[name]), np.asarray(b[name]))
+    chex.assert_trees_all_equal({name: np.asarray(a[name]) for name in b}, jax.tree.map(np.asarray, dict(b)))
 
 
 def biggest(folder):

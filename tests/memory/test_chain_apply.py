@@ -2,9 +2,9 @@
 
 import random
 
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -78,13 +78,13 @@ def gradient(module, treatment):
 
 def equal(one, other):
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(one)) > 0.1
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+    chex.assert_trees_all_equal(one, other)
 
 
 def close(one, other):
     """Within 1e-5, and of sums that cancel within 1e-6 of the largest number: what XLA fuses decides how it rounds."""
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(other))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * largest), one, other)
+    chex.assert_trees_all_close(one, other, rtol=1e-5, atol=1e-6 * largest)
 
 
 def costs(count):

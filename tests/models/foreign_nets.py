@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,9 +89,7 @@ def sgd_step(f):
 
 
 def assert_close(a, b, tolerance):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+    chex.assert_trees_all_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 def numbers(tree):

@@ -5,6 +5,7 @@ import json
 import pickle
 import shutil
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -32,10 +33,8 @@ def tensors(folder):
 
 
 def equal(found, wanted):
-    assert found.keys() == wanted.keys()
-    for name, array in wanted.items():
-        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    chex.assert_trees_all_equal_shapes_and_dtypes(dict(found), dict(wanted))
+    chex.assert_trees_all_equal(dict(found), dict(wanted))
 
 
 @pytest.mark.parametrize("name", MODELS)

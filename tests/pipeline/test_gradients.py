@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +58,7 @@ def test_gradients_equal_those_of_one_device(name, ranks, stash):
     schedule = METHODS[name].schedule(ranks, MICROBATCHES)
     assert schedule.stages == STAGES
     result = jax.jit(value_and_grad(stage, schedule, pipe(ranks), stash=stash))(*arguments())
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), result, reference())
+    chex.assert_trees_all_close(result, reference(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

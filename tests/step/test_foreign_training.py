@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,9 +123,7 @@ def plain(make, rate=0.0, microbatches=1):
 
 def assert_equal(found, expected, tolerance=1e-5):
     np.testing.assert_allclose(found[0], expected[0], rtol=tolerance)
-    assert found[1].keys() == expected[1].keys()
-    for name, value in expected[1].items():
-        np.testing.assert_allclose(found[1][name], value, rtol=tolerance, atol=tolerance, err_msg=name)
+    chex.assert_trees_all_close(dict(found[1]), dict(expected[1]), rtol=tolerance, atol=tolerance)
 
 
 def assert_sharded(step, state):
