@@ -15,7 +15,7 @@ from jaxscale.pipeline.csv import to_csv
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.ticks import ticks
-from jaxscale.pipeline.versions import lives, ring
+from jaxscale.pipeline.versions import lives, ring_slots
 from jaxscale.values.units import duration, size
 
 ENDINGS = (".svg", ".html", ".csv")
@@ -206,7 +206,7 @@ def _weights(schedule: Schedule) -> float:
     """Weights on the fullest rank, with all copies and versions, in units of a rank's share of the model."""
     lifetimes = lives(schedule, ticks(schedule)) if schedule.versions else {}
     copies = (
-        sum(ring(lifetimes[stage]) if lifetimes else 1 for stage in schedule.stages_of(rank))
+        sum(ring_slots(lifetimes[stage]) if lifetimes else 1 for stage in schedule.stages_of(rank))
         for rank in range(schedule.ranks)
     )
     return max(copies) * schedule.ranks / schedule.stages

@@ -14,7 +14,7 @@ import numpy as np
 from jaxscale.pipeline.choose.chain_cut import FEATURES, INDEX
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.ticks import ticks
-from jaxscale.pipeline.versions import lives, ring
+from jaxscale.pipeline.versions import lives, ring_slots
 
 END_MESSAGES = 2
 """Messages at each end of a stage: one sent, one received."""
@@ -48,7 +48,7 @@ def footprints(schedule: Schedule) -> list[Footprint]:
         constant_linear = np.zeros((schedule.stages, len(FEATURES)))
         for stage in stages:
             constant_linear[stage, INDEX["weight_bytes"]] = 1
-            constant_linear[stage, INDEX["version_bytes"]] = ring(lifetimes[stage]) - 1 if lifetimes else 0
+            constant_linear[stage, INDEX["version_bytes"]] = ring_slots(lifetimes[stage]) - 1 if lifetimes else 0
             constant_linear[stage, [INDEX["enters"], INDEX["leaves"]]] = END_MESSAGES
         fullest_moments: list[tuple[int, ...]] = []  # moments that no other moment of the rank covers
         for moment in sorted(schedule.activation_counts(rank), reverse=True):

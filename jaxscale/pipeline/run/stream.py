@@ -21,7 +21,7 @@ from jaxscale.pipeline.run.lifetimes import Interval, Stash, lifetimes
 from jaxscale.pipeline.run.tables import CODES
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.ticks import ticks
-from jaxscale.pipeline.versions import lives, ring, uses
+from jaxscale.pipeline.versions import lives, ring_slots, uses
 
 COLUMNS = ("kind", "microbatch", "updates", "x", "g", "kept", "from_left", "from_right", "reads", "writes")
 """Columns of a row: action, microbatch, slots, whether an update follows, and the slot that the update writes."""
@@ -145,11 +145,11 @@ class _TimedRun:
         self._lives = lifetimes(schedule, self._tick_of, stash)
         for life in self._lives:
             intervals[life.column, life.stage].append(life.interval)
-        slot_counts = {name: ring(stage_intervals) for name, stage_intervals in intervals.items()}
+        slot_counts = {name: ring_slots(stage_intervals) for name, stage_intervals in intervals.items()}
         self.slots = {
             "x": max(slots for (column, _), slots in slot_counts.items() if column in ("x", "residual")),
             "g": max((slots for (column, _), slots in slot_counts.items() if column == "g"), default=1),
-            "versions": max(map(ring, lives(schedule, self._tick_of).values())),
+            "versions": max(map(ring_slots, lives(schedule, self._tick_of).values())),
         }
 
     def rows(self) -> np.ndarray:
