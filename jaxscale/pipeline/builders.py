@@ -145,8 +145,8 @@ def vee(
     microbatches: int,
     phases_of: Callable[[int, int], Sequence[MotifPhase]],
     *,
-    least_microbatches: int,
-    most_activations: int,
+    min_microbatches: int,
+    max_activations: int,
 ) -> Schedule:
     """Make a schedule whose stages go down the ranks and back up.
 
@@ -157,15 +157,15 @@ def vee(
         ranks: p, number of ranks.
         microbatches: m, any number of microbatches.
         phases_of: function from a rank and a number of microbatches to the phases of that rank's order.
-        least_microbatches: the fewest microbatches that `phases_of` is defined for. With fewer microbatches, an order
-            is the one for `least_microbatches` without the actions of the missing microbatches.
-        most_activations: the most activations, of one stage each, that a rank may hold.
+        min_microbatches: the fewest microbatches that `phases_of` is defined for. With fewer microbatches, an order
+            is the one for `min_microbatches` without the actions of the missing microbatches.
+        max_activations: the most activations, of one stage each, that a rank may hold.
     """
-    padded_count = max(microbatches, least_microbatches)
+    padded_count = max(microbatches, min_microbatches)
     orders = []
     for rank in range(ranks):
         lanes = {"0": Lane.of_stage(rank, padded_count), "1": Lane.of_stage(2 * ranks - 1 - rank, padded_count)}
         order = weave(lanes, *phases_of(rank, padded_count))
         orders.append(tuple(action for action in order if action.microbatch < microbatches))
-    bound = (min(most_activations, 2 * microbatches, microbatches + 1 + rank) for rank in range(ranks))
+    bound = (min(max_activations, 2 * microbatches, microbatches + 1 + rank) for rank in range(ranks))
     return single_route(name, orders, microbatches, bound, route=(*range(ranks), *reversed(range(ranks))))

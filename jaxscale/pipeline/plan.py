@@ -203,9 +203,7 @@ class PipelinePlan:
                 `auto` has not been chosen yet.
         """
         if self.name == "auto":
-            raise UserError(
-                f"pipeline {self}: its schedule is still to be chosen; name one, such as 1f1b:4x8, to draw or run it"
-            )
+            raise UserError(f"pipeline {self}: its schedule is still to be chosen; name one, such as 1f1b:4x8")
         if self.path is not None:
             schedule = read_csv(self.path)
         else:

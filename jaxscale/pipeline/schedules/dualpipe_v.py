@@ -35,9 +35,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
             ("W", rank + 1),
         )
 
-    return vee(
-        "dualpipe-v", ranks, microbatches, phases_of, least_microbatches=2 * ranks, most_activations=2 * ranks + 1
-    )
+    return vee("dualpipe-v", ranks, microbatches, phases_of, min_microbatches=2 * ranks, max_activations=2 * ranks + 1)
 
 
 METHOD = Method("dualpipe-v", "forwards beside backwards, stages down and up again", dualpipe_v, chunks=2)

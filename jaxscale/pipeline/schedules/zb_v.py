@@ -34,7 +34,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
             ("W0", rank),
         )
 
-    return vee("zb-v", ranks, microbatches, phases_of, least_microbatches=2 * ranks - 1, most_activations=2 * ranks)
+    return vee("zb-v", ranks, microbatches, phases_of, min_microbatches=2 * ranks - 1, max_activations=2 * ranks)
 
 
 METHOD = Method("zb-v", "zero bubble, stages down and up again", zb_v, chunks=2)
