@@ -143,7 +143,7 @@ class Actions:
         stash = read(state["kept"], row["residual"])
 
         def run(sums: CarriedState, reads: bool) -> tuple[CarriedState, Any]:
-            """Return sums with all gradients added, those of `shared` only if `reads`, and the gradient of the input."""
+            """Return sums with gradients added, those of `shared` only if `reads`, and the gradient of the input."""
             weight_gradients, shared_gradients, dx = self._passes.backward(self._context(row), x, stash, g)
             sums = self._add_weights(sums, row, weight_gradients, is_live)
             return (self._add_shared(sums, shared_gradients, is_live) if reads else sums), dx

@@ -194,6 +194,6 @@ def _check(tables: Tables, weights: Any, batch: Any, lowering: Lowering) -> None
                 raise UserError(f"{label} {name} is {leaf.shape}, expected a first dim of {count} for {schedule.name}")
     if lowering == "phased" and not tables.lockstep:
         raise UserError(
-            f"schedule {schedule.name} has ticks in which some devices go forward and others backward, but the lowering "
-            "'phased' needs one kind in each tick: use lockstep or gpipe, or the lowering 'switch'"
+            f"schedule {schedule.name} has ticks in which some devices go forward and others backward, but the "
+            "lowering 'phased' needs one kind in each tick: use lockstep or gpipe, or the lowering 'switch'"
         )
