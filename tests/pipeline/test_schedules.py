@@ -242,7 +242,9 @@ def test_stages_a_device():
     assert METHODS["lockstep"].schedule(4, 8).chunks == 1
     with pytest.raises(UserError, match="interleaved: got v=1, expected 2 or more; 1f1b"):
         METHODS["interleaved"].schedule(4, 8, 1)
-    with pytest.raises(UserError, match="1f1b: got v=2, but a device holds one stage; only interleaved and lockstep take v"):
+    with pytest.raises(
+        UserError, match="1f1b: got v=2, but a device holds one stage; only interleaved and lockstep take v"
+    ):
         METHODS["1f1b"].schedule(4, 8, 2)
     with pytest.raises(UserError, match="zb-v: got v=3, but each device holds 2 of its stages"):
         METHODS["zb-v"].schedule(4, 8, 3)

@@ -134,10 +134,8 @@ class BlockChain:
 
     def stage_features(self, cuts: np.ndarray) -> np.ndarray:
         """Return float[cut, stage, feature]: the features of each stage of int[cut, stages + 1], boundaries of cuts."""
-        return np.stack(
-            [self._features[kind][:, cuts[:, stage], cuts[:, stage + 1]].T for stage, kind in enumerate(self._kinds)],
-            1,
-        )
+        begins, ends = cuts[:, :-1], cuts[:, 1:]
+        return np.stack([self._features[kind][:, begins[:, s], ends[:, s]].T for s, kind in enumerate(self._kinds)], 1)
 
     def cost_to_go(self, values: np.ndarray, *, use_max: bool = False) -> np.ndarray:
         """Return float[stage + 1, begin]: the least sum of `values` over the stages from a stage and first block on.

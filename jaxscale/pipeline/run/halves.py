@@ -62,7 +62,7 @@ class Halves(NamedTuple):
 
 
 class _Placement(NamedTuple):
-    """A step, whether each half runs it and, if it is divided, its own halves and the numbers of its crossing values."""
+    """A step, whether each half runs it and, if it is divided, its halves and the numbers of its crossing values."""
 
     step: Step
     in_first: bool

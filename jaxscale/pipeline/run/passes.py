@@ -170,18 +170,18 @@ class FromResiduals:
         """
         jaxpr = self._program.jaxpr
         input_numbers = {var: place for place, var in enumerate(jaxpr.invars)}
-        context_count = len(jax.tree.leaves(context))
+        leaf_count = len(jax.tree.leaves(context))
         # is_free: for each input, whether the backward may read it again, so that residuals of free inputs alone are
         # recomputed; without "at", the head of the last stage, in a `cond` on the stage number, would be in every slot
         free_fields = ("weights", "shared", "at")
         fields = zip(StageContext._fields, context, strict=True)
         is_free = [name in free_fields for name, tree in fields for _ in jax.tree.leaves(tree)]
-        is_free += [False] * (len(jaxpr.invars) - context_count)
+        is_free += [False] * (len(jaxpr.invars) - leaf_count)
         self._input_numbers: dict[int, int] = {}
         self._stash_places: list[int] = []
         self._recomputed: list[int] = []
         for place, var in enumerate(jaxpr.outvars[self._span]):
-            if not isinstance(var, jex.Literal) and input_numbers.get(var, context_count) < context_count:
+            if not isinstance(var, jex.Literal) and input_numbers.get(var, leaf_count) < leaf_count:
                 self._input_numbers[place] = input_numbers[var]
             elif any(reads and not flag for reads, flag in zip(self._pruned(place)[1], is_free, strict=True)):
                 self._stash_places.append(place)

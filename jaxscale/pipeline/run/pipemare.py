@@ -3,7 +3,7 @@ r"""PipeMare's two remedies against stale weights: smaller steps where the delay
 The weights of a forward on stage s have missed $d_s$ updates when its gradient is applied: the gradient makes update
 number $\tau_s = d_s + 1$ after these weights.
 
-- Rescheduling: the change of update number k of stage s is scaled by $\tau_s^{-p_k}$ with $p_k = 1 - \min(k/K, 1)$, so all stages
+- Rescheduling: update number k of stage s is scaled by $\tau_s^{-p_k}$ with $p_k = 1 - \min(k/K, 1)$, so all stages
   have the same rate after K updates.
 - Correction: a backward linearises at $w - d_s \delta$, near the weights of its forward, instead of the newest weights
   w. Here $\delta \leftarrow \gamma_s \delta + (1 - \gamma_s)(w' - w)$ is a moving average of the updates' changes, and
@@ -49,12 +49,10 @@ class Remedies:
         if self.anneal < 0:
             raise UserError(f"got rescheduling over {self.anneal} updates, expected 0 (none) or more")
         if self.correction is not None and not 0 < self.correction < 1:
-            raise UserError(
-                f"got a correction of {self.correction}, expected more than 0 and less than 1, such as 0.135"
-            )
+            raise UserError(f"got a correction of {self.correction}, expected more than 0 and less than 1")
 
     def scale(self, delay: Any, update: Any) -> Any:
-        """Return the float32 factor of update number `update` of a stage with this delay, like a factor of its learning rate."""
+        """Return the float32 factor of update number `update` of a stage, which acts like a learning rate."""
         if not self.anneal:
             return jnp.float32(1)
         exponent = 1 - jnp.minimum(jnp.float32(update) / self.anneal, 1)

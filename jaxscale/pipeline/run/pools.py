@@ -40,10 +40,10 @@ def empty(tree: Any, slots: int, hosted: Any = False) -> Any:
         hosted: for each leaf, whether its slots are in host memory: a tree of booleans like `tree`, or a prefix of one.
     """
 
-    def make_slots(leaf: Any, on_host: bool) -> Any:
+    def make_slots(leaf: Any, is_hosted: bool) -> Any:
         """Make the slots of one leaf."""
         empty_slots = jnp.zeros((slots, *leaf.shape), leaf.dtype)
-        return to_host(empty_slots) if on_host else empty_slots
+        return to_host(empty_slots) if is_hosted else empty_slots
 
     return jax.tree.map(make_slots, tree, jax.tree.broadcast(hosted, tree))
 
