@@ -89,7 +89,7 @@ def check_messages(
 
 
 def lowered_cells(schedule: Schedule) -> list[list[str]]:
-    """Return the lowered form of each rank: its actions, messages, and UNSHARD, REDUCE_GRAD and RESHARD of its stages.
+    """Return, for each rank, the cells of the lowered form: actions, messages, UNSHARD, REDUCE_GRAD and RESHARD.
 
     A SEND follows its action at once, and its RECV stands as early as the message can arrive.
     """

@@ -136,7 +136,7 @@ class Schedule:
         return Action(Kind.B if (stage, microbatch) in self.fused else Kind.I, stage, microbatch)
 
     def inputs(self, action: Action) -> tuple[Action, ...]:
-        """Return the actions whose results an action needs; none for an update, which its place in the order times."""
+        """Return the actions whose results an action needs; none for an update, whose place in the order suffices."""
         stage, microbatch = action.stage, action.microbatch
         if action.kind is Kind.F:
             return (Action(Kind.F, stage - 1, microbatch),) if stage else ()

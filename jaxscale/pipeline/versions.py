@@ -80,6 +80,7 @@ def lives(schedule: Schedule, tick_of: Mapping[Action, int]) -> dict[int, list[t
         schedule: an asynchronous schedule.
         tick_of: the tick of each forward and backward.
     """
+    # the first and the last tick of each (stage, version)
     first_ticks: dict[tuple[int, int], int] = {(stage, 0): 0 for stage in range(schedule.stages)}
     last_ticks: dict[tuple[int, int], int] = {}
     for action, use in uses(schedule).items():

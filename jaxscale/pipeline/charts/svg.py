@@ -58,7 +58,15 @@ def svg_chart(panels: Sequence[tuple[str, Simulation]], *, clock: Callable[[floa
 def _panel(
     heading: str, simulation: Simulation, top: float, pixels_per_second: float, clock: Callable[[float], str]
 ) -> tuple[list[Markup], float]:
-    """Return the elements of one schedule, and their height in pixels."""
+    """Return the elements of one schedule, and their height in pixels.
+
+    Args:
+        heading: text above the panel.
+        simulation: the simulation to be drawn.
+        top: distance of the panel from the top of the image, in pixels.
+        pixels_per_second: scale of the time.
+        clock: function that formats a time.
+    """
     schedule, seconds = simulation.schedule, simulation.seconds
     row_height = 24 if schedule.ranks <= 8 else 16
     number_width = PER_LETTER * len(str(schedule.microbatches - 1)) + 2

@@ -133,7 +133,7 @@ class BlockChain:
         return np.tensordot(linear[stage, active], self._features[self._kinds[stage]][active], 1)
 
     def stage_features(self, cuts: np.ndarray) -> np.ndarray:
-        """Return float[cut, stage, feature]: the features of each stage of int[cut, stages + 1], boundaries of cuts."""
+        """Return float[cut, stage, feature]: the features of the stages of cuts, boundaries int[cut, stages + 1]."""
         begins, ends = cuts[:, :-1], cuts[:, 1:]
         return np.stack([self._features[kind][:, begins[:, s], ends[:, s]].T for s, kind in enumerate(self._kinds)], 1)
 

@@ -64,6 +64,7 @@ def fastest(costs: Costs, microbatches: int, most_activations: int) -> tuple[flo
     clock = BatchClock(costs, tuple(range(costs.stages)), costs.stages, microbatches)
     stage_orders = [list(orders(stage, microbatches, most_activations)) for stage in range(costs.stages)]
     number_tables = [np.stack([clock.numbers([order])[0] for order in candidates]) for candidates in stage_orders]
+    # a choice has, for each stage, the index of its order among `stage_orders[stage]`
     best_seconds, best_choice = np.inf, (0,) * costs.stages
     choices = itertools.product(*(range(len(table)) for table in number_tables))
     while choice_batch := list(itertools.islice(choices, _BATCH)):

@@ -109,8 +109,8 @@ class Partition:
         ranges = [f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"{blocks[0]}" for blocks in self.stages]
         width = max(map(len, ranges))
         stage_rows = zip(ranges, self.costs.forward, self.costs.input, self.costs.weight, strict=True)
-        for stage, (text, f, i, w) in enumerate(stage_rows):
-            lines.append(f"  stage {stage}  blocks {text.ljust(width)}  F {f:.4g}  I {i:.4g}  W {w:.4g}")
+        for stage, (range_text, f, i, w) in enumerate(stage_rows):
+            lines.append(f"  stage {stage}  blocks {range_text.ljust(width)}  F {f:.4g}  I {i:.4g}  W {w:.4g}")
         lines += [f"  rank {rank}  {bytes_at_least(count)}" for rank, count in enumerate(self.bytes)]
         return "\n".join(lines)
 
@@ -281,11 +281,11 @@ class _Search:
                 return best, cut, max(bound, min(best, survivors.bound))
             seconds = self.problem.seconds(survivors.cuts)
             lowest_index = int(seconds.argmin())
-            least = float(seconds[lowest_index])
-            bound = max(bound, min(best, least, survivors.bound))
-            is_faster = least < best * (1 - _CLOSE)
-            if least < best:
-                best, cut = least, survivors.cuts[lowest_index]
+            least_seconds = float(seconds[lowest_index])
+            bound = max(bound, min(best, least_seconds, survivors.bound))
+            is_faster = least_seconds < best * (1 - _CLOSE)
+            if least_seconds < best:
+                best, cut = least_seconds, survivors.cuts[lowest_index]
             if np.isinf(survivors.bound) or not is_faster:
                 break
             best, cut = self._refine(best, cut)

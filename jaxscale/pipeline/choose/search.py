@@ -271,11 +271,11 @@ class _RouteSearch:
             seconds = self.clock.seconds(proposed_numbers)
             # the fastest proposal, ties broken at random
             tie_breaks = [self.rng.random() * 1e-9 * best_seconds for _ in range(_BATCH)]
-            choice = int((seconds + np.array(tie_breaks)).argmin())
-            if seconds[choice] <= current - heat * math.log(1 - self.rng.random()):
-                rank, word = proposals[choice]
+            fastest_index = int((seconds + np.array(tie_breaks)).argmin())
+            if seconds[fastest_index] <= current - heat * math.log(1 - self.rng.random()):
+                rank, word = proposals[fastest_index]
                 words = [*words[:rank], word, *words[rank + 1 :]]
-                numbers, current = proposed_numbers[choice], float(seconds[choice])
+                numbers, current = proposed_numbers[fastest_index], float(seconds[fastest_index])
                 if current < best_seconds:
                     best_seconds, best_words = current, words
         return best_seconds, best_words

@@ -53,7 +53,7 @@ class Clock:
         table = TickTable(schedule)
         self.passes, self.crossings = table.passes, table.crossings
         self._table, self._sends = np.array(table.rows), table.sends
-        ranks = np.arange(schedule.ranks)
+        ranks = np.arange(schedule.ranks)  # the left and the right neighbour of each rank follow
         self._neighbours = np.roll(ranks, 1), np.roll(ranks, -1)
 
     def seconds(self, pass_seconds: np.ndarray, link_seconds: np.ndarray) -> np.ndarray:

@@ -49,7 +49,7 @@ class Costs:
                     raise UserError(f"costs: {field.name} is {cost}, expected 0 or more")
             is_required = field.name in ("forward", "input", "weight")
             if field.name != "links" and (field_costs or is_required) and len(field_costs) != self.stages:
-                raise UserError(f"costs: got {field.name} of {len(field_costs)} stages, expected {self.stages}")
+                raise UserError(f"costs: got {field.name} of {len(field_costs)} stages, expected {self.stages} stages")
 
     @classmethod
     def alike(
@@ -124,6 +124,8 @@ class Costs:
             UserError: a number differs; the message has both numbers.
         """
         if self.stages != schedule.stages:
-            raise UserError(f"costs of {self.stages} stages for {schedule.name}, which has {schedule.stages} stages")
+            raise UserError(f"got costs of {self.stages} stages for {schedule.name}, expected {schedule.stages} stages")
         if self.links and len(self.links) != schedule.ranks:
-            raise UserError(f"costs of {len(self.links)} links for {schedule.name}, which has {schedule.ranks} ranks")
+            raise UserError(
+                f"got costs of {len(self.links)} links for {schedule.name}, expected {schedule.ranks} links"
+            )

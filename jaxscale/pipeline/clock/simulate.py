@@ -136,12 +136,12 @@ class Simulation:
     @functools.cached_property
     def live_bytes(self) -> tuple[float, ...]:
         """The most bytes that each rank holds for its backwards, including the bytes kept from I to W."""
-        stash = self.costs.stash or (0,) * self.schedule.stages
-        pending = self.costs.pending or (0,) * self.schedule.stages
+        stash_bytes = self.costs.stash or (0,) * self.schedule.stages
+        pending_bytes = self.costs.pending or (0,) * self.schedule.stages
         peaks = []
         for rank in range(self.schedule.ranks):
             stages = self.schedule.stages_of(rank)
-            activation_bytes = [stash[stage] for stage in stages] + [pending[stage] for stage in stages]
+            activation_bytes = [stash_bytes[stage] for stage in stages] + [pending_bytes[stage] for stage in stages]
             count_tuples = self.schedule.activation_counts(rank)
             peaks.append(max(sum(map(operator.mul, counts, activation_bytes), 0.0) for counts in count_tuples))
         return tuple(peaks)

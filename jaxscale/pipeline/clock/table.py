@@ -102,7 +102,7 @@ def links_between(source: int, target: int, ranks: int) -> tuple[int, ...]:
         >>> links_between(0, 2, 6), links_between(0, 4, 6), links_between(3, 3, 6)
         ((0, 1), (5, 4), ())
     """
-    right, left = (target - source) % ranks, (source - target) % ranks
-    if right < left or (right == left and source < target):
-        return tuple((source + step) % ranks for step in range(right))
-    return tuple((source - 1 - step) % ranks for step in range(left))
+    right_steps, left_steps = (target - source) % ranks, (source - target) % ranks
+    if right_steps < left_steps or (right_steps == left_steps and source < target):
+        return tuple((source + step) % ranks for step in range(right_steps))
+    return tuple((source - 1 - step) % ranks for step in range(left_steps))

@@ -119,14 +119,14 @@ class Actions:
         return lax.switch(jnp.asarray(branch_of_kind)[row["kind"]], branches, state, messages)
 
     def _action(
-        self, kind: int, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any
+        self, code: int, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any
     ) -> tuple[CarriedState, Any]:
-        """Run the action of the kind with this code, and return the state and the message to send."""
-        if kind == IDLE:
+        """Run an action of the kind with this code, and return the state and the message to send."""
+        if code == IDLE:
             return state, jax.tree.map(jnp.zeros_like, x)
-        name, last_stage = KINDS[kind - 1], self.tables.schedule.stages - 1
-        run = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._i_half, Kind.W: self._w_half}[name]
-        with jax.named_scope(f"pipeline_{name.value}"):
+        kind, last_stage = KINDS[code - 1], self.tables.schedule.stages - 1
+        run = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._i_half, Kind.W: self._w_half}[kind]
+        with jax.named_scope(f"pipeline_{kind.value}"):
             return run(state, row, where(row["stage"] > 0, x), where(row["stage"] < last_stage, g), is_live)
 
     def _forward(self, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any) -> tuple[CarriedState, Any]:

@@ -147,8 +147,9 @@ class FromResiduals:
         self._program, shapes = jax.make_jaxpr(forward, return_shape=True)(context, x)
         ((self._y, self._objective), pull, _) = shapes
         self._results_tree = jax.tree.structure(shapes)
-        leaves, self._pull = jax.tree.flatten(pull)
+        leaves, self._pull_tree = jax.tree.flatten(pull)
         output_count = jax.tree.structure(shapes[0]).num_leaves
+        # the residuals among the outputs of the program
         self._span = slice(output_count, output_count + len(leaves))
         self._classify(context)
         self.kept: tuple[Any, ...] = tuple(
@@ -236,7 +237,7 @@ class FromResiduals:
             if _is_key(aval):  # a slot holds a key's data
                 residual = jax.random.wrap_key_data(residual, impl=jax.random.key_impl(self._key))
             residuals[place] = residual
-        pull = jax.tree.unflatten(self._pull, [residuals[place] for place in range(len(residuals))])
+        pull = jax.tree.unflatten(self._pull_tree, [residuals[place] for place in range(len(residuals))])
         cotangent = self._vary(jnp.ones(self._objective.shape, self._objective.dtype))
         weights, shared, dx = pull((cotangents(g, self._y), cotangent))
         return (weights, shared), dx

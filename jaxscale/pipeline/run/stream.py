@@ -144,11 +144,13 @@ class _TimedRun:
         self.pace = max(sum(action.kind is not Kind.U for action in order) for order in schedule.orders)
         self.pace //= schedule.microbatches
         self._tick_of = ticks(schedule, pace=self.pace)
+        # the intervals, and then the number of slots, of the values of each (column, stage)
         intervals: defaultdict[tuple[str, int], list[Interval]] = defaultdict(list)
         self._lives = lifetimes(schedule, self._tick_of, stash)
         for life in self._lives:
             intervals[life.column, life.stage].append(life.interval)
         slot_counts = {name: ring_slots(stage_intervals) for name, stage_intervals in intervals.items()}
+        # the number of slots for messages to the stage with their stashes, for incoming gradients, and for versions
         self.slots = {
             "x": max(slots for (column, _), slots in slot_counts.items() if column in ("x", "residual")),
             "g": max((slots for (column, _), slots in slot_counts.items() if column == "g"), default=1),
@@ -192,7 +194,7 @@ class _TimedRun:
         return tuple(delays.values())
 
     def tail(self) -> int:
-        """Return the `tail` of the `Stream`: ticks from the entry of a microbatch to its last backward, both counted."""
+        """Return the `tail` of the `Stream`: ticks from the entry of a microbatch to its last backward, inclusive."""
         # ticks from the entry of each microbatch to each of its backwards, only the first counted
         tick_counts = (tick - self.pace * a.microbatch for a, tick in self._tick_of.items() if a.kind is Kind.B)
         return 1 + max(tick_counts)

@@ -72,7 +72,7 @@ class Tables:
 
     @property
     def kinds(self) -> tuple[int, ...]:
-        """The codes of kinds that occur, with that of idle, in ascending order."""
+        """The codes of kinds that occur, including that of idle, in ascending order."""
         return tuple(np.unique(self.columns["kind"]).tolist())
 
     def meets(self, way: str) -> bool:

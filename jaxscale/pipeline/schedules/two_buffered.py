@@ -26,7 +26,7 @@ def two_buffered(ranks: int, microbatches: int, updates: int) -> Schedule:
     """
     if microbatches < ranks:
         reason = f"got {microbatches} microbatches per update, expected at least the {ranks} devices"
-        raise UserError(f"schedule 2bw: {reason}: with fewer, two versions of the weights do not suffice")
+        raise UserError(f"schedule 2bw: {reason}, because two versions of the weights suffice only then")
     versions = Versions(group=microbatches, backward="forward", lag=1)
     return dataclasses.replace(pipedream(ranks, microbatches, updates), name="2bw", versions=versions)
 
