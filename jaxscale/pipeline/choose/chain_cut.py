@@ -176,22 +176,24 @@ class BlockChain:
             ceiling: value that the objective must stay below.
             width: number of partial cuts that are kept.
         """
+        # float[function, stage, begin, end], and the least sums from each stage on, float[function, stage, begin]
         values = np.stack([self.values(linear) for linear in (*paths, *limits)])
         to_go = np.stack([self.cost_to_go(stage_values) for stage_values in values])
         highest_to_go = self.cost_to_go(bounds, use_max=True)
-        cuts = np.zeros((1, 1), int)
+        cuts = np.zeros((1, 1), int)  # int[cut, stages so far + 1], the boundaries of the partial cuts
         sums = np.zeros((1, len(values)))  # float[cut, function], over the stages so far
         maxima = np.full(1, -np.inf)  # float[cut], the largest bound of one stage so far
         bound = np.inf
         for stage in range(self.stages):
             frontier = cuts[:, -1]
-            # each extension of a partial cut by one stage: its partial cut, and the end of the stage
+            # each extension of a partial cut by one stage: index of the partial cut, and begin and end of the stage
             parent, end = np.nonzero(self.possible[stage][frontier])
             begin = frontier[parent]
             sums = sums[parent] + values[:, stage, begin, end].T
             totals = sums + to_go[:, stage + 1, end].T
             maxima = np.maximum(maxima[parent], np.maximum(bounds[stage, begin, end], highest_to_go[stage + 1, end]))
             lower_bounds = np.maximum(maxima, totals[:, : len(paths)].max(1, initial=-np.inf))
+            # indices of the extensions that may stay below the ceiling within the limits
             survivors = np.flatnonzero((lower_bounds < ceiling) & (totals[:, len(paths) :] <= 1 + 1e-12).all(1))
             if len(survivors) > width:
                 ranking = survivors[np.argsort(lower_bounds[survivors], kind="stable")]

@@ -335,6 +335,7 @@ class _Search:
         is_tried = (end - begin < 3) | (begin == 0) | (end == inner_count - 1)
         begin, end = begin[is_tried], end[is_tried]
         boundary = np.arange(inner_count)
+        # int[move, boundary]: the change of each inner boundary
         moves = ((boundary >= begin[:, None]) & (boundary <= end[:, None])).astype(int)
         moves = np.concatenate([moves, -moves, 2 * moves[begin == end], -2 * moves[begin == end]])
         while True:

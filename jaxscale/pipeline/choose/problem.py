@@ -143,6 +143,7 @@ class Problem:
 
     def stage_bounds(self) -> np.ndarray:
         """Return float[stage, begin, end], a lower bound on the seconds: all passes of a stage on its busiest rank."""
+        # the work of each stage on the rank that does most of it
         linear = np.zeros((self.schedule.stages, len(FEATURES)))
         pass_number = {key: index for index, key in enumerate(self.clock.passes)}
         for order in self.schedule.orders:

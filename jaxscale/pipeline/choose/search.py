@@ -364,19 +364,20 @@ class _RouteSearch:
         length_weight = rng.random() * rng.choice((0, 1))  # how much a pass longer than its tick so far is put off
         gradient_kind = _B if rng.random() < 0.3 else _I
         priorities[gradient_kind] = priorities[_I]
+        # for each rank, the most forwards by which a stage may be ahead of its gradients
         warmups = [self.limit if rng.random() < 0.3 else max(1, self.limit - rank) for rank in range(self.ranks)]
         seconds = [[self.costs.seconds(kind, stage) for stage in range(stages)] for kind in KINDS]
         unit_seconds = max(self.costs.forward) or 1.0
         # passes that have run, by kind and stage
         run_counts = [[0] * stages for _ in KINDS]
-        waiting = [0] * self.ranks
+        waiting = [0] * self.ranks  # activations that wait for B or W, by rank
         words: list[Word] = [[] for _ in range(self.ranks)]
         remaining_passes = stages * m * (2 if gradient_kind == _B else 3)
         while remaining_passes:
             passes: list[tuple[int, int, int]] = []  # (rank, kind, stage) of the passes in this tick
             tick_seconds = 0.0
             for rank, rank_stages in enumerate(self.stages):
-                ready = []
+                ready = []  # (kind, stage) of the passes whose inputs have arrived
                 warmup = warmups[rank] if len(rank_stages) == 1 else self.limit
                 for stage in rank_stages:
                     f, g, w = run_counts[_F][stage], run_counts[gradient_kind][stage], run_counts[_W][stage]

@@ -126,6 +126,4 @@ class Costs:
         if self.stages != schedule.stages:
             raise UserError(f"got costs of {self.stages} stages for {schedule.name}, expected {schedule.stages} stages")
         if self.links and len(self.links) != schedule.ranks:
-            raise UserError(
-                f"got costs of {len(self.links)} links for {schedule.name}, expected {schedule.ranks} links"
-            )
+            raise UserError(f"got costs of {len(self.links)} links for {schedule.name}, expected {schedule.ranks}")

@@ -67,8 +67,8 @@ class Simulation:
     def period(self) -> float | None:
         """Seconds from one update to the next in the steady state of an asynchronous schedule, otherwise `None`.
 
-        Measured between the first stage's forwards in the second half of the schedule: they do not depend on later
-        actions, so neither filling nor draining counts.
+        It is measured between the first stage's forwards in the second half of the schedule. They do not depend on
+        later actions, so neither filling nor draining counts.
         """
         versions = self.schedule.versions
         if versions is None:
@@ -80,11 +80,11 @@ class Simulation:
             for action, (start, _) in zip(order, spans, strict=True)
             if action.kind is Kind.F and action.stage == 0
         }
-        late_updates = updates // 2
+        late_updates = updates // 2  # number of updates that the period is measured over
         if not late_updates:
             return self.seconds / updates
-        first_of_last_update = (updates - 1) * group
-        seconds = (starts[first_of_last_update] - starts[first_of_last_update - late_updates * group]) / late_updates
+        last_group_start = (updates - 1) * group  # the first microbatch of the last update
+        seconds = (starts[last_group_start] - starts[last_group_start - late_updates * group]) / late_updates
         # a period shorter than a rank's busy time per update: too few updates to reach the steady state
         return seconds if seconds * updates >= max(self.busy) * (1 - 1e-9) else self.seconds / updates
 

@@ -12,7 +12,7 @@ from jax import lax
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import KINDS, Kind
 from jaxscale.pipeline.run.passes import At, FromInput, FromResiduals, StageContext, StageFunction
-from jaxscale.pipeline.run.pools import differentiable, empty, read, read_in_place, vary, where, write, zeros
+from jaxscale.pipeline.run.pools import empty_pool, is_differentiable, read, read_in_place, vary, where, write, zeros
 from jaxscale.pipeline.run.tables import IDLE, Tables
 
 TableRow = dict[str, Any]
@@ -73,8 +73,8 @@ class Actions:
         if self.tables.backward:
             state["weights"] = zeros(self.weights, jnp.float32)
             state["shared"] = zeros(self.shared, jnp.float32)
-            state["kept"] = empty(self._passes.kept, self.tables.residuals, self._passes.hosted)
-            state["cut"] = empty(self._passes.cut, self.tables.cuts)
+            state["kept"] = empty_pool(self._passes.kept, self.tables.residuals, self._passes.hosted)
+            state["cut"] = empty_pool(self._passes.cut, self.tables.cuts)
         return state
 
     def run_kind(self, kind: int, state: CarriedState, row: TableRow, x: Any, g: Any) -> tuple[CarriedState, Any]:
@@ -187,7 +187,7 @@ class Actions:
 
         def add(total: Any, gradient: Any, primal: Any) -> Any:
             """Return a leaf of the sums with a gradient added at the chunk, if the weight `primal` has gradients."""
-            if not differentiable(primal):
+            if not is_differentiable(primal):
                 return total
             if total.shape[0] == 1:
                 return _add(total, gradient[None])
@@ -199,7 +199,7 @@ class Actions:
         """Return the state with gradients of the shared weights added to their sums."""
 
         def add(total: Any, gradient: Any, primal: Any) -> Any:
-            return _add(total, gradient) if differentiable(primal) else total
+            return _add(total, gradient) if is_differentiable(primal) else total
 
         return {**state, "shared": jax.tree.map(add, state["shared"], _masked(is_live, gradients), self.shared)}
 

@@ -28,7 +28,7 @@ from jax import lax
 from jaxscale.errors import UserError
 from jaxscale.pipeline.run.passes import At, FromInput, FromResiduals, StageContext, StageFunction
 from jaxscale.pipeline.run.pipemare import Remedies, delay_of
-from jaxscale.pipeline.run.pools import WAYS, empty, exchange, gradients, read, vary, where, write, zeros
+from jaxscale.pipeline.run.pools import WAYS, empty_pool, exchange, gradients, read, vary, where, write, zeros
 from jaxscale.pipeline.run.stream import COLUMNS, Stream
 
 InFlightArrays = dict[str, Any]
@@ -121,11 +121,11 @@ class Asynchronous:
         slot_count = self.stream.carried + _microbatches(batch)
         state: InFlightArrays = {
             "tick": jnp.int32(0),
-            "messages": empty(self.x, self.stream.messages + 1),
+            "messages": empty_pool(self.x, self.stream.messages + 1),
             # messages that have arrived, and enter their slots in the next tick
             "boxes": {way: zeros(self.x) for way in WAYS},
-            "kept": empty(self._stage_passes(parameters, microbatch, key).kept, self.stream.kept),
-            "batch": empty(microbatch, slot_count),
+            "kept": empty_pool(self._stage_passes(parameters, microbatch, key).kept, self.stream.kept),
+            "batch": empty_pool(microbatch, slot_count),
             "key": jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (slot_count, *leaf.shape)), key),
             "versions": self._copies(parameters),
             "gradients": zeros(parameters, jnp.float32) if self.stream.group > 1 else (),

@@ -25,7 +25,7 @@ from jaxscale.errors import UserError
 from jaxscale.pipeline.run.actions import Actions
 from jaxscale.pipeline.run.passes import At, StageFunction
 from jaxscale.pipeline.run.phases import phases
-from jaxscale.pipeline.run.pools import empty, exchange, read, vary, write, zeros
+from jaxscale.pipeline.run.pools import empty_pool, exchange, read, vary, write, zeros
 from jaxscale.pipeline.run.tables import MESSAGES, Tables
 from jaxscale.trees import named_leaves
 
@@ -103,7 +103,7 @@ def execute(
     rows = lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(axis), 2, keepdims=False)
     no_message = zeros(x)
     state = {
-        "messages": empty(x, tables.messages + 1),
+        "messages": empty_pool(x, tables.messages + 1),
         # messages that have arrived, and enter their slots in the next tick
         "boxes": {way: no_message for way in MESSAGES if tables.meets(way)},
         "sums": actions.start(),

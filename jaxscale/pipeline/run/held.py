@@ -6,7 +6,7 @@ import jax
 
 from jaxscale.pipeline.run.actions import Actions
 from jaxscale.pipeline.run.passes import StageFunction
-from jaxscale.pipeline.run.pools import empty
+from jaxscale.pipeline.run.pools import empty_pool
 from jaxscale.pipeline.run.tables import MESSAGES, Tables
 from jaxscale.trees import tree_bytes
 
@@ -62,7 +62,7 @@ def held(tables: Tables, stage: StageFunction, weights: Any, shared: Any, batch:
 
     state = jax.eval_shape(start, weights, shared, batch, key)
     return Held(
-        messages=jax.eval_shape(lambda: empty(x, tables.messages + 1)),
+        messages=jax.eval_shape(lambda: empty_pool(x, tables.messages + 1)),
         links=[x for way in MESSAGES if tables.meets(way)],
         kept=state.get("kept", ()),
         cut=state.get("cut", ()),

@@ -170,8 +170,8 @@ class FromResiduals:
         A place is the index of a residual among the leaves of the vjp function.
         """
         jaxpr = self._program.jaxpr
-        input_numbers = {var: place for place, var in enumerate(jaxpr.invars)}
-        leaf_count = len(jax.tree.leaves(context))
+        input_numbers = {var: number for number, var in enumerate(jaxpr.invars)}
+        leaf_count = len(jax.tree.leaves(context))  # the inputs with lower numbers are leaves of the context
         # is_free: for each input, whether the backward may read it again, so that residuals of free inputs alone are
         # recomputed; without "at", the head of the last stage, in a `cond` on the stage number, would be in every slot
         free_fields = ("weights", "shared", "at")
@@ -188,7 +188,7 @@ class FromResiduals:
                 self._stash_places.append(place)
             else:
                 self._recomputed.append(place)
-        self._recompute, self._recompute_reads = self._pruned(*self._recomputed)
+        self._recompute_program, self._recompute_reads = self._pruned(*self._recomputed)
 
     def _pruned(self, *places: int) -> tuple[Any, list[bool]]:
         """Return the program of these residuals alone, and for each input whether the program reads it."""
@@ -231,7 +231,7 @@ class FromResiduals:
         inputs = jax.tree.leaves(context)
         residuals: dict[int, Any] = {place: inputs[input_number] for place, input_number in self._input_numbers.items()}
         operands = [leaf for leaf, reads in zip(inputs, self._recompute_reads, strict=False) if reads]
-        residuals |= dict(zip(self._recomputed, jex.jaxpr_as_fun(self._recompute)(*operands), strict=True))
+        residuals |= dict(zip(self._recomputed, jex.jaxpr_as_fun(self._recompute_program)(*operands), strict=True))
         for place, residual in zip(self._stash_places, stash, strict=True):
             aval = self._program.jaxpr.outvars[self._span.start + place].aval
             if _is_key(aval):  # a slot holds a key's data

@@ -31,7 +31,7 @@ def vary(tree: Any, axes: Sequence[str]) -> Any:
     return jax.tree.map(mark, tree)
 
 
-def empty(tree: Any, slots: int, hosted: Any = False) -> Any:
+def empty_pool(tree: Any, slots: int, hosted: Any = False) -> Any:
     """Make a pool: zeros of the shapes of `tree`, with a first dim of `slots` before those of each leaf.
 
     Args:
@@ -101,18 +101,17 @@ def where(condition: Any, tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.where(condition, leaf, jnp.zeros_like(leaf)), tree)
 
 
-def differentiable(leaf: Any) -> bool:
+def is_differentiable(leaf: Any) -> bool:
     """Return whether a leaf has a gradient; whole numbers and booleans have none."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def cotangents(tree: Any, like: Any) -> Any:
     """Return a message as cotangents of `like`, the tree that was sent: `float0` for leaves without gradients."""
-    return jax.tree.map(
-        lambda leaf, primal: leaf if differentiable(primal) else np.zeros(primal.shape, jax.dtypes.float0), tree, like
-    )
+    no_gradient = jax.dtypes.float0
+    return jax.tree.map(lambda g, x: g if is_differentiable(x) else np.zeros(x.shape, no_gradient), tree, like)
 
 
 def gradients(tree: Any, like: Any) -> Any:
     """Return a gradient as arrays of the types of `like`: zeros for leaves without gradients."""
-    return jax.tree.map(lambda leaf, primal: leaf if differentiable(primal) else jnp.zeros_like(primal), tree, like)
+    return jax.tree.map(lambda leaf, primal: leaf if is_differentiable(primal) else jnp.zeros_like(primal), tree, like)
