@@ -43,6 +43,7 @@ SPELLED = {
     "the one that needs least needs": "the smallest needs",
     "what would lower it": "ways to lower it",
     "stages fits; the smallest needs": "stages fits. The smallest needs",
+    "no candidate fits; the nearest is": "no candidate fits. The nearest is",
     "); ways to lower it": "). Ways to lower it",
 }
 """Words of decisions that earlier versions spell otherwise."""

@@ -120,7 +120,7 @@ def read_csv(path: str | Path) -> Schedule:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"schedule file {path}: {error}; expected PyTorch's CSV, a line for each rank") from None
+        raise UserError(f"schedule file {path}: {error}. Expected PyTorch's CSV with a line for each rank") from None
     return parse_csv(text, Path(path).name)
 
 

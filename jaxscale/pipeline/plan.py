@@ -40,12 +40,12 @@ class PipelinePlan:
 
     | text form | schedule |
     |---|---|
-    | `NAME:PxM` | a synchronous one of `METHODS`, P devices on the pipe axis, M microbatches |
-    | `interleaved:PxM,v=V`, `lockstep:PxM,v=V` | a synchronous one with V stages on each device |
-    | `pipedream:P`, `pipemare:P` | asynchronous, an update for each microbatch |
-    | `2bw:PxM` | asynchronous, an update for each M microbatches |
-    | `auto:P` | one that is chosen, with its microbatches and partition, for P devices on the pipe axis |
-    | `file:PATH` | that of a file in PyTorch's CSV format, with the file's numbers of devices and microbatches |
+    | `NAME:PxM` | a synchronous schedule of `METHODS` with P devices on the pipe axis and M microbatches |
+    | `interleaved:PxM,v=V`, `lockstep:PxM,v=V` | a synchronous schedule with V stages on each device |
+    | `pipedream:P`, `pipemare:P` | an asynchronous schedule with an update for each microbatch |
+    | `2bw:PxM` | an asynchronous schedule with an update for each M microbatches |
+    | `auto:P` | the fastest schedule, number of microbatches and partition for P devices, chosen by simulation |
+    | `file:PATH` | the schedule of a file in PyTorch's CSV format, with its devices and microbatches |
 
     Options follow the form, such as `1f1b:4x8,stash=input,stages=3+2+2+1`.
 

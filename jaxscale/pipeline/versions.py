@@ -102,7 +102,7 @@ def ring_slots(lifetimes: Sequence[tuple[int, int, Hashable]]) -> int:
         lifetimes: (first tick, tick after the last, name) of each value, in the order in which values take slots.
 
     Example:
-        >>> ring([(0, 3, "a"), (1, 4, "b"), (3, 6, "c"), (4, 7, "d")])
+        >>> ring_slots([(0, 3, "a"), (1, 4, "b"), (3, 6, "c"), (4, 7, "d")])
         2
     """
     slots = 1

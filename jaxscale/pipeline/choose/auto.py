@@ -143,7 +143,7 @@ def choose(
     ranked_candidates = sorted(feasible_candidates, key=lambda candidate: candidate.seconds)
     if not ranked_candidates:
         if least_error is not None:
-            raise TooLarge(f"pipeline auto:{ranks}: no candidate fits; the nearest is {least_error}", least_error.ratio)
+            raise TooLarge(f"pipeline auto:{ranks}: no candidate fits. The nearest is {least_error}", least_error.ratio)
         reasons = sorted({candidate.reason for candidate in refusals})
         raise UserError(f"pipeline auto:{ranks}: no schedule can run: {'; '.join(reasons) or 'none was named'}")
     tied_candidates = [candidate for candidate in ranked_candidates if candidate.seconds <= best_seconds * (1 + _CLOSE)]

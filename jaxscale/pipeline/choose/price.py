@@ -18,8 +18,9 @@ class Price:
         version_bytes: bytes of one more version of its weights (asynchronous schedules).
         stash_bytes: bytes kept from the forward of a microbatch to its backward (or W).
         between_bytes: further bytes kept from I to W, if the backward is split.
-        message_bytes: bytes sent to the next block; the gradient that comes back has as many.
-        working_bytes: bytes that are alive only while it runs. Of neighbouring blocks the largest number counts.
+        message_bytes: bytes sent to the next block, and bytes of the gradient that comes back.
+        working_bytes: bytes that are alive only while the block runs. Of the blocks of a stage the largest number
+            counts.
 
     Raises:
         UserError: a price is negative or not finite.

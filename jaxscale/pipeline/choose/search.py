@@ -119,7 +119,7 @@ def search(
     for chunks, stage_costs in costs_by_chunks.items():
         if stage_costs.stages != chunks * ranks:
             raise UserError(
-                f"costs of {stage_costs.stages} stages, expected {chunks * ranks}: {chunks} for each of {ranks} ranks"
+                f"got costs of {stage_costs.stages} stages, expected {chunks * ranks}: {chunks} for each rank"
             )
     activations = float(ranks) if activations is None else float(activations)
     floor = min(
@@ -230,7 +230,7 @@ class _RouteSearch:
         """Return the seconds and the orders of the fastest schedule.
 
         Args:
-            starts: orders of the named schedules from which the search starts, each by rank.
+            starts: the named schedules that the search starts from, each as the actions of each rank.
             changes: number of changed orders to try.
             floor: a lower bound on the seconds, at which the search stops.
         """

@@ -40,7 +40,7 @@ class UpdateAt(NamedTuple):
 
     Args:
         stage: number of the stage, int32, traced.
-        number: number of updates of this stage before it, since the pipe was filled, int32, traced.
+        number: number of earlier updates of the stage since the pipe was filled, int32, traced.
     """
 
     stage: Any
@@ -105,7 +105,7 @@ class Asynchronous:
         if self.remedies.correction is not None and not self.stream.newest:
             raise UserError(
                 f"schedule {self.stream.name}: got a correction of the weights of backwards, expected none: its "
-                "backwards use the weights of their forwards; only pipemare takes a correction"
+                "backwards use the weights of their forwards. Only pipemare takes a correction"
             )
 
     def fill(self, parameters: Any, batch: Any, key: Any) -> InFlightArrays:
@@ -148,7 +148,7 @@ class Asynchronous:
         """
         microbatches, expected_count = _microbatches(batch), self._microbatches(in_flight)
         if microbatches != expected_count:
-            raise UserError(f"got {microbatches} microbatches, expected {expected_count} as when the pipe was filled")
+            raise UserError(f"got {microbatches} microbatches, expected {expected_count}, as when the pipe was filled")
         state = jax.tree.map(lambda leaf: leaf[0], in_flight)
         batch, key = self._vary((batch, key))
         microbatch_numbers = state["tick"] // self.stream.pace + jnp.arange(microbatches)

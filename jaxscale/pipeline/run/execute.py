@@ -93,8 +93,8 @@ def execute(
         This device's sums; reduce them over the axes that share the parameters.
 
     Raises:
-        UserError: the batch has not m microbatches, the weights have a wrong number of chunks, the stage returns a
-            message unlike `x`, or the lowering is "phased" and a tick of the table has several kinds.
+        UserError: the batch does not have m microbatches, the weights have a wrong number of chunks, the stage returns
+            a message unlike `x`, or the lowering is "phased" and a tick of the table has several kinds.
     """
     _check(tables, weights, batch, lowering)
     weights, shared, batch, key, frozen = vary((weights, shared, batch, key, frozen), manual)
@@ -186,7 +186,7 @@ def _few_loops(tables: Tables, tick: _Tick, rows: Any, state: Any) -> Any:
 
 
 def _check(tables: Tables, weights: Any, batch: Any, lowering: Lowering) -> None:
-    """Raise an error if first dims do not fit the schedule, or the table cannot be lowered like this."""
+    """Raise an error if first dims do not fit the schedule, or the table cannot have this lowering."""
     schedule = tables.schedule
     for label, tree, count in (("batch", batch, schedule.microbatches), ("weights", weights, schedule.chunks)):
         for name, leaf in named_leaves(tree).items():

@@ -2,8 +2,8 @@
 
 One program on many devices ends each tick with an exchange, so 1F1B, whose ticks mix the two, makes forwards wait for
 backwards: 40 % bubble at p=4, m=8, B=2F where GPipe has 27 %. With turns of one kind the bubble is (p-1)/(vm+p-1) again
-for m >= p (and any m if v = 1), for more memory: 2p-1-2s activations on stage s instead of p-s. As ticks are of one
-kind, it needs no conditional.
+for m >= p (and any m if v = 1). It takes more memory: 2p-1-2s activations on stage s instead of p-s. As ticks are of
+one kind, the program needs no conditional.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """PipeDream-2BW: 1F1B that never drains, an update per M microbatches (Narayanan et al., 2021, arXiv:2006.09503).
 
-Two versions of the weights: every stage computes the microbatches of group g with the weights after g-1 updates, one
-group late on all stages: W(t+1) = update(W(t), grad at W(t-1)). This needs M >= p, so that all stages
+Two versions of the weights live at once: every stage computes the microbatches of group g with the weights after g-1
+updates. So all stages are one group late, W(t+1) = update(W(t), grad at W(t-1)). This needs M >= p, so that all stages
 have done the update of group g-2 in time.
 """
 
