@@ -212,7 +212,7 @@ class PipelinePlan:
             schedule = _schedule(self.name, self.ranks, microbatches, self.chunks, updates)
         if ranks not in (None, schedule.ranks):
             raise UserError(
-                f"pipeline {self} is a schedule for {schedule.ranks} devices, but the pipe axis has {ranks}; "
-                f"give the axis {schedule.ranks} devices, or choose another schedule"
+                f"pipeline {self} is a schedule for {schedule.ranks} devices, but the pipe axis has {ranks}. "
+                f"Give the axis {schedule.ranks} devices, or choose another schedule"
             )
         return schedule

@@ -53,7 +53,7 @@ def text_chart(
     """
     schedule = simulation.schedule
     per_second = columns_per_second([simulation], width) if per_second is None else per_second
-    columns = max(1, round(simulation.seconds * per_second))
+    column_count = max(1, round(simulation.seconds * per_second))
     is_numbered = all(
         round(end * per_second) - round(start * per_second) >= len(_label(action))
         for action, start, end in _actions(simulation)
@@ -61,10 +61,10 @@ def text_chart(
     )
     lines = []
     for rank, (order, spans) in enumerate(zip(schedule.orders, simulation.spans, strict=True)):
-        cells = _cells(order, spans, schedule.stages_of(rank)[0], columns, per_second, is_numbered)
+        cells = _cells(order, spans, schedule.stages_of(rank)[0], column_count, per_second, is_numbered)
         body = _colored(cells) if color else "".join(letter for letter, _, _ in cells)
-        lines.append(f"{_name(simulation, rank)}│{body}│ {simulation.live_shares[rank]:g} live")
-    return "\n".join([*lines, " " * len(_name(simulation, 0)) + axis(per_second, columns, clock)])
+        lines.append(f"{_rank_label(simulation, rank)}│{body}│ {simulation.live_shares[rank]:g} live")
+    return "\n".join([*lines, " " * len(_rank_label(simulation, 0)) + axis(per_second, column_count, clock)])
 
 
 def columns_per_second(simulations: Sequence[Simulation], width: int) -> float:
@@ -73,8 +73,8 @@ def columns_per_second(simulations: Sequence[Simulation], width: int) -> float:
     If a scale exists on which every action has a whole number of columns, it is taken, although some of the width stays
     unused.
     """
-    columns = min(width - len(_name(sim, 0)) - len(f"││ {max(sim.live_shares):g} live") for sim in simulations)
-    per_second = max(columns, LEAST_COLUMNS) / max(sim.seconds for sim in simulations)
+    plot_width = min(width - len(_rank_label(sim, 0)) - len(f"││ {max(sim.live_shares):g} live") for sim in simulations)
+    per_second = max(plot_width, LEAST_COLUMNS) / max(sim.seconds for sim in simulations)
     durations = {end - start for sim in simulations for _, start, end in _actions(sim) if end - start > 1e-9 * end}
     shortest = min(durations)
     shortest_columns = per_second * shortest
@@ -102,7 +102,7 @@ def axis(per_second: float, columns: int, clock: Callable[[float], str]) -> str:
     return line
 
 
-def _name(simulation: Simulation, rank: int) -> str:
+def _rank_label(simulation: Simulation, rank: int) -> str:
     """Return a rank's name for the left of its line, padded to the width of the longest."""
     return f"rank {rank:<{len(str(simulation.schedule.ranks - 1))}} "
 

@@ -137,8 +137,8 @@ def partition(
 
     Raises:
         TooLarge: no partition fits; the message has the least memory that suffices and ways to lower it.
-        UserError: there are more stages than blocks, the number of devices is not that of ranks, or a kind of device
-            has no prices.
+        UserError: there are more stages than blocks, the number of devices is not the number of ranks, or a kind of
+            device has no prices.
 
     Example:
         >>> from jaxscale.pipeline.choose.price import Price

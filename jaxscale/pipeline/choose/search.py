@@ -234,20 +234,20 @@ class _RouteSearch:
             changes: number of changed orders to try.
             floor: a lower bound on the seconds, at which the search stops.
         """
-        one_stage_each = self.route == tuple(range(self.ranks))
-        if one_stage_each and are_few(self.ranks, self.microbatches, self.limit):
+        has_one_stage_each = self.route == tuple(range(self.ranks))
+        if has_one_stage_each and are_few(self.ranks, self.microbatches, self.limit):
             return fastest(self.costs, self.microbatches, self.limit)
-        candidates = [[self._word(order) for order in orders] for orders in starts]
-        candidates += [listed_words for _ in range(_LISTS) if (listed_words := self._list_schedule()) is not None]
-        numbers = np.stack([np.stack([self._row(self._passes(word)) for word in words]) for words in candidates])
+        word_lists = [[self._word(order) for order in orders] for orders in starts]
+        word_lists += [random_words for _ in range(_LISTS) if (random_words := self._list_schedule()) is not None]
+        numbers = np.stack([np.stack([self._row(self._passes(word)) for word in words]) for words in word_lists])
         seconds = self.clock.seconds(numbers)
         ranking = np.argsort(seconds, kind="stable")
-        best_seconds, best_words = float(seconds[ranking[0]]), candidates[ranking[0]]
+        best_seconds, best_words = float(seconds[ranking[0]]), word_lists[ranking[0]]
         # half of the changes from the best start, a quarter from each of the next two
-        for i, share in zip(ranking[:3], (2, 1, 1), strict=False):
+        for i, quarters in zip(ranking[:3], (2, 1, 1), strict=False):
             if best_seconds <= floor * (1 + _CLOSE):
                 break
-            lowest_seconds, words = self._anneal(float(seconds[i]), candidates[i], numbers[i], changes * share // 4)
+            lowest_seconds, words = self._anneal(float(seconds[i]), word_lists[i], numbers[i], changes * quarters // 4)
             if lowest_seconds < best_seconds:
                 best_seconds, best_words = lowest_seconds, words
         return best_seconds, tuple(tuple(map(self._action, self._passes(word) or ())) for word in best_words)

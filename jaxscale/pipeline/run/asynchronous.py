@@ -169,7 +169,7 @@ class Asynchronous:
     def _run(
         self, parameters: Any, optimizer: Any, state: InFlightArrays, microbatches: int, *, ticks: int, enters: bool
     ) -> Advanced:
-        """Run the ticks of a call; if `enters`, the call's microbatches are new and already in the state."""
+        """Run `ticks` ticks; if `enters`, a call's `microbatches` new microbatches are already in the state."""
         stream = self.stream
         state = self._vary({**state, "parameters": parameters, "optimizer": optimizer})
         rows = lax.dynamic_index_in_dim(jnp.asarray(stream.rows), lax.axis_index(self.axis), 2, keepdims=False)

@@ -6,7 +6,8 @@ the gradient of a bias, whose operands would take more bytes across than the sum
 smallest.
 
 A step is an equation of the program without nested calls (`programs/inline.py`). An atom is an input of a step: the
-number of a value, or a constant.
+number of a value, or a constant. Sets of values are sets of their numbers. The functions in `RULES` take the flags
+`first`, `second` and `unready` of `program_halves`, for the outputs and inputs of one step.
 """
 
 import functools
@@ -110,22 +111,22 @@ def program_halves(
     # from the last step to the first; flags per output: early, made by the first half; late, needed by the second
     for step in reversed(program.steps):
         early_flags, late_flags = _membership(step.outputs, first_values), _membership(step.outputs, second_values)
-        only_late = [needed and not made for needed, made in zip(late_flags, early_flags, strict=True)]
-        if not any(early_flags) and not any(only_late):
+        only_late_flags = [needed and not made for needed, made in zip(late_flags, early_flags, strict=True)]
+        if not any(early_flags) and not any(only_late_flags):
             continue
         halves, step_cut = None, ()
-        if step.primitive in RULES and not all(early_flags) and not all(only_late):
+        if step.primitive in RULES and not all(early_flags) and not all(only_late_flags):
             unready_flags = [isinstance(atom, int) and atom not in ready_values for atom in step.inputs]
-            halves = RULES[step.primitive](step, early_flags, only_late, unready_flags)
+            halves = RULES[step.primitive](step, early_flags, only_late_flags, unready_flags)
         if halves is not None:
             step_cut = tuple(next(fresh_numbers) for _ in halves.cut)
             cut |= zip(step_cut, halves.cut, strict=True)
             second_values |= _selected(step.inputs, halves.reads_second)
-            in_second = any(only_late)
-        elif any(only_late) and any(early_flags):
+            in_second = any(only_late_flags)
+        elif any(only_late_flags) and any(early_flags):
             in_second = False
             early_flags = [number is not None for number in step.outputs]
-        elif any(only_late):
+        elif any(only_late_flags):
             in_second = True
             second_values |= _inputs(step)
         else:
@@ -229,7 +230,7 @@ def _closure(program: InlinedProgram, targets: Iterable[int]) -> set[int]:
     return needed_values
 
 
-def _scan(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
+def _divide_scan(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
     """Divide a scan into two scans over the halves of its body; crossing values are stacked over the iterations."""
     params = step.eqn.params
     consts, carried = scan_counts(params)
@@ -302,7 +303,7 @@ def _scan(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
     return Halves(cut, tuple(reads_first), tuple(reads_second), run_first, run_second)
 
 
-def _cond(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves | None:
+def _divide_cond(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves | None:
     """Divide a `cond` into two with the same index; crossing values of different branches share slots.
 
     Return `None`, for a step that is not divided, if its branches are of different platforms.
@@ -314,15 +315,15 @@ def _cond(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
     cut: list[Crossing] = []
     slot_lists = []  # for each branch, the index in `cut` of each of its crossing values
     for halves in branch_halves:
-        unused = list(range(len(cut)))
+        unused_slots = list(range(len(cut)))
         slots = []
         for crossing in halves.cut:
-            slot = next((i for i in unused if cut[i][:2] == crossing[:2]), None)
+            slot = next((i for i in unused_slots if cut[i][:2] == crossing[:2]), None)
             if slot is None:
                 slot = len(cut)
                 cut.append(crossing)
             else:
-                unused.remove(slot)
+                unused_slots.remove(slot)
                 cut[slot] = cut[slot]._replace(varying=cut[slot].varying | crossing.varying)
             slots.append(slot)
         slot_lists.append(slots)
@@ -356,7 +357,7 @@ def _cond(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
     return Halves(tuple(cut), *reads, run_first, run_second)
 
 
-def _checkpoint(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
+def _divide_checkpoint(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
     """Divide a checkpointed program into two checkpointed programs with the same policy."""
     halves = program_halves(step.eqn.params["jaxpr"], first, second, None, unready)
 
@@ -377,7 +378,7 @@ def _checkpoint(step: Step, first: Sequence[bool], second: Sequence[bool], unrea
     )
 
 
-def _barrier(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
+def _divide_barrier(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
     """Divide an optimization barrier into two, around the values of each half."""
 
     def run(operands: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
@@ -389,12 +390,12 @@ def _barrier(step: Step, first: Sequence[bool], second: Sequence[bool], unready:
 
 
 RULES = {
-    "scan": _scan,
-    "cond": _cond,
-    "checkpoint": _checkpoint,
-    "remat": _checkpoint,
-    "remat2": _checkpoint,
-    "optimization_barrier": _barrier,
+    "scan": _divide_scan,
+    "cond": _divide_cond,
+    "checkpoint": _divide_checkpoint,
+    "remat": _divide_checkpoint,
+    "remat2": _divide_checkpoint,
+    "optimization_barrier": _divide_barrier,
 }
 """For each primitive that is divided, the function that divides a step, with the arguments
 

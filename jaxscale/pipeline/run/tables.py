@@ -98,13 +98,13 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
     tick_of = ticks(schedule, forward_only=forward_only)
     lives = lifetimes(schedule, tick_of, stash)
     message_lives = [life for life in lives if life.column in ("x", "g")]
-    message_slots, messages = allocate_by_rank(schedule, message_lives)
-    residual_slots, residuals = allocate_by_rank(schedule, [life for life in lives if life.column == "residual"])
-    cut_slots, cuts = allocate_by_rank(schedule, [life for life in lives if life.column == "cut"])
+    message_slots, message_count = allocate_by_rank(schedule, message_lives)
+    residual_slots, residual_count = allocate_by_rank(schedule, [life for life in lives if life.column == "residual"])
+    cut_slots, cut_count = allocate_by_rank(schedule, [life for life in lives if life.column == "cut"])
     row_count, ranks = 1 + max(tick_of.values()), schedule.ranks
     column_names = ("kind", "stage", "chunk", "microbatch", "x", "g", "residual", "cut")
     columns = {name: np.zeros((row_count, ranks), np.int32) for name in column_names}
-    columns |= {way: np.full((row_count, ranks), messages, np.int32) for way in MESSAGES}
+    columns |= {way: np.full((row_count, ranks), message_count, np.int32) for way in MESSAGES}
     for action, tick in tick_of.items():
         stage, microbatch = action.stage, action.microbatch
         rank, chunk = schedule.place(schedule.route[microbatch], stage)
@@ -125,11 +125,11 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
         route = schedule.routes[schedule.route[life.microbatch]]
         rank, sender = route[life.stage], route[life.stage + (-1 if life.column == "x" else 1)]
         way = _find_way(schedule, sender, rank, goes_right=life.column == "x")
-        assert columns[way][life.first, rank] == messages, (schedule.name, way, life.first, rank)
+        assert columns[way][life.first, rank] == message_count, (schedule.name, way, life.first, rank)
         columns[way][life.first, rank] = message_slots[life.name]
         travels[way][life.first - 1] = way != "to_self"
     travels = {way: flags for way, flags in travels.items() if flags.any()}
-    return Tables(schedule, stash, columns, travels, messages, residuals, cuts)
+    return Tables(schedule, stash, columns, travels, message_count, residual_count, cut_count)
 
 
 def _find_way(schedule: Schedule, sender: int, rank: int, *, goes_right: bool) -> str:
