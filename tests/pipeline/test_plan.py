@@ -63,7 +63,9 @@ BAD = {
     "interleaved:4x8,v=two": "v: got 'two', expected a whole number",
     "interleaved:4x8,w=2": "got 'w=2', expected interleaved",
     "interleaved:4x8,v=2,v=3": r"got 'v=3', expected interleaved:PxM\[,v=V\], with stages, .* each once$",
-    "pipedream:4x8": "takes no microbatches: write pipedream:P. Each microbatch is an update; only 2bw takes several",
+    "pipedream:4x8": (
+        "pipedream takes no microbatches: write pipedream:P. Each microbatch is an update; only 2bw takes several"
+    ),
     "2bw:4": "2bw needs microbatches: write 2bw:PxM",
     "2bw:4x3": "got 3 microbatches per update, expected at least the 4 devices",
     "chimera:3x6": "got 3 devices, expected an even number",
