@@ -110,7 +110,7 @@ def timeline(
         program: a flat program.
         placements: placements of the program's values.
         compiler: what the platform's compiler fuses.
-        pieces: pieces of the program; a compiled piece becomes a single moment.
+        pieces: bytes of the temporaries of each piece of the program; a compiled piece becomes a single moment.
     """
     return Timeline(tuple(_Sweep(Arrays(program, placements, compiler), pieces or {}).moments()))
 
@@ -121,7 +121,7 @@ class _Sweep:
 
     Args:
         arrays: arrays of the program.
-        pieces: pieces of the step.
+        pieces: bytes of the temporaries of each piece of the step.
         path: indices of the loops around the program, the outermost first.
         default_kind: kind of the values that `kinds_of` omits.
     """
@@ -182,7 +182,7 @@ class _Sweep:
         return last_read | dict.fromkeys(arrays.sources_of(program.outputs), len(program.operations))
 
     def _late_reads(self, last_read: Mapping[int, int]) -> dict[int, int]:
-        """Index of the last read of each array that waits for a product around a ring, which the compiler runs late."""
+        """Index of the last read of each array that waits for a product around a ring; the compiler runs those late."""
         if self.arrays.compiler.fuses != "local":
             return {}
         ring_products = [index for index in self.arrays.placements.summed if self.arrays.is_around_ring(index)]
@@ -204,17 +204,17 @@ class _Sweep:
             return []
         array_bytes = self.arrays.bytes
         if operation.branches:
-            unchanged = unchanged_results(operation)
-            pairs = [(result, source) for result, value in unchanged for source in self.arrays.sources[value]]
+            unchanged_pairs = unchanged_results(operation)
+            pairs = [(result, source) for result, value in unchanged_pairs for source in self.arrays.sources[value]]
             pairs = [(result, source) for result, source in pairs if source in dying_arrays]
             return [source for result, source in pairs if items[source].bytes == array_bytes.get(result)]
         if operation.kind.startswith("reduce_") or (self.arrays.compiler.fuses == "no" and operation.loop is None):
             return []
         candidates = list(dying_arrays)
         if operation.loop is not None:
-            state = carries(operation)
-            new_arrays = operation.outputs[: len(state)]
-            state_sources = self.arrays.sources_of(state)
+            initial_state = carries(operation)
+            new_arrays = operation.outputs[: len(initial_state)]
+            state_sources = self.arrays.sources_of(initial_state)
             candidates = [value for value in candidates if value in state_sources]
         reused_arrays = []
         for result in new_arrays:
