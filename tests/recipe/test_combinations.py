@@ -84,7 +84,7 @@ EXAMPLES = (
     ("pipeline=2bw:2x4 memory=offload:pofo:1MiB", {}, "add the option stash=input"),
     ("pipeline=2bw:2x4", {"mixing": "reduce_sum"}, "may belong to several layers"),
     ("pipeline=2bw:2x4", {"has_reshaped_state": True}, "other shapes than its parameters"),
-    ("pipeline=2bw:2x4", UNLIKE, "take a synchronous one"),
+    ("pipeline=2bw:2x4", UNLIKE, "cannot update their weights at different times; take a synchronous pipeline"),
     ("pipeline=1f1b:2x4", UNLIKE, "add the option stash=input"),
     ("pipeline=1f1b:2x4 stash=input mesh=tensor:2", UNLIKE, "nothing splits over tensor"),
     ("pipeline=1f1b:2x4 stash=input mesh=sequence:2", UNLIKE, "nothing splits over sequence"),
