@@ -158,10 +158,10 @@ def times_run(nodes: Nodes) -> list[int]:
         >>> times_run((Remat((Save(0), Remat((Save(1),)))), Save(2)))
         [2, 3, 1]
     """
-    counts: list[int] = []
+    run_counts: list[int] = []
     for node in nodes:
-        counts += [1] if isinstance(node, Save) else [1 + count for count in times_run(node.nodes)]
-    return counts
+        run_counts += [1] if isinstance(node, Save) else [1 + count for count in times_run(node.nodes)]
+    return run_counts
 
 
 def check_nodes(nodes: Nodes, stage_count: int) -> None:
@@ -304,7 +304,7 @@ def square_root(stages: int) -> int:
 
 
 def periodic(stages: int, every: int) -> Nodes:
-    """The plan that keeps the input of every K-th stage, and all values of the last segment, the first to run backward.
+    """The plan that keeps the input of every K-th stage, and all values of the last segment, which runs backward first.
 
     Args:
         stages: number of stages.

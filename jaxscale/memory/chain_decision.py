@@ -88,8 +88,8 @@ def block_options(graph: BlockGraph, objective: SaveSetObjective, points: int = 
         points: number of save sets to solve for.
     """
     everything = save_set(graph, (EVERYTHING,))
-    curve = hull(menu(graph, points, objective=objective), objective)
-    return (everything, *(save for save in reversed(curve) if save.bytes < everything.bytes))
+    hull_saves = hull(menu(graph, points, objective=objective), objective)
+    return (everything, *(save for save in reversed(hull_saves) if save.bytes < everything.bytes))
 
 
 def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: SaveSetObjective) -> Stage:

@@ -137,8 +137,8 @@ class Decision:
 
     def __post_init__(self) -> None:
         check_types(self)
-        kinds = [save.block for save in self.saves]
-        if len(set(kinds)) < len(kinds):
+        fingerprints = [save.block for save in self.saves]
+        if len(set(fingerprints)) < len(fingerprints):
             raise UserError("decision: got two save sets for one kind of block, expected one")
 
     @property

@@ -83,8 +83,8 @@ def menu(
 
     Args:
         graph: graph of the block.
-        points: budgets to solve for, in bytes; or their number. Then each budget halves the gap between two solutions
-            whose product of bytes and cost is largest.
+        points: budgets to solve for, in bytes, or their number. With a number, each budget is in the middle of the gap
+            between two solutions that has the largest product of bytes and cost.
         objective: the cost to minimize, as in `solve`.
         host: host memory for offloaded values, as in `solve`.
 

@@ -91,7 +91,7 @@ class Keeping:
         return frozenset({_LATER + name for name in names} | {_residual_name(name) for name in names})
 
     def __call__(self, block: BlockFunction, rolled: bool) -> BlockFunction:
-        """The block under the policy of its save set."""
+        """The block under the policy of its save set; `rolled` tells whether it runs in a scan."""
 
         def keeping_block(*args: Any) -> Any:
             """Trace the block, name the values of its save set, and run it under a policy that keeps these names."""
@@ -106,11 +106,11 @@ class Keeping:
                 policy = KeepNamed(policy.keep | self.hosted)
 
             def name_kept(number: int, value: Any) -> Any:
-                """A value of the program, with its name inserted if it is kept."""
+                """Return a value of the program, given its number; if it is kept, insert its name."""
                 return checkpoint_name(value, tag_by_number[number]) if number in tag_by_number else value
 
             def run(consts: Any, args: Any) -> list[Any]:
-                """The leaves of the block's results, for the constants of its program and its arguments."""
+                """Run the block's program on its constants and arguments; return the leaves of the block's result."""
                 leaves = jax.tree.leaves(args if prepare is None else prepare(args))
                 return program.run((*consts, *leaves), name_kept)
 

@@ -237,10 +237,10 @@ class _Problem:
 
     def grid(self, free_bytes: int, slots: int) -> "_Grid":
         """The grid of a table, with about `slots` slots, for a budget of `free_bytes` besides the chain's input."""
-        sizes = {self.saved_bytes(i, k) for i, stage in enumerate(self.stages) for k in range(len(stage.options))}
-        sizes.update(size for row in self.kept for size in row)
-        kept_sizes = np.array(sorted(sizes), dtype=np.float64)
-        unit = math.gcd(*(int(size) for size in kept_sizes)) or 1
+        kept_bytes = {self.saved_bytes(i, k) for i, stage in enumerate(self.stages) for k in range(len(stage.options))}
+        kept_bytes.update(byte_count for row in self.kept for byte_count in row)
+        kept_sizes = np.array(sorted(kept_bytes), dtype=np.float64)
+        unit = math.gcd(*(int(byte_count) for byte_count in kept_sizes)) or 1
         slots = 4 * slots if self.is_alike else slots
         if free_bytes // unit <= slots:
             slot_count = free_bytes // unit

@@ -1,4 +1,4 @@
-"""Save sets of a block: the bytes of their values on the device and the host, and the cost to recompute the others."""
+"""Save sets of a block: the bytes of their values on the device and the host, and the cost to recompute all others."""
 
 import dataclasses
 from collections.abc import Iterable

@@ -123,15 +123,16 @@ def _is_above(first: SaveSet, middle: SaveSet, last: SaveSet, objective: SaveSet
 
 
 def _best_groups(curve: Sequence[SaveSet], layers: int, room: int, objective: SaveSetObjective) -> tuple[Group, ...]:
-    """The cheapest one or two groups of layers whose save sets lie on the hull and fit the bytes of `room`."""
-    points = hull(curve, objective)
+    """The cheapest one or two groups of layers whose save sets lie on the hull and take at most `room` bytes."""
+    hull_saves = hull(curve, objective)
     mixtures: list[tuple[float, tuple[Group, ...]]] = []
-    for low, high in zip(points, (*points[1:], points[-1]), strict=True):
-        if low.bytes * layers > room:
+    for low_save, high_save in zip(hull_saves, (*hull_saves[1:], hull_saves[-1]), strict=True):
+        if low_save.bytes * layers > room:
             break
-        extra_bytes = high.bytes - low.bytes
-        count_high = layers if not extra_bytes else min(layers, (room - low.bytes * layers) // extra_bytes)
-        groups = tuple(Group(count, save) for count, save in ((layers - count_high, low), (count_high, high)) if count)
+        extra_bytes = high_save.bytes - low_save.bytes
+        count_high = layers if not extra_bytes else min(layers, (room - low_save.bytes * layers) // extra_bytes)
+        counts_and_saves = ((layers - count_high, low_save), (count_high, high_save))
+        groups = tuple(Group(count, save) for count, save in counts_and_saves if count)
         cost = sum(group.layers * cost_of(group.save, objective) for group in groups if group.save is not None)
         mixtures.append((cost, groups))
     return min(mixtures, key=lambda mixture: mixture[0])[1]
@@ -226,13 +227,13 @@ class Totals:
 def totals(calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Totals:
     """The totals of a model whose blocks each keep the save set of their kind."""
     save_by_block = {save.block: save for save in saves}
-    pairs = [(call, save_by_block[call.fingerprint]) for call in calls]
+    calls_and_saves = [(call, save_by_block[call.fingerprint]) for call in calls]
     return Totals(
         sum(call.count for call in calls),
-        sum(call.count * (call.input_bytes + save.bytes) for call, save in pairs),
-        sum(call.count * save.host_bytes for call, save in pairs),
-        sum(call.count * save.flop for call, save in pairs),
-        sum(call.count * save.seconds for call, save in pairs),
+        sum(call.count * (call.input_bytes + save.bytes) for call, save in calls_and_saves),
+        sum(call.count * save.host_bytes for call, save in calls_and_saves),
+        sum(call.count * save.flop for call, save in calls_and_saves),
+        sum(call.count * save.seconds for call, save in calls_and_saves),
     )
 
 
@@ -240,13 +241,13 @@ def stack_totals(graph: BlockGraph, stack: StackDecision) -> Totals:
     """The totals of a scanned stack with groups or segments; a group without a save set keeps everything."""
     layers, input_bytes = stack.layers, graph.carried_bytes
     everything = SaveSet(graph.fingerprint, bytes=graph.needed_bytes)
-    groups = [(group.layers, group.save or everything) for group in stack.groups]
-    flop = sum(count * save.flop for count, save in groups)
-    seconds = sum(count * save.seconds for count, save in groups)
-    host_bytes = sum(count * save.host_bytes for count, save in groups)
+    group_saves = [(group.layers, group.save or everything) for group in stack.groups]
+    flop = sum(count * save.flop for count, save in group_saves)
+    seconds = sum(count * save.seconds for count, save in group_saves)
+    host_bytes = sum(count * save.host_bytes for count, save in group_saves)
     if stack.segment is None:
-        kept_bytes = layers * input_bytes + sum(count * save.bytes for count, save in groups)
+        kept_bytes = layers * input_bytes + sum(count * save.bytes for count, save in group_saves)
         return Totals(layers, kept_bytes, host_bytes, flop, seconds)
     segment = min(stack.segment, layers)
-    kept_bytes = _two_level_inputs(layers, segment) * input_bytes + segment * max(save.bytes for _, save in groups)
+    kept_bytes = _two_level_inputs(layers, segment) * input_bytes + segment * max(save.bytes for _, save in group_saves)
     return Totals(layers, kept_bytes, host_bytes, flop + layers * graph.flop, seconds + layers * graph.seconds)

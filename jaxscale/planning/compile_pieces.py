@@ -100,7 +100,7 @@ def piece_bytes(make: Callable[[], Experiment], platform: Platform, plan: Plan, 
     report = compile_report(partial(lowered_piece, make=make, platform=platform, plan=plan, piece=piece), platform)
     if report.temp_bytes is None:
         cause = report.crashed or report.oom
-        raise UserError(f"{platform} cannot compile {piece.name} alone: {cause}; leave out --compile-block")
+        raise UserError(f"{platform} cannot compile {piece.name!r} alone: {cause}; leave out --compile-block")
     return report.temp_bytes
 
 
@@ -202,8 +202,8 @@ def _sharding(mesh: Any, aval: Any, dims: Dims) -> Any:
     from jax.sharding import NamedSharding, PartitionSpec
 
     axes_of_dims = [
-        axes if axes and size % math.prod(mesh.shape[axis] for axis in axes) == 0 else None
-        for size, axes in zip(aval.shape, dims, strict=True)
+        axes if axes and dim_size % math.prod(mesh.shape[axis] for axis in axes) == 0 else None
+        for dim_size, axes in zip(aval.shape, dims, strict=True)
     ]
     memory_kind = "pinned_host" if in_host_memory(aval) else "device"
     return NamedSharding(mesh, PartitionSpec(*axes_of_dims), memory_kind=memory_kind)

@@ -356,8 +356,8 @@ def _changes(experiment: Experiment, step_estimate: Estimate) -> list[dict[str, 
 def _next_microbatches(experiment: Experiment, plan: Plan, microbatches: int) -> int | None:
     """The least number that divides a shard's rows and is at least twice `microbatches`; `None` if there is none."""
     assert plan.mesh is not None
-    rows = experiment.batch // plan.mesh.batch_shards
-    return next((count for count in range(microbatches * 2, rows + 1) if rows % count == 0), None)
+    shard_rows = experiment.batch // plan.mesh.batch_shards
+    return next((count for count in range(microbatches * 2, shard_rows + 1) if shard_rows % count == 0), None)
 
 
 def _clock_line(clock: Simulation) -> str:

@@ -124,19 +124,19 @@ def cheapest_fit(
         return menu_candidates[0].plan
     rules = searched_rules(experiment, plan, candidates.costs) if menu is None else ()
     optimal_candidates = [_largest_candidate(candidates, rule, limit, menu_candidates[0].kept) for rule in rules]
-    best = min(filter(None, optimal_candidates), key=lambda candidate: candidate.cost, default=None)
+    best_candidate = min(filter(None, optimal_candidates), key=lambda candidate: candidate.cost, default=None)
     # weights that stream from the host keep its link busy
-    if best is not None and candidates.costs.scanned and plan.offload.weights == "device":
+    if best_candidate is not None and candidates.costs.scanned and plan.offload.weights == "device":
         host_limit = host_share(platform) if host_limit is None else host_limit
-        best = _pofo_candidate(candidates, best, limit, host_limit) or best
+        best_candidate = _pofo_candidate(candidates, best_candidate, limit, host_limit) or best_candidate
     menu_candidates += filter(None, map(candidates.candidate_or_none, other_texts))
     least_bytes = min(candidate.bytes for candidate in menu_candidates)
     too_large_pairs: list[tuple[int, Candidate]] = []  # needed bytes, candidate
-    all_candidates = menu_candidates if best is None else [best, *menu_candidates]
+    all_candidates = menu_candidates if best_candidate is None else [best_candidate, *menu_candidates]
     for candidate in sorted(all_candidates, key=lambda candidate: candidate.cost):
         is_promising = candidate.bytes <= limit * (1 + MARGIN) or candidate.bytes == least_bytes
         needed_bytes = candidates.needed_bytes(candidate) if is_promising else candidate.bytes
-        if candidate is best or needed_bytes <= limit:
+        if candidate is best_candidate or needed_bytes <= limit:
             return candidate.plan
         too_large_pairs.append((needed_bytes, candidate))
     needed_bytes, smallest = min(too_large_pairs, key=lambda pair: pair[0])
@@ -159,7 +159,7 @@ def valid_menu(experiment: Experiment, plan: Plan) -> tuple[str, ...]:
 
 
 def searched_rules(experiment: Experiment, plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
-    """Rules whose budget is searched, because they are optimal for the model's blocks."""
+    """Names of the rules whose budgets are searched: those that are optimal for the model's blocks."""
     if plan.unroll > 1 or not costs.calls:
         return ()
     is_chain = len(costs.calls) > 1 and all(call.count == 1 for call in costs.calls)
@@ -243,22 +243,22 @@ def _largest_candidate(candidates: _Candidates, rule: str, limit: int, max_budge
     max_budget += -max_budget % _granularity(max_budget)  # rounded up
     if candidates.candidate_or_none(f"{rule}:{bytes_text(max_budget)}") is None:
         return None
-    low_budget, high_budget, estimate_error, best = 0, max_budget + 1, 0, None
+    low_budget, high_budget, estimate_error, best_candidate = 0, max_budget + 1, 0, None
     for _ in range(COMPILES):
         candidate = _largest_by_estimate(candidates, rule, limit - estimate_error, low_budget, high_budget)
-        if candidate is None or (best is not None and candidate.kept <= best.kept):
+        if candidate is None or (best_candidate is not None and candidate.kept <= best_candidate.kept):
             break
         needed_bytes = candidates.needed_bytes(candidate)
         estimate_error = needed_bytes - candidate.bytes
         if needed_bytes <= limit:
-            best, low_budget = candidate, _budget_of(candidate)
+            best_candidate, low_budget = candidate, _budget_of(candidate)
             if limit - needed_bytes <= CLOSE * limit:
                 break
         else:
             high_budget = min(_budget_of(candidate), candidate.kept)
         if candidates.measure is None:
             break
-    return best
+    return best_candidate
 
 
 def _pofo_candidate(candidates: _Candidates, best: Candidate, limit: int, host_limit: int | None) -> Candidate | None:
@@ -293,7 +293,7 @@ def _largest_by_estimate(candidates: _Candidates, rule: str, limit: int, low: in
         low: bytes below all budgets to try.
         high: bytes above all budgets to try.
     """
-    granularity, best = _granularity(high), None
+    granularity, best_candidate = _granularity(high), None
     budget = (high - 1) // granularity * granularity
     for _ in range(ESTIMATES):
         if not low < budget < high:
@@ -304,7 +304,7 @@ def _largest_by_estimate(candidates: _Candidates, rule: str, limit: int, low: in
         else:
             unused_bytes = limit - candidate.bytes
             if unused_bytes >= 0:
-                best, low = candidate, budget
+                best_candidate, low = candidate, budget
                 if unused_bytes <= CLOSE * limit:
                     break
             else:
@@ -312,7 +312,7 @@ def _largest_by_estimate(candidates: _Candidates, rule: str, limit: int, low: in
             # each byte of kept activations adds a byte to the estimate
             target_budget = candidate.kept + unused_bytes
         budget = (target_budget if low < target_budget < high else (low + high) // 2) // granularity * granularity
-    return best
+    return best_candidate
 
 
 def _granularity(budget: int) -> int:

@@ -212,7 +212,7 @@ def _menu(name: str, graph: BlockGraph, layers: int, shares: Sequence[float], ch
 
 
 def _percentage(cost: float) -> str:
-    """A cost as a percentage."""
+    """A cost, a share of a step, as a percentage."""
     return f"{cost:+.1%}" if cost < 10 else f"{cost:+.0%}"
 
 
@@ -228,6 +228,7 @@ def _graph(block: Any, args: Sequence[Any], named: Any, platform: Platform | Non
     graphdef, state = nnx.split(block)
 
     def run_module(state: Any, *args: Any) -> Any:
+        """Call the module with this state."""
         module: Any = nnx.merge(graphdef, state, copy=True)
         return module(*args, **named)
 

@@ -57,7 +57,7 @@ def pipeline_choice(
     if platform.devices % ranks:
         raise UserError(
             f"pipeline {plan.pipeline}: {platform} has {platform.devices} devices, expected a multiple of {ranks}; "
-            "choose another P"
+            "choose another number P in auto:P"
         )
     batch_shards = platform.devices // ranks if plan.mesh is None else plan.mesh.batch_shards
     possible_counts = range(1, MOST_MICROBATCHES * ranks + 1)
@@ -133,11 +133,11 @@ def in_periods(model: ModelPrices, period: int) -> ModelPrices:
 
 def _price_of(blocks: Sequence[Price]) -> Price:
     """The price of several consecutive blocks together."""
-    names = [field.name for field in dataclasses.fields(Price)]
-    totals: dict[str, float] = {name: sum(getattr(block, name) for block in blocks) for name in names}
-    totals["message_bytes"] = blocks[0].message_bytes
-    totals["working_bytes"] = max(block.working_bytes for block in blocks)
-    return Price(**totals)
+    field_names = [field.name for field in dataclasses.fields(Price)]
+    total_by_field: dict[str, float] = {name: sum(getattr(block, name) for block in blocks) for name in field_names}
+    total_by_field["message_bytes"] = blocks[0].message_bytes
+    total_by_field["working_bytes"] = max(block.working_bytes for block in blocks)
+    return Price(**total_by_field)
 
 
 def layers_of(partition: Partition, period: int) -> tuple[int, ...]:

@@ -134,7 +134,7 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
     if platform.devices % ranks:
         raise UserError(
             f"pipeline of {ranks} ranks: {platform} has {platform.devices} devices, expected a multiple of {ranks}; "
-            "choose another P or another platform"
+            "choose another number of ranks or another platform"
         )
     # the whole model, on the devices of one stage
     plan = experiment.plan.without_pipeline()
@@ -204,8 +204,8 @@ def _head_price(step: TrainStep, calls: Sequence[BlockCall], platform: Platform)
     objective, plan = step.objective, step.plan
     assert plan.mesh is not None
     batch = {
-        name: jax.ShapeDtypeStruct((rows.shape[0] // plan.microbatches, *rows.shape[1:]), rows.dtype)
-        for name, rows in batch_shapes(objective.planned.experiment).items()
+        name: jax.ShapeDtypeStruct((array.shape[0] // plan.microbatches, *array.shape[1:]), array.dtype)
+        for name, array in batch_shapes(objective.planned.experiment).items()
     }
     row_count = next(iter(batch.values())).shape[0]
     key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(row_count, dtype="int32")))

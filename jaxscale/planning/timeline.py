@@ -261,7 +261,7 @@ class _Sweep:
 
 
 def _name_and_origin(operation: Operation, value: int, program: FlatProgram) -> tuple[str, Operation]:
-    """The model's name of a value ("" without one), and the operation that computes it before any views and loops."""
+    """The model's name of a value (or ""), and the operation that computes it before views and loops pass it on."""
     if value in program.names:
         return program.names[value], operation
     operand = None

@@ -62,7 +62,7 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
         if len(dict(self.named)) < len(self.named):
             raise UserError(f"kernels {self}: got a kernel twice, expected each once")
         if self.loss_chunk is not None and self.scores in ("tpu", "reference"):
-            raise UserError(f"kernels {self}: cross_entropy {self.scores} has no chunks; leave it or loss_chunk out")
+            raise UserError(f"kernels {self}: cross_entropy {self.scores} has no chunks; leave out one of the two")
 
     @classmethod
     def parse(cls, text: str) -> "Kernels":
@@ -73,7 +73,7 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
         """
         words = [word.strip() for word in text.split(",")]
         default = words.pop(0) if words[0] in ("auto", "reference") else "auto"
-        pairs, loss_chunk = [], None
+        named_pairs, loss_chunk = [], None
         for word in words:
             kernel, equals, implementation = (part.strip() for part in word.partition("="))
             if kernel == "loss_chunk" and equals:
@@ -87,8 +87,8 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
                     f"kernels {text!r}: expected auto, reference, or KERNEL=IMPLEMENTATION such as "
                     f"attention=chunked{suggestion}"
                 )
-            pairs.append((kernel, implementation))
-        return cls(default, tuple(pairs), loss_chunk)
+            named_pairs.append((kernel, implementation))
+        return cls(default, tuple(named_pairs), loss_chunk)
 
     def __str__(self) -> str:
         words = [f"{kernel}={implementation}" for kernel, implementation in self.named]

@@ -41,11 +41,11 @@ def upgraded(data: Any) -> Any:
         texts = ("+".join(map(str, value)) if isinstance(value, list | tuple) else value for value in options.values())
         words = [f"{name}={text}" for name, text in zip(options, texts, strict=True)]
         new_fields["pipeline"] = ",".join([pipeline_text, *words])
-    groups = {
+    new_groups = {
         "offload": {name: old_fields[name] for name in OF_OFFLOAD if name in old_fields},
         "state": {new_name: old_fields[name] for name, new_name in OF_STATE.items() if name in old_fields},
     }
-    new_fields |= {name: group for name, group in groups.items() if group}
+    new_fields |= {name: group for name, group in new_groups.items() if group}
     attention, loss_chunk = old_fields.get("attention"), old_fields.get("loss_chunk")
     words = [f"attention={attention}"] * (attention not in (None, "auto"))
     words += [f"loss_chunk={loss_chunk}"] * (loss_chunk is not None)

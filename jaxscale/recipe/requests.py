@@ -50,12 +50,12 @@ class Facts:
         """The text of a rule, with its fields in braces replaced by facts."""
         plan, experiment = self.plan, self.experiment
         optimizer_name = "" if experiment is None else experiment.optimizer.name
-        plain_name = optimizer_name.removeprefix("one_bit_").replace("adam", "adamw")
+        plain_optimizer = optimizer_name.removeprefix("one_bit_").replace("adam", "adamw")
         return text.format(
             plan=plan,
             experiment=experiment,
-            plain=plain_name,
-            no_codec=f"take {plain_name}" if self.codes_momenta else "leave reduce out",
+            plain=plain_optimizer,
+            no_codec=f"take {plain_optimizer}" if self.codes_momenta else "leave reduce out",
             mixing=self.mixing,
         )
 
@@ -130,6 +130,7 @@ def option(name: str) -> Request:
     """A request that is made if an option of the pipeline differs from its default."""
 
     def request(facts: Facts) -> str | None:
+        """Name and setting of the option; `None` if it has its default."""
         pipeline = facts.plan.pipeline
         setting = None if pipeline is None else getattr(pipeline, name)
         return None if setting == getattr(type(pipeline), name, None) else f"{name} {setting}"
@@ -214,8 +215,8 @@ def codec_beside_one_bit(facts: Facts) -> str | None:
 def other_microbatches(facts: Facts) -> str | None:
     """A request for a number of microbatches other than the pipeline's."""
     pipeline = facts.plan.pipeline
-    count = None if pipeline is None or pipeline.name == "auto" else pipeline.shape()[1]
-    return None if facts.plan.microbatches == count else microbatches(facts)
+    pipeline_microbatches = None if pipeline is None or pipeline.name == "auto" else pipeline.shape()[1]
+    return None if facts.plan.microbatches == pipeline_microbatches else microbatches(facts)
 
 
 def model_state(facts: Facts) -> str | None:
@@ -233,8 +234,9 @@ def has(axis: str) -> Condition:
     """Whether an axis of the mesh has several devices; `None` while the mesh is unknown."""
 
     def condition(facts: Facts) -> bool | None:
-        size = facts.size(axis)
-        return None if size is None else size > 1
+        """Whether the axis has several devices; `None` while the mesh is unknown."""
+        device_count = facts.size(axis)
+        return None if device_count is None else device_count > 1
 
     return condition
 
