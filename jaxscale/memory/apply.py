@@ -73,6 +73,7 @@ def treatment_for(decision: Decision, *, unroll: int = 1) -> Treatment:
     stack = decision.stack
     if stack is None:
         return Treatment(keeping(decision.saves), unroll)
+    # number of layers and wrapper of each group
     groups = tuple((group.layers, as_it_is if group.save is None else keeping([group.save])) for group in stack.groups)
     if len(groups) == 1:
         return Treatment(groups[0][1], unroll, segment=stack.segment)

@@ -183,7 +183,7 @@ class _Program:
         return candidate_indices
 
     def _build(self) -> None:
-        """Build the rows, columns and costs of the integer program."""
+        """Build the rows, columns and costs of the integer program; `e` is the index of an equation."""
         import numpy as np
         from scipy.sparse import csr_array
 

@@ -213,6 +213,7 @@ class _Problem:
         self.least_bytes()
         if first > last:
             return ()
+        # the number for the beginning of the plan, as in `_least_choices`
         choice = self._least[self._key(first, last)][1]
         if choice < 0:
             return (Save(first, -1 - choice), *self.least_nodes(first + 1, last))
@@ -373,6 +374,7 @@ class _Table:
         problem, grid, count = self.problem, self.grid, self.problem.count
         self._rows = [np.empty((count - first, grid.length)) for first in range(count)]
         workspace = np.empty((count, grid.length))
+        # run_needs[s][t]: bytes to run stages s..c-1, besides the input of s and a gradient, for each cut c up to t
         run_needs = [
             [np.array(problem.run_need[first][: last - first], dtype=np.float64) for last in range(count)]
             for first in range(count)
@@ -383,6 +385,7 @@ class _Table:
             for first in range(last, -1, -1):
                 costs = self._best_option_row(first, last)
                 if last > first:
+                    # costs by cut and slot, if the stages before the cut run again
                     cut_rows = workspace[: last - first]
                     if problem.has_passed_bytes:
                         for cut in range(first + 1, last + 1):

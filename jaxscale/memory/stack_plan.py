@@ -82,7 +82,7 @@ def _two_level_decision(graph: BlockGraph, layers: int, budget: int, objective: 
     if budget < least_budget:
         raise too_small(budget, least_budget)
     curve = menu(graph, objective=objective)
-    candidates: list[tuple[float, int, int]] = []  # (cost, number of inputs, segment)
+    candidates: list[tuple[float, int, int]] = []  # cost, number of inputs, layers of a segment
     for segment in range(2, layers + 1):
         input_count = _two_level_inputs(layers, segment)
         if budget >= input_count * input_bytes:

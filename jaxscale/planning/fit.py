@@ -294,14 +294,14 @@ def helps(experiment: Experiment, platform: Platform, step_fit: Fit) -> tuple[He
     bytes_before = estimate_before.device_bytes
 
     def help_of(change: Mapping[str, str]) -> Help | None:
-        """What a change saves, as new texts by field of the plan; `None` if the change is not valid."""
+        """What a change saves; `None` if it is not valid. The change has new texts by field of the plan."""
         try:
             new_estimate = estimate(experiment, platform, override(plan, change))
         except UserError:  # the change is not valid for this model or batch
             return None
         flags = " ".join(f"--plan.{field} {text}" for field, text in change.items())
         fits = dataclasses.replace(step_fit, estimate=new_estimate, report=None).fits
-        return Help(flags, bytes_before - new_estimate.device_bytes, new_estimate.device_bytes, fits)
+        return Help(flags, saves=bytes_before - new_estimate.device_bytes, needs=new_estimate.device_bytes, fits=fits)
 
     helps_and_changes: list[tuple[Help, dict[str, str]]] = []
     for change in _changes(experiment, estimate_before):

@@ -184,7 +184,7 @@ def menu(
 
 def _menu(name: str, graph: BlockGraph, layers: int, shares: Sequence[float], chip: Chip | None) -> Menu:
     """The menu of a stack of blocks with this graph."""
-    call = BlockCall(graph.fingerprint, graph, (), layers, layers > 1, 0)
+    call = BlockCall(graph.fingerprint, graph, args=(), count=layers, rolled=layers > 1, order=0)
     input_bytes = layers * graph.carried_bytes
     exact_budgets = (
         least_bytes(graph, layers),

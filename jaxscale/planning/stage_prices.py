@@ -208,6 +208,7 @@ def _head_price(step: TrainStep, calls: Sequence[BlockCall], platform: Platform)
         for name, array in batch_shapes(objective.planned.experiment).items()
     }
     row_count = next(iter(batch.values())).shape[0]
+    # shapes of a random key and of the indices of the batch's rows
     key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(row_count, dtype="int32")))
     pure_model = step.pure_model
     with objective.planned.tracing(plainly=True):

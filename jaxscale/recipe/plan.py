@@ -215,7 +215,7 @@ def read_plan(path: Any) -> Plan:
     """
     fields = read_json(path)
     if not isinstance(fields, dict):
-        raise UserError(f"{path}: got a {type(fields).__name__}, expected a plan: an object of fields")
+        raise UserError(f"{path}: got a {type(fields).__name__}, expected a JSON object with the fields of a plan")
     version = fields.pop("version", PLAN_VERSION)
     if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= PLAN_VERSION:
         raise UserError(

@@ -38,9 +38,9 @@ def upgraded(data: Any) -> Any:
         defaults = {"stash": "residuals", "lowering": "switch", "synchronous_steps": 0}
         names = [name for name in OF_PIPELINE if name in old_fields and old_fields[name] != defaults.get(name)]
         options = {name: old_fields[name] for name in names}
-        texts = ("+".join(map(str, value)) if isinstance(value, list | tuple) else value for value in options.values())
-        words = [f"{name}={text}" for name, text in zip(options, texts, strict=True)]
-        new_fields["pipeline"] = ",".join([pipeline_text, *words])
+        values = ("+".join(map(str, value)) if isinstance(value, list | tuple) else value for value in options.values())
+        option_texts = [f"{name}={value}" for name, value in zip(options, values, strict=True)]
+        new_fields["pipeline"] = ",".join([pipeline_text, *option_texts])
     new_groups = {
         "offload": {name: old_fields[name] for name in OF_OFFLOAD if name in old_fields},
         "state": {new_name: old_fields[name] for name, new_name in OF_STATE.items() if name in old_fields},
