@@ -165,7 +165,7 @@ def times_run(nodes: Nodes) -> list[int]:
 
 
 def check_nodes(nodes: Nodes, stage_count: int) -> None:
-    """Raise unless a plan has each stage of a chain once, in order.
+    """Raise an error unless a plan has each stage of a chain once, in order.
 
     Raises:
         UserError: the plan is for another chain.

@@ -118,7 +118,7 @@ def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: SaveSe
 
 
 def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = None) -> Decision:
-    """Decide a memory plan for a model whose blocks are one chain, or one stack, which is then not scanned.
+    """Decide a memory plan for a model whose blocks are one chain or one stack; a stack is then not scanned.
 
     Args:
         plan: memory plan whose rule is in `CHAIN_RULES`.

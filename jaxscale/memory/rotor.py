@@ -135,7 +135,7 @@ class _Problem:
 
     def __init__(self, stages: tuple[Stage, ...], input_bytes: int, bound: Bound) -> None:
         if not stages:
-            raise UserError("a chain of no stages: expected at least one stage")
+            raise UserError("chain: got no stages, expected at least one")
         self.stages, self.input_bytes, self.count, self.bound = stages, input_bytes, len(stages), bound
         self.x = [input_bytes, *(stage.output_bytes for stage in stages)]
         self.elapsed = np.concatenate([[0.0], np.cumsum([stage.forward_seconds for stage in stages])])
@@ -298,7 +298,7 @@ class _Table:
             self._fill()
 
     def row(self, first: int, last: int) -> CostRow:
-        """C(first, last, :)."""
+        """The row C(first, last, :) of the table."""
         return self._rows[0][last - first] if self.problem.is_alike else self._rows[first][last - first]
 
     def slots(self) -> Iterator[int]:

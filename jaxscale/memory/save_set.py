@@ -48,7 +48,10 @@ class Recompute:
 
 
 def cost_of(work: SaveSet | Recompute | BlockGraph | Equation, objective: SaveSetObjective) -> float:
-    """FLOP or modelled seconds: of recomputation for a save set, of the forward pass for a block or an equation."""
+    """Return FLOP or modelled seconds, whichever is the objective.
+
+    For a save set they are those of the recomputation; for a block or an equation, those of the forward pass.
+    """
     return work.flop if objective == "flop" else work.seconds
 
 
@@ -65,7 +68,7 @@ def check_request(graph: BlockGraph, budget: int, objective: SaveSetObjective) -
 
 
 def recompute(graph: BlockGraph, kept_indices: Iterable[int]) -> Recompute:
-    """The equations to recompute if these values are kept: those from which the backward pass gets its other values.
+    """The equations to recompute for the other values that the backward pass reads, if these values are kept.
 
     Args:
         graph: graph of the block.

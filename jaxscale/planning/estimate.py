@@ -121,7 +121,7 @@ def estimate(
     compile_block: bool = False,
     make: Callable[[], Experiment] | None = None,
 ) -> Estimate:
-    """Itemised bytes of an experiment's train step on a platform.
+    """Estimate the bytes of an experiment's train step on a platform, by kind of tensor.
 
     Args:
         experiment: what to train.

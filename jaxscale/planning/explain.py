@@ -72,7 +72,7 @@ class Explanation:
 
     @property
     def _cost_name(self) -> str:
-        """Heading of the costs."""
+        """Column heading of the costs, "Time" or "FLOP"."""
         return "Time" if self.timed else "FLOP"
 
     def svg(self) -> str:

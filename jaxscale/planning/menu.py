@@ -89,7 +89,7 @@ class Menu:
 
     @property
     def _cost_name(self) -> str:
-        """Name of the costs."""
+        """Name of the costs, "time" or "FLOP"."""
         return "time" if self.timed else "FLOP"
 
     def _table(self, rules: Collection[str], cell_of: Callable[[Decision], str]) -> list[str]:

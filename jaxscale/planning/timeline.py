@@ -80,7 +80,7 @@ class Timeline:
     """Live bytes through a program.
 
     Args:
-        moments: moments in the order they run; a loop contributes the moments of its body once.
+        moments: moments in the order in which they run; a loop contributes the moments of its body once.
     """
 
     moments: tuple[Moment, ...]
@@ -182,7 +182,10 @@ class _Sweep:
         return last_read | dict.fromkeys(arrays.sources_of(program.outputs), len(program.operations))
 
     def _late_reads(self, last_read: Mapping[int, int]) -> dict[int, int]:
-        """Index of the last read of each array that waits for a product around a ring; the compiler runs those late."""
+        """Index of the last read of each array that waits for a product around a ring.
+
+        The compiler runs such products late.
+        """
         if self.arrays.compiler.fuses != "local":
             return {}
         ring_products = [index for index in self.arrays.placements.summed if self.arrays.is_around_ring(index)]

@@ -26,7 +26,9 @@ CODECS = ("quantize", "top_k")
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Implementations by kernel: "auto", "reference", or "KERNEL=IMPLEMENTATION[,...]"; and "loss_chunk=POSITIONS".
+    """The implementation of each kernel, and the chunks of the loss.
+
+    The text form is "auto", "reference" or "KERNEL=IMPLEMENTATION[,...]", with or without "loss_chunk=POSITIONS".
 
     Args:
         default: "auto" takes the best implementations that run on the platform; "reference" takes plain JAX.
@@ -69,7 +71,7 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
         """Parse a text form.
 
         Raises:
-            UserError: the text names an unknown kernel or implementation; the error suggests a similar name.
+            UserError: the text names an unknown kernel or implementation (the message suggests a similar name).
         """
         words = [word.strip() for word in text.split(",")]
         default = words.pop(0) if words[0] in ("auto", "reference") else "auto"

@@ -33,8 +33,8 @@ class OffloadPlan:
     Args:
         weights: memory of the weights that the passes read. If they lie on the host, each block's weights are copied to
             the device when the block runs (L2L, ZeRO-Infinity).
-        gradients: memory of the gradients of weights that lie on the host. If gradients lie there too, an update reads
-            them slice by slice.
+        gradients: memory of the gradients of weights that lie on the host. If the gradients also lie on the host, an
+            update reads them slice by slice.
         optimizer_state: memory of the optimizer state: "device"; "streamed", on the host, and updated on the device in
             slices (ZeRO-Infinity); or "host", where the host's CPU updates the state and the float32 weights
             (ZeRO-Offload).
@@ -119,8 +119,8 @@ class Plan:
     """The techniques with which to train.
 
     Args:
-        mesh: devices per axis, such as "data:2,fsdp:4"; `None` takes the largest number of local
-            devices among which the rows of a batch can be split evenly.
+        mesh: devices per axis, such as "data:2,fsdp:4"; `None` takes the largest number of local devices
+            among which the rows of a batch can be split evenly.
         zero: ZeRO stage over the fsdp axis: 1 shards optimizer state, 2 gradients too, 3 parameters too.
         sequence_parallel: Megatron's sequence parallelism, which shards norms and residuals over the tensor axis along
             the sequence.
@@ -134,8 +134,8 @@ class Plan:
             that compresses gradients between replicas, over the slow axis: "int8", "powersgd:4", "topk:0.01"; within a
             replica gradients are then reduced in the format of `precision`.
         diloco: replicas train alone, and synchronise their weights every few steps, such as
-            "every=100,lr=0.7,momentum=0.9,fragments=1"; in between they exchange only single numbers, and a codec of
-            `reduce` compresses what they send when they synchronise. With `None` they take every step together.
+            "every=100,lr=0.7,momentum=0.9,fragments=1". Between synchronisations they exchange only single numbers. A
+            codec of `reduce` compresses the messages of a synchronisation. `None`: replicas take every step together.
         memory: what the backward pass keeps of each block: "none" (all), "dots", "full" (recompute all).
         offload: tensors in host memory.
         state: numbers that the optimizer keeps.
