@@ -220,10 +220,10 @@ class _Walk:
         self.live_bytes = self.held_bytes = self.most_held_bytes = input_bytes
         self.seconds, self.peak_bytes, self.forwards, self.peak_stage = 0.0, 0, 0, 0
 
-    def reach(self, added_bytes: int, stage: int) -> None:
-        """Record that a stage runs with `added_bytes` besides the live bytes, which may be a new peak."""
+    def reach(self, added_bytes: int, index: int) -> None:
+        """Record that stage `index` runs with `added_bytes` besides the live bytes, which may be a new peak."""
         if self.live_bytes + added_bytes > self.peak_bytes:
-            self.peak_bytes, self.peak_stage = self.live_bytes + added_bytes, stage
+            self.peak_bytes, self.peak_stage = self.live_bytes + added_bytes, index
 
     def hold(self, added_bytes: int) -> None:
         """Add to the bytes kept for a backward pass; a negative number releases bytes."""
@@ -234,17 +234,17 @@ class _Walk:
         """Bytes of the input of stage `stop` that are not part of the input of stage `start`."""
         return self.edge_bytes[stop] - min(stage.passed_bytes for stage in self.stages[start:stop])
 
-    def forward(self, stage: int) -> None:
-        """Count the seconds of one forward run of a stage."""
-        self.seconds += self.stages[stage].forward_seconds
+    def forward(self, index: int) -> None:
+        """Count the seconds of one forward run of stage `index`."""
+        self.seconds += self.stages[index].forward_seconds
         self.forwards += 1
 
     def forward_only(self, start: int, stop: int) -> None:
         """Run the stages from `start` to `stop` - 1, keeping only the first one's input and the last one's output."""
-        for stage in range(start, stop):
-            input_bytes = self.new_bytes(start, stage) if stage > start else 0
-            self.reach(input_bytes + self.new_bytes(stage, stage + 1) + self.stages[stage].working_bytes, stage)
-            self.forward(stage)
+        for index in range(start, stop):
+            input_bytes = self.new_bytes(start, index) if index > start else 0
+            self.reach(input_bytes + self.new_bytes(index, index + 1) + self.stages[index].working_bytes, index)
+            self.forward(index)
 
     def backward(self, nodes: Nodes, gradient_bytes: int) -> None:
         """Run nodes forward and backward; the gradient of their output has `gradient_bytes`."""
@@ -257,19 +257,19 @@ class _Walk:
             kept_bytes = option.kept_bytes + self.new_bytes(node.stage, node.stage + 1)
             self.reach(gradient_bytes + kept_bytes + stage.working_bytes, node.stage)
             self.forward(node.stage)
-            held_bytes = kept_bytes if tail else option.kept_bytes
+            stage_held_bytes = kept_bytes if tail else option.kept_bytes
             self.live_bytes += kept_bytes
-            self.hold(held_bytes)
+            self.hold(stage_held_bytes)
             self.backward(tail, gradient_bytes)
-            self.hold(-held_bytes)
-            # of the stage's output and of its input
+            self.hold(-stage_held_bytes)
+            # bytes of the gradients of the stage's output and of its input
             both_gradient_bytes = self.edge_bytes[node.stage + 1] + self.edge_bytes[node.stage] - stage.passed_bytes
             self.reach(both_gradient_bytes + option.working_bytes, node.stage)
             self.live_bytes -= kept_bytes
             self.seconds += stage.backward_seconds + option.extra_seconds
             return
-        segment_stages = [save.stage for save in saves(node.nodes)]
-        start, stop = segment_stages[0], segment_stages[-1] + 1
+        segment_indices = [save.stage for save in saves(node.nodes)]
+        start, stop = segment_indices[0], segment_indices[-1] + 1
         self.live_bytes += gradient_bytes
         self.forward_only(start, stop)
         self.live_bytes -= gradient_bytes

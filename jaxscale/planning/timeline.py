@@ -153,22 +153,22 @@ class _Sweep:
             if piece is not None and index == piece.start:
                 live_before_piece = dict(live_items)
             live_items |= {value: self._item(operation, value) for value in new_arrays if self.arrays.bytes[value]}
-            live_after = {value: item for value, item in live_items.items() if last_needed.get(value, -1) > index}
+            items_after = {value: item for value, item in live_items.items() if last_needed.get(value, -1) > index}
             moments_within: list[Moment] = []
             if piece is not None and (temporaries_bytes := self.pieces[piece]) is not None:
                 if index == piece.stop - 1:
                     kind = "loss" if piece.name == "loss" else self.default_kind
                     moments_within = [Moment((Item(f"{piece.name}, compiled", kind, temporaries_bytes),))]
                     # late arrays of the piece are among its temporaries
-                    still_read = {value: item for value, item in live_items.items() if last_read.get(value, -1) > index}
-                    live_items = live_before_piece | still_read
+                    read_items = {value: item for value, item in live_items.items() if last_read.get(value, -1) > index}
+                    live_items = live_before_piece | read_items
             elif new_arrays or operation.loop or operation.branches:
                 moments_within = self._moments_within(operation, index)
             for moment in moments_within:
                 items = (*live_items.values(), *moment.items)
                 moments.append(Moment(items, operation.backward or moment.backward, piece or moment.piece))
             if new_arrays or moments_within:
-                live_items = live_after
+                live_items = items_after
         return moments
 
     def _last_reads(self) -> dict[int, int]:

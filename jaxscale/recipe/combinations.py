@@ -100,7 +100,7 @@ RULES: tuple[Rule, ...] = (
     # number formats
     Rule(
         asked.unless(asked.field("reduce", "bfloat16"), lambda facts: facts.plan.precision == "bfloat16"),
-        "what is computed in float32 is reduced in float32; add precision bfloat16, or leave reduce out",
+        "gradients that are computed in float32 are reduced in float32; add precision bfloat16, or leave reduce out",
     ),
     Rule(
         asked.unless(asked.split, lambda facts: facts.plan.precision == "bfloat16"),
@@ -172,12 +172,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         asked.both(asked.diloco, asked.one_bit),
-        "its replicas exchange momenta in every step; take adamw inside, or leave diloco out",
+        "its replicas exchange momenta in every step; take optimizer adamw, or leave diloco out",
     ),
     Rule(
         asked.unless(asked.diloco, asked.meets_before_the_end),
-        "the run has {experiment.steps} steps, so replicas would synchronise only once, at its end; lower the "
-        "number of steps every in diloco, or leave diloco out",
+        "the run has {experiment.steps} steps, so replicas would synchronise only once, at its end; take a "
+        "smaller every=N in diloco, or leave diloco out",
     ),
     Rule(
         asked.both(asked.diloco, asked.weights_host),
@@ -205,13 +205,13 @@ RULES: tuple[Rule, ...] = (
     *(
         Rule(
             asked.both(asked.option(name), asked.newest_weights),
-            "its gradients are of the newest weights; leave it out, or take pipemare:P",
+            f"its gradients are of the newest weights; leave {name} out, or take pipemare:P",
         )
         for name in ("anneal", "correction", "synchronous_steps")
     ),
     Rule(
         asked.both(asked.correction, asked.own_weights),
-        "its backward passes read the same weights as their forward passes; leave it out, or take pipemare:P",
+        "its backward passes read the same weights as their forward passes; leave correction out, or take pipemare:P",
     ),
     Rule(asked.both(asked.phased, asked.asynchronous), "its ticks mix forward and backward passes; leave lowering out"),
     Rule(

@@ -59,7 +59,7 @@ EXAMPLES = (
     (REPLICAS + "reduce=int8", {"experiment": ONE_BIT}, "sends momenta in one bit"),
     (REPLICAS + "weights=host", {"experiment": ONE_BIT}, "keep it on the device"),
     (REPLICAS + "optimizer_state=streamed", {"experiment": ONE_BIT}, "keep it on the device"),
-    (REPLICAS + "diloco=every=2", {"experiment": ONE_BIT}, "take adamw inside"),
+    (REPLICAS + "diloco=every=2", {"experiment": ONE_BIT}, "take optimizer adamw"),
     (REPLICAS + "diloco=every=100", {"experiment": experiment()}, "the run has 10 steps"),
     (REPLICAS + "diloco=every=2 weights=host", {}, "leave diloco out"),
     (REPLICAS + "diloco=every=2 optimizer_state=host", {}, "take offload.optimizer_state streamed"),
