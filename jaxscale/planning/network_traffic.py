@@ -72,8 +72,8 @@ def slow_axis_traffic(step: TrainStep, platform: Platform) -> Traffic | None:
         exact_bytes = wire.all_reduce(wire.FLOAT32 * elements, axis_sizes[REPLICA_AXIS])
         sent_bytes = exact_bytes // (1 if sender == "float32" else 2)
     assert plan.mesh is not None
-    link, bandwidth = slow_link(platform, plan.mesh)
-    return Traffic(sent_bytes, exact_bytes, sender, link, sent_bytes / bandwidth if bandwidth else None)
+    link_name, bandwidth = slow_link(platform, plan.mesh)
+    return Traffic(sent_bytes, exact_bytes, sender, link_name, sent_bytes / bandwidth if bandwidth else None)
 
 
 def slow_link(platform: Platform, mesh: MeshSpec) -> tuple[str, float]:

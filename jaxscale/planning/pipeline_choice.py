@@ -112,10 +112,11 @@ def pipeline_choice(
         if needed_bytes <= limit:
             return candidate_plan
         estimates.append((needed_bytes, candidate))
-    least_bytes, smallest = min(estimates, key=lambda pair: pair[0])
+    least_bytes, smallest_candidate = min(estimates, key=lambda pair: pair[0])
     raise UserError(
-        f"pipeline {plan.pipeline}: none of the {len(estimates)} fastest candidates fits {size(limit)}; {smallest} "
-        f"needs the least, {size(least_bytes)}. Use more devices, memory full, ZeRO over fsdp, or a loss in chunks"
+        f"pipeline {plan.pipeline}: none of the {len(estimates)} fastest candidates fits {size(limit)}; "
+        f"{smallest_candidate} needs the least, {size(least_bytes)}. "
+        "Use more devices, memory full, ZeRO over fsdp, or a loss in chunks"
     )
 
 

@@ -54,13 +54,13 @@ def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePl
         UserError: there are more stages than blocks, devices or rows cannot be split evenly, or the chip's rates are
             unknown.
     """
-    model = model_prices(experiment, platform, schedule.ranks, pipeline.shape()[1])
+    prices = model_prices(experiment, platform, schedule.ranks, pipeline.shape()[1])
     plan_pipeline = experiment.plan.pipeline
     layers = None if plan_pipeline is None else plan_pipeline.stages
-    if layers is None or len(layers) != schedule.stages or sum(layers) != len(model.blocks):
-        layers = Stages.even(schedule, len(model.blocks)).layers
-    links = (link_seconds(platform, model),) * schedule.ranks
-    return costs_of(model, layers, links, recompute=experiment.plan.stages_keep == "input")
+    if layers is None or len(layers) != schedule.stages or sum(layers) != len(prices.blocks):
+        layers = Stages.even(schedule, len(prices.blocks)).layers
+    links = (link_seconds(platform, prices),) * schedule.ranks
+    return costs_of(prices, layers, links, recompute=experiment.plan.stages_keep == "input")
 
 
 def simulation_of(experiment: Experiment, platform: Platform, plan: Plan) -> Simulation | None:
@@ -80,12 +80,12 @@ def simulation_of(experiment: Experiment, platform: Platform, plan: Plan) -> Sim
 
 
 def costs_of(
-    model: ModelPrices, layers: Sequence[int], links: tuple[float, ...] = (), *, recompute: bool = False
+    prices: ModelPrices, layers: Sequence[int], links: tuple[float, ...] = (), *, recompute: bool = False
 ) -> Costs:
     """The costs of stages from the prices of their blocks.
 
     Args:
-        model: prices of the model's blocks.
+        prices: prices of the model's blocks.
         layers: number of blocks of each stage.
         links: seconds that a message takes on each link of the ring of devices.
         recompute: whether a stage keeps only its input and reruns its forward before its backward.
@@ -95,11 +95,11 @@ def costs_of(
         (2.0, 3.0)
     """
     bounds = itertools.pairwise(itertools.accumulate(layers, initial=0))
-    prices_of_stages = [model.blocks[start:stop] for start, stop in bounds]
-    if model.first is not None:
-        prices_of_stages[0] = (model.first, *prices_of_stages[0])
-    if model.last is not None:
-        prices_of_stages[-1] = (*prices_of_stages[-1], model.last)
+    prices_of_stages = [prices.blocks[start:stop] for start, stop in bounds]
+    if prices.first is not None:
+        prices_of_stages[0] = (prices.first, *prices_of_stages[0])
+    if prices.last is not None:
+        prices_of_stages[-1] = (*prices_of_stages[-1], prices.last)
 
     def totals_of(name: str) -> tuple[float, ...]:
         """Sum of the prices' field `name` over the blocks of each stage."""
@@ -108,7 +108,7 @@ def costs_of(
     forward, input_gradient, stash_bytes = totals_of("forward"), totals_of("input_gradient"), totals_of("stash_bytes")
     if recompute:
         input_gradient = tuple(map(operator.add, input_gradient, forward))
-        stash_bytes = (0.0, *(model.blocks[0].message_bytes for _ in prices_of_stages[1:]))
+        stash_bytes = (0.0, *(prices.blocks[0].message_bytes for _ in prices_of_stages[1:]))
     weight_gradient, pending_bytes = totals_of("weight_gradient"), totals_of("between_bytes")
     return Costs(forward, input_gradient, weight_gradient, links=links, stash=stash_bytes, pending=pending_bytes)
 
@@ -161,10 +161,10 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
     return ModelPrices(tuple(prices), last=_head_price(step, calls, platform))
 
 
-def link_seconds(platform: Platform, model: ModelPrices) -> float:
+def link_seconds(platform: Platform, prices: ModelPrices) -> float:
     """Seconds that a message between neighbours on the pipe axis takes, over one of the chip's fastest links."""
     links = [link for link in platform.links if link.name in ("ici", "nvlink", "pcie")]
-    return model.blocks[0].message_bytes / links[0].bandwidth if links and platform.devices > 1 else 0.0
+    return prices.blocks[0].message_bytes / links[0].bandwidth if links and platform.devices > 1 else 0.0
 
 
 def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
