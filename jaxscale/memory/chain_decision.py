@@ -141,11 +141,11 @@ def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None
     stage_kinds = [call.fingerprint for call in calls for _ in range(call.count)]
     stages = [stage_by_kind[kind] for kind in stage_kinds]
     nodes = chain_nodes(plan, stages, calls[0].input_bytes)
-    cost = simulate(nodes, stages, calls[0].input_bytes)
+    chain_cost = simulate(nodes, stages, calls[0].input_bytes)
     save_sets = [options_of[stage_kinds[save.stage]][save.option] for save in saves(nodes)]
     flop = sum(
-        (runs - 1) * graph_of[kind].flop + save.flop
-        for runs, kind, save in zip(times_run(nodes), stage_kinds, save_sets, strict=True)
+        (run_count - 1) * graph_of[kind].flop + save.flop
+        for run_count, kind, save in zip(times_run(nodes), stage_kinds, save_sets, strict=True)
     )
     least_seconds = sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
     return Decision(
@@ -153,7 +153,7 @@ def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None
         chain=ChainDecision(nodes, tuple(options_of[kind] for kind in stage_kinds)),
         blocks=tuple(graph_of),
         layers=len(stages),
-        bytes=cost.kept_bytes,
+        bytes=chain_cost.kept_bytes,
         flop=flop,
-        seconds=max(0.0, cost.seconds - least_seconds) if objective == "seconds" else 0.0,
+        seconds=max(0.0, chain_cost.seconds - least_seconds) if objective == "seconds" else 0.0,
     )

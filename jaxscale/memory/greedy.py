@@ -47,6 +47,7 @@ def greedy(
         """Cost of recomputation if these values are kept."""
         return cost_of(recompute(graph, kept_indices), objective)
 
+    # for each value, the cost of the equations up to its last read
     clock, last_read = 0.0, [0.0] * len(graph.values)
     for equation in graph.equations:
         clock += cost_of(equation, objective)

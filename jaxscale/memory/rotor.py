@@ -310,7 +310,7 @@ class _Table:
     def nodes(self, first: int, last: int, slot: int) -> Nodes:
         """The plan whose cost is C(first, last, slot)."""
         problem, nodes = self.problem, []
-        # a choice has the seconds of the rest of the plan and a number for its beginning (`_Problem._least_choices`)
+        # a choice has the seconds of the rest of the plan and a number for its beginning, as in `_least_choices`
         while first <= last:
             stage, choices = problem.stages[first], []
             for option in range(len(stage.options)):
@@ -363,7 +363,7 @@ class _Table:
         return best_row
 
     def _shift(self, row: CostRow, slot_count: int) -> CostRow:
-        """A row of the table moved up by a number of slots, which are infinite."""
+        """The row with `slot_count` slots taken away: its costs move up, and the first slots become infinite."""
         shifted = np.full(self.grid.length, np.inf)
         if slot_count < self.grid.length:
             shifted[slot_count:] = row[: self.grid.length - slot_count]
@@ -405,6 +405,7 @@ class _Table:
         """Fill the table of identical stages in order of the number of stages, `last` + 1."""
         problem, grid, count = self.problem, self.grid, self.problem.count
         self._rows = [np.empty((count, grid.length))]
+        # rows[n - 1]: C of n stages; after_cut[n - 1]: the same with the slots of their input taken away
         rows = self._rows[0]
         after_cut = np.empty((count, grid.length))
         workspace = np.empty((count, grid.length))

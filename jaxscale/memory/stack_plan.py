@@ -130,8 +130,8 @@ def _best_groups(curve: Sequence[SaveSet], layers: int, room: int, objective: Sa
         if low_save.bytes * layers > room:
             break
         extra_bytes = high_save.bytes - low_save.bytes
-        count_high = layers if not extra_bytes else min(layers, (room - low_save.bytes * layers) // extra_bytes)
-        counts_and_saves = ((layers - count_high, low_save), (count_high, high_save))
+        high_count = layers if not extra_bytes else min(layers, (room - low_save.bytes * layers) // extra_bytes)
+        counts_and_saves = ((layers - high_count, low_save), (high_count, high_save))
         groups = tuple(Group(count, save) for count, save in counts_and_saves if count)
         cost = sum(group.layers * cost_of(group.save, objective) for group in groups if group.save is not None)
         mixtures.append((cost, groups))
@@ -186,13 +186,14 @@ def _choose(curves: Sequence[tuple[int, Sequence[SaveSet]]], room: int, objectiv
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 
+    # index of the kind, number of its blocks, save set
     points = [(kind, count, save) for kind, (count, curve) in enumerate(curves) for save in curve]
-    cost = np.array([count * cost_of(save, objective) for _, count, save in points], float)
+    point_costs = np.array([count * cost_of(save, objective) for _, count, save in points], float)
     point_bytes = np.array([count * save.bytes for _, count, save in points], float)
     kind_rows = np.array([[float(kind == row) for kind, _, _ in points] for row in range(len(curves))])
     byte_unit = float(point_bytes.max()) or 1.0
     solution = milp(
-        cost / (cost.max() or 1.0),
+        point_costs / (point_costs.max() or 1.0),
         integrality=np.ones(len(points)),
         bounds=Bounds(0, 1),
         constraints=[
@@ -229,11 +230,11 @@ def totals(calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Totals:
     save_by_block = {save.block: save for save in saves}
     calls_and_saves = [(call, save_by_block[call.fingerprint]) for call in calls]
     return Totals(
-        sum(call.count for call in calls),
-        sum(call.count * (call.input_bytes + save.bytes) for call, save in calls_and_saves),
-        sum(call.count * save.host_bytes for call, save in calls_and_saves),
-        sum(call.count * save.flop for call, save in calls_and_saves),
-        sum(call.count * save.seconds for call, save in calls_and_saves),
+        layers=sum(call.count for call in calls),
+        bytes=sum(call.count * (call.input_bytes + save.bytes) for call, save in calls_and_saves),
+        host_bytes=sum(call.count * save.host_bytes for call, save in calls_and_saves),
+        flop=sum(call.count * save.flop for call, save in calls_and_saves),
+        seconds=sum(call.count * save.seconds for call, save in calls_and_saves),
     )
 
 

@@ -58,9 +58,9 @@ def idle_values(graph: BlockGraph) -> tuple[Idle, ...]:
         end_times.append(clock)
     last_read: dict[int, float] = {}
     read_by_products: set[int] = set()
-    for equation, end in zip(graph.equations, end_times, strict=True):
+    for equation, end_time in zip(graph.equations, end_times, strict=True):
         for index in (*equation.inputs, *equation.outputs):
-            last_read[index] = end
+            last_read[index] = end_time
         read_by_products |= set(equation.inputs) if equation.flop else set()
     indices_by_mark: dict[str, list[int]] = {}
     indices_to_keep = {index for index in graph.needed if graph.values[index].mark is not None}
@@ -131,7 +131,7 @@ def values_to_move(budget: int, host: Host, values: Sequence[Idle]) -> list[Idle
 
 
 def set_without(graph: BlockGraph, host: Host, values: Iterable[Idle], moved_values: Iterable[Idle]) -> SaveSet:
-    """The save set that keeps all values but the moved ones."""
+    """The save set that keeps all values except the moved ones, which go to the host."""
     moved_set = set(moved_values)
     return save_set(
         graph,
