@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxscale.recipe.kernels import said_of
+from jaxscale.recipe.kernels import platform_and_kernels
 from jaxscale.recipe.plan_json import upgraded
 from jaxscale.records.metrics import MetricsRows, read_metrics
 from jaxscale.records.samples import Sample, read_samples
@@ -187,7 +187,7 @@ class RunRecord:
     def kernels(self) -> tuple[str, str] | None:
         """The platform of the last compiled step, and its implementation of each kernel, in words."""
         events = self.events("kernels")
-        return said_of(events[-1]) if events else None
+        return platform_and_kernels(events[-1]) if events else None
 
     @property
     def parameters(self) -> int | None:
