@@ -225,5 +225,5 @@ def test_a_freeze_step_is_a_share_or_a_number():
         Optimizer(name="one_bit_adam", freeze=1.5)
     with pytest.raises(UserError, match="adamw has no such option"):
         Optimizer(freeze=3.0)
-    with pytest.raises(UserError, match="update 1 gives the first variance"):
+    with pytest.raises(UserError, match="because the first one estimates the variance"):
         one_bit_adam(0.1, 0)

@@ -244,7 +244,7 @@ def test_estimates_tell_what_a_meeting_takes():
 @pytest.mark.parametrize(
     ("kernels", "codec", "why"),
     [
-        ("quantize=gpu", "qsgd:8", "and this rounds at random"),
+        ("quantize=gpu", "qsgd:8", "but this codec rounds at random"),
         ("top_k=gpu", "topk:0.05,block=none", "kernels are of blocks, and this is a whole leaf"),
     ],
 )
