@@ -196,9 +196,8 @@ def diloco(
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
 
     def init(params: Any) -> DilocoState:
-        leaves = [] if codec is None else jax.tree.leaves(params)
-        codec_states = tuple(codec.init(leaf.shape, None, replicas) for leaf in leaves)
-        return DilocoState(jnp.zeros((), jnp.int32), inner.init(params), params, outer.init(params), codec_states)
+        owed = [] if codec is None else [codec.init(leaf.shape, None, replicas) for leaf in jax.tree.leaves(params)]
+        return DilocoState(jnp.zeros((), jnp.int32), inner.init(params), params, outer.init(params), tuple(owed))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, DilocoState]:
         if params is None:

@@ -57,10 +57,8 @@ def encode(x: Float[Array, "... elements"], bits: int, block: int, key: Key | No
     scale = jnp.max(jnp.abs(blocks), -1)
     # a block whose scale is zero or has an infinite inverse becomes zeros
     codes_per_unit = jnp.where(scale > 2.0**-100, levels(bits) / scale, 0.0)
-    real_codes = blocks * codes_per_unit[..., None]
-    integers = (
-        jnp.round(real_codes) if key is None else jnp.floor(real_codes + jax.random.uniform(key, real_codes.shape))
-    )
+    raw_codes = blocks * codes_per_unit[..., None]
+    integers = jnp.round(raw_codes) if key is None else jnp.floor(raw_codes + jax.random.uniform(key, raw_codes.shape))
     codes = jnp.clip(integers, -levels(bits), levels(bits)).astype(jnp.int8)
     return Coded(_pack_nibbles(codes) if bits <= 4 else codes, scale)
 

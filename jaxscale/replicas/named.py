@@ -57,24 +57,20 @@ did you mean 'start'?
         name, colon, head_value = head.partition(":")
         if name.lower() not in CODECS:
             raise unknown("codec", name, CODECS)
-        codec_class = CODECS[name.lower()]
-        if bool(colon) != (codec_class.value is not None):
-            raise UserError(f"codec {text!r}: expected the form {codec_class.form()}")
-        text_by_field = (
-            {} if codec_class.value is None else {codec_class.value: head_value.removesuffix(codec_class.unit)}
-        )
-        type_by_field = values.field_types(codec_class)
+        codec_type = CODECS[name.lower()]
+        if bool(colon) != (codec_type.value is not None):
+            raise UserError(f"codec {text!r}: expected the form {codec_type.form()}")
+        text_by_field = {} if codec_type.value is None else {codec_type.value: head_value.removesuffix(codec_type.unit)}
+        type_by_field = values.field_types(codec_type)
         for option in options:
             field, equals, field_text = (word.strip() for word in option.partition("="))
             if field not in type_by_field:
-                raise unknown(f"option of codec {codec_class.name}", field, type_by_field)
+                raise unknown(f"option of codec {codec_type.name}", field, type_by_field)
             if not equals or field in text_by_field:
-                raise UserError(f"codec {text!r}: got {option!r}, expected each option once: {codec_class.form()}")
+                raise UserError(f"codec {text!r}: got {option!r}, expected each option once: {codec_type.form()}")
             text_by_field[field] = field_text
         try:
-            return codec_class(
-                **{field: values.parse(text_by_field[field], type_by_field[field], field) for field in text_by_field}
-            )
+            return codec_type(**{f: values.parse(text_by_field[f], type_by_field[f], f) for f in text_by_field})
         except UserError as error:
             raise UserError(f"codec {text!r}: {error}") from None
 

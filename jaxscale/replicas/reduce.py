@@ -266,8 +266,7 @@ class GradientExchange:
         key = jax.eval_shape(lambda: jax.random.key(0))
         shape, layers = self.local_shape(name), self.leaves[name].layers
         other_states = jax.eval_shape(lambda key: self.codec.init(shape, key, self.replicas + 1, layers=layers), key)
-        states = self._state_shapes[name]
-        return tuple(state_name for state_name in states if states[state_name].shape == other_states[state_name].shape)
+        return tuple(k for k, state in self._state_shapes[name].items() if state.shape == other_states[k].shape)
 
     def merge(self, states: CodecStates) -> CodecStates:
         """Merge the states of all replicas into one with their mean residual, for any number of replicas to resume."""
@@ -290,13 +289,12 @@ class GradientExchange:
 
         def run_on_device(merged: CodecStates) -> CodecStates:
             """Return the states of this device, from its part of the merged states."""
-            initial_states = self.start()
+            states = self.start()
             merged_states = {
                 name: {key: array if key == RESIDUAL else array[0] for key, array in arrays.items()}
                 for name, arrays in merged.items()
             }
-            states = {name: states | merged_states.get(name, {}) for name, states in initial_states.items()}
-            return self._with_leading_dims(states)
+            return self._with_leading_dims({name: states[name] | merged_states.get(name, {}) for name in states})
 
         specs = {name: {key: self._specs(merged=True)[name][key] for key in arrays} for name, arrays in merged.items()}
         return self._shard_mapped(run_on_device, (specs,), self._specs())(merged)

@@ -290,6 +290,6 @@ def test_a_copy_that_does_not_fit_is_told():
 
     assert module.save_memory_warning(6_000_000_000, 4_000_000_000, Small()) is None
     told = module.save_memory_warning(6_000_000_000, 5_000_000_000, Small())
-    assert "both need 11.0 GB, but the device has 10.0 GB" in told
+    assert "The state and its copy need 11.0 GB, but the device has 10.0 GB" in told
     assert module.save_memory_warning(6_000_000_000, 5_000_000_000, jax.devices()[0]) is None, "a CPU does not tell"
     assert module.save_memory_warning(6_000_000_000, 5_000_000_000, None) is None
