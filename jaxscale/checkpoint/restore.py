@@ -52,7 +52,7 @@ def read_tokenizer(directory: Any) -> Any:
     except (LookupError, TypeError, ValueError) as error:  # UserError among them
         raise UserError(
             f"{path} is not the tokenizer of a run ({error}): restore the file from a copy, or train a few more steps, "
-            "which write it again"
+            "which write the file again"
         ) from error
 
 
@@ -74,7 +74,7 @@ def restore_newest(directory: Any, step: Any) -> Restored:
     """
     restored = Checkpoints(run_path(directory) / run_files.CHECKPOINTS, write=False).restore(step.canonical_abstract())
     if restored is None:
-        raise UserError(f"{directory} has no checkpoint yet: train it until its first save")
+        raise UserError(f"{directory} has no checkpoint yet: train the run until its first save")
     return restored
 
 
@@ -108,7 +108,7 @@ def restore_parameters(
     checkpoint_step = checkpoints.best() if best else None
     if not checkpoints.steps() or (best and checkpoint_step is None):
         loss_text = "with a held-out loss " if best and checkpoints.steps() else ""
-        raise UserError(f"{folder} has no checkpoint {loss_text}yet: train it until its first save")
+        raise UserError(f"{folder} has no checkpoint {loss_text}yet: train the run until its first save")
     step = _build_step(experiment, jax.devices(), split)
     leaves = step.canonical_abstract()
     trained_leaves = {name: leaf for name, leaf in leaves.items() if name.split("/")[0] in ("params", "rest")}

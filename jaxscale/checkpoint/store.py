@@ -117,8 +117,9 @@ class Checkpoints:
             metadata = {"jaxscale": content, "sha256": digest(content)}
             target = self._folder(description.step)
             write_path = make_staging_path(target) if is_mirrored(target) else target
-            save: Any = ocp.save_async(str(write_path), dict(arrays), custom_metadata=metadata)
-            self._running_save = (description, save if write_path is target else upload(save, write_path, target))
+            response: Any = ocp.save_async(str(write_path), dict(arrays), custom_metadata=metadata)
+            save = response if write_path is target else upload(response, write_path, target)
+            self._running_save = (description, save)
         if wait:
             self.wait()
         return True

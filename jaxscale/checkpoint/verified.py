@@ -117,7 +117,8 @@ def _restore(path: Any, leaves: Mapping[str, Any]) -> Restored:
     sums = checksums(arrays)  # equal on all processes
     mismatches = [name for name in saved_leaves if list(sums[name]) != array_facts[name][2:]]
     if mismatches:
-        raise DamagedError(f"arrays that do not match their checksums: {len(mismatches)}, such as {mismatches[0]!r}")
+        counts_text = f"{len(mismatches)} of {len(sums)} arrays do not"
+        raise DamagedError(f"array {mismatches[0]!r} does not match its checksum ({counts_text})")
     return Restored(Description.of(content), converter.convert(_cast(arrays, saved_leaves)), converted=converter.lines)
 
 
@@ -159,7 +160,7 @@ def read_content(path: Any) -> dict[str, Any]:
     from orbax.checkpoint import v1 as ocp
 
     if not (path / COMMITTED).exists():
-        raise DamagedError(f"{path} has no {COMMITTED}: it was not written completely, or files are missing")
+        raise DamagedError(f"{path} has no {COMMITTED}: the checkpoint is incomplete")
     try:
         with _silence_orbax(), _single_process_context(), local_copy(path, with_arrays=False) as source:
             metadata: Any = ocp.metadata(source).custom_metadata
@@ -167,7 +168,7 @@ def read_content(path: Any) -> dict[str, Any]:
     except Exception as error:
         raise DamagedError(f"its description cannot be read: {first_line(error)}") from error
     if digest(content) != stored_digest:
-        raise DamagedError("the checksum of its description does not match")
+        raise DamagedError("its description does not match the description's checksum")
     if content["format"] > FORMAT:
         raise UserError(
             f"{path} is a checkpoint of format {content['format']}, but this version of jaxscale reads only formats "
@@ -185,13 +186,13 @@ def _check_arrays(array_facts: Mapping[str, Any], leaves: Mapping[str, Any], pat
             continue
         if name not in array_facts:
             raise UserError(
-                f"{path} has no array {name!r}, which the model needs: it was saved by another model or optimizer"
+                f"{path} has no array {name!r}, which the model needs: use the model and optimizer that saved it"
             )
         saved_shape, model_shape = tuple(array_facts[name][0]), tuple(leaf.shape)
         if saved_shape != model_shape:
             raise UserError(
-                f"{path}: array {name!r} has shape {saved_shape}, but the model needs {model_shape}: it was saved by "
-                "another model"
+                f"{path}: array {name!r} has shape {saved_shape}, but the model needs {model_shape}: use the model "
+                "that saved the checkpoint"
             )
 
 

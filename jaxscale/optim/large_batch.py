@@ -50,7 +50,7 @@ def scaled(
     if rule not in _EXPONENTS:
         raise unknown("scaling rule", rule, _EXPONENTS)
     if not (ratio > 0 and math.isfinite(ratio)):
-        raise UserError(f"ratio: got {ratio!r}, expected the new batch size divided by the old one, above 0")
+        raise UserError(f"ratio: got {ratio!r}, expected a number above 0, the new batch size divided by the old")
     rate_factor = ratio ** _EXPONENTS[rule]
     final_rate = optimizer.final_learning_rate
     return dataclasses.replace(

@@ -79,19 +79,19 @@ def leaf_of(name: str, axes: Sequence[str | None] | None, shape: Sequence[int], 
         shape: global shape of the parameter.
         sharding: `NamedSharding` of optimizer state of that shape; `None` on one device.
     """
-    shape, module_names = tuple(shape), name.lower().split("/")
+    shape, path_words = tuple(shape), name.lower().split("/")
     stacked_dims = 0
     if axes is not None:
         stacked_dims = next((dim for dim, axis in enumerate(axes) if axis not in STACKED), len(axes))
     tensor_axes = () if axes is None else axes[stacked_dims:]
-    is_table = bool({"vocab", "position"} & set(tensor_axes)) or any(name in _TABLE_MODULES for name in module_names)
+    is_table = bool({"vocab", "position"} & set(tensor_axes)) or any(word in _TABLE_MODULES for word in path_words)
     if axes is None:
-        is_table = is_table or any("emb" in name for name in module_names)
+        is_table = is_table or any("emb" in word for word in path_words)
     if len(shape) - stacked_dims < 2 or "norm" in tensor_axes:
         kind: LeafKind = "vector"
     else:
         kind = "table" if is_table else "matrix"
-    has_fused_name = any(word in name for name in module_names for word in _FUSED_MODULES)
+    has_fused_name = any(fragment in word for word in path_words for fragment in _FUSED_MODULES)
     parts = 3 if kind == "matrix" and shape[-1] % 3 == 0 and has_fused_name else 1
     return ParamInfo(shape, kind, stacked_dims, decays(axes, shape), parts, sharding)
 

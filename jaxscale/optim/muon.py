@@ -206,9 +206,9 @@ def _move_along(stack: Array, route: Sequence[NamedSharding]) -> Array:
 
 
 def _route(leaf: ParamInfo) -> list[NamedSharding]:
-    """The route of a leaf: shardings through which its matrices move until each device has whole ones.
+    """The route of a leaf: the shardings through which its matrices move until each device has whole matrices.
 
-    Each step moves the shards of one dim: XLA turns a move of several dims at once into a gather.
+    Each step moves the shards of one dim, because XLA turns a move of several dims at once into a gather.
     """
     if leaf.stack == 1 and len(leaf.shape) == 3 and leaf.parts == 1:
         layer_axes, row_axes, column_axes = dim_axes(leaf.sharding.spec, 3)  # mesh axes of each dim

@@ -155,7 +155,8 @@ def one_bit_adam(
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
 
     Returns:
-        A transformation of the mean of the replicas' `Messages`: of gradients, and from update F on of momenta.
+        A transformation that takes the mean of the replicas' messages (see `Messages`). These are gradients in the
+        first F updates, and momenta afterwards.
 
     Raises:
         UserError: `freeze` is below 1, so the variance would be frozen before its first estimate.
@@ -224,7 +225,8 @@ def one_bit_lamb(
         change: largest relative change of f in an update.
 
     Returns:
-        A transformation of the mean of the replicas' `Messages`; its update needs the parameters.
+        A transformation that takes the mean of the replicas' messages (see `Messages`). Its update needs the
+        parameters.
 
     Raises:
         UserError: `freeze` is below 1, so the variance would be frozen before its first estimate.
@@ -267,7 +269,7 @@ def one_bit_lamb(
             u = adam_step + weight_decay * w if is_decayed else adam_step
             trust_ratio = _trust_ratio(w, u, leaf)
             ratio = jnp.where(is_frozen, old_ratio, smooth * old_ratio + (1 - smooth) * trust_ratio)
-            corrected_fresh = _corrected(fresh_v, b2, adam_state.count)
+            corrected_fresh = _correct_bias(fresh_v, b2, adam_state.count)
             root_ratio = _reduce_tensors((jnp.sqrt(v) + eps) / (jnp.sqrt(corrected_fresh) + eps), leaf, jnp.max)
             r = jnp.minimum(1.0, _norms(adam_step, leaf) / jnp.maximum(_norms(u, leaf), jnp.finfo(jnp.float32).tiny))
             factor = jnp.clip(r * root_ratio + 1 - r, *factors)
@@ -315,9 +317,7 @@ def clipped(rule: UpdateRule, messages: Messages) -> UpdateRule:
 def _check_freeze(freeze: int) -> None:
     """Raise an error if the variance would be frozen before the first update."""
     if freeze < 1:
-        raise UserError(
-            f"freeze: got {freeze}, expected 1 update or more, because the first one estimates the variance"
-        )
+        raise UserError(f"freeze: got {freeze}, expected 1 or more, because the first update estimates the variance")
 
 
 def _rule_state(state: Any) -> Any:
@@ -339,13 +339,13 @@ def _moments(means: Any, state: Any, b1: float, b2: float, freeze: int) -> tuple
         lambda x, m, v: jnp.where(is_frozen, jnp.where(v > 0, x, 0.0), b1 * m + (1 - b1) * x), means, state.mu, state.nu
     )
     nu = jax.tree.map(lambda x, v: jnp.where(is_frozen, v, b2 * v + (1 - b2) * x**2), means, state.nu)
-    corrected_mu = jax.tree.map(lambda m: _corrected(m, b1, count), mu)
-    corrected_nu = jax.tree.map(lambda v: _corrected(v, b2, jnp.minimum(count, freeze)), nu)
+    corrected_mu = jax.tree.map(lambda m: _correct_bias(m, b1, count), mu)
+    corrected_nu = jax.tree.map(lambda v: _correct_bias(v, b2, jnp.minimum(count, freeze)), nu)
     return OneBitState(count, mu, nu), (corrected_mu, corrected_nu)
 
 
-def _corrected(moment: Array, decay: float, count: Array) -> Array:
-    """A moment with Adam's bias correction after `count` updates."""
+def _correct_bias(moment: Array, decay: float, count: Array) -> Array:
+    """Apply Adam's bias correction after `count` updates to a moment."""
     return moment / (1 - decay ** count.astype(jnp.float32))
 
 

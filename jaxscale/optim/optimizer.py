@@ -131,15 +131,15 @@ class Optimizer:
             if set_names:
                 raise UserError(
                     f"optimizer.{set_names[0]}: got {getattr(self, set_names[0])} together with optimizer.custom, "
-                    "whose rule has its own options: leave it out, or set it in that rule"
+                    f"whose rule has its own options: leave {set_names[0]} out, or set it in the custom rule"
                 )
         else:
             self.options()
             if self.schedule is not None and self.schedule not in RULES[self.name].schedules:
                 raise UserError(
                     f"optimizer.schedule: got {self.schedule}, but {self.name} takes only "
-                    f"{' or '.join(RULES[self.name].schedules)}, because it averages weights instead of lowering the "
-                    "learning rate: leave optimizer.schedule out"
+                    f"{' or '.join(RULES[self.name].schedules)}, because this rule averages weights instead of "
+                    "lowering the learning rate: leave optimizer.schedule out"
                 )
 
     def _check_range(self, fields: Sequence[str], in_range: Callable[[float], bool], expected: str) -> None:
@@ -150,7 +150,7 @@ class Optimizer:
                 raise UserError(f"optimizer.{field}: got {setting!r}, expected {expected}")
 
     def options(self) -> dict[str, Any]:
-        """Value of every option of the rule by name; options that are not set have their defaults.
+        """Return the value of every option of the rule, by name; options that are not set have their defaults.
 
         Example:
             >>> Optimizer(name="lars", trust=0.01).options()
@@ -173,7 +173,7 @@ class Optimizer:
         return next(((name, options[name]) for name in ("momentum", "b1") if options.get(name)), None)
 
     def schedule_fn(self, steps: int) -> Callable[[Any], Any]:
-        """Learning rate as an optax schedule, a function of the number of updates made, for a run of `steps`."""
+        """Return the optax schedule of a run of `steps` updates: learning rate as a function of the updates made."""
         import optax
 
         peak_rate = self.learning_rate
@@ -192,7 +192,7 @@ class Optimizer:
         return optax.join_schedules([warmup_schedule, decay_schedule], [self.warmup])
 
     def learning_rate_at(self, update: int, steps: int) -> float:
-        """Learning rate of update `update`, counted from 0, in a run of `steps` updates."""
+        """Learning rate of one update in a run of `steps` updates; `update` is its number, counted from 0."""
         return float(self.schedule_fn(steps)(update))
 
     def build(self, steps: int, leaves: Any) -> Any:

@@ -5,7 +5,7 @@ For an array of stacked layers, `optax.lamb` takes one norm over all layers, `op
 array for all layers, and has the parameter's shape if the rule's state for a layer has the layer's shape. So sharding,
 quantization and checkpoints treat this state like Adam's. `by_kind` applies a different rule to each kind of parameter.
 
-A *tensor* is here one layer of a stacked parameter, or the whole of a parameter that is not stacked.
+Here, a *tensor* is one layer of a stacked parameter, or a whole parameter that is not stacked.
 """
 
 import dataclasses
@@ -65,23 +65,23 @@ def per_layer(rule: UpdateRule, leaves: Any = None, *, as_matrices: bool = False
             """Return the state of one tensor, without the state that all parameters share."""
             return form.split(rule.init(param))[0]
 
-        states_by_leaf: list[list[Any]] = []
+        leaf_states: list[list[Any]] = []
         for param, leaf in zip(jax.tree.leaves(params), facts_of(leaves, params), strict=True):
             init_tensors = jax.vmap(init_tensor) if leaf.stack else init_tensor
             tensor_states = init_tensors(_to_tensors(param, leaf, as_matrices))
-            states_by_leaf.append(jax.tree.map(lambda s, leaf=leaf: _to_leaf(s, leaf, as_matrices), tensor_states))
+            leaf_states.append(jax.tree.map(lambda s, leaf=leaf: _to_leaf(s, leaf, as_matrices), tensor_states))
         _, shared_state = form.split(rule.init(_PLACEHOLDER))
-        state_trees = [treedef.unflatten(arrays) for arrays in zip(*states_by_leaf, strict=True)]
+        state_trees = [treedef.unflatten(arrays) for arrays in zip(*leaf_states, strict=True)]
         return form.join(state_trees, shared_state)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         form, treedef = _state_form(rule), jax.tree.structure(updates)
         param_infos = facts_of(leaves, updates)
         state_trees, shared_state = form.split(state)
-        states_by_leaf = list(zip(*map(treedef.flatten_up_to, state_trees), strict=True)) or [()] * len(param_infos)
+        leaf_states = list(zip(*map(treedef.flatten_up_to, state_trees), strict=True)) or [()] * len(param_infos)
         param_leaves = [None] * len(param_infos) if params is None else treedef.flatten_up_to(params)
         new_updates: list[Any] = []
-        new_states_by_leaf: list[list[Any]] = []
+        new_leaf_states: list[list[Any]] = []
         new_shared_state: list[Any] = shared_state
 
         def update_tensor(gradient: Array, states: list[Any], param: Any) -> tuple[Any, list[Any], list[Any]]:
@@ -90,7 +90,7 @@ def per_layer(rule: UpdateRule, leaves: Any = None, *, as_matrices: bool = False
             return new_update, *form.split(new_state)
 
         for leaf, gradient, states, param in zip(
-            param_infos, jax.tree.leaves(updates), states_by_leaf, param_leaves, strict=True
+            param_infos, jax.tree.leaves(updates), leaf_states, param_leaves, strict=True
         ):
             leaf_inputs = gradient, list(states), param
             if gathers:
@@ -104,8 +104,8 @@ def per_layer(rule: UpdateRule, leaves: Any = None, *, as_matrices: bool = False
                 whole_arrays = _constrain((new_update, new_states), leaf, whole=True)
                 new_update, new_states = _constrain(whole_arrays, leaf, whole=False)
             new_updates.append(new_update)
-            new_states_by_leaf.append(new_states)
-        new_state_trees = [treedef.unflatten(arrays) for arrays in zip(*new_states_by_leaf, strict=True)]
+            new_leaf_states.append(new_states)
+        new_state_trees = [treedef.unflatten(arrays) for arrays in zip(*new_leaf_states, strict=True)]
         return treedef.unflatten(new_updates), form.join(new_state_trees, new_shared_state)
 
     return optax.GradientTransformation(init, update)
@@ -154,8 +154,8 @@ def by_kind(rules: Mapping[str, UpdateRule], rule_of: Callable[[ParamInfo], str]
             masked_params = None if params is None else mask_others(params, name)
             new_updates, new_states[name] = rule.update(mask_others(updates, name), state.states[name], masked_params)
             updates_by_rule[name] = treedef.flatten_up_to(new_updates)
-        updates_by_leaf = [updates_by_rule[rule_of(leaf)][number] for number, leaf in enumerate(param_infos)]
-        return treedef.unflatten(updates_by_leaf), ByKindState(new_states)
+        leaf_updates = [updates_by_rule[rule_of(leaf)][number] for number, leaf in enumerate(param_infos)]
+        return treedef.unflatten(leaf_updates), ByKindState(new_states)
 
     return optax.GradientTransformation(init, update)
 

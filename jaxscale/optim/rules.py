@@ -1,7 +1,7 @@
-"""The update rules that `Optimizer` names, as data: the options of each, with defaults, and a function that builds its
-optax transformation. A new rule is a function here and a row of `RULES`.
+"""The update rules that `Optimizer` names, as data: options with their defaults, and a function that builds the rule.
 
-Each function imports optax itself: options are checked before JAX is imported.
+A new rule is a function in this module and a row of `RULES`. Each function imports optax itself, so that options are
+checked before JAX is imported.
 """
 
 import dataclasses
@@ -54,11 +54,11 @@ class UpdateRule:
     over_replicas: bool = False
 
     def options(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Value of every option of the rule by name; options that are not set have their defaults.
+        """Return the value of every option of the rule, by name; options that are not set have their defaults.
 
         Args:
             name: name of the rule, for messages.
-            settings: values of options by name; `None` is not set.
+            settings: values of options by name; an option with the value `None` is not set.
 
         Raises:
             UserError: an option is set that the rule does not have.

@@ -130,7 +130,7 @@ class GradientExchange:
             return
         largest_name = max(self.leaves, key=lambda name: math.prod(self.local_shape(name)), default=None)
         if largest_name is None or self.replicas < 2:
-            raise UserError(f"reduce {self.codec}: the mesh has no {self.axis} axis to reduce over: add {self.axis}:N")
+            raise UserError(f"reduce {self.codec}: the mesh has no {self.axis} axis: add {self.axis}:N to the mesh")
         shape, layers = self.local_shape(largest_name), self.leaves[largest_name].layers
         reason = self.codec.refusal(shape, self.replicas, layers=layers) or (
             f"its {math.prod(shape)} elements on a device are too few, or the codec would send no fewer bytes"

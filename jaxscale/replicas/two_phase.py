@@ -91,7 +91,7 @@ class TwoPhase(Codec):
         return wire.all_to_all(all_chunks_bytes, n) + wire.all_gather(all_chunks_bytes // n, n)
 
     def _resize(self, states: CodecState, shape: tuple[int, ...], n: int) -> CodecState:
-        """Each new replica gets the mean of the residuals plus the server's residuals of all chunks."""
+        """`resize` for one layer: each new replica gets the mean of the residuals plus the servers' residuals."""
         if not self.feedback:
             return {}
         residual = jnp.mean(states["residual"], 0) + _unpad(states["server"], shape)

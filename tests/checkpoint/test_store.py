@@ -219,7 +219,7 @@ def test_a_newer_format_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "FORMAT", 7)
     saved(tmp_path / "c", 1)
     monkeypatch.undo()
-    with pytest.raises(UserError, match="format 7, but this version of jaxscale reads up to 1"):
+    with pytest.raises(UserError, match="format 7, but this version of jaxscale reads only formats up to 1"):
         Checkpoints(tmp_path / "c").restore(abstract())
 
 

@@ -71,7 +71,10 @@ def test_a_growing_batch_takes_every_row_once():
     ("call", "says"),
     [
         (lambda: scaled(Optimizer(), 2, "squre"), "unknown scaling rule 'squre': expected one of linear, sqrt"),
-        (lambda: scaled(Optimizer(), 0), "ratio: got 0, expected the new batch size divided by the old one, above 0"),
+        (
+            lambda: scaled(Optimizer(), 0),
+            "ratio: got 0, expected a number above 0, the new batch size divided by the old",
+        ),
         (lambda: ramp_up(100, 8, 24, over=10), "expected end to be start times a power of 2"),
         (
             lambda: ramp_up(100, 8, 16, over=100),

@@ -35,8 +35,8 @@ def test_spellings():
     ("text", "why"),
     [
         ("powersdg:4", r"unknown codec 'powersdg': expected one of dgc, .*; did you mean 'powersgd'\?"),
-        ("powersgd", r"codec 'powersgd': expected powersgd:RANK\[,feedback="),
-        ("int8:3", r"codec 'int8:3': expected int8\[,feedback="),
+        ("powersgd", r"codec 'powersgd': expected the form powersgd:RANK\[,feedback="),
+        ("int8:3", r"codec 'int8:3': expected the form int8\[,feedback="),
         ("powersgd:4,strat=1", r"unknown option of codec powersgd 'strat': .*; did you mean 'start'\?"),
         ("powersgd:4,rank=2", r"got 'rank=2', expected each option once: powersgd:RANK"),
         ("powersgd:4,start", r"got 'start', expected each option once"),

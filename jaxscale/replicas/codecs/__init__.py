@@ -1,4 +1,4 @@
-"""All codecs, by name: those that the modules of this package define are discovered by import."""
+"""All codecs, by name. They are discovered by importing the modules of this package."""
 
 import importlib
 import inspect
