@@ -275,10 +275,10 @@ def one_bit_lamb(
             factor = jnp.clip(r * root_ratio + 1 - r, *factors)
             near_factor = jnp.clip(factor, (1 - change) * old_factor, (1 + change) * old_factor)
             factor = jnp.where(is_frozen, near_factor, old_factor)
-            # bias correction: the running mean of ratios started from zero
+            # corrects the bias of the running mean of ratios, which started from zero
             mean_ratio = ratio / (1 - smooth ** jnp.minimum(adam_state.count, freeze))
-            ones = jnp.ones_like(trust_ratio)
-            scale = jnp.where(is_frozen, mean_ratio * factor, trust_ratio) if leaf.kind != "vector" else ones
+            is_vector = leaf.kind == "vector"
+            scale = jnp.ones_like(trust_ratio) if is_vector else jnp.where(is_frozen, mean_ratio * factor, trust_ratio)
             new_updates.append(u * scale)
             new_ratios.append(ratio)
             new_factors.append(factor)

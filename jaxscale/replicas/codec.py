@@ -66,7 +66,7 @@ class Codec(NamedCodec):
         return len(self.timetable) > 1
 
     def refusal(self, shape: Sequence[int], n: int, *, layers: bool = False) -> str | None:
-        """The reason, as text for a message, why this codec does not apply to a leaf; `None` if it applies.
+        """The reason, as text for a message, why this codec does not support a leaf; `None` if it supports the leaf.
 
         Args:
             shape: shape of the leaf on one device.
@@ -84,7 +84,7 @@ class Codec(NamedCodec):
     def init(
         self, shape: Sequence[int], key: Key | None, n: int, *, layers: bool = False, first: int = 0
     ) -> CodecState:
-        """The state of one leaf on one device and replica, before the first step.
+        """Make the state of one leaf on one device of one replica, before the first step.
 
         Args:
             shape: shape of the leaf on one device.
@@ -94,7 +94,7 @@ class Codec(NamedCodec):
             first: number of the leaf's first layer, if the leaf is a part of a stack.
 
         Raises:
-            UserError: the codec does not apply to the leaf or the axis.
+            UserError: the codec does not support the leaf or the axis.
         """
         if reason := self.refusal(shape, n, layers=layers):
             raise UserError(f"codec {self}: {reason}")
@@ -120,7 +120,7 @@ class Codec(NamedCodec):
         Args:
             gradient: gradient of this replica, of any float dtype.
             state: state from `init` or from the last step.
-            axis: name of the axis, over which the region is manual or which a `jax.vmap` names.
+            axis: name of the axis: a manual axis of the region, or the `axis_name` of a `jax.vmap`.
             key: random key of the step and the leaf, equal on every replica; needed if `random`.
             step: number of updates made before this one, equal on every replica; needed if `timed`.
             layers: whether the first dim is stacked layers.
@@ -222,9 +222,9 @@ class Codec(NamedCodec):
 
 
 def compute_once(message: Any) -> Any:
-    """Return a message unchanged, behind a barrier, so that XLA does not compute it again to decode it on this device.
+    """Return a message unchanged, behind a barrier, so that XLA does not compute it again for decoding on this device.
 
-    The residual is then measured against exactly the bytes that are sent.
+    So the residual is the error of exactly the bytes that are sent.
     """
     return lax.optimization_barrier(message)
 

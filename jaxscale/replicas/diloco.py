@@ -8,7 +8,7 @@ momentum μ and state m:
 
 The slow axis thus carries the bytes of one step in H steps, and with `Plan.reduce` a codec sends d in fewer bytes. With
 H = 1, plain SGD as the inner optimizer and an outer rate of 1 without momentum, this is data parallel training. With
-AdamW as the inner optimizer it is not: each replica divides its own gradient by its own variance.
+AdamW as the inner optimizer it is not, because each replica divides its own gradient by its own variance.
 
 Fragments of the weights (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512) synchronise at different steps, so
 that at most one fragment is sent at a time. Left out of that paper: overlap of computation with sending, and mixtures
@@ -60,7 +60,7 @@ did you mean 'every'?
         if self.every < 1:
             raise UserError(f"diloco every: got {self.every}, expected 1 step or more")
         if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise UserError(f"diloco lr: got {self.lr}, expected a number above 0; the paper's is 0.7")
+            raise UserError(f"diloco lr: got {self.lr}, expected a number above 0, such as the paper's 0.7")
         if not 0 <= self.momentum < 1:
             raise UserError(f"diloco momentum: got {self.momentum}, expected 0 (no momentum) or more, and less than 1")
         if not 1 <= self.fragments <= self.every:
@@ -71,7 +71,7 @@ did you mean 'every'?
 
     @classmethod
     def parse(cls, text: str) -> "Diloco":
-        """The settings that a text form describes; it must contain `every`.
+        """Return the settings that a text form describes; the text must contain `every`.
 
         Raises:
             UserError: an option is unknown (the message suggests the nearest), or a value is invalid.
@@ -92,7 +92,7 @@ did you mean 'every'?
         return ",".join(f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self))
 
     def due(self, steps: int) -> tuple[int, ...]:
-        """Fragments of the weights that synchronise after `steps` steps."""
+        """Numbers of the fragments of the weights that synchronise after `steps` steps."""
         offsets = (fragment * self.every // self.fragments for fragment in range(self.fragments))
         return tuple(fragment for fragment, offset in enumerate(offsets) if (steps - offset) % self.every == 0)
 

@@ -46,7 +46,7 @@ did you mean 'start'?
 
     @classmethod
     def parse(cls, text: str) -> Any:
-        """The codec that a text form describes.
+        """Return the codec that a text form describes.
 
         Raises:
             UserError: a codec or an option is unknown (the message suggests the nearest), or a value is invalid.
@@ -75,13 +75,13 @@ did you mean 'start'?
             raise UserError(f"codec {text!r}: {error}") from None
 
     def __str__(self) -> str:
-        head_value = f":{values.spell(getattr(self, self.value))}{self.unit}" if self.value else ""
+        value_text = f":{values.spell(getattr(self, self.value))}{self.unit}" if self.value else ""
         option_texts = [
             f",{field.name}={values.spell(getattr(self, field.name))}"
             for field in dataclasses.fields(self)
             if field.name != self.value and getattr(self, field.name) != field.default
         ]
-        return f"{self.name}{head_value}{''.join(option_texts)}"
+        return f"{self.name}{value_text}{''.join(option_texts)}"
 
     @classmethod
     def form(cls) -> str:
@@ -92,6 +92,5 @@ did you mean 'start'?
             >>> CODECS["qsgd"].form()
             'qsgd:BITSbit[,feedback=...][,start=...][,block=...]'
         """
-        head_value = f":{cls.value.upper()}{cls.unit}" if cls.value else ""
-        option_forms = (f"[,{field}=...]" for field in values.field_types(cls) if field != cls.value)
-        return f"{cls.name}{head_value}{''.join(option_forms)}"
+        value_text = f":{cls.value.upper()}{cls.unit}" if cls.value else ""
+        return f"{cls.name}{value_text}" + "".join(f"[,{f}=...]" for f in values.field_types(cls) if f != cls.value)

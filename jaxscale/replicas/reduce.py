@@ -269,7 +269,7 @@ class GradientExchange:
         return tuple(k for k, state in self._state_shapes[name].items() if state.shape == other_states[k].shape)
 
     def merge(self, states: CodecStates) -> CodecStates:
-        """Merge the states of all replicas into one with their mean residual, for any number of replicas to resume."""
+        """Merge the states of all replicas into one with their mean residual; any number of replicas can resume it."""
 
         def run_on_device(states: CodecStates) -> CodecStates:
             """Return the merged states of this device, from its states."""
@@ -277,9 +277,10 @@ class GradientExchange:
             for name, local_states in self._without_leading_dims(states).items():
                 gathered_states = jax.tree.map(lambda array: lax.all_gather(array, self.axis), local_states)
                 shape, layers = self.local_shape(name), self.leaves[name].layers
-                resized = self.codec.resize(gathered_states, shape, 1, layers=layers)
+                new_state = self.codec.resize(gathered_states, shape, 1, layers=layers)
                 # a residual has no dim of shards, so its leading dim of one replica is removed
-                merged[name] = {k: resized[k][0] if k == RESIDUAL else resized[k] for k in self.lasting_states(name)}
+                names = self.lasting_states(name)
+                merged[name] = {k: new_state[k][0] if k == RESIDUAL else new_state[k] for k in names}
             return merged
 
         return self._shard_mapped(run_on_device, (self._specs(),), self._specs(merged=True))(states)
@@ -310,7 +311,7 @@ class GradientExchange:
     # -- the stage -----------------------------------------------------------------------------------------------------
 
     def __call__(self, gradients: Mapping[str, Array], states: CodecStates, step: Int[Array, ""]) -> Reduced:
-        """Average gradients over the replicas.
+        """Average gradients over the replicas, and update the codec's states.
 
         Args:
             gradients: gradients by name, float32 (replicas, *shape of the gradient).

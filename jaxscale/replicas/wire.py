@@ -22,7 +22,7 @@ def all_reduce(payload: int, n: int) -> int:
 
 
 def all_gather(payload: int, n: int) -> int:
-    """Bytes that one device sends if every device receives the `payload` bytes of every other device: (n-1) times them.
+    """Bytes that one device sends if every device receives `payload` bytes from every other: n-1 times `payload`.
 
     Example:
         >>> all_gather(100, 8)
