@@ -78,8 +78,8 @@ def checksums(arrays: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Return the two sums of each array, by name, as Python integers.
 
     Arrays on devices are summed in one program, and arrays in host memory one by one. A single program would copy all
-    arrays in host memory to the device at once, and a device may have no room for them: for 24 arrays of 64 MiB, it has
-    1,539 MiB of temporary bytes (compiled for v5e).
+    arrays in host memory to the device at once, and a device may have no room for them. Such a program for 24 arrays of
+    64 MiB needs 1,539 MiB of temporary memory (compiled for v5e).
 
     Example:
         >>> checksums({"a": jnp.arange(3, dtype=jnp.int32)})["a"][0]

@@ -1,4 +1,4 @@
-"""Conversion of a run's optimizer state to another number of bits, in a copy of the run that can be continued.
+"""Converts a run's optimizer state to another number of bits, in a copy of the run that can be continued.
 
 A run that is continued with another `--plan.state.moments` converts its state without this module. The copy is for
 versions and tools that read only float32, or for an archive in few bits.

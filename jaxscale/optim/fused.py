@@ -63,13 +63,13 @@ def fused(
         rule: the transformation `quantize_state(optax.adamw(...))`.
         adamw: the arguments of that `optax.adamw`.
         platform: platform of the updates: "tpu v5e", "gpu h200", or a platform and JAX's device kind.
-        state_shardings: tree like the parameters of the `NamedSharding` of each parameter and its state; `None` on one
-            device.
+        state_shardings: tree like the parameters, with the `NamedSharding` of each parameter and its state; `None` on
+            one device.
         clip: global norm that gradients are clipped to; the state is then that of `chain(clip_by_global_norm, rule)`.
 
     Returns:
-        A function `(gradients, state, params, norm, good) -> (params, state)`, where `norm` is the global norm of the
-        gradients. If the scalar `good` is false, it returns parameters and state unchanged.
+        A function `(gradients, state, params, norm, good) -> (params, state)`. Its argument `norm` is the global norm
+        of the gradients. If the scalar `good` is false, it returns parameters and state unchanged.
 
     Example:
         >>> from jaxscale.lowbit.quantized import quantize_state

@@ -70,7 +70,7 @@ class Optimizer:
         eps: number added to the root of the second moment.
         momentum: decay of the momentum of sgd (0 has no state), lars and muon.
         alpha: weight of the slow first moment (ademamix).
-        trust: ratio of an update's norm to its weight's, at learning rate 1 (lars).
+        trust: norm of an update divided by the norm of the weights, at learning rate 1 (lars).
         scale: scale of an orthogonal update of n rows and m columns: sqrt(max(1, m / n)) for "keller", and for
             "moonshot" 0.2 sqrt(max(n, m)), which suits AdamW's learning rates (muon).
         precision: dtype of the orthogonalisation and its messages between devices: bfloat16 or float32 (muon).

@@ -269,7 +269,10 @@ class GradientExchange:
         return tuple(k for k, state in self._state_shapes[name].items() if state.shape == other_states[k].shape)
 
     def merge(self, states: CodecStates) -> CodecStates:
-        """Merge the states of all replicas into one with their mean residual; any number of replicas can resume it."""
+        """Merge the states of all replicas into one state with their mean residual.
+
+        Any number of replicas can resume from the merged state.
+        """
 
         def run_on_device(states: CodecStates) -> CodecStates:
             """Return the merged states of this device, from its states."""
@@ -286,7 +289,7 @@ class GradientExchange:
         return self._shard_mapped(run_on_device, (self._specs(),), self._specs(merged=True))(states)
 
     def spread(self, merged: CodecStates) -> CodecStates:
-        """Copy a merged state to all replicas of this mesh; states that it lacks get their initial values."""
+        """Copy a merged state to all replicas of this mesh, and set states that it lacks to their initial values."""
 
         def run_on_device(merged: CodecStates) -> CodecStates:
             """Return the states of this device, from its part of the merged states."""

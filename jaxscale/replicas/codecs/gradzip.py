@@ -30,7 +30,7 @@ class GradZip(LowRank):
 
     Args:
         rank: number of columns of P and Q, at most the smaller dim of every matrix.
-        ridge: r, relative to the mean of the columns' squared norms.
+        ridge: r, as a fraction of the mean of the columns' squared norms.
 
     Example:
         >>> GradZip(4).wire_bytes((576, 128), 2) == 4 * 4 * (576 + 128)

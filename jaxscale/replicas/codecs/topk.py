@@ -116,7 +116,7 @@ class TopK(OnePhase):
         blocks = jnp.pad(flat, (0, block_count * block - flat.size)).reshape(block_count, block)
         if self.block is None:
             if listening():
-                note(Explanation("top_k", target(), "reference", {}, "kernels are of blocks, and this is a whole leaf"))
+                note(Explanation("top_k", target(), "reference", {}, "a kernel selects in blocks, not in a whole leaf"))
             _, offsets = lax.top_k(jnp.abs(blocks), sent_count)
             return Kept(jnp.take_along_axis(blocks, offsets, -1), offsets)
         values, offsets = top_k(blocks, sent_count, block=block, axis=-1)
