@@ -65,7 +65,8 @@ def fused(
         platform: platform of the updates: "tpu v5e", "gpu h200", or a platform and JAX's device kind.
         state_shardings: tree like the parameters, with the `NamedSharding` of each parameter and its state; `None` on
             one device.
-        clip: global norm that gradients are clipped to; the state is then that of `chain(clip_by_global_norm, rule)`.
+        clip: global norm that gradients are clipped to; with it, the state is that of the rule
+            `optax.chain(optax.clip_by_global_norm(clip), rule)`.
 
     Returns:
         A function `(gradients, state, params, norm, good) -> (params, state)`. Its argument `norm` is the global norm

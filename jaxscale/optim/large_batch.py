@@ -63,7 +63,7 @@ def scaled(
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A part of a run with one batch size.
+    """A part of a run in which the batch size is constant.
 
     Args:
         steps: number of updates in the phase.
@@ -75,7 +75,7 @@ class Phase:
 
 
 def ramp_up(rows: int, start: int, end: int, over: int, *, factor: int = 2) -> tuple[Phase, ...]:
-    """The phases of a run whose batch is multiplied by `factor` from phase to phase.
+    """Return the phases of a run whose batch size is multiplied by `factor` from phase to phase.
 
     All phases but the last train on equal shares of the first `over` rows.
 
@@ -83,15 +83,15 @@ def ramp_up(rows: int, start: int, end: int, over: int, *, factor: int = 2) -> t
         rows: number of training rows of the whole run.
         start, end: numbers of rows in the first and the last batch; `end` is `start` times a power of `factor`.
         over: number of training rows before the last phase; a phase that gets less than one batch of them is left out.
-        factor: batch size of a phase divided by that of the phase before it.
+        factor: batch size of a phase divided by the batch size of the phase before it.
 
     Example:
         >>> ramp_up(10_000, 32, 128, over=2_048)
         (Phase(steps=32, batch=32), Phase(steps=16, batch=64), Phase(steps=62, batch=128))
     """
     if start < 1 or factor < 2 or rows < 1:
-        given = f"rows={rows}, start={start} and factor={factor}"
-        raise UserError(f"ramp_up: got {given}, expected rows and start of at least 1, and a factor of at least 2")
+        got_text = f"rows={rows}, start={start} and factor={factor}"
+        raise UserError(f"ramp_up: got {got_text}, expected rows and start of at least 1, and a factor of at least 2")
     batch_sizes = list(itertools.takewhile(lambda size: size <= end, (start * factor**n for n in itertools.count())))
     if not batch_sizes or batch_sizes[-1] != end:
         raise UserError(f"ramp_up: got start={start}, end={end}, expected end to be start times a power of {factor}")

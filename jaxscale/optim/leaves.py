@@ -22,7 +22,7 @@ STACKED = ("layers", "expert")
 """Logical axes along which separate tensors of one shape are stacked."""
 
 _TABLE_MODULES = ("wte", "wpe", "head", "lm_head", "classifier", "logits")
-"""Names of modules in foreign models whose matrices are embeddings or heads; so are those of names with "emb"."""
+"""Names of modules in foreign models whose matrices are embeddings or heads. Names with "emb" count too."""
 _FUSED_MODULES = ("qkv", "c_attn", "in_proj")
 """Parts of the names of modules in foreign models whose matrix holds the projections of queries, keys and values."""
 

@@ -108,6 +108,7 @@ def scale_by_muon(
         return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """Return the orthogonalised momentum after the gradients `updates`, and the new state."""
         step = state.step + 1
         mu = optax.tree.update_moment(updates, state.mu, momentum, 1)
         next_mean = optax.tree.bias_correction(mu, momentum, step + 1)

@@ -177,6 +177,7 @@ def one_bit_adam(
         return OneBitState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params), optax.tree.zeros_like(params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OneBitState]:
+        """Return Adam's updates, given the mean messages `updates`, and the new state."""
         new_state, corrected_moments = _moments(updates, state, b1, b2, freeze)
         return jax.tree.map(lambda m, v: _direction(m, v, eps), *corrected_moments), new_state
 
@@ -237,6 +238,8 @@ def one_bit_lamb(
     _check_freeze(freeze)
 
     def init(params: Any) -> OneBitLambState:
+        """Return the state before the first update."""
+
         def fill_tensors(number: float) -> Any:
             """Return a tree like the parameters with this number once for each tensor."""
             shapes = [
@@ -248,6 +251,7 @@ def one_bit_lamb(
         return OneBitLambState(jnp.zeros((), jnp.int32), mu, nu, fresh, fill_tensors(0.0), fill_tensors(1.0))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OneBitLambState]:
+        """Return LAMB's updates, given the mean messages `updates` and the parameters, and the new state."""
         if params is None:
             raise UserError("one_bit_lamb: got no parameters: call update(mean, state, params)")
         is_frozen, treedef = state.count >= freeze, jax.tree.structure(updates)
@@ -306,6 +310,7 @@ def clipped(rule: UpdateRule, messages: Messages) -> UpdateRule:
         return (clip_rule.init(params), rule.init(params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """Return the updates of `rule` after clipping, given the mean messages `updates`, and the new state."""
         clipped_updates, clip_state = clip_rule.update(updates, state[0], params)
         is_frozen = messages.frozen(state)
         new_updates, rule_state = rule.update(optax.tree.where(is_frozen, updates, clipped_updates), state[1], params)

@@ -57,6 +57,7 @@ def per_layer(rule: UpdateRule, leaves: Any = None, *, as_matrices: bool = False
     """
 
     def init(params: Any) -> Any:
+        """Return the state of the rule, made tensor by tensor."""
         if not jax.tree.leaves(params):  # the placeholder of `optax.tree.map_params`
             return rule.init(params)
         form, treedef = _state_form(rule), jax.tree.structure(params)
@@ -75,6 +76,7 @@ def per_layer(rule: UpdateRule, leaves: Any = None, *, as_matrices: bool = False
         return form.join(state_trees, shared_state)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """Return the new updates, computed tensor by tensor from the gradients `updates`, and the new state."""
         form, treedef = _state_form(rule), jax.tree.structure(updates)
         param_infos = facts_of(leaves, updates)
         state_trees, shared_state = form.split(state)
@@ -148,6 +150,7 @@ def by_kind(rules: Mapping[str, UpdateRule], rule_of: Callable[[ParamInfo], str]
         return ByKindState({name: rule.init(mask_others(params, name)) for name, rule in rules.items()})
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """Return the new updates of all rules for the gradients `updates`, and the states of the rules."""
         treedef, param_infos = jax.tree.structure(updates), facts_of(leaves, updates)
         updates_by_rule, new_states = {}, {}
         for name, rule in rules.items():

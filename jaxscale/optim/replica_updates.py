@@ -64,6 +64,7 @@ def over_replicas(
         return leaf.kind != "vector" and leaf.rows * leaf.columns >= small
 
     def init(params: Any) -> OverReplicasState:
+        """Return the state of a replica before the first update."""
         codec_states = (
             codec.init(leaf.shape, None, replicas, layers=leaf.stack > 0) if uses_codec(leaf) else {}
             for leaf in facts_of(leaves, params)
@@ -71,6 +72,7 @@ def over_replicas(
         return OverReplicasState(rule.init(params), tuple(codec_states))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OverReplicasState]:
+        """Return the updates, equal on all replicas, given this replica's gradients `updates`, and its new state."""
         message_tree, norm, is_frozen = messages(updates, state.rule)
         is_finite = jnp.isfinite(lax.psum(norm, axis))  # one replica's NaN would stay in the residuals of the others
         count, treedef = messages.count(state.rule), jax.tree.structure(updates)

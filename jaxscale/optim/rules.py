@@ -190,7 +190,7 @@ def freeze_step(freeze: float, steps: int) -> int:
 
 
 def decoupled_decay(rate: Rate, decay: float, mask: Any) -> Any:
-    """The transformation that subtracts `rate * decay` times each weight from the weight's update.
+    """Return the transformation that subtracts `rate * decay` times each weight from the weight's update.
 
     Args:
         rate: learning rate as a function of the number of updates made.
@@ -208,6 +208,7 @@ def decoupled_decay(rate: Rate, decay: float, mask: Any) -> Any:
         return optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """Return `updates` after the decay is subtracted, and the new state."""
         factor = decay * rate(state.count)
         decay_flags = jax.tree.map(lambda _: True, params) if mask is None else mask
         new_updates = jax.tree.map(lambda u, p, decays: u - factor * p if decays else u, updates, params, decay_flags)

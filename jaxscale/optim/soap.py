@@ -100,6 +100,8 @@ def scale_by_soap(
         return (shape[dim], shape[dim]) if len(shape) == 2 and shape[dim] <= max_dim else (1,)
 
     def init(params: Any) -> SoapState:
+        """Return the state before the first update."""
+
         def zero_side(dim: int) -> Any:
             """Return a tree of zeros with the shapes of the statistics, and so of the bases, of one side."""
             return jax.tree.map(lambda p: jnp.zeros(side_shape(p.shape, dim), jnp.float32), params)
@@ -109,6 +111,7 @@ def scale_by_soap(
         return SoapState(jnp.zeros((), jnp.int32), zeros, zeros, statistics, bases)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """Return the new updates for the gradients `updates`, and the new state."""
         treedef = jax.tree.structure(updates)
         state_leaves = map(treedef.flatten_up_to, (state.mu, state.nu, *state.GG, *state.Q))
         leaf_outputs = [

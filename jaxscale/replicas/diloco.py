@@ -200,6 +200,7 @@ def diloco(
         return DilocoState(jnp.zeros((), jnp.int32), inner.init(params), params, outer.init(params), tuple(owed))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, DilocoState]:
+        """Return the updates of this replica's weights, given its gradients `updates`, and its new state."""
         if params is None:
             raise UserError("diloco: got no parameters: call update(gradients, state, params)")
         inner_updates, inner_state = inner.update(updates, state.inner, params)

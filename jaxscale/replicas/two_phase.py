@@ -31,7 +31,7 @@ class TwoPhase(Codec):
 
     @abc.abstractmethod
     def encode(self, chunks: Array, filled_counts: Array, key: Key | None) -> Any:
-        """Encode chunks as messages: a tree of arrays whose first dim is that of the chunks.
+        """Encode chunks as messages: a tree of arrays, whose first dim counts the chunks.
 
         Args:
             chunks: float32 (chunks, elements), with zeros after the filled elements of each chunk.

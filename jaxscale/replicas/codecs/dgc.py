@@ -1,4 +1,4 @@
-"""Deep gradient compression: top-k that carries its own momentum (Lin et al., 2018, arXiv:1712.01887).
+"""Deep gradient compression: top-k with momentum inside the codec (Lin et al., 2018, arXiv:1712.01887).
 
     u = m u + g,  v = v + u
 

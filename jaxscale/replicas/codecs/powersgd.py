@@ -43,7 +43,7 @@ expected dims of at least the rank 4: lower the rank, or leave the leaf out
     value: ClassVar[str | None] = "rank"
 
     def left(self, product: Float[Array, "rows rank"], q: Float[Array, "columns rank"], axis: str) -> Array:
-        """Average M Q over the axis, and return P: orthonormal columns that span those of the mean."""
+        """Average M Q over the axis, and return P: orthonormal columns that span the columns of the mean."""
         return orthonormal(lax.pmean(product, axis))
 
     def right(self, product: Float[Array, "columns rank"], p: Float[Array, "rows rank"], axis: str) -> Array:
