@@ -28,7 +28,8 @@ from jaxscale.errors import UserError
 from jaxscale.records.processes import from_first_process, is_first, wait_for_all
 from jaxscale.records.storage import is_remote, run_path
 
-_UNFINISHED = ".orbax-checkpoint-tmp"
+_UNFINISHED_MARK = ".orbax-checkpoint-tmp"
+"""Part of the name of a folder that Orbax has not committed yet."""
 
 
 class Checkpoints:
@@ -54,7 +55,7 @@ class Checkpoints:
             with self._explain_disk_errors():
                 if is_first():
                     self.folder.mkdir(parents=True, exist_ok=True)
-                    self._clean()
+                    self._remove_partial()
                 wait_for_all("checkpoints are clean")
 
     def steps(self) -> list[int]:
@@ -137,7 +138,7 @@ class Checkpoints:
         except TimeoutError:
             return None
         except Exception:
-            pass  # `wait` raises it again, with an explanation
+            pass  # `wait` raises the error again, with an explanation
         return self.wait()
 
     def wait(self) -> Description | None:
@@ -212,11 +213,11 @@ class Checkpoints:
                 self._folder(step).rmtree(missing_ok=True)
                 self._descriptions.pop(step, None)
 
-    def _clean(self) -> None:
+    def _remove_partial(self) -> None:
         """Remove half-written checkpoints of a killed run."""
         for path in self.folder.iterdir() if self.folder.is_dir() else ():  # a bucket has no empty folders
-            is_partial = _UNFINISHED in path.name
-            if is_remote(path) and path.name.isdigit():  # in a bucket, a file marks the commit
+            is_partial = _UNFINISHED_MARK in path.name
+            if is_remote(path) and path.name.isdigit():  # in a bucket, the file COMMITTED marks a committed folder
                 is_partial = not (path / COMMITTED).exists()
             if is_partial and path.is_dir():
                 path.rmtree(missing_ok=True)

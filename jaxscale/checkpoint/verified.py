@@ -90,7 +90,7 @@ def restore_silently(path: Any, leaves: Mapping[str, Any]) -> tuple[Restored | N
             return _restore(path, leaves), ""
         except DamagedError as error:
             reason = str(error)
-        gc.collect()  # abandoned reads end here, while their messages are dropped
+        gc.collect()  # ends abandoned reads now, while their messages are dropped
         logging.getLogger("asyncio").addFilter(_is_not_abandoned)  # reads of other threads end later
         return None, reason
 
@@ -258,10 +258,10 @@ def _single_process_context() -> Any:
     import jax
     from orbax.checkpoint import v1 as ocp
 
-    context, process = ocp.Context(), jax.process_index()
-    context.multiprocessing.primary_host = process
-    context.multiprocessing.active_processes = {process}
-    context.multiprocessing.barrier_sync_key_prefix = f"process_{process}"
+    context, process_index = ocp.Context(), jax.process_index()
+    context.multiprocessing.primary_host = process_index
+    context.multiprocessing.active_processes = {process_index}
+    context.multiprocessing.barrier_sync_key_prefix = f"process_{process_index}"
     return context
 
 
