@@ -51,7 +51,7 @@ def convert_state(run: Any, to: Any, out: Any = None) -> str:
     step = build(dataclasses.replace(experiment, batch=device_count, plan=step_plan), step_plan)
     restored = restore_newest(folder, step)
     plan = dataclasses.replace(plan, state=dataclasses.replace(plan.state, moments=to))
-    with run_files.writing(target):
+    with run_files.explain_write_errors(target):
         target.mkdir(parents=True)
         run_files.write_values(target, dataclasses.replace(experiment, plan=plan), plan)
         if (folder / "source").is_dir():

@@ -24,7 +24,7 @@ from jaxscale.checkpoint.verified import (
     restore_quietly,
 )
 from jaxscale.errors import UserError
-from jaxscale.records.processes import from_first_process, is_first, wait_for_all
+from jaxscale.records.processes import send_from_first, is_first, wait_for_all
 from jaxscale.records.storage import is_remote, run_path
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
@@ -175,7 +175,7 @@ class Checkpoints:
         Raises:
             UserError: all checkpoints are damaged, or one is of a newer version or of another model.
         """
-        steps = from_first_process(self.steps()) if step is None else [step]
+        steps = send_from_first(self.steps()) if step is None else [step]
         damage_of_step: dict[int, str] = {}
         for candidate in reversed(steps):
             restored, reason = restore_quietly(self._folder(candidate), abstract)

@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxscale.checkpoint.mirror import COMMITTED, local_copy
 from jaxscale.errors import UserError
-from jaxscale.records.processes import on_all
+from jaxscale.records.processes import call_on_all
 
 FORMAT = 1
 """Version of the checkpoint format. For a newer one, `read_content` raises an error."""
@@ -110,10 +110,10 @@ def _restore(path: Any, leaves: Mapping[str, Any]) -> Restored:
         _check_arrays(content["arrays"], converter.abstract, path)
         return content, converter
 
-    content, converter = on_all(read, DamagedError)
+    content, converter = call_on_all(read, DamagedError)
     entries = content["arrays"]
     leaves = {name: leaf for name, leaf in converter.abstract.items() if name in entries}
-    arrays = on_all(lambda: _load(path, entries, leaves), DamagedError)
+    arrays = call_on_all(lambda: _load(path, entries, leaves), DamagedError)
     sums = checksums(arrays)  # equal on all processes
     mismatches = [name for name in leaves if list(sums[name]) != entries[name][2:]]
     if mismatches:

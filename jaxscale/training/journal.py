@@ -27,7 +27,7 @@ class Journal:
 
     def open(self) -> None:
         """Open metrics.jsonl. Output before this call is shown on the screen, but not logged."""
-        with run_files.writing(self.folder):
+        with run_files.explain_write_errors(self.folder):
             self._log = MetricsLog(self.folder) if is_first() else None
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ class Journal:
     def _append(self, step: int, kind: RowKind, **fields: Any) -> None:
         """Append a row for a step to metrics.jsonl."""
         if self._log is not None:
-            with run_files.writing(self.folder):
+            with run_files.explain_write_errors(self.folder):
                 self._log.append(step, kind, **fields)
 
     def log_event(self, step: int, name: str, **fields: Any) -> None:
@@ -67,14 +67,14 @@ class Journal:
         from jaxscale.records.samples import append_sample
 
         if is_first():
-            with run_files.writing(self.folder):
+            with run_files.explain_write_errors(self.folder):
                 append_sample(self.folder, step, prompt, continuation)
         self.say(f"--- step {step}\n{prompt}{continuation}\n---")
 
     def flush(self) -> None:
         """Write out the lines of metrics.jsonl that are buffered, as they are for a run in a bucket."""
         if self._log is not None:
-            with run_files.writing(self.folder):
+            with run_files.explain_write_errors(self.folder):
                 self._log.flush()
 
     def write_report(self) -> None:

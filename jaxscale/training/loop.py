@@ -135,13 +135,13 @@ class _Training:
         run_exists = (self.folder / run_files.EXPERIMENT).exists()
         if run_exists and self.resume == "never":
             if is_first():
-                with run_files.claimed(self.folder):
+                with run_files.lock_run(self.folder):
                     self.journal.say(f"the earlier run in {self.folder} is now in {run_files.set_aside(self.folder)}")
             run_exists = False
         wait_for_all("the directory is set")
         if not run_exists:
             self._prepare()  # reports mistakes before the directory is made
-        with run_files.claimed(self.folder) if is_first() else contextlib.nullcontext():
+        with run_files.lock_run(self.folder) if is_first() else contextlib.nullcontext():
             policy = self.experiment.checkpoint
             self.earlier = EarlierRun.read(self.folder, self.experiment)
             if self.earlier is not None:
@@ -168,7 +168,7 @@ class _Training:
         """
         if not is_first():
             return
-        with run_files.writing(self.folder):
+        with run_files.explain_write_errors(self.folder):
             run_files.write_values(self.folder, self.experiment, self.step.plan)
             write_tokenizer(self.folder, self.data.tokenizer)
             source = self.source or Source(name=self.experiment.name, seed=self.experiment.seed)
@@ -340,7 +340,7 @@ class _Training:
         self.log_event("predicted", model_flop=model_flop, parameters=self.step.parameters, **predicted_bytes)
         if is_first():
             bytes_by_kind = {**device_bytes, "gradients and activations": facts.temp_bytes}
-            with run_files.writing(self.folder):
+            with run_files.explain_write_errors(self.folder):
                 layout = {**self.step.layout.table(), "memory": bytes_by_kind, "host_memory": host_bytes}
                 run_files.write_json(self.folder / "layout.json", layout)
                 if self.step.decision is not None:
