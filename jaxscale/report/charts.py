@@ -23,8 +23,8 @@ from jaxscale.values.units import number, short
 BUCKETS = 500
 """Number of buckets of a thinned curve, about a chart's width in pixels; each bucket keeps at most two points."""
 
-_CANVAS_SIZE = 1000.0
-"""Width and height of the curves' image, in its own units."""
+_SIDE = 1000.0
+"""Width and height of the curves' SVG, in its own units."""
 _MOST_MARKS = 40
 """Largest number of marks on a chart."""
 
@@ -140,28 +140,29 @@ def line_chart(
         return (high - value) / (high - low)
 
     marks = [mark for mark in marks if first_step <= mark.step <= last_step][:_MOST_MARKS]
+    # `levels` are the values of the ticks
     if is_logarithmic:
         exponents = range(math.ceil(low), math.floor(high) + 1)
         stride = max(1, math.ceil(len(exponents) / 5))
-        tick_values = [10.0**exponent for exponent in exponents if exponent % stride == 0]
+        levels = [10.0**exponent for exponent in exponents if exponent % stride == 0]
     else:
-        tick_values = [multiple * ticks_base for multiple in ticks(low / ticks_base, high / ticks_base, 7 if tall else 6)]
+        levels = [multiple * ticks_base for multiple in ticks(low / ticks_base, high / ticks_base, 7 if tall else 6)]
     image = element(
         "svg",
-        [element("path", class_="grid", d=f"M0 {y_of(tick_value) * _CANVAS_SIZE:.1f}H{_CANVAS_SIZE:.0f}") for tick_value in tick_values],
-        [element("path", class_="mark", d=f"M{x_of(mark.step) * _CANVAS_SIZE:.1f} 0V{_CANVAS_SIZE:.0f}") for mark in marks],
+        [element("path", class_="grid", d=f"M0 {y_of(level) * _SIDE:.1f}H{_SIDE:.0f}") for level in levels],
+        [element("path", class_="mark", d=f"M{x_of(mark.step) * _SIDE:.1f} 0V{_SIDE:.0f}") for mark in marks],
         [_curve_path(curve, x_of, y_of) for curve in series],
-        viewBox=f"0 0 {_CANVAS_SIZE:.0f} {_CANVAS_SIZE:.0f}",
+        viewBox=f"0 0 {_SIDE:.0f} {_SIDE:.0f}",
         preserveAspectRatio="none",
         aria_hidden="true",
     )
-    format_tick = format_ticks or ("{:g}".format if is_logarithmic else _make_tick_format(tick_values))
+    format_tick = format_ticks or ("{:g}".format if is_logarithmic else _make_tick_format(levels))
     format_step = short if last_step >= 1e6 else "{:,.0f}".format
-    labels = [element("span", format_tick(tick_value), class_="y", style=f"top:{y_of(tick_value):.2%}") for tick_value in tick_values]
+    labels = [element("span", format_tick(level), class_="y", style=f"top:{y_of(level):.2%}") for level in levels]
     tick_steps = [step for step in ticks(first_step, last_step, 5) if step == int(step)]
     labels += [element("span", format_step(step), class_="x", style=f"left:{x_of(step):.2%}") for step in tick_steps]
     labels += _mark_labels(marks, x_of) if tall else []
-    legend_keys = [element("span", element("i"), curve.label, class_=f"key c{curve.color} {curve.style}") for curve in series]
+    keys = [element("span", element("i"), curve.label, class_=f"key c{curve.color} {curve.style}") for curve in series]
     note_texts = [f"{outside_count} point{'s' * (outside_count > 1)} outside the frame"] if outside_count else []
     gap_count = sum(int((~np.isfinite(curve.values)).sum()) for curve in series if curve.style != "line")
     note_texts += [f"{gap_count} not finite"] if gap_count else []
@@ -169,7 +170,7 @@ def line_chart(
     caption = (
         element("b", title),
         element("small", unit) if unit else None,
-        element("span", legend_keys, class_="legend") if tall and len(legend_keys) > 1 else None,
+        element("span", keys, class_="legend") if tall and len(keys) > 1 else None,
         element("small", ", ".join(note_texts), class_="note") if note_texts else None,
     )
     plot = (image, labels, element("div", class_="cursor"), element("div", class_="tip"))
@@ -227,19 +228,22 @@ def _curve_path(curve: Series, x_of: Callable[[float], float], y_of: Callable[[f
     style = "dots" if len(steps) == 1 else curve.style
     path_data = ""
     for is_finite, points in itertools.groupby(zip(steps, values, strict=True), lambda point: math.isfinite(point[1])):
-        # clamp, since a coordinate far outside the frame would lose its digits
-        point_texts = [f"{x_of(x) * _CANVAS_SIZE:.1f} {min(max(y_of(y), -1.0), 2.0) * _CANVAS_SIZE:.1f}" for x, y in points if is_finite]
-        if style == "dots" or len(point_texts) == 1:
-            path_data += "".join(f"M{point_text}h0" for point_text in point_texts)
-        elif point_texts:
-            path_data += "M" + "L".join(point_texts)
+        # pairs of coordinates, clamped, since a coordinate far outside the frame would lose its digits
+        pairs = [f"{x_of(x) * _SIDE:.1f} {min(max(y_of(y), -1.0), 2.0) * _SIDE:.1f}" for x, y in points if is_finite]
+        if style == "dots" or len(pairs) == 1:
+            path_data += "".join(f"M{pair}h0" for pair in pairs)
+        elif pairs:
+            path_data += "M" + "L".join(pairs)
     return element("path", class_=f"c{curve.color} {style}", d=path_data)
 
 
 def _readout_json(
-    series: Sequence[Series], marks: Sequence[Mark], format_value: Callable[[float], str], first_step: float, last_step: float
+    series: Sequence[Series], marks: Sequence[Mark], format_value: Callable[[float], str], left: float, right: float
 ) -> Markup:
-    """Return the JSON for the page's script, with the steps and formatted values of each curve, evenly thinned."""
+    """Return the JSON for the page's script, with the steps and formatted values of each curve, evenly thinned.
+
+    The numbers `left` and `right` are the steps at the chart's sides.
+    """
     curves_json = []
     for curve in series:
         indices = spread(len(curve.steps), BUCKETS)
@@ -251,11 +255,11 @@ def _readout_json(
                 "texts": [format_value(value) for value in curve.values[indices].tolist()],
             }
         )
-    chart_json = {"left": first_step, "right": last_step, "curves": curves_json, "marks": [[mark.step, mark.label] for mark in marks]}
-    return Markup(json.dumps(chart_json, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c"))
+    chart = {"left": left, "right": right, "curves": curves_json, "marks": [[mark.step, mark.label] for mark in marks]}
+    return Markup(json.dumps(chart, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c"))
 
 
 def _description(title: str, series: Sequence[Series], format_value: Callable[[float], str]) -> str:
     """Return a text for screen readers, with the first and the last finite value of each curve."""
-    curve_texts = [(curve.label, *map(format_value, curve.values[np.isfinite(curve.values)][[0, -1]])) for curve in series]
-    return f"{title}: " + "; ".join(f"{label} from {first} to {last}" for label, first, last in curve_texts)
+    triples = [(curve.label, *map(format_value, curve.values[np.isfinite(curve.values)][[0, -1]])) for curve in series]
+    return f"{title}: " + "; ".join(f"{label} from {first} to {last}" for label, first, last in triples)
