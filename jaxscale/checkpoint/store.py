@@ -24,7 +24,7 @@ from jaxscale.checkpoint.verified import (
     restore_quietly,
 )
 from jaxscale.errors import UserError
-from jaxscale.records.processes import send_from_first, is_first, wait_for_all
+from jaxscale.records.processes import is_first, send_from_first, wait_for_all
 from jaxscale.records.storage import is_remote, run_path
 
 _UNFINISHED = ".orbax-checkpoint-tmp"

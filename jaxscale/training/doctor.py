@@ -248,12 +248,8 @@ def _device_findings(machine: Machine) -> Iterator[Finding]:
         if machine.processes > 1:
             yield Finding("processes", str(machine.processes))
         if platform.chip.kind == "cpu" and platform.chips < machine.cores:
-            yield Finding(
-                "cores",
-                f"{machine.cores}, but {platform.chips} device(s)",
-                "note",
-                "by default, a run uses one device per core",
-            )
+            text = f"{machine.cores}, but {platform.chips} device(s)"
+            yield Finding("cores", text, "note", "by default, a run uses one device per core")
     chip_kind = None if platform is None else platform.chip.kind
     setting = f" (jax_platforms is {machine.jax_platforms!r})" if machine.jax_platforms else ""
     # the kind of accelerator, the package's extra for it, and the packages with which JAX uses it
@@ -288,9 +284,8 @@ def _chip_findings(platform: Platform) -> Iterator[Finding]:
         text = f"unknown for {chip.device_kinds[0]!r}: runs train, but report no mfu"
         yield Finding("peak", text, "note", f"add a row to jaxscale/platforms/{chip.kind}.py, with its source")
     if chip.kind == "gpu" and chip.peak("bfloat16") is None and peak is not None:
-        yield Finding(
-            "bfloat16", "this chip has no fast bfloat16", "note", "prefer float32: precision bfloat16 will be slow"
-        )
+        to_do = "prefer float32: precision bfloat16 will be slow"
+        yield Finding("bfloat16", "this chip has no fast bfloat16", "note", to_do)
 
 
 def _kernel_findings(machine: Machine) -> Iterator[Finding]:
