@@ -166,8 +166,9 @@ class RunRecord:
         events = self.events("compile")
         if not events:
             return {}
-        kind_of = {"argument_bytes": "parameters, optimizer state, batch", "temp_bytes": "gradients and activations"}
-        return _number_fields({kind: events[-1].get(name) for name, kind in kind_of.items()})
+        # fields of the event, by kind
+        names = {"parameters, optimizer state, batch": "argument_bytes", "gradients and activations": "temp_bytes"}
+        return _number_fields({kind: events[-1].get(name) for kind, name in names.items()})
 
     @property
     def host_memory(self) -> dict[str, float]:
@@ -196,8 +197,8 @@ class RunRecord:
         counts = [row["parameters"] for row in self.events("predicted") if isinstance(row.get("parameters"), int)]
         if counts:
             return counts[-1]
-        table = self.layout.get("parameters")
-        shapes = [row.get("shape") for row in table if isinstance(row, dict)] if isinstance(table, list) else []
+        rows = self.layout.get("parameters")
+        shapes = [row.get("shape") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
         return sum(math.prod(shape) for shape in shapes if isinstance(shape, list)) or None
 
     @property
@@ -246,5 +247,5 @@ def _number_fields(content: Any) -> dict[str, float]:
 
 
 def _median(column: np.ndarray) -> float | None:
-    """Return the median of the numbers in a column, float64 [rows] with NaN for no number; `None` without any."""
+    """Return the median of a column, float64 [rows], without its NaN; `None` if it has no number."""
     return float(np.nanmedian(column)) if np.isfinite(column).any() else None

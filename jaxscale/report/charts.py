@@ -115,7 +115,7 @@ def line_chart(
     if not series:
         return Markup()
     finite_values = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in series])
-    # the axis's bounds; on a logarithmic axis, from the next lines on, their logarithms
+    # bounds of the axis; they are replaced by their logarithms below if the axis is logarithmic
     low, high, outside_count = _axis_bounds(finite_values)
     is_logarithmic = bool(low > 0 and high / low > 100 and not from_zero)
     if from_zero:

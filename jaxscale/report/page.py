@@ -112,28 +112,30 @@ def _header(run: RunRecord) -> Markup:
 def _figure_list(run: RunRecord) -> Markup | None:
     """Return a list of the most important figures of the run, each with its name and a note; `None` without any."""
     train_rows = run.rows("train")
-    points: dict[str, tuple[int, Any] | None] = {"Best held-out loss": run.best}
+    # step and value of each loss, by its name
+    losses: dict[str, tuple[int, Any] | None] = {"Best held-out loss": run.best}
     if run.final != run.best:
-        points["Last held-out loss"] = run.final
+        losses["Last held-out loss"] = run.final
     if run.final is None and train_rows:
-        points["Training loss"] = train_rows[-1]["step"], train_rows[-1].get("loss")
-    rows = [(name, number(point[1]), f"at step {point[0]:,}") for name, point in points.items() if point is not None]
+        losses["Training loss"] = train_rows[-1]["step"], train_rows[-1].get("loss")
+    # name, value and note of each figure, as texts
+    figures = [(name, number(point[1]), f"at step {point[0]:,}") for name, point in losses.items() if point is not None]
     if run.metrics:
-        rows.append(("Steps", f"{run.step:,}", f"of {run.steps:,}" if run.steps else ""))
+        figures.append(("Steps", f"{run.step:,}", f"of {run.steps:,}" if run.steps else ""))
     if run.tokens is not None:
-        rows.append(("Target tokens", count(run.tokens), ""))
+        figures.append(("Target tokens", count(run.tokens), ""))
     if run.seconds is not None and run.metrics:
         compile_seconds = float(np.nansum(run.events("compile").column("seconds")))
         compile_note = f"{duration(compile_seconds)} compiling" if compile_seconds else ""
-        rows.append(("Time", duration(run.seconds), compile_note))
+        figures.append(("Time", duration(run.seconds), compile_note))
     if run.tokens_per_second is not None:
         note = f"{run.mfu:.1%} MFU" if run.mfu is not None else ""
-        rows.append(("Tokens per second", count(run.tokens_per_second), note))
+        figures.append(("Tokens per second", count(run.tokens_per_second), note))
     if run.parameters is not None:
-        rows.append(("Parameters", count(run.parameters), ""))
+        figures.append(("Parameters", count(run.parameters), ""))
     cells = [
         element("div", element("dt", name), element("dd", value, element("small", note) if note else None))
-        for name, value, note in rows
+        for name, value, note in figures
     ]
     return element("dl", cells, class_="figures") if cells else None
 

@@ -101,6 +101,7 @@ def shard_picture(shape: Sequence[int], parts: Sequence[int]) -> Markup:
         shape: shape of the parameter.
         parts: number of shards along each dim.
     """
+    # length and number of shards of each dim
     dims = list(zip(shape, parts, strict=True)) or [(1, 1)]
     (rows, row_parts), (columns, column_parts) = (dims[-2], dims[-1]) if len(dims) > 1 else ((1, 1), dims[-1])
     width = _LONGEST_SIDE if rows <= columns else max(16.0, _LONGEST_SIDE * columns / rows)
@@ -167,7 +168,7 @@ def _dim_axes(spec: Any, dims: int) -> list[list[str]]:
 
 
 def _axis_tags(dim_axes: list[list[str]], sizes: dict[str, int]) -> list[Markup]:
-    """Return a tag for each mesh axis of more than one device that shards a dim."""
+    """Return a tag for each mesh axis of more than one device that shards a dim; `dim_axes` lists the axes by dim."""
     tags = [
         element("span", f"dim {dim} on {axis}", class_=f"tag c{_axis_color(axis)}")
         for dim, axes in enumerate(dim_axes)

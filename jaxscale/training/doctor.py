@@ -266,7 +266,7 @@ def _device_findings(machine: Machine) -> Iterator[Finding]:
             to_do = "unset JAX_PLATFORMS" if setting else f"check its driver, then pip install -U 'jaxscale[{extra}]'"
             yield Finding(f"{name} support", text, "missing", to_do)
         elif plugin_texts and not is_present and chip_kind != name:
-            text = f"{', '.join(plugin_texts)}, but no {name.upper()} is here: it serves for compiling ahead of time"
+            text = f"{', '.join(plugin_texts)} for compiling ahead of time, because no {name.upper()} is here"
             yield Finding(f"{name} support", text, "note", "set JAX_PLATFORMS=cpu in programs of your own")
         elif plugin_texts:
             yield Finding(f"{name} support", ", ".join(plugin_texts))

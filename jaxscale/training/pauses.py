@@ -77,8 +77,8 @@ class Pauses:
 
     def _evaluate(self, updates: int, state: Any) -> bool:
         """Measure and log the held-out loss, and return whether it is the least so far."""
-        batches = self.experiment.evaluation.batches
-        metrics = held_out_means(self.step, self.data, state, batches, one_at_a_time=self.one_at_a_time)
+        batch_count = self.experiment.evaluation.batches
+        metrics = held_out_means(self.step, self.data, state, batch_count, one_at_a_time=self.one_at_a_time)
         if metrics is None:
             return False
         self.held_out_loss = metrics["loss"]

@@ -35,7 +35,7 @@ def test_a_range_behind_the_run_is_missed():
 
 
 def train_steps(profiler: Profiler, folder, first: int, last: int):
-    """A loop of steps with one product and one all-reduce on two devices; what `stop_after` returned, and what it told."""
+    """A loop of steps with one product and one all-reduce on two devices; what `stop_after` returned and told."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 
     def place(spec):
