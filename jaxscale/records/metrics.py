@@ -1,4 +1,4 @@
-"""metrics.jsonl: a run's measurements, one JSON object per line, appended and never rewritten.
+"""metrics.jsonl: a run's measurements, one JSON object (a row) per line, appended and never rewritten.
 
 Every line has `step`, `kind` (`train`, `eval` or `event`) and `time` (seconds since 1970). Floats are written with all
 their digits, so that they read back equal in every bit. JSON has no NaN and no infinity: such a field is `null`, and
@@ -169,7 +169,9 @@ def read_metrics(directory: Any, kind: RowKind | None = None) -> MetricsRows:
             rows.append(decode(line))
         except ValueError as error:
             if any(later.strip() for later in lines[line_number:]):
-                raise UserError(f"{path}, line {line_number}: expected a JSON object ({error}); delete it") from None
+                raise UserError(
+                    f"{path}, line {line_number}: expected a JSON object ({error}): delete that line"
+                ) from None
     return MetricsRows(row for row in _valid_rows(rows) if kind is None or row["kind"] == kind)
 
 

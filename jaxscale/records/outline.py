@@ -39,9 +39,7 @@ def outline(path: str | Path, variant: str | None = None) -> Outline:
         text = path.read_text("utf-8")
         tree = ast.parse(text, str(path))
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not an experiment file: expected Python, got bytes that are not UTF-8 ({error})"
-        ) from None
+        raise UserError(f"{path} is not Python: it has bytes that are not UTF-8 ({error})") from None
     except (SyntaxError, ValueError) as error:
         line_text = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise UserError(f"{path}{line_text} is not Python: {error}") from None

@@ -102,7 +102,7 @@ def line_chart(
         series: the curves; those without a finite value are left out.
         unit: unit of the values, shown after the title.
         format_value: function that formats a value for the read-out.
-        format_ticks: function that formats a tick; by default with as many digits as the ticks need.
+        format_ticks: function that formats a tick; by default, a tick has as many digits as distinguish the ticks.
         ticks_base: number of whose round multiples the ticks are, such as 1024.
         from_zero: whether the axis begins at 0.
         marks: labelled steps, drawn as vertical lines.

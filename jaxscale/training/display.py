@@ -46,7 +46,7 @@ class Display:
         print(text, flush=True)
 
     def show(self, step: int, row: Mapping[str, Any]) -> None:
-        """Update the live line, or in a file print a line, if the last update was long enough ago.
+        """Update the live line, or print a line to a file; do nothing if the last update was too recent.
 
         Args:
             step: number of updates so far.
@@ -76,7 +76,7 @@ class Display:
             self._progress = None
 
     def _start_live_line(self) -> Any:
-        """Start the live line of a terminal at the first call, and return it."""
+        """Return the progress bar of a terminal, which the first call starts."""
         if self._progress is None:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
