@@ -181,7 +181,7 @@ class _Training:
             self.journal.write_report()
         self.journal.conclude()
         self.journal.say(
-            f"the run is complete: raise steps beyond {step} to train on, or choose another directory with --out"
+            f"the run is complete: raise steps beyond {step} to continue it, or choose another directory with --out"
         )
         return run
 
@@ -211,7 +211,7 @@ class _Training:
         self.data = experiment.data.open(experiment.batch, experiment.seed, process=process, processes=processes)
         check_data(experiment, self.data)
 
-    def _start_state(self) -> Any:
+    def _restore_state(self) -> Any:
         """Restore the newest undamaged checkpoint, and log that; return its state, or the initial state without one."""
         restored = self.checkpoints.restore(self.step.canonical_abstract(), set_aside=True, say=self.journal.say)
         if restored is None:
@@ -247,7 +247,7 @@ class _Training:
     def _train(self) -> Run:
         """Train from the newest checkpoint, or from the initial state, to the last step, and return the run."""
         with Stop() as stop:
-            state = self._start_state()
+            state = self._restore_state()
             self.agreement = Agreement(self.step.mesh)
             self._stop_before_the_first_step(stop)  # compiling takes longer than a platform's grace period
             batches = self.data.train(self.data_state)
@@ -331,6 +331,7 @@ class _Training:
             self.journal.say(line)
             self.log_event("kernels", **fields_of(self.step.kernels))
         model_flop = int(self.step.model_flop(batch))
+        # the next two are dicts of bytes by kind of tensor
         device_bytes = self.step.memory(batch)
         host_bytes = self.step.host_memory()
         copy_bytes = self.step.canonical_copy_bytes
