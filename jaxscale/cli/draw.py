@@ -1,4 +1,4 @@
-"""The subcommand `draw`: a pipeline's schedule as a chart, or several on one scale, with the numbers beside them."""
+"""The subcommand `draw`: chart the schedule of a pipeline, or of several on one scale, and print their figures."""
 
 import dataclasses
 import os
