@@ -51,7 +51,7 @@ def convert_state(run: Any, to: Any, out: Any = None) -> str:
     step = build(dataclasses.replace(experiment, batch=device_count, plan=step_plan), step_plan)
     restored = restore_newest(run_folder, step)
     plan = dataclasses.replace(plan, state=dataclasses.replace(plan.state, moments=to))
-    with run_files.writing(new_folder):
+    with run_files.explain_write_errors(new_folder):
         new_folder.mkdir(parents=True)
         run_files.write_values(new_folder, dataclasses.replace(experiment, plan=plan), plan)
         if (run_folder / "source").is_dir():

@@ -25,7 +25,7 @@ from jaxscale.checkpoint.verified import (
     restore_silently,
 )
 from jaxscale.errors import UserError
-from jaxscale.records.processes import from_first_process, is_first, wait_for_all
+from jaxscale.records.processes import is_first, send_from_first, wait_for_all
 from jaxscale.records.storage import is_remote, run_path
 
 _UNFINISHED_MARK = ".orbax-checkpoint-tmp"
@@ -183,7 +183,7 @@ class Checkpoints:
         Raises:
             UserError: all checkpoints are damaged, or one is of a newer version or of another model.
         """
-        steps = from_first_process(self.steps()) if step is None else [step]
+        steps = send_from_first(self.steps()) if step is None else [step]
         damage_of_step: dict[int, str] = {}
         for checkpoint_step in reversed(steps):
             restored, reason = restore_silently(self._folder(checkpoint_step), leaves)

@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxscale.checkpoint.mirror import COMMITTED, local_copy
 from jaxscale.errors import UserError
-from jaxscale.records.processes import on_all
+from jaxscale.records.processes import call_on_all
 
 FORMAT = 1
 """Version of the checkpoint format. `read_content` raises an error for a checkpoint of a newer format."""
@@ -110,10 +110,10 @@ def _restore(path: Any, leaves: Mapping[str, Any]) -> Restored:
         _check_arrays(content["arrays"], converter.abstract, path)
         return content, converter
 
-    content, converter = on_all(read, DamagedError)
+    content, converter = call_on_all(read, DamagedError)
     array_facts = content["arrays"]
     saved_leaves = {name: leaf for name, leaf in converter.abstract.items() if name in array_facts}
-    arrays = on_all(lambda: _load(path, array_facts, saved_leaves), DamagedError)
+    arrays = call_on_all(lambda: _load(path, array_facts, saved_leaves), DamagedError)
     sums = checksums(arrays)  # equal on all processes
     mismatches = [name for name in saved_leaves if list(sums[name]) != array_facts[name][2:]]
     if mismatches:
