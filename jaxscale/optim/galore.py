@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-from jaxscale.compat import one_by_one
+from jaxscale.compat import sequential_on_cpu
 from jaxscale.optim.per_layer import UpdateRule, matrices_by, per_layer
 
 
@@ -61,7 +61,7 @@ def galore(
 
 def _matrix_by_matrix(update: Callable[..., Any]) -> Callable[..., Any]:
     """An `update` that decomposes one matrix after the other on a CPU. Step counts get no dim of layers."""
-    update_one_by_one = one_by_one(update)
+    update_one_by_one = sequential_on_cpu(update)
 
     def run(gradient: Any, state: Any, params: Any = None) -> Any:
         """The new gradient and state: arrays from updates of one matrix each, step counts from the update of all."""
