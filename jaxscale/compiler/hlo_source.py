@@ -11,7 +11,7 @@ import re
 from jaxscale.compiler.hlo_program import Op
 
 SHOWN = 4
-"""Greatest number of modules of a chain that are shown: the innermost ones."""
+"""Maximum number of modules of a chain that are shown, from the innermost."""
 
 # frames of the caller of a program
 _OUTSIDE = re.compile(r"/(pluggy|_pytest|IPython|ipykernel|absl)/|/jaxscale/compiler/compile(_child)?\.py$|/runpy\.py$")
@@ -38,7 +38,7 @@ class Sources:
         self._frames = {number: (location, str(int(parent) - 1)) for number, (location, parent) in frames.items()}
 
     def module_names(self, op: Op) -> tuple[str, ...]:
-        """Names of an instruction's modules, from the outermost; without modules, of its last two functions."""
+        """Return the names of an instruction's modules, outermost first; without modules, of its last two functions."""
         modules, functions = [], []
         for _, function, _ in self._stack(op):
             if module_match := re.search(r"(?:^|\.)(\w+)\.__call__$", function):
@@ -49,7 +49,7 @@ class Sources:
         return tuple(reversed(modules[:SHOWN] or functions[:2]))
 
     def file_and_line(self, op: Op) -> str | None:
-        """File and line where an instruction's innermost module is called; without modules, its own file and line."""
+        """Return the file and line that call an instruction's innermost module; without modules, its own."""
         stack = self._stack(op)
         module_index = next((i for i, (_, function, _) in enumerate(stack) if function.endswith(".__call__")), None)
         if not stack:
@@ -62,10 +62,10 @@ class Sources:
         return f"{'/'.join(file.split('/')[-2:])}:{line}"
 
     def _stack(self, op: Op) -> list[tuple[str, str, str]]:
-        """(file, function, line) of each stack frame of an instruction, from the innermost."""
-        number, stack = op.attribute(r"stack_frame_id=(\d+)") or "0", []
-        while number in self._frames:
-            location, number = self._frames[number]
+        """Return (file, function, line) of each stack frame of an instruction, from the innermost."""
+        frame_number, stack = op.attribute(r"stack_frame_id=(\d+)") or "0", []
+        while frame_number in self._frames:
+            location, frame_number = self._frames[frame_number]
             frame = self._locations.get(location, ("", "", ""))
             if _OUTSIDE.search(frame[0]):
                 break
@@ -74,7 +74,7 @@ class Sources:
 
 
 def _table(head: str, name: str, row_pattern: str) -> dict[str, tuple[str, ...]]:
-    """Fields of each row of one table, by the row's number."""
+    """Return the fields of each row of a table of this `name` in the head of a text, by the row's number."""
     start = head.find(f"\n{name}\n")
     lines = head[start + len(name) + 2 :].split("\n\n")[0].splitlines() if start >= 0 else []
     matches = (re.match(row_pattern, line) for line in lines)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from jaxscale.checkpoint.restore import write_tokenizer
 from jaxscale.checkpoint.store import Checkpoints, save_memory_warning
-from jaxscale.compiler.kept_programs import left_out
+from jaxscale.compiler.kept_programs import count_excluded
 from jaxscale.errors import Preempted, UserError
 from jaxscale.planning.automatic_choices import resolve_choices
 from jaxscale.recipe.experiment import Experiment
@@ -316,7 +316,7 @@ class _Training:
         """Compile the step; show and log its memory, FLOP and kernels."""
         for line in self.step.describe():
             self.journal.say(line)
-        excluded_count = left_out()
+        excluded_count = count_excluded()
         facts = self.step.compile(batch)
         self.event("compile", **dataclasses.asdict(facts))
         for line in lines_of(self.step.kernels):
@@ -342,7 +342,7 @@ class _Training:
         if (warning := save_memory_warning(sum(memory.values()), copy_bytes, device)) is not None:
             self.journal.say(warning)
         self.journal.say(f"{self.step.parameters:,} parameters, compiled in {facts.seconds:.1f} s")
-        if left_out() > excluded_count:
+        if count_excluded() > excluded_count:
             self.journal.say(
                 f"the step is compiled at every start ({facts.seconds:.1f} s) and not kept: it has collectives in a "
                 "loop, and on several CPU devices such a program may hang once it is loaded from the compile cache"

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxscale.compiler.hlo_program import HloProgram, called
+from jaxscale.compiler.hlo_program import HloProgram, callees
 from jaxscale.errors import UserError
 from jaxscale.pipeline.clock.measured import MeasuredSpans, measured
 from jaxscale.pipeline.clock.simulate import Simulation, Span
@@ -45,7 +45,7 @@ def actions_of(program: str) -> dict[str, list[str]]:
         for computation in hlo.computations.values()
         for op in computation.instructions.values()
         if op.opcode == "conditional"
-        for name in called(op.attributes)
+        for name in callees(op.attributes)
     }
     for name in sorted(branches):
         operations = [op for op in hlo.computations[name].instructions.values() if op.opcode not in _TRIVIAL]

@@ -79,7 +79,7 @@ def test_a_compiler_that_dies_is_a_report(number, says):
 
 def test_a_compiler_that_takes_too_long_is_a_report():
     report = compile_report(ProgramRecipe(PROGRAMS + "sleeps"), "cpu", timeout=0.5)
-    assert report.crashed == "not done in 0.5 s: pass a longer timeout"
+    assert report.crashed == "still running after 0.5 s: pass a longer timeout"
 
 
 def test_a_recipes_own_error_comes_back_with_its_traceback():
