@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 
-def across(sizes: Sequence[int], slices: int) -> tuple[int, ...] | None:
+def slices_per_axis(sizes: Sequence[int], slices: int) -> tuple[int, ...] | None:
     """Return the number of slices that each mesh axis spans; `None` if the axes do not fit the slices evenly.
 
     Args:
@@ -12,7 +12,7 @@ def across(sizes: Sequence[int], slices: int) -> tuple[int, ...] | None:
         slices: number of slices; all have the same number of devices.
 
     Example:
-        >>> across((1, 4, 8), 2), across((3, 3), 2)
+        >>> slices_per_axis((1, 4, 8), 2), slices_per_axis((3, 3), 2)
         ((1, 2, 1), None)
     """
     spanned_slices, slices_left = [], slices

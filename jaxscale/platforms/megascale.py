@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-from jaxscale.tpu_slices import across
+from jaxscale.tpu_slices import slices_per_axis
 
 CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
 KINDS: dict[str, CollectiveKind] = {
@@ -62,7 +62,7 @@ def split(sizes: Mapping[str, int], slices: int) -> tuple[dict[str, int], tuple[
         >>> split({"pipe": 2, "fsdp": 4}, 2)
         ({'pipe': 1, 'fsdp': 4}, ('pipe',))
     """
-    slices_by_axis = across(tuple(sizes.values()), slices)
+    slices_by_axis = slices_per_axis(tuple(sizes.values()), slices)
     if slices_by_axis is None:
         return dict(sizes), ()
     sizes_in_slice = {axis: size // count for (axis, size), count in zip(sizes.items(), slices_by_axis, strict=True)}

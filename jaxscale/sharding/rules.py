@@ -70,7 +70,7 @@ class AxisRules:
                 raise UserError(f"{field.name}: got {', '.join(axes)}: name each mesh axis once")
 
     def axes(self, name: str | None) -> Axes:
-        """Mesh axes of the logical axis `name`; a dim without a name is whole."""
+        """Return the mesh axes of the logical axis `name`; a dim without a name is whole."""
         if name is None:
             return ()
         if name not in _NAMES:
