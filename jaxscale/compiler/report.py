@@ -212,9 +212,9 @@ class CompileReport:
         return to_json(self)
 
     @classmethod
-    def from_json(cls, data: Any, where: str = "the JSON") -> "CompileReport":
-        """Read a report from JSON that `json` returned; `where` names the JSON in error messages."""
-        return from_json(cls, data, where)
+    def from_json(cls, report_json: Any, source_name: str = "the JSON") -> "CompileReport":
+        """Read a report from JSON that `json` returned; `source_name` names it in error messages."""
+        return from_json(cls, report_json, source_name)
 
     def __str__(self) -> str:
         origin = "(from the cache)" if self.cached else f"in {self.seconds:.1f} s"
