@@ -16,12 +16,12 @@ _B200 = "NVIDIA B200, glennklockwood.com, HGX at 1000 W: bf16 2250, TF32 1100, f
 
 
 def _nvlink(bandwidth: float, source: str, connects: str = "GPUs of one host, through NVSwitch") -> Link:
-    """NVLink with this bandwidth of all of a GPU's links, in bytes/s one way."""
+    """Return NVLink, of this bandwidth in bytes/s one way over all of a GPU's links together."""
     return Link("nvlink", connects, bandwidth, "chip", source)
 
 
 def _pcie(bandwidth: float, source: str) -> Link:
-    """PCIe between a GPU and its host, in bytes/s one way."""
+    """Return the PCIe link between a GPU and its host, of this bandwidth in bytes/s one way."""
     return Link("pcie", "a GPU and its host", bandwidth, "chip", source)
 
 
@@ -69,7 +69,7 @@ L4 = Chip(
 def _a100(
     name: str, device_kinds: tuple[str, ...], memory: int, bandwidth: float, links: tuple[Link, ...], **fields: int
 ) -> Chip:
-    """A variant of A100 by its device kinds, memory in bytes, bandwidth in bytes/s and links; `fields`: others."""
+    """Return a variant of A100; its memory is in bytes, its bandwidth in bytes/s; `fields` are others of `Chip`."""
     return Chip(
         name=name,
         kind="gpu",

@@ -23,7 +23,7 @@ HANDLER = "xla_megascale_runtime"
 
 
 def slices_of(text: str) -> int:
-    """The number of slices between which a compiled program communicates; 1 if it does not.
+    """Return the number of slices between which a compiled program communicates; 1 if it does not.
 
     Example:
         >>> slices_of('_xla_megascale_target="{1,2}x{0:3}"'), slices_of("_xla_megascale_target={{100000->200000}}")
@@ -42,7 +42,7 @@ def slices_of(text: str) -> int:
 
 
 def kind_of(attributes: str) -> CollectiveKind | None:
-    """The collective that a `send` is part of; `None` if it does not cross slices.
+    """Return the collective that a `send` with these attributes is part of; `None` if it does not cross slices.
 
     Example:
         >>> handler = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
@@ -56,14 +56,14 @@ def kind_of(attributes: str) -> CollectiveKind | None:
 
 
 def split(sizes: Mapping[str, int], slices: int) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Sizes of the mesh axes inside a slice, and the axes that cross slices.
+    """Return the sizes of the mesh axes inside a slice, and the axes that cross slices.
 
     Example:
         >>> split({"pipe": 2, "fsdp": 4}, 2)
         ({'pipe': 1, 'fsdp': 4}, ('pipe',))
     """
-    slices_by_axis = slices_per_axis(tuple(sizes.values()), slices)
-    if slices_by_axis is None:
+    slice_counts = slices_per_axis(tuple(sizes.values()), slices)
+    if slice_counts is None:
         return dict(sizes), ()
-    sizes_in_slice = {axis: size // count for (axis, size), count in zip(sizes.items(), slices_by_axis, strict=True)}
-    return sizes_in_slice, tuple(axis for axis, count in zip(sizes, slices_by_axis, strict=True) if count > 1)
+    sizes_in_slice = {axis: size // count for (axis, size), count in zip(sizes.items(), slice_counts, strict=True)}
+    return sizes_in_slice, tuple(axis for axis, count in zip(sizes, slice_counts, strict=True) if count > 1)

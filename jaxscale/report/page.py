@@ -271,7 +271,7 @@ def _events(run: RunRecord) -> Markup | None:
         repetitions = (" ", element("span", len(steps), class_="faint")) if len(steps) > 1 else None
         lanes.append((element("span", name, repetitions), element("div", dots)))
     lines = _grouped_events(rows)
-    grid = table(lines[-_EVENTS:], ("Step", "Event", ""), numeric=(0,), names=1, class_="facts")
+    grid = table(lines[-_EVENTS:], ("Step", "Event", ""), numeric=(0,), name_column=1, class_="facts")
     extent = f"The last {_EVENTS} of {len(lines)}" if len(lines) > _EVENTS else f"All {len(lines)}"
     summary = element("summary", f"{extent}, in order")
     details = element("details", summary, element("div", grid, class_="scroll"), open="" if len(lines) < 13 else None)
