@@ -44,9 +44,8 @@ def held_back(checkpointed: Callable[..., Any]) -> Callable[..., Any]:
 
         run_dependent = jax.custom_vjp(run_program)
         run_dependent.defvjp(lambda *inputs: jax.vjp(run_program, *inputs), _backward)
-        return jax.tree.unflatten(
-            jax.tree.structure(result_shapes), run_dependent(program.consts, jax.tree.leaves(args))
-        )
+        result_leaves = run_dependent(program.consts, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(result_shapes), result_leaves)
 
     return run
 
@@ -81,6 +80,5 @@ def _make_dependent(false_rows: Bool[Array, "B"], residual: Any) -> Any:
         or not varying_axes(rows_type) <= varying_axes(residual_type)
     ):
         return residual
-    return jnp.where(
-        false_rows.reshape(false_rows.shape + (1,) * (residual.ndim - 1)), jnp.zeros_like(residual), residual
-    )
+    condition = false_rows.reshape(false_rows.shape + (1,) * (residual.ndim - 1))
+    return jnp.where(condition, jnp.zeros_like(residual), residual)
