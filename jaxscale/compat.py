@@ -152,7 +152,7 @@ def prune(program: Any, used_results: Sequence[bool]) -> tuple[Any, list[bool]]:
 
 
 def runs_recomputation_early() -> bool:
-    """Whether XLA:CPU drops the barriers of `jax.checkpoint` before it orders a program: up to jaxlib 0.10."""
+    """Return whether XLA:CPU drops the barriers of `jax.checkpoint` before it orders a program (up to jaxlib 0.10)."""
     return jaxlib_version < (0, 11)
 
 

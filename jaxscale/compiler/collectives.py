@@ -149,8 +149,8 @@ def parse_groups(attributes: str, device_count: int) -> Groups:
         group_size = integers(iota_match[1])[-1]
         device_order = _iota(iota_match[2][2:])
         return frozenset(frozenset(device_order[i : i + group_size]) for i in range(0, len(device_order), group_size))
-    nested_braces = re.match(r"\{((?:\{[\d,\s]*\},?\s*)*)\}", groups_text)
-    groups = [integers(group) for group in re.findall(r"\{([\d,\s]*)\}", nested_braces[1])] if nested_braces else []
+    braces_match = re.match(r"\{((?:\{[\d,\s]*\},?\s*)*)\}", groups_text)
+    groups = [integers(text) for text in re.findall(r"\{([\d,\s]*)\}", braces_match[1])] if braces_match else []
     return frozenset(map(frozenset, groups)) if groups else frozenset([frozenset(range(device_count))])
 
 
@@ -263,7 +263,15 @@ def _bytes_by_kind(
 
 
 def _is_scattered(program: HloProgram, computation: Computation, name: str, index: int | None, group_size: int) -> bool:
-    """Whether every use of a value (if `index` is set, of this element of a tuple) takes 1/`group_size` of it."""
+    """Return whether every use of a value takes only 1/`group_size` of it.
+
+    Args:
+        program: the program of the value.
+        computation: the computation of the value.
+        name: name of the instruction that computes the value.
+        index: for a tuple, index of the element that is meant; `None` for any other value.
+        group_size: number of devices of a group of the collective.
+    """
     op = computation.instructions[name]
     uses = computation.uses(name)
     if op.is_root:
@@ -280,11 +288,11 @@ def _is_scattered(program: HloProgram, computation: Computation, name: str, inde
 def _takes_slice(
     program: HloProgram, computation: Computation, use: Op, position: int, index: int | None, group_size: int
 ) -> bool:
-    """Whether one use of a value, as the operand at `position`, takes 1/group_size of it."""
+    """Return whether the instruction `use` takes only 1/`group_size` of its operand `position`; see `_is_scattered`."""
     if use.opcode == "get-tuple-element":
-        element = use.attribute(r"index=(\d+)")
-        is_other_element = element is not None and index is not None and int(element) != index
-        return is_other_element or _is_scattered(program, computation, use.name, None, group_size)
+        element_text = use.attribute(r"index=(\d+)")
+        is_other = element_text is not None and index is not None and int(element_text) != index
+        return is_other or _is_scattered(program, computation, use.name, None, group_size)
     if use.opcode == "tuple":
         return _is_scattered(program, computation, use.name, position, group_size)
     if use.opcode in _MOVES:

@@ -1,4 +1,4 @@
-"""Compile a program with the platform's own compiler, for a machine that need not be attached, and report on it.
+"""Compile a program with the platform's own compiler, also for devices that are not attached, and report on it.
 
 libtpu compiles for TPU v4, v5e, v5p, v6e and 7x, the CUDA plugin for A100, H100, H200 and B200, on any Linux machine
 without the device. Every compilation runs in a child process, because libtpu dies by a signal on some programs. After
@@ -96,8 +96,8 @@ def compile_report(
     """Compile a recipe's program with the compiler of `platform`, and return its report.
 
     Args:
-        recipe: a `ProgramRecipe`, or a function of the devices that pickles (one of a module, or a `functools.partial`
-            of one). It runs in another process.
+        recipe: a `ProgramRecipe`, or a function of the devices that can be pickled, such as a function of a module or a
+            `functools.partial` of one. It runs in another process.
         platform: a `Platform` or its text; "local" and "cpu x N" compile for N virtual CPU devices.
         options: compiler options, passed to `compile(compiler_options=...)`.
         explain: whether the report also lists the buffers alive at the peak, and the timeline.
@@ -115,7 +115,7 @@ def compile_report(
 
     Example:
         >>> report = compile_report(ProgramRecipe("jaxscale.compiler.compile_child:example"), "cpu x 2", cache=False)
-        >>> report.argument_bytes, report.flop  # the half of a (256, 128) array and a whole (128, 64); their product
+        >>> report.argument_bytes, report.flop  # half of a (256, 128) array and a whole (128, 64) array; their product
         (98304, 2097152)
     """
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
@@ -216,8 +216,7 @@ def _run_child(folder: pathlib.Path, environment: Mapping[str, str], timeout: fl
 
 def _cause_of_failure(exit_code: int, log: str) -> str:
     """Return a text that explains why a child process ended without a result."""
-    lines = [line for line in log.splitlines() if line.strip()]
-    last_lines = "\n".join(lines[-8:])
+    last_lines = "\n".join([line for line in log.splitlines() if line.strip()][-8:])
     log_text = f"; the last lines of its log:\n{last_lines}" if last_lines else ""
     if exit_code < 0:
         signal_name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"

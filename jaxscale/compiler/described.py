@@ -23,7 +23,7 @@ class LoweredFor:
     devices: tuple[Any, ...]
 
     def as_text(self, **options: Any) -> str:
-        """The program's text."""
+        """Return the program's text."""
         return self.lowered.as_text(**options)
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Any:

@@ -54,7 +54,7 @@ class Op:
         return array_bytes(self.arrays[0]) if self.arrays else 0
 
     def attribute(self, pattern: str) -> str | None:
-        """The first group of a pattern in the attributes; `None` if it does not match."""
+        """Return the first group of a pattern in the attributes; `None` if it does not match."""
         match = re.search(pattern, self.attributes)
         return match[1] if match else None
 
@@ -105,7 +105,7 @@ class HloProgram:
     def __init__(self, text: str) -> None:
         self.text = text
         self.computations: dict[str, Computation] = {}
-        self._runs: dict[str, tuple[int, bool, bool]] = {}
+        self._runs: dict[str, tuple[int, bool, bool]] = {}  # results of `runs`, by the computation's name
         open_computation = None
         for line in _whole_lines(text):
             if open_computation is None:
@@ -118,10 +118,11 @@ class HloProgram:
             elif match := _INSTRUCTION.match(line):
                 op = _instruction(match[2], match[3], bool(match[1]))
                 open_computation.instructions[op.name] = op
+        # the instructions that call each computation, by its name, as pairs (their computation, instruction)
         self.callers: dict[str, list[tuple[Computation, Op]]] = {}
         for computation, op in self.instructions():
-            for callee in dict.fromkeys(callees(op.attributes)):
-                self.callers.setdefault(callee, []).append((computation, op))
+            for callee_name in dict.fromkeys(callees(op.attributes)):
+                self.callers.setdefault(callee_name, []).append((computation, op))
 
     def instructions(self) -> Iterator[tuple[Computation, Op]]:
         """Yield every instruction, as a pair (its computation, the instruction)."""
@@ -150,8 +151,8 @@ class HloProgram:
         """Return a while loop's trip count: the compiler's, or the only bound in the condition; None if unknown."""
         if trip_count := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
             return int(trip_count)
-        condition = loop.attribute(r"condition=%?([\w.\-]+)")
-        computation_names, bounds, directions = [condition] if condition else [], set(), set()
+        condition_name = loop.attribute(r"condition=%?([\w.\-]+)")
+        computation_names, bounds, directions = [condition_name] if condition_name else [], set(), set()
         for name in computation_names:  # grows by the computations that these call
             for op in self.computations[name].instructions.values():
                 computation_names += [callee for callee in callees(op.attributes) if callee not in computation_names]

@@ -38,7 +38,7 @@ class Sources:
         self._frames = {number: (location, str(int(parent) - 1)) for number, (location, parent) in frames.items()}
 
     def module_names(self, op: Op) -> tuple[str, ...]:
-        """Return the names of an instruction's modules, outermost first; without modules, of its last two functions."""
+        """Return the names of an instruction's modules, outermost first, or without modules, of its last two functions."""
         modules, functions = [], []
         for _, function, _ in self._stack(op):
             if module_match := re.search(r"(?:^|\.)(\w+)\.__call__$", function):
@@ -49,7 +49,7 @@ class Sources:
         return tuple(reversed(modules[:SHOWN] or functions[:2]))
 
     def file_and_line(self, op: Op) -> str | None:
-        """Return the file and line that call an instruction's innermost module; without modules, its own."""
+        """Return the file and line that call an instruction's innermost module, or without modules, its own."""
         stack = self._stack(op)
         module_index = next((i for i, (_, function, _) in enumerate(stack) if function.endswith(".__call__")), None)
         if not stack:
@@ -65,8 +65,8 @@ class Sources:
         """Return (file, function, line) of each stack frame of an instruction, from the innermost."""
         frame_number, stack = op.attribute(r"stack_frame_id=(\d+)") or "0", []
         while frame_number in self._frames:
-            location, frame_number = self._frames[frame_number]
-            frame = self._locations.get(location, ("", "", ""))
+            location_number, frame_number = self._frames[frame_number]
+            frame = self._locations.get(location_number, ("", "", ""))
             if _OUTSIDE.search(frame[0]):
                 break
             stack.append(frame)
@@ -74,7 +74,7 @@ class Sources:
 
 
 def _table(head: str, name: str, row_pattern: str) -> dict[str, tuple[str, ...]]:
-    """Return the fields of each row of a table of this `name` in the head of a text, by the row's number."""
+    """Return the fields of each row of the table `name`, by the row's number, from the head of a program's text."""
     start = head.find(f"\n{name}\n")
     lines = head[start + len(name) + 2 :].split("\n\n")[0].splitlines() if start >= 0 else []
     matches = (re.match(row_pattern, line) for line in lines)

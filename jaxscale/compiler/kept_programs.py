@@ -66,7 +66,7 @@ def count_excluded() -> int:
 
 
 def _may_be_kept(name: str, executable: Any) -> bool:
-    """Return whether a program may be cached; count it if it is newly compiled (`name` is not "") and may not."""
+    """Return whether a program may be cached; count one that may not and is newly compiled (`name` is not "")."""
     if executable.client.platform != "cpu" or (jax.process_count() == 1 and len(executable.local_devices()) == 1):
         return True
     if all(stays_ordered(module.to_string()) for module in executable.hlo_modules()):

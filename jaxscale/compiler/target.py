@@ -72,7 +72,9 @@ def _tpu_target(platform: Platform, environment: dict[str, str], is_attached: bo
     if is_attached:
         return Target("tpu", environment | {"JAX_PLATFORMS": "tpu,cpu"}, True, compiler={"libtpu": libtpu_version})
     if platform.topology is None:
-        raise UserError(f"{platform}: its chips form no box, and cannot be described; name a slice, as in tpu v5e:4x4")
+        raise UserError(
+            f"{platform}: its chips do not form a box, which the compiler needs; specify a slice, as in tpu v5e:4x4"
+        )
     environment |= {
         "JAX_PLATFORMS": "cpu",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # several processes may load libtpu: none uses a chip
@@ -105,7 +107,7 @@ def _gpu_target(platform: Platform, environment: dict[str, str], is_attached: bo
     jaxlib_version = _installed_version("jaxlib")
     if plugin_version != jaxlib_version:
         raise UserError(
-            f"{platform}: the CUDA plugin has version {plugin_version}, jaxlib {jaxlib_version}; install the same"
+            f"{platform}: the CUDA plugin has version {plugin_version}, but jaxlib {jaxlib_version}; install equal versions"
         )
     return Target("cuda", environment | {"JAX_PLATFORMS": "cpu"}, False, arguments, {"cuda plugin": plugin_version})
 

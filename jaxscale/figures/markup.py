@@ -129,13 +129,13 @@ def framed(html: str, height: int) -> str:
     return element("iframe", srcdoc=html, style=f"width:100%;height:{height}px;border:0")
 
 
-def write_figure(path: str | Path, svg: Callable[[], str], html: Callable[[], str]) -> None:
-    """Write the page that `html` returns to a file, or the picture that `svg` returns if the name ends in .svg.
+def write_figure(path: str | Path, make_svg: Callable[[], str], make_html: Callable[[], str]) -> None:
+    """Write the page that `make_html` returns to a file, or the picture of `make_svg` if the name ends in .svg.
 
     Raises:
         UserError: the file cannot be written.
     """
-    write_text(path, svg() if Path(path).suffix == ".svg" else html())
+    write_text(path, make_svg() if Path(path).suffix == ".svg" else make_html())
 
 
 def write_text(path: str | Path, text: str) -> None:

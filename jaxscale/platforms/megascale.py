@@ -51,8 +51,8 @@ def kind_of(attributes: str) -> CollectiveKind | None:
     """
     if HANDLER not in attributes or "_xla_megascale_target" not in attributes:
         return None
-    transfer_type = re.search(r'_xla_megascale_transfer_type="(\w+)"', attributes)
-    return KINDS.get(transfer_type[1], "collective-permute") if transfer_type else "collective-permute"
+    type_match = re.search(r'_xla_megascale_transfer_type="(\w+)"', attributes)
+    return KINDS.get(type_match[1], "collective-permute") if type_match else "collective-permute"
 
 
 def split(sizes: Mapping[str, int], slices: int) -> tuple[dict[str, int], tuple[str, ...]]:

@@ -133,7 +133,7 @@ class Platform:
             raise UserError(f"platform of {self.chips} chips and {self.slices} slices: expected at least 1 of each")
         if self.topology is not None and math.prod(self.topology) != self.chips:
             raise UserError(
-                f"topology {_shape_text(self.topology)} has {math.prod(self.topology)} chips, not {self.chips}"
+                f"topology {_shape_text(self.topology)} has {math.prod(self.topology)} chips, expected {self.chips}"
             )
 
     @property

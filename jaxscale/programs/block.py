@@ -225,8 +225,8 @@ def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tu
     names = program.names()
     avals = [program.avals[number] for number in program.inputs]
     constant_indices = {index for index, const in enumerate(consts) if not isinstance(const, Tracer)}
-    is_inexact = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals]
-    variable_indices = [index for index in range(len(avals)) if index not in constant_indices and is_inexact[index]]
+    inexact_flags = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals]
+    variable_indices = [i for i in range(len(avals)) if i not in constant_indices and inexact_flags[i]]
 
     def forward(*arguments: Any) -> tuple[Any, Any]:
         """Return the block's results, and the list of its backward pass's residuals."""

@@ -116,7 +116,7 @@ class InlinedProgram(NamedTuple):
         return digest.hexdigest()[:16]
 
     def roots(self) -> dict[int, int]:
-        """Return for the number of each value the number of the value that it is an alias of, or its own number."""
+        """Return by the number of each value the number of the value that it is an alias of, or its own number."""
         roots = {number: number for number in range(len(self.avals))}
         for step in self.steps:
             if step.is_alias:

@@ -281,7 +281,7 @@ def _gather_links(params: Any, shapes: Sequence[Shape], result_shape: Shape) -> 
 
 
 def _place_loop(operation: Operation, index: int, dims: list[Dims], placements: Placements) -> list[Dims]:
-    """Place a loop's body until its state has the same dims before and after it; return the dims of its results."""
+    """Place a loop's body until its state has the same dims before and after it; return the loop's result dims."""
     body = operation.loop
     assert body is not None
     sizes = _automatic_sizes(operation, placements)

@@ -28,15 +28,15 @@ def dim_axes(spec: Iterable[Any], rank: int = 0) -> DimAxes:
     return (*(axes if isinstance(axes, tuple) else () for axes in entries), *((),) * (rank - len(entries)))
 
 
-def spec_of(dims: Sequence[Sequence[str]]) -> PartitionSpec:
+def spec_of(axes_of_dims: Sequence[Sequence[str]]) -> PartitionSpec:
     """Return the `PartitionSpec` of these mesh axes per dim, without the whole dims at the end; inverse of `dim_axes`.
 
     Example:
         >>> list(spec_of([("data", "fsdp"), (), ("tensor",), ()]))
         [('data', 'fsdp'), None, 'tensor']
     """
-    rank = max((dim + 1 for dim, axes in enumerate(dims) if axes), default=0)
-    return PartitionSpec(*(tuple(axes) if len(axes) > 1 else next(iter(axes), None) for axes in dims[:rank]))
+    rank = max((dim + 1 for dim, axes in enumerate(axes_of_dims) if axes), default=0)
+    return PartitionSpec(*(tuple(axes) if len(axes) > 1 else next(iter(axes), None) for axes in axes_of_dims[:rank]))
 
 
 def axes_of(spec: Iterable[Any]) -> tuple[str, ...]:

@@ -109,27 +109,27 @@ def placement(
     )
 
 
-def split_further(coarse: Placement, axis: str, shape: Sequence[int], mesh: Any) -> Placement:
+def split_further(coarse_placement: Placement, axis: str, shape: Sequence[int], mesh: Any) -> Placement:
     """Return a placement with all but the compute copy split over one more axis, if a dim can be split evenly.
 
     All are split along the same dim, and over the new axis first, so that a shard of the finest placement lies within a
     shard of the others. If not, XLA would exchange shards in every step, even over a slow axis.
 
     Args:
-        coarse: the placement without the axis.
+        coarse_placement: the placement without the axis.
         axis: mesh axis to split over.
         shape: shape of the parameter.
         mesh: the mesh.
     """
-    spec_by_field = {field: getattr(coarse, field) for field in ("master", "state", "gradient")}
-    split_state = split(shape, None, coarse.state, mesh, axis)
-    dims_before, dims_after = dim_axes(coarse.state, len(shape)), dim_axes(split_state, len(shape))
+    spec_by_field = {field: getattr(coarse_placement, field) for field in ("master", "state", "gradient")}
+    split_state = split(shape, None, coarse_placement.state, mesh, axis)
+    dims_before, dims_after = dim_axes(coarse_placement.state, len(shape)), dim_axes(split_state, len(shape))
     dim = next((dim for dim in range(len(shape)) if dims_before[dim] != dims_after[dim]), None)
     if dim is None:  # a coarser placement may have a dim that can be split evenly
         split_specs = {field: split(shape, None, spec, mesh, axis) for field, spec in spec_by_field.items()}
     else:
         split_specs = {field: _split_first(spec, dim, axis) for field, spec in spec_by_field.items()}
-    return dataclasses.replace(coarse, **split_specs)
+    return dataclasses.replace(coarse_placement, **split_specs)
 
 
 def _split_first(spec: PartitionSpec, dim: int, axis: str) -> PartitionSpec:

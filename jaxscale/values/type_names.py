@@ -67,14 +67,14 @@ def type_of(name: str, path: str) -> type:
         return getattr(importlib.import_module(_MODULE_BY_NAME[public_name]), public_name.rpartition(".")[2])
     module, colon, qualname = public_name.partition(":")
     try:
-        cls = importlib.import_module(module) if colon else None  # the module, then what it contains
+        member = importlib.import_module(module) if colon else None  # the module, then what it contains
         for attribute in qualname.split("."):
-            cls = getattr(cls, attribute)
+            member = getattr(member, attribute)
     except (ImportError, AttributeError, ValueError):
-        cls = None
-    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        member = None
+    if not (isinstance(member, type) and dataclasses.is_dataclass(member)):
         raise UserError(
             f"{path}.type: got {name!r}, expected MODULE:CLASS of a dataclass that can be imported here, or one of "
             f"{', '.join(_MODULE_BY_NAME)}{near_miss(name, _MODULE_BY_NAME)}"
         )
-    return cls
+    return member
