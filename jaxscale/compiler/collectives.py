@@ -193,6 +193,7 @@ def _permuted_axes(pairs: list[tuple[int, int]], sizes: Mapping[str, int]) -> tu
     """Return the mesh axes along which the source and the target device of some pair differ."""
     differing_axes = set()
     for source, target in pairs:
+        # from the last axis on: the index along the axis, and the position in the mesh of the axes before it
         for axis, size in reversed(list(sizes.items())):
             (source, source_index), (target, target_index) = divmod(source, size), divmod(target, size)
             if source_index != target_index:

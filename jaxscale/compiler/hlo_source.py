@@ -26,6 +26,7 @@ class Sources:
 
     def __init__(self, text: str) -> None:
         head = text[: text.find("\n%")]
+        # rows by number, as texts: (file,), (function,), (file number, function number, line), (location, parent)
         files = _table(head, "FileNames", r'(\d+) "(.*)"')
         functions = _table(head, "FunctionNames", r'(\d+) "(.*)"')
         locations = _table(head, "FileLocations", r"(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
@@ -38,7 +39,7 @@ class Sources:
         self._frames = {number: (location, str(int(parent) - 1)) for number, (location, parent) in frames.items()}
 
     def module_names(self, op: Op) -> tuple[str, ...]:
-        """Return the names of an instruction's modules, outermost first, or without modules, of its last two functions."""
+        """Return the names of an instruction's modules, outermost first; without modules, those of two functions."""
         modules, functions = [], []
         for _, function, _ in self._stack(op):
             if module_match := re.search(r"(?:^|\.)(\w+)\.__call__$", function):

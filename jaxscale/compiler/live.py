@@ -186,10 +186,10 @@ def _last_uses(values: list[_Value]) -> dict[tuple[tuple[int, int], int], int]:
         later_spans: list[tuple[int, int]] = []  # (start, last use) of the values after this one
         for value in buffer_values:
             last_use = value.end
-            for start, end in reversed(later_spans):  # the nearest first
-                if start > value.end:
+            for later_start, later_use in reversed(later_spans):  # the nearest first
+                if later_start > value.end:
                     break
-                last_use = max(last_use, end)
+                last_use = max(last_use, later_use)
             later_spans.append((value.start, last_use))
             key = (value.buffer, value.start)
             last_uses[key] = max(last_use, last_uses.get(key, 0))

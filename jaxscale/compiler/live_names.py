@@ -38,8 +38,8 @@ def clean_name(op_name: str) -> str:
         scopes = scopes[1:]
     names = []
     for scope in scopes:
-        while wrapped := re.fullmatch(r"(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint)\((.*)\)", scope):
-            scope = wrapped[1]
+        while wrapper_match := re.fullmatch(r"(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint)\((.*)\)", scope):
+            scope = wrapper_match[1]
         if scope and not _ADDED.fullmatch(scope):
             names.append(scope)
     return "/".join(names)
@@ -48,8 +48,8 @@ def clean_name(op_name: str) -> str:
 def has_scopes(op_name: str) -> bool:
     """Return whether an operation has a scope of the user (`jax.named_scope`), besides those that JAX adds."""
     for scope in op_name.split("/")[1:-1]:
-        while wrapped := re.fullmatch(r"(?:transpose|jvp|vmap|remat|checkpoint)\((.*)\)", scope):
-            scope = wrapped[1]
+        while wrapper_match := re.fullmatch(r"(?:transpose|jvp|vmap|remat|checkpoint)\((.*)\)", scope):
+            scope = wrapper_match[1]
         if scope and not _ADDED.fullmatch(scope) and not re.match(r"p?jit\(|.*(->|,)", scope):
             return True
     return False

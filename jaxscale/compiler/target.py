@@ -107,7 +107,7 @@ def _gpu_target(platform: Platform, environment: dict[str, str], is_attached: bo
     jaxlib_version = _installed_version("jaxlib")
     if plugin_version != jaxlib_version:
         raise UserError(
-            f"{platform}: the CUDA plugin has version {plugin_version}, but jaxlib {jaxlib_version}; install equal versions"
+            f"{platform}: the CUDA plugin has version {plugin_version}, jaxlib has {jaxlib_version}; install equal ones"
         )
     return Target("cuda", environment | {"JAX_PLATFORMS": "cpu"}, False, arguments, {"cuda plugin": plugin_version})
 

@@ -156,7 +156,7 @@ class _Flattener:
         jaxpr = opened(jaxpr)
         self.constants += self._new_values(jaxpr.constvars)
         inputs = self._new_values(jaxpr.invars)
-        results = self._append_equations(jaxpr, [*self.constants, *inputs], False)
+        results = self._append_equations(jaxpr, [*self.constants, *inputs], backward=False)
         outputs = tuple(_number(atom) for atom in results)
         operations, _ = live_steps(self.operations, outputs)
         return FlatProgram((*inputs, *self.constants), outputs, operations, self.shapes, self.names)
@@ -169,10 +169,10 @@ class _Flattener:
         return tuple(range(first_number, len(self.shapes)))
 
     def _append(
-        self, kind: str, eqn: Any, operands: Sequence[Atom], results: Sequence[Any], backward: bool, **fields: Any
+        self, kind: str, eqn: Any, operands: Sequence[Atom], result_vars: Sequence[Any], backward: bool, **fields: Any
     ) -> tuple[int, ...]:
-        """Append an operation; return the numbers of its results."""
-        inputs, outputs = tuple(map(_number, operands)), self._new_values(results)
+        """Append an operation with results of these variables' shapes; return the numbers of its results."""
+        inputs, outputs = tuple(map(_number, operands)), self._new_values(result_vars)
         literals = {index: atom.value for index, atom in enumerate(operands) if isinstance(atom, Constant)}
         params = fields.pop("params", eqn.params)
         operation = Operation(
@@ -216,7 +216,10 @@ class _Flattener:
         outer_manual, self.manual = self.manual, frozenset(eqn.params["newly_manual_axes"])
 
         def append_each(kind: str, atoms: Sequence[Atom], results: Sequence[Any], specs: Sequence[Any]) -> list[Atom]:
-            """Append an operation of this kind for each value; return the results. Literals stay unchanged."""
+            """Append an operation of this kind for each value; return the numbers of the results.
+
+            Literals stay unchanged. `results` has the variable of each result.
+            """
             return [
                 atom
                 if isinstance(atom, Constant)

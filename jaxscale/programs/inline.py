@@ -176,10 +176,10 @@ def inline(closed_jaxpr: Any) -> InlinedProgram:
     jaxpr = closed_jaxpr.jaxpr
     inputs = new_numbers((*jaxpr.constvars, *jaxpr.invars))
     outputs = tuple(append_steps(jaxpr, inputs, ()))
-    kept_steps, read_numbers = live_steps(steps, outputs, lambda step: bool(step.eqn.effects))
-    read_outputs = [tuple(number if number in read_numbers else None for number in step.outputs) for step in kept_steps]
-    kept_steps = [step._replace(outputs=numbers) for step, numbers in zip(kept_steps, read_outputs, strict=True)]
-    return InlinedProgram(tuple(kept_steps), inputs, outputs, tuple(avals))
+    needed_steps, read_numbers = live_steps(steps, outputs, lambda step: bool(step.eqn.effects))
+    read_outputs = [tuple(n if n in read_numbers else None for n in step.outputs) for step in needed_steps]
+    needed_steps = [step._replace(outputs=numbers) for step, numbers in zip(needed_steps, read_outputs, strict=True)]
+    return InlinedProgram(tuple(needed_steps), inputs, outputs, tuple(avals))
 
 
 def _specifies_no_shardings(eqn: Any) -> bool:

@@ -38,20 +38,20 @@ def kinds_of(program: FlatProgram) -> dict[int, str]:
     if not has_both_passes(program):
         return {}
     kinds: dict[int, str] = {}
-    last_reader_by_value = {value: indices[-1] for value, indices in program.readers.items()}
-    last_reader_by_value |= {value: len(operations) for value in program.outputs if value is not None}
+    last_read_by_value = {value: indices[-1] for value, indices in program.readers.items()}
+    last_read_by_value |= {value: len(operations) for value in program.outputs if value is not None}
     forward_end, backward_start = loss_range(operations)
     backward_end = max(index for index, operation in enumerate(operations) if operation.backward)
     for index, operation in enumerate(operations):
         for value in operation.outputs:
-            last_reader = last_reader_by_value.get(value, index)
+            last_read_index = last_read_by_value.get(value, index)
             if value in compute_copies:
                 kinds[value] = "compute copy"
-            elif index <= backward_end < last_reader and operation.backward:
+            elif index <= backward_end < last_read_index and operation.backward:
                 kinds[value] = "gradients"
             elif forward_end < index < backward_start:
                 kinds[value] = "loss"
-            elif not operation.backward and any(op.backward for op in operations[index : last_reader + 1]):
+            elif not operation.backward and any(op.backward for op in operations[index : last_read_index + 1]):
                 kinds[value] = "kept activations"
     return kinds
 

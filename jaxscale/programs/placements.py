@@ -229,7 +229,10 @@ def _output_dims(operation: Operation, index: int, placements: Placements) -> Se
 def _linked_dims(
     operation: Operation, operands: Sequence[Any], dims: Sequence[Dims], result: int, placements: Placements
 ) -> Dims:
-    """Return a result's dims: each has the axes of the first sharded operand dim linked to it, without axes in use."""
+    """Return a result's dims: each has the axes of the first sharded operand dim linked to it, without axes in use.
+
+    `dims` has the dims of each operand, and `result` is the number of the result.
+    """
     shape = shape_of(placements.program.shapes[result])
     shapes = [shape_of(operand) for operand in operands]
     operation_links = _links(operation, shapes, shape)
@@ -281,7 +284,10 @@ def _gather_links(params: Any, shapes: Sequence[Shape], result_shape: Shape) -> 
 
 
 def _place_loop(operation: Operation, index: int, dims: list[Dims], placements: Placements) -> list[Dims]:
-    """Place a loop's body until its state has the same dims before and after it; return the loop's result dims."""
+    """Place a loop's body until its state has the same dims before and after it; return the loop's result dims.
+
+    `dims` has the dims of each operand of the loop.
+    """
     body = operation.loop
     assert body is not None
     sizes = _automatic_sizes(operation, placements)
@@ -310,13 +316,16 @@ def _automatic_sizes(operation: Operation, placements: Placements) -> dict[str, 
 
 
 def _place_branches(operation: Operation, index: int, dims: list[Dims], placements: Placements) -> list[Dims]:
-    """Place the branches of a `cond`; return the dims of each result, from the branch that shards it most."""
+    """Place the branches of a `cond`; return the dims of each result, from the branch that shards it most.
+
+    `dims` has the dims of each operand of the `cond`, the first of which selects the branch.
+    """
     sizes = _automatic_sizes(operation, placements)
     branch_placements = [place(branch, dims[1:], sizes, tiled=placements.tiled) for branch in operation.branches]
     placements.branches[index] = tuple(branch_placements)
     output_dims = []
-    for number, value in enumerate(operation.outputs):
-        outputs = [(placement, placement.program.outputs[number]) for placement in branch_placements]
+    for output_index, value in enumerate(operation.outputs):
+        outputs = [(placement, placement.program.outputs[output_index]) for placement in branch_placements]
         branch_dims = [placement.dims[output] for placement, output in outputs if output is not None]
         unsharded = _unsharded(placements.program.shapes[value])
         output_dims.append(max(branch_dims, key=partial(_shards, placements), default=unsharded))
@@ -326,7 +335,10 @@ def _place_branches(operation: Operation, index: int, dims: list[Dims], placemen
 def _gathered_bytes(
     operation: Operation, operands: Sequence[Any], dims: Sequence[Dims], summed_axes: set[str], placements: Placements
 ) -> int:
-    """Return the bytes of a product's operands that are gathered, because the other operand uses the same mesh axes."""
+    """Return the bytes of a product's operands that are gathered, because the other operand uses the same mesh axes.
+
+    `dims` has the dims of both operands; `summed_axes` are the mesh axes that split a summed dim of both.
+    """
     contracted_dims, batch_dims = operation.params["dimension_numbers"]
     gathered_bytes = 0
     for side, partner in ((0, 1), (1, 0)):

@@ -164,8 +164,8 @@ def load(data: Any, hint: Any, path: str) -> Any:
             f"{path}: {code} is code, which cannot be read from JSON: rebuild the value from the file that defines it"
         )
     if isinstance(data, dict) and _TYPE in data and names_its_class(hint):
-        field_json = {key: item for key, item in data.items() if key != _TYPE}
-        return _load_record(field_json, type_of(str(data[_TYPE]), path), path)
+        json_by_field = {key: item for key, item in data.items() if key != _TYPE}
+        return _load_record(json_by_field, type_of(str(data[_TYPE]), path), path)
     if len(members(hint)) > 1:
         return first_that_accepts(lambda member: load(data, member, path), hint, path, data)
     origin = get_origin(hint) or hint
@@ -204,8 +204,9 @@ def _load_record(data: Any, cls: type, path: str) -> Any:
         raise wrong(path, data, cls)
     for name in data:
         if name not in hints:
-            path = f"{path}.{name}" if path else name
-            raise UserError(f"unknown field {path!r}: {cls.__name__} has {', '.join(hints)}{near_miss(name, hints)}")
+            user_path = f"{path}.{name}" if path else name
+            fields_text = f"{cls.__name__} has {', '.join(hints)}"
+            raise UserError(f"unknown field {user_path!r}: {fields_text}{near_miss(name, hints)}")
     field_values = {name: load(item, hints[name], f"{path}.{name}" if path else name) for name, item in data.items()}
     for field in dataclasses.fields(cls):
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING

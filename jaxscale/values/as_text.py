@@ -49,9 +49,9 @@ def override(value: T, changes: Mapping[str, str]) -> T:
         jaxscale.errors.UserError: unknown field 'zeor'; did you mean 'zero'?
     """
     nested_changes: dict[str, Any] = {}
-    for key, text in changes.items():
-        path = key.replace("-", "_")
-        _check_path(value, path, key)
+    for user_path, text in changes.items():
+        path = user_path.replace("-", "_")
+        _check_path(value, path, user_path)
         target_changes = nested_changes
         *parents, field_name = path.split(".")
         for index, parent in enumerate(parents):

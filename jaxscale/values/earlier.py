@@ -70,12 +70,12 @@ def _inner_values(value: Any) -> dict[str, Any]:
 
 def _defaults(value: Any, old_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return the JSON of the default of each field that earlier JSON lacks; {} if the class rejects the defaults."""
-    names = field_types(type(value))
-    missing_names = [name for name in names if name not in old_json]
+    hints = field_types(type(value))
+    missing_names = [name for name in hints if name not in old_json]
     if not missing_names:
         return {}
     try:
-        default_value = type(value)(**{name: getattr(value, name) for name in names if name in old_json})
+        default_value = type(value)(**{name: getattr(value, name) for name in hints if name in old_json})
     except Exception:  # the class may raise any error; the fields then count as different
         return {}
     default_json = json.loads(json.dumps(to_json(default_value)))
