@@ -98,13 +98,11 @@ def duration(seconds: float) -> str:
         return "unknown"
     if seconds < 60:
         return f"{_three_digits(seconds * 1e3)} ms" if seconds < 0.1 else f"{_three_digits(seconds)} s"
-    for unit_seconds, part_seconds, names in (
-        (86400, 3600, ("d", "h")),
-        (3600, 60, ("h", "min")),
-        (60, 1, ("min", "s")),
-    ):
+    scales = ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s"))
+    for unit_seconds, part_seconds, unit, part_unit in scales:
         if seconds >= unit_seconds:
-            return f"{int(seconds // unit_seconds)} {names[0]} {int(seconds % unit_seconds // part_seconds)} {names[1]}"
+            part_count = int(seconds % unit_seconds // part_seconds)
+            return f"{int(seconds // unit_seconds)} {unit} {part_count} {part_unit}"
     raise AssertionError(seconds)
 
 
