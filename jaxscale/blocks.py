@@ -1,7 +1,7 @@
 """The interface between a model's blocks and the plans that treat them.
 
-A model is *embed, a sequence of blocks, head*. `layers.Stack` and `layers.Chain` call each block through `wrap`, and
-the train step decides, with a `Treatment`, which values of each block are kept, offloaded or recomputed, and in which
+A model is *embed, a sequence of blocks, head*. `layers.Stack` and `layers.Chain` call each block through `wrap`. The
+train step decides, with a `Treatment`, which values of each block are kept, offloaded or recomputed, and in which
 groups and segments. The model file never names a technique. A scan over layers is *rolled* if each iteration runs one
 layer.
 """

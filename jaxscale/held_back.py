@@ -1,10 +1,10 @@
 """Recomputation that waits for its gradient, on a backend that would run it early.
 
 `jax.checkpoint` ties recomputation to the gradient by an `optimization_barrier`. XLA:CPU up to jaxlib 0.10 drops the
-barrier before it orders a program: outside loops the recomputation then directly follows the forward pass, its results
-are kept, and it only costs FLOP. A true dependence survives: the inputs of the recomputation are selected, row by row
-of the batch, by a condition on the gradient that never holds, which a compiler cannot prove. The program has no
-branch for it, no bit changes, and rows stay on their devices.
+barrier before it orders a program. Outside loops the recomputation then directly follows the forward pass, its results
+are kept, and it only costs FLOP. A true dependence is not dropped. So the inputs of the recomputation are selected, row
+by row of the batch, by a condition on the gradient that is never true, which a compiler cannot prove. The selection
+adds no branch to the program, changes no bit, and keeps rows on their devices.
 
 Left out: inputs without rows (weights, the number of a layer), and loops, whose forward and backward passes are
 separate.
@@ -71,7 +71,7 @@ def _false_rows(gradient: Array) -> Bool[Array, "B"]:
 
 
 def _make_dependent(false_rows: Bool[Array, "B"], residual: Any) -> Any:
-    """Make a residual depend on `false_rows` if both have the same rows; otherwise return it unchanged."""
+    """Make a residual depend on `false_rows` if both have the same rows; if not, return it unchanged."""
     rows_type, residual_type = jax.typeof(false_rows), jax.typeof(residual)
     if (
         residual_type.shape[:1] != rows_type.shape

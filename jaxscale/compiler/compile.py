@@ -2,13 +2,13 @@
 
 libtpu compiles for TPU v4, v5e, v5p, v6e and 7x, the CUDA plugin for A100, H100, H200 and B200, on any Linux machine
 without the device. Every compilation runs in a child process, because libtpu dies by a signal on some programs. After
-a crash, a time-out or a lack of memory the caller gets a report of the failure. A program reaches the
-child as a *recipe*, a function that both processes can import. Reports are cached on disk, so that a repeated request
-costs only its tracing.
+a crash, a time-out or a lack of memory the caller gets a report of the failure. A program reaches the child as a
+*recipe*, a function that both processes can import. Reports are cached on disk, so that a repeated request costs only
+its tracing.
 
-If the platform's devices are attached, programs are compiled for them directly; otherwise the compiler gets a
-description of the devices. The bytes that libtpu reports are trusted from 0.0.51 on: 0.0.42 and 0.0.50, which
-`jax[tpu]` installs, report up to half too much.
+If the platform's devices are attached, programs are compiled for them directly. If not, the compiler gets a
+description of the devices. The bytes that libtpu reports are trusted from version 0.0.51 on. The versions 0.0.42 and
+0.0.50, which `jax[tpu]` installs, report up to one and a half times the right number.
 """
 
 import contextlib
@@ -109,8 +109,8 @@ def compile_report(
         The report, also of a program that does not fit, of a compiler that dies and of a time-out.
 
     Raises:
-        UserError: the platform cannot be compiled for (its compiler is missing or untrusted, its hardware is unknown),
-            the recipe cannot be pickled or builds no program for these devices, or the compiler has no such option.
+        UserError: the platform's compiler is missing or untrusted, or its hardware is unknown. The recipe cannot be
+            pickled, or builds no program for these devices. Or the compiler has no such option.
         RecipeFailed: the recipe raised an error.
 
     Example:

@@ -1,6 +1,6 @@
 """The compiler's process: builds a recipe's program, compiles it and writes a report.
 
-The parent (`compiler/compile.py`) has set the environment that JAX must find when it is first imported, and reads one
+The parent (`compiler/compile.py`) has set the environment that JAX must find when it is first imported. It reads one
 file, which has a report, a user's mistake or the recipe's error. If the file is missing, the process died.
 """
 
@@ -129,7 +129,7 @@ def _devices(platform: Platform, target: Target) -> list[Any]:
 def _compile(
     lowered: Any, devices: Sequence[Any], fields: dict[str, Any], options: Mapping[str, Any], explain: bool
 ) -> CompileReport:
-    """Compile a program and report on it; `fields` are the fields of the report that are known before, by name."""
+    """Compile a program and report on it; `fields` are the fields of the report that are known already, by name."""
     import jax
 
     with tempfile.TemporaryDirectory(prefix="jaxscale-dump-") as dump_folder:

@@ -40,7 +40,7 @@ class Op:
 
     @property
     def arrays(self) -> list[tuple[str, str]]:
-        """Each array of the result, as ("bf16", "4,8")."""
+        """Type and shape of each array of the result, such as ("bf16", "4,8")."""
         return ARRAY.findall(self.type)
 
     @property

@@ -1,9 +1,9 @@
 """Trusted versions of libtpu: 0.0.51, and any other that reports the right bytes for one program of known bytes.
 
-The meaning of `temp` depends on libtpu's version: 0.0.42 and 0.0.50 (pinned by `jax[tpu]` for JAX 0.10 and 0.12) count
-up to half too much, so that a program that fits is rejected. The program of this module keeps the inputs of eight
-layers, of 128 MiB each. With four more such arrays for the pass itself it takes 1696 MiB in 0.0.51, and 2080 MiB in
-the two others.
+The meaning of `temp` depends on libtpu's version: 0.0.42 and 0.0.50 (pinned by `jax[tpu]` for JAX 0.10 and 0.12) report
+up to one and a half times the right number, so that a program that fits is rejected. The program of this module keeps
+the inputs of eight layers, of 128 MiB each. With four more such arrays for the pass itself it takes 1696 MiB in 0.0.51,
+and 2080 MiB in the two others.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Facts about NVIDIA GPUs: dense rates of the tensor cores, and of the CUDA cores for float32.
 
 NVIDIA's datasheets print rates "with sparsity"; the rows hold the dense half. Memory is the datasheet's, in units of
-10^9 bytes. The network between hosts depends on the site and is not here. The datasheets were read as quoted elsewhere:
-T4 and H100 at hpctech.co.jp, A100, H100 and B200 at glennklockwood.com/garden/processors, variants of A100 at
+10^9 bytes. The network between hosts depends on the site and is left out. The datasheets were read as other sites quote
+them: T4 and H100 at hpctech.co.jp, A100, H100 and B200 at glennklockwood.com/garden/processors, variants of A100 at
 thundercompute.com, L4 at hmc-tech.com, H200 at aiwiki.ai, DGX B200 in NVIDIA's AIPS wiki.
 """
 

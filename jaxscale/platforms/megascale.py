@@ -1,7 +1,7 @@
 """Collectives of a TPU program over the network between slices.
 
-libtpu compiles one program per slice: collectives inside a slice number that slice's devices from 0, and a collective
-across slices becomes a host transfer (`send`) by the megascale runtime, with its kind in an undocumented attribute. The
+libtpu compiles one program per slice. Collectives inside a slice number the slice's devices from 0. A collective across
+slices becomes a host transfer (`send`) by the megascale runtime, with its kind in an undocumented attribute. The
 mesh axes across slices follow from the order of axes (`jaxscale/tpu_slices.py`).
 """
 

@@ -156,8 +156,8 @@ _LARGEST = {"v4": 4096, "v5p": 6144, "7x": 9216}
 def topologies(name: str) -> tuple[tuple[int, ...], ...]:
     """Return the slices of TPU `name` that exist, from the smallest to the largest.
 
-    Flat slices (v5e, v6e) are a list. Cubic ones (v4, v5p, 7x) are the four small ones, then A x B x C in multiples
-    of 4 with A <= B <= C (Cloud TPU documentation, TPU types and topologies), up to the largest job.
+    Flat slices (v5e, v6e) are a list. Cubic ones (v4, v5p, 7x) are four small ones, then A x B x C in multiples of 4
+    with A <= B <= C, up to the largest job (Cloud TPU documentation, TPU types and topologies).
 
     Example:
         >>> topologies("v5e")[:4]

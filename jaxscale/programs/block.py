@@ -2,7 +2,7 @@
 
 The graph also has which values the backward pass reads. Nothing is compiled and no device is needed.
 
-JAX determines what the backward pass reads: the block is differentiated (`jax.vjp`) with a name on each value, and the
+JAX determines what the backward pass reads. The block is differentiated (`jax.vjp`) with a name on each value. The
 graph is made from the program that returns results and residuals (the values that the backward pass reads). This
 program contains the forward rules of functions with custom derivatives (`custom_vjp`, kernels), whose residuals can be
 kept by their names, and the derivatives that the forward pass computes. `InlinedProgram.names` gives the names.
@@ -68,7 +68,7 @@ class Equation:
         name: name of the primitive.
         inputs: indices of the operands among the graph's values.
         outputs: indices of the results among the graph's values.
-        flop: FLOP, if the operation is a matrix product, a convolution or a kernel; otherwise 0.
+        flop: FLOP of a matrix product, a convolution or a kernel; 0 for any other operation.
         bytes: bytes moved between memory and chip.
         seconds: duration by roofline; 0 if the chip's rates are unknown.
         kept_by: names of the policies of `jax.checkpoint_policies` that keep the results.

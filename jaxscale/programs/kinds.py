@@ -23,7 +23,7 @@ def kinds_of(program: FlatProgram) -> dict[int, str]:
     A value that is computed in the forward pass and read in the backward pass is a kept activation. A value between the
     last loop of the forward pass and the first of the backward pass belongs to the loss. A value of the backward pass
     that is read after it is a gradient. Any other program has only transients. The state of a pipeline's tick loop is a
-    sum of gradients if it is read after the loop, and stash otherwise.
+    sum of gradients if it is read after the loop, and stash if not.
     """
     operations = program.operations
     loops = tick_loops(program)

@@ -1,7 +1,7 @@
 """Late results of a TPU's compiler: the gradient of a head's weight, if it is summed around a ring of devices.
 
 A product around a ring is computed in steps, between which partial sums move to the next device. The operands of this
-gradient are ready after the loss, yet XLA schedules some or all steps of the ring after the backward pass of the
+gradient are ready after the loss. Yet XLA schedules some or all steps of the ring after the backward pass of the
 blocks, because nothing reads the gradient sooner and the blocks hide its messages. The logits, or their gradient in the
 compute type, stay alive until then. Which of the two it is, and how many steps are late, varies between programs. This
 module assumes the logits, which are larger. Left out: rings that XLA finishes before the blocks.

@@ -1,8 +1,8 @@
 """Mesh axes along each dim of each value of a program, propagated as a compiler would do.
 
 Some inputs and the program's sharding constraints have known placements. Every other dim has the axes of the nearest
-dim that it is linked to: a dim of a matrix product is linked to the operand's dim with the same elements, and the first
-of several dims into which a dim is reshaped is linked to that dim.
+dim that it is linked to. A dim of a matrix product is linked to the operand's dim with the same elements. If a dim is
+reshaped into several dims, it is linked to the first of them.
 
 Left out: the costs that the compiler's propagation weighs (bytes of a resharding, uneven parts), and links through
 gathers. A kernel, a loop or a function with a custom derivative links dims of the same position and length.

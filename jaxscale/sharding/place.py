@@ -1,7 +1,7 @@
 """constrain: the placement of an activation, specified in logical axes, in one place.
 
-The train step opens a `layout`; inside it `constrain(x, "batch", "seq", "embed")` is a sharding constraint, and outside
-it is the identity, so that the same model file runs on one device, in a notebook and on a pod.
+The train step opens a `layout`. Inside it `constrain(x, "batch", "seq", "embed")` is a sharding constraint; outside it
+is the identity, so that the same model file runs on one device, in a notebook and on a pod.
 """
 
 import contextlib
