@@ -174,10 +174,10 @@ def run_again(function: Callable[..., Any], *, rolled: bool, policy: Any = keep_
         rolled: whether the part is the body of a rolled `lax.scan`.
         policy: policy of `jax.checkpoint`; selects the values kept besides the inputs.
     """
-    checkpointed = jax.checkpoint(function, policy=policy, prevent_cse=not rolled)
+    checkpointed_function = jax.checkpoint(function, policy=policy, prevent_cse=not rolled)
     # in a pipeline, the two passes of a stage are in different ticks (steps of the schedule)
     is_held_back = _treatment.get().held and not rolled and cut() is None
-    return held_back(checkpointed) if is_held_back else checkpointed
+    return held_back(checkpointed_function) if is_held_back else checkpointed_function
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,11 +21,11 @@ from jaxscale.compat import varying_axes
 from jaxscale.typing import Array, Bool
 
 
-def held_back(checkpointed: Callable[..., Any]) -> Callable[..., Any]:
+def held_back(checkpointed_function: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function under `jax.checkpoint` wait with its recomputation for the gradient of its result.
 
     Args:
-        checkpointed: a function of pytrees of arrays that returns a pytree. Arrays that it closes over are
+        checkpointed_function: a function of pytrees of arrays that returns a pytree. Arrays that it closes over are
             differentiated too.
 
     Example:
@@ -36,7 +36,7 @@ def held_back(checkpointed: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         """Return the function's results; their gradient recomputes what it needs once it is available."""
-        program, result_shapes = jax.make_jaxpr(checkpointed, return_shape=True)(*args)
+        program, result_shapes = jax.make_jaxpr(checkpointed_function, return_shape=True)(*args)
 
         def run_program(consts: Any, leaves: Any) -> list[Any]:
             """Return the leaves of the results, from the values that the function closes over and its args' leaves."""

@@ -116,7 +116,7 @@ class InlinedProgram(NamedTuple):
         return digest.hexdigest()[:16]
 
     def roots(self) -> dict[int, int]:
-        """Return by the number of each value the number of the value that it is an alias of, or its own number."""
+        """Map the number of each value to that of the value that it is an alias of, or to itself if it is no alias."""
         roots = {number: number for number in range(len(self.avals))}
         for step in self.steps:
             if step.is_alias:

@@ -171,7 +171,7 @@ def test_a_script_sends_its_own_functions_and_a_cache_that_cannot_be_written_is_
 
 def test_a_function_of_the_prompt_has_no_file_to_send(monkeypatch):
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
-    with pytest.raises(UserError, match="put it in a module"):
+    with pytest.raises(UserError, match="define it in a module"):
         compile_report(ProgramRecipe("__main__:mine"), "cpu")
 
 
