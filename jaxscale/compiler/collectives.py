@@ -244,7 +244,7 @@ def _bytes_by_kind(
     """
     arrays, result_type = op.arrays, op.type
     if op.opcode.endswith("-start") and (kind != "all-reduce" or op.type.startswith("((")):
-        # the tuple of a start holds operands, results and irrelevant contexts; that of an all-reduce may not
+        # the type of a start is a tuple: types of operands, types of results, contexts; an all-reduce may have no tuple
         operand_types, result_types = [*split(op.type[1:-1]), ""][:2]
         larger_types = max(operand_types, result_types, key=lambda types: sum(map(array_bytes, ARRAY.findall(types))))
         result_type = result_types if kind == "all-reduce" else larger_types
