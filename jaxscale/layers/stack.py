@@ -168,7 +168,7 @@ class Stack(nnx.Module):
                     states_and_outputs.append(group_results)
         if is_one_by_one and treatment.segment is not None and treatment.sequence is None:
             for start in range(0, self.count, treatment.segment):
-                x, layer_results = blocks.again(calls[start : start + treatment.segment], x)
+                x, layer_results = blocks.rerun_all(calls[start : start + treatment.segment], x)
                 states_and_outputs += [restack(layer_results)]
         elif is_one_by_one:
             x, layer_results = blocks.run(calls, x)

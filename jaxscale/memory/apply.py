@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxscale.blocks import BlockFunction, Call, Treatment, Wrapper, again, as_it_is, keep_nothing, run_again
+from jaxscale.blocks import BlockFunction, Call, Treatment, Wrapper, identity, keep_nothing, rerun_all, run_again
 from jaxscale.memory.chain import Nodes, Save, check_nodes, saves
 from jaxscale.memory.decision import ChainDecision, Decision
 from jaxscale.memory.keep_named import keeping
@@ -48,7 +48,7 @@ def policy_of(plan: MemoryPlan) -> Any:
 def wrapper(plan: MemoryPlan) -> Wrapper:
     """The wrapper of every block, for `blocks.wrapping`, under a plan that is a policy or is `none`."""
     if plan.rule == "none":
-        return as_it_is
+        return identity
     policy = policy_of(plan)
     assert policy is not None, f"{plan} needs a decision, not a policy"
 
@@ -74,7 +74,7 @@ def treatment_for(decision: Decision, *, unroll: int = 1) -> Treatment:
     if stack is None:
         return Treatment(keeping(decision.saves), unroll)
     # number of layers and wrapper of each group
-    groups = tuple((group.layers, as_it_is if group.save is None else keeping([group.save])) for group in stack.groups)
+    groups = tuple((group.layers, identity if group.save is None else keeping([group.save])) for group in stack.groups)
     if len(groups) == 1:
         return Treatment(groups[0][1], unroll, segment=stack.segment)
     return Treatment(unroll=unroll, segment=stack.segment, groups=groups)
@@ -106,7 +106,7 @@ def chain_treatment(nodes: Nodes, options: Sequence[Sequence[Wrapper]] | None = 
 def treatment_of_chain(decision: ChainDecision) -> Treatment:
     """The treatment of blocks under a decision for a chain."""
     options = [
-        [as_it_is if save.keep == (EVERYTHING,) else keeping([save]) for save in ways] for ways in decision.options
+        [identity if save.keep == (EVERYTHING,) else keeping([save]) for save in ways] for ways in decision.options
     ]
     return chain_treatment(decision.nodes, options)
 
@@ -119,14 +119,14 @@ def _run(
     for node in nodes:
         if isinstance(node, Save):
             call = calls[position]
-            wrap_block = as_it_is if options is None else options[node.stage][node.option]
+            wrap_block = identity if options is None else options[node.stage][node.option]
             x, block_result = wrap_block(call.block, False)(*call.before, x, *call.after)
             block_results.append(block_result)
             position += 1
         else:
             stage_count = sum(1 for _ in saves(node.nodes))
             segment_calls = calls[position : position + stage_count]
-            x, segment_results = again(
+            x, segment_results = rerun_all(
                 segment_calls, x, lambda calls, x, nodes=node.nodes: _run(nodes, options, calls, x)
             )
             block_results += segment_results

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.blocks import BlockFunction, Treatment, Wrapper, as_it_is
+from jaxscale.blocks import BlockFunction, Treatment, Wrapper, identity
 from jaxscale.memory.keep_named import Keeping
 from jaxscale.sharding.memory_space import to_device
 from jaxscale.typing import Array
@@ -105,7 +105,7 @@ def streaming(treatment: Treatment) -> Treatment:
             def run(*args: Any) -> Any:
                 return block(*fetched(args))
 
-            if wrapper is as_it_is:
+            if wrapper is identity:
                 return jax.checkpoint(run, policy=keep_all_but_weights, prevent_cse=not rolled)
             return wrapper(run, rolled)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-from jaxscale.compat import one_by_one
+from jaxscale.compat import sequential_on_cpu
 from jaxscale.optim.per_layer import UpdateRule, matrices_by, per_layer
 
 
@@ -64,7 +64,7 @@ def galore(
 
 def _loop_over_matrices(update: Callable[..., Any]) -> Callable[..., Any]:
     """Return an `update` that decomposes stacked matrices one after the other on a CPU; step counts are not stacked."""
-    update_one_by_one = one_by_one(update)
+    update_one_by_one = sequential_on_cpu(update)
 
     def run(gradient: Any, state: Any, params: Any = None) -> Any:
         """Return the new gradient and state: arrays computed one by one, and step counts computed for all at once."""

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale.compat import one_by_one
+from jaxscale.compat import sequential_on_cpu
 from jaxscale.optim.per_layer import UpdateRule, matrices_by, per_layer
 from jaxscale.typing import Array, Params
 
@@ -169,8 +169,8 @@ def _update_array(
     return jnp.where(is_first, jnp.zeros_like(g), adam_step).astype(g.dtype), mu, nu, *statistics, *bases
 
 
-_eigenvectors = one_by_one(lambda matrix: jnp.linalg.eigh(matrix)[1])
-_orthogonal = one_by_one(lambda matrix: jnp.linalg.qr(matrix)[0])
+_eigenvectors = sequential_on_cpu(lambda matrix: jnp.linalg.eigh(matrix)[1])
+_orthogonal = sequential_on_cpu(lambda matrix: jnp.linalg.qr(matrix)[0])
 
 
 def _sort_along(x: Array, keys: Array, dim: int) -> Array:

@@ -19,7 +19,7 @@ from jaxscale.planning.program import traced_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs.dims import Dims
 from jaxscale.programs.flat import FlatProgram, carries
-from jaxscale.programs.kinds import both_passes, loss_range
+from jaxscale.programs.kinds import has_both_passes, loss_range
 from jaxscale.programs.placements import in_host_memory
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
@@ -57,10 +57,10 @@ def pieces_of(program: FlatProgram, path: tuple[int, ...] = ()) -> tuple[Piece, 
         path: indices of the loops around the program, the outermost first.
     """
     operations = program.operations
-    microbatch_loops = [(i, o.loop) for i, o in enumerate(operations) if o.loop is not None and both_passes(o.loop)]
+    microbatch_loops = [(i, o.loop) for i, o in enumerate(operations) if o.loop is not None and has_both_passes(o.loop)]
     if microbatch_loops and not any(operation.params.get("reverse") for operation in operations):
         return tuple(piece for index, loop_body in microbatch_loops for piece in pieces_of(loop_body, (*path, index)))
-    if not both_passes(program):
+    if not has_both_passes(program):
         return ()
     # the last loop of the forward pass, and the first of the backward pass
     forward_end, backward_start = loss_range(operations)

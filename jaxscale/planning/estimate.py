@@ -22,7 +22,7 @@ from jaxscale.planning.program import TracedStep, described_step, traced_step
 from jaxscale.planning.timeline import Item, Timeline, bytes_by_kind, timeline
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs.flat import FlatProgram
-from jaxscale.programs.kinds import both_passes
+from jaxscale.programs.kinds import has_both_passes
 from jaxscale.programs.placements import Placements
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.kernels import Taken
@@ -207,7 +207,7 @@ def _kept_on_host_bytes(program: FlatProgram, placements: Placements) -> int:
             for value in operation.outputs
             if value not in program.outputs
         )
-        if both_passes(operation.loop):
+        if has_both_passes(operation.loop):
             host_bytes += _kept_on_host_bytes(operation.loop, placements.loops[index])
     return host_bytes
 

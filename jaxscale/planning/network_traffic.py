@@ -18,7 +18,7 @@ from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.state.layout import REPLICA_AXIS
 from jaxscale.step.exchange import leaves_of_gradients
 from jaxscale.step.train_step import TrainStep
-from jaxscale.tpu_slices import across
+from jaxscale.tpu_slices import slices_per_axis
 from jaxscale.values.units import size
 
 
@@ -86,7 +86,7 @@ def slow_link(platform: Platform, mesh: MeshSpec) -> tuple[str, float]:
         ('nvlink', 450000000000.0)
     """
     group_count = platform.slices if platform.chip.kind == "tpu" else platform.hosts or 1
-    groups_by_axis = across(tuple(mesh.sizes.values()), group_count)
+    groups_by_axis = slices_per_axis(tuple(mesh.sizes.values()), group_count)
     is_within_group = groups_by_axis is not None and groups_by_axis[list(mesh.sizes).index(REPLICA_AXIS)] == 1
     link_names = ("ici", "nvlink", "pcie") if is_within_group else ("dcn",)
     link = next((link for link in platform.links if link.name in link_names), None)

@@ -89,7 +89,7 @@ def curve(points: Sequence[Point], limit: int | None = None) -> str:
     edge_cost = _top_cost(points)
     frame = Frame((0, 1.12 * _axis_bytes(max(point.bytes for point in points), limit)), (1, 1 + 1.15 * (edge_cost - 1)))
     parts = [_plan_axes(frame, "{:.2f}x".format), frame.title("bytes per device")]
-    if limit is not None and limit <= frame.across[1]:
+    if limit is not None and limit <= frame.x_range[1]:
         parts.append(frame.rule(limit, "limit"))
         parts.append(svg_text(frame.x_of(limit) - 5, frame.top + 12, f"limit {size(limit)}", "end"))
     labels: list[tuple[float, float, float]] = []  # x, y and half the width of each label that is drawn
@@ -143,7 +143,7 @@ def lines(curves: Mapping[str, Sequence[Point]], across_name: str) -> str:
 
 def _plan_axes(frame: Frame, cost_text: Callable[[float], str]) -> Markup:
     """The axes of a picture with costs upwards and bytes across."""
-    return joined([frame.grid(ticks(*frame.upward, 5), cost_text), frame.labels(byte_ticks(frame.across[1]), size)])
+    return joined([frame.grid(ticks(*frame.y_range, 5), cost_text), frame.labels(byte_ticks(frame.x_range[1]), size)])
 
 
 def _axis_bytes(most_bytes: float, limit: int | None) -> float:
@@ -163,7 +163,9 @@ def table(items: Sequence[Item], rows: int = 60) -> Markup:
     cells = [(size(item.bytes), item.kind, item.name) for item in items[:rows]]
     remainder = items[rows:]
     sum_row = (size(sum(item.bytes for item in remainder)), "", f"{len(remainder)} smaller ones")
-    return markup.table(cells, ("bytes", "for", "what"), numeric=(0,), names=2, rest=[sum_row] if remainder else [])
+    return markup.table(
+        cells, ("bytes", "for", "what"), numeric=(0,), name_column=2, extra_rows=[sum_row] if remainder else []
+    )
 
 
 def page(title: str, headed_parts: Sequence[tuple[str, str]]) -> str:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxscale.compat import all_gather_alike
+from jaxscale.compat import all_gather_invarying
 from jaxscale.replicas import wire
 from jaxscale.replicas.codec import Codec, CodecState, compute_once, message_bytes
 from jaxscale.typing import Array, Float, Key
@@ -51,7 +51,7 @@ class OnePhase(Codec):
         The decoded messages are added one after another. In a single scatter, the order of additions would differ
         between GPUs, and replicas would diverge.
         """
-        messages = jax.tree.map(lambda array: all_gather_alike(array[None], axis), message)
+        messages = jax.tree.map(lambda array: all_gather_invarying(array[None], axis), message)
         first_message = jax.tree.map(lambda array: array[0], messages)
         other_messages = jax.tree.map(lambda array: array[1:], messages)
 

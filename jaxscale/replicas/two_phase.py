@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxscale.compat import all_gather_alike
+from jaxscale.compat import all_gather_invarying
 from jaxscale.replicas import wire
 from jaxscale.replicas.codec import Codec, CodecState, compute_once, message_bytes
 from jaxscale.typing import Array, Key
@@ -75,7 +75,7 @@ class TwoPhase(Codec):
         if n * length != elements:
             chunk_mean = jnp.where(jnp.arange(length) < own_filled_count, chunk_mean, 0.0)
         mean_message = compute_once(self.encode(chunk_mean[None], own_filled_count[None], mean_key))
-        mean_messages = jax.tree.map(lambda array: all_gather_alike(array, axis), mean_message)
+        mean_messages = jax.tree.map(lambda array: all_gather_invarying(array, axis), mean_message)
         leaf_mean = _unpad(self.decode(mean_messages, length), gradient.shape)
         if not self.feedback:
             return leaf_mean, {}

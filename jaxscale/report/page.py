@@ -276,7 +276,7 @@ def _event_sheet(run: RunRecord) -> Markup | None:
         count_tag = (" ", element("span", len(steps), class_="faint")) if len(steps) > 1 else None
         lanes.append((element("span", name, count_tag), element("div", dots)))
     lines = _grouped_events(rows)
-    grid = table(lines[-_MOST_EVENTS:], ("Step", "Event", ""), numeric=(0,), names=1, class_="facts")
+    grid = table(lines[-_MOST_EVENTS:], ("Step", "Event", ""), numeric=(0,), name_column=1, class_="facts")
     extent_text = f"The last {_MOST_EVENTS} of {len(lines)}" if len(lines) > _MOST_EVENTS else f"All {len(lines)}"
     summary = element("summary", f"{extent_text}, in order")
     details = element("details", summary, element("div", grid, class_="scroll"), open="" if len(lines) < 13 else None)

@@ -146,7 +146,7 @@ def parameter_table(parameters: Sequence[Any], sizes: dict[str, int], most: int 
         [("", f"{count(len(remainder))} smaller ones", "", "", "", *_byte_texts(remainder))] if remainder else []
     )
     headings = ("", "Parameter", "Shape", "Lies on", "Type", "Whole", "Per device")
-    grid = table(rows, headings, numeric=(5, 6), names=1, rest=remainder_rows, class_="parameters")
+    grid = table(rows, headings, numeric=(5, 6), name_column=1, extra_rows=remainder_rows, class_="parameters")
     return element("div", grid, class_="scroll")
 
 
@@ -203,4 +203,4 @@ def memory_bar(bytes_by_kind: dict[str, float], capacity: float | None = None) -
         rows.append((element("span", _swatch(color), kind.capitalize(), class_="key"), size(amount), share))
     total_rows = [("Together", size(total), "")] + ([("Device", size(capacity), "")] if capacity else [])
     bar = element("div", segments, class_="bar", role="img", aria_label="memory per device")
-    return joined([bar, table(rows, numeric=(1, 2), rest=total_rows)])
+    return joined([bar, table(rows, numeric=(1, 2), extra_rows=total_rows)])

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from jaxscale.checkpoint.restore import write_tokenizer
 from jaxscale.checkpoint.store import Checkpoints, save_memory_warning
-from jaxscale.compiler.kept_programs import left_out
+from jaxscale.compiler.kept_programs import count_excluded
 from jaxscale.errors import Preempted, UserError
 from jaxscale.planning.automatic_choices import resolve_choices
 from jaxscale.recipe.experiment import Experiment
@@ -324,7 +324,7 @@ class _Training:
         """Compile the step; show and log its memory, FLOP and kernels."""
         for line in self.step.describe():
             self.journal.say(line)
-        excluded_count = left_out()  # number of programs so far that the compile cache does not keep
+        excluded_count = count_excluded()  # number of programs so far that the compile cache does not keep
         facts = self.step.compile(batch)
         self.log_event("compile", **dataclasses.asdict(facts))
         for line in lines_of(self.step.kernels):
@@ -351,7 +351,7 @@ class _Training:
         if (warning := save_memory_warning(sum(device_bytes.values()), copy_bytes, device)) is not None:
             self.journal.say(warning)
         self.journal.say(f"{self.step.parameters:,} parameters, compiled in {facts.seconds:.1f} s")
-        if left_out() > excluded_count:
+        if count_excluded() > excluded_count:
             self.journal.say(
                 f"the step is compiled at every start ({facts.seconds:.1f} s) and not kept in the compile cache: on "
                 "several CPU devices, a program with collectives in a loop may hang after it is loaded from the cache"

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxscale.compiler.hlo_program import HloProgram, called
+from jaxscale.compiler.hlo_program import HloProgram, callees
 from jaxscale.errors import UserError
 from jaxscale.pipeline.clock.measured import MeasuredSpans, measured
 from jaxscale.pipeline.clock.simulate import Simulation, Span
@@ -45,7 +45,7 @@ def actions_of(program_text: str) -> dict[str, list[str]]:
         for computation in hlo.computations.values()
         for op in computation.instructions.values()
         if op.opcode == "conditional"
-        for branch_name in called(op.attributes)
+        for branch_name in callees(op.attributes)
     }
     for branch_name in sorted(branch_names):
         instructions = [op for op in hlo.computations[branch_name].instructions.values() if op.opcode not in _TRIVIAL]

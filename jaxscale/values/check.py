@@ -15,7 +15,7 @@ def check_types(value: Any) -> None:
     bool. A field whose annotation cannot be checked accepts any value.
 
     Raises:
-        UserError: the message has the field, its value and the expected type.
+        UserError: a field does not hold its declared type; the message has the field, its value and the type.
 
     Example:
         >>> import dataclasses
@@ -38,7 +38,7 @@ def check_types(value: Any) -> None:
 def check(value: Any, hint: Any, path: str) -> None:
     """Check the value at a dotted path, and the values inside it, against a declared type."""
     if len(members(hint)) > 1:
-        # skip members that clearly do not match, without building an error
+        # alternatives that clearly do not match are skipped, because building an error takes long
         for member in members(hint):
             if isinstance(member, type) and not isinstance(value, (member, int) if member is float else member):
                 continue

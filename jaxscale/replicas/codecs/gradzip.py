@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxscale.compat import one_by_one
+from jaxscale.compat import sequential_on_cpu
 from jaxscale.errors import UserError
 from jaxscale.replicas.low_rank import LowRank, multiply
 from jaxscale.typing import Array, Float
@@ -65,7 +65,7 @@ class GradZip(LowRank):
         return solution / jnp.maximum(mean_squared_norm, 2.0**-100)
 
 
-@one_by_one
+@sequential_on_cpu
 def _solve(matrix: Array, right_side: Array) -> Array:
     """Return the solution X of `matrix @ X = right_side`, for a symmetric positive definite matrix."""
     lower_factor = jnp.linalg.cholesky(matrix, symmetrize_input=False)
