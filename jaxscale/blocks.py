@@ -130,7 +130,7 @@ def one_after_another(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
     return x, results
 
 
-def again(calls: Sequence[Call], x: Any, runner: Runner = one_after_another) -> tuple[Any, list[Any]]:
+def run_recomputed(calls: Sequence[Call], x: Any, runner: Runner = one_after_another) -> tuple[Any, list[Any]]:
     """Run blocks in sequence and keep only the first one's input: the backward pass runs them again.
 
     Args:

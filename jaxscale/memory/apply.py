@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxscale.blocks import BlockFunction, Call, Treatment, Wrapper, again, as_it_is, keep_nothing, run_again
+from jaxscale.blocks import BlockFunction, Call, Treatment, Wrapper, as_it_is, keep_nothing, run_again, run_recomputed
 from jaxscale.memory.chain import Nodes, Save, check_nodes, saves
 from jaxscale.memory.decision import ChainDecision, Decision
 from jaxscale.memory.keep_named import keeping
@@ -123,7 +123,7 @@ def _run(
         else:
             count = sum(1 for _ in saves(node.nodes))
             segment_calls = calls[position : position + count]
-            x, segment_results = again(
+            x, segment_results = run_recomputed(
                 segment_calls, x, lambda calls, x, nodes=node.nodes: _run(nodes, options, calls, x)
             )
             results += segment_results
