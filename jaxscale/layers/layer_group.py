@@ -92,9 +92,8 @@ class LayerGroup:
         def step(x: Any, inputs: PyTree) -> tuple[Any, PyTree]:
             """Run one cycle of layers; returns the next `x` and the layers' results."""
             layer_results = []
-            for block, layer_inputs in zip(
-                wrapped_blocks, [inputs] if period == 1 else unstack(inputs, period), strict=True
-            ):
+            inputs_of_layers = [inputs] if period == 1 else unstack(inputs, period)
+            for block, layer_inputs in zip(wrapped_blocks, inputs_of_layers, strict=True):
                 x, layer_result = block(*layer_inputs[:2], x, *layer_inputs[2:])
                 layer_results.append(layer_result)
             return x, layer_results[0] if period == 1 else restack(layer_results)
