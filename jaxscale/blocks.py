@@ -133,7 +133,7 @@ def one_after_another(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
     return x, results
 
 
-def rerun_all(calls: Sequence[Call], x: Any, runner: Runner = one_after_another) -> tuple[Any, list[Any]]:
+def run_recomputed(calls: Sequence[Call], x: Any, runner: Runner = one_after_another) -> tuple[Any, list[Any]]:
     """Run blocks in sequence, and keep only the first block's input, so that the backward pass runs them again.
 
     Args:

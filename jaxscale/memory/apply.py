@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxscale.blocks import BlockFunction, Call, Treatment, Wrapper, identity, keep_nothing, rerun_all, run_again
+from jaxscale.blocks import BlockFunction, Call, Treatment, Wrapper, identity, keep_nothing, run_recomputed, run_again
 from jaxscale.memory.chain import Nodes, Save, check_nodes, saves
 from jaxscale.memory.decision import ChainDecision, Decision
 from jaxscale.memory.keep_named import keeping
@@ -126,7 +126,7 @@ def _run(
         else:
             stage_count = sum(1 for _ in saves(node.nodes))
             segment_calls = calls[position : position + stage_count]
-            x, segment_results = rerun_all(
+            x, segment_results = run_recomputed(
                 segment_calls, x, lambda calls, x, nodes=node.nodes: _run(nodes, options, calls, x)
             )
             block_results += segment_results

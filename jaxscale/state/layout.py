@@ -17,7 +17,7 @@ from jaxscale.blocks import Model
 from jaxscale.errors import UserError
 from jaxscale.lowbit.products import RECIPES
 from jaxscale.lowbit.quantize import is_quantized
-from jaxscale.offload.weights import of_a_block
+from jaxscale.offload.weights import belongs_to_block
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.memory_space import HOST_KIND
 from jaxscale.sharding.partition import axes_of
@@ -213,7 +213,7 @@ class Layout:
         all_whole = jax.tree.map(lambda _: whole_sharding, abstract)
         shardings = dataclasses.replace(all_whole, params=masters, optimizer=optimizer_shardings)
         state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
-        gradients = sharding_tree("gradient", lambda name: plan.offload.gradients == "host" and of_a_block(name))
+        gradients = sharding_tree("gradient", lambda name: plan.offload.gradients == "host" and belongs_to_block(name))
         return cls(plan, mesh, rules, placements, masters, gradients, sharding_tree("compute"), shardings, state)
 
     def with_extra(self, name: str, abstract: Shapes) -> "Layout":
