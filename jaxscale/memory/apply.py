@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxscale.blocks import BlockFunction, Call, Treatment, Wrapper, identity, keep_nothing, run_recomputed, run_again
+from jaxscale.blocks import BlockFunction, Call, Treatment, Wrapper, identity, keep_nothing, run_again, run_recomputed
 from jaxscale.memory.chain import Nodes, Save, check_nodes, saves
 from jaxscale.memory.decision import ChainDecision, Decision
 from jaxscale.memory.keep_named import keeping
