@@ -42,6 +42,9 @@ SPELLED = {
     "what would help most (of fit and train alike)": "changes that save the most (flags of fit and train)",
     "the one that needs least needs": "the smallest needs",
     "what would lower it": "ways to lower it",
+    "stages fits; the smallest needs": "stages fits. The smallest needs",
+    "no candidate fits; the nearest is": "no candidate fits. The nearest is",
+    "); ways to lower it": "). Ways to lower it",
 }
 """Words of decisions that earlier versions spell otherwise."""
 FLAGS = (

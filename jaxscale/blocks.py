@@ -1,7 +1,7 @@
 """The interface between a model's blocks and the plans that treat them.
 
-A model is *embed, a sequence of blocks, head*. `layers.Stack` and `layers.Chain` call each block through `wrap`, and
-the train step decides, with a `Treatment`, which values of each block are kept, offloaded or recomputed, and in which
+A model is *embed, a sequence of blocks, head*. `layers.Stack` and `layers.Chain` call each block through `wrap`. The
+train step decides, with a `Treatment`, which values of each block are kept, offloaded or recomputed, and in which
 groups and segments. The model file never names a technique. A scan over layers is *rolled* if each iteration runs one
 layer.
 """
@@ -47,18 +47,21 @@ class Context:
     loss: str = dataclasses.field(default="auto", metadata={"static": True})
 
     def at_layer(self, layer: int | Int[Array, ""]) -> "Context":
-        """The context inside layer number `layer`, which may be traced (the index of a scan)."""
+        """Return the context inside layer number `layer`, which may be traced (the index of a scan)."""
         if self.key is None:
             return self
         return dataclasses.replace(self, key=jax.random.fold_in(self.key, layer))
 
-    def keys(self, site: str, rows: int) -> Key:
-        """One key for each of `rows` rows, for the random choice `site`; set by seed, step, layer, site and example."""
+    def keys(self, site: str, row_count: int) -> Key:
+        """Return a PRNG key for each of `row_count` rows, for the random choice named `site`.
+
+        A row's key depends on the seed, the step, the layer, the site and the row's index in the global batch.
+        """
         if self.key is None:
-            raise ValueError("a deterministic context has no keys: give Context(key=...)")
-        examples = jnp.arange(rows) if self.examples is None else self.examples
-        key = jax.random.fold_in(self.key, zlib.crc32(site.encode()) & 0x7FFFFFFF)
-        return jax.vmap(lambda example: jax.random.fold_in(key, example))(examples)
+            raise ValueError("this context is deterministic, for it has no PRNG key; pass Context(key=...)")
+        examples = jnp.arange(row_count) if self.examples is None else self.examples
+        site_key = jax.random.fold_in(self.key, zlib.crc32(site.encode()) & 0x7FFFFFFF)
+        return jax.vmap(lambda example: jax.random.fold_in(site_key, example))(examples)
 
 
 class Loss(NamedTuple):
@@ -66,7 +69,7 @@ class Loss(NamedTuple):
 
     Args:
         total: sum over targets of weight * nats, float32. The reported loss is `total / weight`.
-        weight: sum of the weights of the targets, float32: their number where every weight is 0 or 1.
+        weight: sum of the weights of the targets, float32; the number of targets if every weight is 0 or 1.
         penalty: sum of the terms that are trained on but not reported (z-loss, auxiliary losses), in nats.
     """
 
@@ -80,15 +83,15 @@ class Model(Protocol):
     """A model as a value: a frozen dataclass that builds the module and scores a batch with it."""
 
     def build(self, rngs: Any, *, vocab_multiple: int = 1) -> Any:
-        """The NNX module. The vocabulary dim of its parameters is padded to a multiple of `vocab_multiple`."""
+        """Build the NNX module, with the vocabulary dim of its parameters padded to a multiple of `vocab_multiple`."""
         ...
 
     def loss(self, module: Any, batch: Any, context: Context) -> Loss:
-        """Sums of the loss of a batch."""
+        """Return the loss of a batch, as sums over its targets."""
         ...
 
     def logical_sizes(self) -> dict[str, int]:
-        """Size of each logical axis that a mesh axis must divide ("heads", "kv_heads", "mlp", ...); {} if unknown."""
+        """Return the size of each logical axis ("heads", "mlp", ...) that a mesh axis must divide; {} if unknown."""
         ...
 
 
@@ -116,7 +119,7 @@ Runner = Callable[[Sequence[Call], Any], tuple[Any, list[Any]]]
 
 
 def one_after_another(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
-    """Run blocks in sequence, each once: returns the last `x` and the result of each block.
+    """Run blocks in sequence, each once; return the last `x` and a list of the result of each block.
 
     Example:
         >>> double = Call(lambda weight, x: (weight * x, "left"), (2,))
@@ -130,37 +133,40 @@ def one_after_another(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
     return x, results
 
 
-def again(calls: Sequence[Call], x: Any, runner: Runner = one_after_another) -> tuple[Any, list[Any]]:
-    """Run blocks in sequence and keep only the first one's input: the backward pass runs them again.
+def run_recomputed(calls: Sequence[Call], x: Any, runner: Runner = one_after_another) -> tuple[Any, list[Any]]:
+    """Run blocks in sequence, and keep only the first block's input, so that the backward pass runs them again.
 
     Args:
         calls: the blocks.
         x: input of the first block.
         runner: runs the blocks, in the forward and in the backward pass.
+
+    Returns:
+        The output of the last block, and a list of the result of each block.
     """
 
-    def run_calls(arguments: list[tuple[Any, Any]], x: Any) -> tuple[Any, list[Any]]:
-        return runner(
-            [Call(call.block, *before_and_after) for call, before_and_after in zip(calls, arguments, strict=True)], x
-        )
+    def run_calls(block_arguments: list[tuple[Any, Any]], x: Any) -> tuple[Any, list[Any]]:
+        """Run the blocks on `x`, each with its pair (arguments before `x`, arguments after `x`)."""
+        calls_and_arguments = zip(calls, block_arguments, strict=True)
+        return runner([Call(call.block, before, after) for call, (before, after) in calls_and_arguments], x)
 
     return run_again(run_calls, rolled=False)([(call.before, call.after) for call in calls], x)
 
 
-def as_it_is(block: BlockFunction, rolled: bool) -> BlockFunction:
-    """The wrapper that returns the block unchanged."""
+def identity(block: BlockFunction, rolled: bool) -> BlockFunction:
+    """Return the block unchanged; the default wrapper."""
     return block
 
 
 def keep_nothing(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Policy of `jax.checkpoint` that keeps nothing; it distinguishes our checkpoints from the user's."""
+    """Keep no value: a policy of `jax.checkpoint` by which our checkpoints are distinguished from the user's."""
     return False
 
 
 def run_again(function: Callable[..., Any], *, rolled: bool, policy: Any = keep_nothing) -> Callable[..., Any]:
     """Wrap a part of a model so that it keeps only its inputs and runs again in the backward pass.
 
-    Inside a rolled scan XLA cannot undo the recomputation, and the barriers of `prevent_cse` only cost time; elsewhere
+    Inside a rolled scan XLA cannot undo the recomputation, and the barriers of `prevent_cse` only cost time. Elsewhere
     XLA undoes it without the barriers, and on some backends even with them (`held_back.py`).
 
     Args:
@@ -168,10 +174,10 @@ def run_again(function: Callable[..., Any], *, rolled: bool, policy: Any = keep_
         rolled: whether the part is the body of a rolled `lax.scan`.
         policy: policy of `jax.checkpoint`; selects the values kept besides the inputs.
     """
-    checkpointed = jax.checkpoint(function, policy=policy, prevent_cse=not rolled)
+    checkpointed_function = jax.checkpoint(function, policy=policy, prevent_cse=not rolled)
     # in a pipeline, the two passes of a stage are in different ticks (steps of the schedule)
-    waits = _treatment.get().held and not rolled and cut() is None
-    return held_back(checkpointed) if waits else checkpointed
+    is_held_back = _treatment.get().held and not rolled and cut() is None
+    return held_back(checkpointed_function) if is_held_back else checkpointed_function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +201,7 @@ class Treatment:
         True
     """
 
-    wrapper: Wrapper = as_it_is
+    wrapper: Wrapper = identity
     unroll: int = 1
     segment: int | None = None
     groups: tuple[tuple[int, Wrapper], ...] = ()
@@ -206,28 +212,28 @@ class Treatment:
     def __post_init__(self) -> None:
         if self.segment is not None and self.segment < 1:
             raise UserError(f"segment: got {self.segment}, expected a whole number of layers >= 1")
-        if any(layers < 1 for layers, _ in self.groups):
-            counts_text = ", ".join(str(layers) for layers, _ in self.groups)
+        if any(layer_count < 1 for layer_count, _ in self.groups):
+            counts_text = ", ".join(str(layer_count) for layer_count, _ in self.groups)
             raise UserError(f"groups: got {counts_text} layers, expected at least one layer in each group")
 
     def with_wrappers(self, change: Callable[[Wrapper], Wrapper]) -> "Treatment":
-        """This treatment with every wrapper changed."""
-        groups = tuple((layers, change(wrapper)) for layers, wrapper in self.groups)
+        """Return this treatment with each wrapper replaced by `change(wrapper)`."""
+        groups = tuple((layer_count, change(wrapper)) for layer_count, wrapper in self.groups)
         return dataclasses.replace(self, wrapper=change(self.wrapper), groups=groups)
 
     def runs(self, layers: int) -> list[tuple[int, int, Wrapper]]:
-        """Start, stop and wrapper of each group of a stack with this number of layers.
+        """Return the start, the stop and the wrapper of each group of a stack with this number of layers.
 
         Raises:
             UserError: the groups are for a stack of another depth.
         """
         if not self.groups:
             return [(0, layers, self.wrapper)]
-        ends = list(itertools.accumulate(count for count, _ in self.groups))
-        if ends[-1] != layers:
-            counts = " + ".join(str(count) for count, _ in self.groups)
-            raise UserError(f"the plan has {counts} layers, but the stack has {layers}: make the plan again")
-        return [(end - count, end, wrapper) for end, (count, wrapper) in zip(ends, self.groups, strict=True)]
+        stops = list(itertools.accumulate(layer_count for layer_count, _ in self.groups))
+        if stops[-1] != layers:
+            counts_text = " + ".join(str(layer_count) for layer_count, _ in self.groups)
+            raise UserError(f"the plan has {counts_text} layers, but the stack has {layers}: make the plan again")
+        return [(stop - size, stop, wrapper) for stop, (size, wrapper) in zip(stops, self.groups, strict=True)]
 
 
 _PLAIN = Treatment()
@@ -235,12 +241,12 @@ _treatment: contextvars.ContextVar[Treatment] = contextvars.ContextVar("blocks",
 
 
 def treating(treatment: Treatment) -> contextlib.AbstractContextManager[None]:
-    """While tracing inside, blocks get this treatment."""
+    """Return a context inside which traced blocks get this treatment."""
     return scoped(_treatment, treatment)
 
 
 def wrapping(wrapper: Wrapper, *, unroll: int = 1) -> contextlib.AbstractContextManager[None]:
-    """While tracing inside, every block `f` runs as `wrapper(f, rolled)` and scans run `unroll` layers per iteration.
+    """Return a context for tracing, in which each block `f` is `wrapper(f, rolled)` and a scan unrolls `unroll` layers.
 
     `rolled`: the block is the body of a rolled `lax.scan`, where `jax.checkpoint` needs no `prevent_cse`.
     """
@@ -248,18 +254,18 @@ def wrapping(wrapper: Wrapper, *, unroll: int = 1) -> contextlib.AbstractContext
 
 
 def treatment() -> Treatment:
-    """The treatment of blocks under the current plan."""
+    """Return the treatment of blocks under the current plan."""
     return _treatment.get()
 
 
 def wrap(block: BlockFunction, *, rolled: bool) -> BlockFunction:
-    """The block, wrapped by the current plan. `layers.Stack` and `layers.Chain` call this; models need not."""
-    current = _treatment.get()
-    return current.wrapper(block, rolled and current.unroll == 1)
+    """Wrap a block by the current plan. `layers.Stack` and `layers.Chain` call this function; models need not."""
+    current_treatment = _treatment.get()
+    return current_treatment.wrapper(block, rolled and current_treatment.unroll == 1)
 
 
 def run(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
-    """Run unlike blocks in sequence under the current plan; returns the last `x` and each block's result."""
+    """Run different blocks in sequence under the current plan; return the last `x` and each block's result."""
     return (_treatment.get().sequence or one_after_another)(calls, x)
 
 
@@ -267,10 +273,10 @@ _grouping: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("gro
 
 
 def grouping(layers: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
-    """While a model is built inside, a stack of `sum(layers)` blocks keeps its parameters as a stack for each group.
+    """Return a context for building a model, in which a stack of `sum(layers)` blocks is one stack per group.
 
-    Layers with different treatments need separate stacks: to slice a stack inside the step takes a copy of it. The
-    values of the parameters, and the layout of a train state in a checkpoint, are those of one stack.
+    Layers with different treatments need separate stacks of parameters, because slicing a stack inside the step would
+    copy it. The values of the parameters, and a checkpoint's layout of the train state, are those of one stack.
 
     Args:
         layers: number of layers in each group; `()` builds one stack.
@@ -279,9 +285,12 @@ def grouping(layers: tuple[int, ...]) -> contextlib.AbstractContextManager[None]
 
 
 def groups_of(layers: int) -> tuple[int, ...]:
-    """Layers in each group of a stack built now with `layers` blocks: `(layers,)` if no grouping adds up to it."""
+    """Return the number of layers in each group of a stack of `layers` blocks that is built now.
+
+    The result is `(layers,)` if the current grouping is for another number of layers, or if there is none.
+    """
     groups = _grouping.get()
-    return groups if sum(groups) == layers and all(count > 0 for count in groups) else (layers,)
+    return groups if sum(groups) == layers and all(layer_count > 0 for layer_count in groups) else (layers,)
 
 
 Between = Callable[[Callable[..., Any], Any], Any]
@@ -300,11 +309,11 @@ class Cut:
         numbers: layer number of each row of the stack's parameters; -1 for a padding row.
         starts: the first layer of every stage.
         padded: whether some stage has padding rows.
-        between: called in place of the stage's blocks, with a function that runs them and the first block's input.
+        between: called instead of the stage's blocks, with a function that runs them, and with the first block's input.
         gather: gathers a block's parameters from the shards on the devices, right before the block runs.
     """
 
-    numbers: Int[Array, "K"]
+    numbers: Int[Array, "L"]
     starts: tuple[int, ...]
     padded: bool
     between: Between
@@ -315,15 +324,18 @@ _cut: contextvars.ContextVar[Cut | None] = contextvars.ContextVar("cut", default
 
 
 def cutting(cut: Cut) -> contextlib.AbstractContextManager[None]:
-    """While tracing inside, the model's stack is the pipeline stage that `cut` describes."""
+    """Return a context inside which the traced model's stack is the pipeline stage that `cut` describes."""
     return scoped(_cut, cut)
 
 
 def cut() -> Cut | None:
-    """The pipeline stage that the model's stack is now; `None` if the stack is whole."""
+    """Return the pipeline stage that the model's stack is now; `None` if the stack is whole."""
     return _cut.get()
 
 
 def dropout_mask(context: Context, site: str, shape: tuple[int, ...], keep: float) -> Shaped[Array, "..."]:
-    """Boolean mask of `shape`, whose first dim is the batch; row i depends on seed, step, layer, site, example."""
-    return jax.vmap(lambda key: jax.random.bernoulli(key, keep, shape[1:]))(context.keys(site, shape[0]))
+    """Return a boolean mask, whose elements are True with probability `keep`, for the random choice named `site`.
+
+    The first dim of `shape` is the batch. A row depends on the seed, the step, the layer, the site and the example.
+    """
+    return jax.vmap(lambda row_key: jax.random.bernoulli(row_key, keep, shape[1:]))(context.keys(site, shape[0]))

@@ -14,7 +14,7 @@ from jax.extend import core as jex
 
 
 def compute_on_host(function: Callable[..., Any], spaces: Any) -> Callable[..., Any]:
-    """`function`, run on the CPU of the device's host when called under `jit`.
+    """Return `function` in a form that runs on the CPU of the device's host when it is called under `jit`.
 
     Args:
         function: a function of arrays in host memory.
@@ -49,7 +49,7 @@ def rebind(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def rebind_checkpoint(eqn: Any, function: Callable[..., Any], values: Sequence[Any]) -> Any:
-    """Run a function under the settings of a differentiated `jax.checkpoint`, in place of its program.
+    """Run a function under the settings of a differentiated `jax.checkpoint`, instead of the checkpoint's own program.
 
     Args:
         eqn: equation of the checkpoint.
@@ -60,14 +60,14 @@ def rebind_checkpoint(eqn: Any, function: Callable[..., Any], values: Sequence[A
         The function's tree of results.
     """
     closed_jaxpr, result_shapes = jax.make_jaxpr(function, return_shape=True)(*values)
-    jaxpr: Any = partial_eval.convert_constvars_jaxpr(closed_jaxpr.jaxpr)
-    jaxpr = jex.ClosedJaxpr(jaxpr, ()) if hasattr(eqn.params["jaxpr"], "jaxpr") else jaxpr
+    open_jaxpr: Any = partial_eval.convert_constvars_jaxpr(closed_jaxpr.jaxpr)
+    jaxpr = jex.ClosedJaxpr(open_jaxpr, ()) if hasattr(eqn.params["jaxpr"], "jaxpr") else open_jaxpr
     outputs = rebind(eqn.replace(params={**eqn.params, "jaxpr": jaxpr}), [*closed_jaxpr.consts, *values])
     return jax.tree.unflatten(jax.tree.structure(result_shapes), outputs)
 
 
 def source_line(eqn: Any) -> str:
-    """The user's source line of an equation: "file.py:12 (function)"; empty if unknown.
+    """Return the user's source line of an equation, such as "file.py:12 (function)"; "" if it is unknown.
 
     Args:
         eqn: equation of a jaxpr.
@@ -79,7 +79,7 @@ def source_line(eqn: Any) -> str:
 
 
 def scan_counts(params: Any) -> tuple[int, int]:
-    """The number of a scan's constant inputs and of its initial carries; the scanned inputs follow them.
+    """Return the number of a scan's constant inputs, then of its initial carries; the scanned inputs follow them.
 
     Args:
         params: parameters of the scan's equation: before JAX 0.12 with `num_consts` and `num_carry`, from 0.12 on with
@@ -92,32 +92,32 @@ def scan_counts(params: Any) -> tuple[int, int]:
 
 
 def varying_axes(value: Any) -> frozenset[str]:
-    """The manual mesh axes (`jax.shard_map`) over which a value may differ between devices.
+    """Return the manual mesh axes (`jax.shard_map`) over which a value may differ between devices.
 
     Args:
-        value: an array, a tracer, or the type of one (`jax.typeof`); JAX up to 0.10 calls the axes `vma`.
+        value: an array, a tracer, or the type of either (`jax.typeof`). JAX up to 0.10 calls the axes `vma`.
     """
     value_type: Any = value if isinstance(value, core.AbstractValue) else jax.typeof(value)
-    manual_axes = getattr(value_type, "manual_axis_type", None)
-    return frozenset(value_type.vma if manual_axes is None else manual_axes.varying)
+    axis_type = getattr(value_type, "manual_axis_type", None)
+    return frozenset(value_type.vma if axis_type is None else axis_type.varying)
 
 
-def all_gather_alike(value: Any, axis: str) -> Any:
-    """The values of all devices of an axis, concatenated along the first dim, with a type that does not vary over it.
+def all_gather_invarying(value: Any, axis: str) -> Any:
+    """Gather the values of all devices of an axis along the first dim; the result's type does not vary over the axis.
 
     Args:
         value: the value of one device.
-        axis: a manual mesh axis, or an axis of `jax.vmap`. Over the latter no value varies by its type, and JAX up to
-            0.10 fails on an invarying gather.
+        axis: a manual mesh axis, or an axis of `jax.vmap`. No type varies over an axis of `jax.vmap`, for which JAX up
+            to 0.10 fails on an invarying gather.
     """
     return jax.lax.all_gather(value, axis, tiled=True, to="invarying" if axis in varying_axes(value) else "varying")
 
 
-def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of matrices that, mapped over a batch on a CPU, runs on one matrix after the other.
+def sequential_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of matrices that `jax.vmap` on a CPU runs on one matrix after the other.
 
-    LAPACK's kernels of jaxlib 0.10 distribute a batch over the thread pool that runs the program, and wait for it on
-    one of its threads: with as many kernels as threads they deadlock. A single matrix is not distributed.
+    LAPACK's kernels of jaxlib 0.10 distribute a batch over the thread pool that runs the program. Each kernel waits for
+    the pool on one of its threads, so that as many kernels as threads deadlock. A single matrix is not distributed.
 
     Args:
         function: a function of matrices, without a batch dim, that uses decompositions of `jnp.linalg`.
@@ -125,49 +125,50 @@ def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
     Example:
         >>> import jax.numpy as jnp
         >>> matrices = jnp.stack([2 * jnp.eye(3), 4 * jnp.eye(3)])
-        >>> jax.vmap(one_by_one(jnp.linalg.cholesky))(matrices)[:, 0, 0].tolist()
+        >>> jax.vmap(sequential_on_cpu(jnp.linalg.cholesky))(matrices)[:, 0, 0].tolist()
         [1.4142135381698608, 2.0]
     """
     run_in_sequence = jax.custom_batching.sequential_vmap(function)
 
     def run(*matrices: Any) -> Any:
+        """Return the function's result; on a CPU under `jax.vmap`, computed matrix by matrix."""
         return jax.lax.platform_dependent(*matrices, cpu=run_in_sequence, default=function)
 
     return run
 
 
 def prune(program: Any, used_results: Sequence[bool]) -> tuple[Any, list[bool]]:
-    """A program without the equations that only unused results need, in its calls and scans too.
+    """Remove from a program the equations that only unused results need, also inside its calls and scans.
 
     Args:
         program: the program, a closed jaxpr.
         used_results: for each result, whether it is used.
 
     Returns:
-        The program of the used results, and for each input whether the program still has it.
+        The program of the used results, and a list that tells for each input whether the program still has it.
     """
     jaxpr, used_inputs = partial_eval.dce_jaxpr(program.jaxpr, list(used_results))
     return jex.ClosedJaxpr(jaxpr, program.consts), used_inputs
 
 
 def runs_recomputation_early() -> bool:
-    """Whether XLA:CPU drops the barriers of `jax.checkpoint` before it orders a program: up to jaxlib 0.10."""
+    """Return whether XLA:CPU drops the barriers of `jax.checkpoint` before it orders a program (up to jaxlib 0.10)."""
     return jaxlib_version < (0, 11)
 
 
 def backend_runs() -> bool:
-    """Whether JAX has started its backends, after which their settings are fixed."""
+    """Return whether JAX has started its backends, after which their settings are fixed."""
     return xla_bridge.backends_are_initialized()
 
 
-def filter_compile_cache(keeps: Callable[[str, Any], bool]) -> None:
+def filter_compile_cache(accepts: Callable[[str, Any], bool]) -> None:
     """Filter the programs that JAX's persistent compile cache writes and reads.
 
     A rejected program is not written; if it was read, it is discarded and compiled again. The filter lasts as long as
     the process. In a JAX whose cache cannot be filtered, the cache is disabled.
 
     Args:
-        keeps: returns whether to accept a program, from its name ("" if it was read) and jaxlib's LoadedExecutable.
+        accepts: returns whether to accept a program, from its name ("" if it was read) and jaxlib's LoadedExecutable.
 
     References:
         `jax._src.compiler.compile_or_get_cached`, which calls both wrapped functions by their names in
@@ -182,12 +183,14 @@ def filter_compile_cache(keeps: Callable[[str, Any], bool]) -> None:
     write_signature = inspect.signature(write)
 
     def filtered_read(*args: Any, **kwargs: Any) -> Any:
+        """Return the program that `read` returns, and its compile time in seconds; two `None` if it is rejected."""
         executable, seconds = read(*args, **kwargs)
-        return (executable, seconds) if executable is None or keeps("", executable) else (None, None)
+        return (executable, seconds) if executable is None or accepts("", executable) else (None, None)
 
     def filtered_write(*args: Any, **kwargs: Any) -> None:
-        arguments = write_signature.bind(*args, **kwargs).arguments
-        if keeps(arguments["module_name"], arguments["executable"]):
+        """Write a program to the cache with `write`, unless it is rejected."""
+        argument_by_name = write_signature.bind(*args, **kwargs).arguments
+        if accepts(argument_by_name["module_name"], argument_by_name["executable"]):
             write(*args, **kwargs)
 
     compilation_cache.get_executable_and_time = filtered_read

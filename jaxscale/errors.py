@@ -17,11 +17,11 @@ class Diverged(RuntimeError):
 
 
 class Preempted(Exception):
-    """The run received a signal to stop, and has saved: starting it again continues it. Exit code 75."""
+    """The run received a signal to stop, and has saved a checkpoint from which a new start continues. Exit code 75."""
 
 
 def near_miss(word: str, known: Iterable[str]) -> str:
-    """The suggestion to append to an error about an unknown word; empty if no known word is near.
+    """Return a suggestion to append to an error about an unknown word; "" if no known word is similar.
 
     Example:
         >>> near_miss("tarin", ["train", "generate"])
@@ -36,7 +36,7 @@ def near_miss(word: str, known: Iterable[str]) -> str:
 
 
 def unknown(kind: str, word: str, known: Iterable[str]) -> UserError:
-    """The error for an unknown name.
+    """Return the error for an unknown name, of a `kind` such as "variant".
 
     Example:
         >>> unknown("variant", "tny", ["tiny", "long"])

@@ -1,10 +1,10 @@
 """Recomputation that waits for its gradient, on a backend that would run it early.
 
 `jax.checkpoint` ties recomputation to the gradient by an `optimization_barrier`. XLA:CPU up to jaxlib 0.10 drops the
-barrier before it orders a program: outside loops the recomputation then directly follows the forward pass, its results
-are kept, and it only costs FLOP. A true dependence survives: the inputs of the recomputation are selected, row by row
-of the batch, by a condition on the gradient that never holds, which a compiler cannot prove. The program has no
-branch for it, no bit changes, and rows stay on their devices.
+barrier before it orders a program. Outside loops the recomputation then directly follows the forward pass, its results
+are kept, and it only costs FLOP. A true dependence is not dropped. So the inputs of the recomputation are selected, row
+by row of the batch, by a condition on the gradient that is never true, which a compiler cannot prove. The selection
+adds no branch to the program, changes no bit, and keeps rows on their devices.
 
 Left out: inputs without rows (weights, the number of a layer), and loops, whose forward and backward passes are
 separate.
@@ -21,11 +21,11 @@ from jaxscale.compat import varying_axes
 from jaxscale.typing import Array, Bool
 
 
-def held_back(checkpointed: Callable[..., Any]) -> Callable[..., Any]:
-    """A function under `jax.checkpoint` that is recomputed only once the gradient of its result is available.
+def held_back(checkpointed_function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function under `jax.checkpoint` wait with its recomputation for the gradient of its result.
 
     Args:
-        checkpointed: a function of pytrees of arrays that returns a pytree. Arrays that it closes over are
+        checkpointed_function: a function of pytrees of arrays that returns a pytree. Arrays that it closes over are
             differentiated too.
 
     Example:
@@ -35,41 +35,50 @@ def held_back(checkpointed: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*args: Any) -> Any:
-        program, shapes = jax.make_jaxpr(checkpointed, return_shape=True)(*args)
+        """Return the function's results; their gradient recomputes what it needs once it is available."""
+        program, result_shapes = jax.make_jaxpr(checkpointed_function, return_shape=True)(*args)
 
         def run_program(consts: Any, leaves: Any) -> list[Any]:
+            """Return the leaves of the results, from the values that the function closes over and its args' leaves."""
             return jex.jaxpr_as_fun(jex.ClosedJaxpr(program.jaxpr, consts))(*leaves)
 
         run_dependent = jax.custom_vjp(run_program)
         run_dependent.defvjp(lambda *inputs: jax.vjp(run_program, *inputs), _backward)
-        return jax.tree.unflatten(jax.tree.structure(shapes), run_dependent(program.consts, jax.tree.leaves(args)))
+        result_leaves = run_dependent(program.consts, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(result_shapes), result_leaves)
 
     return run
 
 
-def _backward(backward: Any, gradients: list[Any]) -> Any:
-    """Return the gradients of the inputs from `backward`, a function that is also a pytree of its residuals."""
-    row_gradients = [g for g in gradients if jnp.issubdtype(g.dtype, jnp.floating) and g.ndim]
+def _backward(pullback: Any, gradients: list[Any]) -> Any:
+    """Return the gradients of the inputs, from the gradients of the results.
+
+    Args:
+        pullback: the function that `jax.vjp` returns; it is also a pytree of its residuals.
+        gradients: gradient of each result.
+    """
+    row_gradients = [leaf for leaf in gradients if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.ndim]
     if row_gradients:
         false_rows = _false_rows(max(row_gradients, key=lambda gradient: gradient.size))
-        backward = jax.tree.map(lambda leaf: _made_dependent(false_rows, leaf), backward)
-    return backward(gradients)
+        pullback = jax.tree.map(lambda residual: _make_dependent(false_rows, residual), pullback)
+    return pullback(gradients)
 
 
 def _false_rows(gradient: Array) -> Bool[Array, "B"]:
-    """False for every row of a gradient, by arithmetic on its bits that a compiler does not simplify."""
+    """Return False for every row of a gradient, by arithmetic on its bits that a compiler does not simplify."""
     bits = jax.lax.bitcast_convert_type(gradient, f"uint{8 * gradient.dtype.itemsize}")
     return ((bits & 1) == 2).all(range(1, bits.ndim))
 
 
-def _made_dependent(false_rows: Bool[Array, "B"], leaf: Any) -> Any:
-    """`leaf`, made to depend on `false_rows` if both have the same rows; otherwise `leaf` unchanged."""
-    condition_type, leaf_type = jax.typeof(false_rows), jax.typeof(leaf)
+def _make_dependent(false_rows: Bool[Array, "B"], residual: Any) -> Any:
+    """Make a residual depend on `false_rows` if both have the same rows; if not, return it unchanged."""
+    rows_type, residual_type = jax.typeof(false_rows), jax.typeof(residual)
     if (
-        leaf_type.shape[:1] != condition_type.shape
-        or jnp.issubdtype(leaf_type.dtype, jax.dtypes.extended)
-        or leaf_type.memory_space != condition_type.memory_space
-        or not varying_axes(condition_type) <= varying_axes(leaf_type)
+        residual_type.shape[:1] != rows_type.shape
+        or jnp.issubdtype(residual_type.dtype, jax.dtypes.extended)
+        or residual_type.memory_space != rows_type.memory_space
+        or not varying_axes(rows_type) <= varying_axes(residual_type)
     ):
-        return leaf
-    return jnp.where(false_rows.reshape(false_rows.shape + (1,) * (leaf.ndim - 1)), jnp.zeros_like(leaf), leaf)
+        return residual
+    condition = false_rows.reshape(false_rows.shape + (1,) * (residual.ndim - 1))
+    return jnp.where(condition, jnp.zeros_like(residual), residual)

@@ -8,22 +8,23 @@ from typing import Any
 from jaxscale.errors import near_miss
 
 
-def lazy_names(package: str, modules: Mapping[str, str], packages: Collection[str] = ()) -> Callable[[str], Any]:
-    """The `__getattr__` of a package.
+def lazy_names(package: str, module_by_name: Mapping[str, str], packages: Collection[str] = ()) -> Callable[[str], Any]:
+    """Return the function `__getattr__` of a package, which imports the module of a name at its first use.
 
     Args:
         package: name of the package.
-        modules: for each name of the package, the name of the module that defines it.
-        packages: names of the packages inside the package that are loaded as attributes.
+        module_by_name: name of the module that defines each name of the package.
+        packages: names of the packages inside it, which are imported at their first use too.
     """
 
     def load(name: str) -> Any:
+        """Return what a name of the package stands for, and store it in the package."""
         if name in packages:
             return importlib.import_module(f"{package}.{name}")
-        if name not in modules:
+        if name not in module_by_name:
             message = f"module {package!r} has no attribute {name!r}"
-            raise AttributeError(message + near_miss(name, [*modules, *packages]))
-        attribute = getattr(importlib.import_module(modules[name]), name)
+            raise AttributeError(message + near_miss(name, [*module_by_name, *packages]))
+        attribute = getattr(importlib.import_module(module_by_name[name]), name)
         setattr(sys.modules[package], name, attribute)
         return attribute
 

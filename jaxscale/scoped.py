@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def scoped(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Inside the `with` statement, the variable has this value.
+    """Return a context inside which the variable has this value.
 
     Example:
         >>> depth = ContextVar("depth", default=0)

@@ -4,19 +4,19 @@ import math
 from collections.abc import Sequence
 
 
-def across(sizes: Sequence[int], slices: int) -> tuple[int, ...] | None:
-    """The number of slices that each mesh axis spans; `None` if the axes cannot be split evenly into `slices`.
+def slices_per_axis(sizes: Sequence[int], slices: int) -> tuple[int, ...] | None:
+    """Return the number of slices that each mesh axis spans; `None` if the axes do not fit the slices evenly.
 
     Args:
         sizes: number of devices along each mesh axis, the slowest axis first.
-        slices: number of slices, with equally many devices.
+        slices: number of slices; all have the same number of devices.
 
     Example:
-        >>> across((1, 4, 8), 2), across((3, 3), 2)
+        >>> slices_per_axis((1, 4, 8), 2), slices_per_axis((3, 3), 2)
         ((1, 2, 1), None)
     """
-    counts = []
+    spanned_slices, slices_left = [], slices
     for size in sizes:
-        counts.append(math.gcd(size, slices))
-        slices //= counts[-1]
-    return tuple(counts) if slices == 1 else None
+        spanned_slices.append(math.gcd(size, slices_left))
+        slices_left //= spanned_slices[-1]
+    return tuple(spanned_slices) if slices_left == 1 else None

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """A key path as one name, its parts joined by "/"."""
+    """Return the name of a leaf: the parts of its key path, joined by "/"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by name.
+    """Return the leaves of a tree by their names.
 
     Example:
         >>> named_leaves({"mlp": {"up": 1}, "norm": [2, 3]})
@@ -24,7 +24,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def filled(tree: Any, leaf_by_name: Mapping[str, Any]) -> Any:
-    """A tree with the structure of `tree`, whose leaves are those of `leaf_by_name`.
+    """Return a tree with the structure of `tree` and the leaves of `leaf_by_name`.
 
     Example:
         >>> filled({"mlp": {"up": 1}, "norm": [2, 3]}, {"mlp/up": "a", "norm/0": "b", "norm/1": "c"})
@@ -34,12 +34,12 @@ def filled(tree: Any, leaf_by_name: Mapping[str, Any]) -> Any:
 
 
 def shapes_of(tree: Any) -> Any:
-    """A tree of the shapes and dtypes of arrays, without their shardings."""
+    """Return a tree of the shapes and dtypes (`jax.ShapeDtypeStruct`) of the arrays of a tree, without shardings."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def leaf_bytes(leaf: Any) -> int:
-    """Bytes of an array or of its abstract shape on a device; int4 counts half a byte per element."""
+    """Return the bytes that an array, or an array of this abstract shape, takes; an int4 element takes half a byte."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         bits = 64
     else:  # the gradient of an integer has no bits
@@ -48,10 +48,10 @@ def leaf_bytes(leaf: Any) -> int:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of all leaves of a tree."""
+    """Return the bytes of all leaves of a tree."""
     return sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def count(tree: Any) -> int:
-    """Number of elements of all leaves of a tree."""
+    """Return the number of elements of all leaves of a tree."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))

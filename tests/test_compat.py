@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.compat import one_by_one
+from jaxscale.compat import sequential_on_cpu
 from jaxscale.optim.soap import _eigenvectors, _orthogonal
 from jaxscale.replicas.codecs.gradzip import _solved
 
@@ -26,7 +26,7 @@ def symmetric(*shape):
     ids=["eigenvectors of SOAP", "bases of SOAP", "factors of GradZip"],
 )
 def test_a_cpu_gets_matrices_of_a_batch_one_by_one(function, others):
-    """Of a batch a kernel of jaxlib 0.10 may wait for ever: see `one_by_one`."""
+    """Of a batch a kernel of jaxlib 0.10 may wait for ever: see `sequential_on_cpu`."""
     mapped = jax.jit(jax.vmap(jax.vmap(function)))
     found = re.findall(OPERANDS, mapped.lower(symmetric(2, 3, 4, 4), *others).as_text())
     assert found
@@ -35,6 +35,6 @@ def test_a_cpu_gets_matrices_of_a_batch_one_by_one(function, others):
 
 def test_one_by_one_is_all_at_once():
     batch = jnp.asarray(symmetric(2, 3, 4, 4))
-    found = jax.vmap(jax.vmap(one_by_one(jnp.linalg.cholesky)))(batch)
+    found = jax.vmap(jax.vmap(sequential_on_cpu(jnp.linalg.cholesky)))(batch)
     np.testing.assert_allclose(found, jnp.linalg.cholesky(batch), atol=1e-6)
-    np.testing.assert_array_equal(one_by_one(jnp.linalg.cholesky)(batch[0, 0]), jnp.linalg.cholesky(batch[0, 0]))
+    np.testing.assert_array_equal(sequential_on_cpu(jnp.linalg.cholesky)(batch[0, 0]), jnp.linalg.cholesky(batch[0, 0]))

@@ -331,9 +331,9 @@ def test_int_passes_for_float():
 
 def test_a_string_that_reads_like_what_lacks_is_a_difference_of_its_own():
     (found,) = difference({"data": None}, {"data": "absent"})
-    assert found.there == "absent"
+    assert found.second == "absent"
     (found,) = difference({"data": None}, {})
-    assert found.there is values.ABSENT
+    assert found.second is values.ABSENT
     assert str(found) == "data (None here, absent there)"
 
 

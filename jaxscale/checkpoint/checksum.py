@@ -2,9 +2,9 @@
 
 The bits of an array are read as unsigned numbers ``b_i`` in the order of its elements, and summed with odd weights
 modulo 2^32: ``s = sum_i b_i w_i``. An odd number is invertible modulo 2^32, so a change of any one element changes the
-sum; two different weights make it unlikely that several changes cancel (2^-64 for changes at random). The sums are
-computed on the devices that hold the array, which move eight bytes per array, and guard against accidents, not against
-an adversary. An array in host memory passes through its device.
+sum. Two sums with different weights make it unlikely that several changes cancel (2^-64 for random changes). The sums
+are computed on the devices that hold the array, so only eight bytes per array move. They guard against accidents, not
+against an adversary. An array in host memory is copied to its device for this.
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
-    """The sums of an array, of any dtype of up to 64 bits, with two different weights.
+    """Return two sums of the bits of an array, with different weights.
 
     Args:
-        x: array of any shape, of bools, integers, floats or typed PRNG keys.
+        x: array of any shape, of bools, integers, floats or typed PRNG keys, of up to 64 bits an element.
 
     Returns:
         The two sums modulo 2^32.
@@ -36,27 +36,26 @@ def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
     """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
-    bits = _bits(x)
-    index = jnp.zeros(bits.shape, jnp.uint32)
-    stride = 1
+    bits = _to_uint32(x)
+    indices, stride = jnp.zeros(bits.shape, jnp.uint32), 1
     for dim in reversed(range(bits.ndim)):
-        index += lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * jnp.uint32(stride & 0xFFFFFFFF)
+        indices += lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * jnp.uint32(stride & 0xFFFFFFFF)
         stride *= bits.shape[dim]
-    hashes = index * jnp.uint32(0x9E3779B1)
+    hashes = indices * jnp.uint32(0x9E3779B1)
     hashes = (hashes ^ (hashes >> 15)) * jnp.uint32(0x85EBCA6B)
-    weights = (index * jnp.uint32(2) + jnp.uint32(1), (hashes ^ (hashes >> 13)) | jnp.uint32(1))
+    weights = (indices * jnp.uint32(2) + jnp.uint32(1), (hashes ^ (hashes >> 13)) | jnp.uint32(1))
     return jnp.stack([jnp.sum(bits * weight, dtype=jnp.uint32) for weight in weights])
 
 
-def _bits(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
-    """The bits of each element as uint32; elements of 64 bits become a new last dim of two halves."""
+def _to_uint32(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
+    """Return the bits of each element as uint32; the two halves of a 64-bit element lie along a new last dim."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     try:
         element_bits = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).bits
     except ValueError as error:
         raise TypeError(f"checksum: got an array of {x.dtype}, expected bools, numbers or PRNG keys") from error
-    if element_bits < 8:  # int4 and the like: widening keeps values distinct
+    if element_bits < 8:  # such as int4; as float32, different values stay different
         return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     if element_bits == 64:  # the new last dim holds the two halves
         return lax.bitcast_convert_type(x, jnp.uint32)
@@ -65,22 +64,22 @@ def _bits(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
 
 @jax.jit
 def _device_checksums(arrays: dict[str, Any]) -> dict[str, UInt32[Array, "2"]]:
-    """Sums of each array by name, in one program."""
+    """Compute the checksum of each array, by name, in one program."""
     return {name: checksum(array) for name, array in arrays.items()}
 
 
 @jax.jit
 def _host_checksum(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
-    """Sums of an array in host memory."""
+    """Compute the checksum of an array in host memory."""
     return checksum(to_device(x))
 
 
 def checksums(arrays: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """The two sums of each array by name, as Python integers.
+    """Return the two sums of each array, by name, as Python integers.
 
-    Arrays on devices are summed in one program, and arrays in host memory one by one. One program for all would copy
-    all arrays in host memory to the device at once (24 arrays of 64 MiB: 1,539 MiB of temporary bytes, compiled for
-    v5e), and a device may have no room for them.
+    Arrays on devices are summed in one program, and arrays in host memory one by one. A single program would copy all
+    arrays in host memory to the device at once, and a device may have no room for them. Such a program for 24 arrays of
+    64 MiB needs 1,539 MiB of temporary memory (compiled for v5e).
 
     Example:
         >>> checksums({"a": jnp.arange(3, dtype=jnp.int32)})["a"][0]

@@ -1,7 +1,7 @@
-"""Conversion of a run's optimizer state to another number of bits, in a copy of the run that can be continued.
+"""Converts a run's optimizer state to another number of bits, in a copy of the run that can be continued.
 
-A run that is continued with another `--plan.state.moments` converts its state without this module. The copy serves
-versions and tools that read only float32, or an archive of few bits.
+A run that is continued with another `--plan.state.moments` converts its state without this module. The copy is for
+versions and tools that read only float32, or for an archive in few bits.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ def convert_state(run: Any, to: Any, out: Any = None) -> str:
     Args:
         run: the run directory.
         to: format of the moments, a value of `StatePlan.moments`.
-        out: the directory to create; its default name is that of the run and `to`.
+        out: the directory to create; by default, its name is the run's name, a hyphen and `to`.
 
     Returns:
-        Text with a line for each kind of change, and a line with the step and the new directory.
+        Text with a line for each kind of converted array, and a line with the step and the new directory.
 
     Raises:
-        UserError: `run` has no run or checkpoint, the new directory exists, or the optimizer does not support the
-            format.
+        UserError: `run` has no run or checkpoint, the new directory exists already, or the optimizer does not support
+            the format.
     """
     import jax
 
@@ -37,27 +37,27 @@ def convert_state(run: Any, to: Any, out: Any = None) -> str:
     from jaxscale.sharding.mesh import MeshSpec
     from jaxscale.step.build import build
 
-    folder = run_path(run)
-    target = run_path(f"{str(run).rstrip('/')}-{to}" if out is None else out)
-    if is_remote(folder) or is_remote(target):
-        raise UserError(f"convert-state {run}: got a bucket, expected both directories on a disk; copy the run to one")
-    run_files.existing_run(folder)
-    if target.exists():
-        raise UserError(f"{target} exists: give another directory (--out)")
-    experiment = load_experiment(folder)
+    run_folder = run_path(run)
+    new_folder = run_path(f"{str(run).rstrip('/')}-{to}" if out is None else out)
+    if is_remote(run_folder) or is_remote(new_folder):
+        raise UserError(f"convert-state {run}: got a bucket, expected directories on a disk: copy the run to a disk")
+    run_files.existing_run(run_folder)
+    if new_folder.exists():
+        raise UserError(f"{new_folder} exists already: give another directory with --out")
+    experiment = load_experiment(run_folder)
     plan, device_count = experiment.plan, len(jax.devices())
-    mesh, zero = MeshSpec(fsdp=device_count), 3 if device_count > 1 else 0
-    step_plan = Plan(mesh=mesh, zero=zero, precision=plan.precision, state=StatePlan(to, plan.state.master))
+    mesh, zero_stage = MeshSpec(fsdp=device_count), 3 if device_count > 1 else 0
+    step_plan = Plan(mesh=mesh, zero=zero_stage, precision=plan.precision, state=StatePlan(to, plan.state.master))
     step = build(dataclasses.replace(experiment, batch=device_count, plan=step_plan), step_plan)
-    restored = restore_newest(folder, step)
+    restored = restore_newest(run_folder, step)
     plan = dataclasses.replace(plan, state=dataclasses.replace(plan.state, moments=to))
-    with run_files.writing(target):
-        target.mkdir(parents=True)
-        run_files.write_values(target, dataclasses.replace(experiment, plan=plan), plan)
-        if (folder / "source").is_dir():
-            shutil.copytree(folder / "source", target / "source")
-        if (folder / TOKENIZER).exists():
-            shutil.copy(folder / TOKENIZER, target / TOKENIZER)
-    Checkpoints(target / run_files.CHECKPOINTS).save_arrays(restored.arrays, restored.description, wait=True)
-    notes = restored.converted or (f"its optimizer state was {to} already",)
-    return "\n".join([*notes, f"step {restored.description.step} is in {target}"])
+    with run_files.explain_write_errors(new_folder):
+        new_folder.mkdir(parents=True)
+        run_files.write_values(new_folder, dataclasses.replace(experiment, plan=plan), plan)
+        if (run_folder / "source").is_dir():
+            shutil.copytree(run_folder / "source", new_folder / "source")
+        if (run_folder / TOKENIZER).exists():
+            shutil.copy(run_folder / TOKENIZER, new_folder / TOKENIZER)
+    Checkpoints(new_folder / run_files.CHECKPOINTS).save_arrays(restored.arrays, restored.description, wait=True)
+    conversion_lines = restored.converted or (f"the optimizer state was {to} already",)
+    return "\n".join([*conversion_lines, f"step {restored.description.step} is in {new_folder}"])

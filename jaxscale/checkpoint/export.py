@@ -10,12 +10,12 @@ from jaxscale.records.directory import EXPERIMENT
 def export(
     run: Any, folder: Any, *, best: bool = False, dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 ) -> Path:
-    """Write the model of a run as config.json and safetensors, with its tokenizer if that is a subword tokenizer.
+    """Write the model of a run as config.json and safetensors, with the run's tokenizer if it is a subword tokenizer.
 
     Args:
         run: the run directory.
         folder: the folder to create; it must not hold a model.
-        best: take the checkpoint with the least held-out loss, not the newest.
+        best: take the checkpoint with the least held-out loss instead of the newest one.
         dtype: type of the weights in the files.
 
     Returns:
@@ -25,13 +25,13 @@ def export(
         UserError: `run` has no run or checkpoint, or transformers has no equivalent of the model.
     """
     if (Path(folder) / EXPERIMENT).exists():
-        raise UserError(f"{folder} is the directory of a run: give a folder to create beside it")
+        raise UserError(f"{folder} is the directory of a run: give a new folder for the model")
     from jaxscale.checkpoint.restore import read_tokenizer, restore_parameters
     from jaxscale.models import huggingface
 
     trained = restore_parameters(run, best=best)
     model = trained.experiment.model
-    model = getattr(model, "model", model)  # `Pretrained` wraps the model value that describes its folder
+    model = getattr(model, "model", model)  # `Pretrained` holds the exported model in its attribute `model`
     arrays = trained.step.to_canonical(trained.state)
     params = {
         name.partition("/")[2].replace("/", "."): array for name, array in arrays.items() if name.startswith("params/")

@@ -1,8 +1,8 @@
 """Checkpoints in a bucket that Orbax cannot reach, through a local folder that is copied to and from the bucket.
 
-Orbax supports local folders and gs://. For other buckets (s3://) a checkpoint is written to a temporary folder (TMPDIR)
-and uploaded in the background, its commit file last. To be read, it is downloaded. Several processes are not supported:
-their shards are on the disks of several machines, where Orbax cannot join them.
+Orbax supports local folders and gs://. For other buckets (s3://), a checkpoint is written to a temporary folder (in
+TMPDIR) and uploaded in the background, with its commit file last. To read a checkpoint, it is downloaded first. Several
+processes are not supported, because Orbax cannot join shards that are on the disks of several machines.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from typing import Any
 from jaxscale.records.storage import is_remote
 
 COMMITTED = "commit_success.txt"
-"""The file whose presence makes a folder a checkpoint."""
+"""Name of the file that Orbax writes last; a folder without this file is not a checkpoint."""
 
 
 def is_mirrored(path: Any) -> bool:
-    """Whether checkpoints reach `path` through a local folder.
+    """Whether checkpoints at `path` are written and read through a local folder.
 
     Example:
         >>> [is_mirrored(path) for path in ("runs/a", "gs://bucket/a", "s3://bucket/a")]
@@ -29,12 +29,12 @@ def is_mirrored(path: Any) -> bool:
     return is_remote(path) and not str(path).startswith("gs://")
 
 
-def upload(save: Any, local: Path, target: Any) -> Future[None]:
+def upload(response: Any, local_folder: Path, target: Any) -> Future[None]:
     """Upload the local folder of a save to a bucket, in the background.
 
     Args:
-        save: Orbax's response to the save; `result()` waits for it.
-        local: the folder that Orbax writes; it is removed after the upload.
+        response: Orbax's response to the save; `response.result()` waits for the save.
+        local_folder: the folder that Orbax writes; its parent folder is removed after the upload.
         target: path of the checkpoint in the bucket.
 
     Returns:
@@ -44,12 +44,12 @@ def upload(save: Any, local: Path, target: Any) -> Future[None]:
     def wait_and_upload() -> None:
         """Wait for the save, upload its files, and remove them."""
         try:
-            save.result()
-            files = [file for file in local.rglob("*") if file.is_file()]
+            response.result()
+            files = [file for file in local_folder.rglob("*") if file.is_file()]
             for file in sorted(files, key=lambda file: file.name == COMMITTED):
-                _copy(file, target / file.relative_to(local).as_posix())
+                _copy(file, target / file.relative_to(local_folder).as_posix())
         finally:
-            shutil.rmtree(local.parent, ignore_errors=True)
+            shutil.rmtree(local_folder.parent, ignore_errors=True)
 
     executor = ThreadPoolExecutor(1, thread_name_prefix="upload")
     future = executor.submit(wait_and_upload)
@@ -57,18 +57,20 @@ def upload(save: Any, local: Path, target: Any) -> Future[None]:
     return future
 
 
-def staging(path: Any) -> Path:
-    """Create a temporary folder; returns a path in it with the name of `path`, for `upload`."""
+def make_staging_path(path: Any) -> Path:
+    """Create a temporary folder, and return a path in it with the last name of `path`, for `upload`."""
     return Path(tempfile.mkdtemp(prefix="jaxscale-checkpoint-")) / path.name
 
 
 @contextlib.contextmanager
 def local_copy(path: Any, *, with_arrays: bool = True) -> Iterator[Any]:
-    """A context with a path where Orbax can read a checkpoint: `path`, or a local copy that is removed afterwards.
+    """Open a context with a path from which Orbax can read a checkpoint.
+
+    This is `path` itself, or the path of a local copy that is removed when the context ends.
 
     Args:
         path: path of the checkpoint.
-        with_arrays: whether to copy the arrays' data too, and not only their description.
+        with_arrays: whether a local copy contains the arrays' data, and not only their description.
     """
     from etils import epath
 
@@ -76,13 +78,13 @@ def local_copy(path: Any, *, with_arrays: bool = True) -> Iterator[Any]:
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="jaxscale-checkpoint-") as folder:
-        copy = Path(folder) / path.name
-        _download(path, copy, with_arrays)
-        yield epath.Path(copy)
+        copy_path = Path(folder) / path.name
+        _download(path, copy_path, with_arrays)
+        yield epath.Path(copy_path)
 
 
 def _download(source: Any, target: Path, with_arrays: bool) -> None:
-    """Copy a folder of a bucket to a local one; without `with_arrays`, leave the arrays' data out."""
+    """Copy a folder of a bucket to a local folder; if `with_arrays` is false, leave the arrays' data out."""
     target.mkdir(parents=True)
     for path in source.iterdir():
         if not path.is_dir():

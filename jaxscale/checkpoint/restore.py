@@ -1,7 +1,7 @@
 """The trained parameters of a run, restored from its directory for generation, evaluation and export.
 
-The optimizer's state is not read. The train step is rebuilt for the devices of this machine, and computes what the
-run's step computes.
+`restore_parameters` does not read the optimizer's state. It builds a train step for the devices of this machine, with
+the model and the precision of the run's step.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jaxscale.records import directory as run_files
 from jaxscale.records.storage import run_path
 
 TOKENIZER = "tokenizer.json"
-"""File with the tokenizer of a run's data, so that its model can be used without the data."""
+"""Name of the file with the tokenizer of a run's data, so that the model can be used without the data."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Trained:
     Args:
         directory: the run directory.
         experiment: the trained experiment.
-        step: a train step on the current devices; its optimizer is not the run's.
+        step: a train step for the current devices; it has plain SGD instead of the run's optimizer.
         state: a train state with the run's parameters and batch statistics.
         description: description of the checkpoint.
     """
@@ -37,7 +37,7 @@ class Trained:
 
 
 def read_tokenizer(directory: Any) -> Any:
-    """The tokenizer in a run's directory, or `None` if its data is not text.
+    """Return the tokenizer in a run's directory, or `None` if the directory has no tokenizer.
 
     Raises:
         UserError: the file is damaged.
@@ -51,13 +51,13 @@ def read_tokenizer(directory: Any) -> Any:
         return from_json(path.read_text(encoding="utf-8"))
     except (LookupError, TypeError, ValueError) as error:  # UserError among them
         raise UserError(
-            f"{path} is not the tokenizer of a run ({error}): restore it from a copy, or train some steps more, "
-            "which writes it again"
+            f"{path} is not the tokenizer of a run ({error}): restore the file from a copy, or train a few more steps, "
+            "which write the file again"
         ) from error
 
 
 def write_tokenizer(directory: Any, tokenizer: Any) -> None:
-    """Write the tokenizer of the data to the run directory."""
+    """Write the tokenizer of the data to the run directory, if there is one that can be written as JSON."""
     if tokenizer is not None and hasattr(tokenizer, "to_json"):
         (run_path(directory) / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
 
@@ -67,7 +67,7 @@ def restore_newest(directory: Any, step: Any) -> Restored:
 
     Args:
         directory: the run directory.
-        step: the train step, which defines layout and dtypes of the arrays.
+        step: the train step, which defines the layout and dtypes of the arrays.
 
     Raises:
         UserError: the run has no checkpoint, or every checkpoint is damaged.
@@ -76,7 +76,7 @@ def restore_newest(directory: Any, step: Any) -> Restored:
         step.canonical_abstract()
     )
     if restored is None:
-        raise UserError(f"{directory} has no checkpoint yet: train it until its first save")
+        raise UserError(f"{directory} has no checkpoint yet: train the run until its first save")
     return restored
 
 
@@ -91,10 +91,10 @@ def restore_parameters(
 
     Args:
         directory: the run directory.
-        experiment: the trained experiment; rebuilt from the directory by default.
+        experiment: the trained experiment; `None` rebuilds it from the directory.
         best: take the checkpoint with the least held-out loss.
-        split: shard batch and parameters (ZeRO 3) over the devices, in the run's microbatches, for evaluation;
-            otherwise one device holds everything, if it fits.
+        split: for evaluation, shard the batch and the parameters (ZeRO 3) over the devices, and use the run's
+            microbatches. If false, one device holds all parameters, unless they do not fit.
 
     Raises:
         UserError: the directory has no run, or no checkpoint that is not damaged.
@@ -109,24 +109,27 @@ def restore_parameters(
     checkpoints = Checkpoints(folder / run_files.CHECKPOINTS, write=False)
     checkpoint_step = checkpoints.best() if best else None
     if not checkpoints.steps() or (best and checkpoint_step is None):
-        condition = "with a held-out loss " if best and checkpoints.steps() else ""
-        raise UserError(f"{folder} has no checkpoint {condition}yet: train it until its first save")
-    step = _step(experiment, jax.devices(), split)
+        loss_text = "with a held-out loss " if best and checkpoints.steps() else ""
+        raise UserError(f"{folder} has no checkpoint {loss_text}yet: train the run until its first save")
+    step = _build_step(experiment, jax.devices(), split)
     leaves = step.canonical_abstract()
     trained_leaves = {name: leaf for name, leaf in leaves.items() if name.split("/")[0] in ("params", "rest")}
     restored = checkpoints.restore_arrays(trained_leaves, step=checkpoint_step)
     assert restored is not None
     optimizer_leaves = {name: leaf for name, leaf in leaves.items() if name not in trained_leaves}
-    zeros = jax.jit(
+    zero_arrays = jax.jit(
         lambda: {name: jax.numpy.zeros(leaf.shape, leaf.dtype) for name, leaf in optimizer_leaves.items()},
         out_shardings={name: leaf.sharding for name, leaf in optimizer_leaves.items()},
     )()
-    state = step.from_canonical({**restored.arrays, **zeros})
+    state = step.from_canonical({**restored.arrays, **zero_arrays})
     return Trained(folder, experiment, step, state, restored.description)
 
 
-def _step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
-    """Build a step with the run's model and precision on these devices, without the run's optimizer."""
+def _build_step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
+    """Build a step with the run's model and precision on these devices, with plain SGD.
+
+    `split` has the meaning that it has in `restore_parameters`.
+    """
     from jaxscale.layers.loss import CHUNK
     from jaxscale.optim.optimizer import Optimizer
     from jaxscale.recipe.kernels import Kernels
@@ -134,25 +137,25 @@ def _step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
     from jaxscale.sharding.mesh import MeshSpec
     from jaxscale.step.build import build
 
-    run_plan = experiment.plan
-    kernels, attention = run_plan.kernels, dict(run_plan.kernels.named).get("attention", "auto")
+    run_plan, run_kernels = experiment.plan, experiment.plan.kernels
+    attention = dict(run_kernels.named).get("attention", "auto")
     is_unsupported = devices[0].platform != "tpu" and attention == "splash"
-    chunk = CHUNK if kernels.scores in ("tpu", "chunked") and kernels.loss_chunk is None else kernels.loss_chunk
-    is_portable = attention in ("plain", "chunked", "splash") and not is_unsupported
-    kernels = Kernels(named=(("attention", attention),) * is_portable, loss_chunk=chunk)
+    needs_chunks = run_kernels.scores in ("tpu", "chunked") and run_kernels.loss_chunk is None
+    keeps_attention = attention in ("plain", "chunked", "splash") and not is_unsupported
+    loss_chunk = CHUNK if needs_chunks else run_kernels.loss_chunk
+    kernels = Kernels(named=(("attention", attention),) * keeps_attention, loss_chunk=loss_chunk)
     plan = Plan(precision=run_plan.precision, matmul=run_plan.matmul, kernels=kernels)
     # plain gradient descent has no optimizer state
-    descent = Optimizer(name="sgd", clip=None, weight_decay=0.0)
-    experiment = dataclasses.replace(experiment, optimizer=descent, plan=plan)
+    experiment = dataclasses.replace(experiment, optimizer=Optimizer("sgd", clip=None, weight_decay=0.0), plan=plan)
     if split:
         plan = dataclasses.replace(plan, microbatches=run_plan.microbatches)
-        try:  # a model that was trained sharded may not fit whole
+        try:  # a model that was trained in shards may not fit on one device
             return build(experiment, dataclasses.replace(plan, zero=3), devices=devices)
         except UserError:  # no dim of the parameters can be split evenly
             return build(experiment, plan, devices=devices)
     step = build(experiment, dataclasses.replace(plan, mesh=MeshSpec()), devices=devices[:1])
-    limit_bytes = (devices[0].memory_stats() or {}).get("bytes_limit") if devices[0].platform != "cpu" else None
-    if len(devices) > 1 and limit_bytes and 4 * step.parameters > 0.6 * limit_bytes:
+    memory_limit_bytes = (devices[0].memory_stats() or {}).get("bytes_limit") if devices[0].platform != "cpu" else None
+    if len(devices) > 1 and memory_limit_bytes and 4 * step.parameters > 0.6 * memory_limit_bytes:
         device_count = len(devices)
         experiment = dataclasses.replace(experiment, batch=device_count)
         step = build(experiment, dataclasses.replace(plan, mesh=MeshSpec(fsdp=device_count), zero=3), devices=devices)

@@ -1,9 +1,10 @@
 """Checkpoints of a run: atomic, written in the background by Orbax, verified by checksums when read.
 
-A checkpoint is a folder `checkpoints/STEP` with a canonical tree (whole arrays by name, the same for every mesh, ZeRO
-stage and memory plan) and a description: format, step, tokens, state of the data, held-out loss, and the shape, dtype
-and two checksums of each array. A folder is a checkpoint once Orbax has committed it. Half-written folders of a killed
-run are removed; in place of a damaged checkpoint, the one before is restored. A checkpoint is never overwritten.
+A checkpoint is a folder `checkpoints/STEP` with a canonical tree and a description. The canonical tree has whole arrays
+by name, the same for every mesh, ZeRO stage and memory plan. The description has the format, step, tokens, state of the
+data, held-out loss, and the shape, dtype and two checksums of each array. A folder is a checkpoint once Orbax has
+committed it. Half-written folders of a killed run are removed. If a checkpoint is damaged, the one before it is
+restored. A checkpoint is never overwritten.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxscale.checkpoint.mirror import COMMITTED, is_mirrored, staging, upload
+from jaxscale.checkpoint.mirror import COMMITTED, is_mirrored, make_staging_path, upload
 from jaxscale.checkpoint.verified import (
     FORMAT,
     DamagedError,
@@ -21,10 +22,10 @@ from jaxscale.checkpoint.verified import (
     digest,
     first_line,
     read_content,
-    restore_quietly,
+    restore_silently,
 )
 from jaxscale.errors import UserError
-from jaxscale.records.processes import from_first_process, is_first, wait_for_all
+from jaxscale.records.processes import is_first, send_from_first, wait_for_all
 from jaxscale.records.source import versions
 from jaxscale.records.storage import is_remote, run_path
 from jaxscale.state.train_state import TrainState
@@ -32,7 +33,8 @@ from jaxscale.state.train_state import TrainState
 if TYPE_CHECKING:
     from jaxscale.step.train_step import TrainStep
 
-_UNFINISHED = ".orbax-checkpoint-tmp"
+_UNFINISHED_MARK = ".orbax-checkpoint-tmp"
+"""Part of the name of a folder that Orbax has not committed yet."""
 
 
 class RestoredState(NamedTuple):
@@ -50,26 +52,29 @@ class RestoredState(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every process of a run makes such an object and calls it at the same steps.
+    """The checkpoints of one run.
+
+    Every process of a run makes such an object, and calls the same methods at the same steps.
 
     Args:
-        folder: folder of the checkpoints, local or gs://, or s3:// for a single process.
+        folder: folder of the checkpoints: a local folder, or one in gs://; a single process may also use s3://.
         keep: number of newest checkpoints to keep.
         best: whether to keep the checkpoint with the least held-out loss too.
-        write: whether to remove half-written checkpoints; false for readers of a run that may still be running.
+        write: whether to create the folder and remove half-written checkpoints. It must be false for a reader, because
+            the run may still be writing.
     """
 
     def __init__(self, folder: Any, *, keep: int = 3, best: bool = True, write: bool = True) -> None:
         self.folder = _path(folder)
-        self._keep, self._best = keep, best
+        self._keep, self._keeps_best = keep, best
         self._running_save: tuple[Description, Any] | None = None
         self._descriptions: dict[int, Description] = {}
         if write:
             _check_reachable(self.folder)
-            with self._disk_errors():
+            with self._explain_disk_errors():
                 if is_first():
                     self.folder.mkdir(parents=True, exist_ok=True)
-                    self._clean()
+                    self._remove_partial()
                 wait_for_all("checkpoints are clean")
 
     def steps(self) -> list[int]:
@@ -80,7 +85,7 @@ class Checkpoints:
         return sorted(int(path.name) for path in paths if not is_remote(path) or (path / COMMITTED).exists())
 
     def describe(self, step: int) -> Description:
-        """The description of a step's checkpoint.
+        """Read the description of a step's checkpoint.
 
         Raises:
             DamagedError: the description cannot be read.
@@ -91,14 +96,14 @@ class Checkpoints:
         return self._descriptions[step]
 
     def best(self) -> int | None:
-        """Step of the checkpoint with the least held-out loss; `None` if none was measured."""
+        """Step of the checkpoint with the least held-out loss; `None` if no checkpoint has a held-out loss."""
         loss_of_step = {}
         for step in self.steps():
             try:
                 loss = self.describe(step).loss
             except DamagedError:
                 continue
-            if loss is not None and loss == loss:
+            if loss is not None and loss == loss:  # NaN is not equal to itself
                 loss_of_step[step] = loss
         return min(loss_of_step, key=loss_of_step.__getitem__) if loss_of_step else None
 
@@ -165,7 +170,9 @@ class Checkpoints:
     # -- arrays --------------------------------------------------------------------------------------------------------
 
     def save_arrays(self, arrays: Mapping[str, Any], description: Description, *, wait: bool = False) -> bool:
-        """Save in the background, after the previous save has finished; the caller may donate the arrays afterwards.
+        """Save in the background, after the previous save has finished.
+
+        The caller may donate the arrays when this method has returned.
 
         Args:
             arrays: the canonical tree.
@@ -173,10 +180,10 @@ class Checkpoints:
             wait: whether to return only when the checkpoint is committed.
 
         Returns:
-            True; false if the step was saved before.
+            True; or false if the step already has a checkpoint, which stays unchanged.
 
         Raises:
-            UserError: this save (with `wait`) or the previous one failed; older checkpoints are intact.
+            UserError: the previous save failed, or with `wait` this one; older checkpoints are intact.
         """
         from orbax.checkpoint import v1 as ocp
 
@@ -186,20 +193,21 @@ class Checkpoints:
         if description.step in self.steps():
             return False
         sums = checksums(arrays)
-        entries = {name: [list(array.shape), str(array.dtype), *sums[name]] for name, array in arrays.items()}
-        content = json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(description), "arrays": entries}))
-        with self._disk_errors():
+        array_facts = {name: [list(array.shape), str(array.dtype), *sums[name]] for name, array in arrays.items()}
+        content = json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(description), "arrays": array_facts}))
+        with self._explain_disk_errors():
             metadata = {"jaxscale": content, "sha256": digest(content)}
             target = self._folder(description.step)
-            path = staging(target) if is_mirrored(target) else target
-            response: Any = ocp.save_async(str(path), dict(arrays), custom_metadata=metadata)
-            self._running_save = (description, upload(response, path, target) if path is not target else response)
+            write_path = make_staging_path(target) if is_mirrored(target) else target
+            response: Any = ocp.save_async(str(write_path), dict(arrays), custom_metadata=metadata)
+            save = response if write_path is target else upload(response, write_path, target)
+            self._running_save = (description, save)
         if wait:
             self.wait()
         return True
 
     def poll(self) -> Description | None:
-        """The description of a checkpoint committed since the last call, or `None`; never waits.
+        """Return the description of a checkpoint that was committed since the last call, or `None`, without waiting.
 
         Raises:
             UserError: the save failed.
@@ -211,7 +219,7 @@ class Checkpoints:
         except TimeoutError:
             return None
         except Exception:
-            pass  # `wait` raises it again, with an explanation
+            pass  # `wait` raises the error again, with an explanation
         return self.wait()
 
     def wait(self) -> Description | None:
@@ -225,9 +233,9 @@ class Checkpoints:
         """
         if self._running_save is None:
             return None
-        (description, response), self._running_save = self._running_save, None
-        with self._disk_errors():
-            response.result()
+        (description, save), self._running_save = self._running_save, None
+        with self._explain_disk_errors():
+            save.result()
             self._descriptions[description.step] = description
             if is_first():
                 self._prune()
@@ -235,7 +243,7 @@ class Checkpoints:
 
     def restore_arrays(
         self,
-        abstract: Mapping[str, Any],
+        leaves: Mapping[str, Any],
         *,
         step: int | None = None,
         set_aside: bool = False,
@@ -244,66 +252,66 @@ class Checkpoints:
         """Restore the newest checkpoint that is not damaged, in the requested layout and dtypes.
 
         Args:
-            abstract: shape, dtype and sharding of each array to read, by name. The checkpoint may lack arrays that
-                are in flight in a pipeline, and may hold optimizer state in another number of bits.
-            step: restore the checkpoint of this step only.
+            leaves: shape, dtype and sharding of each array to read, by name. The checkpoint may lack arrays that are in
+                flight in a pipeline, and may have optimizer state in another number of bits.
+            step: step whose checkpoint is restored; `None` restores the newest one.
             set_aside: rename damaged checkpoints to STEP.damaged, so that their steps can be saved again.
-            say: function called with a message about each damaged checkpoint.
+            say: function that is called with a message about each damaged checkpoint.
 
         Returns:
-            The restored checkpoint; None if the run has no checkpoint.
+            The restored checkpoint; `None` if the run has no checkpoint.
 
         Raises:
             UserError: all checkpoints are damaged, or one is of a newer version or of another model.
         """
-        steps = from_first_process(self.steps()) if step is None else [step]
+        steps = send_from_first(self.steps()) if step is None else [step]
         damage_of_step: dict[int, str] = {}
-        for candidate in reversed(steps):
-            restored, reason = restore_quietly(self._folder(candidate), abstract)
+        for checkpoint_step in reversed(steps):
+            restored, reason = restore_silently(self._folder(checkpoint_step), leaves)
             if restored is None:
-                damage_of_step[candidate] = reason
-                say(f"checkpoint of step {candidate} is damaged and skipped: {reason}")
+                damage_of_step[checkpoint_step] = reason
+                say(f"checkpoint of step {checkpoint_step} is damaged and skipped: {reason}")
                 continue
             if set_aside:
                 self._set_aside(damage_of_step)
             return dataclasses.replace(restored, damaged=damage_of_step)
         if not damage_of_step:
             return None
-        reasons = "; ".join(f"step {number}: {cause}" for number, cause in damage_of_step.items())
+        reasons = "; ".join(f"step {damaged_step}: {reason}" for damaged_step, reason in damage_of_step.items())
         raise UserError(
-            f"no checkpoint in {self.folder} can be used ({reasons}): restore one from a copy, "
-            "or start again in another directory (--out), or with --resume never"
+            f"no checkpoint in {self.folder} can be used ({reasons}): restore a checkpoint from a copy, "
+            "or start again with --resume never or with --out and another directory"
         )
 
     def _prune(self) -> None:
         """Delete the checkpoints that need not be kept."""
         steps = self.steps()
-        survivors = set(steps[-max(self._keep, 1) :])
-        if self._best:
-            survivors.add(self.best() or 0)
+        steps_to_keep = set(steps[-max(self._keep, 1) :])
+        if self._keeps_best:
+            steps_to_keep.add(self.best() or 0)
         for step in steps:
-            if step not in survivors:
+            if step not in steps_to_keep:
                 self._folder(step).rmtree(missing_ok=True)
                 self._descriptions.pop(step, None)
 
-    def _clean(self) -> None:
+    def _remove_partial(self) -> None:
         """Remove half-written checkpoints of a killed run."""
         for path in self.folder.iterdir() if self.folder.is_dir() else ():  # a bucket has no empty folders
-            is_partial = _UNFINISHED in path.name
-            if is_remote(path) and path.name.isdigit():  # in a bucket, a file marks the commit
+            is_partial = _UNFINISHED_MARK in path.name
+            if is_remote(path) and path.name.isdigit():  # in a bucket, the file COMMITTED marks a committed folder
                 is_partial = not (path / COMMITTED).exists()
             if is_partial and path.is_dir():
                 path.rmtree(missing_ok=True)
 
-    def _set_aside(self, damaged: Mapping[int, str]) -> None:
-        """Rename damaged checkpoints to STEP.damaged."""
-        if damaged and is_first():
-            for step in damaged:
+    def _set_aside(self, damage_of_step: Mapping[int, str]) -> None:
+        """Rename the damaged checkpoints of these steps to STEP.damaged."""
+        if damage_of_step and is_first():
+            for step in damage_of_step:
                 target = self.folder / f"{self._folder(step).name}.damaged"
                 if target.exists():
                     target.rmtree()
                 self._folder(step).rename(target)
-        if damaged:
+        if damage_of_step:
             wait_for_all("damaged checkpoints are aside")
 
     def _folder(self, step: int) -> Any:
@@ -311,8 +319,8 @@ class Checkpoints:
         return self.folder / f"{step:08d}"
 
     @contextlib.contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        """Turn a disk error into a UserError that names the folder and the newest intact checkpoint."""
+    def _explain_disk_errors(self) -> Iterator[None]:
+        """Open a context that turns a disk error into a UserError, which names the newest intact checkpoint."""
         try:
             yield
         except UserError:
@@ -324,28 +332,28 @@ class Checkpoints:
                 steps = self.steps()
             except OSError:
                 steps = []
-            status = f"the checkpoint of step {steps[-1]} is intact" if steps else "there is no earlier checkpoint"
+            status = f"The checkpoint of step {steps[-1]} is intact" if steps else "There is no earlier checkpoint"
             raise UserError(
-                f"cannot write checkpoints to {self.folder}: {first_line(error)}; {status}: "
-                "free space, or make the folder writable, and start the run again"
+                f"cannot write checkpoints to {self.folder}: {first_line(error)}. {status}. "
+                "Free space, or make the folder writable, and start the run again"
             ) from error
 
 
 def save_memory_warning(state_bytes: int, copy_bytes: int, device: Any) -> str | None:
-    """A warning if a save needs more memory than a device has; `None` if it fits, or if the limit is unknown.
+    """Return a warning if a save needs more memory than a device has; `None` if it fits, or if the limit is unknown.
 
     Args:
-        state_bytes: bytes per device that live between steps.
+        state_bytes: bytes per device of everything that is kept between steps.
         copy_bytes: bytes per device of the copy of the state that a save makes.
-        device: a device of the run.
+        device: a device of the run; `None` if it is unknown.
     """
-    limit = (device.memory_stats() or {}).get("bytes_limit") if device is not None else None
-    if not limit or state_bytes + copy_bytes <= limit:
+    limit_bytes = (device.memory_stats() or {}).get("bytes_limit") if device is not None else None
+    if not limit_bytes or state_bytes + copy_bytes <= limit_bytes:
         return None
     return (
-        "a checkpoint copies the state on the device before it goes to the host: both need "
-        f"{(state_bytes + copy_bytes) / 1e9:.1f} GB, but the device has {limit / 1e9:.1f} GB, so saving will fail; "
-        "shard the state over more devices (zero 3)"
+        "a save first copies the state on the device. The state and its copy need "
+        f"{(state_bytes + copy_bytes) / 1e9:.1f} GB, but the device has {limit_bytes / 1e9:.1f} GB, so saving will "
+        "fail: shard the state over more devices (--plan.zero 3)"
     )
 
 

@@ -17,15 +17,15 @@ from typing import Any
 
 from jaxscale.checkpoint.mirror import COMMITTED, local_copy
 from jaxscale.errors import UserError
-from jaxscale.records.processes import on_all
+from jaxscale.records.processes import call_on_all
 
 FORMAT = 1
-"""Version of the checkpoint format. For a newer one, `read_content` raises an error."""
+"""Version of the checkpoint format. `read_content` raises an error for a checkpoint of a newer format."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """The description inside a checkpoint.
+    """The description that is stored in a checkpoint.
 
     Args:
         step: number of updates made.
@@ -33,8 +33,8 @@ class Description:
         data: state of the iterator over batches, as JSON.
         experiment: name of the experiment.
         loss: held-out loss at this step in nats per target; `None` if it was not measured.
-        best: least held-out loss so far, this one included.
-        versions: version of each library that wrote the checkpoint.
+        best: least held-out loss so far, including `loss`.
+        versions: versions of the libraries that wrote the checkpoint, by the library's name.
     """
 
     step: int
@@ -47,7 +47,7 @@ class Description:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> "Description":
-        """The description in the content of `read_content`."""
+        """Make a description from the dict that `read_content` returns."""
         return cls(**{field.name: content[field.name] for field in dataclasses.fields(cls)})
 
 
@@ -58,8 +58,8 @@ class Restored:
     Args:
         description: description of the checkpoint.
         arrays: the canonical tree, arrays by name.
-        damaged: reason of each newer checkpoint that was skipped, by step.
-        converted: a line for each kind of array that was saved in other bits or blocks.
+        damaged: for each newer checkpoint that was skipped, by its step, the reason that it is damaged.
+        converted: a line of text for each kind of array that was saved in another number of bits or in other blocks.
     """
 
     description: Description
@@ -72,26 +72,26 @@ class DamagedError(Exception):
     """A checkpoint cannot be read or does not match its checksums."""
 
 
-def restore_quietly(path: Any, abstract: Mapping[str, Any]) -> tuple[Restored | None, str]:
+def restore_silently(path: Any, leaves: Mapping[str, Any]) -> tuple[Restored | None, str]:
     """Read the checkpoint in a folder, while Orbax prints nothing.
 
     Args:
         path: folder of the checkpoint.
-        abstract: shape, dtype and sharding of each requested array, by name.
+        leaves: shape, dtype and sharding of each requested array, by name.
 
     Returns:
-        The checkpoint and ""; or `None` and the reason that it is damaged.
+        The checkpoint and an empty string; or, for a damaged checkpoint, `None` and the reason.
 
     Raises:
         UserError: the checkpoint is of a newer version or of another model.
     """
-    with _quietly():
+    with _silence_orbax():
         try:
-            return _restore(path, abstract), ""
+            return _restore(path, leaves), ""
         except DamagedError as error:
             reason = str(error)
-        gc.collect()  # abandoned reads end here, while their messages are dropped
-        logging.getLogger("asyncio").addFilter(_is_retrieved)  # reads of other threads end later
+        gc.collect()  # ends abandoned reads now, while their messages are dropped
+        logging.getLogger("asyncio").addFilter(_is_not_abandoned)  # reads of other threads end later
         return None, reason
 
 
@@ -104,46 +104,54 @@ def _restore(path: Any, leaves: Mapping[str, Any]) -> Restored:
     from jaxscale.state.conversion import conversion
 
     def read() -> tuple[dict[str, Any], Any]:
-        """The description, and the conversion to the requested arrays."""
+        """Return the content of the description, and the converter from its arrays to the requested ones."""
         content = read_content(path)
         converter = conversion(content["arrays"], leaves)
         _check_arrays(content["arrays"], converter.abstract, path)
         return content, converter
 
-    content, converter = on_all(read, DamagedError)
-    entries = content["arrays"]
-    leaves = {name: leaf for name, leaf in converter.abstract.items() if name in entries}
-    arrays = on_all(lambda: _load(path, entries, leaves), DamagedError)
+    content, converter = call_on_all(read, DamagedError)
+    array_facts = content["arrays"]
+    saved_leaves = {name: leaf for name, leaf in converter.abstract.items() if name in array_facts}
+    arrays = call_on_all(lambda: _load(path, array_facts, saved_leaves), DamagedError)
     sums = checksums(arrays)  # equal on all processes
-    mismatches = [name for name in leaves if list(sums[name]) != entries[name][2:]]
+    mismatches = [name for name in saved_leaves if list(sums[name]) != array_facts[name][2:]]
     if mismatches:
-        suffix = f" and {len(mismatches) - 1} more" if len(mismatches) > 1 else ""
-        raise DamagedError(f"the checksum of array {mismatches[0]!r}{suffix} does not match its content")
-    return Restored(Description.of(content), converter.convert(_cast(arrays, leaves)), converted=converter.lines)
+        counts_text = f"{len(mismatches)} of {len(sums)} arrays do not"
+        raise DamagedError(f"array {mismatches[0]!r} does not match its checksum ({counts_text})")
+    return Restored(Description.of(content), converter.convert(_cast(arrays, saved_leaves)), converted=converter.lines)
 
 
-def _load(path: Any, entries: Mapping[str, Any], abstract: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the arrays of a checkpoint, in the dtypes of the files and with the requested shardings."""
+def _load(path: Any, array_facts: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the arrays of a checkpoint, in the dtypes of the files and with the requested shardings.
+
+    Args:
+        path: folder of the checkpoint.
+        array_facts: shape, dtype and two checksums of each saved array, by name.
+        leaves: shape, dtype and sharding of each requested array, by name.
+    """
     import jax
     from orbax.checkpoint import v1 as ocp
 
-    targets: dict[str, Any] = dict.fromkeys(entries, ocp.PLACEHOLDER)
-    for name, leaf in abstract.items():
-        # read in the saved dtype, which the checksum was computed in
-        dtype = leaf.dtype if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else entries[name][1]
+    targets: dict[str, Any] = dict.fromkeys(array_facts, ocp.PLACEHOLDER)
+    for name, leaf in leaves.items():
+        # read in the saved dtype, because the checksum was computed in it
+        dtype = leaf.dtype if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else array_facts[name][1]
         targets[name] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
     try:
-        with _single_process(), local_copy(path) as source:
-            contents = ocp.load(source, targets)
-        return jax.block_until_ready({name: contents[name] for name in abstract})
+        with _single_process_context(), local_copy(path) as source:
+            loaded_arrays = ocp.load(source, targets)
+        return jax.block_until_ready({name: loaded_arrays[name] for name in leaves})
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             raise
-        raise DamagedError("its arrays cannot be read: a file is cut short, missing or changed") from error
+        raise DamagedError("its arrays cannot be read: a file is missing, incomplete or changed") from error
 
 
 def read_content(path: Any) -> dict[str, Any]:
-    """Read the description of a checkpoint, with the shape, dtype and checksums of each array.
+    """Read the description of a checkpoint as a dict.
+
+    Besides the fields of `Description`, it has "format" and "arrays": the shape, dtype and two checksums of each array.
 
     Raises:
         DamagedError: the description cannot be read, or does not match its checksum.
@@ -152,76 +160,77 @@ def read_content(path: Any) -> dict[str, Any]:
     from orbax.checkpoint import v1 as ocp
 
     if not (path / COMMITTED).exists():
-        raise DamagedError(f"{path} has no {COMMITTED}: it was not written to its end, or files are missing")
+        raise DamagedError(f"{path} has no {COMMITTED}: the checkpoint is incomplete")
     try:
-        with _quietly(), _single_process(), local_copy(path, with_arrays=False) as source:
+        with _silence_orbax(), _single_process_context(), local_copy(path, with_arrays=False) as source:
             metadata: Any = ocp.metadata(source).custom_metadata
         content, stored_digest = metadata["jaxscale"], metadata["sha256"]
     except Exception as error:
         raise DamagedError(f"its description cannot be read: {first_line(error)}") from error
     if digest(content) != stored_digest:
-        raise DamagedError("the checksum of its description does not match")
+        raise DamagedError("its description does not match the description's checksum")
     if content["format"] > FORMAT:
         raise UserError(
-            f"{path} is a checkpoint of format {content['format']}, but this version of jaxscale reads "
+            f"{path} is a checkpoint of format {content['format']}, but this version of jaxscale reads only formats "
             f"up to {FORMAT}: install a newer jaxscale"
         )
     return content
 
 
-def _check_arrays(entries: Mapping[str, Any], abstract: Mapping[str, Any], path: Any) -> None:
-    """Raise an error for a checkpoint that lacks an array of the model, or has one of another shape."""
+def _check_arrays(array_facts: Mapping[str, Any], leaves: Mapping[str, Any], path: Any) -> None:
+    """Raise an error if a checkpoint lacks an array of the model, or has an array of another shape."""
     from jaxscale.state.canonical import OPTIONAL
 
-    for name, leaf in abstract.items():
-        if name not in entries and name.startswith(OPTIONAL):
+    for name, leaf in leaves.items():
+        if name not in array_facts and name.startswith(OPTIONAL):
             continue
-        if name not in entries:
+        if name not in array_facts:
             raise UserError(
-                f"{path} has no array {name!r}, which the model needs: it was saved by another model or optimizer"
+                f"{path} has no array {name!r}, which the model needs: use the model and optimizer that saved it"
             )
-        if tuple(entries[name][0]) != tuple(leaf.shape):
+        saved_shape, model_shape = tuple(array_facts[name][0]), tuple(leaf.shape)
+        if saved_shape != model_shape:
             raise UserError(
-                f"{path}: array {name!r} has shape {tuple(entries[name][0])}, but the model needs {tuple(leaf.shape)}: "
-                "it was saved by another model"
+                f"{path}: array {name!r} has shape {saved_shape}, but the model needs {model_shape}: use the model "
+                "that saved the checkpoint"
             )
 
 
-def _cast(arrays: dict[str, Any], abstract: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays in the requested dtypes."""
+def _cast(arrays: dict[str, Any], leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert arrays to the dtypes of `leaves`, by name."""
     import jax
 
     from jaxscale.sharding.memory_space import to_device
 
-    cast_names = {name for name, array in arrays.items() if array.dtype != abstract[name].dtype}
-    if not cast_names:
+    names_to_cast = {name for name, array in arrays.items() if array.dtype != leaves[name].dtype}
+    if not names_to_cast:
         return arrays
-    shardings = {name: abstract[name].sharding for name in cast_names}
+    shardings = {name: leaves[name].sharding for name in names_to_cast}
 
-    def cast(tree: dict[str, Any]) -> dict[str, Any]:
-        return {name: to_device(array).astype(abstract[name].dtype) for name, array in tree.items()}
+    def cast(arrays: dict[str, Any]) -> dict[str, Any]:
+        return {name: to_device(array).astype(leaves[name].dtype) for name, array in arrays.items()}
 
-    return arrays | jax.jit(cast, out_shardings=shardings)({name: arrays[name] for name in cast_names})
+    return arrays | jax.jit(cast, out_shardings=shardings)({name: arrays[name] for name in names_to_cast})
 
 
 def digest(content: Any) -> str:
-    """SHA-256 of a description."""
+    """SHA-256 of a description in JSON, as hexadecimal text."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def first_line(error: BaseException) -> str:
-    """Type of an error, and the first line of its message."""
+    """Name of an error's type, and the first line of the error's message."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0][:300]}" if text else type(error).__name__
 
 
-def _ignore(*_: Any) -> None:
+def _ignore_exception(*_: Any) -> None:
     """An exception hook that prints nothing."""
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """A context without Orbax's log lines about unreadable arrays, and without tracebacks of reads that it abandons."""
+def _silence_orbax() -> Iterator[None]:
+    """Open a context in which Orbax logs no unreadable arrays, and prints no tracebacks of reads that it abandons."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     previous_hooks = sys.unraisablehook, sys.excepthook
 
@@ -230,7 +239,7 @@ def _quietly() -> Iterator[None]:
 
     for logger in loggers:
         logger.addFilter(drop)
-    sys.unraisablehook = sys.excepthook = _ignore
+    sys.unraisablehook = sys.excepthook = _ignore_exception
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # about coroutines that were never awaited
@@ -241,18 +250,21 @@ def _quietly() -> Iterator[None]:
             logger.removeFilter(drop)
 
 
-def _single_process() -> Any:
-    """Orbax's context for a read by this process alone: its barrier within a load would wait for a failed process."""
+def _single_process_context() -> Any:
+    """Return Orbax's context for a read by this process alone.
+
+    In other contexts, a load has a barrier, which would wait for a process that failed.
+    """
     import jax
     from orbax.checkpoint import v1 as ocp
 
-    context, process = ocp.Context(), jax.process_index()
-    context.multiprocessing.primary_host = process
-    context.multiprocessing.active_processes = {process}
-    context.multiprocessing.barrier_sync_key_prefix = f"process_{process}"
+    context, process_index = ocp.Context(), jax.process_index()
+    context.multiprocessing.primary_host = process_index
+    context.multiprocessing.active_processes = {process_index}
+    context.multiprocessing.barrier_sync_key_prefix = f"process_{process_index}"
     return context
 
 
-def _is_retrieved(record: Any) -> bool:
-    """Log filter that drops lines about failed reads whose error nobody retrieved."""
+def _is_not_abandoned(record: Any) -> bool:
+    """Whether to log a record; false for a record about a failed read whose error nobody retrieved."""
     return "never retrieved" not in record.getMessage()

@@ -1,8 +1,8 @@
-"""The parser of the command line. It rejects unknown names (and suggests near ones) and values of a wrong type, before
-anything heavy is imported.
+"""The parser of the command line. Before JAX is imported, it rejects unknown names and values of a wrong type.
 
-A library's parser would need every flag in advance, and fields of the experiment (`--model.embed 256`) are
-known only after the experiment's file has been imported, with JAX.
+A library's parser would need every flag in advance. But fields of the experiment, as in `--model.embed 256`, are known
+only after the experiment's file has been imported, with JAX. A field of a subcommand is set by a flag, or by a
+positional word, which has no flag (`cli.flags`).
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ from jaxscale.cli.flags import words_of
 from jaxscale.errors import UserError, near_miss, unknown
 
 HELP = ("-h", "--help")
-SHORT = {"-o": "--out"}
-"""The flag for which each flag of one letter stands."""
-NAMED = {"optimizer": "optimizer.name"}
-"""The field of the experiment that a flag with the name of the field's group sets: `--optimizer muon`."""
+LONG_FLAG = {"-o": "--out"}
+"""The long flag for which a flag of one letter stands."""
+FIELD_OF_GROUP = {"optimizer": "optimizer.name"}
+"""The field that is set by a flag with the name of a group of fields: `--optimizer muon` sets `optimizer.name`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Arguments:
     Args:
         command: name of the subcommand; `None` for the help of the whole program.
         values: values of the subcommand's fields, by name.
-        fields: fields of the experiment to set, as text by dotted path.
-        shows_help: whether to show help.
+        fields: text of each field of the experiment to set, by the field's dotted path.
+        shows_help: whether to show help instead of running the subcommand.
     """
 
     command: str | None
@@ -43,7 +43,7 @@ def read(argv: Sequence[str]) -> Arguments:
     """Parse a command line.
 
     Raises:
-        UserError: an unknown subcommand or flag, a missing or surplus word, a value of the wrong type.
+        UserError: a subcommand or flag is unknown, a word is missing or superfluous, or a value has the wrong type.
 
     Example:
         >>> read(["train", "a.py", "--steps", "5", "--model.embed=256"])
@@ -56,79 +56,80 @@ def read(argv: Sequence[str]) -> Arguments:
     """
     if not argv or argv[0] in HELP:
         return Arguments(None, shows_help=True)
-    name, *words = argv
-    if name not in COMMANDS:
-        raise unknown("subcommand", name, COMMANDS)
-    flags = typing.get_type_hints(COMMANDS[name])
-    for field in words_of(COMMANDS[name]):
-        del flags[field.name]
-    takes_fields = issubclass(COMMANDS[name], TAKES_FIELDS)
-    positionals: list[str] = []
+    command_name, *remaining_words = argv
+    if command_name not in COMMANDS:
+        raise unknown("subcommand", command_name, COMMANDS)
+    flag_types = typing.get_type_hints(COMMANDS[command_name])
+    for field in words_of(COMMANDS[command_name]):
+        del flag_types[field.name]
+    takes_fields = issubclass(COMMANDS[command_name], TAKES_FIELDS)
+    positional_words: list[str] = []
     flag_values: dict[str, Any] = {}
-    fields: dict[str, str] = {}
-    wants_help = False
-    while words:
-        word = words.pop(0)
-        word = SHORT.get(word, word)
+    field_texts: dict[str, str] = {}
+    shows_help = False
+    while remaining_words:
+        word = remaining_words.pop(0)
+        word = LONG_FLAG.get(word, word)
         if word in HELP:
-            wants_help = True
+            shows_help = True
         elif word == "--":
             raise UserError("'--' stands alone: expected the name of a flag after it, as in --name value")
         elif not word.startswith("--"):
             if word.startswith("-") and len(word) > 1 and not word[1:].replace(".", "", 1).isdigit():
-                raise UserError(f"unknown flag {word!r}{_near_flag(word, flags)}")
-            positionals.append(word)
+                raise UserError(f"unknown flag {word!r}{_near_flag(word, flag_types)}")
+            positional_words.append(word)
         else:
             flag, separator, text = word[2:].partition("=")
-            path = flag.replace("-", "_")
-            path = NAMED.get(path, path) if takes_fields else path
-            is_field = takes_fields and "." in path
-            if path not in flags and not is_field:
+            field_path = flag.replace("-", "_")
+            field_path = FIELD_OF_GROUP.get(field_path, field_path) if takes_fields else field_path
+            is_field = takes_fields and "." in field_path
+            if field_path not in flag_types and not is_field:
                 hint = "; fields of the experiment are set by path, such as --model.embed 256" if takes_fields else ""
-                raise UserError(f"unknown flag '--{flag}' of {name}{_near_flag('--' + flag, flags)}{hint}")
-            if path in flag_values or path in fields:
+                raise UserError(f"unknown flag '--{flag}' of {command_name}{_near_flag('--' + flag, flag_types)}{hint}")
+            if field_path in flag_values or field_path in field_texts:
                 raise UserError(f"--{flag} is given twice: give it once")
-            if not is_field and flags[path] is bool:
+            if not is_field and flag_types[field_path] is bool:
                 if separator:
-                    raise UserError(f"--{flag} takes no value: write the flag alone, or leave it out")
-                flag_values[path] = True
+                    raise UserError(f"--{flag} takes no value: write the flag alone, or omit it")
+                flag_values[field_path] = True
                 continue
             if not separator:
-                if not words or (words[0].startswith("--") and len(words[0]) > 2):
-                    type_text = "" if is_field else f": expected {values.describe(flags[path])}"
+                if not remaining_words or (remaining_words[0].startswith("--") and len(remaining_words[0]) > 2):
+                    type_text = "" if is_field else f": expected {values.describe(flag_types[field_path])}"
                     raise UserError(f"--{flag} lacks its value{type_text}")
-                text = words.pop(0)
+                text = remaining_words.pop(0)
             if is_field:
-                fields[path] = text
+                field_texts[field_path] = text
             else:
-                flag_values[path] = values.parse(text, flags[path], f"--{flag}")
-    return Arguments(name, flag_values | _word_values(name, positionals, wants_help), fields, wants_help)
+                flag_values[field_path] = values.parse(text, flag_types[field_path], f"--{flag}")
+    flag_values |= _positional_values(command_name, positional_words, shows_help)
+    return Arguments(command_name, flag_values, field_texts, shows_help)
 
 
-def _word_values(name: str, positionals: Sequence[str], wants_help: bool) -> dict[str, str]:
-    """Values of the fields that words set; with `wants_help`, words may be missing."""
-    fields = words_of(COMMANDS[name])
-    missing = [field.name for field in fields[len(positionals) :] if field.default is dataclasses.MISSING]
-    if missing and not wants_help:
-        raise UserError(f"{name} lacks its {missing[0].upper()}: {synopsis(name)}")
-    if len(positionals) > len(fields) and not wants_help:
-        surplus = " ".join(map(repr, positionals[len(fields) :]))
-        raise UserError(f"{name} does not take {surplus}: {synopsis(name)}")
-    return {field.name: word for field, word in zip(fields, positionals, strict=False)}
+def _positional_values(command_name: str, positional_words: Sequence[str], shows_help: bool) -> dict[str, str]:
+    """Return the values of the fields that positional words set, by name; with `shows_help`, words may be missing."""
+    fields = words_of(COMMANDS[command_name])
+    missing_names = [field.name for field in fields[len(positional_words) :] if field.default is dataclasses.MISSING]
+    if missing_names and not shows_help:
+        raise UserError(f"{command_name} lacks its {missing_names[0].upper()}: {synopsis(command_name)}")
+    if len(positional_words) > len(fields) and not shows_help:
+        surplus_text = " ".join(map(repr, positional_words[len(fields) :]))
+        raise UserError(f"{command_name} does not take {surplus_text}: {synopsis(command_name)}")
+    return {field.name: word for field, word in zip(fields, positional_words, strict=False)}
 
 
-def synopsis(name: str) -> str:
-    """The usage line of a subcommand.
+def synopsis(command_name: str) -> str:
+    """Return the usage line of a subcommand.
 
     Example:
         >>> synopsis("generate")
         'jaxscale generate RUN_DIR [flags]'
     """
-    words = [field.metadata["metavar"] for field in words_of(COMMANDS[name])]
-    return " ".join(["jaxscale", name, *words, "[flags]"])
+    metavars = [field.metadata["metavar"] for field in words_of(COMMANDS[command_name])]
+    return " ".join(["jaxscale", command_name, *metavars, "[flags]"])
 
 
 def _near_flag(word: str, flags: Iterable[str]) -> str:
-    """The nearest flag as a suggestion, or the list of all."""
+    """Return a suggestion of the flag nearest to a word, or a list of all flags if none is near."""
     flag_names = [f"--{flag.replace('_', '-')}" for flag in flags]
     return near_miss(word, flag_names) or f"; there are {', '.join([*flag_names, '--help'])}"

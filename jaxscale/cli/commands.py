@@ -1,6 +1,6 @@
 """The table of the subcommands. Each is a frozen dataclass of its words and flags, with a method `run`.
 
-Nothing heavy is imported until a subcommand runs. A new subcommand is a class and a line in `COMMANDS`.
+JAX is imported only when a subcommand runs. A new subcommand is a class and a line in `COMMANDS`.
 """
 
 import dataclasses
@@ -19,8 +19,7 @@ class Doctor:
     """
 
     def run(self) -> int:
-        """Print the report; returns the exit code."""
-
+        """Print the report, and return the exit code."""
         from jaxscale.training.backend import start_backend
 
         start_backend()
@@ -48,4 +47,4 @@ COMMANDS: dict[str, type[Command]] = {
     "docs": Docs,
 }
 TAKES_FIELDS = (Train, Fit, Explain, Draw)
-"""The subcommands whose `run` has a parameter for fields of an experiment, set by path."""
+"""The subcommands whose `run` has a parameter for fields of an experiment (`Arguments.fields`)."""

@@ -1,4 +1,4 @@
-"""The subcommand `draw`: a pipeline's schedule as a chart, or several on one scale, with the numbers beside them."""
+"""The subcommand `draw`: chart the schedule of a pipeline, or of several on one scale, and print their figures."""
 
 import dataclasses
 import os
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from jaxscale.recipe.experiment import Experiment
 
 PICTURES = ("pipeline",)
-PRICES = {"f": "forward", "i": "input", "w": "weight", "b": "backward", "u": "update", "link": "link"}
-"""Letters of --cost, and their names in `Costs`."""
+COSTS = {"f": "forward", "i": "input", "w": "weight", "b": "backward", "u": "update", "link": "link"}
+"""The letters of --cost, and the parameters of `Costs.alike` for which they stand."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,17 +45,17 @@ class Draw:
     Args:
         picture: the kind of picture: pipeline.
         schedule: the schedule, such as 1f1b:4x8.
-        compare: several schedules, separated by commas, on one scale; options without a colon, as v=2, belong to the
-            schedule before them.
-        cost: time of one microbatch on a device, in any unit: f forward, i input gradient, w weight gradient; also b
-            (a joint backward, by default i + w), u (update) and link (a message). 1 each by default.
-        experiment: take the costs of stages from this experiment's model, by roofline; without a schedule, draw the
+        compare: several schedules, separated by commas, on one scale. Options without a colon, such as v=2, belong to
+            the schedule before them.
+        cost: time of one microbatch on a device, in any unit: f for the forward, i for the input gradient, w for the
+            weight gradient; also b (a joint backward, by default i + w), u (update) and link (a message).
+        experiment: take the costs of stages from this experiment's model, by roofline. Without a schedule, draw the
             pipeline of its plan.
         variant: one of the experiment's VARIANTS.
         platform: platform of the experiment, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
-        devices: unlike devices along the pipe. Each receives blocks of the experiment by its speed, and the value for
-            the option stages of --plan.pipeline is printed. With a multiple of P devices, several pipelines run side
-            by side (HetPipe).
+        devices: devices of several kinds along the pipe. Each receives blocks of the experiment by its speed, and the
+            value for the option stages of --plan.pipeline is printed. With a multiple of P devices, several pipelines
+            run side by side (HetPipe).
         measured: draw the pipeline of this run from the trace of its --profile steps, and below it a simulation with
             the measured seconds on the --machine.
         machine: what devices wait for. With neighbour, for their neighbours, as in jaxscale; with dataflow, only for
@@ -78,13 +78,13 @@ class Draw:
     out: str | None = flag("CHART.SVG", "the terminal alone")
 
     def run(self, fields: Mapping[str, str]) -> None:
-        """Draw the chart."""
+        """Check the flags, print the chart and, with --out, write it to a file."""
         self._check_flags()
         if self.experiment is None and fields:
             raise UserError(f"--{next(iter(fields))} is a field of an experiment: add --experiment FILE")
         from jaxscale.pipeline.charts.draw import Chart
 
-        simulations = self._simulated(fields) if self.measured is None else self._measured(self.measured)
+        simulations = self._simulations(fields) if self.measured is None else self._measurements(self.measured)
         chart = Chart(tuple(simulations), timed=self.measured is not None or self.experiment is not None)
         print(
             chart.text(
@@ -98,16 +98,16 @@ class Draw:
             print(f"written to {self.out}")
 
     def _check_flags(self) -> None:
-        """Raise if flags exclude one another or lack one that they need, without importing JAX."""
+        """Raise an error if flags exclude one another, or lack one that they need, without importing JAX."""
         if self.picture not in PICTURES:
             if ":" in self.picture:
-                raise UserError(f"draw: got {self.picture!r} for the picture: jaxscale draw pipeline {self.picture}")
+                raise UserError(f"draw: {self.picture!r} is not a picture: use jaxscale draw pipeline {self.picture}")
             raise unknown("picture", self.picture, PICTURES)
         if self.measured is not None:
             for name in ("schedule", "compare", "cost", "experiment", "variant", "platform", "devices", "updates"):
                 if getattr(self, name) is not None:
                     raise UserError(
-                        f"draw pipeline: got {name} beside --measured, whose run specifies it: leave it out"
+                        f"draw pipeline: got {name}, which the run of --measured specifies already: omit it"
                     )
             return
         if self.schedule is not None and self.compare is not None:
@@ -115,8 +115,8 @@ class Draw:
         if self.schedule is None and self.compare is None and self.experiment is None:
             from jaxscale.pipeline.plan import FORMS
 
-            forms = ", ".join(form for name, form in FORMS.items() if name != "auto")
-            raise UserError(f"draw pipeline: got no schedule, expected one such as 1f1b:4x8; there are {forms}")
+            forms_text = ", ".join(form for name, form in FORMS.items() if name != "auto")
+            raise UserError(f"draw pipeline: got no schedule, expected one such as 1f1b:4x8; there are {forms_text}")
         if self.updates is not None and self.updates < 1:
             raise UserError(f"--updates: got {self.updates}, expected a whole number >= 1")
         if self.experiment is None:
@@ -134,8 +134,8 @@ class Draw:
         if self.platform is not None:
             named_platform(self.platform)
 
-    def _measured(self, run_dir: str) -> "list[tuple[str, Simulation]]":
-        """Name and simulation of the run's measurement, and of a simulation with its mean seconds."""
+    def _measurements(self, run_dir: str) -> "list[tuple[str, Simulation]]":
+        """Return the name and `Simulation` of the run's measurement, and of a simulation with its mean seconds."""
         from jaxscale.pipeline.charts.draw import check_file
         from jaxscale.pipeline.clock.simulate import simulate
         from jaxscale.training.traced_actions import measured_run, traced_plan
@@ -144,13 +144,13 @@ class Draw:
         if self.out is not None and pipeline is not None:
             check_file(self.out, [pipeline.schedule()] * 2)
         plan, measurement, steps = measured_run(run_dir)
-        label = f"mean of {steps} steps" if steps > 1 else "one step"
+        steps_text = f"mean of {steps} steps" if steps > 1 else "one step"
         simulation = simulate(measurement.schedule, measurement.costs, self.machine)
         name = str(plan.pipeline)
-        return [(f"{name} measured, {label}", measurement), (f"{name} simulated with its means", simulation)]
+        return [(f"{name} measured, {steps_text}", measurement), (f"{name} simulated with its means", simulation)]
 
-    def _simulated(self, fields: Mapping[str, str]) -> "list[tuple[str, Simulation]]":
-        """Name and simulation of each schedule."""
+    def _simulations(self, fields: Mapping[str, str]) -> "list[tuple[str, Simulation]]":
+        """Return the name and the simulation of each schedule."""
         from jaxscale.pipeline.charts.draw import check_file
         from jaxscale.pipeline.clock.costs import Costs
         from jaxscale.pipeline.clock.simulate import simulate
@@ -158,47 +158,55 @@ class Draw:
 
         prices = prices_of(self.cost)
         texts = split_schedules(self.compare) if self.compare is not None else [*filter(None, [self.schedule])]
-        schedules = self._schedules([PipelinePlan.parse(text) for text in texts])
+        pairs = self._schedule_pairs([PipelinePlan.parse(text) for text in texts])
         if self.out is not None:
-            check_file(self.out, [schedule for _, schedule in schedules])
+            check_file(self.out, [schedule for _, schedule in pairs])
         if self.experiment is not None:
-            priced_schedules = self._priced(self.experiment, fields, schedules)
+            priced_schedules = self._priced_schedules(self.experiment, fields, pairs)
         else:
-            priced_schedules = [(str(plan), schedule, Costs.alike(schedule, **prices)) for plan, schedule in schedules]
+            priced_schedules = [(str(plan), schedule, Costs.alike(schedule, **prices)) for plan, schedule in pairs]
         return [(name, simulate(schedule, costs, self.machine)) for name, schedule, costs in priced_schedules]
 
-    def _schedules(self, plans: "list[PipelinePlan]") -> "list[tuple[PipelinePlan, Schedule]]":
-        """Each plan with its schedule."""
+    def _schedule_pairs(self, plans: "list[PipelinePlan]") -> "list[tuple[PipelinePlan, Schedule]]":
+        """Return pairs of each plan and its schedule."""
         from jaxscale.pipeline.charts.draw import drawable
 
         if plans and self.updates is not None and not any(plan.asynchronous for plan in plans):
             raise UserError("--updates is for asynchronous schedules: draw pipedream, pipemare or 2bw, or leave it out")
         return [(plan, drawable(plan, self.updates)) for plan in plans]
 
-    def _priced(
-        self, file: str, fields: Mapping[str, str], schedules: "list[tuple[PipelinePlan, Schedule]]"
+    def _priced_schedules(
+        self, file: str, fields: Mapping[str, str], pairs: "list[tuple[PipelinePlan, Schedule]]"
     ) -> "list[tuple[str, Schedule, Costs]]":
-        """Name, schedule and costs of each plan (by default the experiment's own), priced for the experiment."""
+        """Return the name, schedule and costs of each plan, with the costs of the experiment's stages.
+
+        Args:
+            file: the experiment file.
+            fields: text of each field of the experiment to set, by the field's dotted path.
+            pairs: pairs of a plan and its schedule; if there are none, the experiment's own plan is used.
+        """
         from jaxscale.planning.stage_prices import stage_costs
         from jaxscale.records.source import load
 
         experiment, _ = load(file, self.variant, dict(fields))
-        if not schedules:
+        if not pairs:
             if experiment.plan.pipeline is None:
                 raise UserError(f"draw pipeline: {file} has no pipeline in its plan; give a schedule, such as 1f1b:4x8")
-            schedules = self._schedules([experiment.plan.pipeline])
+            pairs = self._schedule_pairs([experiment.plan.pipeline])
         if self.devices is not None:
-            return [(str(plan), *_assigned(experiment, self.devices, plan, schedule)) for plan, schedule in schedules]
+            return [(str(plan), *_assign_devices(experiment, self.devices, plan, schedule)) for plan, schedule in pairs]
         platform = platform_of(self.platform or "local")
-        return [
-            (str(plan), schedule, stage_costs(experiment, platform, plan, schedule)) for plan, schedule in schedules
-        ]
+        return [(str(plan), schedule, stage_costs(experiment, platform, plan, schedule)) for plan, schedule in pairs]
 
 
-def _assigned(
+def _assign_devices(
     experiment: "Experiment", devices: str, plan: "PipelinePlan", schedule: "Schedule"
 ) -> "tuple[Schedule, Costs]":
-    """Assign the experiment's blocks to unlike devices and print that; return the plan's schedule and its costs."""
+    """Assign the experiment's blocks to devices of several kinds, and print the assignment.
+
+    Returns:
+        The plan's schedule, and its costs with this assignment.
+    """
     from jaxscale.planning.unlike_devices import assign, devices_of
     from jaxscale.platforms.detect import hush_absent_gpus
 
@@ -209,10 +217,10 @@ def _assigned(
 
 
 def prices_of(text: str | None) -> dict[str, float]:
-    """The prices of a text such as "f=1,i=1.2,w=0.8".
+    """Return the costs in a text such as "f=1,i=1.2,w=0.8", by their parameter of `Costs.alike`.
 
     Raises:
-        UserError: a letter is unknown or given twice, or a price is not a number >= 0.
+        UserError: a letter is unknown or occurs twice, or a cost is not a number >= 0.
 
     Example:
         >>> prices_of("f=1,b=2.5")
@@ -220,28 +228,30 @@ def prices_of(text: str | None) -> dict[str, float]:
     """
     prices: dict[str, float] = {}
     for entry in filter(None, map(str.strip, (text or "").split(","))):
-        name, separator, value = (word.strip() for word in entry.partition("="))
-        if name.lower() not in PRICES:
+        letter, separator, price_text = (word.strip() for word in entry.partition("="))
+        if letter.lower() not in COSTS:
             raise UserError(
-                f"--cost {text!r}: unknown price {name!r}: expected some of {', '.join(PRICES)}, such as f=1,i=1,w=1"
-                f"{near_miss(name.lower(), PRICES)}"
+                f"--cost {text!r}: unknown price {letter!r}: expected some of {', '.join(COSTS)}, such as f=1,i=1,w=1"
+                f"{near_miss(letter.lower(), COSTS)}"
             )
-        if PRICES[name.lower()] in prices:
-            raise UserError(f"--cost {text!r}: {name} is given twice; give it once")
+        if COSTS[letter.lower()] in prices:
+            raise UserError(f"--cost {text!r}: {letter} is given twice: give it once")
         try:
-            number = float(value)
+            price = float(price_text)
         except ValueError:
-            number = -1.0
-        if not separator or not 0 <= number < float("inf"):
-            raise UserError(f"--cost {text!r}: got {entry!r}, expected a number >= 0, such as {name}=1")
-        prices[PRICES[name.lower()]] = number
+            price = -1.0
+        if not separator or not 0 <= price < float("inf"):
+            raise UserError(f"--cost {text!r}: got {entry!r}, expected a number >= 0, such as {letter}=1")
+        prices[COSTS[letter.lower()]] = price
     if prices.get("forward") == 0:
-        raise UserError(f"--cost {text!r}: a forward that takes no time leaves nothing to draw; give one, such as f=1")
+        raise UserError(
+            f"--cost {text!r}: a forward that takes no time leaves nothing to draw: give it a time, such as f=1"
+        )
     return prices
 
 
 def split_schedules(text: str) -> list[str]:
-    """The schedules of --compare, split at commas; an item without a colon is an option of the schedule before it.
+    """Split the text of --compare at commas into schedules; an entry without a colon belongs to the schedule before it.
 
     Example:
         >>> split_schedules("1f1b:8x32, interleaved:8x32,v=2,zb-v:8x32")

@@ -1,4 +1,8 @@
-"""The subcommands about an experiment file: train, fit and explain. A run checks all it can before it imports JAX."""
+"""The subcommands about an experiment file: train, fit and explain.
+
+Each checks everything that it can check before it imports JAX. The parameter `fields` of their `run` holds the text of
+each field of the experiment that the command line sets, by the field's dotted path.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -25,12 +29,12 @@ class Train:
         variant: one of the file's VARIANTS.
         out: directory of the run, which may be in a bucket (gs://, s3://).
         plan_file: take the plan from this plan.json.
-        resume: auto continues the run in the directory, which may change steps, evaluation, samples, checkpoint
-            and plan; never renames that directory and starts a new run.
+        resume: auto continues the run in the directory, whose steps, evaluation, samples, checkpoint and plan may
+            change; never renames that directory and starts a new run.
         log_every: steps per line of the log.
         profile: steps to trace: 10:13 traces 10, 11 and 12.
-        steps: number of updates. The learning rate falls until the last one, so a run that is continued with other
-            steps has another rate from there on, and prints it.
+        steps: number of updates. The learning rate falls until the last one. So a run that is continued with another
+            number of steps has another learning rate from there on, which it prints.
         batch: rows of the global batch.
         seed: seed of parameters, data order, dropout and samples.
         name: name of the run's folder.
@@ -43,7 +47,7 @@ class Train:
     plan_file: str | None = flag("PLAN.JSON", "the experiment's plan")
     resume: Literal["auto", "never"] = "auto"
     log_every: int = 1
-    profile: str | None = flag("FIRST:LAST", "no steps")
+    profile: str | None = flag("FIRST:STOP", "no steps")
     steps: int | None = flag("INT", "the experiment's")
     batch: int | None = flag("INT", "the experiment's")
     seed: int | None = flag("INT", "the experiment's")
@@ -51,8 +55,8 @@ class Train:
     limit: str | None = flag("BYTES", "what programs may use")
 
     def run(self, fields: Mapping[str, str]) -> None:
-        """Train."""
-        _check(self)
+        """Check the flags, and train."""
+        _check_command(self)
         if self.log_every < 1:
             raise UserError(f"--log-every: got {self.log_every}, expected a whole number >= 1")
         if self.profile is not None:
@@ -61,15 +65,15 @@ class Train:
             ProfileRange.parse(self.profile)
         experiment, source = load_experiment(self, fields)
         pipeline = experiment.plan.pipeline
-        is_automatic = pipeline is not None and pipeline.name == "auto"
-        if self.limit is not None and experiment.plan.memory.rule != "fit" and not is_automatic:
-            raise UserError("--limit applies only to --plan.memory fit: add --plan.memory fit, or leave --limit out")
+        is_auto_pipeline = pipeline is not None and pipeline.name == "auto"
+        if self.limit is not None and experiment.plan.memory.rule != "fit" and not is_auto_pipeline:
+            raise UserError("--limit applies only to --plan.memory fit: add --plan.memory fit, or omit --limit")
         from jaxscale.training.loop import train
 
-        out = self.out or str(Path("runs") / "-".join(filter(None, (experiment.name, self.variant))))
+        run_dir = self.out or str(Path("runs") / "-".join(filter(None, (experiment.name, self.variant))))
         train(
             experiment,
-            out=out,
+            out=run_dir,
             limit=self.limit,
             resume=self.resume,
             log_every=self.log_every,
@@ -113,8 +117,8 @@ class Fit:
     batch: int | None = flag("INT", "the experiment's")
 
     def run(self, fields: Mapping[str, str]) -> int:
-        """Print the estimate; returns the exit code."""
-        _check(self)
+        """Print the estimate, and return the exit code."""
+        _check_command(self)
         bytes_of(self.host_limit, "--host-limit")
         from jaxscale.planning.fit import fit
 
@@ -159,8 +163,8 @@ class Explain:
     batch: int | None = flag("INT", "the experiment's")
 
     def run(self, fields: Mapping[str, str]) -> None:
-        """Print the table."""
-        _check(self)
+        """Print the table and, with --out, write the page."""
+        _check_command(self)
         if self.out is not None:
             _check_page(self.out)
         from jaxscale.planning.explain import explain
@@ -179,8 +183,8 @@ class Explain:
             print(f"written to {self.out}")
 
 
-def _check(command: Train | Fit | Explain) -> None:
-    """Check what the three subcommands have in common, without importing JAX."""
+def _check_command(command: Train | Fit | Explain) -> None:
+    """Check the flags that the three subcommands have in common, without importing JAX."""
     from jaxscale.recipe.plan import read_plan
     from jaxscale.records.outline import outline
 
@@ -197,7 +201,7 @@ def _check(command: Train | Fit | Explain) -> None:
 
 
 def _check_page(path: str) -> None:
-    """Raise if no page can be written to a path, before the page is computed."""
+    """Raise an error if no page can be written to a path, before the page is computed."""
     if not path.endswith((".html", ".svg")):
         raise UserError(f"--out {path}: expected a name that ends in .html or .svg")
     file = Path(path)
@@ -211,32 +215,32 @@ def _check_page(path: str) -> None:
 
 
 def load_experiment(command: Train | Fit | Explain, fields: Mapping[str, str]) -> Any:
-    """The experiment of a file and its `Source`, with the fields set on the command line."""
+    """Return the experiment of a subcommand's file, with the fields set on the command line, and its `Source`."""
     from jaxscale.recipe.plan import read_plan
     from jaxscale.records.source import load
 
-    flags = {name: getattr(command, name) for name in experiment_flags(type(command))}
-    text_by_field = {name: str(value) for name, value in flags.items() if value is not None}
+    flag_values = {name: getattr(command, name) for name in experiment_flags(type(command))}
+    text_by_field = {name: str(value) for name, value in flag_values.items() if value is not None}
     plan = None if command.plan_file is None else read_plan(Path(command.plan_file))
     return load(command.file, command.variant, {**text_by_field, **fields}, plan)
 
 
 def experiment_flags(command: type) -> list[str]:
-    """Names of a subcommand's flags that are fields of the experiment."""
+    """Return the names of a subcommand's flags that are also fields of the experiment."""
     from jaxscale.recipe.experiment import Experiment
 
     return [field.name for field in dataclasses.fields(command) if field.name in field_types(Experiment)]
 
 
 def named_platform(text: str) -> Any:
-    """The platform of a text; `None` for "local", because only JAX can detect it."""
+    """Return the platform that a text names; `None` for "local", because only JAX can detect that platform."""
     from jaxscale.platforms.platform import Platform
 
     return None if text.strip().lower() == "local" else Platform.parse(text)
 
 
 def platform_of(text: str) -> Any:
-    """The platform of a text; JAX's backend is started only for "local"."""
+    """Return the platform that a text names; JAX's backend is started only for "local"."""
     from jaxscale.platforms.detect import detect, hush_absent_gpus
 
     hush_absent_gpus()
@@ -250,12 +254,12 @@ def platform_of(text: str) -> Any:
 
 
 def bytes_of(text: str | None, flag_name: str) -> int | None:
-    """The bytes that a flag specifies; `None` without the flag."""
+    """Return the number of bytes that a flag specifies; `None` without the flag."""
     from jaxscale.values.byte_sizes import parse_bytes
 
     if text is None:
         return None
-    count = parse_bytes(text, flag_name)
-    if not count:
-        raise UserError(f"{flag_name} {text}: expected at least 1B, or leave it out")
-    return count
+    byte_count = parse_bytes(text, flag_name)
+    if not byte_count:
+        raise UserError(f"{flag_name} {text}: expected at least 1B; to set no limit, omit the flag")
+    return byte_count

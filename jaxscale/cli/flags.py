@@ -1,6 +1,6 @@
-"""How the command line sets a field of a subcommand: by a word in its place, or by a flag.
+"""Declare how the command line sets a field of a subcommand: by a positional word, or by a flag.
 
-A field that is declared with neither function is a flag with the field's type and default.
+A field that is declared with neither `word` nor `flag` is set by a flag with the field's type and default.
 """
 
 import dataclasses
@@ -8,26 +8,26 @@ from typing import Any
 
 
 def word(metavar: str, default: Any = dataclasses.MISSING) -> Any:
-    """A field that a word in its place sets.
+    """Declare a field that a positional word sets, and return the dataclass field.
 
     Args:
         metavar: name of the word in the help.
-        default: makes the word optional.
+        default: value of the field without the word; without a default, the word is required.
     """
     return dataclasses.field(default=default, metadata={"metavar": metavar, "word": True})
 
 
 def flag(metavar: str, default_text: str | None = None, default: Any = None) -> Any:
-    """A field that a flag sets.
+    """Declare a field that a flag sets, and return the dataclass field.
 
     Args:
         metavar: name of the flag's value in the help.
-        default_text: describes the default in the help; `None` shows the default itself.
+        default_text: description of the default in the help; `None` shows the default itself.
         default: value of the field without the flag.
     """
     return dataclasses.field(default=default, metadata={"metavar": metavar, "default_text": default_text})
 
 
 def words_of(command: type) -> list[dataclasses.Field[Any]]:
-    """The fields of a subcommand that words set, in their order."""
+    """Return the fields of a subcommand that positional words set, in the order of the words."""
     return [field for field in dataclasses.fields(command) if "word" in field.metadata]

@@ -1,8 +1,8 @@
-"""From the words of the command line to an exit code.
+"""Run a command line, and return its exit code.
 
-0 done; 1 the doctor reports a missing item; 2 a mistake of the user, reported in one message; 3 the step does not fit;
-4 the loss diverged; 75 interrupted and saved; 130 interrupted with nothing to save. Anything else is a crash, with its
-traceback.
+The code is 0 if all went well, 1 if the doctor reports a missing item, 2 after a mistake of the user, which one message
+reports, and 3 if the step does not fit. It is 4 if the loss diverged, 75 if the run was interrupted and saved, and 130
+if it was interrupted with nothing to save. Any other error is a crash, with its traceback.
 """
 
 import sys
@@ -21,7 +21,7 @@ CODES = {UserError: MISTAKE, Diverged: DIVERGED, Preempted: PREEMPTED, KeyboardI
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    formatter = warnings.formatwarning
+    previous_formatter = warnings.formatwarning
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # without the line of code
     try:
         return _run(arguments.read(sys.argv[1:] if argv is None else argv))
@@ -31,11 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as system_exit:  # help was shown
         return system_exit.code if isinstance(system_exit.code, int) else 0
     finally:
-        warnings.formatwarning = formatter
+        warnings.formatwarning = previous_formatter
 
 
 def _run(request: arguments.Arguments) -> int:
-    """Show the help, or run the subcommand; returns the exit code."""
+    """Show the help or run the subcommand, and return the exit code."""
     if request.shows_help:
         _show_help(request)
         return 0
@@ -45,7 +45,7 @@ def _run(request: arguments.Arguments) -> int:
 
 
 def _show_help(request: arguments.Arguments) -> None:
-    """Show the help of the program, of a subcommand, or of a subcommand with its experiment's fields."""
+    """Show the help of the program, of a subcommand, or of a subcommand with the fields of its experiment."""
     from jaxscale.cli import usage
 
     if request.command is None:
@@ -54,7 +54,7 @@ def _show_help(request: arguments.Arguments) -> None:
         from jaxscale.records.outline import outline
 
         command: Any = COMMANDS[request.command](**request.values)
-        file = outline(command.file, command.variant)
+        file_outline = outline(command.file, command.variant)
         experiment, _ = load_experiment(command, request.fields)
-        return usage.show(request.command, experiment, file.variants)
+        return usage.show(request.command, experiment, file_outline.variants)
     return usage.show(request.command)

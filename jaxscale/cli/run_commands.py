@@ -1,4 +1,4 @@
-"""The subcommands about the directory of a run: generate, evaluate, export, convert-state and report."""
+"""The subcommands that read a run directory: generate, evaluate, export, convert-state and report."""
 
 import dataclasses
 import sys
@@ -30,12 +30,12 @@ class Generate:
     best: bool = False
 
     def run(self) -> None:
-        """Generate."""
+        """Check the flags, and print the prompt and its continuation."""
         _check_run(self.run_dir)
         if self.tokens < 1:
             raise UserError(f"--tokens: got {self.tokens}, expected a whole number >= 1")
         if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"--temperature: got {self.temperature}, expected a number >= 0; 0 is greedy")
+            raise UserError(f"--temperature: got {self.temperature}, expected a number >= 0; 0 takes the likeliest")
         if not -(2**31) <= self.seed < 2**31:
             raise UserError(f"--seed: got {self.seed}, expected a whole number from -2**31 up to, not including, 2**31")
         from jaxscale.training.backend import start_backend
@@ -62,7 +62,7 @@ class Evaluate:
     best: bool = False
 
     def run(self) -> None:
-        """Evaluate."""
+        """Print the step, the held-out loss and the other measurements, a line each."""
         _check_run(self.run_dir)
         from jaxscale.training.backend import start_backend
 
@@ -90,12 +90,12 @@ class Export:
     dtype: Literal["float32", "bfloat16", "float16"] = flag("TYPE", default="float32")
 
     def run(self) -> None:
-        """Export."""
+        """Write the folder, and print its path."""
         _check_run(self.run_dir)
         if Path(self.folder).is_file():
             raise UserError(f"{self.folder} is a file: expected a folder to create")
         if (Path(self.folder) / "experiment.json").exists():
-            raise UserError(f"{self.folder} is the directory of a run: give a folder to create beside it")
+            raise UserError(f"{self.folder} is the directory of a run: give another folder to create")
         from jaxscale.training.backend import start_backend
 
         start_backend()
@@ -106,7 +106,7 @@ class Export:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Write a run's report.html again, from the run's files alone.
+    """Write a run's report.html again, from nothing but the run's files.
 
     Args:
         run_dir: directory of a run.
@@ -115,7 +115,7 @@ class Report:
     run_dir: str = word("RUN_DIR")
 
     def run(self) -> None:
-        """Write the report."""
+        """Write the report, and print the summary of the run."""
         _check_run(self.run_dir)
         from jaxscale.report.page import write_report
         from jaxscale.report.summary import summary
@@ -141,7 +141,7 @@ class ConvertState:
     out: str | None = flag("DIR", "RUN_DIR-TO")
 
     def run(self) -> None:
-        """Convert."""
+        """Write the converted run, and print what was converted."""
         _check_run(self.run_dir)
         from jaxscale.training.backend import start_backend
 
@@ -152,11 +152,11 @@ class ConvertState:
 
 
 def _check_run(run_dir: str) -> None:
-    """Raise if a directory holds no run; the error suggests the nearest run."""
+    """Raise an error that suggests the nearest run if a directory holds no run."""
     path = Path(run_dir)
     if "://" in run_dir or (path / "experiment.json").is_file():
         return
-    run_dirs = [str(file.parent) for base in {path.parent, Path("runs")} for file in base.glob("*/experiment.json")]
-    problem = "holds no run (no experiment.json)" if path.exists() else "does not exist"
-    choices = f"; there are {', '.join(sorted(run_dirs)[:8])}" if run_dirs else "; make one with: jaxscale train FILE"
-    raise UserError(f"run directory {run_dir} {problem}{near_miss(run_dir, run_dirs) or choices}")
+    run_dirs = [str(file.parent) for parent in {path.parent, Path("runs")} for file in parent.glob("*/experiment.json")]
+    problem_text = "holds no run (no experiment.json)" if path.exists() else "does not exist"
+    advice = f"; there are {', '.join(sorted(run_dirs)[:8])}" if run_dirs else "; make one with: jaxscale train FILE"
+    raise UserError(f"run directory {run_dir} {problem_text}{near_miss(run_dir, run_dirs) or advice}")

@@ -21,7 +21,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from jaxscale.compiler.hlo_program import ARRAY, Computation, HloProgram, Op, array_bytes, called, integers, split
+from jaxscale.compiler.hlo_program import ARRAY, Computation, HloProgram, Op, array_bytes, callees, integers, split
 from jaxscale.platforms import megascale
 from jaxscale.platforms.megascale import CollectiveKind
 
@@ -62,7 +62,7 @@ class Collective:
 
 
 def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
-    """The collectives of a compiled program, in the order of its text.
+    """Return the collectives of a compiled program, in the order of its text.
 
     A tuple all-reduce (several arrays in one op) counts once per kind and type. Groups of one device send nothing and
     are left out.
@@ -83,55 +83,57 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
     """
     program = HloProgram(program) if isinstance(program, str) else program
     mesh_sizes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
+    # number of devices along each mesh axis inside a slice, and the axes that cross slices
     sizes, slice_axes = megascale.split(mesh_sizes, megascale.slices_of(program.text))
-    devices = math.prod(sizes.values())
-    axes_of = {groups_of(sizes, axes): axes for axes in _axis_subsets(sizes)}
+    device_count = math.prod(sizes.values())
+    axes_by_groups = {groups_of(sizes, axes): axes for axes in _axis_subsets(sizes)}
     continuations = _continuations(program)
     records = []
     for computation, op in program.instructions():
-        runs, in_loop, trips_known = program.runs(computation.name)
+        count, in_loop, trips_known = program.runs(computation.name)  # number of executions
         kind = _KINDS.get(op.opcode.removesuffix("-start"))
-        if not runs or (computation.name, op.name) in continuations:
+        if not count or (computation.name, op.name) in continuations:
             continue
         axes, group_size = None, 0
         bytes_by_kind: Iterable[tuple[tuple[Any, str], int]] = ()
-        if op.opcode == "send" and (transfer_kind := megascale.kind_of(op.attributes)):
+        if op.opcode == "send" and (send_kind := megascale.kind_of(op.attributes)):
             axes, dtype = slice_axes, op.arrays[0][0]
-            bytes_by_kind = [((transfer_kind, dtype), size) for size in _message_sizes(computation, op)]
+            bytes_by_kind = [((send_kind, dtype), nbytes) for nbytes in _message_sizes(computation, op)]
         elif kind == "collective-permute":
             pairs = _pairs(op)
-            axes, group_size = _permuted_axes(pairs, sizes), 0 if all(a == b for a, b in pairs) else devices
+            axes = _permuted_axes(pairs, sizes)
+            group_size = 0 if all(source == target for source, target in pairs) else device_count
         elif kind is not None:
-            groups = parse_groups(op.attributes, devices)
-            axes, group_size = axes_of.get(groups), max(map(len, groups))
+            groups = parse_groups(op.attributes, device_count)
+            axes, group_size = axes_by_groups.get(groups), max(map(len, groups))
         if kind is not None and group_size > 1:
             bytes_by_kind = _bytes_by_kind(program, computation, op, kind, group_size).items()
-        for (array_kind, dtype), size in bytes_by_kind:
-            records.append(Collective(array_kind, axes, size, runs, dtype, computation.name, in_loop, trips_known))
+        for (array_kind, dtype), nbytes in bytes_by_kind:
+            records.append(Collective(array_kind, axes, nbytes, count, dtype, computation.name, in_loop, trips_known))
     return records
 
 
 def groups_of(sizes: Mapping[str, int], axes: Iterable[str]) -> Groups:
-    """The groups of devices that communicate along `axes` of a mesh, as positions in the mesh.
+    """Return the groups of devices that communicate along `axes` of a mesh; a device is its position in the mesh.
 
     Example:
         >>> sorted(map(sorted, groups_of({"data": 2, "fsdp": 2}, ["data"])))
         [[0, 2], [1, 3]]
     """
-    axes = set(axes)
-    positions = [position for position, axis in enumerate(sizes) if axis in axes]
-    devices = np.moveaxis(_device_array([*sizes.values()]), positions, range(len(positions)))
-    group_size = math.prod(size for axis, size in sizes.items() if axis in axes)
-    return frozenset(map(frozenset, devices.reshape(group_size, -1).T.tolist()))
+    axis_names = set(axes)
+    axis_indices = [index for index, axis in enumerate(sizes) if axis in axis_names]
+    device_array = np.moveaxis(_device_array([*sizes.values()]), axis_indices, range(len(axis_indices)))
+    group_size = math.prod(size for axis, size in sizes.items() if axis in axis_names)
+    return frozenset(map(frozenset, device_array.reshape(group_size, -1).T.tolist()))
 
 
 def _device_array(shape: Sequence[int]) -> np.ndarray:
-    """Device numbers 0, 1, ... in this shape."""
+    """Return the device numbers 0, 1, ... as an array of this shape."""
     return np.arange(math.prod(shape)).reshape(shape)
 
 
-def parse_groups(attributes: str, devices: int) -> Groups:
-    """The replica groups in an instruction's attributes, in any spelling; all devices by default.
+def parse_groups(attributes: str, device_count: int) -> Groups:
+    """Return the replica groups in an instruction's attributes, in any spelling; by default one group of all devices.
 
     Example:
         >>> sorted(map(sorted, parse_groups("replica_groups=mesh['a'=2,'b'=2] {'b'}, dimensions={0}", 4)))
@@ -147,18 +149,18 @@ def parse_groups(attributes: str, devices: int) -> Groups:
         group_size = integers(iota_match[1])[-1]
         device_order = _iota(iota_match[2][2:])
         return frozenset(frozenset(device_order[i : i + group_size]) for i in range(0, len(device_order), group_size))
-    nested_braces = re.match(r"\{((?:\{[\d,\s]*\},?\s*)*)\}", groups_text)
-    groups = [integers(group) for group in re.findall(r"\{([\d,\s]*)\}", nested_braces[1])] if nested_braces else []
-    return frozenset(map(frozenset, groups)) if groups else frozenset([frozenset(range(devices))])
+    braces_match = re.match(r"\{((?:\{[\d,\s]*\},?\s*)*)\}", groups_text)
+    groups = [integers(text) for text in re.findall(r"\{([\d,\s]*)\}", braces_match[1])] if braces_match else []
+    return frozenset(map(frozenset, groups)) if groups else frozenset([frozenset(range(device_count))])
 
 
 def _mesh_groups(text: str) -> Groups:
-    """Groups of `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}`; an axis may be named in part, `'a':(2)2`."""
+    """Return the groups of `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}`; `'a':(2)2` is a part of an axis."""
     match = re.match(r"mesh\[([^\]]*)\](?:, device_ids=\(((?:[^()]|\([^()]*\))*)\))? \{([^}]*)\}", text)
     assert match is not None, f"replica groups in an unknown spelling: {text[:80]}"
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", match[1])}
     device_order = _iota(match[2]) if match[2] else range(math.prod(sizes.values()))
-    # an axis named in part, as 'NAME':(MAJOR)SIZE, is split into three: MAJOR, the part of SIZE, and the rest
+    # 'NAME':(MAJOR)SIZE names a part of an axis: the axis is split into MAJOR x SIZE x (the remaining factor)
     split_sizes: dict[str, int] = {}
     parts = {name: (int(major), int(size)) for name, major, size in re.findall(r"'([^']*)':\((\d+)\)(\d+)", match[3])}
     for name, size in sizes.items():
@@ -169,28 +171,29 @@ def _mesh_groups(text: str) -> Groups:
 
 
 def _iota(text: str) -> list[int]:
-    """Device numbers of "[2,4]T(1,0)": 0, 1, ... in that shape, transposed, read row by row."""
+    """Return the device numbers of a text such as "[2,4]T(1,0)": 0, 1, ... in this shape, transposed, row by row."""
     shape_text, is_transposed, permutation = text.partition("T")
     devices = _device_array(integers(shape_text))
     return (devices.transpose(integers(permutation)) if is_transposed else devices).ravel().tolist()
 
 
 def _axis_subsets(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Every set of mesh axes with several devices each, without the empty set."""
+    """Return every non-empty set of the mesh axes that have several devices."""
     axes = [axis for axis, size in sizes.items() if size > 1]
     return [subset for count in range(1, len(axes) + 1) for subset in itertools.combinations(axes, count)]
 
 
 def _pairs(op: Op) -> list[tuple[int, int]]:
-    """Source and target device of each transfer of a collective-permute."""
+    """Return the source and the target device of each transfer of a collective-permute."""
     pairs_text = op.attribute(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}") or ""
     return [(int(source), int(target)) for source, target in re.findall(r"\{(\d+),(\d+)\}", pairs_text)]
 
 
 def _permuted_axes(pairs: list[tuple[int, int]], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes along which a source and its target differ."""
+    """Return the mesh axes along which the source and the target device of some pair differ."""
     differing_axes = set()
     for source, target in pairs:
+        # from the last axis on: the index along the axis, and the position in the mesh of the axes before it
         for axis, size in reversed(list(sizes.items())):
             (source, source_index), (target, target_index) = divmod(source, size), divmod(target, size)
             if source_index != target_index:
@@ -199,9 +202,10 @@ def _permuted_axes(pairs: list[tuple[int, int]], sizes: Mapping[str, int]) -> tu
 
 
 def _continuations(program: HloProgram) -> set[tuple[str, str]]:
-    """Collectives that a different fusion starts, under the same channel, as pairs (computation, instruction)."""
+    """Return the collectives printed in a fusion that does not start them, as pairs (computation, instruction)."""
+    # by channel, the collectives in fusions that start them and in other fusions, as (computation, instruction)
+    starts: dict[str, list[tuple[str, str]]] = {}
     repeats: dict[str, list[tuple[str, str]]] = {}
-    starts: dict[str, list[tuple[str, str]]] = {}  # (computation, instruction) of collectives, by channel
     for computation in program.computations.values():
         if not any(caller.opcode == "fusion" for _, caller in program.callers.get(computation.name, [])):
             continue
@@ -214,27 +218,33 @@ def _continuations(program: HloProgram) -> set[tuple[str, str]]:
 
 
 def _message_sizes(computation: Computation, send: Op) -> list[int]:
-    """Bytes of each part of a message between slices: the arrays, single numbers that XLA packs with them, and the
-    padding of these numbers to the tile of 4096 that a TPU sends.
+    """Return the bytes of each part of a message between slices.
+
+    The parts are the arrays, the single numbers that XLA packs with them, and the padding of these numbers to the tile
+    of 4096 that a TPU sends.
     """
     total_bytes = send.bytes
     op = computation.instructions[send.operands[0]]
     while op.opcode in ("bitcast", "copy", "reshape") or 'custom_call_target="ZeroCrop"' in op.attributes:
         op = computation.instructions[op.operands[0]]
-    sums = [0, 0]  # bytes of arrays, and of single numbers
+    summed_bytes = [0, 0]  # of arrays, and of single numbers
     for name in op.operands if op.opcode == "concatenate" else []:
         operand = computation.instructions[name]
-        sums[math.prod(operand.shape) == 1] += operand.bytes
-    return [size for size in (*sums, total_bytes - sum(sums)) if size] if all(sums) else [total_bytes]
+        summed_bytes[math.prod(operand.shape) == 1] += operand.bytes
+    parts = (*summed_bytes, total_bytes - sum(summed_bytes))
+    return [part for part in parts if part] if all(summed_bytes) else [total_bytes]
 
 
 def _bytes_by_kind(
     program: HloProgram, computation: Computation, op: Op, kind: str, group_size: int
 ) -> dict[tuple[Any, str], int]:
-    """Bytes of a collective by kind and type: one entry, unless a tuple mixes types or only some of it is sliced."""
+    """Return the bytes of a collective, by kind and type of the elements.
+
+    There is one entry, unless the collective is of a tuple that mixes types or of which only some arrays are sliced.
+    """
     arrays, result_type = op.arrays, op.type
     if op.opcode.endswith("-start") and (kind != "all-reduce" or op.type.startswith("((")):
-        # the tuple of a start holds operands, results and irrelevant contexts; that of an all-reduce may not
+        # the type of a start is a tuple: types of operands, types of results, contexts; an all-reduce may have no tuple
         operand_types, result_types = [*split(op.type[1:-1]), ""][:2]
         larger_types = max(operand_types, result_types, key=lambda types: sum(map(array_bytes, ARRAY.findall(types))))
         result_type = result_types if kind == "all-reduce" else larger_types
@@ -242,19 +252,27 @@ def _bytes_by_kind(
     elif kind == "reduce-scatter":
         arrays = [(dtype, f"{shape},{group_size}" if shape else str(group_size)) for dtype, shape in arrays]
     bytes_by_kind: dict[tuple[Any, str], int] = {}
-    for index, array in enumerate(arrays):
+    for index, (dtype, shape) in enumerate(arrays):
         array_kind = kind
         if kind == "all-reduce":
             tuple_index = index if result_type.startswith("(") else None
-            is_scatter = "all-reduce-scatter" in computation.name
-            if is_scatter or _is_scattered(program, computation, op.name, tuple_index, group_size):
+            is_in_scatter = "all-reduce-scatter" in computation.name
+            if is_in_scatter or _is_scattered(program, computation, op.name, tuple_index, group_size):
                 array_kind = "reduce-scatter"
-        bytes_by_kind[array_kind, array[0]] = bytes_by_kind.get((array_kind, array[0]), 0) + array_bytes(array)
+        bytes_by_kind[array_kind, dtype] = bytes_by_kind.get((array_kind, dtype), 0) + array_bytes((dtype, shape))
     return bytes_by_kind
 
 
 def _is_scattered(program: HloProgram, computation: Computation, name: str, index: int | None, group_size: int) -> bool:
-    """Whether every use of a value (if `index` is set, of this element of a tuple) takes 1/`group_size` of it."""
+    """Return whether every use of a value takes only 1/`group_size` of it.
+
+    Args:
+        program: the program of the value.
+        computation: the computation of the value.
+        name: name of the instruction that computes the value.
+        index: for a tuple, index of the element that is meant; `None` for any other value.
+        group_size: number of devices of a group of the collective.
+    """
     op = computation.instructions[name]
     uses = computation.uses(name)
     if op.is_root:
@@ -271,11 +289,11 @@ def _is_scattered(program: HloProgram, computation: Computation, name: str, inde
 def _takes_slice(
     program: HloProgram, computation: Computation, use: Op, position: int, index: int | None, group_size: int
 ) -> bool:
-    """Whether one use of a value, as the operand at `position`, takes 1/group_size of it."""
+    """Return whether the instruction `use` takes only 1/`group_size` of its operand `position`; see `_is_scattered`."""
     if use.opcode == "get-tuple-element":
-        element = use.attribute(r"index=(\d+)")
-        is_other_element = element is not None and index is not None and int(element) != index
-        return is_other_element or _is_scattered(program, computation, use.name, None, group_size)
+        element_text = use.attribute(r"index=(\d+)")
+        is_other = element_text is not None and index is not None and int(element_text) != index
+        return is_other or _is_scattered(program, computation, use.name, None, group_size)
     if use.opcode == "tuple":
         return _is_scattered(program, computation, use.name, position, group_size)
     if use.opcode in _MOVES:
@@ -284,6 +302,6 @@ def _takes_slice(
         operand = computation.instructions[use.operands[0]]
         return position == 0 and math.prod(operand.shape) == group_size * math.prod(use.shape)
     if use.opcode in _CALLS:
-        callee = program.computations[called(use.attributes)[0]]
+        callee = program.computations[callees(use.attributes)[0]]
         return _is_scattered(program, callee, callee.parameter(position), index, group_size)
     return False

@@ -1,14 +1,14 @@
-"""Compile a program with the platform's own compiler, for a machine that need not be attached, and report on it.
+"""Compile a program with the platform's own compiler, also for devices that are not attached, and report on it.
 
 libtpu compiles for TPU v4, v5e, v5p, v6e and 7x, the CUDA plugin for A100, H100, H200 and B200, on any Linux machine
 without the device. Every compilation runs in a child process, because libtpu dies by a signal on some programs. After
-a crash, a time-out or a lack of memory the caller gets a report of the failure, and continues. A program reaches the
-child as a *recipe*, a function that both processes can import. Reports are cached on disk, so that a repeated request
-costs only its tracing.
+a crash, a time-out or a lack of memory the caller gets a report of the failure. A program reaches the child as a
+*recipe*, a function that both processes can import. Reports are cached on disk, so that a repeated request costs only
+its tracing.
 
-If the platform's devices are attached, programs are compiled for them directly; otherwise the compiler gets a
-description of the devices. The bytes that libtpu reports are trusted from 0.0.51 on: 0.0.42 and 0.0.50, which
-`jax[tpu]` installs, report up to half too much.
+If the platform's devices are attached, programs are compiled for them directly. If not, the compiler gets a
+description of the devices. The bytes that libtpu reports are trusted from version 0.0.51 on. The versions 0.0.42 and
+0.0.50, which `jax[tpu]` installs, report up to one and a half times the right number.
 """
 
 import contextlib
@@ -61,23 +61,23 @@ class ProgramRecipe:
             raise UserError(f"recipe {self.function!r}: expected MODULE:FUNCTION, such as 'package.module:step'")
 
     def __call__(self, devices: Sequence[Any]) -> Any:
-        """Build the program to compile, for these devices.
+        """Build the program to compile, for these devices; return a `jax.stages.Lowered` or `Traced`.
 
         Raises:
             UserError: the module or the function does not exist.
         """
         module, _, name = self.function.partition(":")
         try:
-            attribute: Any = importlib.import_module(module)
+            member: Any = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise
             raise UserError(f"recipe {self.function!r}: there is no module {error.name!r} to import") from None
         for attribute_name in name.split("."):
-            if not hasattr(attribute, attribute_name):
-                raise UserError(f"recipe {self.function!r}: {module} has no {name!r}{near_miss(name, vars(attribute))}")
-            attribute = getattr(attribute, attribute_name)
-        return attribute(devices, *self.args)
+            if not hasattr(member, attribute_name):
+                raise UserError(f"recipe {self.function!r}: {module} has no {name!r}{near_miss(name, vars(member))}")
+            member = getattr(member, attribute_name)
+        return member(devices, *self.args)
 
 
 class RecipeFailed(RuntimeError):
@@ -96,8 +96,8 @@ def compile_report(
     """Compile a recipe's program with the compiler of `platform`, and return its report.
 
     Args:
-        recipe: a `ProgramRecipe`, or a function of the devices that pickles (one of a module, or a `functools.partial`
-            of one). It runs in another process.
+        recipe: a `ProgramRecipe`, or a function of the devices that can be pickled, such as a function of a module or a
+            `functools.partial` of one. It runs in another process.
         platform: a `Platform` or its text; "local" and "cpu x N" compile for N virtual CPU devices.
         options: compiler options, passed to `compile(compiler_options=...)`.
         explain: whether the report also lists the buffers alive at the peak, and the timeline.
@@ -109,13 +109,13 @@ def compile_report(
         The report, also of a program that does not fit, of a compiler that dies and of a time-out.
 
     Raises:
-        UserError: the platform cannot be compiled for (its compiler is missing or untrusted, its hardware is unknown),
-            the recipe cannot be pickled or builds no program for these devices, or the compiler has no such option.
+        UserError: the platform's compiler is missing or untrusted, or its hardware is unknown. The recipe cannot be
+            pickled, or builds no program for these devices. Or the compiler has no such option.
         RecipeFailed: the recipe raised an error.
 
     Example:
         >>> report = compile_report(ProgramRecipe("jaxscale.compiler.compile_child:example"), "cpu x 2", cache=False)
-        >>> report.argument_bytes, report.flop  # the half of a (256, 128) array and a whole (128, 64); their product
+        >>> report.argument_bytes, report.flop  # half of a (256, 128) array and a whole (128, 64) array; their product
         (98304, 2097152)
     """
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
@@ -171,13 +171,13 @@ def _check_libtpu(child_target: Target, timeout: float) -> None:
 
 
 def _run(platform: Platform, request: Mapping[str, Any], child_target: Target, timeout: float) -> CompileReport | None:
-    """Run a child process on a request, and return its report; None if the attached devices are not available."""
+    """Run a child process on a request, and return its report; None if attached devices are not available."""
     with tempfile.TemporaryDirectory(prefix="jaxscale-compile-") as folder:
         request_folder = pathlib.Path(folder)
         (request_folder / "request").write_bytes(pickle.dumps({**request, "target": child_target}))
         exit_code = _run_child(request_folder, child_target.environment, timeout)
         if exit_code is None:
-            return CompileReport(str(platform), crashed=f"not done in {timeout:g} s: pass a longer timeout")
+            return CompileReport(str(platform), crashed=f"still running after {timeout:g} s: pass a longer timeout")
         try:
             reply = json.loads((request_folder / "result").read_bytes())
         except (FileNotFoundError, json.JSONDecodeError):
@@ -187,7 +187,7 @@ def _run(platform: Platform, request: Mapping[str, Any], child_target: Target, t
         raise UserError(reply["mistake"])
     if "failed" in reply:
         raise RecipeFailed(f"the recipe failed while it made a program for {platform}:\n{reply['failed']}")
-    return None if "elsewhere" in reply else CompileReport.from_json(reply["report"], "the compiler's child process")
+    return None if "unavailable" in reply else CompileReport.from_json(reply["report"], "the compiler's child process")
 
 
 def _run_child(folder: pathlib.Path, environment: Mapping[str, str], timeout: float) -> int | None:
@@ -215,14 +215,13 @@ def _run_child(folder: pathlib.Path, environment: Mapping[str, str], timeout: fl
 
 
 def _cause_of_failure(exit_code: int, log: str) -> str:
-    """Text that explains why a child ended without a result."""
-    lines = [line for line in log.splitlines() if line.strip()]
-    last_lines = "\n".join(lines[-8:])
+    """Return a text that explains why a child process ended without a result."""
+    last_lines = "\n".join([line for line in log.splitlines() if line.strip()][-8:])
     log_text = f"; the last lines of its log:\n{last_lines}" if last_lines else ""
     if exit_code < 0:
-        name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
-        cause = "; most likely this machine ran out of memory" if -exit_code == signal.SIGKILL else ""
-        return f"the compiler died by {name}{cause}{log_text}"
+        signal_name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
+        likely_cause = "; most likely this machine ran out of memory" if -exit_code == signal.SIGKILL else ""
+        return f"the compiler died by {signal_name}{likely_cause}{log_text}"
     return f"the compiler's process ended with exit code {exit_code}{log_text}"
 
 
@@ -242,17 +241,17 @@ def _pickle(recipe: Any) -> bytes:
 
 
 def _main_file(recipe_bytes: bytes) -> str | None:
-    """File of the running script, if the recipe refers to it; the child runs the file again, as a module."""
+    """Return the file of the running script if the recipe refers to it; the child runs the file again, as a module."""
     if b"__main__" not in recipe_bytes:
         return None
     path = getattr(sys.modules["__main__"], "__file__", None)
     if path is None:
-        raise UserError("another process cannot import a recipe of a notebook or the prompt: put it in a module")
+        raise UserError("a recipe of a notebook or the prompt cannot be imported: define it in a module")
     return os.path.abspath(path)
 
 
 def _cache_folder() -> pathlib.Path | None:
-    """Folder of the cached reports; None if it is not writable."""
+    """Return the folder of the cached reports; None if it is not writable."""
     base_text = os.environ.get("JAXSCALE_CACHE")
     try:
         folder = (pathlib.Path(base_text) if base_text else pathlib.Path.home() / ".cache" / "jaxscale") / "reports"

@@ -1,7 +1,7 @@
 """The compiler's process: builds a recipe's program, compiles it and writes a report.
 
-The parent (`compiler/compile.py`) has set the environment that JAX must find when it is first imported, and reads one
-file, with a report, a user's mistake or the recipe's error. If the file is missing, the process died.
+The parent (`compiler/compile.py`) has set the environment that JAX must find when it is first imported. It reads one
+file, which has a report, a user's mistake or the recipe's error. If the file is missing, the process died.
 """
 
 import importlib.metadata
@@ -36,8 +36,8 @@ def main() -> None:
         reply = {"report": answer(request).json()}
     except UserError as error:
         reply = {"mistake": str(error)}
-    except _Elsewhere:
-        reply = {"elsewhere": True}
+    except _DevicesUnavailable:
+        reply = {"unavailable": True}
     except Exception:  # the recipe may raise anything
         reply = {"failed": traceback.format_exc()}
     partial_file = folder / "result.part"
@@ -74,7 +74,7 @@ def answer(request: Mapping[str, Any]) -> CompileReport:
 
 
 def example(devices: Sequence[Any]) -> Any:
-    """A recipe: the product of a (256, 128) array, whose rows are split over all devices, and a (128, 64) array."""
+    """Return the product of a (256, 128) array, with rows split over all devices, and a (128, 64) array: a recipe."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -96,15 +96,15 @@ def _import_main(path: str) -> None:
     spec.loader.exec_module(module)
 
 
-class _Elsewhere(Exception):
+class _DevicesUnavailable(Exception):
     """The attached devices are not available: another process holds them, or they are not those of the platform."""
 
 
 def _devices(platform: Platform, target: Target) -> list[Any]:
-    """The platform's devices, attached or described.
+    """Return the platform's devices, attached or described.
 
     Raises:
-        _Elsewhere: the target is attached, and its devices are not available.
+        _DevicesUnavailable: the target is attached, and its devices are not available.
     """
     import jax
 
@@ -117,9 +117,9 @@ def _devices(platform: Platform, target: Target) -> list[Any]:
         try:
             devices = jax.devices(target.backend)
         except RuntimeError:
-            raise _Elsewhere from None
+            raise _DevicesUnavailable from None
         if devices[0].device_kind not in platform.chip.device_kinds or len(devices) < platform.devices:
-            raise _Elsewhere
+            raise _DevicesUnavailable
         return devices[: platform.devices]
     from jax.experimental import topologies
 
@@ -129,7 +129,7 @@ def _devices(platform: Platform, target: Target) -> list[Any]:
 def _compile(
     lowered: Any, devices: Sequence[Any], fields: dict[str, Any], options: Mapping[str, Any], explain: bool
 ) -> CompileReport:
-    """Compile a program and report on it; `fields` are the fields of the report that are set already."""
+    """Compile a program and report on it; `fields` are the fields of the report that are known already, by name."""
     import jax
 
     with tempfile.TemporaryDirectory(prefix="jaxscale-dump-") as dump_folder:
@@ -156,26 +156,26 @@ def _compile(
 
 
 def _fields_from_text(compiled: Any, mesh: Any) -> dict[str, Any]:
-    """The report's fields that are read from a program's text: FLOP and collectives, or why they are missing."""
+    """Return the report's fields read from the program's text: FLOP and collectives, or why they are missing."""
     import jax
 
     try:
         program = HloProgram(compiled.as_text())
-        flop = program_flop(program)
+        flop_counts = program_flop(program)
         collective_list = tuple(collectives(program, mesh))
     except (AssertionError, LookupError, ValueError, jax.errors.JaxRuntimeError) as error:
         # text in a new spelling, or that XLA fails to print, must not prevent the report
         return {"unread": f"the program's text could not be read: {error!r}"}
     return {
-        "flop": flop.total,
-        "unknown_loops": flop.unknown_loops,
-        "silent_kernels": flop.silent_kernels,
+        "flop": flop_counts.total,
+        "unknown_loops": flop_counts.unknown_loops,
+        "silent_kernels": flop_counts.silent_kernels,
         "collectives": collective_list,
     }
 
 
 def _live_buffers(dump_folder: str, devices: Sequence[Any]) -> Live | None:
-    """The live buffers, from the folder of a dump; None if XLA wrote none, or wrote them in an unknown spelling."""
+    """Return the live buffers, from the folder of a dump; None if XLA wrote no dump, or one in an unknown spelling."""
     try:
         return live_at_the_peak(pathlib.Path(dump_folder), devices[0].platform)
     except (AssertionError, LookupError, ValueError):  # text in a new spelling, as in `_fields_from_text`
@@ -185,7 +185,7 @@ def _live_buffers(dump_folder: str, devices: Sequence[Any]) -> Live | None:
 def _failure_report(
     message: str, fields: dict[str, Any], options: Mapping[str, Any], live_fields: Mapping[str, Any]
 ) -> CompileReport:
-    """The report of a program that was not compiled.
+    """Return the report of a program that was not compiled.
 
     Args:
         message: the compiler's error message.
@@ -211,7 +211,7 @@ def _failure_report(
 
 
 def _mesh(compiled: Any, devices: Sequence[Any]) -> Any:
-    """Axis sizes of the largest mesh over which a program's arguments and results are sharded; empty without a mesh.
+    """Return the axis sizes of the largest mesh that shards a program's arguments and results; empty without a mesh.
 
     Raises:
         UserError: the program is for other devices than those passed to the recipe.
@@ -228,5 +228,5 @@ def _mesh(compiled: Any, devices: Sequence[Any]) -> Any:
             f"the recipe made a program for other devices ({kinds}) than it received ({devices[0].device_kind}): "
             "shard its arguments over a mesh of the devices passed to the recipe"
         )
-    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
-    return max(meshes, key=lambda mesh: mesh.size).shape if meshes else {}
+    named_meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    return max(named_meshes, key=lambda mesh: mesh.size).shape if named_meshes else {}

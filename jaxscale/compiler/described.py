@@ -23,7 +23,7 @@ class LoweredFor:
     devices: tuple[Any, ...]
 
     def as_text(self, **options: Any) -> str:
-        """The program's text."""
+        """Return the program's text."""
         return self.lowered.as_text(**options)
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Any:
@@ -32,7 +32,7 @@ class LoweredFor:
 
 
 def without_memories(devices: Sequence[Any]) -> bool:
-    """Whether JAX lists no memories of these devices.
+    """Return whether JAX lists no memories of these devices.
 
     Example:
         >>> import jax
@@ -43,7 +43,7 @@ def without_memories(devices: Sequence[Any]) -> bool:
 
 
 def abstract(device: Any) -> Any:
-    """The `AbstractDevice` of a device, for `jax.sharding.AbstractMesh`."""
+    """Return the `AbstractDevice` of a device, for `jax.sharding.AbstractMesh`."""
     from jax.sharding import AbstractDevice
 
     return AbstractDevice(device.device_kind, None, device.platform)
@@ -67,6 +67,6 @@ def lower_for(devices: Sequence[Any], traced: Any) -> LoweredFor:
     """
     import jax
 
-    platform = {"gpu": "cuda"}.get(devices[0].platform, devices[0].platform)
+    platform_name = {"gpu": "cuda"}.get(devices[0].platform, devices[0].platform)
     with jax.default_device(devices[0]):  # the client of this device compiles
-        return LoweredFor(traced.lower(lowering_platforms=(platform,)), tuple(devices))
+        return LoweredFor(traced.lower(lowering_platforms=(platform_name,)), tuple(devices))

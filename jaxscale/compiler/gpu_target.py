@@ -53,7 +53,7 @@ TARGETS = {
 
 
 def target_config(chip: Chip) -> str:
-    """XLA's target configuration for a GPU, in the text form that `jax.experimental.topologies` takes.
+    """Return XLA's target configuration of a GPU, in the text form that `jax.experimental.topologies` takes.
 
     Raises:
         UserError: the GPU is not in `TARGETS`.
@@ -89,16 +89,16 @@ def target_config(chip: Chip) -> str:
         "registers_per_block_limit": 65536,
     }
     major, minor = target.capability
-    lines = "\n".join(f"  {name}: {value}" for name, value in device_info.items())
+    info_text = "\n".join(f"  {name}: {value}" for name, value in device_info.items())
     return (
-        f"gpu_device_info {{\n{lines}\n  cuda_compute_capability {{ major: {major} minor: {minor} }}\n}}\n"
+        f"gpu_device_info {{\n{info_text}\n  cuda_compute_capability {{ major: {major} minor: {minor} }}\n}}\n"
         'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 8 }\nruntime_version { major: 13 }\n'
         f'device_description_str: "{chip.device_kinds[0]}"\n'
     )
 
 
 def topology_text(platform: Platform) -> str:
-    """Slices, hosts and GPUs of each host, in the CUDA plugin's format: "1x2x8" for 16 GPUs in hosts of 8.
+    """Return the numbers of slices, of hosts and of GPUs per host as text: "1x2x8" for 16 GPUs in hosts of 8.
 
     Raises:
         UserError: the GPUs do not fill their hosts.

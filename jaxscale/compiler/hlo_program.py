@@ -1,8 +1,8 @@
 """A compiled program as data: its computations and instructions, read from the text that XLA prints.
 
-CPU, GPU and TPU share this text (`compiled.as_text()`). It is read line by line, with only the grammar that other
-modules need: names, types, operands, calls of an instruction, and runs of a computation. Left out: layouts and the
-values of constants.
+CPU, GPU and TPU share this text (`compiled.as_text()`). It is read line by line, but only for what other modules need:
+names, types and operands of instructions, the computations that they call, and how often a computation runs. Left out:
+layouts and the values of constants.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Op:
 
     @property
     def arrays(self) -> list[tuple[str, str]]:
-        """Each array of the result, as ("bf16", "4,8")."""
+        """Type and shape of each array of the result, such as ("bf16", "4,8")."""
         return ARRAY.findall(self.type)
 
     @property
@@ -54,7 +54,7 @@ class Op:
         return array_bytes(self.arrays[0]) if self.arrays else 0
 
     def attribute(self, pattern: str) -> str | None:
-        """The first group of a pattern in the attributes; `None` if it does not match."""
+        """Return the first group of a pattern in the attributes; `None` if it does not match."""
         match = re.search(pattern, self.attributes)
         return match[1] if match else None
 
@@ -74,10 +74,9 @@ class Computation:
     instructions: dict[str, Op]
 
     def uses(self, name: str) -> list[tuple[Op, int]]:
-        """Instructions that use a value, each with its operand index."""
-        return [
-            (op, i) for op in self.instructions.values() for i, operand in enumerate(op.operands) if operand == name
-        ]
+        """Return each instruction that uses a value, with the value's index among the operands."""
+        ops = self.instructions.values()
+        return [(op, index) for op in ops for index, operand in enumerate(op.operands) if operand == name]
 
     @property
     def root(self) -> Op | None:
@@ -85,16 +84,15 @@ class Computation:
         return next((op for op in self.instructions.values() if op.is_root), None)
 
     def behind(self, op: Op, opcodes: Collection[str]) -> Op:
-        """The first instruction, from `op` back along first operands, whose opcode is not one of these."""
+        """Go from `op` back along first operands; return the first instruction whose opcode is not one of these."""
         while op.opcode in opcodes and op.operands[0] in self.instructions:
             op = self.instructions[op.operands[0]]
         return op
 
     def parameter(self, number: int) -> str:
-        """Name of the parameter with this number."""
-        return next(
-            op.name for op in self.instructions.values() if (op.opcode, op.operands) == ("parameter", [str(number)])
-        )
+        """Return the name of the parameter with this number."""
+        ops = self.instructions.values()
+        return next(op.name for op in ops if op.opcode == "parameter" and op.operands == [str(number)])
 
 
 class HloProgram:
@@ -107,7 +105,7 @@ class HloProgram:
     def __init__(self, text: str) -> None:
         self.text = text
         self.computations: dict[str, Computation] = {}
-        self._runs: dict[str, tuple[int, bool, bool]] = {}
+        self._runs: dict[str, tuple[int, bool, bool]] = {}  # results of `runs`, by the computation's name
         open_computation = None
         for line in _whole_lines(text):
             if open_computation is None:
@@ -120,43 +118,44 @@ class HloProgram:
             elif match := _INSTRUCTION.match(line):
                 op = _instruction(match[2], match[3], bool(match[1]))
                 open_computation.instructions[op.name] = op
+        # the instructions that call each computation, by its name, as pairs (their computation, instruction)
         self.callers: dict[str, list[tuple[Computation, Op]]] = {}
         for computation, op in self.instructions():
-            for callee in dict.fromkeys(called(op.attributes)):
-                self.callers.setdefault(callee, []).append((computation, op))
+            for callee_name in dict.fromkeys(callees(op.attributes)):
+                self.callers.setdefault(callee_name, []).append((computation, op))
 
     def instructions(self) -> Iterator[tuple[Computation, Op]]:
-        """Every instruction, with its computation."""
-        return (
-            (computation, op) for computation in self.computations.values() for op in computation.instructions.values()
-        )
+        """Yield every instruction, as a pair (its computation, the instruction)."""
+        for computation in self.computations.values():
+            yield from ((computation, op) for op in computation.instructions.values())
 
     def runs(self, name: str) -> tuple[int, bool, bool]:
-        """Number of runs of a computation, whether it is in a loop, and whether every trip count around it is known."""
+        """Return how often a computation runs, whether in a loop, and whether all trip counts around it are known."""
         if name not in self._runs:
-            runs_by_call = [(1, False, True)] if self.computations[name].is_entry else []
+            runs_of_calls = [(1, False, True)] if self.computations[name].is_entry else []
             for caller, op in self.callers.get(name, []):
-                count, in_loop, trips_known = self.runs(caller.name)
+                run_count, in_loop, trips_known = self.runs(caller.name)
                 if op.opcode == "while":
-                    trips = self.trips(op)
-                    count, in_loop, trips_known = count * (trips or 1), True, trips_known and trips is not None
-                runs_by_call.append((count, in_loop, trips_known))
+                    trip_count = self.trips(op)
+                    run_count, in_loop = run_count * (trip_count or 1), True
+                    trips_known = trips_known and trip_count is not None
+                runs_of_calls.append((run_count, in_loop, trips_known))
             self._runs[name] = (
-                sum(call_runs[0] for call_runs in runs_by_call),
-                any(call_runs[1] for call_runs in runs_by_call),
-                all(call_runs[2] for call_runs in runs_by_call),
+                sum(run_count for run_count, _, _ in runs_of_calls),
+                any(in_loop for _, in_loop, _ in runs_of_calls),
+                all(trips_known for _, _, trips_known in runs_of_calls),
             )
         return self._runs[name]
 
     def trips(self, loop: Op) -> int | None:
-        """Number of trips of a while loop: the compiler's, or the only bound in the condition; None if unknown."""
+        """Return a while loop's trip count: the compiler's, or the only bound in the condition; None if unknown."""
         if trip_count := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
             return int(trip_count)
-        condition = loop.attribute(r"condition=%?([\w.\-]+)")
-        computation_names, bounds, directions = [condition] if condition else [], set(), set()
-        for name in computation_names:
+        condition_name = loop.attribute(r"condition=%?([\w.\-]+)")
+        computation_names, bounds, directions = [condition_name] if condition_name else [], set(), set()
+        for name in computation_names:  # grows by the computations that these call
             for op in self.computations[name].instructions.values():
-                computation_names += [callee for callee in called(op.attributes) if callee not in computation_names]
+                computation_names += [callee for callee in callees(op.attributes) if callee not in computation_names]
                 if op.opcode == "constant" and re.match(r"[su]\d+\[\]", op.type):
                     bounds.add(int(op.operands[0]))
                 if op.opcode == "compare":
@@ -165,7 +164,7 @@ class HloProgram:
 
 
 def _whole_lines(text: str) -> Iterator[str]:
-    """Lines of a module; those of one instruction are one text, since a kernel's attributes may contain line breaks."""
+    """Iterate over a module's lines; an instruction is one text, even if its attributes contain line breaks."""
     instruction_lines: list[str] = []
     for line in text.splitlines():
         if instruction_lines and not (_INSTRUCTION.match(line) or _END.match(line)):
@@ -186,15 +185,15 @@ def _name_elements(computation: Computation) -> None:
     for name in dict.fromkeys(element_names):
         tuple_name, *indices = name.split("#")
         for index in indices:
-            type_ = split(computation.instructions[tuple_name].type[1:-1])[int(index)].strip()
-            element = f"{tuple_name}#{index}"
-            op = Op(element, type_, "get-tuple-element", [tuple_name], f", index={index}", False)
-            computation.instructions.setdefault(element, op)
-            tuple_name = element
+            element_type = split(computation.instructions[tuple_name].type[1:-1])[int(index)].strip()
+            element_name = f"{tuple_name}#{index}"
+            op = Op(element_name, element_type, "get-tuple-element", [tuple_name], f", index={index}", False)
+            computation.instructions.setdefault(element_name, op)
+            tuple_name = element_name
 
 
 def _instruction(name: str, text: str, is_root: bool) -> Op:
-    """The instruction with this name, from the text after its "="."""
+    """Read the instruction with this name from the text after its "="."""
     type_end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
     opcode_match = re.match(r"\s*([\w\-]+)\(", text[type_end:])
     assert opcode_match is not None, f"an instruction in an unknown spelling: {text[:80]}"
@@ -206,7 +205,7 @@ def _instruction(name: str, text: str, is_root: bool) -> Op:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Index of the bracket that closes the one at `opening`."""
+    """Return the index of the bracket that closes the one at index `opening`."""
     depth = 0
     for i in range(opening, len(text)):
         depth += (text[i] in "([{") - (text[i] in ")]}")
@@ -216,7 +215,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def split(text: str) -> list[str]:
-    """Split at the commas outside brackets."""
+    """Split a text at the commas outside brackets."""
     parts, depth, start = [], 0, 0
     for i, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
@@ -226,8 +225,8 @@ def split(text: str) -> list[str]:
     return [*parts, text[start:]]
 
 
-def called(attributes: str) -> list[str]:
-    """Names of the computations that an instruction calls."""
+def callees(attributes: str) -> list[str]:
+    """Return the names of the computations that an instruction with these attributes calls."""
     names = _CALLED.findall(attributes)
     for branches in _BRANCHES.findall(attributes):
         names += [name.strip().lstrip("%") for name in branches.split(",")]
@@ -235,7 +234,7 @@ def called(attributes: str) -> list[str]:
 
 
 def array_bytes(array: tuple[str, str]) -> int:
-    """Bytes of an array such as ("bf16", "4,8"); elements narrower than a byte are packed."""
+    """Return the bytes of an array such as ("bf16", "4,8"); elements narrower than a byte are packed."""
     dtype, shape = array
     bits_match = re.match(r"[a-z]+(\d+)", dtype)
     element_bits = 8 if bits_match is None else int(bits_match[1])  # "pred" takes a byte
@@ -243,5 +242,5 @@ def array_bytes(array: tuple[str, str]) -> int:
 
 
 def integers(text: str) -> list[int]:
-    """Every run of digits in a text, as a number."""
+    """Return every run of digits in a text, as a number."""
     return [int(number) for number in re.findall(r"\d+", text)]

@@ -11,7 +11,7 @@ import re
 from jaxscale.compiler.hlo_program import Op
 
 SHOWN = 4
-"""Greatest number of modules of a chain that are shown: the innermost ones."""
+"""Maximum number of modules of a chain that are shown, from the innermost."""
 
 # frames of the caller of a program
 _OUTSIDE = re.compile(r"/(pluggy|_pytest|IPython|ipykernel|absl)/|/jaxscale/compiler/compile(_child)?\.py$|/runpy\.py$")
@@ -26,6 +26,7 @@ class Sources:
 
     def __init__(self, text: str) -> None:
         head = text[: text.find("\n%")]
+        # rows by number, as texts: (file,), (function,), (file number, function number, line), (location, parent)
         files = _table(head, "FileNames", r'(\d+) "(.*)"')
         functions = _table(head, "FunctionNames", r'(\d+) "(.*)"')
         locations = _table(head, "FileLocations", r"(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
@@ -38,7 +39,7 @@ class Sources:
         self._frames = {number: (location, str(int(parent) - 1)) for number, (location, parent) in frames.items()}
 
     def module_names(self, op: Op) -> tuple[str, ...]:
-        """Names of an instruction's modules, from the outermost; without modules, of its last two functions."""
+        """Return the names of an instruction's modules, outermost first; without modules, those of two functions."""
         modules, functions = [], []
         for _, function, _ in self._stack(op):
             if module_match := re.search(r"(?:^|\.)(\w+)\.__call__$", function):
@@ -49,7 +50,7 @@ class Sources:
         return tuple(reversed(modules[:SHOWN] or functions[:2]))
 
     def file_and_line(self, op: Op) -> str | None:
-        """File and line where an instruction's innermost module is called; without modules, its own file and line."""
+        """Return the file and line that call an instruction's innermost module, or without modules, its own."""
         stack = self._stack(op)
         module_index = next((i for i, (_, function, _) in enumerate(stack) if function.endswith(".__call__")), None)
         if not stack:
@@ -62,11 +63,11 @@ class Sources:
         return f"{'/'.join(file.split('/')[-2:])}:{line}"
 
     def _stack(self, op: Op) -> list[tuple[str, str, str]]:
-        """(file, function, line) of each stack frame of an instruction, from the innermost."""
-        number, stack = op.attribute(r"stack_frame_id=(\d+)") or "0", []
-        while number in self._frames:
-            location, number = self._frames[number]
-            frame = self._locations.get(location, ("", "", ""))
+        """Return (file, function, line) of each stack frame of an instruction, from the innermost."""
+        frame_number, stack = op.attribute(r"stack_frame_id=(\d+)") or "0", []
+        while frame_number in self._frames:
+            location_number, frame_number = self._frames[frame_number]
+            frame = self._locations.get(location_number, ("", "", ""))
             if _OUTSIDE.search(frame[0]):
                 break
             stack.append(frame)
@@ -74,7 +75,7 @@ class Sources:
 
 
 def _table(head: str, name: str, row_pattern: str) -> dict[str, tuple[str, ...]]:
-    """Fields of each row of one table, by the row's number."""
+    """Return the fields of each row of the table `name`, by the row's number, from the head of a program's text."""
     start = head.find(f"\n{name}\n")
     lines = head[start + len(name) + 2 :].split("\n\n")[0].splitlines() if start >= 0 else []
     matches = (re.match(row_pattern, line) for line in lines)

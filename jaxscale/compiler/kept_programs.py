@@ -4,9 +4,10 @@ XLA:CPU starts an instruction as soon as its operands are available, and a colle
 has reached it. Collectives must therefore run in one order on all devices. In a compiled program, all of them, and
 every loop that contains one, use one resource, which makes them start in that order (a loop need not have ended:
 `platforms/cpu_threads.py`). A loaded program has one resource for each sequence of instructions, so that a loop's
-collectives are not ordered with those outside it. Each blocks threads that the other's partners need, and the
-program hangs; and if both have one channel, as all collectives of `jax.shard_map` have, devices join different
-collectives, and the program crashes. Collectives of the entry computation alone share one sequence, and stay in order.
+collectives are not ordered with those outside it. Each blocks threads that the
+partners of the other need, and the program hangs. If both have one channel, as all collectives of `jax.shard_map` have,
+devices join different collectives, and the program crashes. Collectives of the entry computation alone share one
+sequence, and stay in order.
 
 References:
     XLA, xla/backends/cpu/runtime/thunk_proto_serdes.cc: `ThunkSequenceSerDesProtobuf::FromProto` creates new resources
@@ -25,12 +26,12 @@ _COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|all-to-all|ragged-all-to-all|reduce-scatter|collective-permute|collective-broadcast"
     r"|send|recv)(-start)?\("
 )
-_left_out: list[str] = []
+_excluded_names: list[str] = []
 """Names of the compiled programs that the cache does not keep."""
 
 
 def stays_ordered(text: str) -> bool:
-    """Whether every collective of a compiled program is in its entry computation.
+    """Return whether every collective of a compiled program is in its entry computation.
 
     Args:
         text: `compiled.as_text()`.
@@ -59,18 +60,18 @@ def keep_ordered_programs() -> None:
     filter_compile_cache(_may_be_kept)
 
 
-def left_out() -> int:
-    """Number of programs compiled so far that were excluded from the cache."""
-    return len(_left_out)
+def count_excluded() -> int:
+    """Return the number of programs compiled so far that were excluded from the cache."""
+    return len(_excluded_names)
 
 
 def _may_be_kept(name: str, executable: Any) -> bool:
-    """Whether a program may be cached; a newly compiled one that may not is counted."""
+    """Return whether a program may be cached; count one that may not and is newly compiled (`name` is not "")."""
     if executable.client.platform != "cpu" or (jax.process_count() == 1 and len(executable.local_devices()) == 1):
         return True
     if all(stays_ordered(module.to_string()) for module in executable.hlo_modules()):
         return True
     config: Any = jax.config
     if name and config.jax_compilation_cache_dir is not None:
-        _left_out.append(name)
+        _excluded_names.append(name)
     return False

@@ -1,8 +1,8 @@
 """The buffers alive at the peak of device memory, by the user's names, read from XLA's dump of a compilation.
 
-XLA writes the buffer of every value and its first and last instruction (`xla_dump_to`). Its list of the peak counts a
-TPU's on-chip memory as well, so this module computes the peak of device memory alone. Arguments, outputs and constants
-occupy their buffers for the whole run.
+XLA writes every value's buffer, first instruction and last instruction to files (`xla_dump_to`). Its list of buffers at
+the peak counts a TPU's on-chip memory as well, so this module computes the peak of device memory alone. Arguments,
+outputs and constants occupy their buffers for the whole run.
 
 Left out: gaps between buffers. The heap is packed, so a program takes slightly more device bytes than are alive at its
 peak.
@@ -67,12 +67,12 @@ class _Value:
     whole_run_kind: LiveKind | None
 
 
-def live_at_the_peak(folder: pathlib.Path, kind: str) -> Live | None:
-    """The buffers alive at the peak of the program whose compilation was dumped to a folder; None without a dump.
+def live_at_the_peak(folder: pathlib.Path, device_kind: str) -> Live | None:
+    """Return the buffers alive at a program's peak, from the dump of its compilation in a folder; None without a dump.
 
     Args:
         folder: folder of the dump, passed to `xla_dump_to`, with `xla_dump_hlo_as_text`.
-        kind: kind of the devices: "tpu", "gpu" or "cpu".
+        device_kind: kind of the devices: "tpu", "gpu" or "cpu".
     """
     # a compilation may compile small helpers as well: the program has the longest text
     pattern = "after_optimizations-buffer-assignment.txt"
@@ -83,14 +83,14 @@ def live_at_the_peak(folder: pathlib.Path, kind: str) -> Live | None:
     paths = [pathlib.Path(f"{stem}{suffix}") for suffix in ("-buffer-assignment.txt", "-live-range.txt", ".txt")]
     if not all(path.exists() for path in paths):
         return None
-    assignment, ranges, text = (path.read_text("utf-8", "replace") for path in paths)
-    return _live(assignment, ranges, text, _SPACES[kind])
+    assignment_text, ranges_text, program_text = (path.read_text("utf-8", "replace") for path in paths)
+    return _live_from_texts(assignment_text, ranges_text, program_text, _SPACES[device_kind])
 
 
-def _live(assignment: str, ranges: str, text: str, spaces: set[int]) -> Live:
-    """The live buffers, from the texts of the buffer assignment, of the live ranges and of the program."""
-    names = ValueNames(HloProgram(text), Sources(text))
-    schedule, values = _values(assignment, ranges, spaces, names.arguments)
+def _live_from_texts(assignment_text: str, ranges_text: str, program_text: str, device_spaces: set[int]) -> Live:
+    """Return the live buffers, from the texts of the buffer assignment, of the live ranges and of the program."""
+    names = ValueNames(HloProgram(program_text), Sources(program_text))
+    schedule, values = _values(assignment_text, ranges_text, device_spaces, names.arguments)
     backward_start = next((i for i, name in enumerate(schedule) if "transpose(" in names.op_name(name)), len(schedule))
     last_uses = _last_uses(values)
     phases: dict[_Value, StepPhase | None] = {
@@ -100,7 +100,7 @@ def _live(assignment: str, ranges: str, text: str, spaces: set[int]) -> Live:
     for value, phase in phases.items():
         is_kept = phase == "forward" and last_uses[value.buffer, value.start] >= backward_start
         kinds[value] = value.whole_run_kind or ("kept" if is_kept else "transient")
-    peak_values, timeline = _sweep(schedule, values, kinds, names)
+    peak_values, timeline = _peak_and_timeline(schedule, values, kinds, names)
     tensors = [
         LiveTensor(
             names.user_name(value.name, value.index),
@@ -119,19 +119,19 @@ def _live(assignment: str, ranges: str, text: str, spaces: set[int]) -> Live:
 
 
 def _values(
-    assignment: str, ranges: str, spaces: set[int], arguments: Mapping[str, str]
+    assignment_text: str, ranges_text: str, device_spaces: set[int], arguments: Mapping[str, str]
 ) -> tuple[list[str], list[_Value]]:
-    """Names of the instructions in the order of the schedule, and the values in device memory.
+    """Return the names of the instructions in the order of the schedule, and the values in device memory.
 
     Args:
-        assignment: text of the buffer assignment.
-        ranges: text of the live ranges.
-        spaces: memory spaces that are device memory.
+        assignment_text: text of the buffer assignment.
+        ranges_text: text of the live ranges.
+        device_spaces: memory spaces that are device memory.
         arguments: instruction of each argument, by the argument's number.
     """
     schedule: list[str] = []
     lifetimes: dict[tuple[str, str], tuple[int, int]] = {}
-    for line in ranges.splitlines():
+    for line in ranges_text.splitlines():
         if match := _SCHEDULED.match(line):
             schedule.append(match[2])
         elif match := _RANGE.match(line):
@@ -139,19 +139,20 @@ def _values(
         elif line.startswith("  Live ranges at"):
             break
     values: list[_Value] = []
-    allocation, kind, size, is_on_device = -1, None, 0, False
-    for line in assignment.splitlines():
+    # of the allocation that the current lines describe: its number, its kind if it lasts the whole run
+    allocation, kind, allocation_bytes, is_on_device = -1, None, 0, False
+    for line in assignment_text.splitlines():
         if line.startswith("allocation "):
             allocation += 1
             color_match = re.search(r", color (\d+)", line)
-            is_on_device = int(color_match[1] if color_match else 0) in spaces and "thread-local" not in line
-            size = integers(line)[1]
+            is_on_device = int(color_match[1] if color_match else 0) in device_spaces and "thread-local" not in line
+            allocation_bytes = integers(line)[1]
             kind = _whole_run_kind(line)
             if kind is not None and is_on_device:
                 parameter_match = re.search(r", parameter (\d+), shape \|(.*?)\|", line)
                 # other values reuse a donated argument's buffer; any other allocation is named after its first value
                 name, shape = (arguments[parameter_match[1]], parameter_match[2]) if parameter_match else ("", "")
-                values.append(_Value(name, (), (allocation, 0), size, shape, 0, len(schedule), kind))
+                values.append(_Value(name, (), (allocation, 0), allocation_bytes, shape, 0, len(schedule), kind))
         elif is_on_device and (match := _VALUE.match(line)):
             name, index_text, _, bytes_text, offset, shape = match.groups()
             indices = tuple(integers(index_text or ""))
@@ -166,7 +167,7 @@ def _values(
 
 
 def _whole_run_kind(allocation_text: str) -> LiveKind | None:
-    """The kind of an allocation that lasts the whole run, from XLA's line for it; None for temporaries."""
+    """Return the kind of an allocation that lasts the whole run, from XLA's line about it; None for temporaries."""
     if ", parameter " in allocation_text:
         return "argument"
     if "constant" in allocation_text:
@@ -175,7 +176,7 @@ def _whole_run_kind(allocation_text: str) -> LiveKind | None:
 
 
 def _last_uses(values: list[_Value]) -> dict[tuple[tuple[int, int], int], int]:
-    """The last use of each value, by (buffer, start); values of one shape that adjoin in a buffer count as one."""
+    """Return the last use of each value, by (buffer, start); adjoining values of one shape in a buffer count as one."""
     values_by_buffer: dict[tuple[tuple[int, int], str], list[_Value]] = defaultdict(list)
     for value in values:
         values_by_buffer[value.buffer, value.shape].append(value)
@@ -185,33 +186,33 @@ def _last_uses(values: list[_Value]) -> dict[tuple[tuple[int, int], int], int]:
         later_spans: list[tuple[int, int]] = []  # (start, last use) of the values after this one
         for value in buffer_values:
             last_use = value.end
-            for start, end in reversed(later_spans):  # the nearest first
-                if start > value.end:
+            for later_start, later_use in reversed(later_spans):  # the nearest first
+                if later_start > value.end:
                     break
-                last_use = max(last_use, end)
+                last_use = max(last_use, later_use)
             later_spans.append((value.start, last_use))
             key = (value.buffer, value.start)
             last_uses[key] = max(last_use, last_uses.get(key, 0))
     return last_uses
 
 
-def _sweep(
+def _peak_and_timeline(
     schedule: list[str], values: list[_Value], kinds: dict[_Value, LiveKind], names: ValueNames
 ) -> tuple[list[_Value], tuple[LiveBytes, ...]]:
-    """The values alive at the peak, one per buffer, and the timeline."""
+    """Return the values alive at the peak, the largest of each buffer, and the timeline."""
     values_by_start: dict[int, list[_Value]] = defaultdict(list)
     values_by_end: dict[int, list[_Value]] = defaultdict(list)
     for value in values:
         values_by_start[value.start].append(value)
         values_by_end[value.end + 1].append(value)
-    occupants_of: dict[tuple[int, int], list[_Value]] = defaultdict(list)
+    occupants_by_buffer: dict[tuple[int, int], list[_Value]] = defaultdict(list)
     bytes_by_kind: dict[LiveKind, int] = dict.fromkeys(KINDS, 0)
     moments: list[LiveBytes] = []
     peak_bytes, peak_values = -1, []
 
-    def change(value: _Value, is_added: bool) -> None:
+    def update_buffer(value: _Value, is_added: bool) -> None:
         """Add a value to its buffer or remove it, and update the bytes by kind."""
-        occupants = occupants_of[value.buffer]
+        occupants = occupants_by_buffer[value.buffer]
         if occupants:
             largest = max(occupants, key=_rank)
             bytes_by_kind[kinds[largest]] -= largest.bytes
@@ -222,25 +223,25 @@ def _sweep(
 
     for index in range(len(schedule) + 1):
         for value in values_by_end[index]:
-            change(value, False)
+            update_buffer(value, is_added=False)
         for value in values_by_start[index]:
-            change(value, True)
+            update_buffer(value, is_added=True)
         phase = phase_of(names.op_name(schedule[index])) if index < len(schedule) else None
-        moments.append(LiveBytes(index, {kind: count for kind, count in bytes_by_kind.items() if count}, phase))
+        moments.append(LiveBytes(index, {kind: nbytes for kind, nbytes in bytes_by_kind.items() if nbytes}, phase))
         if moments[-1].total > peak_bytes:
             peak_bytes = moments[-1].total
-            peak_values = [max(occupants, key=_rank) for occupants in occupants_of.values() if occupants]
-    return peak_values, _sampled(moments)
+            peak_values = [max(occupants, key=_rank) for occupants in occupants_by_buffer.values() if occupants]
+    return peak_values, _sample(moments)
 
 
 def _rank(value: _Value) -> tuple[int, int]:
-    """Sort key of the values in a buffer: it is named after the largest, then the latest."""
+    """Return a sort key for the values in a buffer: the buffer is described by the largest, of equals by the latest."""
     return value.bytes, value.start
 
 
-def _sampled(moments: list[LiveBytes]) -> tuple[LiveBytes, ...]:
-    """The moment with most bytes of each of about `MOMENTS` stretches, so that all peaks stay."""
-    stretch = -(-len(moments) // MOMENTS)
+def _sample(moments: list[LiveBytes]) -> tuple[LiveBytes, ...]:
+    """Return the moment with most bytes of each of about `MOMENTS` stretches, so that all peaks stay."""
+    stretch = -(-len(moments) // MOMENTS)  # number of moments
     return tuple(
         max(moments[i : i + stretch], key=lambda moment: moment.total) for i in range(0, len(moments), stretch or 1)
     )

@@ -7,15 +7,15 @@ outputs, and slices of them, after the value that was stacked.
 
 import re
 
-from jaxscale.compiler.hlo_program import Computation, HloProgram, Op, called
+from jaxscale.compiler.hlo_program import Computation, HloProgram, Op, callees
 from jaxscale.compiler.hlo_source import Sources
 from jaxscale.compiler.report import StepPhase
 
 BufferIndex = tuple[int, ...]
 Element = tuple[str, BufferIndex]
-"""An instruction, and the index of one element of its result; `()` for the whole result."""
+"""Name of an instruction, and index of one element of its result; `()` for the whole result."""
 
-# index of the operand that is written into a stack, or of the stack that is read from
+# index of the operand that is the slice written into a stack, or the stack that a slice is read from
 _SLICE_OPERAND = {"dynamic-update-slice": 1, "dynamic-slice": 0}
 # opcodes of instructions that pass on their operand
 _PASSING_OPCODES = ("bitcast", "copy", "copy-start", "copy-done", "optimization-barrier", "opt-barrier", "reshape")
@@ -27,7 +27,7 @@ _ADDED = re.compile(
 
 
 def clean_name(op_name: str) -> str:
-    """An operation's scopes as the user wrote them.
+    """Return an operation's scopes as the user wrote them, without those that JAX adds.
 
     Example:
         >>> clean_name("jit(step)/transpose(jvp(layers))/while/body/checkpoint/rematted_computation/mlp/jit(silu)/mul")
@@ -38,25 +38,25 @@ def clean_name(op_name: str) -> str:
         scopes = scopes[1:]
     names = []
     for scope in scopes:
-        while wrapped := re.fullmatch(r"(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint)\((.*)\)", scope):
-            scope = wrapped[1]
+        while wrapper_match := re.fullmatch(r"(?:transpose|jvp|vmap|jit|pjit|remat|checkpoint)\((.*)\)", scope):
+            scope = wrapper_match[1]
         if scope and not _ADDED.fullmatch(scope):
             names.append(scope)
     return "/".join(names)
 
 
 def has_scopes(op_name: str) -> bool:
-    """Whether an operation has a scope of the user (`jax.named_scope`), besides those added by JAX."""
+    """Return whether an operation has a scope of the user (`jax.named_scope`), besides those that JAX adds."""
     for scope in op_name.split("/")[1:-1]:
-        while wrapped := re.fullmatch(r"(?:transpose|jvp|vmap|remat|checkpoint)\((.*)\)", scope):
-            scope = wrapped[1]
+        while wrapper_match := re.fullmatch(r"(?:transpose|jvp|vmap|remat|checkpoint)\((.*)\)", scope):
+            scope = wrapper_match[1]
         if scope and not _ADDED.fullmatch(scope) and not re.match(r"p?jit\(|.*(->|,)", scope):
             return True
     return False
 
 
 def phase_of(op_name: str) -> StepPhase | None:
-    """The pass of an operation, from its scopes."""
+    """Return the pass of an operation, from its scopes; `None` in a program without gradients."""
     if "rematted_computation" in op_name:
         return "recompute"
     if "transpose(" in op_name:
@@ -83,37 +83,40 @@ class ValueNames:
         }
 
     def op_name(self, name: str) -> str:
-        """The scopes of an instruction by its name, as JAX recorded them; "" if there are none."""
+        """Return the scopes of the instruction with this name, as JAX recorded them; "" if there are none."""
         metadata = self.ops[name][1].attribute(r'op_name="((?:[^"\\]|\\.)*)"') if name in self.ops else None
         return (metadata or "").replace("\\'", "'").replace('\\"', '"')
 
     def in_loop(self, name: str) -> bool:
-        """Whether an instruction is inside a loop."""
+        """Return whether the instruction with this name is inside a loop."""
         return name in self.ops and self.program.runs(self.ops[name][0].name)[1]
 
     def writer_scopes(self, name: str, index: BufferIndex) -> str:
-        """Scopes of the operation that writes a value; if it has none, those of the value's own instruction."""
+        """Return the scopes of the operation that writes a value, or if it has none, of the value's own instruction."""
         writer = self._origin(name, index, through_stacks=False)
         return self.op_name(writer) or self.op_name(name)
 
     def user_name(self, name: str, index: BufferIndex) -> str:
-        """The name of a value, in the user's terms."""
+        """Return the name of a value in the user's terms."""
         origin = self._origin(name, index, through_stacks=True)
         source_name = origin if self.op_name(origin) else name
-        name = clean_name(self.op_name(source_name))
-        if not name:
+        user_name = clean_name(self.op_name(source_name))
+        if not user_name:
             return origin
         if self.ops[source_name][1].opcode == "parameter" or has_scopes(self.op_name(source_name)):
-            return name
-        return "/".join((*self.sources.module_names(self.ops[source_name][1]), name))
+            return user_name
+        return "/".join((*self.sources.module_names(self.ops[source_name][1]), user_name))
 
     def source_place(self, name: str, index: BufferIndex) -> str | None:
-        """Source file and line of the operation that computes a value; None if unknown."""
+        """Return the source file and line of the operation that computes a value; None if unknown."""
         origin = self._origin(name, index, through_stacks=True)
         return self.sources.file_and_line(self.ops[origin][1]) if origin in self.ops else None
 
     def _origin(self, name: str, index: BufferIndex, through_stacks: bool) -> str:
-        """The instruction that computes a value, behind copies, tuples, loop carries, and stacking if requested."""
+        """Find the instruction that computes a value, behind copies, tuples and loop carries; return its name.
+
+        With `through_stacks`, a value that is stacked or sliced from a stack is traced to the value that was stacked.
+        """
         visited = set()
         while name in self.ops and (name, index) not in visited:
             visited.add((name, index))
@@ -127,17 +130,17 @@ class ValueNames:
     def _predecessor(
         self, computation: Computation, op: Op, index: BufferIndex, through_stacks: bool
     ) -> Element | None:
-        """The value that an instruction passes on; None if it computes its result itself."""
+        """Return the value that an instruction passes on as its result; None if it computes the result itself."""
         if op.opcode == "get-tuple-element":
-            element_index = op.attribute(r"index=(\d+)")
-            assert element_index is not None, "the attributes specify the element"
-            return op.operands[0], (int(element_index), *index)
+            index_text = op.attribute(r"index=(\d+)")
+            assert index_text is not None, "the attributes specify the element"
+            return op.operands[0], (int(index_text), *index)
         if op.opcode == "tuple" and index:
             return op.operands[index[0]], index[1:]
         if op.opcode == "while" and index:
-            body = op.attribute(r"body=%?([\w.\-]+)")
-            assert body is not None, "a loop has a body"
-            root = self.program.computations[body].root
+            body_name = op.attribute(r"body=%?([\w.\-]+)")
+            assert body_name is not None, "a loop has a body"
+            root = self.program.computations[body_name].root
             if root is None:
                 return None
             is_unchanged = root.opcode == "tuple" and self._is_unchanged_element(root.operands[index[0]], index[0])
@@ -150,8 +153,8 @@ class ValueNames:
             return op.operands[0], ()
         if is_unnamed and op.opcode == "fusion":
             ops = computation.instructions
-            widest = max(op.operands, key=lambda name: ops[name].bytes if name in ops else 0)
-            return (self._stacked_slice(op, index) if through_stacks else None) or self._last_named(op) or (widest, ())
+            largest = max(op.operands, key=lambda name: ops[name].bytes if name in ops else 0)
+            return (self._stacked_slice(op, index) if through_stacks else None) or self._last_named(op) or (largest, ())
         if not through_stacks:
             return None
         if op.opcode in _SLICE_OPERAND:
@@ -161,7 +164,7 @@ class ValueNames:
         return self._stacked_slice(op, index) if op.opcode in ("fusion", "async-start", "call") else None
 
     def _is_unchanged_element(self, name: str, index: int) -> bool:
-        """Whether a value is an unchanged element of its computation's one parameter."""
+        """Return whether a value is element number `index` of its computation's one parameter, unchanged."""
         if name not in self.ops:
             return False
         computation, op = self.ops[name]
@@ -171,23 +174,21 @@ class ValueNames:
         return computation.instructions[op.operands[0]].opcode == "parameter"
 
     def _caller_operand(self, computation: Computation, op: Op, index: BufferIndex) -> Element | None:
-        """The caller's operand of a parameter; for a loop, the result of the previous iteration."""
-        call = next((call for _, call in self.program.callers.get(computation.name, [])), None)
-        if call is None or call.opcode not in ("while", "fusion", "call", "async-start"):
+        """Return the caller's operand for a parameter `op`; for a loop, the result of the previous iteration."""
+        caller_op = next((caller_op for _, caller_op in self.program.callers.get(computation.name, [])), None)
+        if caller_op is None or caller_op.opcode not in ("while", "fusion", "call", "async-start"):
             return None
-        return (call.name if call.opcode == "while" else call.operands[int(op.operands[0])]), index
+        return (caller_op.name if caller_op.opcode == "while" else caller_op.operands[int(op.operands[0])]), index
 
-    def _last_named(self, op: Op) -> Element | None:
-        """The last named instruction of a fusion without a name."""
-        instructions = self.program.computations[called(op.attributes)[0]].instructions
-        named_ops = [
-            name for name, callee_op in instructions.items() if self.op_name(name) and callee_op.opcode != "constant"
-        ]
+    def _last_named(self, fusion: Op) -> Element | None:
+        """Return the last instruction with scopes of a fusion that has no scopes itself; None if there is none."""
+        instructions = self.program.computations[callees(fusion.attributes)[0]].instructions
+        named_ops = [name for name, op in instructions.items() if self.op_name(name) and op.opcode != "constant"]
         return (named_ops[-1], ()) if named_ops else None
 
     def _stacked_slice(self, op: Op, index: BufferIndex) -> Element | None:
-        """The source of the slice that an operation writes into a stack, or reads from one."""
-        callee = self.program.computations[called(op.attributes)[0]]
+        """Return the source of the slice that an operation writes into a stack, or the stack that it slices."""
+        callee = self.program.computations[callees(op.attributes)[0]]
         root = callee.root
         if root is None:
             return None

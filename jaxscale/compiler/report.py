@@ -48,12 +48,12 @@ class OutOfMemory:
     message: str
 
     def __str__(self) -> str:
-        name = "device memory" if self.memory == "device" else "on-chip memory (a kernel's blocks are too large)"
-        return f"out of {name}: needs {_bytes_text(self.required)}, but {_bytes_text(self.available)} are available"
+        memory = "device memory" if self.memory == "device" else "on-chip memory (a kernel's blocks are too large)"
+        return f"out of {memory}: needs {_bytes_text(self.required)}, but {_bytes_text(self.available)} are available"
 
 
 def out_of_memory(message: str) -> OutOfMemory | None:
-    """The error of a compiler's out-of-memory message; None for any other message.
+    """Read a compiler's out-of-memory message; return None for any other message.
 
     Example:
         >>> out_of_memory("RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory "
@@ -62,10 +62,10 @@ def out_of_memory(message: str) -> OutOfMemory | None:
     """
     for memory, pattern in _OUT_OF_MEMORY:
         if match := re.search(pattern, message):
-            required, required_unit, available, available_unit = match.groups()
+            required_text, required_unit, available_text, available_unit = match.groups()
             return OutOfMemory(
-                int(float(required) * _UNITS[required_unit]),
-                int(float(available) * _UNITS[available_unit]),
+                int(float(required_text) * _UNITS[required_unit]),
+                int(float(available_text) * _UNITS[available_unit]),
                 memory,
                 message.strip(),
             )
@@ -81,8 +81,8 @@ class LiveTensor:
             computes the tensor, without those that JAX adds ("layers/mlp/dot_general"); without scopes, the operation's
             modules ("Stack/Block/MLP/Linear/dot_general").
         bytes: bytes on the device, with the padding of its layout.
-        kind: "argument"; "output", if it reuses no donated argument; "kept", computed in the forward pass and read in
-            the backward pass; "constant"; "transient", any other.
+        kind: "argument"; "output", an output that reuses no donated argument; "kept", a tensor computed in the forward
+            pass and read in the backward pass; "constant"; "transient", any other tensor.
         shape: type and shape as XLA prints them, "bf16[8,16384,1024]".
         phase: the pass that computes it: "forward", "backward", or "recompute" (of the forward pass, in the backward
             pass); None for arguments, and in a program without gradients.
@@ -123,8 +123,8 @@ class LiveBytes:
 class CompileReport:
     """A compiler's report on one program. Bytes and FLOP are of one device.
 
-    `oom` is set if the program does not fit, `crashed` if the compiler died. Then the bytes are None, unless the
-    compiler reported them before it stopped.
+    `oom` is set if the program does not fit, `crashed` if the compiler died. In both cases the bytes are None, unless
+    the compiler reported them before it stopped.
 
     Args:
         platform: text of the `Platform` that the program was compiled for.
@@ -178,7 +178,7 @@ class CompileReport:
 
         For a program that does not fit, the bytes that the compiler reports as needed; None if unknown.
         """
-        total = _sum(self.temp_bytes, self.argument_bytes, self.output_bytes, self.alias_bytes)
+        total = _total(self.temp_bytes, self.argument_bytes, self.output_bytes, self.alias_bytes)
         if total is None and self.oom is not None and self.oom.memory == "device":
             return self.oom.required
         return total
@@ -186,15 +186,15 @@ class CompileReport:
     @property
     def host_bytes(self) -> int | None:
         """Bytes of host memory that a run takes, per device."""
-        return _sum(self.host_temp_bytes, self.host_argument_bytes, self.host_output_bytes, self.host_alias_bytes)
+        return _total(self.host_temp_bytes, self.host_argument_bytes, self.host_output_bytes, self.host_alias_bytes)
 
     def fits(self, limit: int) -> bool:
-        """Whether the program compiles and takes no more than `limit` bytes of device memory."""
+        """Return whether the program compiles and takes no more than `limit` bytes of device memory."""
         device_bytes = self.device_bytes
         return self.oom is None and self.crashed is None and device_bytes is not None and device_bytes <= limit
 
     def sent(self, axis: str | None = None, kind: str | None = None) -> int:
-        """Bytes of the arrays of all collectives in one run, iterations of loops included.
+        """Return the bytes of the arrays of all collectives in one run, iterations of loops included.
 
         Args:
             axis: count only collectives whose groups span this mesh axis.
@@ -208,18 +208,17 @@ class CompileReport:
         )
 
     def json(self) -> Any:
-        """The report as JSON values, which `CompileReport.from_json` reads."""
+        """Return the report as JSON values, which `CompileReport.from_json` reads."""
         return to_json(self)
 
     @classmethod
-    def from_json(cls, data: Any, where: str = "the JSON") -> "CompileReport":
-        """The report that `json` wrote."""
-        return from_json(cls, data, where)
+    def from_json(cls, report_json: Any, source_name: str = "the JSON") -> "CompileReport":
+        """Read a report from JSON that `json` returned; `source_name` names it in error messages."""
+        return from_json(cls, report_json, source_name)
 
     def __str__(self) -> str:
-        lines = [
-            f"compiled for {self.platform}" + (" (from the cache)" if self.cached else f" in {self.seconds:.1f} s")
-        ]
+        origin = "(from the cache)" if self.cached else f"in {self.seconds:.1f} s"
+        lines = [f"compiled for {self.platform} {origin}"]
         if self.crashed is not None:
             lines = [f"not compiled for {self.platform}: {self.crashed}"]
         if self.oom is not None:
@@ -233,30 +232,30 @@ class CompileReport:
                 "  temporaries": self.temp_bytes,
                 "host": self.host_bytes,
             }
-            lines += [f"  {name:22}{_bytes_text(count):>12}" for name, count in rows.items() if count is not None]
+            lines += [f"  {name:22}{_bytes_text(nbytes):>12}" for name, nbytes in rows.items() if nbytes is not None]
         if self.flop is not None:
             lines.append(f"  {'FLOP per device':22}{self.flop:>12.4g}")
-        sums: collections.Counter[tuple[str, str]] = collections.Counter()
+        sums: collections.Counter[tuple[str, str]] = collections.Counter()  # bytes by kind and mesh axes
         for collective in self.collectives:
             axes = "+".join(collective.axes) if collective.axes is not None else "other groups"
             sums[collective.kind, axes] += collective.bytes * collective.count
-        lines += [f"  {f'{kind} {axes}':38}{_bytes_text(count):>12}" for (kind, axes), count in sums.items()]
+        lines += [f"  {f'{kind} {axes}':38}{_bytes_text(nbytes):>12}" for (kind, axes), nbytes in sums.items()]
         if self.live:
             lines.append("  alive at the peak:")
             lines += [f"    {_bytes_text(t.bytes):>10}  {t.kind:9}  {t.name}  {t.shape}" for t in self.live[:12]]
         return "\n".join(lines)
 
 
-def _sum(temp: int | None, argument: int | None, output: int | None, alias: int | None) -> int | None:
-    """Bytes that a run takes: temp + argument + output - alias; None if one of them is unknown."""
+def _total(temp: int | None, argument: int | None, output: int | None, alias: int | None) -> int | None:
+    """Return the bytes that a run takes: temp + argument + output - alias; None if one of them is unknown."""
     if temp is None or argument is None or output is None or alias is None:
         return None
     return temp + argument + output - alias
 
 
-def _bytes_text(count: int) -> str:
-    """A number of bytes for people: "15.75 GiB"."""
+def _bytes_text(nbytes: int) -> str:
+    """Return a number of bytes as text for people, such as "15.75 GiB"."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(count) >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count} B"
+        if abs(nbytes) >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes} B"

@@ -29,7 +29,7 @@ def key(
     explain: bool,
     attached: bool,
 ) -> str:
-    """The name of a report: the SHA-256 of everything that determines it.
+    """Return the key of a report: the SHA-256 hash of everything that determines it.
 
     Args:
         lowered: the program, `jax.stages.Lowered`; with `explain`, its names and source lines determine the report too.
@@ -53,14 +53,14 @@ def key(
     return digest.hexdigest()
 
 
-def find(folder: pathlib.Path, name: str) -> CompileReport | None:
+def find(folder: pathlib.Path, report_key: str) -> CompileReport | None:
     """Read the report stored under a key; None if there is none, or it is unreadable."""
     try:
-        report_json = json.loads((folder / f"{name}.json").read_bytes())
+        report_json = json.loads((folder / f"{report_key}.json").read_bytes())
         report = CompileReport.from_json(report_json, str(folder))
     except (OSError, ValueError, UserError):  # missing, truncated, or of another version of jaxscale
         return None
-    return dataclasses.replace(report, cached=True) if report.key == name else None
+    return dataclasses.replace(report, cached=True) if report.key == report_key else None
 
 
 def keep(folder: pathlib.Path, report: CompileReport) -> None:

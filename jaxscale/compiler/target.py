@@ -58,21 +58,23 @@ def target(platform: Platform, accelerator_kinds: Collection[str]) -> Target:
     environment["XLA_FLAGS"] = " ".join(flag for flag in flags if not flag.startswith(dropped_prefixes))
     if kind == "cpu":
         return Target("cpu", environment | {"JAX_PLATFORMS": "cpu"}, attached=True)
-    target_of_kind = _tpu_target if kind == "tpu" else _gpu_target
-    return target_of_kind(platform, environment, kind in accelerator_kinds)
+    describe_target = _tpu_target if kind == "tpu" else _gpu_target
+    return describe_target(platform, environment, kind in accelerator_kinds)
 
 
 def _tpu_target(platform: Platform, environment: dict[str, str], is_attached: bool) -> Target:
-    """How to get TPUs in another process with this environment."""
+    """Describe how another process with this environment gets TPUs."""
     libtpu_version = trust.libtpu(environment)
     if libtpu_version is None:
         raise UserError(
-            f"{platform}: its compiler is missing here; install jaxscale[aot-tpu] (libtpu, 600 MB unpacked)"
+            f"{platform}: its compiler is not installed; install jaxscale[aot-tpu] (libtpu, 600 MB unpacked)"
         )
     if is_attached:
         return Target("tpu", environment | {"JAX_PLATFORMS": "tpu,cpu"}, True, compiler={"libtpu": libtpu_version})
     if platform.topology is None:
-        raise UserError(f"{platform}: its chips form no box, so the compiler has no description of them; name a slice")
+        raise UserError(
+            f"{platform}: its chips do not form a box, which the compiler needs; specify a slice, as in tpu v5e:4x4"
+        )
     environment |= {
         "JAX_PLATFORMS": "cpu",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # several processes may load libtpu: none uses a chip
@@ -91,7 +93,7 @@ def _tpu_target(platform: Platform, environment: dict[str, str], is_attached: bo
 
 
 def _gpu_target(platform: Platform, environment: dict[str, str], is_attached: bool) -> Target:
-    """How to get GPUs in another process with this environment."""
+    """Describe how another process with this environment gets GPUs."""
     plugin_version = next((version for name in _PLUGINS if (version := _installed_version(name))), None)
     if is_attached:
         # a run may hold the card's memory already
@@ -100,18 +102,18 @@ def _gpu_target(platform: Platform, environment: dict[str, str], is_attached: bo
     arguments = {"target_config": target_config(platform.chip), "topology": topology_text(platform)}
     if plugin_version is None:
         raise UserError(
-            f"{platform}: its compiler is missing here; install jaxscale[aot-gpu] (the CUDA plugin, 400 MB)"
+            f"{platform}: its compiler is not installed; install jaxscale[aot-gpu] (the CUDA plugin, 400 MB)"
         )
     jaxlib_version = _installed_version("jaxlib")
     if plugin_version != jaxlib_version:
         raise UserError(
-            f"{platform}: the CUDA plugin is {plugin_version}, jaxlib is {jaxlib_version}; install the same version"
+            f"{platform}: the CUDA plugin has version {plugin_version}, jaxlib has {jaxlib_version}; install equal ones"
         )
     return Target("cuda", environment | {"JAX_PLATFORMS": "cpu"}, False, arguments, {"cuda plugin": plugin_version})
 
 
 def _installed_version(package: str) -> str | None:
-    """The installed version of a package; None if it is not installed."""
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

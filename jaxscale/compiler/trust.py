@@ -1,9 +1,9 @@
 """Trusted versions of libtpu: 0.0.51, and any other that reports the right bytes for one program of known bytes.
 
-The meaning of `temp` depends on libtpu's version: 0.0.42 and 0.0.50 (pinned by `jax[tpu]` for JAX 0.10 and 0.12) count
-up to half too much, so that a program that fits is rejected. The program of this module keeps the inputs of eight
-layers of 128 MiB each: with four more such arrays for the pass itself it takes 1696 MiB in 0.0.51, and 2080 MiB in the
-two others.
+The meaning of `temp` depends on libtpu's version: 0.0.42 and 0.0.50 (pinned by `jax[tpu]` for JAX 0.10 and 0.12) report
+up to one and a half times the right number, so that a program that fits is rejected. The program of this module keeps
+the inputs of eight layers, of 128 MiB each. With four more such arrays for the pass itself it takes 1696 MiB in 0.0.51,
+and 2080 MiB in the two others.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ KNOWN_BYTES = 1696 * MIB
 
 
 def libtpu(environment: Mapping[str, str]) -> str | None:
-    """The libtpu that a process in this environment loads; None if there is none.
+    """Identify the libtpu that a process in this environment loads; return None if there is none.
 
     Returns:
         The version of the installed libtpu, or the path, size and time of the file that the user specifies.
@@ -34,24 +34,26 @@ def libtpu(environment: Mapping[str, str]) -> str | None:
     """
     spec = importlib.util.find_spec("libtpu")
     folder = pathlib.Path(spec.origin).parent if spec is not None and spec.origin is not None else None
-    path = environment.get("TPU_LIBRARY_PATH")
+    library_path = environment.get("TPU_LIBRARY_PATH")
     # importing JAX sets the variable to the installed one
-    if path and (folder is None or pathlib.Path(path) != folder / "libtpu.so"):
+    if library_path and (folder is None or pathlib.Path(library_path) != folder / "libtpu.so"):
         try:
-            status = os.stat(path)
+            file_status = os.stat(library_path)
         except OSError as error:
             raise UserError(f"TPU_LIBRARY_PATH: {error}; set it to the path of libtpu.so, or unset it") from None
-        return f"{path} ({status.st_size} bytes of {int(status.st_mtime)})"
+        return f"{library_path} ({file_status.st_size} bytes of {int(file_status.st_mtime)})"
     return None if folder is None else importlib.metadata.version("libtpu")
 
 
 def program(devices: Sequence[Any]) -> Any:
-    """A recipe: loss and gradient of eight layers that keep only their inputs, on one device."""
+    """Lower the loss and the gradient of eight layers that keep only their inputs, on one device: a recipe."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
 
     def loss(x: Any, w: Any) -> Any:
+        """Return the sum of the outputs, from inputs (65536, 1024) and the weights (8, 1024, 1024) of all layers."""
+
         def layer(x: Any, w: Any) -> Any:
             return x + jnp.tanh(x @ w) @ w.T, None
 
@@ -63,17 +65,17 @@ def program(devices: Sequence[Any]) -> Any:
 
 
 def agrees(device_bytes: int | None) -> bool:
-    """Whether the bytes that a libtpu reports for `program` are within 2 % of the known bytes."""
+    """Return whether the bytes that a libtpu reports for `program` are within 2 % of the known bytes."""
     return device_bytes is not None and abs(device_bytes - KNOWN_BYTES) <= 0.02 * KNOWN_BYTES
 
 
 def verdict_file(folder: pathlib.Path, identity: str) -> pathlib.Path:
-    """The file with the bytes that a libtpu reported; `identity` is the text that `libtpu` returned."""
+    """Return the file for the bytes that a libtpu reports; `identity` is the text that `libtpu` returned."""
     return folder / f"libtpu-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
 
 
 def read_verdict(file: pathlib.Path) -> int | None:
-    """The bytes that a libtpu reported for `program`, from its file; None if it was not tested."""
+    """Read the bytes that a libtpu reported for `program` from its file; return None if it was not tested."""
     try:
         device_bytes = json.loads(file.read_bytes())["device_bytes"]
     except (OSError, ValueError, KeyError, TypeError):

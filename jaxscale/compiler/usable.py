@@ -11,7 +11,7 @@ POOL = 0.75
 
 
 def usable_bytes(platform: Platform) -> int | None:
-    """Bytes of device memory that a program may use on one device of a platform.
+    """Return the bytes of device memory that a program may use on one device of a platform.
 
     On a TPU this is the "available HBM" that libtpu reports; on a GPU, JAX's pool, by default 75 % of the memory
     (`XLA_PYTHON_CLIENT_MEM_FRACTION`); on a CPU, an equal share of main memory. For attached devices
@@ -28,17 +28,17 @@ def usable_bytes(platform: Platform) -> int | None:
     if chip.kind == "cpu":
         from jaxscale.platforms.detect import host_memory
 
-        memory = chip.memory or host_memory()
-        return None if memory is None else memory // platform.chips
+        memory_bytes = chip.memory or host_memory()
+        return None if memory_bytes is None else memory_bytes // platform.chips
     if chip.kind == "gpu" and chip.usable_memory is None and chip.memory is not None:
         # the driver reports a few per cent more than the datasheet
-        memory = TARGETS[chip.name].memory if chip.name in TARGETS else chip.memory
-        return int(memory * _fraction())
+        memory_bytes = TARGETS[chip.name].memory if chip.name in TARGETS else chip.memory
+        return int(memory_bytes * _fraction())
     return platform.device_memory
 
 
 def host_share(platform: Platform) -> int | None:
-    """Bytes of host memory for each device of a platform; `None` if unknown.
+    """Return the bytes of host memory for each device of a platform; `None` if unknown.
 
     Example:
         >>> host_share(Platform.parse("tpu v5e:4x4")) / 2**30
@@ -51,13 +51,13 @@ def host_share(platform: Platform) -> int | None:
 
 
 def _fraction() -> float:
-    """Share of a GPU's memory in JAX's pool: `XLA_PYTHON_CLIENT_MEM_FRACTION`, by default `POOL`."""
-    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    text = os.environ.get(name) or str(POOL)
+    """Return the share of a GPU's memory in JAX's pool: `XLA_PYTHON_CLIENT_MEM_FRACTION`, by default `POOL`."""
+    variable = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    text = os.environ.get(variable) or str(POOL)
     try:
         fraction = float(text)
     except ValueError:
         fraction = 0.0
     if not fraction > 0:
-        raise UserError(f"{name}={text!r}: expected a number above 0, such as 0.9; without it, the share is {POOL}")
+        raise UserError(f"{variable}={text!r}: expected a number above 0, such as 0.9; the default is {POOL}")
     return min(fraction, 1.0)

@@ -21,8 +21,8 @@ class DocumentRecipe:
         separator: text between documents, which is dropped; `None` makes each file one document.
         beginning: text put before every document.
         ending: text put after every document.
-        prompt_end: marker that ends a prompt; tokens up to its end have weight 0, as have all tokens of a document
-            without it. With `None`, all tokens have weight 1.
+        prompt_end: marker that ends a prompt. Tokens up to its end have weight 0, as have all tokens of a document
+            without the marker. With `None`, all tokens have weight 1.
         held_out: share of the text, at its end, that is held out from training, from 0 to 1.
         whole: whether to hold out whole documents; otherwise the cut falls on a character, as in nanoGPT.
     """
@@ -39,7 +39,7 @@ class DocumentRecipe:
         return [text] if self.separator is None else [document for document in text.split(self.separator) if document]
 
     def parts(self, document: str) -> Iterator[tuple[str, bool]]:
-        """Parts of a document that are encoded separately, each with whether it is learned (has tokens of weight 1)."""
+        """Yield the parts of a document that are encoded separately, each with whether its tokens have weight 1."""
         if self.prompt_end is None:
             if self.beginning:
                 yield self.beginning, True
@@ -61,10 +61,10 @@ def survey(files: list[str], recipe: DocumentRecipe) -> dict[str, Any]:
     """Check every file, and count what determines where the held-out part starts.
 
     Returns:
-        Numbers of "files", "bytes", "characters", "documents", and of "marked" documents, which hold a `prompt_end`.
+        Numbers of "files", "bytes", "characters" and "documents", and of "marked" documents: those with a `prompt_end`.
 
     Raises:
-        UserError: a file that is no text, no document, or no document with a `prompt_end`.
+        UserError: a file is not text, the files hold no document, or no document has a `prompt_end`.
     """
     document_count = character_count = total_bytes = marked_count = 0
     added_characters = len(recipe.beginning) + len(recipe.ending)
@@ -77,8 +77,8 @@ def survey(files: list[str], recipe: DocumentRecipe) -> dict[str, Any]:
         marked_count += sum(not recipe.prompt_end or recipe.prompt_end in document for document in file_documents)
     if not marked_count:
         raise UserError(
-            f"prompt_end {recipe.prompt_end!r} occurs in none of the {document_count} documents: expected it in each; "
-            "check its spelling and the separator"
+            f"prompt_end {recipe.prompt_end!r} occurs in none of the {document_count} documents: expected it in each. "
+            "Check its spelling and the separator"
             if document_count
             else f"separator {recipe.separator!r} leaves no document: expected text between separators"
         )
@@ -91,22 +91,23 @@ def survey(files: list[str], recipe: DocumentRecipe) -> dict[str, Any]:
     }
 
 
-def texts(files: list[str], recipe: DocumentRecipe, cut: int) -> Iterator[tuple[int, bool, bool, str]]:
-    """Every text to encode, as (split, begins, learned, text).
+def texts(files: list[str], recipe: DocumentRecipe, held_out_start: int) -> Iterator[tuple[int, bool, bool, str]]:
+    """Yield every text to encode, as (split, begins, learned, text).
 
-    Split 0 is for training, 1 is held out; `begins` is true if a document begins with the text; `learned` if its tokens
-    have weight 1.
+    `split` is 0 for training, 1 for the held-out part. `begins` is true if a document begins with the text. `learned`
+    is true if its tokens have weight 1.
 
     Args:
         files: paths of the files.
         recipe: how files become documents.
-        cut: index of the first held-out document if the recipe holds out whole ones, otherwise of the first character.
+        held_out_start: index of the first held-out document if the recipe holds out whole ones, otherwise of the first
+            held-out character.
     """
     position = 0  # of a document if whole ones are held out, otherwise of a character
     for file in files:
         for document in recipe.documents(source.decode(source.read(file), file)):
             if recipe.whole:
-                split, begins = int(position >= cut), True
+                split, begins = int(position >= held_out_start), True
                 for text, learned in recipe.parts(document):
                     if text:
                         yield split, begins, learned, text
@@ -115,8 +116,8 @@ def texts(files: list[str], recipe: DocumentRecipe, cut: int) -> Iterator[tuple[
                 continue
             split_begun = [False, False]
             for text, learned in recipe.parts(document):
-                cut_in_text = min(max(cut - position, 0), len(text))
-                for split, split_text in enumerate((text[:cut_in_text], text[cut_in_text:])):
+                split_index = min(max(held_out_start - position, 0), len(text))
+                for split, split_text in enumerate((text[:split_index], text[split_index:])):
                     if split_text:
                         yield split, not split_begun[split], learned, split_text
                         split_begun[split] = True

@@ -28,7 +28,7 @@ class Images:
         labels: name of the array of classes, [N], whole numbers from 0.
 
     Raises:
-        UserError: a value out of range; on `open`, a file that is missing or lacks such arrays.
+        UserError: a value is out of range; on `open`, the file is missing or lacks such arrays.
 
     Example:
         >>> Images("digits.npz", scale=16.0).held_out
@@ -62,21 +62,22 @@ class Images:
             Opened data without a tokenizer; `facts["classes"]` is one more than the largest label.
 
         Raises:
-            UserError: a file or sizes unfit for training.
+            UserError: the file is invalid, or too few images are left to train or evaluate on.
         """
         check_share(batch, process, processes)
         (file,) = source.find((str(self.path),))
         content = source.read(file)
-        pixels, labels = self._arrays(content)
+        pixels, labels = self._read_arrays(content)
         # the order of a fixed generator's raw bits is the same in every version of numpy
         order = np.argsort(np.random.PCG64(0).random_raw(len(labels)), kind="stable")
-        cut = int((1 - self.held_out) * len(labels))
-        if cut == 0 or (self.held_out and cut == len(labels)):
+        train_count = int((1 - self.held_out) * len(labels))
+        if train_count == 0 or (self.held_out and train_count == len(labels)):
             raise UserError(
                 f"{self.path} holds {len(labels)} images: held_out {self.held_out:g} leaves none "
-                f"to {'evaluate' if cut else 'train'} on; change held_out"
+                f"to {'evaluate' if train_count else 'train'} on; change held_out"
             )
-        train, held_out = (Labelled(pixels[rows], labels[rows], self.scale) for rows in (order[:cut], order[cut:]))
+        splits = (order[:train_count], order[train_count:])
+        train, held_out = (LabelledImages(pixels[rows], labels[rows], self.scale) for rows in splits)
         facts = {
             "kind": "images",
             "shape": list(train.shape),
@@ -89,13 +90,13 @@ class Images:
         }
         return Opened((train,), (1.0,), (held_out,), batch, seed, process, processes, None, facts)
 
-    def _arrays(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
-        """The images, [N, height, width, C], and their labels, checked."""
+    def _read_arrays(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
+        """Check the file's content, and return its images [N, height, width, C] and labels [N]."""
         try:
-            loaded = np.load(BytesIO(content), allow_pickle=False)
-            if isinstance(loaded, np.ndarray):
+            archive = np.load(BytesIO(content), allow_pickle=False)
+            if isinstance(archive, np.ndarray):
                 raise UserError(f"{self.path} holds one array: expected an .npz file of images and labels")
-            with loaded as file:
+            with archive as file:
                 for key in (self.images, self.labels):
                     if key not in file.files:
                         raise UserError(
@@ -123,7 +124,7 @@ class Images:
 
 
 @dataclasses.dataclass(frozen=True)
-class Labelled:
+class LabelledImages:
     """Images and their labels as rows.
 
     Args:

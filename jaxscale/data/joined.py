@@ -17,11 +17,11 @@ class JoinedTexts(NamedTuple):
 
     Args:
         text: texts joined by the marker.
-        parts: number of these texts.
+        text_count: number of these texts.
     """
 
     text: str
-    parts: int
+    text_count: int
 
 
 class Marker(NamedTuple):
@@ -32,15 +32,15 @@ class Marker(NamedTuple):
 
 
 def marker_of(model: Any) -> Marker | None:
-    """A special token that absorbs no text around it; `None` if a tokenizer has none."""
-    for number, token in sorted(model.get_added_tokens_decoder().items()):
+    """Return a special token that absorbs no text around it; `None` if a model of the library has none."""
+    for token_id, token in sorted(model.get_added_tokens_decoder().items()):
         if token.special and token.content and not (token.lstrip or token.rstrip or token.single_word):
-            return Marker(token.content, number)
+            return Marker(token.content, token_id)
     return None
 
 
 def join_texts(texts: Iterable[str], marker: Marker | None, characters: int) -> Iterator[JoinedTexts]:
-    """The texts, of which short ones are joined up to `characters`; a text that contains the marker stays alone.
+    """Yield the texts, of which short ones are joined up to `characters`; a text with the marker in it stays alone.
 
     Example:
         >>> [tuple(piece) for piece in join_texts(["a", "b", "c|", "d", "long"], Marker("|", 0), 3)]
@@ -65,12 +65,12 @@ def join_texts(texts: Iterable[str], marker: Marker | None, characters: int) -> 
         yield JoinedTexts(marker.text.join(pending_texts), len(pending_texts))
 
 
-def separate(encoded: Sequence[Sequence[int]], joined: Sequence[JoinedTexts], marker: Marker | None) -> tuple[Any, Any]:
-    """Ids of all texts, one after another, and the number of ids of each text.
+def separate(call_ids: Sequence[Sequence[int]], calls: Sequence[JoinedTexts], marker: Marker | None) -> tuple[Any, Any]:
+    """Return the ids of all texts, one after another, and the number of ids of each text.
 
     Args:
-        encoded: ids of each of the joined texts.
-        joined: the joined texts that were encoded.
+        call_ids: ids that each call returned.
+        calls: the joined texts of each call.
         marker: special token between texts; `None` if none are joined.
 
     Example:
@@ -81,15 +81,15 @@ def separate(encoded: Sequence[Sequence[int]], joined: Sequence[JoinedTexts], ma
     """
     ids: list[np.ndarray] = []
     lengths: list[np.ndarray] = []
-    for joined_ids, texts in zip(encoded, joined, strict=True):
-        id_array = np.array(joined_ids, np.int32)
-        if texts.parts == 1 or marker is None:
+    for ids_of_call, joined_texts in zip(call_ids, calls, strict=True):
+        id_array = np.array(ids_of_call, np.int32)
+        if joined_texts.text_count == 1 or marker is None:
             ids.append(id_array)
             lengths.append(np.array([len(id_array)]))
             continue
         is_marker = id_array == marker.id
         marker_index = np.flatnonzero(is_marker)
-        assert len(marker_index) == texts.parts - 1, "a special token was not found where it was written"
+        assert len(marker_index) == joined_texts.text_count - 1, "a special token was not found where it was written"
         ids.append(id_array[~is_marker])
         lengths.append(np.diff(marker_index, prepend=-1, append=len(id_array)) - 1)
     return np.concatenate(ids), np.concatenate(lengths).astype(np.int64)

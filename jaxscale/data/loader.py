@@ -45,7 +45,7 @@ class EpochRows(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """Opened data.
+    """The opened data of an experiment: training rows, held-out rows, and facts about them.
 
     Args:
         parts: training rows (`EpochRows`) of each text of a mixture; a single entry for other data.
@@ -70,36 +70,36 @@ class Opened:
     facts: dict[str, Any]
 
     def train(self, start: dict[str, Any] | None = None) -> "Batches":
-        """The endless training batches, from the first or from a state of `Batches.get_state`."""
+        """Return the endless training batches, from the first one or from a state of `Batches.get_state`."""
         return Batches(self._batches, self.facts["hash"], start)
 
     def evaluation(self) -> "HeldOut":
-        """The batches of the held-out part, in order: iterable repeatedly; empty if nothing is held out."""
+        """Return the batches of the held-out part, which can be iterated repeatedly; empty if nothing is held out."""
         return HeldOut(self.held_out, self.batch, self.process, self.processes)
 
     def _batches(self) -> Any:
-        """Grain's dataset of batches: element k is this process's rows of global batch k."""
+        """Return Grain's dataset of batches: element k is this process's rows of global batch k."""
         import grain
 
-        orders = []
-        for number, part in enumerate(self.parts):
+        datasets = []  # of the row numbers of each part, shuffled
+        for index, part in enumerate(self.parts):
             length = len(part)
-            order = grain.MapDataset.range(length).seed(derive(self.seed, "order", number)).shuffle()
+            dataset = grain.MapDataset.range(length).seed(derive(self.seed, "order", index)).shuffle()
             # a row's number encodes its part and epoch
-            order = order.repeat(_ENDLESS // length).map_with_index(_row_encoder(number, len(self.parts), length))
-            orders.append(order)
-        rows = orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, self.weights)
-        local_batches = rows.batch(self.batch // self.processes)[self.process :: self.processes]
+            dataset = dataset.repeat(_ENDLESS // length).map_with_index(_row_encoder(index, len(self.parts), length))
+            datasets.append(dataset)
+        row_numbers = datasets[0] if len(datasets) == 1 else grain.MapDataset.mix(datasets, self.weights)
+        local_batches = row_numbers.batch(self.batch // self.processes)[self.process :: self.processes]
         return local_batches.map(self._read)
 
     def _read(self, numbers: np.ndarray) -> NumpyBatch:
-        """The batch of rows with these numbers, which `_row_encoder` computes from part, epoch and row."""
-        rows, part_index = np.divmod(numbers, len(self.parts))
+        """Read the batch of rows with these numbers, which `_row_encoder` computes from part, epoch and row."""
+        rows, part_indices = np.divmod(numbers, len(self.parts))
         if len(self.parts) == 1:
             return self.parts[0].read(rows)
         batch: NumpyBatch = {}
         for index, part in enumerate(self.parts):
-            positions = np.flatnonzero(part_index == index)
+            positions = np.flatnonzero(part_indices == index)
             if not len(positions):
                 continue
             for name, values in _with_weights(part.read(rows[positions]), self._has_weights).items():
@@ -112,13 +112,19 @@ class Opened:
         return any("weights" in part.read(np.zeros(1, np.int64)) for part in self.parts)
 
 
-def _row_encoder(part: int, parts: int, length: int) -> Callable[[int, int], int]:
-    """A function from index and row of part number `part`, of `length` rows, to a number that encodes all three."""
-    return lambda index, row: (index // length * length + row) * parts + part
+def _row_encoder(part_index: int, part_count: int, row_count: int) -> Callable[[int, int], int]:
+    """Return a function from (index in the endless sequence, row) of a part to a number that encodes both and the part.
+
+    Args:
+        part_index: index of the part.
+        part_count: number of parts.
+        row_count: number of rows of one epoch of the part.
+    """
+    return lambda index, row: (index // row_count * row_count + row) * part_count + part_index
 
 
 def _with_weights(batch: NumpyBatch, needs_weights: bool) -> NumpyBatch:
-    """The batch, with weights of 1 added if it has no weights and `needs_weights` is true."""
+    """Return the batch, with weights of 1 added if it has no weights and `needs_weights` is true."""
     if not needs_weights or "weights" in batch:
         return batch
     shape = batch["targets"].shape if "targets" in batch else batch["labels"].shape
@@ -129,17 +135,17 @@ class Batches(Iterator[NumpyBatch]):
     """Endless batches, read ahead by one thread, which `close` or the end of a `with` statement ends.
 
     Args:
-        dataset: function that builds Grain's dataset of batches.
-        content: hash of the data, stored in the state.
+        make_dataset: function that builds Grain's dataset of batches.
+        content_hash: hash of the data, stored in the state.
         start: initial state; `None` for the first batch.
     """
 
-    def __init__(self, dataset: Callable[[], Any], content: str, start: dict[str, Any] | None = None) -> None:
+    def __init__(self, make_dataset: Callable[[], Any], content_hash: str, start: Any = None) -> None:
         import grain
 
-        self._content = content
+        self._content_hash = content_hash
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD)
-        self._iterator = iter(dataset().to_iter_dataset(options))
+        self._iterator = iter(make_dataset().to_iter_dataset(options))
         if start is not None:
             self.set_state(start)
 
@@ -148,7 +154,7 @@ class Batches(Iterator[NumpyBatch]):
 
     def get_state(self) -> dict[str, Any]:
         """The state after the last batch returned, for `set_state`; JSON values, equal on every process."""
-        return {"next": self._iterator.get_state()["next_index"], "content": self._content}
+        return {"next": self._iterator.get_state()["next_index"], "content": self._content_hash}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue after the batch at which `get_state` was called.
@@ -156,9 +162,9 @@ class Batches(Iterator[NumpyBatch]):
         Raises:
             UserError: the state belongs to other data.
         """
-        if state.get("content") != self._content:
+        if state.get("content") != self._content_hash:
             raise UserError(
-                f"the data is not what this run has read before: its hash is {self._content}, expected "
+                f"the data is not what this run has read before: its hash is {self._content_hash}, expected "
                 f"{state.get('content')}; restore the old files and settings, or start a new run"
             )
         self._iterator.set_state({"next_index": state["next"]})
@@ -178,8 +184,8 @@ class Batches(Iterator[NumpyBatch]):
 class HeldOut:
     """The held-out rows, each once, in batches of one shape: the last is padded with rows of weight 0.
 
-    The rows come in a fixed order (`spread`) whose first N batches, for every N, are spread evenly over all rows.
-    In their stored order, the first rows would be a biased sample: packed rows are sorted by the length of their
+    The rows come in a fixed order (`spread`): for every N, the first N batches are spread evenly over all rows. In
+    their stored order, the first rows would be a biased sample: packed rows are sorted by the lengths of their
     documents, and parts follow one another.
 
     Args:
@@ -196,7 +202,7 @@ class HeldOut:
 
     @functools.cached_property
     def _order(self) -> np.ndarray:
-        """The row, counted over all parts, at each place of the order."""
+        """The number of the row (counted over all parts) at each place of the order, int64."""
         return spread(sum(map(len, self.parts)))
 
     def __len__(self) -> int:
@@ -209,9 +215,9 @@ class HeldOut:
             yield self._read(np.arange(start, start + local_rows))
 
     def _read(self, places: np.ndarray) -> NumpyBatch:
-        """The batch of the rows at these places of the order; places beyond the last row are padding."""
-        count = len(self._order)
-        rows = np.where(places < count, self._order[np.minimum(places, count - 1)], count)
+        """Read the batch of rows at these places of the order; places beyond the last row are padding."""
+        row_count = len(self._order)
+        rows = np.where(places < row_count, self._order[np.minimum(places, row_count - 1)], row_count)
         batch: NumpyBatch = {}
         first_row = 0
         for part in self.parts:
@@ -225,7 +231,7 @@ class HeldOut:
 
 
 def spread(count: int) -> np.ndarray:
-    """An order of the numbers below `count` whose first N, for every N, are spread evenly over all.
+    """Return an order of the numbers below `count`: for every N, its first N are spread evenly over all of them.
 
     Args:
         count: number of numbers to order.

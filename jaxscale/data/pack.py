@@ -50,48 +50,49 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
         Krell et al. 2021, arXiv:2107.02027, section 3.
     """
     assert not len(lengths) or (lengths.min() >= 1 and lengths.max() <= capacity), "a piece is longer than a row"
-    counts = np.bincount(lengths, minlength=capacity + 1).tolist()
-    kinds = _kinds(counts, capacity)
+    counts_by_length = np.bincount(lengths, minlength=capacity + 1).tolist()
+    row_kinds = _row_kinds(counts_by_length, capacity)
 
     order = np.argsort(lengths, kind="stable")
-    next_by_length = np.concatenate([[0], np.cumsum(counts)])[:-1]  # place in `order` of the next piece of each length
-    pieces, pieces_per_row = [], []
-    for rows, row_lengths in kinds:
-        row_pieces = np.empty((rows, len(row_lengths)), np.int64)
+    # for each length, the place in `order` of the next piece of this length
+    next_by_length = np.concatenate([[0], np.cumsum(counts_by_length)])[:-1]
+    piece_indices, pieces_per_row = [], []
+    for row_count, row_lengths in row_kinds:
+        row_pieces = np.empty((row_count, len(row_lengths)), np.int64)
         for column, length in enumerate(row_lengths):
-            row_pieces[:, column] = order[next_by_length[length] : next_by_length[length] + rows]
-            next_by_length[length] += rows
-        pieces.append(row_pieces.reshape(-1))
-        pieces_per_row.append(np.full(rows, len(row_lengths), np.int64))
-    if not kinds:
+            row_pieces[:, column] = order[next_by_length[length] : next_by_length[length] + row_count]
+            next_by_length[length] += row_count
+        piece_indices.append(row_pieces.reshape(-1))
+        pieces_per_row.append(np.full(row_count, len(row_lengths), np.int64))
+    if not row_kinds:
         return Packing(np.zeros(0, np.int64), np.zeros(1, np.int64))
-    return Packing(np.concatenate(pieces), np.concatenate([[0], np.cumsum(np.concatenate(pieces_per_row))]))
+    return Packing(np.concatenate(piece_indices), np.concatenate([[0], np.cumsum(np.concatenate(pieces_per_row))]))
 
 
-def _kinds(counts: list[int], capacity: int) -> list[tuple[int, tuple[int, ...]]]:
-    """The kinds of rows, each as (number of such rows, lengths of their pieces).
+def _row_kinds(counts_by_length: list[int], capacity: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Return the kinds of rows that best fit makes, each as (number of such rows, lengths of their pieces).
 
     Args:
-        counts: number of pieces of each length, from 0 to `capacity`.
+        counts_by_length: number of pieces of each length, from 0 to `capacity`.
         capacity: largest sum of the lengths of a row.
     """
     open_rows: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(capacity + 1)]  # kinds by free room
     for length in range(capacity, 0, -1):
-        pieces_left = counts[length]
+        pieces_left = counts_by_length[length]
         while pieces_left:
             room = next((room for room in range(length, capacity) if open_rows[room]), capacity)
             per_row = room // length  # after the first piece the row is the fullest, so it gets the next as well
-            rows, row_lengths = open_rows[room].pop() if room < capacity else (-(-pieces_left // per_row), ())
-            full_rows = min(rows, pieces_left // per_row)
-            rows, pieces_left = rows - full_rows, pieces_left - full_rows * per_row
-            if full_rows:
-                open_rows[room - per_row * length].append((full_rows, row_lengths + (length,) * per_row))
-            if rows and pieces_left:  # the pieces left do not fill a row
+            row_count, row_lengths = open_rows[room].pop() if room < capacity else (-(-pieces_left // per_row), ())
+            full_count = min(row_count, pieces_left // per_row)
+            row_count, pieces_left = row_count - full_count, pieces_left - full_count * per_row
+            if full_count:
+                open_rows[room - per_row * length].append((full_count, row_lengths + (length,) * per_row))
+            if row_count and pieces_left:  # the pieces left do not fill a row
                 open_rows[room - pieces_left * length].append((1, row_lengths + (length,) * pieces_left))
-                rows, pieces_left = rows - 1, 0
-            if rows:
-                open_rows[room].append((rows, row_lengths))
-    return [kind for kinds in open_rows for kind in kinds]
+                row_count, pieces_left = row_count - 1, 0
+            if row_count:
+                open_rows[room].append((row_count, row_lengths))
+    return [kind for kinds_of_room in open_rows for kind in kinds_of_room]
 
 
 def split(starts: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
@@ -102,14 +103,14 @@ def split(starts: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
         context: number of targets of a row.
 
     Returns:
-        Index of the first token, and number of targets, of each piece, int64. A document of one token has no piece.
+        Two int64 arrays [pieces]: index of the first token, number of targets. A document of one token has no piece.
     """
-    targets = np.maximum(np.diff(starts) - 1, 0)
-    piece_counts = -(-targets // context)
-    document_index = np.repeat(np.arange(len(targets)), piece_counts)  # one entry per piece
+    target_counts = np.maximum(np.diff(starts) - 1, 0)
+    piece_counts = -(-target_counts // context)
+    document_index = np.repeat(np.arange(len(target_counts)), piece_counts)  # one entry per piece
     pieces_before = np.cumsum(piece_counts) - piece_counts
-    offset = (np.arange(len(document_index)) - np.repeat(pieces_before, piece_counts)) * context
-    return starts[:-1][document_index] + offset, np.minimum(targets[document_index] - offset, context)
+    offsets = (np.arange(len(document_index)) - np.repeat(pieces_before, piece_counts)) * context
+    return starts[:-1][document_index] + offsets, np.minimum(target_counts[document_index] - offsets, context)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +127,7 @@ class Packed:
 
     @functools.cached_property
     def _layout(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """First token and number of targets of the pieces, row by row; index of the first piece of each row."""
+        """Three arrays: first token of each piece, row by row; its number of targets; first piece of each row."""
         first_tokens, target_counts = split(self.tokens.starts, self.context)
         if self.tokens.learned is not None:
             learned_before = np.concatenate([[0], np.cumsum(self.tokens.learned, dtype=np.int64)])
@@ -160,12 +161,12 @@ class Packed:
         piece_index = _ranges(row_starts[epoch_rows], piece_counts)
         piece_in_row = _ranges(np.zeros_like(piece_counts), piece_counts)
         piece_lengths = target_counts[piece_index]
-        position = _ranges(np.zeros_like(piece_lengths), piece_lengths)
-        token_index = np.repeat(first_tokens[piece_index], piece_lengths) + position
-        # place of a target in the flat batch: the start of its row plus the number of earlier targets in the row
-        row = np.repeat(np.arange(len(rows)), piece_counts)
-        row_targets = np.bincount(row, weights=piece_lengths, minlength=len(rows)).astype(np.int64)
-        target_place = _ranges(np.arange(len(rows)) * self.context, row_targets)
+        positions = _ranges(np.zeros_like(piece_lengths), piece_lengths)
+        token_index = np.repeat(first_tokens[piece_index], piece_lengths) + positions
+        # index of each target in the flattened batch: start of its row plus the number of earlier targets in the row
+        row_of_piece = np.repeat(np.arange(len(rows)), piece_counts)
+        row_target_counts = np.bincount(row_of_piece, weights=piece_lengths, minlength=len(rows)).astype(np.int64)
+        target_places = _ranges(np.arange(len(rows)) * self.context, row_target_counts)
 
         ids = self.tokens.ids
         weights = 1 if self.tokens.learned is None else self.tokens.learned[token_index + 1]
@@ -173,18 +174,18 @@ class Packed:
             "tokens": (ids[token_index], np.int32),
             "targets": (ids[token_index + 1], np.int32),
             "segments": (np.repeat(piece_in_row + 1, piece_lengths), np.int32),
-            "positions": (position, np.int32),
+            "positions": (positions, np.int32),
             "weights": (weights, np.float32),
         }
         batch = {}
         for name, (values, dtype) in columns.items():
             flat_values = np.zeros(len(rows) * self.context, dtype)
-            flat_values[target_place] = values
+            flat_values[target_places] = values
             batch[name] = flat_values.reshape(len(rows), self.context)
         return batch
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The ranges `start, start + 1, ...`, each of its length, one after another."""
+    """Return the concatenated ranges `start, start + 1, ...`, one for each of the starts and lengths."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)

@@ -4,7 +4,7 @@ import hashlib
 
 
 def derive(seed: int, *words: str | int) -> int:
-    """A seed below 2**32 for the purpose that `words` name, the same in every version of Python and numpy.
+    """Return a seed below 2**32 for the purpose that `words` name, the same in every version of Python and numpy.
 
     Example:
         >>> derive(0, "offset", 1) == derive(0, "offset", 1), derive(0, "offset", 1) == derive(1, "offset", 0)

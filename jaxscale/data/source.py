@@ -16,7 +16,7 @@ _WILDCARDS = "*?["
 
 
 def locate(path: str) -> Any:
-    """The path as an object with `read_bytes`, `exists` and `glob`: pathlib's, or etils.epath's for a scheme."""
+    """Return the path as an object with `read_bytes` and `glob`: pathlib's, or etils.epath's if it has a scheme."""
     if "://" not in path:
         return pathlib.Path(path)
     from etils import epath
@@ -25,7 +25,7 @@ def locate(path: str) -> Any:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """The path as text that does not depend on the working directory.
+    """Return the path as text that does not depend on the working directory.
 
     Example:
         >>> absolute("gs://bucket/a.txt")
@@ -36,20 +36,21 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 def find(paths: tuple[str, ...]) -> list[str]:
-    """The files of paths and globs, in the order of the paths; the files of one glob are sorted by name.
+    """Return the files of paths and globs, in the order of the paths; the files of one glob are sorted by name.
 
     Raises:
-        UserError: a path is no file (the message suggests a similar name), is a folder, or is a glob without a match.
+        UserError: a path does not exist (the message suggests a similar name), is a folder, or is a glob that matches
+            no file.
     """
     return [name for path in paths for name in _expand(path)]
 
 
 def _expand(path: str) -> list[str]:
-    """The files of one path or glob."""
+    """Return the files of one path or glob."""
     location = locate(path)
-    if _with_client(path, location.is_file):
+    if _call_with_client(path, location.is_file):
         return [path]
-    if _with_client(path, location.is_dir):
+    if _call_with_client(path, location.is_dir):
         raise UserError(f"{path} is a folder, expected text files: give a glob such as {path}/*.txt")
     if any(wildcard in path for wildcard in _WILDCARDS):
         names = sorted(name for name in _glob(path) if locate(name).is_file())
@@ -57,24 +58,24 @@ def _expand(path: str) -> list[str]:
             raise UserError(f"no file matches {path}: expected at least one; check the folder and the pattern")
         return names
     folder = location.parent
-    siblings = [entry.name for entry in folder.iterdir()] if _with_client(path, folder.is_dir) else []
-    folder_note = "" if siblings else f" (its folder {folder} is missing or empty)"
-    raise UserError(f"no such file: {path}{folder_note}{near_miss(location.name, siblings)}")
+    sibling_names = [entry.name for entry in folder.iterdir()] if _call_with_client(path, folder.is_dir) else []
+    folder_note = "" if sibling_names else f" (its folder {folder} is missing or empty)"
+    raise UserError(f"no such file: {path}{folder_note}{near_miss(location.name, sibling_names)}")
 
 
 def _glob(path: str) -> list[str]:
-    """The paths that match a glob, with or without a scheme."""
+    """Return the paths that match a glob, with or without a scheme."""
     if "://" not in path:
         return glob.glob(path, recursive=True)
     scheme, _, pattern = path.partition("://")
     path_parts = pattern.split("/")
-    wild_index = next(i for i, part in enumerate(path_parts) if any(wildcard in part for wildcard in _WILDCARDS))
-    root = locate(f"{scheme}://{'/'.join(path_parts[:wild_index])}")
-    return [os.fspath(name) for name in root.glob("/".join(path_parts[wild_index:]))]
+    wildcard_index = next(i for i, part in enumerate(path_parts) if any(wildcard in part for wildcard in _WILDCARDS))
+    root = locate(f"{scheme}://{'/'.join(path_parts[:wildcard_index])}")
+    return [os.fspath(name) for name in root.glob("/".join(path_parts[wildcard_index:]))]
 
 
-def _with_client(path: str, action: Any) -> Any:
-    """The result of `action()`; without the client of a remote file system, an error that names the missing package."""
+def _call_with_client(path: str, action: Any) -> Any:
+    """Return `action()`; if the client of a remote file system is not installed, raise an error that names it."""
     try:
         return action()
     except ImportError as error:
@@ -82,20 +83,20 @@ def _with_client(path: str, action: Any) -> Any:
 
 
 def read(path: str) -> bytes:
-    """The bytes of one file."""
+    """Read the bytes of one file."""
     try:
-        return _with_client(path, locate(path).read_bytes)
+        return _call_with_client(path, locate(path).read_bytes)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}; check that this user may read it") from error
 
 
 def digest(content: bytes) -> str:
-    """SHA-256 of the bytes, in hexadecimal."""
+    """Return the SHA-256 of bytes, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
 def decode(content: bytes, path: str) -> str:
-    """The text of a file's bytes.
+    """Decode the text of a file from its bytes.
 
     Raises:
         UserError: the file is empty, binary (holds a NUL byte), or not UTF-8; the message names the byte's offset.

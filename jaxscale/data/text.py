@@ -7,13 +7,14 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxscale.data import source, tokenizer
+from jaxscale.data import source
 from jaxscale.data.cache import Corpus, open_corpus
 from jaxscale.data.documents import DocumentRecipe
 from jaxscale.data.loader import Opened
 from jaxscale.data.pack import Packed
 from jaxscale.data.shuffle import derive
-from jaxscale.data.tokenizer import Bytes, Characters, Tokenizer
+from jaxscale.data.tokenizer import KINDS, Bytes, Characters, Tokenizer
+from jaxscale.data.tokenizer import load as load_tokenizer
 from jaxscale.data.windows import Windows
 from jaxscale.errors import UserError, near_miss
 from jaxscale.values import check_types
@@ -35,11 +36,11 @@ class Text:
         separator: text between two documents; `None` makes each file one document.
         beginning: text put before every document, such as "<|bos|>".
         ending: text put after every document, such as "<|eos|>": without it a packed model never learns to stop.
-        prompt_end: marker that ends a prompt, to train on answers alone: targets up to its end have weight 0, as have
-            all targets of a document without it.
+        prompt_end: marker that ends a prompt, to train on answers alone. Targets up to its end have weight 0, as have
+            all targets of a document without the marker.
 
     Raises:
-        UserError: a value out of range; on `open`, a file that is missing, empty, binary, not UTF-8 or too short.
+        UserError: a value is out of range; on `open`, a file is missing, empty, binary, not UTF-8 or too short.
 
     Example:
         >>> Text("a.txt", held_out=1.5)
@@ -93,7 +94,7 @@ class Text:
             Opened data: `train()`, `evaluation()`, `tokenizer`, `facts`.
 
         Raises:
-            UserError: files or sizes unfit for training.
+            UserError: a file is invalid, the text is too short for a row, or the batch cannot be shared.
         """
         return _open((self,), (1.0,), batch, seed, process, processes)
 
@@ -116,7 +117,7 @@ class Text:
 class Mixture:
     """Several texts in one batch, mixed by weight.
 
-    Every part is repeated as often as its share requires, in an order of its own. The held-out texts of all parts are
+    Each part is repeated as often as its share requires, and shuffled separately. The held-out texts of all parts are
     evaluated. Grain rounds shares to a hundredth of the smallest.
 
     Args:
@@ -163,13 +164,12 @@ class Mixture:
 
 
 def _stored_tokenizer(name: str) -> str:
-    """The value to store for a tokenizer that the user names: its kind, or the absolute path of its file."""
-    if name in tokenizer.KINDS:
+    """Return the value to store for a tokenizer that the user names: its kind, or the absolute path of its file."""
+    if name in KINDS:
         return name
     if os.sep not in name and "." not in name:
         raise UserError(
-            f"unknown tokenizer {name!r}: expected byte, char or the path of a tokenizer.json"
-            f"{near_miss(name, tokenizer.KINDS)}"
+            f"unknown tokenizer {name!r}: expected byte, char or the path of a tokenizer.json{near_miss(name, KINDS)}"
         )
     return source.absolute(name)
 
@@ -190,42 +190,45 @@ def _open(
     """Open the data of one text, or of the parts of a mixture."""
     check_share(batch, process, processes)
     files = [source.find(part.paths) for part in parts]
-    vocabulary = _vocabulary(parts, files)
-    corpora = [
-        open_corpus(part_files, vocabulary, _recipe(part)) for part, part_files in zip(parts, files, strict=True)
-    ]
-    train, held_out = [], []  # rows of each part
+    tokenizer = _shared_tokenizer(parts, files)
+    corpora = [open_corpus(part_files, tokenizer, _recipe(part)) for part, part_files in zip(parts, files, strict=True)]
+    train_rows, held_out_rows = [], []  # rows of each part
     for index, (part, corpus) in enumerate(zip(parts, corpora, strict=True)):
         if part.layout == "packed":
-            train_rows, held_rows = Packed(corpus.train, part.context), Packed(corpus.held_out, part.context)
+            train_part, held_out_part = Packed(corpus.train, part.context), Packed(corpus.held_out, part.context)
         else:
-            train_rows = Windows(corpus.train, part.context, derive(seed, "windows", index))
-            held_rows = Windows(corpus.held_out, part.context, None)
-        if not len(train_rows):
-            raise _too_short("training", part, corpus.facts["train"])
-        if part.held_out and not len(held_rows):
-            raise _too_short("held-out", part, corpus.facts["held_out"])
-        train.append(train_rows)
-        held_out.append(held_rows)
-    facts = _facts(parts, corpora, train, held_out, vocabulary)
-    return Opened(tuple(train), weights, tuple(held_out), batch, seed, process, processes, vocabulary, facts)
+            train_part = Windows(corpus.train, part.context, derive(seed, "windows", index))
+            held_out_part = Windows(corpus.held_out, part.context, None)
+        if not len(train_part):
+            raise _too_short_error("training", part, corpus.facts["train"])
+        if part.held_out and not len(held_out_part):
+            raise _too_short_error("held-out", part, corpus.facts["held_out"])
+        train_rows.append(train_part)
+        held_out_rows.append(held_out_part)
+    facts = _facts(parts, corpora, train_rows, held_out_rows, tokenizer)
+    return Opened(tuple(train_rows), weights, tuple(held_out_rows), batch, seed, process, processes, tokenizer, facts)
 
 
 def _recipe(part: Text) -> DocumentRecipe:
-    """How the files of a text become documents; packed layouts hold out whole ones."""
+    """Return how the files of a text become documents; packed layouts hold out whole documents."""
     is_packed = part.layout == "packed"
     return DocumentRecipe(part.separator, part.beginning, part.ending, part.prompt_end, part.held_out, is_packed)
 
 
-def _vocabulary(parts: tuple[Text, ...], files: list[list[str]]) -> Tokenizer:
-    """The tokenizer that all parts share; `files` holds the files of each part, whose characters "char" reads."""
-    name = str(parts[0].tokenizer)
-    if name == "byte":
+def _shared_tokenizer(parts: tuple[Text, ...], files_of_parts: list[list[str]]) -> Tokenizer:
+    """Return the tokenizer that all parts share.
+
+    Args:
+        parts: texts with equal settings of the tokenizer.
+        files_of_parts: files of each part, whose characters are the alphabet of "char".
+    """
+    kind_or_path = str(parts[0].tokenizer)
+    if kind_or_path == "byte":
         return Bytes()
-    if name == "char":
-        texts = (source.decode(source.read(file), file) for part_files in files for file in part_files)
+    if kind_or_path == "char":
+        texts = (source.decode(source.read(file), file) for part_files in files_of_parts for file in part_files)
         return Characters.of([*(part.beginning + part.ending for part in parts), *map(_alphabet, texts)])
-    return tokenizer.load(name)
+    return load_tokenizer(kind_or_path)
 
 
 def _alphabet(text: str) -> str:
@@ -233,8 +236,8 @@ def _alphabet(text: str) -> str:
     return "".join(set(text))
 
 
-def _too_short(split: str, part: Text, facts: dict[str, Any]) -> UserError:
-    """The error for a split ("training", "held-out") of a text that has no row."""
+def _too_short_error(split: str, part: Text, facts: dict[str, Any]) -> UserError:
+    """Return the error for a split ("training", "held-out") of a text that has no row."""
     counts = f"the {split} part of {part.paths[0]} has {facts['tokens']} tokens in {facts['documents']} documents"
     if part.layout == "packed":
         return UserError(
@@ -248,33 +251,37 @@ def _too_short(split: str, part: Text, facts: dict[str, Any]) -> UserError:
 
 
 def _facts(
-    parts: tuple[Text, ...], corpora: list[Corpus], training: list[Any], held_out: list[Any], vocabulary: Tokenizer
+    parts: tuple[Text, ...],
+    corpora: list[Corpus],
+    train_rows: list[Any],
+    held_out: list[Any],
+    tokenizer: Tokenizer,
 ) -> dict[str, Any]:
-    """The facts of `Opened`: counts over all parts, the share of positions of rows that are targets, and hashes."""
-    total = functools.partial(_total, corpora)
-    targets = sum(rows.targets for rows in training)
+    """Return the facts of `Opened`: counts over all parts, the share of the positions that are targets, and hashes."""
+    total_of = functools.partial(_sum_counts, corpora)
+    target_count = sum(rows.targets for rows in train_rows)
     return {
         "kind": "text",
         "layout": parts[0].layout,
-        "tokenizer": vocabulary.kind,
-        "vocabulary": vocabulary.size,
-        "files": total("files"),
-        "bytes": total("bytes"),
-        "characters": total("characters"),
-        "documents": total("documents"),
-        "documents_without_prompt_end": total("documents") - total("marked"),
+        "tokenizer": tokenizer.kind,
+        "vocabulary": tokenizer.size,
+        "files": total_of("files"),
+        "bytes": total_of("bytes"),
+        "characters": total_of("characters"),
+        "documents": total_of("documents"),
+        "documents_without_prompt_end": total_of("documents") - total_of("marked"),
         "tokens": sum(corpus.facts["train"]["tokens"] for corpus in corpora),
         "held_out_tokens": sum(corpus.facts["held_out"]["tokens"] for corpus in corpora),
-        "rows": sum(map(len, training)),
-        "targets": targets,
+        "rows": sum(map(len, train_rows)),
+        "targets": target_count,
         "held_out_rows": sum(map(len, held_out)),
         "held_out_targets": sum(rows.targets for rows in held_out),
-        "filled": targets / (sum(map(len, training)) * parts[0].context),
+        "filled": target_count / (sum(map(len, train_rows)) * parts[0].context),
         "hash": hashlib.sha256(" ".join(corpus.facts["hash"] for corpus in corpora).encode()).hexdigest()[:16],
         "cache": [corpus.facts["cache"] for corpus in corpora],
     }
 
 
-def _total(corpora: list[Corpus], name: str) -> int:
-    """The sum of the counts with this name over all corpora."""
+def _sum_counts(corpora: list[Corpus], name: str) -> int:
+    """Sum the counts with this name over all corpora."""
     return sum(corpus.facts[name] for corpus in corpora)

@@ -31,7 +31,7 @@ _GROUP = 2_000_000
 _CUT = re.compile(r"\S\n(?=\S)")
 """A long text is cut after a single newline between two visible characters, where usual pre-tokenizers cut too."""
 _CHECKED = 16
-"""Number of cuts, and of texts around a marker, whose ids are checked before all others are trusted."""
+"""Number of cuts, and of texts joined by a marker, whose ids are checked; later ones are not checked."""
 
 
 class Encoded(NamedTuple):
@@ -71,7 +71,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
-        """Ids of many texts, in order, on all cores if that is faster."""
+        """Yield the ids of many texts, in order, encoded on all cores if that is faster."""
         ...
 
     def to_json(self) -> str:
@@ -80,7 +80,7 @@ class Tokenizer(Protocol):
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """SHA-256 of everything that determines the ids, in hexadecimal."""
+    """Return the SHA-256 of everything that determines the ids of a tokenizer, in hexadecimal."""
     return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
 
 
@@ -111,7 +111,7 @@ class Bytes:
         return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
-        """Ids of many texts, in order."""
+        """Yield the ids of many texts, in order."""
         return _encode_each(self, texts)
 
     def to_json(self) -> str:
@@ -165,10 +165,10 @@ class Characters:
         code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         ids = self._ids[np.minimum(code_points, len(self._ids) - 1)]
         if len(ids) and ids.min() < 0:
-            unknown_ones = sorted({text[i] for i in np.flatnonzero(ids < 0).tolist()})
+            unknown_characters = sorted({text[i] for i in np.flatnonzero(ids < 0).tolist()})
             raise UserError(
-                f"the text contains {', '.join(map(repr, unknown_ones[:5]))}, unknown to this alphabet of {self.size} "
-                "characters: remove them from the text, or train with a byte tokenizer, which encodes every text"
+                f"the text contains {', '.join(map(repr, unknown_characters[:5]))}, unknown to this alphabet of "
+                f"{self.size} characters: remove them from the text, or train with a byte tokenizer, which knows all"
             )
         return ids
 
@@ -177,7 +177,7 @@ class Characters:
         return "".join(self.alphabet[i] if 0 <= i < self.size else "\ufffd" for i in map(int, ids))
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
-        """Ids of many texts, in order."""
+        """Yield the ids of many texts, in order."""
         return _encode_each(self, texts)
 
     def to_json(self) -> str:
@@ -206,7 +206,7 @@ class Subwords:
         try:
             model = tokenizers.Tokenizer.from_str(self.definition)
         except Exception as error:  # the library raises bare Exception
-            raise UserError(f"not a tokenizer.json of the tokenizers library ({error}); give one") from error
+            raise UserError(f"not a tokenizer.json of the tokenizers library ({error}): give such a file") from error
         model.no_truncation()
         model.no_padding()
         return model
@@ -229,28 +229,28 @@ class Subwords:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
-        """Ids of many texts, in order, on all cores: long texts are cut if that does not change their ids."""
+        """Yield the ids of many texts, in order, encoded on all cores; a text may be cut if that keeps its ids."""
         # the next group is encoded while the ids of this one are extracted, which only one core can do
         is_marker_checked, marker = False, None
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="encode") as executor:
             pending_groups: list[tuple[list[tuple[int, str]], list[JoinedTexts], concurrent.futures.Future[Any]]] = []
-            for group in itertools.chain(_grouped(self._parts(texts)), [None]):
+            for group in itertools.chain(_group_parts(self._parts(texts)), [None]):
                 if group:
                     _, parts = zip(*group, strict=True)
                     if not is_marker_checked:
                         is_marker_checked, marker = True, self._marker(parts[:_CHECKED])
-                    pieces = list(join_texts(parts, marker, _CHUNK))
+                    calls = list(join_texts(parts, marker, _CHUNK))
                     # the fast variant omits the offsets of tokens in the text, which are not needed
                     encode = self._model.encode_batch_fast
-                    encodings = executor.submit(encode, [piece.text for piece in pieces], add_special_tokens=False)
-                    pending_groups.append((group, pieces, encodings))
+                    encodings = executor.submit(encode, [call.text for call in calls], add_special_tokens=False)
+                    pending_groups.append((group, calls, encodings))
                 if pending_groups and (len(pending_groups) == 2 or not group):
-                    finished_group, pieces, encodings = pending_groups.pop(0)
-                    piece_ids = [encoding.ids for encoding in encodings.result()]
-                    yield _encoded(finished_group, *separate(piece_ids, pieces, marker))
+                    finished_group, calls, encodings = pending_groups.pop(0)
+                    ids_by_call = [encoding.ids for encoding in encodings.result()]
+                    yield _make_encoded(finished_group, *separate(ids_by_call, calls, marker))
 
     def _marker(self, texts: Sequence[str]) -> Marker | None:
-        """A special token that separates texts without changing the ids of these texts; `None` if there is none."""
+        """Return a special token that separates these texts without changing their ids; `None` if there is none."""
         marker = marker_of(self._model)
         if marker is None or any(marker.text in text for text in texts):
             return None
@@ -259,17 +259,17 @@ class Subwords:
         return marker if np.array_equal(joint_ids, np.concatenate(separate_ids)[:-1]) else None
 
     def _parts(self, texts: Iterable[str]) -> Iterator[tuple[int, str]]:
-        """Parts of texts, each with the index of its text: long texts are cut, unless a checked cut changes the ids."""
-        unchecked_cuts: float = _CHECKED  # minus infinity once a cut has changed the ids
+        """Yield parts of texts, each after its text's index. Long texts are cut until a checked cut changes the ids."""
+        checks_left: float = _CHECKED  # minus infinity once a checked cut has changed the ids
         for text_index, text in enumerate(texts):
             if len(text) <= 2 * _CHUNK:
                 yield text_index, text
                 continue
             start = 0
             while len(text) - start > 2 * _CHUNK and (cut := _CUT.search(text, start + _CHUNK)):
-                if unchecked_cuts > 0:
-                    unchecked_cuts = unchecked_cuts - 1 if self._cut_keeps_ids(text, cut.end()) else float("-inf")
-                if unchecked_cuts < 0:
+                if checks_left > 0:
+                    checks_left = checks_left - 1 if self._cut_keeps_ids(text, cut.end()) else float("-inf")
+                if checks_left < 0:
                     break
                 yield text_index, text[start : cut.end()]
                 start = cut.end()
@@ -287,23 +287,29 @@ class Subwords:
         return json.dumps({"kind": self.kind, "definition": self.definition})
 
 
-def _encoded(group: list[tuple[int, str]], ids: np.ndarray, lengths: np.ndarray) -> Encoded:
-    """`Encoded` for a group of (index of the text, part), from the ids of all parts and their numbers of ids."""
-    numbers, parts = zip(*group, strict=True)
-    return Encoded(ids, lengths, np.array(numbers, np.int64), sum(map(len, parts)))
+def _make_encoded(group: list[tuple[int, str]], ids: np.ndarray, lengths: np.ndarray) -> Encoded:
+    """Make the `Encoded` of a group.
+
+    Args:
+        group: pairs (index of the text, part).
+        ids: ids of all parts, one part after another.
+        lengths: number of ids of each part.
+    """
+    text_indices, parts = zip(*group, strict=True)
+    return Encoded(ids, lengths, np.array(text_indices, np.int64), sum(map(len, parts)))
 
 
 def _encode_each(tokenizer: "Bytes | Characters", texts: Iterable[str]) -> Iterator[Encoded]:
-    """Ids of many texts, encoded one by one on one core."""
-    for group in _grouped(enumerate(texts)):
-        ids = [tokenizer.encode(text) for _, text in group]
-        lengths = np.array([len(text_ids) for text_ids in ids], np.int64)
-        numbers = np.array([number for number, _ in group], np.int64)
-        yield Encoded(np.concatenate(ids), lengths, numbers, sum(len(text) for _, text in group))
+    """Yield the ids of many texts, encoded one by one on one core."""
+    for group in _group_parts(enumerate(texts)):
+        ids_by_text = [tokenizer.encode(text) for _, text in group]
+        lengths = np.array([len(text_ids) for text_ids in ids_by_text], np.int64)
+        text_indices = np.array([index for index, _ in group], np.int64)
+        yield Encoded(np.concatenate(ids_by_text), lengths, text_indices, sum(len(text) for _, text in group))
 
 
-def _grouped(parts: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """Groups of at least _GROUP characters of neighbouring (index of the text, part); the last may be smaller."""
+def _group_parts(parts: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    """Yield groups of (index of the text, part) pairs with at least `_GROUP` characters; the last may have less."""
     group: list[tuple[int, str]] = []
     characters = 0
     for index, part in parts:
@@ -317,7 +323,7 @@ def _grouped(parts: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]
 
 
 def from_json(text: str) -> Tokenizer:
-    """The tokenizer that `to_json` stored as `text`.
+    """Return the tokenizer that `to_json` stored as `text`.
 
     Example:
         >>> from_json(Characters("abc").to_json())
@@ -332,7 +338,7 @@ def from_json(text: str) -> Tokenizer:
 
 
 def load(path: str) -> Subwords:
-    """The tokenizer of a `tokenizer.json` file.
+    """Read the tokenizer of a `tokenizer.json` file.
 
     Raises:
         UserError: the file is missing, or holds no tokenizer.

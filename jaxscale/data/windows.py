@@ -33,24 +33,24 @@ class Windows:
 
     def __len__(self) -> int:
         """Number of rows of one epoch."""
-        targets = len(self.tokens.ids) - 1
+        target_count = len(self.tokens.ids) - 1
         if self.seed is None:
-            return -(-targets // self.context) if targets >= self.context else 0
-        # one window less, so that an epoch has the same number of windows at every offset
-        return max((targets + 1) // self.context - 1, int(targets >= self.context), 0)
+            return -(-target_count // self.context) if target_count >= self.context else 0
+        # one window less than fits at offset 0, so that an epoch has equally many windows at every offset
+        return max((target_count + 1) // self.context - 1, int(target_count >= self.context), 0)
 
     @property
     def targets(self) -> int:
         """Number of targets of one epoch."""
-        full_targets = len(self) * self.context
-        return full_targets if self.seed is not None else min(full_targets, max(len(self.tokens.ids) - 1, 0))
+        full_target_count = len(self) * self.context
+        return full_target_count if self.seed is not None else min(full_target_count, max(len(self.tokens.ids) - 1, 0))
 
     def offset(self, epoch: int) -> int:
         """Index of the token at which the first window of an epoch begins."""
         if self.seed is None:
             return 0
-        spare_targets = len(self.tokens.ids) - 1 - self.targets
-        return derive(self.seed, "offset", epoch) % (min(self.context - 1, spare_targets) + 1)
+        spare_target_count = len(self.tokens.ids) - 1 - self.targets
+        return derive(self.seed, "offset", epoch) % (min(self.context - 1, spare_target_count) + 1)
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Read the rows with these numbers in the endless sequence of epochs.

@@ -21,7 +21,7 @@ _STYLE = (
 
 
 def svg(width: float, height: float, label: str, *parts: Any, style: str = _STYLE) -> Markup:
-    """An image of elements.
+    """Return an image of these elements.
 
     Args:
         width: width in the image's units; a unit is a pixel on a wide screen.
@@ -45,19 +45,19 @@ def svg(width: float, height: float, label: str, *parts: Any, style: str = _STYL
 
 
 def svg_text(x: float, y: float, content: Any, anchor: str | None = None, **attributes: Any) -> Markup:
-    """Text whose start, middle or end (`anchor`) is at a point."""
+    """Return a text whose start, middle or end (`anchor`) is at the point (x, y)."""
     return element("text", content, x=float(x), y=float(y), text_anchor=anchor, **attributes)
 
 
 def dot(x: float, y: float, radius: float, color: str, tooltip: str | None = None) -> Markup:
-    """A filled circle."""
+    """Return a filled circle around the point (x, y)."""
     return element("circle", tooltip and element("title", tooltip), cx=float(x), cy=float(y), r=radius, fill=color)
 
 
 def legend(
     entries: Iterable[tuple[dict[str, str], str]], left: float, top: float, right: float
 ) -> tuple[Markup, float]:
-    """Coloured squares with their meanings, in rows from `left` to `right`, and the height of the rows.
+    """Return coloured squares with their meanings, in rows from `left` to `right`, and the height of all rows.
 
     Args:
         entries: attributes of each square, such as its `fill`, and its meaning.
@@ -65,15 +65,15 @@ def legend(
         top: y of the first row.
         right: x of the end of each row.
     """
-    parts, x, y = [], left, top
+    elements, x, y = [], left, top
     for attributes, meaning in entries:
         width = 32 + PER_LETTER * len(meaning)
         if x > left and x + width > right:
             x, y = left, y + 20
-        parts += [element("rect", x=float(x), y=float(y), width=12, height=12, **attributes)]
-        parts += [svg_text(x + 17, y + 10, meaning)]
+        elements += [element("rect", x=float(x), y=float(y), width=12, height=12, **attributes)]
+        elements += [svg_text(x + 17, y + 10, meaning)]
         x += width
-    return joined(parts), y + 20 - top
+    return joined(elements), y + 20 - top
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,13 +81,13 @@ class Frame:
     """The scales of an image with two axes, from values to coordinates in the image's units.
 
     Args:
-        across: least and greatest value of the horizontal axis.
-        upward: least and greatest value of the vertical axis.
+        x_range: least and greatest value of the horizontal axis.
+        y_range: least and greatest value of the vertical axis.
         right: width of the margin at the right, in the image's units.
     """
 
-    across: tuple[float, float]
-    upward: tuple[float, float]
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
     right: float = 16
     width: ClassVar[int] = 960
     height: ClassVar[int] = 380
@@ -96,43 +96,43 @@ class Frame:
     bottom: ClassVar[int] = 40
 
     def x_of(self, value: float) -> float:
-        """The x of a value of the horizontal axis, in the image's units."""
-        low, high = self.across
+        """Return the x of a value of the horizontal axis, in the image's units."""
+        low, high = self.x_range
         return self.left + (self.width - self.left - self.right) * (value - low) / (high - low)
 
     def y_of(self, value: float) -> float:
-        """The y of a value of the vertical axis, in the image's units."""
-        low, high = self.upward
+        """Return the y of a value of the vertical axis, in the image's units."""
+        low, high = self.y_range
         return self.height - self.bottom - (self.height - self.top - self.bottom) * (value - low) / (high - low)
 
     def grid(self, values: Iterable[float], label: Callable[[float], str]) -> Markup:
-        """Labelled lines at values of the vertical axis."""
+        """Return lines at values of the vertical axis, each with the text `label(value)`."""
         lines = [(self.level(v, "grid"), svg_text(self.left - 8, self.y_of(v) + 4, label(v), "end")) for v in values]
         return joined(lines)
 
     def labels(self, values: Iterable[float], label: Callable[[float], str]) -> Markup:
-        """Labels at values of the horizontal axis."""
+        """Return the texts `label(value)` at values of the horizontal axis."""
         y = self.height - self.bottom + 16
         return joined([svg_text(self.x_of(value), y, label(value), "middle") for value in values])
 
     def title(self, content: str) -> Markup:
-        """The title of the horizontal axis."""
+        """Return the title of the horizontal axis."""
         return svg_text((self.left + self.width - self.right) / 2, self.height - 4, content, "middle")
 
     def level(self, value: float, class_: str) -> Markup:
-        """A horizontal line at a value of the vertical axis."""
+        """Return a horizontal line at a value of the vertical axis."""
         y = self.y_of(value)
         return element("line", class_=class_, x1=self.left, x2=self.width - self.right, y1=y, y2=y)
 
     def rule(self, value: float, class_: str) -> Markup:
-        """A vertical line at a value of the horizontal axis."""
+        """Return a vertical line at a value of the horizontal axis."""
         x = self.x_of(value)
         return element("line", class_=class_, x1=x, x2=x, y1=self.top, y2=self.height - self.bottom)
 
     def area(
-        self, across: Sequence[float], lower: Sequence[float], upper: Sequence[float], color: str, name: str
+        self, xs: Sequence[float], lower_ys: Sequence[float], upper_ys: Sequence[float], color: str, name: str
     ) -> Markup:
-        """The area between two curves over the same values."""
-        outline = [*zip(across, upper, strict=True), *reversed([*zip(across, lower, strict=True)])]
+        """Return the area between two curves over the same values of the horizontal axis."""
+        outline = [*zip(xs, upper_ys, strict=True), *reversed([*zip(xs, lower_ys, strict=True)])]
         points = " L".join(f"{self.x_of(x):.1f},{self.y_of(y):.1f}" for x, y in outline)
         return element("path", element("title", name), d=f"M{points}Z", fill=color)

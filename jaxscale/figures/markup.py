@@ -17,7 +17,7 @@ class Markup(str):
 
 
 def joined(children: Any) -> Markup:
-    """Markup of a text, markup, a number, `None` (empty), or an iterable of such children.
+    """Return the markup of a text, markup, a number, `None` (empty), or an iterable of such children.
 
     Example:
         >>> joined(["a < b", Markup("<br>"), None, 3])
@@ -31,13 +31,13 @@ def joined(children: Any) -> Markup:
 
 
 def element(tag: str, *children: Any, **attributes: Any) -> Markup:
-    """An element of a page or an image.
+    """Return an element of a page or an image.
 
     Args:
         tag: name of the element.
         children: contents of the element, of any type that `joined` accepts.
-        attributes: attributes by name; in a name, `_` stands for `-`, and at the end is dropped (`class_`). A float is
-            written with 2 decimals; `None` leaves the attribute out.
+        attributes: attributes by name; in a name, `_` stands for `-`, and a `_` at the end is dropped (`class_`). A
+            float is written with 2 decimals; `None` leaves the attribute out.
 
     Example:
         >>> element("td", "a < b", class_="n"), element("rect", x=1 / 3, width=2.0)
@@ -58,33 +58,34 @@ def table(
     heads: Sequence[str] = (),
     *,
     numeric: Container[int] = (),
-    names: int = 0,
-    rest: Iterable[Sequence[Any]] = (),
+    name_column: int = 0,
+    extra_rows: Iterable[Sequence[Any]] = (),
     class_: str | None = None,
 ) -> Markup:
-    """A table.
+    """Return a table.
 
     Args:
         rows: cells of each row, of any type that `joined` accepts.
         heads: titles of the columns; if empty, the table has no head.
         numeric: indices of the columns that are aligned to the right.
-        names: index of the column that names the rows.
-        rest: cells of rows at the end that are less important, such as sums.
+        name_column: index of the column that names the rows.
+        extra_rows: cells of each row at the end that is less important, such as a sum.
         class_: CSS class of the table.
     """
 
     def row(cells: Sequence[Any], row_class: str | None = None) -> Markup:
-        texts = [
+        """Return a row with these cells, and with a CSS class if `row_class` is set."""
+        cell_elements = [
             element("th", cell, scope="row")
-            if column == names
+            if column == name_column
             else element("td", cell, class_="n" if column in numeric else None)
             for column, cell in enumerate(cells)
         ]
-        return element("tr", texts, class_=row_class)
+        return element("tr", cell_elements, class_=row_class)
 
-    head_cells = [element("th", head, class_="n" if column in numeric else None) for column, head in enumerate(heads)]
-    head = element("thead", element("tr", head_cells)) if heads else None
-    body = element("tbody", map(row, rows), [row(cells, "rest") for cells in rest])
+    titles = [element("th", title, class_="n" if column in numeric else None) for column, title in enumerate(heads)]
+    head = element("thead", element("tr", titles)) if heads else None
+    body = element("tbody", map(row, rows), [row(cells, "rest") for cells in extra_rows])
     return element("table", head, body, class_=class_)
 
 
@@ -99,7 +100,7 @@ STYLE = (
 
 
 def page(title: str, *body: Any, style: str = STYLE, script: str | None = None) -> str:
-    """A self-contained page.
+    """Return a self-contained page.
 
     Args:
         title: title of the page, as plain text.
@@ -119,7 +120,7 @@ def page(title: str, *body: Any, style: str = STYLE, script: str | None = None) 
 
 
 def framed(html: str, height: int) -> str:
-    """A page in a frame for notebooks, which isolates its style.
+    """Return a page in a frame for notebooks, which isolates the page's style.
 
     Example:
         >>> framed("<p>", 100)
@@ -128,17 +129,17 @@ def framed(html: str, height: int) -> str:
     return element("iframe", srcdoc=html, style=f"width:100%;height:{height}px;border:0")
 
 
-def write_figure(path: str | Path, svg: Callable[[], str], html: Callable[[], str]) -> None:
-    """Write the page that `html` returns, or if the name ends in .svg, the picture that `svg` returns.
+def write_figure(path: str | Path, make_svg: Callable[[], str], make_html: Callable[[], str]) -> None:
+    """Write the page that `make_html` returns to a file, or the picture of `make_svg` if the name ends in .svg.
 
     Raises:
         UserError: the file cannot be written.
     """
-    write_text(path, svg() if Path(path).suffix == ".svg" else html())
+    write_text(path, make_svg() if Path(path).suffix == ".svg" else make_html())
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a file.
+    """Write a text to a file.
 
     Raises:
         UserError: the file cannot be written.

@@ -47,7 +47,7 @@ def attend(
     implementation: str = "auto",
     chunk: int = 256,
 ) -> Float[Array, "B T N H"]:
-    """Attention of queries over the keys they see: `softmax(cap(scale * q k^T)) v`, `cap(s) = c tanh(s / c)`.
+    """Compute attention of queries over the keys they see: `softmax(cap(scale * q k^T)) v`, `cap(s) = c tanh(s / c)`.
 
     Query head n reads key head n // (N / K). A query that sees no key gives zeros, and zero gradients.
 
@@ -69,7 +69,7 @@ def attend(
         The attention output, in the type of `q`.
 
     Raises:
-        UserError: an unknown implementation; incompatible sizes; a call that the named implementation does not support.
+        UserError: the implementation is unknown or does not support the call, or the sizes are incompatible.
 
     Example:
         >>> import jax.numpy as jnp
@@ -82,13 +82,13 @@ def attend(
     if heads % kv_heads:
         raise UserError(f"attention: got {heads} query heads, expected a multiple of the {kv_heads} key heads")
     if (q_segments is None) != (kv_segments is None):
-        raise UserError("attention: got segments of either queries or keys alone; give segments of both")
+        raise UserError("attention: got segments of either queries or keys alone: pass segments of both")
     if window is not None and not causal:
-        raise UserError("attention: a window looks back from a query, but causal is False; drop one of them")
+        raise UserError("attention: got a window, which looks back from a query, with causal=False: drop one of them")
     if isinstance(window, int) and window < 1:
-        raise UserError(f"attention: got window {window}, expected at least 1")
+        raise UserError(f"attention: got window {window}, expected at least 1 position")
     if chunk < 1:
-        raise UserError(f"attention: got chunk {chunk}, expected at least 1")
+        raise UserError(f"attention: got chunk {chunk}, expected at least 1 position")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     visibility = Visibility(q_positions, kv_positions, q_segments, kv_segments, window, causal)
     settings: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
@@ -103,24 +103,24 @@ def attend(
         return attend_splash(q, k, v, visibility, **settings)
     if selected == "plain":
         return _attend_plain(q, k, v, visibility, scale, soft_cap)
-    q, remaining_scale = _scaled(q, scale)
+    q, remaining_scale = _scale_queries(q, scale)
     return attend_chunked(q, k, v, visibility, scale=remaining_scale, soft_cap=soft_cap, chunk=chunk)
 
 
-def _scaled(q: Any, scale: float) -> tuple[Any, float]:
-    """`q` scaled, and the remaining scale of the scores: a narrow `q` is scaled only if that rounds nothing."""
+def _scale_queries(q: Any, scale: float) -> tuple[Any, float]:
+    """Return `q` scaled, and the scale that remains for the scores; an unscaled `q` if scaling would round it."""
     if q.dtype == jnp.float32 or math.frexp(scale)[0] == 0.5:
         return q * jnp.asarray(scale, q.dtype), 1.0
     return q, scale
 
 
 def _attend_plain(q: Any, k: Any, v: Any, visibility: Visibility, scale: float, soft_cap: float | None) -> Any:
-    """Attention with all scores at once, differentiated by JAX, which keeps the probabilities in the type of `v`."""
+    """Compute attention with all scores at once; JAX differentiates it, and keeps the probabilities in `v`'s type."""
     batch, queries, heads, width = q.shape
     keys, kv_heads = k.shape[1:3]
     is_grouped = heads != kv_heads
     q = q.reshape(batch, queries, kv_heads, heads // kv_heads, width) if is_grouped else q
-    q, remaining_scale = _scaled(q, scale)
+    q, remaining_scale = _scale_queries(q, scale)
     attention_scores = scores(q, k, remaining_scale, soft_cap)
     if visibility.trivial:
         probabilities = jax.nn.softmax(attention_scores, -1)
@@ -137,7 +137,7 @@ def _attend_plain(q: Any, k: Any, v: Any, visibility: Visibility, scale: float, 
 def _choose(
     implementation: str, q: Any, k: Any, v: Any, visibility: Visibility, settings: dict[str, Any]
 ) -> tuple[str, str]:
-    """The selected implementation, and why it is not the platform's kernel."""
+    """Return the selected implementation, and the reason why it is not the platform's kernel."""
     if implementation not in get_args(AttentionImplementation):
         raise unknown("implementation of attention", implementation, get_args(AttentionImplementation))
     if implementation != "auto":

@@ -101,10 +101,10 @@ class Attention(nnx.Module):
         cache: KVCache | None = None,
         window: int | Int[Array, ""] | str | None = "own",
     ) -> Any:
-        """The layer's output, without the residual; with a cache, `(output, cache)`.
+        """Return the layer's output, without the residual; with a cache, a pair of output and new cache.
 
         Args:
-            x: residual stream, normed.
+            x: normed residual stream.
             positions: positions of the tokens, for the rotary angles; the index in the row by default. Tokens of a
                 segment must lie in the order of their positions.
             segments: segment of each token, which sees only tokens of its segment; 0 is padding.
@@ -112,14 +112,14 @@ class Attention(nnx.Module):
             causal: whether a token sees no later tokens.
             cache: keys and values of earlier tokens, to which those of the tokens of `x` are appended. Segments then
                 only mark padding (0), and the default positions continue those of the cache.
-            window: window in place of the layer's, `None` for no window; "own" keeps the layer's.
+            window: window to use instead of the layer's, `None` for no window; "own" keeps the layer's.
         """
         batch, length, _ = x.shape
         if isinstance(window, str):
             if window != "own":
                 raise UserError(f"attention: got window {window!r}, expected a whole number, None, or 'own'")
             window = self.window
-        # one gather of a sequence-sharded stream for the three projections, one scatter of their gradients
+        # if the sequence is sharded, this is one gather for the three projections, and one scatter of their gradients
         x = move(x, ("batch", "seq", "embed"), ("batch", "inner_seq", "embed"))
         q = checkpoint_name(self.q(x, context), "attention_q").reshape(batch, length, self.heads, self.head_dim)
         k = checkpoint_name(self.k(x, context), "attention_k").reshape(batch, length, self.kv_heads, self.head_dim)
@@ -142,14 +142,14 @@ class Attention(nnx.Module):
         if cache is None:
             settings |= {"q_segments": segments, "kv_segments": segments}
         else:
-            valid = jnp.ones((1, length), bool) if segments is None else segments != 0
-            cache = cache.append(k, v, positions, valid)
+            is_token = jnp.ones((1, length), bool) if segments is None else segments != 0
+            cache = cache.append(k, v, positions, is_token)
             k, v = cache.k.astype(q.dtype), cache.v.astype(q.dtype)
             settings |= {"q_positions": positions, "kv_positions": cache.positions}
-            settings |= {"q_segments": valid.astype(jnp.int32), "kv_segments": cache.valid.astype(jnp.int32)}
+            settings |= {"q_segments": is_token.astype(jnp.int32), "kv_segments": cache.valid.astype(jnp.int32)}
             if context.attention not in ("plain", "chunked"):
                 settings["implementation"] = "auto"  # kernels support no cache, and a plan that names one still samples
-        # under a sharded sequence, one gather of keys and values, and one scatter of their gradients
+        # if the sequence is sharded, this is one gather of keys and values, and one scatter of their gradients
         k, v = (move(array, _KEYS_ALONG_QUERIES, _KEYS) for array in (k, v))
         y = attend(q, k, v, **settings)
         y = constrain(y, "batch", "inner_seq", "heads", "head_dim")

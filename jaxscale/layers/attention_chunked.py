@@ -23,7 +23,7 @@ from pallas_kernels.attention.visibility import Visibility
 
 
 class _Call(NamedTuple):
-    """The static parameters of a call."""
+    """The static parameters of a call of `attend_chunked`."""
 
     chunking: Chunking
     layout: MeshAndRules | None
@@ -41,7 +41,7 @@ def attend_chunked(
     soft_cap: float | None,
     chunk: int,
 ) -> Float[Array, "B T N H"]:
-    """Attention with at most (B, N, chunk, chunk) scores at a time.
+    """Compute attention with at most (B, N, chunk, chunk) scores at a time.
 
     Args:
         q, k, v: queries, keys, values.
@@ -60,29 +60,29 @@ def attend_chunked(
     return output.reshape(batch, queries, heads, width)
 
 
-def _on_shards(call: _Call, function: Any, sharded_arrays: Any, whole_arrays: Any, result_dims: tuple[int, ...]) -> Any:
-    """The results of `function(chunking, start, *sharded_arrays, *whole_arrays)` on every shard of the queries.
+def _map_shards(call: _Call, function: Any, sharded_arrays: Any, whole_arrays: Any, out_dims: tuple[int, ...]) -> Any:
+    """Call `function(chunking, start, *sharded_arrays, *whole_arrays)` on every shard of the queries.
 
-    `start` holds the index of the shard's first query.
+    `start` holds the index of the shard's first query. Returns the results, whose shards are put together.
 
     Args:
         call: static parameters.
         function: `chunked.attend` or `_gradients`.
         sharded_arrays: arrays (B, T, ...), sharded along the queries.
         whole_arrays: arrays that every shard gets whole.
-        result_dims: the dim of every result along which it is sharded.
+        out_dims: the dim of every result along which it is sharded.
     """
     function = functools.partial(function, call.chunking)
     starts = jnp.arange(call.shards) * (sharded_arrays[0].shape[1] // call.shards)
     if call.layout is None or not call.axes:
         return function(starts, *sharded_arrays, *whole_arrays)
-    spec_by_dim = PartitionSpec(call.axes), PartitionSpec(None, call.axes)
+    dim_specs = PartitionSpec(call.axes), PartitionSpec(None, call.axes)
     sharded_function = jax.shard_map(
         function,
         mesh=call.layout[0],
         axis_names=frozenset(call.axes),
-        in_specs=(spec_by_dim[0], *(spec_by_dim[1],) * len(sharded_arrays), *(PartitionSpec(),) * len(whole_arrays)),
-        out_specs=tuple(spec_by_dim[dim] for dim in result_dims),
+        in_specs=(dim_specs[0], *(dim_specs[1],) * len(sharded_arrays), *(PartitionSpec(),) * len(whole_arrays)),
+        out_specs=tuple(dim_specs[dim] for dim in out_dims),
         check_vma=False,
     )
     return sharded_function(starts, *sharded_arrays, *whole_arrays)
@@ -90,33 +90,33 @@ def _on_shards(call: _Call, function: Any, sharded_arrays: Any, whole_arrays: An
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: _Call, q: Any, k: Any, v: Any, visibility: Visibility) -> Any:
-    """The attention of grouped queries (B, T, K, N / K, H), whose backward pass goes chunk by chunk too."""
-    return _on_shards(call, chunked.attend, (q,), (k, v, visibility), (1, 1))[0]
+    """Compute attention of grouped queries (B, T, K, N / K, H), with a backward pass that also goes chunk by chunk."""
+    return _map_shards(call, chunked.attend, (q,), (k, v, visibility), (1, 1))[0]
 
 
 def _attend_forward(call: _Call, q: Any, k: Any, v: Any, visibility: Visibility) -> tuple[Any, Any]:
-    """The output, and the residuals: with the inputs, the output and each query's log-sum-exp of scores (`lse`)."""
-    output, lse = _on_shards(call, chunked.attend, (q,), (k, v, visibility), (1, 1))
+    """Return the output and the residuals: inputs, output and each query's log-sum-exp of scores (`lse`)."""
+    output, lse = _map_shards(call, chunked.attend, (q,), (k, v, visibility), (1, 1))
     output, lse = checkpoint_name(output, "attention_out"), checkpoint_name(lse, "attention_lse")
     return output, (q, k, v, visibility, output, lse)
 
 
 def _attend_backward(call: _Call, residuals: Any, d_output: Any) -> Any:
-    """The gradients of queries, keys, values and visibility from the gradient of the output."""
+    """Return the gradients of queries, keys, values and visibility from the gradient of the output."""
     q, k, v, visibility, output, lse = residuals
-    dq, dk, dv = _on_shards(call, _gradients, (q, d_output, output, lse), (k, v, visibility), (1, 0, 0))
+    dq, dk, dv = _map_shards(call, _gradients, (q, d_output, output, lse), (k, v, visibility), (1, 0, 0))
     with under(call.layout):
         return dq, _sum_of_shards(dk, k.dtype), _sum_of_shards(dv, v.dtype), None
 
 
 def _gradients(*arguments: Any) -> tuple[Any, Any, Any]:
-    """`chunked.gradients`; those of keys and values get a leading dim of length 1, along which shards are stacked."""
+    """Call `chunked.gradients`, and add to `dk` and `dv` a leading dim of size 1, along which shards are stacked."""
     dq, dk, dv = chunked.gradients(*arguments)
     return dq, dk[None], dv[None]
 
 
 def _sum_of_shards(shard_gradients: Any, dtype: Any) -> Any:
-    """The sum over shards of gradients (shards, B, S, K, H), sharded like the queries: a reduce-scatter."""
+    """Sum gradients (shards, B, S, K, H) over shards; the sum is sharded like the queries, by a reduce-scatter."""
     return constrain(jnp.sum(shard_gradients, 0), "batch", "inner_seq", "kv_heads", "head_dim").astype(dtype)
 
 

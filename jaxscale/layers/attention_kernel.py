@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxscale.errors import UserError
-from jaxscale.layers.shards import axes_by_dim, key_heads_for_shards, on_each_device, shard_count
+from jaxscale.layers.shards import axes_by_dim, key_heads_for_shards, map_over_devices, shard_count
 from jaxscale.layers.traced_device import traced_device
 from jaxscale.sharding.place import current
 from jaxscale.typing import Array, Float
@@ -27,7 +27,7 @@ _QUERY_DIMS = ("batch", "inner_seq", "heads", "head_dim")
 
 
 def why_not_static(visibility: Visibility) -> str | None:
-    """Why kernels, which are built for static masks, do not support a visibility; `None` if they do."""
+    """Return why kernels, which are built for static masks, do not support a visibility; `None` if they do."""
     if not visibility.ordered_by_index:
         return "got positions, expected queries and keys in the order of their index (no cache)"
     if visibility.window is not None and not isinstance(visibility.window, int | np.integer):
@@ -38,7 +38,7 @@ def why_not_static(visibility: Visibility) -> str | None:
 def why_not_kernel(
     name: str, q: Any, k: Any, v: Any, visibility: Visibility, *, scale: float, soft_cap: float | None
 ) -> str | None:
-    """Why a kernel does not support this call, and what to do about it; `None` if it does.
+    """Return why a kernel does not support this call, and what to do about it; `None` if it does.
 
     Args:
         name: name of the kernel, one of KERNELS.
@@ -68,7 +68,7 @@ def why_not_kernel(
 
 
 def _settings(visibility: Visibility, scale: float, soft_cap: float | None) -> dict[str, Any]:
-    """The keyword arguments of `pallas_kernels.attention` that describe the mask and the scores."""
+    """Return the keyword arguments of `pallas_kernels.attention` that describe the mask and the scores."""
     window = None if visibility.window is None else int(visibility.window)
     return {"causal": visibility.causal, "window": window, "logit_soft_cap": soft_cap, "scale": scale}
 
@@ -84,7 +84,7 @@ def attend_kernel(
     implementation: str,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Attention by a kernel.
+    """Compute attention by a kernel.
 
     Args:
         q, k, v: queries, keys, values.
@@ -92,7 +92,7 @@ def attend_kernel(
         scale: factor of the scores.
         soft_cap: bound of the scores; `None` for no bound.
         implementation: "tpu", "gpu" or "cudnn".
-        interpret: run the kernel step by step in plain JAX, for tests.
+        interpret: whether to run the kernel step by step in plain JAX, for tests.
 
     Raises:
         UserError: the kernel does not support the call.
@@ -105,7 +105,7 @@ def attend_kernel(
     segment_ids = None
     if visibility.q_segments is not None:
         rows = q.shape[0]
-        # padding, segment 0, gets ids that differ between queries and keys, so it sees none and is seen by none
+        # padding (segment 0) gets ids that differ between queries and keys: it sees no key and is seen by no query
         segments_and_padding = ((visibility.q_segments, -1), (visibility.kv_segments, -2))
         segment_ids = tuple(
             jnp.broadcast_to(jnp.where(segments == 0, padding, segments).astype(jnp.int32), (rows, segments.shape[1]))
@@ -115,13 +115,14 @@ def attend_kernel(
     settings |= {"implementation": implementation, "platform": " ".join(traced_device()), "interpret": interpret}
 
     def run(starts: Any, q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
+        """Run the kernel on one device; `starts` holds the index of its first query (`None`: 0)."""
         return attention(q, k, v, segment_ids=segment_ids, query_offset=0 if starts is None else starts[0], **settings)
 
-    return _on_devices(run, q, k, v, segment_ids)
+    return _run_on_devices(run, q, k, v, segment_ids)
 
 
-def _on_devices(run: Any, q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
-    """The output of `run` on every device of the current layout, for its shard of rows, query positions and heads."""
+def _run_on_devices(run: Any, q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
+    """Call `run` on every device of the current layout, for its shard of rows, query positions and heads."""
     if current() is None:
         return run(None, q, k, v, segment_ids)
     row_axes, position_axes, head_axes, _ = axes_by_dim(q.shape, *_QUERY_DIMS)
@@ -138,4 +139,4 @@ def _on_devices(run: Any, q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
         key_spec,
         None if segment_ids is None else (PartitionSpec(row_axes, position_axes), PartitionSpec(row_axes)),
     )
-    return on_each_device(run, in_specs, query_spec)(starts, q, k, v, segment_ids)
+    return map_over_devices(run, in_specs, query_spec)(starts, q, k, v, segment_ids)

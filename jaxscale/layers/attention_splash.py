@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxscale.errors import UserError
 from jaxscale.layers.attention_kernel import why_not_static
-from jaxscale.layers.shards import axes_by_dim, key_heads_for_shards, on_each_device, shard_count
+from jaxscale.layers.shards import axes_by_dim, key_heads_for_shards, map_over_devices, shard_count
 from jaxscale.sharding.place import current
 from jaxscale.typing import Array, Float
 from pallas_kernels.attention.visibility import Visibility
@@ -26,7 +26,7 @@ TILES = (512, 256, 128)
 
 
 def why_not_splash(queries: int, keys: int, visibility: Visibility) -> str | None:
-    """Why the kernel does not support this call, and what to do about it; `None` if it does."""
+    """Return why the kernel does not support this call, and what to do about it; `None` if it does."""
     if reason := why_not_static(visibility):
         return reason
     if queries != keys:
@@ -46,14 +46,14 @@ def attend_splash(
     soft_cap: float | None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Attention by the TPU kernel.
+    """Compute attention by the TPU kernel.
 
     Args:
         q, k, v: queries, keys, values.
         visibility: mask of the keys that each query sees.
         scale: factor of the scores.
         soft_cap: bound of the scores; `None` for no bound.
-        interpret: run the kernel step by step in plain JAX, for tests.
+        interpret: whether to run the kernel step by step in plain JAX, for tests.
 
     Raises:
         UserError: the kernel does not support the call.
@@ -63,18 +63,18 @@ def attend_splash(
         raise UserError(f"attention 'splash': {reason}; or use attention 'chunked'")
     width, dtype = q.shape[-1], q.dtype
     q = (q.astype(jnp.float32) * scale).astype(dtype)
-    q, k, v = (_padded(jnp.swapaxes(x, 1, 2)) for x in (q, k, v))
+    q, k, v = (_pad_heads(jnp.swapaxes(x, 1, 2)) for x in (q, k, v))
     segments = None if visibility.q_segments is None else (visibility.q_segments, visibility.kv_segments)
-    run = functools.partial(_on_devices, visibility=visibility, soft_cap=soft_cap, interpret=interpret)
+    run = functools.partial(_run_on_devices, visibility=visibility, soft_cap=soft_cap, interpret=interpret)
     output = jnp.swapaxes(run(q, k, v, segments), 1, 2)[..., :width]
     if visibility.q_segments is not None:
-        # the kernel has no padding: its segment 0 is one more document
+        # the kernel does not know padding: to it, segment 0 is one more document
         output = jnp.where((visibility.q_segments != 0)[:, :, None, None], output, jnp.zeros((), output.dtype))
     return output
 
 
-def _padded(x: Any) -> Any:
-    """`x` (B, N, T, H) with the last dim padded with zeros to a multiple of LANES."""
+def _pad_heads(x: Any) -> Any:
+    """Pad the last dim of `x` (B, N, T, H) with zeros to a multiple of LANES."""
     padding = -x.shape[-1] % LANES
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, padding))) if padding else x
 
@@ -88,7 +88,15 @@ def _kernel(
     soft_cap: float | None,
     interpret: bool,
 ) -> Any:
-    """The kernel for all heads of a row, with the mask of `visibility`; built while tracing, from static values."""
+    """Build the kernel for all heads of a row, with the mask of `visibility`, while tracing, from static values.
+
+    Args:
+        visibility: mask of the keys that each query sees.
+        heads, queries: numbers of heads and of queries, on all devices.
+        head_shards, q_shards: numbers of shards of the heads and of the queries.
+        soft_cap: bound of the scores; `None` for no bound.
+        interpret: whether the kernel runs step by step in plain JAX.
+    """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape = (queries, queries)
@@ -121,10 +129,10 @@ def _run_rows(kernel: Any, q: Any, k: Any, v: Any, segments: Any) -> Any:
     return jax.vmap(lambda q, k, v, row_segments: kernel(q, k, v, splash.SegmentIds(*row_segments)))(q, k, v, segments)
 
 
-def _on_devices(
+def _run_on_devices(
     q: Any, k: Any, v: Any, segments: Any, *, visibility: Visibility, soft_cap: float | None, interpret: bool
 ) -> Any:
-    """The attention output (B, N, T, H) by the kernel, on every device of the current layout."""
+    """Run the kernel on every device of the current layout; returns the attention output (B, N, T, H)."""
     heads, queries = q.shape[1:3]
     layout = current()
     if layout is None or layout[0].size == 1:
@@ -143,4 +151,4 @@ def _on_devices(
         None if segments is None else (PartitionSpec(row_axes, position_axes), PartitionSpec(row_axes, None))
     )
     in_specs = (kernel_spec, q_spec, kv_spec, kv_spec, segments_spec)
-    return on_each_device(_run_rows, in_specs, q_spec)(kernel, q, k, v, segments)
+    return map_over_devices(_run_rows, in_specs, q_spec)(kernel, q, k, v, segments)

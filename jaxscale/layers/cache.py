@@ -42,7 +42,7 @@ class KVCache:
         *,
         layers: int | None = None,
     ) -> "KVCache":
-        """An empty cache with `length` slots per row; one for all `layers` of a `Stack` if their number is given.
+        """Make an empty cache with `length` slots per row, for one layer or for all `layers` of a `Stack`.
 
         Example:
             >>> KVCache.empty(2, 16, 4, 8, layers=3).k.shape
@@ -58,7 +58,7 @@ class KVCache:
         )
 
     def append(self, k: Any, v: Any, positions: Any, valid: Any) -> "KVCache":
-        """The cache with T more slots filled.
+        """Return the cache with T more slots filled.
 
         Args:
             k, v: new keys and values, float (B, T, K, H).
@@ -67,6 +67,7 @@ class KVCache:
         """
 
         def write(slots: Any, entries: Any) -> Any:
+            """Write entries (B or 1, T, ...) to the slots (B, S, ...) after those that are filled."""
             entries = jnp.broadcast_to(entries.astype(slots.dtype), (slots.shape[0], *entries.shape[1:]))
             return lax.dynamic_update_slice_in_dim(slots, entries, self.length, 1)
 

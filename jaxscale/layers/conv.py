@@ -31,34 +31,35 @@ gradient serves as kernel."""
 
 
 def _pads(padding: Padding, image_size: Sequence[int], window: Sequence[int], strides: Sequence[int]) -> Any:
-    """Numbers of padding rows and columns, as (low, high) per spatial dim."""
+    """Return the numbers of padding rows and columns, as (low, high) per spatial dim."""
     if isinstance(padding, str):
         if padding not in ("SAME", "VALID"):
-            raise UserError(f"padding: got {padding!r}, expected SAME, VALID, a number or (low, high) per dim")
+            raise UserError(f"padding: got {padding!r}, expected SAME, VALID, a number, or (low, high) per dim")
         return tuple(jax.lax.padtype_to_pads(image_size, window, strides, padding))
     return ((padding, padding),) * len(window) if isinstance(padding, int) else tuple(map(tuple, padding))
 
 
 def _convolve(x: Any, w: Any, strides: Any, pads: Any) -> Any:
-    """The cross-correlation of `x` with `w`, in the type of `x`, differentiated by JAX."""
+    """Compute the cross-correlation of `x` with `w`, in the type of `x`; JAX differentiates it."""
     return jax.lax.conv_general_dilated(x, w.astype(x.dtype), strides, pads, dimension_numbers=_NHWC)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _mixed(x: Any, w: Any, strides: Any, pads: Any) -> Any:
+def _convolve_mixed(x: Any, w: Any, strides: Any, pads: Any) -> Any:
     """`_convolve` for `x` and `w` of different types; the gradient of `w` has the type of `w`."""
     return _convolve(x, w, strides, pads)
 
 
-def _mixed_forward(x: Any, w: Any, strides: Any, pads: Any) -> Any:
+def _convolve_mixed_forward(x: Any, w: Any, strides: Any, pads: Any) -> Any:
     return _convolve(x, w, strides, pads), (x, w)
 
 
-def _mixed_backward(strides: Any, pads: Any, residuals: Any, dy: Any) -> Any:
+def _convolve_mixed_backward(strides: Any, pads: Any, residuals: Any, dy: Any) -> Any:
+    """Return the gradients of `x` and `w`, from the pair `residuals` of both and the gradient of the output."""
     x, w = residuals
     (dx,) = jax.linear_transpose(lambda x: _convolve(x, w, strides, pads), x)(dy)
-    # low padding as in the forward pass; the high padding gives the output the size of the kernel, and is negative
-    # where strides do not reach the last rows
+    # low padding as in the forward pass; the high padding gives the output the size of the kernel, and is negative if
+    # the strides do not reach the last rows
     dw_pads = [
         (pads[dim][0], w.shape[dim] + (dy.shape[1 + dim] - 1) * strides[dim] - x.shape[1 + dim] - pads[dim][0])
         for dim in range(2)
@@ -69,13 +70,13 @@ def _mixed_backward(strides: Any, pads: Any, residuals: Any, dy: Any) -> Any:
     return dx, dw.astype(w.dtype)
 
 
-_mixed.defvjp(_mixed_forward, _mixed_backward)
+_convolve_mixed.defvjp(_convolve_mixed_forward, _convolve_mixed_backward)
 
 
 def convolve(
     x: Float[Array, "B I J C"], w: Float[Array, "h w C O"], *, stride: int = 1, padding: Padding = "SAME"
 ) -> Float[Array, "B P Q O"]:
-    """The cross-correlation of `x` with `w`, in the type of `x`; the gradient of `w` has the type of `w`.
+    """Compute the cross-correlation of `x` with `w`, in the type of `x`; the gradient of `w` has the type of `w`.
 
     y[b, p, q, o] = sum over i, j, c of x[b, s p + i - low, s q + j - low, c] * w[i, j, c, o].
 
@@ -92,7 +93,7 @@ def convolve(
     """
     strides = (stride, stride)
     pads = _pads(padding, x.shape[1:3], w.shape[:2], strides)
-    return (_convolve if x.dtype == w.dtype else _mixed)(x, w, strides, pads)
+    return (_convolve if x.dtype == w.dtype else _convolve_mixed)(x, w, strides, pads)
 
 
 class Conv(nnx.Module):
@@ -147,10 +148,10 @@ class Conv(nnx.Module):
 class BatchNorm(nnx.Module):
     """`(x - mean) / sqrt(var + eps) * w + b` per channel, statistics in float32 over every other dim.
 
-    In training (the context has a key) the statistics are those of the **microbatch**, over the rows of all devices; so
-    unlike every other layer its result depends on the number of microbatches, though not on the mesh. The running
-    statistics move towards them, `running <- momentum * running + (1 - momentum) * batch`, once per microbatch, with
-    the biased variance as in Flax (PyTorch's is the unbiased one). Evaluation uses the running statistics.
+    In training (the context has a key) the statistics are those of the **microbatch**, over the rows of all devices.
+    Unlike that of every other layer, the result depends on the number of microbatches, though not on the mesh. Once per
+    microbatch, `running <- momentum * running + (1 - momentum) * batch`, with the biased variance as in Flax (PyTorch's
+    is the unbiased one). Evaluation uses the running statistics.
 
     Args:
         size: number of channels.
@@ -183,15 +184,15 @@ class BatchNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*B C"], *, context: Context = Context()) -> Float[Array, "*B C"]:
         """`x` normalised per channel, in the type of `x`."""
         x_float32 = x.astype(jnp.float32)
-        other_dims = tuple(range(x.ndim - 1))
+        averaged_dims = tuple(range(x.ndim - 1))
 
         if context.key is None:
             mean, var = self.mean[...], self.var[...]
         else:
-            mean = x_float32.mean(other_dims)
-            var = jnp.square(x_float32 - as_row(mean, x)).mean(other_dims)
-            for running, batch_stat in ((self.mean, mean), (self.var, var)):
-                running[...] = self.momentum * running[...] + (1 - self.momentum) * jax.lax.stop_gradient(batch_stat)
+            mean = x_float32.mean(averaged_dims)
+            var = jnp.square(x_float32 - as_row(mean, x)).mean(averaged_dims)
+            for running, statistic in ((self.mean, mean), (self.var, var)):
+                running[...] = self.momentum * running[...] + (1 - self.momentum) * jax.lax.stop_gradient(statistic)
         scale = jax.lax.rsqrt(var + self.eps) * self.weight[...].astype(jnp.float32)
         return ((x_float32 - as_row(mean, x)) * as_row(scale, x) + as_row(self.bias[...], x)).astype(x.dtype)
 
@@ -199,7 +200,7 @@ class BatchNorm(nnx.Module):
 def max_pool(
     x: Float[Array, "B I J C"], *, window: int, stride: int, padding: Padding = "SAME"
 ) -> Float[Array, "B P Q C"]:
-    """The largest value of each window; padding never wins.
+    """Return the largest value of each window; padding counts as minus infinity.
 
     Example:
         >>> max_pool(jnp.arange(16.0).reshape(1, 4, 4, 1), window=2, stride=2)[0, :, :, 0].tolist()

@@ -15,48 +15,49 @@ from jaxscale.sharding.partition import axes_of
 from jaxscale.typing import Array, Float, Int
 
 
-def _rows(table: Any, index: Any) -> Any:
-    """The rows of a table at `index`, whose gradients are summed in float32 for every type of the table.
+def _look_up(table: Any, indices: Any) -> Any:
+    """Return the rows of a table at `indices`; their gradients are summed in float32 for every type of the table.
 
     A frequent token's row sums thousands of gradients: in bfloat16 a sum of ones stops at 256. If some axes of the mesh
-    are manual, those of the index become manual too: XLA aborts on a look-up in a table sharded over one axis by an
-    index sharded over another (JAX 0.10 and 0.12).
+    are manual, those of the indices become manual too. XLA aborts on a look-up in a table that is sharded over one axis
+    by indices that are sharded over another (JAX 0.10 and 0.12).
     """
     layout = place.current()
     mesh, rules = layout or (None, None)
     if rules is None or not getattr(mesh, "manual_axes", ()):
-        return _take_rows(table, index)
-    spec = place.spec(index.shape, ("batch", "seq", *(None,) * index.ndim)[: index.ndim], mesh, rules)
+        return _take_rows(table, indices)
+    spec = place.spec(indices.shape, ("batch", "seq", *(None,) * indices.ndim)[: indices.ndim], mesh, rules)
     axes = set(axes_of(spec))
     if not axes:
-        return _take_rows(table, index)
+        return _take_rows(table, indices)
     replicated = PartitionSpec()
     return jax.shard_map(
         _take_rows, mesh=mesh, in_specs=(replicated, spec), out_specs=spec, axis_names=axes, check_vma=False
-    )(table, index)
+    )(table, indices)
 
 
-def _take_rows(table: Any, index: Any) -> Any:
-    """The rows of a table at `index` on one device."""
+def _take_rows(table: Any, indices: Any) -> Any:
+    """Return the rows of a table at `indices`, on one device."""
     if table.dtype == jnp.float32:
-        return jnp.take(table, index, axis=0, mode="clip")
-    return _narrow_rows(table, index)
+        return jnp.take(table, indices, axis=0, mode="clip")
+    return _take_narrow(table, indices)
 
 
 @jax.custom_vjp
-def _narrow_rows(table: Any, index: Any) -> Any:
-    """The rows of a table of a narrower type than float32, with a backward pass that sums in float32."""
-    return jnp.take(table, index, axis=0, mode="clip")
+def _take_narrow(table: Any, indices: Any) -> Any:
+    """Return rows of a table whose type is narrower than float32; the backward pass sums in float32."""
+    return jnp.take(table, indices, axis=0, mode="clip")
 
 
-def _narrow_rows_backward(residuals: Any, row_gradients: Any) -> Any:
-    table, index = residuals
-    index = jnp.clip(index, 0, table.shape[0] - 1)
-    table_gradient = jnp.zeros(table.shape, jnp.float32).at[index].add(row_gradients.astype(jnp.float32))
+def _take_narrow_backward(residuals: Any, row_gradients: Any) -> Any:
+    """Return the gradients of table and indices (none), from the pair `residuals` of both and those of the rows."""
+    table, indices = residuals
+    indices = jnp.clip(indices, 0, table.shape[0] - 1)
+    table_gradient = jnp.zeros(table.shape, jnp.float32).at[indices].add(row_gradients.astype(jnp.float32))
     return table_gradient.astype(table.dtype), None
 
 
-_narrow_rows.defvjp(lambda table, index: (_narrow_rows(table, index), (table, index)), _narrow_rows_backward)
+_take_narrow.defvjp(lambda table, index: (_take_narrow(table, index), (table, index)), _take_narrow_backward)
 
 
 class Embedding(nnx.Module):
@@ -65,8 +66,8 @@ class Embedding(nnx.Module):
     Args:
         vocab: number of tokens.
         size: width of a row.
-        vocab_multiple: number that divides the padded number of rows, so that a mesh axis may shard them. The random
-            values of the rows of tokens do not depend on it.
+        vocab_multiple: number that divides the padded number of rows, so that a mesh axis may shard them. The initial
+            rows of tokens do not depend on it.
         init: initializer of the rows of tokens; normal with standard deviation 0.02 by default.
 
     Example:
@@ -86,7 +87,7 @@ class Embedding(nnx.Module):
 
     def lookup(self, tokens: Int[Array, "*B"], dtype: Any = None) -> Float[Array, "*B D"]:
         """The rows of `tokens`, in `dtype` (by default the parameters'); gradients are summed in float32."""
-        rows = _rows(self.weight[...], tokens)
+        rows = _look_up(self.weight[...], tokens)
         return rows if dtype is None else rows.astype(dtype)
 
 
@@ -110,5 +111,5 @@ class PositionTable(nnx.Module):
 
     def lookup(self, positions: Int[Array, "*B"], dtype: Any = None) -> Float[Array, "*B D"]:
         """The rows of `positions`, in `dtype` (by default the parameters')."""
-        rows = _rows(self.weight[...], positions)
+        rows = _look_up(self.weight[...], positions)
         return rows if dtype is None else rows.astype(dtype)

@@ -28,13 +28,13 @@ def restack(trees: Sequence[PyTree]) -> PyTree:
 
 
 def slice_layers(tree: PyTree, rows: slice, layers: int) -> PyTree:
-    """The layers `rows` of a stacked tree of `layers` layers."""
+    """Return the layers in the range `rows` of a stacked tree of `layers` layers."""
     if (rows.start, rows.stop) == (0, layers):
         return tree
     return jax.tree.map(lambda leaf: leaf[rows], tree)
 
 
-def concatenated(trees: Sequence[PyTree]) -> PyTree:
+def concatenate_layers(trees: Sequence[PyTree]) -> PyTree:
     """Concatenate stacked trees along their dim of layers: the inverse of slicing a tree by `slice_layers`."""
     return trees[0] if len(trees) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *trees)
 
@@ -59,7 +59,7 @@ class LayerGroup:
     segment: int | None
 
     def calls(self, inputs: PyTree, layers: int) -> list[Call]:
-        """One `Call` per layer, to run the layers one by one."""
+        """Return one `Call` per layer, to run the layers one by one."""
         wrapped_blocks = [self.wrapper(block, False) for block in self.cycle]
         return [
             Call(wrapped_blocks[layer % len(wrapped_blocks)], (params, state), (index, per_layer))
@@ -67,65 +67,68 @@ class LayerGroup:
         ]
 
     def scan_layers(self, x: Any, inputs: PyTree, layers: int) -> tuple[Any, PyTree]:
-        """`x` after the layers, and their results; the layers of a last, incomplete cycle run one by one."""
+        """Run the layers, those of a last, incomplete cycle one by one; returns the last `x` and all results."""
         full_layers = layers - layers % len(self.cycle)
-        stacked_results = []
+        results_of_parts = []
         if full_layers:
-            run_full_layers = self._cycles if self.segment is None else self._segments
+            run_full_layers = self._scan_cycles if self.segment is None else self._scan_segments
             x, full_results = run_full_layers(x, slice_layers(inputs, slice(0, full_layers), layers), full_layers)
-            stacked_results.append(full_results)
+            results_of_parts.append(full_results)
         if full_layers < layers:
             tail_calls = self.calls(slice_layers(inputs, slice(full_layers, layers), layers), layers - full_layers)
             x, tail_results = blocks.one_after_another(tail_calls, x)
-            stacked_results.append(restack(tail_results))
-        return x, concatenated(stacked_results)
+            results_of_parts.append(restack(tail_results))
+        return x, concatenate_layers(results_of_parts)
 
-    def _cycles(self, x: Any, inputs: PyTree, layers: int, in_loop: bool = False) -> tuple[Any, PyTree]:
-        """A scan over whole cycles; `in_loop` is true if the scan is inside the body of another loop."""
+    def _scan_cycles(self, x: Any, inputs: PyTree, layers: int, in_loop: bool = False) -> tuple[Any, PyTree]:
+        """Scan over whole cycles; `in_loop` is true if the scan is inside the body of another loop."""
         period = len(self.cycle)
-        cycles = layers // period
-        unroll = min(cycles, max(1, self.unroll // period))
+        cycle_count = layers // period
+        unroll = min(cycle_count, max(1, self.unroll // period))
         # a loop of one iteration is no loop to XLA
-        is_rolled = (in_loop or cycles > 1) and self.unroll == 1
-        bodies = [self.wrapper(block, is_rolled) for block in self.cycle]
+        is_rolled = (in_loop or cycle_count > 1) and self.unroll == 1
+        wrapped_blocks = [self.wrapper(block, is_rolled) for block in self.cycle]
 
         def step(x: Any, inputs: PyTree) -> tuple[Any, PyTree]:
+            """Run one cycle of layers; returns the next `x` and the layers' results."""
             layer_results = []
-            for body, layer_inputs in zip(bodies, [inputs] if period == 1 else unstack(inputs, period), strict=True):
-                x, layer_result = body(*layer_inputs[:2], x, *layer_inputs[2:])
+            inputs_of_layers = [inputs] if period == 1 else unstack(inputs, period)
+            for block, layer_inputs in zip(wrapped_blocks, inputs_of_layers, strict=True):
+                x, layer_result = block(*layer_inputs[:2], x, *layer_inputs[2:])
                 layer_results.append(layer_result)
             return x, layer_results[0] if period == 1 else restack(layer_results)
 
-        x, scan_results = jax.lax.scan(step, x, inputs if period == 1 else _folded(inputs, cycles), unroll=unroll)
-        return x, scan_results if period == 1 else _unfolded(scan_results)
+        x, scan_results = jax.lax.scan(step, x, inputs if period == 1 else _fold(inputs, cycle_count), unroll=unroll)
+        return x, scan_results if period == 1 else _unfold(scan_results)
 
-    def _segments(self, x: Any, inputs: PyTree, layers: int) -> tuple[Any, PyTree]:
-        """A scan over segments, each recomputed in the backward pass; the layers that remain are a shorter segment."""
+    def _scan_segments(self, x: Any, inputs: PyTree, layers: int) -> tuple[Any, PyTree]:
+        """Scan over segments, which are recomputed in the backward pass; remaining layers are a shorter segment."""
         assert self.segment is not None
         period = len(self.cycle)
         segment_layers = min(layers, max(1, self.segment // period) * period)
-        segments = layers // segment_layers
-        full_layers = segments * segment_layers
+        segment_count = layers // segment_layers
+        full_layers = segment_count * segment_layers
 
-        def segment_function(segment_layers: int, rolled: bool) -> Callable[..., Any]:
-            return blocks.run_again(lambda x, inputs: self._cycles(x, inputs, segment_layers, rolled), rolled=rolled)
+        def segment_function(length: int, rolled: bool) -> Callable[..., Any]:
+            """Return a function of `x` and inputs that runs one segment, of `length` layers."""
+            return blocks.run_again(lambda x, inputs: self._scan_cycles(x, inputs, length, rolled), rolled=rolled)
 
-        scanned_inputs = _folded(slice_layers(inputs, slice(0, full_layers), layers), segments)
-        x, results = jax.lax.scan(segment_function(segment_layers, segments > 1), x, scanned_inputs)
-        results = _unfolded(results)
+        scanned_inputs = _fold(slice_layers(inputs, slice(0, full_layers), layers), segment_count)
+        x, results = jax.lax.scan(segment_function(segment_layers, segment_count > 1), x, scanned_inputs)
+        results = _unfold(results)
         if full_layers < layers:
             x, tail_results = segment_function(layers - full_layers, False)(
                 x, slice_layers(inputs, slice(full_layers, layers), layers)
             )
-            results = concatenated([results, tail_results])
+            results = concatenate_layers([results, tail_results])
         return x, results
 
 
-def _folded(tree: PyTree, count: int) -> PyTree:
-    """Leaves (n, ...) as (count, n / count, ...)."""
+def _fold(tree: PyTree, count: int) -> PyTree:
+    """Reshape leaves (n, ...) to (count, n / count, ...)."""
     return jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), tree)
 
 
-def _unfolded(tree: PyTree) -> PyTree:
-    """The inverse of `_folded`."""
+def _unfold(tree: PyTree) -> PyTree:
+    """The inverse of `_fold`."""
     return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), tree)

@@ -30,7 +30,7 @@ Initializer = Callable[..., Any]
 
 
 def _contract(x: Any, w: Any, w_dim: int, result_type: Any) -> Any:
-    """`x` times `w` over the last dim of `x` and dim `w_dim` of `w`, computed in the type of `x`."""
+    """Multiply `x` and `w`, summed over the last dim of `x` and dim `w_dim` of `w`, in the type of `x`."""
     return jax.lax.dot_general(
         x, w.astype(x.dtype), (((x.ndim - 1,), (w_dim,)), ((), ())), preferred_element_type=jnp.dtype(result_type)
     )
@@ -47,17 +47,18 @@ def _product_forward(x: Any, w: Any, w_dim: int, result_type: Any) -> Any:
 
 
 def _product_backward(w_dim: int, result_type: Any, residuals: Any, dy: Any) -> Any:
+    """Return the gradients of `x` and `w`, from the pair `residuals` of both and the gradient of the product."""
     x, w = residuals
     dy = dy.astype(x.dtype)
     dx = _contract(dy, w, 1 - w_dim, x.dtype)
     leading_dims = tuple(range(x.ndim - 1))
     if x.dtype == w.dtype:
-        x_is_left = x.shape[-1] <= dy.shape[-1]
+        is_x_left = x.shape[-1] <= dy.shape[-1]
     else:
-        x_is_left = w_dim == 0  # XLA:CPU has no product of narrow types whose wide result is transposed
-    left, right = (x, dy) if x_is_left else (dy, x)
+        is_x_left = w_dim == 0  # XLA:CPU has no product of narrow types whose wide result is transposed
+    left, right = (x, dy) if is_x_left else (dy, x)
     dw = jax.lax.dot_general(left, right, ((leading_dims, leading_dims), ((), ())), preferred_element_type=w.dtype)
-    return dx, (dw if x_is_left == (w_dim == 0) else dw.T).astype(w.dtype)
+    return dx, (dw if is_x_left == (w_dim == 0) else dw.T).astype(w.dtype)
 
 
 _product.defvjp(_product_forward, _product_backward)
@@ -66,7 +67,7 @@ _product.defvjp(_product_forward, _product_backward)
 def matmul(
     x: Float[Array, "*B I"], w: Float[Array, "_ _"], *, transposed: bool = False, result: Any = None
 ) -> Float[Array, "*B O"]:
-    """`x @ w` in the type of `x`; the gradient of `w` has the type of `w`, accumulated in it.
+    """Compute `x @ w` in the type of `x`; the gradient of `w` is accumulated in, and has, the type of `w`.
 
     Args:
         x: activations (*B, I).
@@ -139,7 +140,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_size,), jnp.float32), out_sharding=(axes[1],)) if bias else None
 
     def __call__(self, x: Float[Array, "*B I"], context: Context = Context()) -> Float[Array, "*B O"]:
-        """`x` projected, in the type of `x`; the context's recipe, if any, rounds the operands of the product."""
+        """Return `x W + b` in the type of `x`; the context's recipe, if any, rounds the operands of the product."""
         w = self.weight[...]
         y = matmul(x, w) if context.matmul is None else product(x, w, context.matmul)
         return y if self.bias is None else add_bias(y, self.bias[...])

@@ -39,7 +39,7 @@ class _Call(NamedTuple):
 def logits(
     hidden: Float[Array, "*B D"], head: Float[Array, "V D"], *, vocab: int, soft_cap: float | None = None
 ) -> Float[Array, "*B V"]:
-    """`hidden @ head.T` in float32, capped; minus infinity in the columns that pad the vocabulary.
+    """Compute `hidden @ head.T` in float32, capped; minus infinity in the columns that pad the vocabulary.
 
     Args:
         hidden: last hidden states.
@@ -71,10 +71,10 @@ def cross_entropy(
     soft_cap: float | None = None,
     implementation: str = "auto",
 ) -> Loss:
-    """Weighted sums of `logsumexp(z) - z[target]` over targets, with `z = hidden @ head.T` in float32.
+    """Sum `weight * (logsumexp(z) - z[target])` over targets, with `z = hidden @ head.T` in float32.
 
-    `penalty` sums `weight * z_loss * logsumexp(z)^2` (PaLM, Chowdhery et al. 2022). Differentiate `total + penalty`:
-    with a chunk and a z-loss, `total` alone carries the gradient of both.
+    The `penalty` of the result sums `weight * z_loss * logsumexp(z)^2` (PaLM, Chowdhery et al. 2022). Differentiate
+    `total + penalty`: with a chunk and a z-loss, `total` alone has the gradient of both.
 
     Args:
         hidden: last hidden states.
@@ -86,9 +86,9 @@ def cross_entropy(
             scores all at once. It need not divide the sequence.
         z_loss: factor of the penalty.
         soft_cap: bound of the logits; `None` for no bound.
-        implementation: "auto" scores by chunks if `chunk` is given and shorter than a row, "chunked" always, with 256
-            positions by default. "reference" scores all positions at once. "tpu" is a kernel that never stores logits
-            and computes them three times. The last two ignore `chunk`.
+        implementation: "auto" scores by chunks if `chunk` is given and shorter than a row. "chunked" always does, with
+            256 positions by default. "reference" scores all positions at once. "tpu" is a kernel that never stores
+            logits and computes them three times. The last two ignore `chunk`.
 
     Returns:
         The weighted sums and the sum of the weights, in float32. The gradient of the head is summed in float32, and has
@@ -100,9 +100,9 @@ def cross_entropy(
         1.3863
     """
     if head.shape[0] < vocab:
-        raise UserError(f"cross-entropy: got a head of {head.shape[0]} rows, expected at least {vocab}, one per token")
+        raise UserError(f"cross-entropy: got a head of {head.shape[0]} rows, expected {vocab} or more: one per token")
     if chunk is not None and chunk < 1:
-        raise UserError(f"cross-entropy: got chunk {chunk}, expected at least 1, or None")
+        raise UserError(f"cross-entropy: got chunk {chunk}, expected at least 1 position, or None")
     if implementation not in get_args(LossImplementation):
         raise unknown("implementation of cross-entropy", implementation, get_args(LossImplementation))
     if implementation in ("reference", "tpu"):
@@ -111,50 +111,49 @@ def cross_entropy(
         chunk = min(chunk or CHUNK, hidden.shape[1])
     terms, can_gather = Terms(vocab, soft_cap, z_loss), not axes_by_dim(head.shape, "vocab", None)[0]
     weights = None if weights is None else weights.astype(jnp.float32)
-    weight = jnp.float32(targets.size) if weights is None else jnp.sum(weights)
+    weight_sum = jnp.float32(targets.size) if weights is None else jnp.sum(weights)
     hidden = constrain(hidden, "batch", "inner_seq", "embed")
     if implementation == "tpu":
         from jaxscale.layers.loss_kernel import sums
 
         ones = jnp.ones(targets.shape, jnp.float32) if weights is None else weights
         total_and_penalty, penalty = sums(hidden, head, targets, ones, vocab=vocab, z_loss=z_loss, soft_cap=soft_cap)
-        return Loss(total_and_penalty - penalty, weight, penalty)
+        return Loss(total_and_penalty - penalty, weight_sum, penalty)
     if chunk is None or (chunk >= hidden.shape[1] and implementation == "auto"):
-        note_selection(
-            "cross_entropy", "reference", "no chunk: all logits at once" if chunk is None else "one chunk holds all"
-        )
+        reason = "no chunk: all logits at once" if chunk is None else "one chunk holds all"
+        note_selection("cross_entropy", "reference", reason)
         scores = constrain(_product(hidden, head), "batch", "inner_seq", "vocab")
         losses, penalties = reference.score(scores, targets, terms, gather=can_gather)
         if weights is not None:
             losses, penalties = losses * weights, penalties * weights
-        return Loss(jnp.sum(losses), weight, jnp.sum(penalties) if z_loss else jnp.zeros(()))
+        return Loss(jnp.sum(losses), weight_sum, jnp.sum(penalties) if z_loss else jnp.zeros(()))
     note_selection("cross_entropy", "chunked")
     weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights
     row_shards, position_shards = map(shard_count, axes_by_dim(targets.shape, "batch", "inner_seq"))
     chunking = Chunking(chunk, row_shards, position_shards, can_gather, hidden.dtype, _place_logits, _place_head)
-    total_and_penalty, penalty = _chunked(_Call(terms, chunking, current()), hidden, head, targets, weights)
+    total_and_penalty, penalty = _chunked_sums(_Call(terms, chunking, current()), hidden, head, targets, weights)
     penalty = lax.stop_gradient(penalty)
-    return Loss(total_and_penalty - penalty, weight, penalty)
+    return Loss(total_and_penalty - penalty, weight_sum, penalty)
 
 
 def _place_logits(logits: Any) -> Any:
-    """Logits (row shards, rows, position shards, positions, V) of a chunk, constrained to the layout."""
+    """Constrain logits (row shards, rows, position shards, positions, V) of a chunk to the layout."""
     return constrain(logits, "batch", None, "inner_seq", None, "vocab")
 
 
 def _place_head(gradients: Any) -> Any:
-    """Gradients of the head (row shards, position shards, V, D), constrained to the layout."""
+    """Constrain gradients of the head (row shards, position shards, V, D) to the layout."""
     return constrain(gradients, "batch", "inner_seq", "vocab", None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(call: _Call, hidden: Any, head: Any, targets: Any, weights: Any) -> tuple[Any, Any]:
-    """The total plus the penalty, and the penalty, computed by chunks."""
+def _chunked_sums(call: _Call, hidden: Any, head: Any, targets: Any, weights: Any) -> tuple[Any, Any]:
+    """Return the total plus the penalty, and the penalty, computed by chunks."""
     return chunked.loss(hidden, head.astype(hidden.dtype), targets, weights, call.terms, call.chunking)
 
 
 def _chunked_forward(call: _Call, hidden: Any, head: Any, targets: Any, weights: Any) -> tuple[tuple[Any, Any], Any]:
-    """The sums, and as residuals the gradients of the first, which every shard sums separately."""
+    """Return both sums, and as residuals the gradients of the first, which every shard sums separately."""
     arguments = (hidden, head.astype(hidden.dtype), targets, weights)
     with under(call.layout):
         sums, (d_hidden, d_head, d_weights) = chunked.with_gradients(*arguments, call.terms, call.chunking)
@@ -162,10 +161,11 @@ def _chunked_forward(call: _Call, hidden: Any, head: Any, targets: Any, weights:
 
 
 def _chunked_backward(call: _Call, gradients: Any, d_sums: Any) -> tuple[Any, ...]:
+    """Scale the gradients of the first sum, which are the residuals, by the gradient of that sum."""
     d_hidden, d_head, d_weights = (
         (gradient.astype(jnp.float32) * d_sums[0]).astype(gradient.dtype) for gradient in gradients
     )
     return d_hidden, d_head, None, d_weights
 
 
-_chunked.defvjp(_chunked_forward, _chunked_backward)
+_chunked_sums.defvjp(_chunked_forward, _chunked_backward)

@@ -1,7 +1,7 @@
 """Cross-entropy by the TPU kernel of `pallas_kernels.cross_entropy`, which never stores logits.
 
-The kernel computes each logit three times, chunks only once: it saves memory, and runs only if it is named. Under a
-layout, rows and positions, and the rows of the head, are sharded by the rules.
+The kernel computes each logit three times, and "chunked" only once. It saves memory, and runs only if it is named.
+Under a layout, rows and positions, and the rows of the head, are sharded by the rules.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxscale.errors import UserError
-from jaxscale.layers.shards import axes_by_dim, on_each_device
+from jaxscale.layers.shards import axes_by_dim, map_over_devices
 from jaxscale.sharding.place import current
 
 
@@ -25,7 +25,7 @@ def sums(
     soft_cap: float | None,
     interpret: bool = False,
 ) -> tuple[Any, Any]:
-    """The pair (total + penalty, penalty). Differentiate only the first: it has the gradients of both.
+    """Return the pair (total + penalty, penalty). Differentiate only the first: it has the gradients of both.
 
     Args:
         hidden: last hidden states (B, T, D).
@@ -33,7 +33,7 @@ def sums(
         targets: tokens to predict, (B, T) integers.
         weights: weights of the targets, (B, T) float32.
         vocab, z_loss, soft_cap: as in `loss.cross_entropy`.
-        interpret: run the kernel step by step in plain JAX, for tests.
+        interpret: whether to run the kernel step by step in plain JAX, for tests.
 
     Raises:
         UserError: the kernel does not support the call.
@@ -46,6 +46,7 @@ def sums(
     platform = jax.default_backend() if layout is None else None  # otherwise the mesh determines it
 
     def run(hidden: Any, head: Any, targets: Any, weights: Any, vocab_axis: Any = None) -> tuple[Any, Any]:
+        """Run the kernel on arrays of one device; `vocab_axis` is the mesh axis that shards the head's rows, if any."""
         arrays = hidden.reshape(-1, hidden.shape[-1]), head, targets.reshape(-1), weights.reshape(-1)
         try:
             return cross_entropy(*arrays, axis=vocab_axis, platform=platform, **settings)
@@ -62,9 +63,10 @@ def sums(
         raise UserError(f"cross_entropy: got a vocabulary sharded over {', '.join(vocab_axes)}, expected one axis")
 
     def run_on_device(*arrays: Any) -> tuple[Any, Any]:
+        """Run the kernel on a device's shards, and add up both sums over the devices that share the batch."""
         local_sums = run(*arrays, vocab_axis=vocab_axes[0] if vocab_axes else None)
         return jax.lax.psum(local_sums, (*row_axes, *position_axes)) if row_axes or position_axes else local_sums
 
     row_spec, vocab_spec = PartitionSpec(row_axes, position_axes), PartitionSpec(vocab_axes)
     in_specs = (row_spec, vocab_spec, row_spec, row_spec)
-    return on_each_device(run_on_device, in_specs, PartitionSpec())(hidden, head, targets, weights)
+    return map_over_devices(run_on_device, in_specs, PartitionSpec())(hidden, head, targets, weights)

@@ -19,8 +19,13 @@ Nonlinearity = Literal[
 ]
 
 
-class _Form(NamedTuple):
-    """A kind of MLP: its nonlinearity, and whether it has a gate."""
+class _Kind(NamedTuple):
+    """A kind of MLP.
+
+    Args:
+        activation: elementwise function.
+        gated: whether the activation of a gate multiplies the values; otherwise it is applied to the values.
+    """
 
     activation: Callable[[Any], Any]
     gated: bool
@@ -34,19 +39,19 @@ def _gelu_tanh(x: Any) -> Any:
     return jax.nn.gelu(x, approximate=True)
 
 
-_FORMS: dict[str, _Form] = {
-    "swiglu": _Form(jax.nn.silu, True),
-    "geglu": _Form(_gelu, True),
-    "geglu_tanh": _Form(_gelu_tanh, True),
-    "reglu": _Form(jax.nn.relu, True),
-    "gelu": _Form(_gelu, False),
-    "gelu_tanh": _Form(_gelu_tanh, False),
-    "quick_gelu": _Form(lambda x: x * jax.nn.sigmoid(1.702 * x), False),
-    "relu": _Form(jax.nn.relu, False),
-    "relu_squared": _Form(lambda x: jax.numpy.square(jax.nn.relu(x)), False),
-    "silu": _Form(jax.nn.silu, False),
+_KINDS: dict[str, _Kind] = {
+    "swiglu": _Kind(jax.nn.silu, True),
+    "geglu": _Kind(_gelu, True),
+    "geglu_tanh": _Kind(_gelu_tanh, True),
+    "reglu": _Kind(jax.nn.relu, True),
+    "gelu": _Kind(_gelu, False),
+    "gelu_tanh": _Kind(_gelu_tanh, False),
+    "quick_gelu": _Kind(lambda x: x * jax.nn.sigmoid(1.702 * x), False),
+    "relu": _Kind(jax.nn.relu, False),
+    "relu_squared": _Kind(lambda x: jax.numpy.square(jax.nn.relu(x)), False),
+    "silu": _Kind(jax.nn.silu, False),
 }
-assert set(_FORMS) == set(get_args(Nonlinearity))
+assert set(_KINDS) == set(get_args(Nonlinearity))
 
 
 class MLP(nnx.Module):
@@ -83,18 +88,18 @@ class MLP(nnx.Module):
         out_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
-        if kind not in _FORMS:
-            raise unknown("kind of mlp", kind, _FORMS)
+        if kind not in _KINDS:
+            raise unknown("kind of mlp", kind, _KINDS)
         self.kind = kind
         projection_settings: dict[str, Any] = {"axes": ("embed", "mlp"), "bias": bias, "init": init, "rngs": rngs}
-        self.gate = Linear(embed, mlp, **projection_settings) if _FORMS[kind].gated else None
+        self.gate = Linear(embed, mlp, **projection_settings) if _KINDS[kind].gated else None
         self.up = Linear(embed, mlp, **projection_settings)
         self.down = Linear(mlp, embed, axes=("mlp", "embed"), bias=bias, init=out_init, rngs=rngs)
         self.dropout = Dropout(dropout, site="mlp")
 
     def __call__(self, x: Float[Array, "B T D"], *, context: Context = Context()) -> Float[Array, "B T D"]:
-        """The layer's output, without the residual."""
-        activation = _FORMS[self.kind].activation
+        """Return the layer's output, without the residual."""
+        activation = _KINDS[self.kind].activation
         x = move(x, ("batch", "seq", "embed"), ("batch", "inner_seq", "embed"))
         up = constrain(checkpoint_name(self.up(x, context), "mlp_up"), "batch", "inner_seq", "mlp")
         if self.gate is None:

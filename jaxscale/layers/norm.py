@@ -10,7 +10,7 @@ from jaxscale.typing import Array, Float
 
 
 def as_row(vector: jax.Array, x: jax.Array) -> jax.Array:
-    """`vector`, which has one entry per index of the last dim of `x`, in float32 and reshaped to the rank of `x`."""
+    """Reshape a vector along the last dim of `x` to the rank of `x`, in float32."""
     return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
@@ -34,7 +34,7 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(make_weight((size,), jnp.float32), out_sharding=("norm",))
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """`x` normalised over its last dim, in the type of `x`."""
+        """Normalise `x` over its last dim, in the type of `x`."""
         x_float32 = x.astype(jnp.float32)
         # not jnp.square, whose derivative keeps 2 * x_float32 besides x_float32
         normalised = x_float32 * jax.lax.rsqrt(jnp.mean(x_float32 * x_float32, -1, keepdims=True) + self.eps)
@@ -62,7 +62,7 @@ class LayerNorm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((size,), jnp.float32), out_sharding=("norm",)) if bias else None
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """`x` normalised over its last dim, in the type of `x`."""
+        """Normalise `x` over its last dim, in the type of `x`."""
         x_float32 = x.astype(jnp.float32)
         centred = x_float32 - jnp.mean(x_float32, -1, keepdims=True)
         normalised = centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + self.eps)

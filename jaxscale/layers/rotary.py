@@ -48,9 +48,9 @@ class Rotary:
         return np.asarray(frequencies if self.scaling is None else self.scaling(frequencies), np.float32)
 
     def apply(self, x: Float[Array, "B T N H"], positions: Int[Array, "#B T"]) -> Float[Array, "B T N H"]:
-        """`x` rotated by the angles of its positions, computed in float32 and returned in the type of `x`."""
+        """Rotate `x` by the angles of its positions, in float32; the result has the type of `x`."""
         angles = positions.astype(jnp.float32)[:, :, None, None] * self.frequencies[None, None, None, :]
         cos, sin = jnp.cos(angles), jnp.sin(angles)
         first_half, second_half = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        halves = first_half * cos - second_half * sin, second_half * cos + first_half * sin
-        return jnp.concatenate(halves, -1).astype(x.dtype)
+        rotated_halves = first_half * cos - second_half * sin, second_half * cos + first_half * sin
+        return jnp.concatenate(rotated_halves, -1).astype(x.dtype)

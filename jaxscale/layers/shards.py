@@ -15,7 +15,7 @@ from jaxscale.sharding.place import current, spec
 
 
 def axes_by_dim(shape: Sequence[int], *names: str | None) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes that shard each dim of an array under the layout in force, `()` for a dim that is whole.
+    """Return the mesh axes that shard each dim of an array under the layout in force, `()` for a dim that is whole.
 
     Args:
         shape: shape of the array.
@@ -26,16 +26,16 @@ def axes_by_dim(shape: Sequence[int], *names: str | None) -> tuple[tuple[str, ..
 
 
 def shard_count(axes: Sequence[str]) -> int:
-    """The number of shards of a dim over these mesh axes."""
-    # a jax Sharding on a mesh with manual axes (inside a pipeline) does not report its number of shards
+    """Return the number of shards of a dim over these mesh axes."""
+    # on a mesh with manual axes (inside a pipeline), a JAX `Sharding` does not report its number of shards
     layout = current()
     return 1 if layout is None else partition.shard_count(layout[0], axes)
 
 
-def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`function` in a `shard_map` over the mesh of the layout in force.
+def map_over_devices(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Return `function` in a `shard_map` over the mesh of the layout in force.
 
-    Within a region that is manual over some axes (a pipeline's), it becomes manual over the others.
+    Within a region that is manual over some axes (a pipeline's), the function becomes manual over all other axes.
     """
     layout = current()
     assert layout is not None
@@ -47,7 +47,7 @@ def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) 
 
 
 def key_heads_for_shards(k: Any, v: Any, query_heads: int, shards: int, dim: int) -> tuple[Any, Any]:
-    """Keys and values, repeated until each of the shards of query heads has its key heads on the same device.
+    """Repeat keys and values until each shard of the query heads has its key heads on the same device.
 
     Args:
         k, v: keys and values.

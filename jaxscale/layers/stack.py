@@ -18,21 +18,20 @@ from flax import nnx
 from jaxscale import blocks
 from jaxscale.blocks import BlockFunction, Call, Context, Cut, Wrapper
 from jaxscale.errors import UserError
-from jaxscale.layers.layer_group import LayerGroup, concatenated, restack, slice_layers
+from jaxscale.layers.layer_group import LayerGroup, concatenate_layers, restack, slice_layers
 from jaxscale.typing import PyTree
 
 
-def _states(module: nnx.Module) -> tuple[Any, Any, Any]:
-    """Structure, parameters and other state of a module, the last two as plain nested dicts of arrays."""
+def _split_module(module: nnx.Module) -> tuple[Any, Any, Any]:
+    """Return structure, parameters and other state of a module, the last two as plain nested dicts of arrays."""
     graphdef, params, other_state = nnx.split(module, nnx.Param, ...)
     return graphdef, nnx.to_pure_dict(params), nnx.to_pure_dict(other_state)
 
 
-def _run(graphdef: Any, params: Any, other_state: Any, call: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """The output of `call(module)`, and the module's other state after the call."""
-    module = (
-        nnx.merge(graphdef, params, other_state, copy=True) if other_state else nnx.merge(graphdef, params, copy=True)
-    )
+def _call_merged(graphdef: Any, params: Any, other_state: Any, call: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Merge a module, and return the output of `call(module)` and the module's other state after the call."""
+    states = (params, other_state) if other_state else (params,)
+    module = nnx.merge(graphdef, *states, copy=True)
     output = call(module)
     return output, nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param))) if other_state else other_state
 
@@ -46,7 +45,7 @@ class Stack(nnx.Module):
     `blocks.grouping((25, 7))`, a stack of 32 blocks stores the last seven under `layers_from_25`.
 
     Args:
-        make: builds a block from random streams.
+        make: function that builds a block from random streams.
         layers: number L of blocks.
         rngs: random streams; the values drawn for block i depend neither on the number of blocks nor on groups.
         scan: whether to compile one block and loop over it (`lax.scan`) rather than compile L blocks in sequence; the
@@ -65,21 +64,22 @@ class Stack(nnx.Module):
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], layers: int, *, rngs: nnx.Rngs, scan: bool = True):
         if layers < 1:
             raise UserError(f"stack: got {layers} blocks, expected at least 1")
-        build = nnx.vmap(make, transform_metadata={nnx.PARTITION_NAME: "layers"})
+        build_stacked = nnx.vmap(make, transform_metadata={nnx.PARTITION_NAME: "layers"})
         self.count, self.scan, self.groups = layers, scan, blocks.groups_of(layers)
 
         def build_groups(rngs: nnx.Rngs) -> list[nnx.Module]:
+            """Build the stacked module of each group."""
             if len(self.groups) == 1:
-                return [build(rngs)]
+                return [build_stacked(rngs)]
             graphdef, state = nnx.split(rngs)
-            return [build(nnx.merge(graphdef, slice_layers(state, span, layers))) for span in self._spans()]
+            return [build_stacked(nnx.merge(graphdef, slice_layers(state, span, layers))) for span in self._spans()]
 
         modules = nnx.split_rngs(splits=layers)(build_groups)(rngs)
         for span, module in zip(self._spans(), modules, strict=True):
             setattr(self, group_name(span.start), module)
 
     def _spans(self) -> list[slice]:
-        """The range of layers of each group, as slices."""
+        """Return the range of layers of each group, as slices."""
         ends = list(itertools.accumulate(self.groups))
         return [slice(end - count, end) for end, count in zip(ends, self.groups, strict=True)]
 
@@ -93,7 +93,7 @@ class Stack(nnx.Module):
         outputs: bool = False,
         **shared_by_name: Any,
     ) -> Any:
-        """`x` after all blocks.
+        """Run all blocks.
 
         Args:
             x: input of the first block; any pytree.
@@ -106,20 +106,22 @@ class Stack(nnx.Module):
             shared_by_name: keyword arguments passed to every block.
 
         Returns:
-            `x`, or with `outputs` a pair of `x` and the stacked outputs, with leaves (L, ...).
+            The last `x`, or with `outputs` a pair of it and the stacked outputs, with leaves (L, ...).
         """
         per_layer = {} if per_layer is None else dict(per_layer)
         treatment = blocks.treatment()
         is_one_by_one = treatment.sequence is not None or not self.scan
-        calls, states_and_outputs = [], []
+        calls, stacked_results = [], []  # results are pairs (new state, output)
 
         def block_function(graphdef: Any, settings: Mapping[str, Any]) -> BlockFunction:
+            """Return the pure function of a block with this structure, called with these keyword arguments."""
+
             def run(params: Any, state: Any, x: Any, index: Any, per_layer: Any) -> Any:
                 def call(block: Any) -> Any:
                     layer_context = context.at_layer(index)
                     return block(x, *shared, context=layer_context, **per_layer, **settings, **shared_by_name)
 
-                block_result, new_state = _run(graphdef, params, state, call)
+                block_result, new_state = _call_merged(graphdef, params, state, call)
                 x_next, output = block_result if outputs else (block_result, None)
                 return x_next, (new_state, output)
 
@@ -132,20 +134,16 @@ class Stack(nnx.Module):
                     "pipeline: the blocks of this model take arguments or return outputs per layer, but a stage sends "
                     "only x to the next stage; put them into x, or train without a pipeline"
                 )
-            return cut.between(
-                self._stage(
-                    cut, [functools.partial(block_function, settings=layer_settings) for layer_settings in cycle]
-                ),
-                x,
-            )
+            block_makers = [functools.partial(block_function, settings=layer_settings) for layer_settings in cycle]
+            return cut.between(self._stage(cut, block_makers), x)
 
-        runs = treatment.runs(self.count)
+        wrapped_ranges = treatment.runs(self.count)
         for span in self._spans():
             module = getattr(self, group_name(span.start))
-            graphdef, params, state = _states(module)
+            graphdef, params, state = _split_module(module)
 
-            for start, stop, wrapper in runs:
-                start, stop = max(start, span.start), min(stop, span.stop)
+            for range_start, range_stop, wrapper in wrapped_ranges:
+                start, stop = max(range_start, span.start), min(range_stop, span.stop)
                 if start >= stop:
                     continue
                 rows = slice(start - span.start, stop - span.start)
@@ -165,49 +163,50 @@ class Stack(nnx.Module):
                     calls += group.calls(inputs, stop - start)
                 else:
                     x, group_results = group.scan_layers(x, inputs, stop - start)
-                    states_and_outputs.append(group_results)
+                    stacked_results.append(group_results)
         if is_one_by_one and treatment.segment is not None and treatment.sequence is None:
             for start in range(0, self.count, treatment.segment):
-                x, layer_results = blocks.again(calls[start : start + treatment.segment], x)
-                states_and_outputs += [restack(layer_results)]
+                x, layer_results = blocks.run_recomputed(calls[start : start + treatment.segment], x)
+                stacked_results += [restack(layer_results)]
         elif is_one_by_one:
             x, layer_results = blocks.run(calls, x)
-            states_and_outputs = [restack(layer_results)]
-        new_state, output = concatenated(states_and_outputs)
+            stacked_results = [restack(layer_results)]
+        new_state, output = concatenate_layers(stacked_results)
         for span in self._spans():
             if new_state:
                 nnx.update(getattr(self, group_name(span.start)), slice_layers(new_state, span, self.count))
         return (x, output) if outputs else x
 
     def _stage(self, cut: Cut, cycle: Sequence[Callable[[Any], BlockFunction]]) -> Callable[[Any], Any]:
-        """A function that runs the layers of a pipeline stage; `self` holds the parameters of that stage alone.
+        """Return a function that runs the layers of a pipeline stage; `self` holds the parameters of that stage alone.
 
         Args:
             cut: the stage.
             cycle: for each layer of a cycle, the function that makes its block function from the block's graphdef.
 
         Raises:
-            UserError: layers hold state besides parameters, or a stage begins within a cycle of unlike layers.
+            UserError: layers hold state besides parameters, or a stage begins within a cycle.
         """
-        graphdef, params, state = _states(self.layers)
+        graphdef, params, state = _split_module(self.layers)
         if jax.tree.leaves(state):
             raise UserError(
                 "pipeline: the blocks of this model hold running statistics, which each microbatch would change in "
                 "turn; use layer or group norm, or train without a pipeline"
             )
-        bad_starts = [start for start in cut.starts if start % len(cycle)]
-        if bad_starts:
+        uneven_starts = [start for start in cut.starts if start % len(cycle)]
+        if uneven_starts:
             raise UserError(
-                f"pipeline: a stage begins with layer {bad_starts[0]}, but the layers of this model repeat every "
+                f"pipeline: a stage begins with layer {uneven_starts[0]}, but the layers of this model repeat every "
                 f"{len(cycle)} layers: give each stage a multiple of {len(cycle)} layers"
             )
         treatment, row_count = blocks.treatment(), len(cut.numbers)
         inputs = (params, state, cut.numbers, {})
 
         def run(x: Any) -> Any:
+            """Return `x` after the layers of the stage."""
             for start, stop, wrapper in treatment.runs(row_count):
                 group = LayerGroup(
-                    [_gathered(block_of(graphdef), cut) for block_of in cycle],
+                    [_with_gathering(make_block(graphdef), cut) for make_block in cycle],
                     _skip_padding(wrapper) if cut.padded else wrapper,
                     treatment.unroll,
                     treatment.segment,
@@ -222,8 +221,8 @@ class Stack(nnx.Module):
         return run
 
 
-def _gathered(block: BlockFunction, cut: Cut) -> BlockFunction:
-    """`block`, which first gathers its parameters if the cut shards them."""
+def _with_gathering(block: BlockFunction, cut: Cut) -> BlockFunction:
+    """Return `block`, changed so that it first gathers its parameters if the cut shards them."""
     if cut.gather is None:
         return block
     gather = cut.gather
@@ -231,14 +230,21 @@ def _gathered(block: BlockFunction, cut: Cut) -> BlockFunction:
 
 
 def _skip_padding(wrapper: Wrapper) -> Wrapper:
-    """`wrapper`, changed so that a block with a negative layer number returns `x` unchanged."""
+    """Return `wrapper`, changed so that a block with a negative layer number returns `x` unchanged."""
 
     def wrap(block: BlockFunction, rolled: bool) -> BlockFunction:
         body = wrapper(block, rolled)
 
         def run(params: Any, state: Any, x: Any, index: Any, per_layer: Any) -> Any:
             return jax.lax.cond(
-                index >= 0, body, lambda *operands: (operands[2], (state, None)), params, state, x, index, per_layer
+                index >= 0,
+                body,
+                lambda *operands: (operands[2], (state, None)),
+                params,
+                state,
+                x,
+                index,
+                per_layer,
             )
 
         return run
@@ -247,7 +253,7 @@ def _skip_padding(wrapper: Wrapper) -> Wrapper:
 
 
 def group_name(start: int) -> str:
-    """The attribute of a `Stack` that holds its layers from number `start` on.
+    """Return the name of the attribute of a `Stack` that holds the group of layers that begins with number `start`.
 
     Example:
         >>> group_name(0), group_name(25)
@@ -257,7 +263,7 @@ def group_name(start: int) -> str:
 
 
 def in_one_stack(name: str) -> tuple[str, int]:
-    """The name that a parameter would have in a stack without groups, and the first layer of its group.
+    """Return the name that a parameter would have in a stack without groups, and the first layer of its group.
 
     Example:
         >>> in_one_stack("blocks/layers_from_25/mlp"), in_one_stack("blocks/layers/mlp")
@@ -287,13 +293,14 @@ class Chain(nnx.Module):
         self.layers = nnx.List(layers)
 
     def __call__(self, x: Any, *shared: Any, context: Context = Context(), **shared_by_name: Any) -> Any:
-        """`x` after all blocks."""
+        """Return `x` after all blocks."""
 
-        def call(block: nnx.Module, layer_context: Context) -> Call:
-            graphdef, params, state = _states(block)
+        def make_call(block: nnx.Module, layer_context: Context) -> Call:
+            """Return the `Call` of a block, whose result is the block's new state."""
+            graphdef, params, state = _split_module(block)
 
             def run(params: Any, state: Any, x: Any) -> Any:
-                return _run(
+                return _call_merged(
                     graphdef, params, state, lambda module: module(x, *shared, context=layer_context, **shared_by_name)
                 )
 
@@ -302,16 +309,16 @@ class Chain(nnx.Module):
         cut = blocks.cut()
         if cut is not None:
 
-            def stage(start: int, stop: int, params: Sequence[Any] | None = None) -> Callable[[Any], Any]:
-                """A function that runs blocks `start` to `stop - 1`, with `params` in place of their parameters."""
-                calls = [call(self.layers[index], context.at_layer(index)) for index in range(start, stop)]
+            def make_stage(start: int, stop: int, params: Sequence[Any] | None = None) -> Callable[[Any], Any]:
+                """Return a function that runs blocks `start` to `stop - 1`, with `params` as their parameters."""
+                calls = [make_call(self.layers[index], context.at_layer(index)) for index in range(start, stop)]
                 if params is not None:
                     pairs = zip(calls, params, strict=True)
                     calls = [block._replace(before=(block_params, block.before[1])) for block, block_params in pairs]
                 return lambda x: blocks.run(calls, x)[0]
 
-            return cut.between(stage, x)
-        calls = [call(block, context.at_layer(index)) for index, block in enumerate(self.layers)]
+            return cut.between(make_stage, x)
+        calls = [make_call(block, context.at_layer(index)) for index, block in enumerate(self.layers)]
         x, new_states = blocks.run(calls, x)
         for block, new_state in zip(self.layers, new_states, strict=True):
             if new_state:

@@ -10,7 +10,7 @@ from pallas_kernels.target import target
 
 
 def traced_device() -> tuple[str, str]:
-    """Platform ("cpu", "gpu", "tpu") and kind of the device that is traced for: the layout's, or the default device."""
+    """Return the platform ("cpu", "gpu", "tpu") and kind of the device traced for: the layout's, or the default one."""
     layout = current()
     if layout is None:
         device: Any = jax.devices()[0]

@@ -33,7 +33,7 @@ class Map:
         name: key in `MAPS`.
         dtype: dtype of the codes.
         signed: whether numbers are from -1 to 1; otherwise they are from 0 to 1.
-        zero: code for the elements of an array of zeros. It need not decode to 0, because the array's scale is 0.
+        zero: code of every element of an array of zeros. It need not decode to 0, because the array's scale is 0.
         encode: function from float32 numbers of at most 1 to the nearest codes; ties go to the lower code in dynamic
             maps, to the even code in others.
         decode: function from codes to float32 numbers.
@@ -83,7 +83,7 @@ class Map:
 
 
 def dynamic_table(bits: int, signed: bool) -> np.ndarray:
-    r"""The values of a dynamic map, ascending, in float32.
+    r"""Compute the values of a dynamic map, ascending, in float32.
 
     Decade :math:`i = 0 \dots b - 2` of :math:`b` bits has :math:`n = 2^i` values (unsigned :math:`2^{i + 1}`), the
     middles of :math:`n` equal parts of :math:`[0.1, 1]`, times :math:`10^{i - b + 2}`. The values 0 and 1 are added,
@@ -94,8 +94,8 @@ def dynamic_table(bits: int, signed: bool) -> np.ndarray:
         signed: whether half of the codes are for numbers below 0.
 
     Returns:
-        `2**bits` values, equal to the bit to those of bitsandbytes, whose `torch.linspace` multiplies a float32 step by
-        a fused multiply-add, from both ends to the middle.
+        `2**bits` values, bit for bit those of bitsandbytes. Its `torch.linspace` adds multiples of a float32 step to
+        both ends, by a fused multiply-add, up to the middle.
 
     Example:
         >>> dynamic_table(4, True).round(4)[7:].tolist()  # doctest: +NORMALIZE_WHITESPACE
@@ -103,57 +103,67 @@ def dynamic_table(bits: int, signed: bool) -> np.ndarray:
          0.6625000238418579, 0.887499988079071, 1.0]
     """
     values = [0.0, 1.0]
-    decades = bits - 1
-    for decade in range(decades):
+    decade_count = bits - 1
+    for decade in range(decade_count):
         n = 2 ** (decade if signed else decade + 1)
         step, start = np.float64(np.float32(1 - np.float32(0.1)) / np.float32(n)), np.float64(np.float32(0.1))
         index = np.arange(n + 1)
         edges = np.where(index < (n + 1) // 2, start + step * index, 1.0 - step * (n - index)).astype(np.float32)
-        middles = np.float32(10.0 ** (decade - decades + 1)) * ((edges[:-1] + edges[1:]) / np.float32(2))
+        middles = np.float32(10.0 ** (decade - decade_count + 1)) * ((edges[:-1] + edges[1:]) / np.float32(2))
         values += middles.tolist() + ((-middles).tolist() if signed else [])
     return np.sort(np.asarray(values, np.float32))
 
 
 def _dynamic(name: str, bits: int, signed: bool, dtype: type) -> Map:
-    """A dynamic map by arithmetic: a code's distance from the code of zero is n + bin, for the n bins of its decade."""
-    table = dynamic_table(bits, signed)
-    decades, first_exponent = bits - 1, 0 if signed else 1
-    values = table[table > 0]  # the last is 1
-    middles = (values[:-1] + values[1:]) / np.float32(2)
-    first_middle, last_middle = float(values[0] / np.float32(2)), float(middles[-1])
-    # midpoints between the last value of a decade and the first of the next
-    bounds = [float(middles[2 ** (i + first_exponent) - 2**first_exponent - 1]) for i in range(1, decades)]
-    tens = [float(np.float32(10.0 ** (i - decades + 1))) for i in range(decades)]
-    top_code = 2**decades if signed else 2**bits - 1
+    """Make a dynamic map that computes by arithmetic, without a table.
 
-    def encode(y: Array) -> Array:
-        magnitude = jnp.abs(y)
+    A decade has n bins, where n is a power of two: 2**first_exponent in the first decade. The distance of a code from
+    the code of zero is n + bin - first_exponent.
+    """
+    table = dynamic_table(bits, signed)
+    decade_count, first_exponent = bits - 1, 0 if signed else 1
+    positive_values = table[table > 0]  # the last is 1
+    midpoints = (positive_values[:-1] + positive_values[1:]) / np.float32(2)
+    # the greatest magnitudes that are rounded to 0, and to the greatest number below 1
+    zero_bound, one_bound = float(positive_values[0] / np.float32(2)), float(midpoints[-1])
+    # midpoints between the last value of a decade and the first of the next
+    bounds = [float(midpoints[2 ** (i + first_exponent) - 2**first_exponent - 1]) for i in range(1, decade_count)]
+    decade_tops = [float(np.float32(10.0 ** (i - decade_count + 1))) for i in range(decade_count)]
+    zero_code, top_distance = (2**decade_count - 1, 2**decade_count) if signed else (0, 2**bits - 1)
+
+    def encode(numbers: Array) -> Array:
+        """Return the codes of float32 numbers of at most 1."""
+        magnitude = jnp.abs(numbers)
         decade = jnp.zeros(magnitude.shape, jnp.int32)
-        power = jnp.full(magnitude.shape, 10.0 ** (decades - 1), jnp.float32)
+        inverse_top = jnp.full(magnitude.shape, 10.0 ** (decade_count - 1), jnp.float32)
         for i, bound in enumerate(bounds, 1):
             is_above = magnitude > bound
             decade = jnp.where(is_above, i, decade)
-            power = jnp.where(is_above, float(10 ** (decades - 1 - i)), power)
-        n = jax.lax.bitcast_convert_type((decade + (first_exponent + 127)) << 23, jnp.float32)  # 2**(decade + first)
-        bin_index = jnp.clip(jnp.ceil((magnitude * power - 0.1) * (n * (1 / 0.9))) - 1, 0, n - 1)
-        distance = (n + bin_index).astype(jnp.int32) - first_exponent
-        distance = jnp.where(magnitude > last_middle, top_code, jnp.where(magnitude > first_middle, distance, 0))
-        code = 2**decades - 1 + jnp.where(y < 0, -jnp.minimum(distance, top_code - 1), distance) if signed else distance
-        return code.astype(dtype)
+            inverse_top = jnp.where(is_above, float(10 ** (decade_count - 1 - i)), inverse_top)
+        # 2**(decade + first_exponent), by its bits
+        bin_count = jax.lax.bitcast_convert_type((decade + (first_exponent + 127)) << 23, jnp.float32)
+        bin_index = jnp.clip(jnp.ceil((magnitude * inverse_top - 0.1) * (bin_count * (1 / 0.9))) - 1, 0, bin_count - 1)
+        distance = (bin_count + bin_index).astype(jnp.int32) - first_exponent
+        distance = jnp.where(magnitude > one_bound, top_distance, jnp.where(magnitude > zero_bound, distance, 0))
+        if not signed:
+            return distance.astype(dtype)
+        signed_distance = jnp.where(numbers < 0, -jnp.minimum(distance, top_distance - 1), distance)
+        return (zero_code + signed_distance).astype(dtype)
 
     def decode(codes: Array) -> Array:
-        code = codes.astype(jnp.int32) - (2**decades - 1 if signed else 0)
-        distance = jnp.abs(code) + first_exponent
-        exponent = jax.lax.bitcast_convert_type(jnp.maximum(distance, 1).astype(jnp.float32), jnp.int32) >> 23
-        inverse = jax.lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)  # 1 / n
-        decade_top = jnp.full(code.shape, tens[-1], jnp.float32)
-        for i in range(decades - 2, -1, -1):
-            decade_top = jnp.where(exponent <= 127 + first_exponent + i, tens[i], decade_top)
-        value = decade_top * (0.1 + 0.9 * ((distance.astype(jnp.float32) + 0.5) * inverse - 1))
-        value = jnp.where(code == top_code, 1.0, jnp.where(code == 0, 0.0, value))
-        return jnp.where(code < 0, -value, value) if signed else value
+        """Return the float32 numbers of codes."""
+        signed_distance = codes.astype(jnp.int32) - zero_code
+        bin_sum = jnp.abs(signed_distance) + first_exponent
+        exponent = jax.lax.bitcast_convert_type(jnp.maximum(bin_sum, 1).astype(jnp.float32), jnp.int32) >> 23
+        inverse_bin_count = jax.lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)  # 1 / n
+        decade_top = jnp.full(signed_distance.shape, decade_tops[-1], jnp.float32)
+        for i in range(decade_count - 2, -1, -1):
+            decade_top = jnp.where(exponent <= 127 + first_exponent + i, decade_tops[i], decade_top)
+        value = decade_top * (0.1 + 0.9 * ((bin_sum.astype(jnp.float32) + 0.5) * inverse_bin_count - 1))
+        value = jnp.where(signed_distance == top_distance, 1.0, jnp.where(signed_distance == 0, 0.0, value))
+        return jnp.where(signed_distance < 0, -value, value) if signed else value
 
-    return Map(name, jnp.dtype(dtype), signed, 2**decades - 1 if signed else 0, encode, decode)
+    return Map(name, jnp.dtype(dtype), signed, zero_code, encode, decode)
 
 
 def _soft8_encode(y: Array) -> Array:
@@ -224,25 +234,25 @@ def map_of(name: str) -> Map:
 
 
 def encode_by_table(y: Array, map: Map) -> Array:
-    """Index of the nearest value in a map's table, by search; this defines `Map.encode`.
+    """Return the index of the nearest value in a map's table, by search; this defines `Map.encode`.
 
     Args:
         y: float32 numbers of at most 1.
         map: any map; ties go to the lower value.
     """
-    bounds = (map.table[:-1] + map.table[1:]) / np.float32(2)
-    return jnp.searchsorted(jnp.asarray(bounds), y, side="left")
+    midpoints = (map.table[:-1] + map.table[1:]) / np.float32(2)
+    return jnp.searchsorted(jnp.asarray(midpoints), y, side="left")
 
 
 def neighbour(map: Map, codes: Array, above: Array) -> Array:
-    """The next higher or lower codes, to which stochastic rounding may round instead of the nearest.
+    """Return the next higher or lower codes, to which stochastic rounding may round instead of the nearest.
 
-    The highest and the lowest code are their own neighbours.
+    The highest code has no higher one and the lowest no lower one: they are returned unchanged.
 
     Args:
         map: map with integer codes.
         codes: codes of this map.
-        above: bool array like `codes`, true where the next higher code is taken.
+        above: bool array like `codes`, true for the next higher code, false for the next lower one.
 
     Raises:
         UserError: the map has floating-point codes.

@@ -22,63 +22,65 @@ from jaxscale.trees import shapes_of
 
 TreePath = tuple[Any, ...]
 IMPOSSIBLE = -4.0
-"""A bound below every scale, which the compiler cannot infer."""
+"""A bound below every scale. The compiler does not know that no scale is below it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class InBlocks:
-    """Reshapes the trees of an update to blocks, for the parameters with quantized state.
+class BlockReshaper:
+    """Reshapes gradients, parameters and state to blocks, for the parameters with quantized state.
 
     Args:
-        blocked_shapes: by the path of each parameter with quantized state, its shape with the second-minor dim cut
-            into blocks.
-        whole_shapes: shape of every parameter, by its path.
+        blocked_shape_by_path: shape (.., blocks, block, cols) of each parameter with quantized state.
+        whole_shape_by_path: shape (.., rows, cols) of every parameter.
     """
 
-    blocked_shapes: dict[TreePath, tuple[int, ...]]
-    whole_shapes: dict[TreePath, tuple[int, ...]]
+    blocked_shape_by_path: dict[TreePath, tuple[int, ...]]
+    whole_shape_by_path: dict[TreePath, tuple[int, ...]]
 
-    def cut(self, tree: Any) -> Any:
+    def to_blocks(self, tree: Any) -> Any:
         """Reshape a tree of gradients, parameters or state to blocks."""
 
-        def cut_leaf(path: TreePath, x: Any) -> Any:
-            owner = owner_of(path, self.whole_shapes)
-            if owner not in self.blocked_shapes or x.shape != self.whole_shapes[owner]:
-                return x
-            if is_quantized(x):
+        def leaf_to_blocks(path: TreePath, leaf: Any) -> Any:
+            """Reshape a leaf that belongs to a parameter with quantized state; return others unchanged."""
+            owner = owner_of(path, self.whole_shape_by_path)
+            if owner not in self.blocked_shape_by_path or leaf.shape != self.whole_shape_by_path[owner]:
+                return leaf
+            if is_quantized(leaf):
                 return dataclasses.replace(
-                    x, codes=x.codes.reshape(self.blocked_shapes[owner]), scale=x.scale[..., None, :]
+                    leaf, codes=leaf.codes.reshape(self.blocked_shape_by_path[owner]), scale=leaf.scale[..., None, :]
                 )
-            return x.reshape(self.blocked_shapes[owner])
+            return leaf.reshape(self.blocked_shape_by_path[owner])
 
-        return jax.tree_util.tree_map_with_path(cut_leaf, tree, is_leaf=is_quantized)
+        return jax.tree_util.tree_map_with_path(leaf_to_blocks, tree, is_leaf=is_quantized)
 
-    def disguised(self, tree: Any, state: Any) -> Any:
-        """The unchanged gradients or parameters, as an expression that XLA does not recognise as a reshape.
+    def disguise(self, tree: Any, state: Any) -> Any:
+        """Return gradients or parameters unchanged, as an expression that XLA does not recognise as a reshape.
 
-        XLA would move a reshape below the operations that consume it, and keep their results.
+        XLA would move a reshape below the operations that consume its result, and keep what they return in memory.
 
         Args:
             tree: gradients or parameters, reshaped to blocks.
             state: the rule's state, reshaped to blocks.
         """
-        scales = {
-            owner_of(path, self.whole_shapes): q.scale
+        scale_by_path = {
+            owner_of(path, self.whole_shape_by_path): q.scale
             for path, q in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)[0]
             if is_quantized(q)
         }
 
-        def disguise(path: TreePath, x: Any) -> Any:
-            return x if path not in scales else jnp.where(scales[path] < IMPOSSIBLE, jnp.zeros((), x.dtype), x)
+        def disguise_leaf(path: TreePath, leaf: Any) -> Any:
+            if path not in scale_by_path:
+                return leaf
+            return jnp.where(scale_by_path[path] < IMPOSSIBLE, jnp.zeros((), leaf.dtype), leaf)
 
-        return jax.tree_util.tree_map_with_path(disguise, tree)
+        return jax.tree_util.tree_map_with_path(disguise_leaf, tree)
 
 
-def views_of(rule: optax.GradientTransformation, gradients: Any, state: Any) -> InBlocks | None:
-    """The reshapes to blocks under which a rule can run; `None` if the rule needs the arrays' original shapes.
+def find_reshaper(rule: optax.GradientTransformation, gradients: Any, state: Any) -> BlockReshaper | None:
+    """Return the reshaper with which a rule can run; `None` if the rule needs the arrays' original shapes.
 
-    A rule needs them if it mixes numbers of an array, or if its operations depend on shapes, as do a mask by `ndim`, a
-    rate by fan-in or a constant array.
+    A rule needs the original shapes if it mixes numbers of an array, or if its operations depend on shapes. Examples
+    are a mask by `ndim`, a rate by fan-in and a constant array.
 
     Args:
         rule: an optax transformation of float32 state.
@@ -89,41 +91,43 @@ def views_of(rule: optax.GradientTransformation, gradients: Any, state: Any) -> 
         >>> from jaxscale.lowbit.quantize import zeros
         >>> params = {"w": jax.ShapeDtypeStruct((512, 8), "float32")}
         >>> state = jax.eval_shape(optax.trace(0.9).init, params)._replace(trace={"w": zeros((512, 8), "soft8", 256)})
-        >>> views = views_of(optax.trace(0.9), params, state)
-        >>> jax.eval_shape(views.cut, params)["w"].shape
+        >>> reshaper = find_reshaper(optax.trace(0.9), params, state)
+        >>> jax.eval_shape(reshaper.to_blocks, params)["w"].shape
         (2, 256, 8)
     """
-    whole_shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]}
-    blocked_shapes = {}
+    whole_shape_by_path = {path: leaf.shape for path, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]}
+    blocked_shape_by_path = {}
     for path, q in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)[0]:
         if is_quantized(q):
-            owner, shape = owner_of(path, whole_shapes), (*q.shape[:-2], q.shape[-2] // q.block, q.block, q.shape[-1])
-            if owner is None or blocked_shapes.setdefault(owner, shape) != shape:
+            owner = owner_of(path, whole_shape_by_path)
+            blocked_shape = (*q.shape[:-2], q.shape[-2] // q.block, q.block, q.shape[-1])
+            if owner is None or blocked_shape_by_path.setdefault(owner, blocked_shape) != blocked_shape:
                 return None
-    views = InBlocks(blocked_shapes, whole_shapes)
+    reshaper = BlockReshaper(blocked_shape_by_path, whole_shape_by_path)
     shapes = shapes_of(gradients)
-    cut_shapes = jax.eval_shape(views.cut, shapes)
-    if first_mixing(rule, shapes) is not None or _operations(rule, shapes) != _operations(rule, cut_shapes):
+    blocked_shapes = jax.eval_shape(reshaper.to_blocks, shapes)
+    if first_mixing(rule, shapes) is not None or _operations(rule, shapes) != _operations(rule, blocked_shapes):
         return None
-    return views
+    return reshaper
 
 
-def owner_of(path: TreePath, owners: Any) -> TreePath | None:
-    """The path of the parameter that a leaf of a state belongs to; `None` if there is none.
+def owner_of(path: TreePath, param_paths: Any) -> TreePath | None:
+    """Return the path of the parameter that a leaf of a state belongs to; `None` if there is none.
 
     It is the longest suffix of the leaf's path that is the path of a parameter.
 
     Args:
         path: path of a leaf in the state.
-        owners: paths of the parameters.
+        param_paths: paths of the parameters, or a mapping with these keys.
     """
-    return next((path[i:] for i in range(len(path) + 1) if path[i:] in owners), None)
+    return next((path[i:] for i in range(len(path) + 1) if path[i:] in param_paths), None)
 
 
 def _operations(rule: optax.GradientTransformation, shapes: Any) -> list[Any]:
-    """The operations of a rule's update, in order, with their settings and constants."""
+    """Return the operations of a rule's update, in order, with their settings and constants."""
 
     def value_of(constant: Any) -> Any:
+        """Return a value by which constants are compared: the number, or the identity of a traced one."""
         return id(constant) if isinstance(constant, Tracer) else np.asarray(constant).item()
 
     program = jax.make_jaxpr(rule.update)(shapes, jax.eval_shape(rule.init, shapes), shapes)

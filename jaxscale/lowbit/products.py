@@ -50,12 +50,12 @@ STEPS = 7
 
 
 def _rounded(x: Any, limit: float) -> Any:
-    """The nearest integers, clipped to +-limit."""
+    """Round to the nearest integers, clipped to +-limit."""
     return jnp.clip(jnp.round(x), -limit, limit)
 
 
 def _cast(x: Any, top: float) -> Any:
-    """Numbers clipped to +-top, which a cast to a floating-point type then rounds."""
+    """Clip numbers to +-top; the later cast to a floating-point type rounds them."""
     return jnp.clip(x, -top, top)
 
 
@@ -69,12 +69,12 @@ def radix_4(x: Float[Array, "*B"], top: float) -> Float[Array, "*B"]:
         >>> radix_4(jnp.array([0.6, 2.4, 2.5, -100.0, 0.001]), 64.0).tolist()
         [0.25, 1.0, 4.0, -64.0, 0.0]
     """
-    magnitude, rounded, lower_level = jnp.abs(x), jnp.zeros_like(x), 0.0
+    magnitude, rounded_magnitude, lower_level = jnp.abs(x), jnp.zeros_like(x), 0.0
     for k in reversed(range(STEPS)):
         level = top / 4.0**k
-        rounded += jnp.where(magnitude >= (lower_level + level) / 2, level - lower_level, 0.0)
+        rounded_magnitude += jnp.where(magnitude >= (lower_level + level) / 2, level - lower_level, 0.0)
         lower_level = level
-    return jnp.where(x < 0, -rounded, rounded)
+    return jnp.where(x < 0, -rounded_magnitude, rounded_magnitude)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,15 +103,15 @@ class Grid:
     reach: float | None = None
 
     def encode(self, x: Float[Array, "..."], summed_dims: Sequence[int]) -> tuple[Array, Float[Array, "..."]]:
-        """Codes and scales of an operand; `x` is nearly `codes * scales`.
+        """Return the codes and the scales of an operand; `x` is nearly `codes * scales`.
 
         Args:
             x: an operand of a product.
             summed_dims: dims that the product sums over; the scales have size 1 along them.
         """
         x = x.astype(jnp.float32)
-        largest = jnp.max(jnp.abs(x), axis=tuple(summed_dims) if self.by_channel else None, keepdims=True)
-        scale = jnp.maximum(largest, SMALLEST) / (self.reach or self.top)
+        largest_magnitude = jnp.max(jnp.abs(x), axis=tuple(summed_dims) if self.by_channel else None, keepdims=True)
+        scale = jnp.maximum(largest_magnitude, SMALLEST) / (self.reach or self.top)
         if self.reach is not None:
             scale = jnp.exp2(jnp.ceil(jnp.log2(scale)))
         return self.rounding(x / scale, self.top).astype(self.dtype), scale
@@ -139,8 +139,8 @@ class ProductGrids:
 
     Args:
         operands: grid of the activations and the weights.
-        onward: grid of the gradient in the product for the input's gradient.
-        inward: grid of the gradient in the product for the weight's gradient.
+        onward: grid of the output's gradient in the product that computes the input's gradient.
+        inward: grid of the output's gradient in the product that computes the weight's gradient.
         emulated: whether no chip has these products, so that they are computed in wider types, with the same result.
     """
 
@@ -164,7 +164,10 @@ RECIPES = {
 
 
 def _multiplied_types(dtypes: tuple[str, str]) -> tuple[str, str]:
-    """Dtypes in which codes of two dtypes are multiplied: beside floats, integers (of at most 16) are cast to e4m3."""
+    """Return the dtypes in which codes of two dtypes are multiplied.
+
+    If only one dtype is an integer, its codes (of at most 16) are cast to e4m3.
+    """
     if len({jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes}) == 1:
         return dtypes
     first, second = ("float8_e4m3fn" if jnp.issubdtype(dtype, jnp.integer) else dtype for dtype in dtypes)
@@ -172,7 +175,14 @@ def _multiplied_types(dtypes: tuple[str, str]) -> tuple[str, str]:
 
 
 def _multiply(a: Any, b: Any, grids: tuple[Grid, Grid], dims: Any, dtype: Any) -> Any:
-    """The product, in a dtype, of two operands rounded to their grids; `dims` are the summed dims of each operand."""
+    """Round two operands to their grids and multiply them.
+
+    Args:
+        a, b: the operands, of any float dtype.
+        grids: grid of each operand.
+        dims: pair of tuples, the dims of each operand that the product sums over.
+        dtype: dtype of the product.
+    """
     codes, scales = [], []
     for x, grid, summed_dims in zip((a, b), grids, dims, strict=True):
         x_codes, scale = grid.encode(x, summed_dims)
@@ -194,26 +204,26 @@ def _multiply(a: Any, b: Any, grids: tuple[Grid, Grid], dims: Any, dtype: Any) -
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(x: Any, w: Any, recipe: ProductGrids) -> Any:
+def _product(x: Any, w: Any, grids: ProductGrids) -> Any:
     """`x @ w` on the grids of a recipe."""
-    grids = (recipe.operands, recipe.operands)
-    return _multiply(x, w, grids, ((x.ndim - 1,), (0,)), x.dtype)
+    operand_grids = (grids.operands, grids.operands)
+    return _multiply(x, w, operand_grids, ((x.ndim - 1,), (0,)), x.dtype)
 
 
-def _product_backward(recipe: ProductGrids, residuals: Any, dy: Any) -> Any:
-    """The gradients of `x` and `w` from that of the product."""
+def _product_backward(grids: ProductGrids, residuals: Any, dy: Any) -> Any:
+    """Return the gradients of `x` and `w` from the gradient of the product; `residuals` is the pair (x, w)."""
     x, w = residuals
     token_dims, last_dim = tuple(range(x.ndim - 1)), (x.ndim - 1,)
-    dx = _multiply(dy, w, (recipe.onward, recipe.operands), (last_dim, (1,)), x.dtype)
-    dw = _multiply(x, dy, (recipe.operands, recipe.inward), (token_dims, token_dims), w.dtype)
+    dx = _multiply(dy, w, (grids.onward, grids.operands), (last_dim, (1,)), x.dtype)
+    dw = _multiply(x, dy, (grids.operands, grids.inward), (token_dims, token_dims), w.dtype)
     return dx, dw
 
 
-_product.defvjp(lambda x, w, recipe: (_product(x, w, recipe), (x, w)), _product_backward)
+_product.defvjp(lambda x, w, grids: (_product(x, w, grids), (x, w)), _product_backward)
 
 
 def product(x: Float[Array, "*B I"], w: Float[Array, "I O"], recipe: str) -> Float[Array, "*B O"]:
-    """`x @ w` in few bits; each gradient has the dtype of its operand.
+    """Multiply `x @ w` in few bits; each gradient has the dtype of its operand.
 
     Args:
         x: activations (*B, I).

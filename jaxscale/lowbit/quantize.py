@@ -84,7 +84,7 @@ def encode(x: Array, map: str, block: int, key: Key | None = None, *, by_rows: b
         map: name of the codes' map, in `codebooks.MAPS`; an unsigned one needs x >= 0.
         block: number of elements of a column that share a scale; it must divide the second-minor dim.
         key: key for stochastic rounding, so that the mean over keys is `x`; `None` rounds to the nearest.
-        by_rows: whether to take maxima row by row, as in `scales`.
+        by_rows: whether to take maxima row by row, as in `compute_scales`.
 
     Raises:
         UserError: the block does not divide the second-minor dim, the array has fewer than two dims, or there is no
@@ -96,12 +96,12 @@ def encode(x: Array, map: str, block: int, key: Key | None = None, *, by_rows: b
         [[ 0.5  -8.  ]
          [ 1.    4.02]]
     """
-    scale = scales(x, map, block, by_rows=by_rows)
-    return Quantized(codes(x, scale, map, block, key), scale, map, block)
+    scale = compute_scales(x, map, block, by_rows=by_rows)
+    return Quantized(compute_codes(x, scale, map, block, key), scale, map, block)
 
 
-def scales(x: Array, map: str, block: int, *, by_rows: bool = False) -> Float[Array, "..."]:
-    """The scale of each block: the largest finite distance from zero.
+def compute_scales(x: Array, map: str, block: int, *, by_rows: bool = False) -> Float[Array, "..."]:
+    """Return the scale of each block: the largest finite magnitude.
 
     Args:
         x: array of two dims or more.
@@ -114,32 +114,37 @@ def scales(x: Array, map: str, block: int, *, by_rows: bool = False) -> Float[Ar
     check_block(x.shape, block)
     blocked_shape = _blocked(x.shape, block)
     if by_rows:
-        blocked = _finite(x).reshape(blocked_shape)
+        blocked_array = _finite(x).reshape(blocked_shape)
 
-        def row(i: Any) -> Array:
-            """Magnitudes of row i of every block; without a constant, which would not lie in host memory as `x` may."""
-            return jnp.abs(jax.lax.dynamic_index_in_dim(blocked, i, x.ndim - 1, keepdims=False))
+        def magnitudes(i: Any) -> Array:
+            """Return the magnitudes of the numbers in row i of every block.
 
-        maxima = jax.lax.fori_loop(1, block, lambda i, running: jnp.maximum(running, row(i)), row(0))
+            No constant takes part: it would lie on the device, although `x` may lie in host memory.
+            """
+            return jnp.abs(jax.lax.dynamic_index_in_dim(blocked_array, i, x.ndim - 1, keepdims=False))
+
+        maxima = jax.lax.fori_loop(1, block, lambda i, running: jnp.maximum(running, magnitudes(i)), magnitudes(0))
     else:
         maxima = jnp.max(jnp.abs(_finite(x)).reshape(blocked_shape), -2)
     return jnp.minimum(maxima, 1 / LEAST)  # the inverse of a larger scale is flushed to zero
 
 
-def codes(x: Array, scale: Array, map: str, block: int, key: Key | None = None, *, repeated: bool = False) -> Array:
-    """The codes of an array for given scales; numbers beyond their scale get the last code.
+def compute_codes(
+    x: Array, scale: Array, map: str, block: int, key: Key | None = None, *, repeated: bool = False
+) -> Array:
+    """Return the codes of an array for given scales; a number greater than its scale gets the last code.
 
     Args:
         x: array of two dims or more.
-        scale: scale of each block, as `scales` returns them.
+        scale: scale of each block, as `compute_scales` returns them.
         map: name of the codes' map.
         block: number of elements of a column that share a scale.
         key: key for stochastic rounding; `None` rounds to the nearest.
-        repeated: whether to broadcast scales to the array's shape, as in `beside`.
+        repeated: whether to broadcast the scales to the array's shape, as in `pair_with_scales`.
     """
     code_map = MAPS[map]
-    numbers, inverse = beside(_finite(x), 1 / jnp.maximum(scale, LEAST), repeated)
-    ratios = jnp.clip(numbers * inverse, -1.0 if code_map.signed else 0.0, 1.0)
+    numbers, inverse_scale = pair_with_scales(_finite(x), 1 / jnp.maximum(scale, LEAST), repeated)
+    ratios = jnp.clip(numbers * inverse_scale, -1.0 if code_map.signed else 0.0, 1.0)
     rounded_codes = code_map.encode(ratios)
     if key is not None:
         nearest_value = code_map.decode(rounded_codes)
@@ -155,30 +160,30 @@ def decode(q: Quantized, *, repeated: bool = False) -> Float[Array, "..."]:
 
     Args:
         q: the quantized array.
-        repeated: whether to broadcast scales to the array's shape, as in `beside`.
+        repeated: whether to broadcast the scales to the array's shape, as in `pair_with_scales`.
 
     Example:
         >>> decode(zeros((2, 2), "linear4_unsigned", 2)).tolist()
         [[0.0, 0.0], [0.0, 0.0]]
     """
-    values, scale = beside(MAPS[q.map].decode(q.codes), q.scale, repeated)
+    values, scale = pair_with_scales(MAPS[q.map].decode(q.codes), q.scale, repeated)
     return (values * scale).reshape(q.shape)
 
 
-def beside(x: Array, scale: Array, repeated: bool = False) -> tuple[Array, Array]:
-    """An array and its scales in shapes that broadcast, so that each number is paired with its scale.
+def pair_with_scales(x: Array, scale: Array, repeated: bool = False) -> tuple[Array, Array]:
+    """Return an array and its scales in shapes that broadcast, so that each number is paired with its scale.
 
     Args:
         x: array (.., rows, cols).
         scale: scales (.., blocks, cols).
         repeated: whether to broadcast scales to the shape of the array; otherwise the array is reshaped to (.., blocks,
-            block, cols). XLA for TPU fuses the broadcast, and keeps 16 bytes a number for the reshape if a shard has
-            several blocks; on GPU it is the reverse.
+            block, cols). XLA for TPU fuses the broadcast. For the reshape it keeps 16 bytes a number if a shard has
+            several blocks. On GPU it is the reverse.
 
     Example:
-        >>> [a.shape for a in beside(jnp.ones((6, 2)), jnp.ones((3, 2)))]
+        >>> [a.shape for a in pair_with_scales(jnp.ones((6, 2)), jnp.ones((3, 2)))]
         [(3, 2, 2), (3, 1, 2)]
-        >>> [a.shape for a in beside(jnp.ones((6, 2)), jnp.ones((3, 2)), repeated=True)]
+        >>> [a.shape for a in pair_with_scales(jnp.ones((6, 2)), jnp.ones((3, 2)), repeated=True)]
         [(6, 2), (6, 2)]
     """
     blocked_shape = _blocked(x.shape, x.shape[-2] // scale.shape[-2])
@@ -188,7 +193,7 @@ def beside(x: Array, scale: Array, repeated: bool = False) -> tuple[Array, Array
 
 
 def zeros(shape: tuple[int, ...], map: str, block: int) -> Quantized:
-    """A quantized array of zeros, made without encoding, which XLA would constant-fold for seconds for each leaf.
+    """Make a quantized array of zeros without encoding it: XLA would spend seconds a leaf on folding constants.
 
     Args:
         shape: shape of the decoded array, of two dims or more.
@@ -202,10 +207,10 @@ def zeros(shape: tuple[int, ...], map: str, block: int) -> Quantized:
 
 
 def block_of(rows: int, most: int) -> int:
-    """The block to use for an array: how many elements of a column share a scale.
+    """Return the block to use for an array: how many elements of a column share a scale.
 
     It is the largest divisor of `rows` that is at most `most`. If that is less than an eighth of `most`, scales would
-    take more than half a byte for each 8-bit number; the block is then the whole column, which is coarser but smaller.
+    take more than half a byte for each 8-bit number. The block is then the whole column: coarser, but with few scales.
 
     Args:
         rows: size of the second-minor dim on one device.
@@ -215,8 +220,8 @@ def block_of(rows: int, most: int) -> int:
         >>> block_of(4096, 256), block_of(688, 256), block_of(8, 256), block_of(2 * 1009, 256)
         (256, 172, 8, 2018)
     """
-    best = next(n for n in range(min(rows, most), 0, -1) if rows % n == 0)
-    return rows if best < min(rows, most // 8) else best
+    divisor = next(n for n in range(min(rows, most), 0, -1) if rows % n == 0)
+    return rows if divisor < min(rows, most // 8) else divisor
 
 
 def check_block(shape: tuple[int, ...], block: int) -> None:
@@ -240,6 +245,6 @@ def _blocked(shape: tuple[int, ...], block: int) -> tuple[int, ...]:
 
 
 def _finite(x: Array) -> Array:
-    """An array in float32, with zeros in place of NaN and infinities."""
+    """Return an array in float32, with zeros instead of NaN and infinities."""
     x = x.astype(jnp.float32)
     return jnp.where(jnp.abs(x) < jnp.inf, x, 0)

@@ -17,7 +17,7 @@ from jaxscale.typing import Array, Key
 
 
 def key_of(seed: int, step: Any, path: str) -> Key:
-    """The random key of one leaf in one step: the same after a restart, on any mesh and for any order of leaves.
+    """Return the random key of one leaf in one step: the same after a restart, on any mesh, for any order of leaves.
 
     Args:
         seed: seed of the run.
@@ -86,11 +86,12 @@ def stochastic_weights(rule: optax.GradientTransformation, seed: int = 0) -> opt
         weights = in_float32(params)
         rule_updates, rule_state = base_rule.update(in_float32(updates), state.inner, weights, **extra)
 
-        def round_leaf(path: Any, old: Array, weight: Array, rule_update: Array) -> Array:
-            if old.dtype != jnp.bfloat16:
+        def round_leaf(path: Any, old_weight: Array, float32_weight: Array, rule_update: Array) -> Array:
+            """Return the update from the old weight (in float32: `float32_weight`) to the new one in bfloat16."""
+            if old_weight.dtype != jnp.bfloat16:
                 return rule_update
             key = key_of(seed, state.count, path_name(path))
-            return stochastic_bfloat16(weight + rule_update, key).astype(jnp.float32) - weight
+            return stochastic_bfloat16(float32_weight + rule_update, key).astype(jnp.float32) - float32_weight
 
         new_updates = jax.tree_util.tree_map_with_path(round_leaf, params, weights, rule_updates)
         return new_updates, StochasticState(optax.safe_increment(state.count), rule_state)
@@ -99,5 +100,5 @@ def stochastic_weights(rule: optax.GradientTransformation, seed: int = 0) -> opt
 
 
 def in_float32(tree: Any) -> Any:
-    """A tree with its bfloat16 leaves in float32."""
-    return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)
+    """Return a tree with its bfloat16 leaves cast to float32."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, tree)

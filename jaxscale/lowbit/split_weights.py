@@ -21,7 +21,7 @@ from jaxscale.lowbit.rounding import in_float32
 from jaxscale.typing import Array, Float
 
 _STEPS = 127.5
-"""Correction that would be half a unit in the last place; the largest, 127, stays below this rounding boundary."""
+"""Corrections per half unit in the last place. The largest correction, 127, is less than half a unit."""
 
 
 class SplitState(NamedTuple):
@@ -53,14 +53,13 @@ def split(x: Float[Array, "..."]) -> tuple[Array, Array]:
         [1.001011]
     """
     weight = x.astype(jnp.bfloat16)
-    error = (x.astype(jnp.float32) - weight.astype(jnp.float32)) / _half_unit(weight)
-    return weight, jnp.clip(jnp.round(jnp.where(jnp.abs(error) < jnp.inf, error, 0) * _STEPS), -127, 127).astype(
-        jnp.int8
-    )
+    half_units = (x.astype(jnp.float32) - weight.astype(jnp.float32)) / _half_unit(weight)  # the rounding error
+    finite_half_units = jnp.where(jnp.abs(half_units) < jnp.inf, half_units, 0)
+    return weight, jnp.clip(jnp.round(finite_half_units * _STEPS), -127, 127).astype(jnp.int8)
 
 
 def join(weight: Array, correction: Array) -> Float[Array, "..."]:
-    """The float32 array of bfloat16 numbers and corrections: the inverse of `split`, to a relative 1.54e-5."""
+    """Return the float32 array of bfloat16 numbers and corrections: the inverse of `split`, to a relative 1.54e-5."""
     return weight.astype(jnp.float32) + correction.astype(jnp.float32) * (1 / _STEPS) * _half_unit(weight)
 
 
@@ -78,8 +77,8 @@ def split_params(params: Any) -> tuple[Any, Any]:
     return jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0)), pairs)
 
 
-def joined(params: Any, state: SplitState) -> Any:
-    """The float32 parameters that a step starts from.
+def join_params(params: Any, state: SplitState) -> Any:
+    """Return the float32 parameters that a step starts from.
 
     Args:
         params: parameters, whose bfloat16 leaves are joined with their corrections; others are unchanged.
@@ -113,7 +112,7 @@ def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransform
         >>> for _ in range(4):  # each step is a quarter of the least change of a bfloat16 weight below 1
         ...     updates, state = rule.update(jax.tree.map(jnp.ones_like, params), state, params)
         ...     params = optax.apply_updates(params, updates)
-        >>> params["w"].dtype.name, round(float(joined(params, state)["w"][0, 0]), 4), 1 - 4 * 2.0**-11
+        >>> params["w"].dtype.name, round(float(join_params(params, state)["w"][0, 0]), 4), 1 - 4 * 2.0**-11
         ('bfloat16', 0.998, 0.998046875)
     """
     base_rule = optax.with_extra_args_support(rule)
@@ -122,8 +121,8 @@ def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransform
         leaves = jax.tree.leaves(params)
         if leaves and not any(leaf.dtype == jnp.bfloat16 for leaf in leaves):
             raise UserError(
-                "split_weights: no parameter is bfloat16: cast them first, or use split_params(params), which keeps "
-                "the rounding error of the cast"
+                "split_weights: no parameter is bfloat16. Cast them first, or use split_params(params), which keeps "
+                "the rounding errors of the cast"
             )
 
         def zero_correction(leaf: Any) -> Any:
@@ -133,15 +132,16 @@ def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransform
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, SplitState]:
         if params is None:
-            raise UserError("split_weights: update(gradients, state, params) needs the parameters")
-        weights = joined(params, state)
+            raise UserError("split_weights: update got no params; pass the parameters as its third argument")
+        weights = join_params(params, state)
         rule_updates, rule_state = base_rule.update(in_float32(updates), state.inner, weights, **extra)
 
-        def split_leaf(correction: Any, old: Array, joined_weight: Array, rule_update: Array) -> tuple[Any, Any]:
+        def split_leaf(correction: Any, old_weight: Array, joined_weight: Array, rule_update: Array) -> tuple[Any, Any]:
+            """Return the update of a weight and its new correction."""
             if _is_masked(correction):
                 return rule_update, correction
             weight, correction = split(joined_weight + rule_update)
-            return weight.astype(jnp.float32) - old.astype(jnp.float32), correction
+            return weight.astype(jnp.float32) - old_weight.astype(jnp.float32), correction
 
         pairs = jax.tree.map(split_leaf, state.correction, params, weights, rule_updates, is_leaf=_is_masked)
         treedef = jax.tree.structure(params)
@@ -152,11 +152,11 @@ def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransform
 
 
 def _half_unit(weight: Array) -> Array:
-    """Half a unit in the last place of bfloat16 numbers, 2^(exponent - 8), but at least the least normal float32."""
+    """Return half a unit in the last place of bfloat16 numbers, 2^(exponent - 8); at least the least normal float32."""
     exponent = (jax.lax.bitcast_convert_type(weight, jnp.uint16) >> 7).astype(jnp.int32) & 255
     return jax.lax.bitcast_convert_type(jnp.maximum(exponent - 8, 1) << 23, jnp.float32)
 
 
 def _is_masked(x: Any) -> bool:
-    """Whether a node of a tree stands for a parameter without a correction."""
+    """Whether a node of the tree of corrections is the mask of a parameter without one."""
     return isinstance(x, optax.MaskedNode)

@@ -1,8 +1,8 @@
 """Apply a memory plan or its decision to the blocks of a model: wrap them in `jax.checkpoint`, from outside the model.
 
 In a chain, `Remat(nodes)` becomes a checkpoint that keeps only its inputs, and `Save(i, option)` becomes block i in the
-wrapper of that option. The barriers of `prevent_cse` stay on in a chain: its blocks are not scanned and occur twice in
-one program, so XLA would otherwise merge the second run with the first and keep the values that the plan recomputes.
+wrapper of that option. The barriers of `prevent_cse` stay on in a chain, because its blocks occur twice in one program.
+Without barriers XLA would merge the second run with the first and keep the values that the plan recomputes.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxscale.blocks import BlockFunction, Call, Treatment, Wrapper, again, as_it_is, keep_nothing, run_again
+from jaxscale.blocks import BlockFunction, Call, Treatment, Wrapper, identity, keep_nothing, run_again, run_recomputed
 from jaxscale.memory.chain import Nodes, Save, check_nodes, saves
 from jaxscale.memory.decision import ChainDecision, Decision
 from jaxscale.memory.keep_named import keeping
@@ -48,11 +48,12 @@ def policy_of(plan: MemoryPlan) -> Any:
 def wrapper(plan: MemoryPlan) -> Wrapper:
     """The wrapper of every block, for `blocks.wrapping`, under a plan that is a policy or is `none`."""
     if plan.rule == "none":
-        return as_it_is
+        return identity
     policy = policy_of(plan)
     assert policy is not None, f"{plan} needs a decision, not a policy"
 
     def wrap_block(block: BlockFunction, rolled: bool) -> BlockFunction:
+        """The block under the policy; `rolled` tells whether it runs in a scan."""
         return run_again(block, rolled=rolled, policy=policy)
 
     return wrap_block
@@ -72,7 +73,8 @@ def treatment_for(decision: Decision, *, unroll: int = 1) -> Treatment:
     stack = decision.stack
     if stack is None:
         return Treatment(keeping(decision.saves), unroll)
-    groups = tuple((group.layers, as_it_is if group.save is None else keeping([group.save])) for group in stack.groups)
+    # number of layers and wrapper of each group
+    groups = tuple((group.layers, identity if group.save is None else keeping([group.save])) for group in stack.groups)
     if len(groups) == 1:
         return Treatment(groups[0][1], unroll, segment=stack.segment)
     return Treatment(unroll=unroll, segment=stack.segment, groups=groups)
@@ -94,6 +96,7 @@ def chain_treatment(nodes: Nodes, options: Sequence[Sequence[Wrapper]] | None = 
     """
 
     def run(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
+        """Run the calls under the plan; return the last `x` and the second result of each block."""
         check_nodes(nodes, len(calls))
         return _run(nodes, options, calls, x)
 
@@ -103,7 +106,7 @@ def chain_treatment(nodes: Nodes, options: Sequence[Sequence[Wrapper]] | None = 
 def treatment_of_chain(decision: ChainDecision) -> Treatment:
     """The treatment of blocks under a decision for a chain."""
     options = [
-        [as_it_is if save.keep == (EVERYTHING,) else keeping([save]) for save in sets] for sets in decision.options
+        [identity if save.keep == (EVERYTHING,) else keeping([save]) for save in ways] for ways in decision.options
     ]
     return chain_treatment(decision.nodes, options)
 
@@ -112,20 +115,20 @@ def _run(
     nodes: Nodes, options: Sequence[Sequence[Wrapper]] | None, calls: Sequence[Call], x: Any
 ) -> tuple[Any, list[Any]]:
     """Run the block calls of these nodes in order; return the last `x` and the second result of each block."""
-    results, position = [], 0
+    block_results, position = [], 0
     for node in nodes:
         if isinstance(node, Save):
             call = calls[position]
-            wrap_block = as_it_is if options is None else options[node.stage][node.option]
+            wrap_block = identity if options is None else options[node.stage][node.option]
             x, block_result = wrap_block(call.block, False)(*call.before, x, *call.after)
-            results.append(block_result)
+            block_results.append(block_result)
             position += 1
         else:
-            count = sum(1 for _ in saves(node.nodes))
-            segment_calls = calls[position : position + count]
-            x, segment_results = again(
+            stage_count = sum(1 for _ in saves(node.nodes))
+            segment_calls = calls[position : position + stage_count]
+            x, segment_results = run_recomputed(
                 segment_calls, x, lambda calls, x, nodes=node.nodes: _run(nodes, options, calls, x)
             )
-            results += segment_results
-            position += count
-    return x, results
+            block_results += segment_results
+            position += stage_count
+    return x, block_results

@@ -20,7 +20,7 @@ from jaxscale.errors import UserError
 from jaxscale.values import check_types
 
 
-def _not_negative(record: object, *names: str) -> None:
+def _check_signs(record: object, *names: str) -> None:
     """Raise if one of these fields of a dataclass is negative."""
     for name in names:
         if getattr(record, name) < 0:
@@ -45,7 +45,7 @@ class Option:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _not_negative(self, "kept_bytes", "extra_seconds", "working_bytes")
+        _check_signs(self, "kept_bytes", "extra_seconds", "working_bytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +75,9 @@ class Stage:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _not_negative(self, "forward_seconds", "backward_seconds", "output_bytes", "working_bytes", "passed_bytes")
+        _check_signs(self, "forward_seconds", "backward_seconds", "output_bytes", "working_bytes", "passed_bytes")
         if not self.options:
-            raise UserError("a stage without options: give at least one `Option`, a way to keep the stage's values")
+            raise UserError("stage: got no options, expected at least one `Option`, a way to keep the stage's values")
         if self.passed_bytes > self.output_bytes:
             raise UserError(
                 f"passed_bytes: got {self.passed_bytes}, expected at most the {self.output_bytes} bytes of the output"
@@ -98,7 +98,7 @@ class Save:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _not_negative(self, "stage", "option")
+        _check_signs(self, "stage", "option")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,24 +158,24 @@ def times_run(nodes: Nodes) -> list[int]:
         >>> times_run((Remat((Save(0), Remat((Save(1),)))), Save(2)))
         [2, 3, 1]
     """
-    counts: list[int] = []
+    run_counts: list[int] = []
     for node in nodes:
-        counts += [1] if isinstance(node, Save) else [1 + count for count in times_run(node.nodes)]
-    return counts
+        run_counts += [1] if isinstance(node, Save) else [1 + count for count in times_run(node.nodes)]
+    return run_counts
 
 
-def check_nodes(nodes: Nodes, stages: int) -> None:
-    """Raise unless a plan has each stage of a chain once, in order.
+def check_nodes(nodes: Nodes, stage_count: int) -> None:
+    """Raise an error unless a plan has each stage of a chain once, in order.
 
     Raises:
         UserError: the plan is for another chain.
     """
-    numbers = [save.stage for save in saves(nodes)]
-    if numbers != list(range(stages)):
-        shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+    stage_indices = [save.stage for save in saves(nodes)]
+    if stage_indices != list(range(stage_count)):
+        shown_indices = ", ".join(map(str, stage_indices[:8])) + (", ..." if len(stage_indices) > 8 else "")
         raise UserError(
-            f"got a plan of {len(numbers)} stages ({shown}) for a chain of {stages}: expected each stage once, in "
-            "order; make the plan again for this model"
+            f"got a plan of {len(stage_indices)} stages ({shown_indices}) for a chain of {stage_count}: expected each "
+            "stage once, in order; make the plan again for this model"
         )
 
 
@@ -204,39 +204,39 @@ def simulate(nodes: Nodes, stages: Sequence[Stage], input_bytes: int) -> ChainCo
             )
     walk = _Walk(tuple(stages), input_bytes)
     walk.backward(nodes, stages[-1].output_bytes)
-    return ChainCost(walk.seconds, walk.peak, walk.most_held, walk.forwards, walk.peak_stage)
+    return ChainCost(walk.seconds, walk.peak_bytes, walk.most_held_bytes, walk.forwards, walk.peak_stage)
 
 
 class _Walk:
-    """Bytes that are live, and bytes held (kept for a backward pass), while a plan runs.
+    """Count the bytes that are live, and those held (kept for a backward pass), while a plan runs.
 
-    The input of a list of nodes counts as live while the list runs.
+    The input of a list of nodes is live while the list runs.
     """
 
     def __init__(self, stages: tuple[Stage, ...], input_bytes: int) -> None:
         self.stages = stages
-        # bytes of each stage's input, and of the last output
-        self.bytes = [input_bytes, *(stage.output_bytes for stage in stages)]
-        self.live = self.held = self.most_held = input_bytes
-        self.seconds, self.peak, self.forwards, self.peak_stage = 0.0, 0, 0, 0
+        # bytes of the array on each edge: the input of each stage, then the last output
+        self.edge_bytes = [input_bytes, *(stage.output_bytes for stage in stages)]
+        self.live_bytes = self.held_bytes = self.most_held_bytes = input_bytes
+        self.seconds, self.peak_bytes, self.forwards, self.peak_stage = 0.0, 0, 0, 0
 
-    def reach(self, added_bytes: int, stage: int) -> None:
-        """Record that a stage runs with `added_bytes` besides the live bytes, which may be a new peak."""
-        if self.live + added_bytes > self.peak:
-            self.peak, self.peak_stage = self.live + added_bytes, stage
+    def reach(self, added_bytes: int, index: int) -> None:
+        """Record that stage `index` runs with `added_bytes` besides the live bytes, which may be a new peak."""
+        if self.live_bytes + added_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_stage = self.live_bytes + added_bytes, index
 
     def hold(self, added_bytes: int) -> None:
         """Add to the bytes kept for a backward pass; a negative number releases bytes."""
-        self.held += added_bytes
-        self.most_held = max(self.most_held, self.held)
+        self.held_bytes += added_bytes
+        self.most_held_bytes = max(self.most_held_bytes, self.held_bytes)
 
     def new_bytes(self, start: int, stop: int) -> int:
         """Bytes of the input of stage `stop` that are not part of the input of stage `start`."""
-        return self.bytes[stop] - min(stage.passed_bytes for stage in self.stages[start:stop])
+        return self.edge_bytes[stop] - min(stage.passed_bytes for stage in self.stages[start:stop])
 
-    def forward(self, stage: int) -> None:
-        """Count the seconds of one forward run of a stage."""
-        self.seconds += self.stages[stage].forward_seconds
+    def forward(self, index: int) -> None:
+        """Count the seconds of one forward run of stage `index`."""
+        self.seconds += self.stages[index].forward_seconds
         self.forwards += 1
 
     def forward_only(self, start: int, stop: int) -> None:
@@ -257,29 +257,30 @@ class _Walk:
             kept_bytes = option.kept_bytes + self.new_bytes(node.stage, node.stage + 1)
             self.reach(gradient_bytes + kept_bytes + stage.working_bytes, node.stage)
             self.forward(node.stage)
-            held_bytes = kept_bytes if tail else option.kept_bytes
-            self.live += kept_bytes
-            self.hold(held_bytes)
+            stage_held_bytes = kept_bytes if tail else option.kept_bytes
+            self.live_bytes += kept_bytes
+            self.hold(stage_held_bytes)
             self.backward(tail, gradient_bytes)
-            self.hold(-held_bytes)
-            gradients_bytes = self.bytes[node.stage + 1] + self.bytes[node.stage] - stage.passed_bytes
-            self.reach(gradients_bytes + option.working_bytes, node.stage)
-            self.live -= kept_bytes
+            self.hold(-stage_held_bytes)
+            # bytes of the gradients of the stage's output and of its input
+            both_gradient_bytes = self.edge_bytes[node.stage + 1] + self.edge_bytes[node.stage] - stage.passed_bytes
+            self.reach(both_gradient_bytes + option.working_bytes, node.stage)
+            self.live_bytes -= kept_bytes
             self.seconds += stage.backward_seconds + option.extra_seconds
             return
-        segment_stages = [save.stage for save in saves(node.nodes)]
-        start, stop = segment_stages[0], segment_stages[-1] + 1
-        self.live += gradient_bytes
+        segment_indices = [save.stage for save in saves(node.nodes)]
+        start, stop = segment_indices[0], segment_indices[-1] + 1
+        self.live_bytes += gradient_bytes
         self.forward_only(start, stop)
-        self.live -= gradient_bytes
+        self.live_bytes -= gradient_bytes
         if tail:
-            boundary_bytes = self.new_bytes(start, stop)
-            self.live += boundary_bytes
-            self.hold(boundary_bytes)
+            output_bytes = self.new_bytes(start, stop)
+            self.live_bytes += output_bytes
+            self.hold(output_bytes)
             self.backward(tail, gradient_bytes)
-            self.hold(-boundary_bytes)
-            self.live -= boundary_bytes
-        self.backward(node.nodes, self.bytes[stop])
+            self.hold(-output_bytes)
+            self.live_bytes -= output_bytes
+        self.backward(node.nodes, self.edge_bytes[stop])
 
 
 def keep_all(stages: int) -> Nodes:
@@ -303,7 +304,7 @@ def square_root(stages: int) -> int:
 
 
 def periodic(stages: int, every: int) -> Nodes:
-    """The plan that keeps the input of every K-th stage, and all values of the last segment, the first to run backward.
+    """The plan that keeps the input of every K-th stage, and all values of the last segment, which runs backward first.
 
     Args:
         stages: number of stages.
@@ -360,8 +361,9 @@ def _revolve(first: int, count: int, slots: int) -> Nodes:
     """`revolve` for `count` stages from stage `first` on."""
     if count == 1:
         return (Save(first),)
-    length = count - 1 if slots == 1 else _head_count(count, slots)
-    return (Remat(_revolve(first, length, slots)), *_revolve(first + length, count - length, max(slots - 1, 1)))
+    head_count = count - 1 if slots == 1 else _head_count(count, slots)
+    tail_nodes = _revolve(first + head_count, count - head_count, max(slots - 1, 1))
+    return (Remat(_revolve(first, head_count, slots)), *tail_nodes)
 
 
 @functools.lru_cache(maxsize=4096)

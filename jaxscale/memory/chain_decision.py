@@ -1,4 +1,4 @@
-"""Decide a memory plan for a chain of blocks: traced blocks become stages with options, and a plan of nodes is chosen.
+"""Decide a memory plan for a chain of blocks. Traced blocks become stages with options; a plan of nodes is chosen.
 
 The options of a block are its optimal save sets (`graph.menu`) on the lower convex hull of cost over bytes, from all
 values kept to none. A budget bounds the bytes kept for a later backward pass: inputs of blocks, and their kept
@@ -57,18 +57,18 @@ def chain_nodes(plan: MemoryPlan, stages: Sequence[Stage], input_bytes: int) -> 
         >>> chain_nodes(MemoryPlan.parse("periodic:1"), [Stage(1.0, 2.0, 8)] * 2, 8)
         (Remat(nodes=(Save(stage=0, option=0),)), Save(stage=1, option=0))
     """
-    count = len(stages)
+    stage_count = len(stages)
     match plan.rule:
         case "none":
-            return keep_all(count)
+            return keep_all(stage_count)
         case "full":
-            return keep_inputs(count)
+            return keep_inputs(stage_count)
         case "sqrt":
-            return periodic(count, square_root(count))
+            return periodic(stage_count, square_root(stage_count))
         case "periodic" if plan.count is not None:
-            return periodic(count, plan.count)
+            return periodic(stage_count, plan.count)
         case "revolve" if plan.count is not None:
-            return revolve(count, plan.count)
+            return revolve(stage_count, plan.count)
         case "chain" if plan.budget is not None:
             return rotor(stages, input_bytes, plan.budget, bound="kept").nodes
     raise UserError(f"memory plan {plan} is not for a chain of blocks: expected one of {', '.join(CHAIN_RULES)}")
@@ -80,14 +80,20 @@ def default_objective(chip: Chip | None) -> SaveSetObjective:
 
 
 def block_options(graph: BlockGraph, objective: SaveSetObjective, points: int = POINTS) -> tuple[SaveSet, ...]:
-    """Ways to keep a block, by falling bytes from everything to nothing; `points` save sets are solved for."""
+    """Ways to keep a block by falling bytes, from everything to nothing.
+
+    Args:
+        graph: graph of the block.
+        objective: the cost to minimize.
+        points: number of save sets to solve for.
+    """
     everything = save_set(graph, (EVERYTHING,))
-    curve = hull(menu(graph, points, objective=objective), objective)
-    return (everything, *(save for save in reversed(curve) if save.bytes < everything.bytes))
+    hull_saves = hull(menu(graph, points, objective=objective), objective)
+    return (everything, *(save for save in reversed(hull_saves) if save.bytes < everything.bytes))
 
 
 def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: SaveSetObjective) -> Stage:
-    """The cost of a block as a stage of a chain; for the objective "flop", its seconds are FLOP.
+    """The cost of a block as a stage of a chain. For the objective "flop", the stage's seconds are FLOP.
 
     The backward pass counts twice the forward pass. While it runs, every value that it reads is in memory.
     """
@@ -96,6 +102,7 @@ def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: SaveSe
     needed_output_bytes = sum(graph.values[index].bytes for index in needed_indices & set(graph.outputs))
 
     def option_of(save: SaveSet) -> Option:
+        """The option of the stage that keeps a save set."""
         # the output is always kept, as the next block's input
         kept_indices = graph.needed if save.keep == (EVERYTHING,) else [graph.by_name[name] for name in save.keep]
         output_bytes_kept = sum(graph.values[index].bytes for index in set(kept_indices) & set(graph.outputs))
@@ -111,7 +118,7 @@ def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: SaveSe
 
 
 def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = None) -> Decision:
-    """Decide a memory plan for a model whose blocks are one chain, or one stack, which is then not scanned.
+    """Decide a memory plan for a model whose blocks are one chain or one stack; a stack is then not scanned.
 
     Args:
         plan: memory plan whose rule is in `CHAIN_RULES`.
@@ -127,26 +134,26 @@ def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None
             "build the model of one layers.Chain or one layers.Stack, or use the memory plan save:BYTES"
         )
     objective = default_objective(chip)
-    graphs = {call.fingerprint: call.graph for call in calls}
-    points = POINTS if len(graphs) > 1 else ALIKE_POINTS
-    options = {kind: block_options(graph, objective, points) for kind, graph in graphs.items()}
-    stage_by_kind = {kind: block_stage(graph, options[kind], objective) for kind, graph in graphs.items()}
-    kind_of_stage = [call.fingerprint for call in calls for _ in range(call.count)]
-    stages = [stage_by_kind[kind] for kind in kind_of_stage]
+    graph_of = {call.fingerprint: call.graph for call in calls}
+    points = POINTS if len(graph_of) > 1 else ALIKE_POINTS
+    options_of = {kind: block_options(graph, objective, points) for kind, graph in graph_of.items()}
+    stage_by_kind = {kind: block_stage(graph, options_of[kind], objective) for kind, graph in graph_of.items()}
+    stage_kinds = [call.fingerprint for call in calls for _ in range(call.count)]
+    stages = [stage_by_kind[kind] for kind in stage_kinds]
     nodes = chain_nodes(plan, stages, calls[0].input_bytes)
-    cost = simulate(nodes, stages, calls[0].input_bytes)
-    save_sets = [options[kind_of_stage[save.stage]][save.option] for save in saves(nodes)]
+    chain_cost = simulate(nodes, stages, calls[0].input_bytes)
+    save_sets = [options_of[stage_kinds[save.stage]][save.option] for save in saves(nodes)]
     flop = sum(
-        (runs - 1) * graphs[kind].flop + save.flop
-        for runs, kind, save in zip(times_run(nodes), kind_of_stage, save_sets, strict=True)
+        (run_count - 1) * graph_of[kind].flop + save.flop
+        for run_count, kind, save in zip(times_run(nodes), stage_kinds, save_sets, strict=True)
     )
     least_seconds = sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
     return Decision(
         plan,
-        chain=ChainDecision(nodes, tuple(options[kind] for kind in kind_of_stage)),
-        blocks=tuple(graphs),
+        chain=ChainDecision(nodes, tuple(options_of[kind] for kind in stage_kinds)),
+        blocks=tuple(graph_of),
         layers=len(stages),
-        bytes=cost.kept_bytes,
+        bytes=chain_cost.kept_bytes,
         flop=flop,
-        seconds=max(0.0, cost.seconds - least_seconds) if objective == "seconds" else 0.0,
+        seconds=max(0.0, chain_cost.seconds - least_seconds) if objective == "seconds" else 0.0,
     )

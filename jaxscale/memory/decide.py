@@ -43,26 +43,26 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
     objective = plan.objective or default_objective(chip)
     match plan.rule:
         case "none":
-            return _uniform(plan, calls, [save_set(graph, (EVERYTHING,)) for graph in graph_by_kind.values()])
+            return _decision(plan, calls, [save_set(graph, (EVERYTHING,)) for graph in graph_by_kind.values()])
         case "dots" | "full" | "jax":
-            return _uniform(plan, calls, [policy_set(graph, str(plan.policy)) for graph in graph_by_kind.values()])
+            return _decision(plan, calls, [policy_set(graph, str(plan.policy)) for graph in graph_by_kind.values()])
         case "sqrt" | "periodic" if _is_scanned(calls):
-            return _segments(plan, calls)
+            return _segment_decision(plan, calls)
         case "sqrt" | "periodic" | "revolve" | "chain":
             return decide_chain(plan, calls, chip)
         case "save" if _is_scanned(calls):
-            return _stack_optimum(plan, calls, objective, None)
+            return _stack_optimum(plan, calls, objective, host=None)
         case "save":
-            return _uniform(plan, calls, share(calls, plan.budget or 0, objective=objective))
+            return _decision(plan, calls, share(calls, plan.budget or 0, objective=objective))
         case "greedy" | "dtr_static":
-            rooms = _rooms(plan, calls, "save:BYTES for a scanned stack, chain:BYTES, ")
+            rooms = _rooms(plan, calls, alternatives="save:BYTES for a scanned stack, chain:BYTES, ")
             score = "ratio" if plan.rule == "greedy" else "dtr_static"
-            return _uniform(plan, calls, [greedy(graph, room, score, objective=objective) for graph, room in rooms])
+            return _decision(plan, calls, [greedy(graph, room, score, objective=objective) for graph, room in rooms])
         case "offload" if plan.selector == "pofo" and _is_scanned(calls):
-            return _stack_optimum(plan, calls, "seconds", Host(2**62, host_bandwidth(chip)))
+            return _stack_optimum(plan, calls, "seconds", Host(budget=2**62, bandwidth=host_bandwidth(chip)))
         case "offload":
-            selector, host = SELECTORS[str(plan.selector)], Host(2**62, host_bandwidth(chip))
-            return _uniform(plan, calls, [selector(graph, room, host) for graph, room in _rooms(plan, calls)])
+            selector, host = SELECTORS[str(plan.selector)], Host(budget=2**62, bandwidth=host_bandwidth(chip))
+            return _decision(plan, calls, [selector(graph, room, host) for graph, room in _rooms(plan, calls)])
         case _:
             rules = ", ".join(rule for rule in FORMS if rule != "fit")
             raise UserError(f"memory {plan}: expected a plan with one of the rules {rules}")
@@ -81,12 +81,12 @@ def host_bandwidth(chip: Chip | None) -> float:
         >>> host_bandwidth(chips()["h100"]), host_bandwidth(None)
         (64000000000.0, 15000000000.0)
     """
-    candidates = chips().values() if chip is None or "pcie" not in {link.name for link in chip.links} else [chip]
-    return min(link.bandwidth for candidate in candidates for link in candidate.links if link.name == "pcie")
+    candidate_chips = chips().values() if chip is None or "pcie" not in {link.name for link in chip.links} else [chip]
+    return min(link.bandwidth for candidate in candidate_chips for link in candidate.links if link.name == "pcie")
 
 
 def _rooms(plan: MemoryPlan, calls: Sequence[BlockCall], alternatives: str = "") -> list[tuple[BlockGraph, int]]:
-    """Each kind of block with its room: the bytes of the budget that its values may take, besides the block's input.
+    """The graph of each kind of block with its room, the bytes of the budget that its values (not its input) may take.
 
     The room is proportional to the bytes that the block keeps without a plan.
 
@@ -115,26 +115,26 @@ def _stack_optimum(
     [call] = calls
     stack = plan_stack(call.graph, call.count, plan.budget or 0, objective=objective, host=host)
     if len(stack.groups) == 1 and stack.segment is None:
-        return _uniform(plan, calls, [group.save for group in stack.groups if group.save is not None])
-    return _stacked(plan, call, stack)
+        return _decision(plan, calls, [group.save for group in stack.groups if group.save is not None])
+    return _stack_decision(plan, call, stack)
 
 
-def _uniform(plan: MemoryPlan, calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Decision:
+def _decision(plan: MemoryPlan, calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Decision:
     """The decision that keeps one save set for each kind of block."""
     sum_by_field = dataclasses.asdict(totals(calls, saves))
     return Decision(plan, tuple(saves), blocks=tuple(kinds_of(calls)), **sum_by_field)
 
 
-def _stacked(plan: MemoryPlan, call: BlockCall, stack: StackDecision) -> Decision:
+def _stack_decision(plan: MemoryPlan, call: BlockCall, stack: StackDecision) -> Decision:
     """The decision for a scanned stack that has groups of layers or segments."""
     sum_by_field = dataclasses.asdict(stack_totals(call.graph, stack))
     return Decision(plan, stack=stack, blocks=(call.fingerprint,), **sum_by_field)
 
 
-def _segments(plan: MemoryPlan, calls: Sequence[BlockCall]) -> Decision:
+def _segment_decision(plan: MemoryPlan, calls: Sequence[BlockCall]) -> Decision:
     """The decision for a scanned stack that keeps the input of every K-th block."""
     [call] = calls
-    segment = square_root(call.count) if plan.count is None else plan.count
-    if segment > call.count:
-        raise UserError(f"memory {plan}: got segments of {segment} blocks, expected at most the model's {call.count}")
-    return _stacked(plan, call, StackDecision((Group(call.count),), segment))
+    length = square_root(call.count) if plan.count is None else plan.count
+    if length > call.count:
+        raise UserError(f"memory {plan}: got segments of {length} blocks, expected at most the model's {call.count}")
+    return _stack_decision(plan, call, StackDecision((Group(call.count),), length))

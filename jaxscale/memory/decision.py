@@ -1,4 +1,4 @@
-"""A decision is a memory plan resolved for one model: the names of the values that each block keeps. Stored as JSON."""
+"""A decision is a memory plan resolved for one model: the names of the values that each block keeps, stored as JSON."""
 
 import dataclasses
 import json
@@ -73,7 +73,7 @@ class StackDecision:
     def __post_init__(self) -> None:
         check_types(self)
         if not 1 <= len(self.groups) <= 2:
-            raise UserError(f"a stack takes one or two groups of layers, got {len(self.groups)}")
+            raise UserError(f"stack: got {len(self.groups)} groups of layers, expected one or two")
         if self.segment is not None and self.segment < 1:
             raise UserError(f"segment: got {self.segment}, expected a whole number >= 1")
 
@@ -137,9 +137,9 @@ class Decision:
 
     def __post_init__(self) -> None:
         check_types(self)
-        kinds = [save.block for save in self.saves]
-        if len(set(kinds)) < len(kinds):
-            raise UserError("a decision: got two save sets for one kind of block, expected one")
+        fingerprints = [save.block for save in self.saves]
+        if len(set(fingerprints)) < len(fingerprints):
+            raise UserError("decision: got two save sets for one kind of block, expected one")
 
     @property
     def bytes_of_a_block(self) -> float:
@@ -152,7 +152,7 @@ class Decision:
 
 
 def read_decision(path: Any) -> Decision:
-    """The decision in a file that `Decision.write` wrote.
+    """Read the decision in a file that `Decision.write` wrote.
 
     Raises:
         UserError: there is no such file, it is not JSON, or it is not a decision.

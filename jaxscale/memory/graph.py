@@ -4,10 +4,10 @@ This is Checkmate's problem (Jain et al. 2020, arXiv:1910.02653) for one block w
 forward pass, which makes the integer program small. For each value, k and o in {0, 1} are 1 if the value is kept on the
 device or on the host; for each equation, r in {0, 1} is 1 if it runs again in the backward pass:
 
-    least    sum_e cost_e r_e (+ seconds of copies that nothing hides)
-    where    k_v + o_v + r_producer(v) >= 1      for every value v that the backward pass reads
-             k_u + o_u + r_producer(u) >= r_e    for every value u that equation e reads
-             sum_v bytes_v k_v <= budget,  sum_v bytes_v o_v <= host budget
+    minimize    sum_e cost_e r_e (+ seconds of copies that do not overlap with computation)
+    subject to  k_v + o_v + r_producer(v) >= 1      for every value v that the backward pass reads
+                k_u + o_u + r_producer(u) >= r_e    for every value u that equation e reads
+                sum_v bytes_v k_v <= budget,  sum_v bytes_v o_v <= host budget
 
 Of the sets of least cost, the smallest is chosen. With a host budget the program makes POFO's choice (Beaumont et al.
 2021) for one block. Values that can only be kept together have one name in the traced program, their mark.
@@ -50,7 +50,7 @@ def solve(graph: BlockGraph, budget: int, *, objective: SaveSetObjective = "flop
         >>> solve(graph, 0).flop, solve(graph, 128).flop, solve(graph, 128).keep
         (512, 0, ('dot_general',))
     """
-    return _Program(graph, objective, host).at(budget)
+    return _Program(graph, objective, host).minimize_cost(budget)
 
 
 def smallest(graph: BlockGraph, max_cost: float, *, objective: SaveSetObjective = "flop") -> SaveSet:
@@ -69,7 +69,7 @@ def smallest(graph: BlockGraph, max_cost: float, *, objective: SaveSetObjective 
         >>> smallest(graph, 0).bytes, smallest(graph, 512).bytes
         (128, 0)
     """
-    return _Program(graph, objective, None).within(max_cost)
+    return _Program(graph, objective, host=None).minimize_bytes(max_cost)
 
 
 def menu(
@@ -83,8 +83,8 @@ def menu(
 
     Args:
         graph: graph of the block.
-        points: number of budgets to solve for, each in the middle of the gap that is widest in bytes and cost; or the
-            budgets, in bytes.
+        points: budgets to solve for, in bytes, or their number. With a number, each budget is in the middle of the gap
+            between two solutions that has the largest product of bytes and cost.
         objective: the cost to minimize, as in `solve`.
         host: host memory for offloaded values, as in `solve`.
 
@@ -94,20 +94,21 @@ def menu(
     if isinstance(points, int):
         return _menu(graph, points, objective, host)
     program = _Program(graph, objective, host)
-    save_by_bytes = {save.bytes: save for save in map(program.at, points)}
-    return tuple(save_by_bytes[size] for size in sorted(save_by_bytes))
+    save_by_bytes = {save.bytes: save for save in map(program.minimize_cost, points)}
+    return tuple(save_by_bytes[byte_count] for byte_count in sorted(save_by_bytes))
 
 
 @functools.lru_cache(maxsize=64)
 def _menu(graph: BlockGraph, points: int, objective: SaveSetObjective, host: Host | None) -> tuple[SaveSet, ...]:
     """`menu` for a number of points; cached, because several budgets and rules need the same curve of a model."""
     program = _Program(graph, objective, host)
-    saves = [program.at(0), program.at(graph.needed_bytes)]
+    saves = [program.minimize_cost(0), program.minimize_cost(graph.needed_bytes)]
     saves = saves[:1] if saves[0].bytes == saves[1].bytes else saves
     # (lower save set, higher save set, start and stop of the budgets between them that were not tried yet)
     gaps = [(saves[0], saves[1], saves[0].bytes + 1, saves[1].bytes)] if len(saves) > 1 else []
 
     def gap_area(gap: tuple[SaveSet, SaveSet, int, int]) -> float:
+        """Product of the untried budgets of a gap and the difference in cost."""
         return (gap[3] - gap[2]) * (cost_of(gap[0], objective) - cost_of(gap[1], objective))
 
     for _ in range(points - 2):
@@ -117,7 +118,7 @@ def _menu(graph: BlockGraph, points: int, objective: SaveSetObjective, host: Hos
         low_save, high_save, start, stop = gap = max(gaps, key=gap_area)
         gaps.remove(gap)
         budget = (start + stop) // 2
-        middle_save = program.at(budget)
+        middle_save = program.minimize_cost(budget)
         if middle_save.bytes > low_save.bytes:
             saves.append(middle_save)
             gaps += [(low_save, middle_save, start, middle_save.bytes), (middle_save, high_save, budget + 1, stop)]
@@ -129,8 +130,11 @@ def _menu(graph: BlockGraph, points: int, objective: SaveSetObjective, host: Hos
 class _Program:
     """The integer program of a graph, built once for all budgets.
 
-    Its columns are variables: ("keep", mark), ("host", mark) and ("run", equation) are 0 or 1; ("out", "") and
-    ("back", "") are the exposed seconds of copies to and from the host.
+    Each column belongs to a variable. ("keep", mark), ("host", mark) and ("run", index of an equation) are 0 or 1.
+    ("out", "") and ("back", "") are the seconds of copies to and from the host that do not overlap with computation.
+    `column_of` has the column of each variable. Every row of `row_matrix`, times the variables, is at least the row's
+    number in `least_sums`. `cost_weights` and `byte_weights` give a solution's cost in units of `cost_scale`, and its
+    bytes in units of `byte_unit`.
     """
 
     def __init__(self, graph: BlockGraph, objective: SaveSetObjective, host: Host | None) -> None:
@@ -141,20 +145,20 @@ class _Program:
         check_request(graph, 0, objective)
         self.graph, self.host = graph, host
         self.objective: SaveSetObjective = objective
-        self.equations = sorted(recompute(graph, ()).equations)
+        self.equation_indices = sorted(recompute(graph, ()).equations)
         # values of one name are kept together or not at all
-        self.groups: dict[str, list[int]] = {}
+        self.indices_of: dict[str, list[int]] = {}
         for index in self._candidates():
             mark = graph.values[index].mark
             assert mark is not None, "candidates have a name"
-            self.groups.setdefault(mark, []).append(index)
-        self.marks = list(self.groups)
-        self.mark_bytes = {mark: sum(graph.values[i].bytes for i in self.groups[mark]) for mark in self.marks}
+            self.indices_of.setdefault(mark, []).append(index)
+        self.marks = list(self.indices_of)
+        self.mark_bytes = {mark: sum(graph.values[i].bytes for i in self.indices_of[mark]) for mark in self.marks}
         self._build()
 
-    def _cost(self, equation: int) -> float:
+    def _cost(self, equation_index: int) -> float:
         """The cost of running the equation with this index."""
-        return cost_of(self.graph.equations[equation], self.objective)
+        return cost_of(self.graph.equations[equation_index], self.objective)
 
     def _candidates(self) -> list[int]:
         """Indices of the values worth keeping.
@@ -164,9 +168,9 @@ class _Program:
         graph = self.graph
         free_indices = {index for index, value in enumerate(graph.values) if value.producer < 0}
         candidate_indices = []
-        for number in self.equations:
-            equation = graph.equations[number]
-            is_free = self._cost(number) == 0
+        for equation_index in self.equation_indices:
+            equation = graph.equations[equation_index]
+            is_free = self._cost(equation_index) == 0
             if is_free and all(index in free_indices for index in equation.inputs):
                 free_indices.update(equation.outputs)
                 continue
@@ -179,137 +183,137 @@ class _Program:
         return candidate_indices
 
     def _build(self) -> None:
-        """Build the rows, columns and costs of the integer program."""
+        """Build the rows, columns and costs of the integer program; `e` is the index of an equation."""
         import numpy as np
         from scipy.sparse import csr_array
 
         marks, graph, host = self.marks, self.graph, self.host
-        column: dict[tuple[str, Any], int] = {("keep", mark): i for i, mark in enumerate(marks)}
+        column_of: dict[tuple[str, Any], int] = {("keep", mark): i for i, mark in enumerate(marks)}
+        host_marks: list[str] = []
         if host is not None:
             host_marks = [
                 mark
                 for mark in marks
-                if host.names is None or any(graph.values[i].name in host.names for i in self.groups[mark])
+                if host.names is None or any(graph.values[i].name in host.names for i in self.indices_of[mark])
             ]
-            column |= {("host", mark): len(column) + i for i, mark in enumerate(host_marks)}
-        self.choice_count = len(column)
-        column |= {("run", equation): len(column) + i for i, equation in enumerate(self.equations)}
+            column_of |= {("host", mark): len(column_of) + i for i, mark in enumerate(host_marks)}
+        self.choice_count = len(column_of)
+        column_of |= {("run", e): len(column_of) + i for i, e in enumerate(self.equation_indices)}
         if host is not None:
-            column |= {("out", ""): len(column), ("back", ""): len(column) + 1}
-        self.column = column
-        scale = max((self._cost(equation) for equation in self.equations), default=0.0) or 1.0
-        self.unit = max(self.mark_bytes.values(), default=0) or 1
-        cost = np.zeros(len(column))
-        for equation in self.equations:
-            cost[column["run", equation]] = self._cost(equation) / scale
+            column_of |= {("out", ""): len(column_of), ("back", ""): len(column_of) + 1}
+        self.column_of = column_of
+        cost_scale = max((self._cost(e) for e in self.equation_indices), default=0.0) or 1.0
+        self.byte_unit = max(self.mark_bytes.values(), default=0) or 1
+        cost_weights = np.zeros(len(column_of))
+        for e in self.equation_indices:
+            cost_weights[column_of["run", e]] = self._cost(e) / cost_scale
         # the terms of a row by column, and the least value of their sum
         rows: list[tuple[dict[int, float], float]] = []
-        mark_of = {index: mark for mark, indices in self.groups.items() for index in indices}
+        mark_of = {index: mark for mark, indices in self.indices_of.items() for index in indices}
 
         def availability_terms(index: int) -> dict[int, float]:
             """Terms of the sum that is at least 1 if a value is kept, on the host, or recomputed."""
-            terms = {column["run", graph.values[index].producer]: 1.0}
+            terms = {column_of["run", graph.values[index].producer]: 1.0}
             if index in mark_of:
-                columns = [column.get((kind, mark_of[index])) for kind in ("keep", "host")]
-                terms |= {number: 1.0 for number in columns if number is not None}
+                columns = [column_of.get((kind, mark_of[index])) for kind in ("keep", "host")]
+                terms |= {column: 1.0 for column in columns if column is not None}
             return terms
 
         rows += [(availability_terms(index), 1.0) for index in graph.needed]
-        for equation in self.equations:
-            for index in graph.equations[equation].inputs:
+        for e in self.equation_indices:
+            for index in graph.equations[e].inputs:
                 if graph.values[index].producer >= 0:
-                    rows.append(({**availability_terms(index), column["run", equation]: -1.0}, 0.0))
+                    rows.append(({**availability_terms(index), column_of["run", e]: -1.0}, 0.0))
         if host is not None:
-            copy_bytes = {column["host", mark]: self.mark_bytes[mark] for kind, mark in column if kind == "host"}
+            copy_bytes = {column_of["host", mark]: self.mark_bytes[mark] for mark in host_marks}
             hidden_forward, hidden_backward = hidden_seconds(graph, host)
-            cost[column["out", ""]] = cost[column["back", ""]] = 1.0
-            copy_seconds = {number: -size / host.bandwidth / scale for number, size in copy_bytes.items()}
-            rows.append(({**copy_seconds, column["out", ""]: 1.0}, -hidden_forward / scale))
-            rerun_seconds = {column["run", equation]: self._cost(equation) / scale for equation in self.equations}
-            rows.append(({**copy_seconds, **rerun_seconds, column["back", ""]: 1.0}, -hidden_backward / scale))
-            host_sizes = {number: -size / self.unit for number, size in copy_bytes.items()}
-            rows.append((host_sizes, -host.budget / self.unit))
-            rows += [
-                ({column["host", mark]: -1.0, column["keep", mark]: -1.0}, -1.0)
-                for kind, mark in column
-                if kind == "host"
-            ]
+            cost_weights[column_of["out", ""]] = cost_weights[column_of["back", ""]] = 1.0
+            copy_terms = {column: -count / host.bandwidth / cost_scale for column, count in copy_bytes.items()}
+            rows.append(({**copy_terms, column_of["out", ""]: 1.0}, -hidden_forward / cost_scale))
+            rerun_terms = {column_of["run", e]: self._cost(e) / cost_scale for e in self.equation_indices}
+            rows.append(({**copy_terms, **rerun_terms, column_of["back", ""]: 1.0}, -hidden_backward / cost_scale))
+            host_terms = {column: -count / self.byte_unit for column, count in copy_bytes.items()}
+            rows.append((host_terms, -host.budget / self.byte_unit))
+            rows += [({column_of["host", mark]: -1.0, column_of["keep", mark]: -1.0}, -1.0) for mark in host_marks]
         row_numbers = [row for row, (terms, _) in enumerate(rows) for _ in terms]
-        columns = [number for terms, _ in rows for number in terms]
+        columns = [column for terms, _ in rows for column in terms]
         factors = [factor for terms, _ in rows for factor in terms.values()]
-        self.matrix = csr_array((factors, (row_numbers, columns)), shape=(len(rows), len(column)))
-        self.least = np.array([least for _, least in rows])
-        self.cost, self.scale = cost, scale
-        self.bytes = np.zeros(len(column))
+        self.row_matrix = csr_array((factors, (row_numbers, columns)), shape=(len(rows), len(column_of)))
+        self.least_sums = np.array([least for _, least in rows])
+        self.cost_weights, self.cost_scale = cost_weights, cost_scale
+        self.byte_weights = np.zeros(len(column_of))
         for mark in marks:
-            self.bytes[column["keep", mark]] = self.mark_bytes[mark] / self.unit
+            self.byte_weights[column_of["keep", mark]] = self.mark_bytes[mark] / self.byte_unit
 
-    def at(self, budget: int) -> SaveSet:
-        """The optimum for a budget in bytes."""
+    def minimize_cost(self, budget: int) -> SaveSet:
+        """The set of least cost within a budget in bytes, and of several such sets the smallest."""
         check_request(self.graph, budget, self.objective)
-        best_solution = self._solve(self.cost, budget)
+        best_solution = self._solve(self.cost_weights, budget)
         if best_solution is None:
             raise RuntimeError(f"the integer program of block {self.graph.fingerprint} has no solution")
-        least_cost = float(self.cost @ best_solution)
+        least_cost = float(self.cost_weights @ best_solution)
         # the smallest set of this cost, if the solver's tolerance admits one
-        smallest_solution = self._solve(self.bytes, budget, least_cost * (1 + 1e-9) + 1e-9)
-        solutions = (self._set(solution) for solution in (best_solution, smallest_solution) if solution is not None)
-        save = min(solutions, key=lambda save: (cost_of(save, self.objective), save.bytes))
+        smallest_solution = self._solve(self.byte_weights, budget, least_cost * (1 + 1e-9) + 1e-9)
+        save_sets = (self._set_of(solution) for solution in (best_solution, smallest_solution) if solution is not None)
+        save = min(save_sets, key=lambda save: (cost_of(save, self.objective), save.bytes))
         keeps_everything = budget >= self.graph.needed_bytes and cost_of(save, self.objective) > 0
         return save_set(self.graph, (EVERYTHING,)) if keeps_everything else save
 
-    def within(self, max_cost: float) -> SaveSet:
+    def minimize_bytes(self, max_cost: float) -> SaveSet:
         """The smallest set whose cost is at most `max_cost`."""
         everything = save_set(self.graph, (EVERYTHING,))
-        if cost_of(self.at(self.graph.needed_bytes), self.objective) > max_cost:
+        if cost_of(self.minimize_cost(self.graph.needed_bytes), self.objective) > max_cost:
             return everything
-        scaled_cost = max_cost / self.scale
-        solution = self._solve(self.bytes, self.graph.needed_bytes, scaled_cost * (1 + 1e-9) + 1e-9)
+        scaled_cost = max_cost / self.cost_scale
+        solution = self._solve(self.byte_weights, self.graph.needed_bytes, scaled_cost * (1 + 1e-9) + 1e-9)
         if solution is None:
             return everything
-        save = self._set(solution)
+        save = self._set_of(solution)
         return save if cost_of(save, self.objective) <= max_cost * (1 + 1e-9) else everything
 
-    def _set(self, solution: Any) -> SaveSet:
-        """The save set that a solution of the integer program describes."""
+    def _set_of(self, solution: Any) -> SaveSet:
+        """The save set of a solution, a float array with the variable of each column."""
         names: dict[str, list[str]] = {"keep": [], "host": []}
-        for (kind, mark), number in self.column.items():
-            if kind in names and solution[number] > 0.5:
-                names[kind] += [self.graph.values[index].name for index in self.groups[str(mark)]]
+        for (kind, mark), column in self.column_of.items():
+            if kind in names and solution[column] > 0.5:
+                names[kind] += [self.graph.values[index].name for index in self.indices_of[str(mark)]]
         return save_set(self.graph, names["keep"], names["host"], self.host)
 
     def _solve(self, weights: Any, budget: int, max_cost: float = math.inf) -> Any:
-        """The variables that minimize the sum with these weights, within a budget in bytes and a scaled cost.
+        """The variables, by column, that minimize their weighted sum; `None` if none satisfy both limits.
 
-        Returns `None` if no choice satisfies both limits.
+        Args:
+            weights: float array with the weight of each column.
+            budget: most bytes kept on the device.
+            max_cost: largest cost, in units of `cost_scale`.
         """
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp
 
-        count = len(self.column)
-        if not self.choice_count or not count:
-            return np.ones(count)  # nothing to choose: every equation runs
-        upper_bounds = np.ones(count)
+        variable_count = len(self.column_of)
+        if not self.choice_count or not variable_count:
+            return np.ones(variable_count)  # nothing to choose: every equation runs
+        upper_bounds = np.ones(variable_count)
         for key in (("out", ""), ("back", "")):
-            if key in self.column:
-                upper_bounds[self.column[key]] = np.inf
-        integrality = np.zeros(count)
+            if key in self.column_of:
+                upper_bounds[self.column_of[key]] = np.inf
+        integrality = np.zeros(variable_count)
         # runs are integral if the choices are; declaring them integral makes HiGHS faster, and it prints no repairs
-        integrality[: self.choice_count + len(self.equations)] = 1
-        lower_bounds: Any = np.zeros(count)
+        integrality[: self.choice_count + len(self.equation_indices)] = 1
+        lower_bounds: Any = np.zeros(variable_count)
         bounds = Bounds(lower_bounds, cast(Any, upper_bounds))
         limit_bytes = float(budget)
         while True:
-            constraints = [LinearConstraint(self.matrix, cast(Any, self.least), np.inf)]
-            constraints.append(LinearConstraint(self.bytes[None, :], -np.inf, limit_bytes / self.unit))
+            constraints = [LinearConstraint(self.row_matrix, cast(Any, self.least_sums), np.inf)]
+            constraints.append(LinearConstraint(self.byte_weights[None, :], -np.inf, limit_bytes / self.byte_unit))
             if math.isfinite(max_cost):
-                constraints.append(LinearConstraint(self.cost[None, :], -np.inf, max_cost))
+                constraints.append(LinearConstraint(self.cost_weights[None, :], -np.inf, max_cost))
             optimum = milp(
                 weights, integrality=integrality, bounds=bounds, constraints=constraints, options={"mip_rel_gap": 0}
             )
             if optimum.x is None:
                 return None
-            kept_bytes = sum(self.mark_bytes[mark] for mark in self.marks if optimum.x[self.column["keep", mark]] > 0.5)
+            kept_bytes = sum(self.mark_bytes[m] for m in self.marks if optimum.x[self.column_of["keep", m]] > 0.5)
             if kept_bytes <= budget:
                 return optimum.x
             limit_bytes -= kept_bytes - budget  # the solver's tolerance allowed slightly too many bytes

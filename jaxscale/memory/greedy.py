@@ -22,7 +22,7 @@ EvictionScore = Literal["ratio", "dtr_static"]
 def greedy(
     graph: BlockGraph, budget: int, score: EvictionScore = "ratio", *, objective: SaveSetObjective = "flop"
 ) -> SaveSet:
-    """A save set within a budget, by eviction.
+    """Choose a save set within a budget, by eviction.
 
     Args:
         graph: graph of the block.
@@ -44,14 +44,16 @@ def greedy(
     check_request(graph, budget, objective)
 
     def rerun_cost(kept_indices: frozenset[int]) -> float:
+        """Cost of recomputation if these values are kept."""
         return cost_of(recompute(graph, kept_indices), objective)
 
+    # for each value, the cost of the equations up to its last read
     clock, last_read = 0.0, [0.0] * len(graph.values)
     for equation in graph.equations:
         clock += cost_of(equation, objective)
         for index in equation.inputs:
             last_read[index] = clock
-    kept_indices = _worth_keeping(graph)
+    kept_indices = _indices_worth_keeping(graph)
     kept_cost = rerun_cost(kept_indices)
     kept_bytes = sum(graph.values[index].bytes for index in kept_indices)
     while kept_bytes > budget:
@@ -59,7 +61,7 @@ def greedy(
         def eviction_order(
             index: int, kept_indices: frozenset[int] = kept_indices, kept_cost: float = kept_cost
         ) -> tuple[float, int]:
-            # of values of equal cost, the largest is evicted first
+            """Sort key of a value: its score; of values of equal score, the largest has the least key."""
             staleness = clock - last_read[index] + clock * 1e-6 if score == "dtr_static" else 1.0
             value_bytes = graph.values[index].bytes
             return (rerun_cost(kept_indices - {index}) - kept_cost) / (value_bytes * staleness or 1.0), -value_bytes
@@ -70,20 +72,21 @@ def greedy(
     return save_set(graph, (graph.values[index].name for index in kept_indices))
 
 
-def _worth_keeping(graph: BlockGraph) -> frozenset[int]:
+def _indices_worth_keeping(graph: BlockGraph) -> frozenset[int]:
     """Indices of the values kept before eviction.
 
-    They are the named values that the backward pass reads; the last named values before it replace an unnamed one.
+    These are the named values that the backward pass reads. An unnamed value that it reads is replaced by the nearest
+    named values from which the unnamed one is computed.
     """
     initial_indices: set[int] = set()
-    pending = list(graph.needed)
-    visited = set(pending)
-    while pending:
-        value = graph.values[index := pending.pop()]
+    pending_indices = list(graph.needed)
+    visited_indices = set(pending_indices)
+    while pending_indices:
+        value = graph.values[index := pending_indices.pop()]
         if value.mark is not None:
             initial_indices.add(index)
         elif value.producer >= 0:
-            unvisited = [i for i in graph.equations[value.producer].inputs if i not in visited]
-            visited.update(unvisited)
-            pending += unvisited
+            unvisited_indices = [i for i in graph.equations[value.producer].inputs if i not in visited_indices]
+            visited_indices.update(unvisited_indices)
+            pending_indices += unvisited_indices
     return frozenset(index for index in initial_indices if graph.values[index].bytes)

@@ -91,23 +91,26 @@ class Keeping:
         return frozenset({_LATER + name for name in names} | {_residual_name(name) for name in names})
 
     def __call__(self, block: BlockFunction, rolled: bool) -> BlockFunction:
-        """The block under the policy of its save set."""
+        """The block under the policy of its save set; `rolled` tells whether it runs in a scan."""
 
         def keeping_block(*args: Any) -> Any:
+            """Trace the block, name the values of its save set, and run it under a policy that keeps these names."""
             prepare = self.prepare
             prepared_args = args if prepare is None else jax.eval_shape(prepare, args)
             jaxpr, result_shapes = jax.make_jaxpr(block, return_shape=True)(*prepared_args)
             program = inline(jaxpr)
             save = _matching_save(program, self.saves)
-            tags = _tags(program, save, self.later)
-            policy = self.everything if save.keep == (EVERYTHING,) else _policy(jaxpr, prepared_args, program, save)
+            tag_by_number = _tag_by_number(program, save, self.later)
+            policy = self.everything if save.keep == (EVERYTHING,) else _policy_of(jaxpr, prepared_args, program, save)
             if self.later and isinstance(policy, KeepNamed):
                 policy = KeepNamed(policy.keep | self.hosted)
 
             def name_kept(number: int, value: Any) -> Any:
-                return checkpoint_name(value, tags[number]) if number in tags else value
+                """Return a value of the program, given its number; if it is kept, insert its name."""
+                return checkpoint_name(value, tag_by_number[number]) if number in tag_by_number else value
 
             def run(consts: Any, args: Any) -> list[Any]:
+                """Run the block's program on its constants and arguments; return the leaves of the block's result."""
                 leaves = jax.tree.leaves(args if prepare is None else prepare(args))
                 return program.run((*consts, *leaves), name_kept)
 
@@ -124,8 +127,8 @@ def keeping(saves: Sequence[SaveSet]) -> Keeping:
         saves: one save set for each kind of block, which its fingerprint identifies.
 
     Raises:
-        StaleGraph: raised while tracing: none of the sets was made for the traced block.
-        UserError: two different sets are for one block; or, while tracing, the block does not have a value of a set.
+        StaleGraph: when the block is traced, if none of the sets was made for it.
+        UserError: two different sets are for one block; or, when it is traced, the block lacks a value of its set.
     """
     save_by_block: dict[str, SaveSet] = {}
     for save in saves:
@@ -147,13 +150,13 @@ def _matching_save(program: InlinedProgram, save_by_block: Mapping[str, SaveSet]
     return save_by_block[fingerprint]
 
 
-def _tags(program: InlinedProgram, save: SaveSet, later: bool) -> dict[int, str]:
-    """The names to insert for the kept values that the block itself computes, by the number of the value."""
+def _tag_by_number(program: InlinedProgram, save: SaveSet, later: bool) -> dict[int, str]:
+    """The names to insert for kept values that have a number in the program, by that number."""
     prefix_of_name = {**dict.fromkeys(save.keep, MARK), **dict.fromkeys(save.offload, _LATER if later else MARK)}
     return {number: prefix_of_name[name] + name for number, name in program.names().items() if name in prefix_of_name}
 
 
-def _policy(jaxpr: Any, args: Sequence[Any], program: InlinedProgram, save: SaveSet) -> KeepNamed:
+def _policy_of(jaxpr: Any, args: Sequence[Any], program: InlinedProgram, save: SaveSet) -> KeepNamed:
     """The policy that keeps the values of a save set, after a check that the block has them."""
     block_names = set(program.names().values())
     residual_names = [name for name in (*save.keep, *save.offload) if name not in block_names]
@@ -164,11 +167,12 @@ def _policy(jaxpr: Any, args: Sequence[Any], program: InlinedProgram, save: Save
             value_index(graph, name)
 
     def inserted_names(names: Sequence[str]) -> frozenset[str]:
+        """The names of these values in the program in which the wrapper inserted names."""
         return frozenset(MARK + name if name in block_names else _residual_name(name) for name in names)
 
     return KeepNamed(inserted_names(save.keep), inserted_names(save.offload))
 
 
 def _residual_name(name: str) -> str:
-    """The name that an operation gave to its residual: without the number that makes names of a block unique."""
+    """The name that an operation gave to its residual: `name` without the number that makes it unique in the block."""
     return re.sub(r" \(\d+\)$", "", name)

@@ -37,17 +37,15 @@ FORMS = {
 """The text form of each rule."""
 
 POLICIES = (
-    "everything_saveable",
-    "nothing_saveable",
-    "dots_saveable",
-    "checkpoint_dots",
-    "dots_with_no_batch_dims_saveable",
+    "everything_saveable", "nothing_saveable", "dots_saveable", "checkpoint_dots", "dots_with_no_batch_dims_saveable",
     "checkpoint_dots_with_no_batch_dims",
-)
+)  # fmt: skip
 """JAX's own policies that need no argument (`jax.checkpoint_policies`)."""
 
 _BUDGETED = ("chain", "save", "greedy", "dtr_static", "offload")
+"""Rules with a budget."""
 _COUNTED = ("periodic", "revolve")
+"""Rules with a count."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,33 +121,33 @@ class MemoryPlan:
             UserError: a rule, selector, policy or unit is unknown (the message suggests the nearest), or there are too
                 few or too many arguments.
         """
-        head, *arguments = text.strip().split(":")
-        if head not in FORMS:
-            raise unknown("memory plan", head, get_args(MemoryRule))
-        rule = cast(MemoryRule, head)
+        rule_name, *arguments = text.strip().split(":")
+        if rule_name not in FORMS:
+            raise unknown("memory plan", rule_name, get_args(MemoryRule))
+        rule = cast(MemoryRule, rule_name)
         if rule == "file":
             return cls(rule, name=":".join(arguments) or None)
-        fields = FORMS[rule].replace("[", "").replace("]", "").split(":")[1:]
+        argument_names = FORMS[rule].replace("[", "").replace("]", "").split(":")[1:]
         optional_count = FORMS[rule].count("[")
-        if not len(fields) - optional_count <= len(arguments) <= len(fields):
+        if not len(argument_names) - optional_count <= len(arguments) <= len(argument_names):
             raise UserError(f"memory plan {text!r}: expected {FORMS[rule]}")
-        argument_by_field = dict(zip(fields, arguments, strict=False))
+        argument_by_name = dict(zip(argument_names, arguments, strict=False))
         subject = f"memory plan {rule}:"
-        count = argument_by_field.get("K") or argument_by_field.get("SLOTS")
-        if count is not None and not count.isdecimal():
-            raise UserError(f"memory plan {text!r}: got {count!r}, expected a whole number: {FORMS[rule]}")
-        selector, objective = argument_by_field.get("SELECTOR"), argument_by_field.get("flop|seconds")
+        count_text = argument_by_name.get("K") or argument_by_name.get("SLOTS")
+        if count_text is not None and not count_text.isdecimal():
+            raise UserError(f"memory plan {text!r}: got {count_text!r}, expected a whole number: {FORMS[rule]}")
+        selector, objective = argument_by_name.get("SELECTOR"), argument_by_name.get("flop|seconds")
         if selector is not None and selector not in get_args(Selector):
             raise unknown("selector", selector, get_args(Selector))
         if objective is not None and objective not in get_args(SaveSetObjective):
             raise unknown("objective", objective, get_args(SaveSetObjective))
         return cls(
             rule,
-            budget=parse_bytes(argument_by_field["BYTES"], subject) if "BYTES" in argument_by_field else None,
-            count=int(count) if count is not None else None,
+            budget=parse_bytes(argument_by_name["BYTES"], subject) if "BYTES" in argument_by_name else None,
+            count=int(count_text) if count_text is not None else None,
             selector=cast(Selector | None, selector),
             objective=cast(SaveSetObjective | None, objective),
-            name=argument_by_field.get("POLICY"),
+            name=argument_by_name.get("POLICY"),
         )
 
     @property

@@ -33,9 +33,11 @@ from jaxscale.memory.chain import ChainCost, Nodes, Remat, Save, Stage, simulate
 from jaxscale.values.byte_sizes import bytes_at_least, bytes_text
 
 CostRow = np.ndarray
+"""Float64 array of shape (number of slots,): seconds by slot of free bytes, infinite if no plan fits."""
 Bound = Literal["alive", "kept"]
 """What a budget bounds: all live bytes at any time, or the bytes kept for a backward pass."""
-_EXTRA = 0.01  # fraction of the grid beyond the budget, for plans that only rounded sizes put over the budget
+_EXTRA = 0.01
+"""Slots beyond the budget, as a share of the grid, for plans whose rounded sizes exceed it and true sizes do not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,20 +83,20 @@ def rotor(
         14.0
     """
     problem = _Problem(tuple(stages), input_bytes, bound)
-    least_bytes = problem.least()
+    least_bytes = problem.least_bytes()
     if budget < least_bytes:
         raise _infeasible(problem, budget, least_bytes)
     table = _Table(problem, problem.grid(budget - input_bytes, slots))
     for slot in table.slots():
         nodes = table.nodes(0, problem.count - 1, slot)
         cost = simulate(nodes, stages, input_bytes)
-        if problem.bounded(cost) <= budget:
+        if problem.bounded_bytes(cost) <= budget:
             seconds = float(table.row(0, problem.count - 1)[slot])
-            return ChainPlan(nodes, seconds, cost.peak_bytes, cost.kept_bytes, table.exact)
+            return ChainPlan(nodes, seconds, cost.peak_bytes, cost.kept_bytes, exact=table.exact)
     # the budget is so near the least that rounding leaves no plan within it
     nodes = problem.least_nodes(0, problem.count - 1)
     cost = simulate(nodes, stages, input_bytes)
-    return ChainPlan(nodes, cost.seconds, cost.peak_bytes, cost.kept_bytes, False)
+    return ChainPlan(nodes, cost.seconds, cost.peak_bytes, cost.kept_bytes, exact=False)
 
 
 def least_budget(stages: Sequence[Stage], input_bytes: int, bound: Bound = "alive") -> int:
@@ -106,16 +108,16 @@ def least_budget(stages: Sequence[Stage], input_bytes: int, bound: Bound = "aliv
         >>> least_budget([Stage(1.0, 2.0, 1)] * 4, 1, "kept")
         2
     """
-    return _Problem(tuple(stages), input_bytes, bound).least()
+    return _Problem(tuple(stages), input_bytes, bound).least_bytes()
 
 
 def _infeasible(problem: "_Problem", budget: int, least_bytes: int) -> UserError:
     """The error for a budget below the least possible."""
-    needed_bytes = [
+    save_needs = [
         min(problem.save_need(index, option, index) for option in range(len(stage.options)))
         for index, stage in enumerate(problem.stages)
     ]
-    stage_bytes = [need + input_bytes for need, input_bytes in zip(needed_bytes, problem.x, strict=False)]
+    stage_bytes = [save_need + input_bytes for save_need, input_bytes in zip(save_needs, problem.x, strict=False)]
     index = max(range(problem.count), key=stage_bytes.__getitem__)
     return UserError(
         f"a budget of {bytes_text(budget)} ({problem.bound}) is too low for {problem.count} stages: the least possible "
@@ -125,7 +127,7 @@ def _infeasible(problem: "_Problem", budget: int, least_bytes: int) -> UserError
 
 
 class _Problem:
-    """A chain's costs as arrays.
+    """The costs of a chain's stages as arrays.
 
     x[i] are the bytes of stage i's input, and x[L], for L stages, those of the last output; elapsed[i] are the forward
     seconds of the stages before i.
@@ -133,7 +135,7 @@ class _Problem:
 
     def __init__(self, stages: tuple[Stage, ...], input_bytes: int, bound: Bound) -> None:
         if not stages:
-            raise UserError("a chain of no stages: expected at least one stage")
+            raise UserError("chain: got no stages, expected at least one")
         self.stages, self.input_bytes, self.count, self.bound = stages, input_bytes, len(stages), bound
         self.x = [input_bytes, *(stage.output_bytes for stage in stages)]
         self.elapsed = np.concatenate([[0.0], np.cumsum([stage.forward_seconds for stage in stages])])
@@ -146,20 +148,20 @@ class _Problem:
         self.kept: list[list[int]] = []
         self.run_need: list[list[int]] = []
         for start in range(self.count if not self.is_alike else 1):
-            kept_row, need_row, passed_bytes, run_bytes, output_kept = [], [], math.inf, 0, 0
+            kept_row, need_row, passed_bytes, run_bytes, kept_bytes = [], [], math.inf, 0, 0
             for index in range(start, self.count):
                 stage = stages[index]
                 passed_bytes = min(passed_bytes, stage.passed_bytes)
-                run_bytes = max(run_bytes, output_kept + stage.output_bytes - stage.passed_bytes + stage.working_bytes)
-                output_kept = stage.output_bytes - int(passed_bytes)
-                kept_row.append(output_kept)
+                run_bytes = max(run_bytes, kept_bytes + stage.output_bytes - stage.passed_bytes + stage.working_bytes)
+                kept_bytes = stage.output_bytes - int(passed_bytes)
+                kept_row.append(kept_bytes)
                 need_row.append(run_bytes if bound == "alive" else 0)
             self.kept.append(kept_row)
             self.run_need.append(need_row)
         if self.is_alike:
             self.kept, self.run_need = self.kept * self.count, self.run_need * self.count
 
-    def bounded(self, cost: ChainCost) -> int:
+    def bounded_bytes(self, cost: ChainCost) -> int:
         """The bytes, of a plan with this cost, that the budget bounds."""
         return cost.peak_bytes if self.bound == "alive" else cost.kept_bytes
 
@@ -183,9 +185,10 @@ class _Problem:
 
     # -- the least memory ----------------------------------------------------------------------------------------------
 
-    def least(self) -> int:
+    def least_bytes(self) -> int:
         """The least bytes that any plan of the chain needs."""
         if not hasattr(self, "_least"):
+            # least bytes of each run of stages, and the number for the beginning of its plan (`_least_choices`)
             self._least: dict[tuple[int, int], tuple[int, int]] = {}
             for first, last in self._spans():
                 choices = self._least_choices(first, last)
@@ -207,9 +210,10 @@ class _Problem:
 
     def least_nodes(self, first: int, last: int) -> Nodes:
         """The plan of stages first..last that needs the least memory."""
-        self.least()
+        self.least_bytes()
         if first > last:
             return ()
+        # the number for the beginning of the plan, as in `_least_choices`
         choice = self._least[self._key(first, last)][1]
         if choice < 0:
             return (Save(first, -1 - choice), *self.least_nodes(first + 1, last))
@@ -233,21 +237,22 @@ class _Problem:
     # -- the least time ------------------------------------------------------------------------------------------------
 
     def grid(self, free_bytes: int, slots: int) -> "_Grid":
-        """The grid of a table for a budget of `free_bytes` besides the chain's input."""
-        sizes = {self.saved_bytes(i, k) for i, stage in enumerate(self.stages) for k in range(len(stage.options))}
-        sizes.update(size for row in self.kept for size in row)
-        kept_sizes = np.array(sorted(sizes), dtype=np.float64)
-        unit = math.gcd(*(int(size) for size in kept_sizes)) or 1
+        """The grid of a table, with about `slots` slots, for a budget of `free_bytes` besides the chain's input."""
+        kept_bytes = {self.saved_bytes(i, k) for i, stage in enumerate(self.stages) for k in range(len(stage.options))}
+        kept_bytes.update(byte_count for row in self.kept for byte_count in row)
+        kept_sizes = np.array(sorted(kept_bytes), dtype=np.float64)
+        unit = math.gcd(*(int(byte_count) for byte_count in kept_sizes)) or 1
         slots = 4 * slots if self.is_alike else slots
         if free_bytes // unit <= slots:
-            count = free_bytes // unit
-            return _Grid(float(unit), count, float(free_bytes - count * unit), count + 1, True)
+            slot_count = free_bytes // unit
+            return _Grid(float(unit), slot_count, float(free_bytes - slot_count * unit), slot_count + 1, exact=True)
         # choose, of several grids, the one that rounds this chain's kept sizes most accurately
-        counts = np.arange(slots, slots + slots // 5 + 1)
-        slot_sizes = kept_sizes[None, :] * (counts[:, None] / free_bytes)
-        rounding_errors = (np.abs(np.rint(slot_sizes) - slot_sizes) / counts[:, None]).sum(1)
-        count = int(counts[np.argmin(rounding_errors)])
-        return _Grid(free_bytes / count, count, 0.0, count + 1 + math.ceil(_EXTRA * count), False)
+        slot_counts = np.arange(slots, slots + slots // 5 + 1)
+        slot_sizes = kept_sizes[None, :] * (slot_counts[:, None] / free_bytes)
+        rounding_errors = (np.abs(np.rint(slot_sizes) - slot_sizes) / slot_counts[:, None]).sum(1)
+        slot_count = int(slot_counts[np.argmin(rounding_errors)])
+        length = slot_count + 1 + math.ceil(_EXTRA * slot_count)
+        return _Grid(free_bytes / slot_count, slot_count, remainder=0.0, length=length, exact=False)
 
 
 class _Grid(NamedTuple):
@@ -267,28 +272,33 @@ class _Grid(NamedTuple):
     length: int
     exact: bool
 
-    def size(self, byte_count: int) -> int:
+    def slots_of(self, byte_count: int) -> int:
         """The nearest number of slots to a number of bytes."""
         return round(byte_count / self.unit)
 
-    def first(self, needed_bytes: float) -> int:
+    def first_slot(self, needed_bytes: float) -> int:
         """The first slot with at least `needed_bytes` free."""
         return max(0, math.ceil((needed_bytes - self.remainder) / self.unit - 1e-9))
 
 
 class _Table:
-    """C(s, t, m) for all stages s <= t and slots m; infinite if no plan fits."""
+    """C(s, t, m) for all stages s <= t and slots m; infinite if no plan fits.
+
+    `kept_slots` has the slots of the bytes in `_Problem.kept`. `_rows[s][t - s]` is C(s, t, :); identical stages have
+    only `_rows[0]`.
+    """
 
     def __init__(self, problem: _Problem, grid: _Grid) -> None:
         self.problem, self.grid, self.exact = problem, grid, grid.exact
-        self.sizes = [[grid.size(size) for size in row] for row in problem.kept[: 1 if problem.is_alike else None]]
+        kept_rows = problem.kept[: 1 if problem.is_alike else None]
+        self.kept_slots = [[grid.slots_of(byte_count) for byte_count in row] for row in kept_rows]
         if problem.is_alike:
             self._fill_alike()
         else:
             self._fill()
 
     def row(self, first: int, last: int) -> CostRow:
-        """C(first, last, :)."""
+        """The row C(first, last, :) of the table."""
         return self._rows[0][last - first] if self.problem.is_alike else self._rows[first][last - first]
 
     def slots(self) -> Iterator[int]:
@@ -300,11 +310,12 @@ class _Table:
     def nodes(self, first: int, last: int, slot: int) -> Nodes:
         """The plan whose cost is C(first, last, slot)."""
         problem, nodes = self.problem, []
+        # a choice has the seconds of the rest of the plan and a number for its beginning, as in `_least_choices`
         while first <= last:
             stage, choices = problem.stages[first], []
             for option in range(len(stage.options)):
-                slot_after, seconds = slot - self.grid.size(problem.saved_bytes(first, option)), math.inf
-                if slot >= self.grid.first(problem.save_need(first, option, last)):
+                slot_after, seconds = slot - self.grid.slots_of(problem.saved_bytes(first, option)), math.inf
+                if slot >= self.grid.first_slot(problem.save_need(first, option, last)):
                     if first == last:
                         seconds = problem.save_seconds(first, option)
                     elif slot_after >= 0:
@@ -319,7 +330,7 @@ class _Table:
             choice = min(choices, key=lambda c: c[0])[1]
             if choice < 0:
                 nodes.append(Save(first, -1 - choice))
-                slot -= self.grid.size(problem.saved_bytes(first, -1 - choice))
+                slot -= self.grid.slots_of(problem.saved_bytes(first, -1 - choice))
                 first += 1
             else:
                 nodes.append(Remat(self.nodes(first, choice - 1, slot)))
@@ -329,39 +340,41 @@ class _Table:
 
     def _slots_kept(self, first: int, cut: int) -> int:
         """Slots of the input of stage `cut`, without what the input of stage `first` contains."""
-        return self.sizes[0 if self.problem.is_alike else first][cut - first - 1]
+        return self.kept_slots[0 if self.problem.is_alike else first][cut - first - 1]
 
     def _first_slot_to_run(self, first: int, cut: int, last: int) -> int:
         """The first slot in which stages first..cut-1 can run without keeping values."""
         problem = self.problem
-        return self.grid.first(problem.gradient_bytes[last + 1] + problem.run_need[first][cut - first - 1])
+        return self.grid.first_slot(problem.gradient_bytes[last + 1] + problem.run_need[first][cut - first - 1])
 
-    def _best_option(self, first: int, last: int) -> CostRow:
+    def _best_option_row(self, first: int, last: int) -> CostRow:
         """The cost, by slot, of stages first..last if the first is saved under its best option."""
         problem, grid = self.problem, self.grid
-        best = np.full(grid.length, np.inf)
+        best_row = np.full(grid.length, np.inf)
         for option in range(len(problem.stages[first].options)):
-            size, seconds = grid.size(problem.saved_bytes(first, option)), problem.save_seconds(first, option)
-            first_slot = grid.first(problem.save_need(first, option, last))
-            first_slot = first_slot if first == last else max(first_slot, size)
+            saved_slots = grid.slots_of(problem.saved_bytes(first, option))
+            seconds = problem.save_seconds(first, option)
+            first_slot = grid.first_slot(problem.save_need(first, option, last))
+            first_slot = first_slot if first == last else max(first_slot, saved_slots)
             if first_slot < grid.length:
-                later_slots = slice(first_slot - size, grid.length - size)
+                later_slots = slice(first_slot - saved_slots, grid.length - saved_slots)
                 seconds_after = 0.0 if first == last else self.row(first + 1, last)[later_slots]
-                np.minimum(best[first_slot:], seconds_after + seconds, out=best[first_slot:])
-        return best
+                np.minimum(best_row[first_slot:], seconds_after + seconds, out=best_row[first_slot:])
+        return best_row
 
-    def _shifted(self, row: CostRow, size: int) -> CostRow:
-        """A row of the table with `size` slots taken away: infinite in the first `size` slots."""
+    def _shift(self, row: CostRow, slot_count: int) -> CostRow:
+        """The row with `slot_count` slots taken away: its costs move up, and the first slots become infinite."""
         shifted = np.full(self.grid.length, np.inf)
-        if size < self.grid.length:
-            shifted[size:] = row[: self.grid.length - size]
+        if slot_count < self.grid.length:
+            shifted[slot_count:] = row[: self.grid.length - slot_count]
         return shifted
 
     def _fill(self) -> None:
-        """Fill the table of different stages, by last and first stage."""
+        """Fill the table of different stages: for each last stage, all first stages from the last one down."""
         problem, grid, count = self.problem, self.grid, self.problem.count
         self._rows = [np.empty((count - first, grid.length)) for first in range(count)]
         workspace = np.empty((count, grid.length))
+        # run_needs[s][t]: bytes to run stages s..c-1, besides the input of s and a gradient, for each cut c up to t
         run_needs = [
             [np.array(problem.run_need[first][: last - first], dtype=np.float64) for last in range(count)]
             for first in range(count)
@@ -370,41 +383,43 @@ class _Table:
             # after_cut[c]: C(c, last, m - x(c)), plus the forward seconds from the chain's start to c
             after_cut = np.full((last + 1, grid.length), np.inf)
             for first in range(last, -1, -1):
-                best = self._best_option(first, last)
+                costs = self._best_option_row(first, last)
                 if last > first:
-                    candidates = workspace[: last - first]
+                    # costs by cut and slot, if the stages before the cut run again
+                    cut_rows = workspace[: last - first]
                     if problem.has_passed_bytes:
                         for cut in range(first + 1, last + 1):
-                            after_cut[cut] = self._shifted(self.row(cut, last), self._slots_kept(first, cut))
+                            after_cut[cut] = self._shift(self.row(cut, last), self._slots_kept(first, cut))
                             after_cut[cut] += problem.elapsed[cut]
-                    np.add(self._rows[first][: last - first], after_cut[first + 1 :], out=candidates)
-                    low_bytes = problem.gradient_bytes[last + 1] + run_needs[first][last] - grid.remainder
-                    first_slots = np.ceil(low_bytes / grid.unit - 1e-9)
+                    np.add(self._rows[first][: last - first], after_cut[first + 1 :], out=cut_rows)
+                    needed_bytes = problem.gradient_bytes[last + 1] + run_needs[first][last] - grid.remainder
+                    first_slots = np.ceil(needed_bytes / grid.unit - 1e-9)
                     for index, first_slot in enumerate(first_slots.astype(int).tolist()):
-                        candidates[index, : max(first_slot, 0)] = np.inf
-                    np.minimum(best, candidates.min(0) - problem.elapsed[first], out=best)
-                self._rows[first][last - first] = best
+                        cut_rows[index, : max(first_slot, 0)] = np.inf
+                    np.minimum(costs, cut_rows.min(0) - problem.elapsed[first], out=costs)
+                self._rows[first][last - first] = costs
                 if not problem.has_passed_bytes and first:
-                    after_cut[first] = self._shifted(best, self._slots_kept(first - 1, first)) + problem.elapsed[first]
+                    after_cut[first] = self._shift(costs, self._slots_kept(first - 1, first)) + problem.elapsed[first]
 
     def _fill_alike(self) -> None:
-        """Fill the table of identical stages, by the number of stages."""
+        """Fill the table of identical stages in order of the number of stages, `last` + 1."""
         problem, grid, count = self.problem, self.grid, self.problem.count
         self._rows = [np.empty((count, grid.length))]
+        # rows[n - 1]: C of n stages; after_cut[n - 1]: the same with the slots of their input taken away
         rows = self._rows[0]
         after_cut = np.empty((count, grid.length))
         workspace = np.empty((count, grid.length))
-        size, seconds = self.sizes[0][0], problem.stages[0].forward_seconds
-        forward_seconds = seconds * np.arange(1, count + 1)[:, None]
+        stage_slots, stage_seconds = self.kept_slots[0][0], problem.stages[0].forward_seconds
+        forward_seconds = stage_seconds * np.arange(1, count + 1)[:, None]
         for last in range(count):
-            best = self._best_option(0, last)
+            costs = self._best_option_row(0, last)
             if last:
-                candidates = workspace[:last]
+                cut_rows = workspace[:last]
                 # segments of 1, 2, .. stages, and the stages after each
-                np.add(rows[:last], after_cut[last - 1 :: -1], out=candidates)
-                candidates += forward_seconds[:last]
+                np.add(rows[:last], after_cut[last - 1 :: -1], out=cut_rows)
+                cut_rows += forward_seconds[:last]
                 for index in range(last):
-                    candidates[index, : self._first_slot_to_run(0, index + 1, last)] = np.inf
-                np.minimum(best, candidates.min(0), out=best)
-            rows[last] = best
-            after_cut[last] = self._shifted(best, size)
+                    cut_rows[index, : self._first_slot_to_run(0, index + 1, last)] = np.inf
+                np.minimum(costs, cut_rows.min(0), out=costs)
+            rows[last] = costs
+            after_cut[last] = self._shift(costs, stage_slots)

@@ -1,4 +1,4 @@
-"""Save sets of a block: the bytes of their values on the device and the host, and the cost to recompute the others."""
+"""Save sets of a block: the bytes of their values on the device and the host, and the cost to recompute all others."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from jaxscale.memory.plan import POLICIES, SaveSetObjective
 from jaxscale.programs.block import BlockGraph, Equation
 
 EVERYTHING = "*"
-"""In place of the names in a save set: every residual (a value that the backward pass reads) is kept."""
+"""The only name in a save set that keeps every residual (a value that the backward pass reads)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,10 @@ class Recompute:
 
 
 def cost_of(work: SaveSet | Recompute | BlockGraph | Equation, objective: SaveSetObjective) -> float:
-    """FLOP or modelled seconds: of recomputation for a save set, of the forward pass for a block or an equation."""
+    """Return FLOP or modelled seconds, whichever is the objective.
+
+    For a save set they are those of the recomputation; for a block or an equation, those of the forward pass.
+    """
     return work.flop if objective == "flop" else work.seconds
 
 
@@ -65,7 +68,7 @@ def check_request(graph: BlockGraph, budget: int, objective: SaveSetObjective) -
 
 
 def recompute(graph: BlockGraph, kept_indices: Iterable[int]) -> Recompute:
-    """The equations to recompute if these values are kept: all those that lead to a value that the backward pass reads.
+    """The equations to recompute for the other values that the backward pass reads, if these values are kept.
 
     Args:
         graph: graph of the block.
@@ -84,9 +87,9 @@ def recompute(graph: BlockGraph, kept_indices: Iterable[int]) -> Recompute:
 
 
 def hidden_seconds(graph: BlockGraph, host: Host) -> tuple[float, float]:
-    """Seconds of copies that overlap with the forward pass, and with the backward pass, of a block."""
-    forward = graph.seconds if host.hidden_forward is None else host.hidden_forward
-    return forward, 2 * graph.seconds if host.hidden_backward is None else host.hidden_backward
+    """Seconds of copies that overlap with a block's forward pass, then seconds that overlap with its backward pass."""
+    forward_seconds = graph.seconds if host.hidden_forward is None else host.hidden_forward
+    return forward_seconds, 2 * graph.seconds if host.hidden_backward is None else host.hidden_backward
 
 
 def exposed_seconds(graph: BlockGraph, host: Host | None, host_bytes: int, rerun_seconds: float) -> float:
@@ -112,7 +115,7 @@ def save_set(graph: BlockGraph, keep: Iterable[str], offload: Iterable[str] = ()
     """
     keep, offload = tuple(keep), tuple(offload)
     if keep == (EVERYTHING,):
-        return SaveSet(graph.fingerprint, keep, (), graph.needed_bytes, 0, 0, 0.0)
+        return SaveSet(graph.fingerprint, keep, bytes=graph.needed_bytes)
     kept_indices, offloaded_indices = ([value_index(graph, name) for name in names] for names in (keep, offload))
     recomputation = recompute(graph, (*kept_indices, *offloaded_indices))
     device_bytes, host_bytes = (
@@ -172,4 +175,4 @@ def policy_set(graph: BlockGraph, policy: str) -> SaveSet:
     kept_indices = sorted(saveable_indices & read_indices)
     names = tuple(graph.values[index].name for index in kept_indices)
     kept_bytes = sum(graph.values[index].bytes for index in kept_indices)
-    return SaveSet(graph.fingerprint, names, (), kept_bytes, 0, recomputation.flop, recomputation.seconds)
+    return SaveSet(graph.fingerprint, names, bytes=kept_bytes, flop=recomputation.flop, seconds=recomputation.seconds)

@@ -47,14 +47,15 @@ def plan_stack(
     if budget < inputs_bytes and host is not None:
         raise too_small(budget, inputs_bytes, "save:BYTES for a scanned stack, ")
     if budget < inputs_bytes:
-        return _two_levels(graph, layers, budget, objective)
-    room = budget - inputs_bytes
-    uniform = solve(graph, room // layers, objective=objective, host=host)
-    groups = _mixture(menu(graph, objective=objective, host=host), layers, room, objective)
-    gain = layers * cost_of(uniform, objective) - sum(g.layers * cost_of(g.save, objective) for g in groups if g.save)
-    if len(groups) > 1 and gain > GROUPS_GAIN * 3 * layers * cost_of(graph, objective):
+        return _two_level_decision(graph, layers, budget, objective)
+    value_bytes = budget - inputs_bytes
+    uniform_save = solve(graph, value_bytes // layers, objective=objective, host=host)
+    groups = _best_groups(menu(graph, objective=objective, host=host), layers, value_bytes, objective)
+    groups_cost = sum(group.layers * cost_of(group.save, objective) for group in groups if group.save)
+    cost_gain = layers * cost_of(uniform_save, objective) - groups_cost
+    if len(groups) > 1 and cost_gain > GROUPS_GAIN * 3 * layers * cost_of(graph, objective):
         return StackDecision(groups)
-    return StackDecision((Group(layers, uniform),))
+    return StackDecision((Group(layers, uniform_save),))
 
 
 def least_bytes(graph: BlockGraph, layers: int) -> int:
@@ -74,31 +75,31 @@ def _two_level_inputs(layers: int, segment: int) -> int:
     return layers if segment == 1 else math.ceil(layers / segment) + segment
 
 
-def _two_levels(graph: BlockGraph, layers: int, budget: int, objective: SaveSetObjective) -> StackDecision:
+def _two_level_decision(graph: BlockGraph, layers: int, budget: int, objective: SaveSetObjective) -> StackDecision:
     """The cheapest stack whose segments run again, within a budget smaller than the inputs of all blocks."""
     input_bytes = graph.carried_bytes
     least_budget = least_bytes(graph, layers)
     if budget < least_budget:
         raise too_small(budget, least_budget)
     curve = menu(graph, objective=objective)
-    candidates: list[tuple[float, int, int]] = []  # (cost, number of inputs, segment)
+    candidates: list[tuple[float, int, int]] = []  # cost, number of inputs, layers of a segment
     for segment in range(2, layers + 1):
         input_count = _two_level_inputs(layers, segment)
         if budget >= input_count * input_bytes:
-            room = (budget - input_count * input_bytes) // segment
-            largest_save = max((save for save in curve if save.bytes <= room), key=lambda save: save.bytes)
+            value_bytes = (budget - input_count * input_bytes) // segment
+            largest_save = max((save for save in curve if save.bytes <= value_bytes), key=lambda save: save.bytes)
             candidates.append((cost_of(largest_save, objective), input_count, segment))
     _, input_count, segment = min(candidates)
     save = solve(graph, (budget - input_count * input_bytes) // segment, objective=objective)
     return StackDecision((Group(layers, save),), segment)
 
 
-def too_small(budget: int, least: int, alternatives: str = "") -> UserError:
-    """The error for a budget below the least possible bytes; `alternatives` lists plans that need less."""
+def too_small(budget: int, least_budget: int, alternatives: str = "") -> UserError:
+    """The error for a budget in bytes below the least possible; `alternatives` lists memory plans that need less."""
     return UserError(
-        f"a memory budget of {bytes_text(budget)} is below the least possible, {bytes_at_least(least)}, which the "
-        f"inputs of blocks take; to lower it, use {alternatives}more microbatches, a smaller batch, or a mesh that "
-        "splits batch or sequence further"
+        f"a memory budget of {bytes_text(budget)} is below the least possible, {bytes_at_least(least_budget)}, which "
+        f"the inputs of blocks take; to lower that, use {alternatives}more microbatches, a smaller batch, or a mesh "
+        "that splits batch or sequence further"
     )
 
 
@@ -108,29 +109,30 @@ def hull(points: Sequence[SaveSet], objective: SaveSetObjective) -> tuple[SaveSe
     for point in sorted(points, key=lambda save: (save.bytes, cost_of(save, objective))):
         if hull_points and cost_of(point, objective) >= cost_of(hull_points[-1], objective):
             continue
-        while len(hull_points) > 1 and _above(hull_points[-2], hull_points[-1], point, objective):
+        while len(hull_points) > 1 and _is_above(hull_points[-2], hull_points[-1], point, objective):
             hull_points.pop()
         hull_points.append(point)
     return tuple(hull_points)
 
 
-def _above(first: SaveSet, middle: SaveSet, last: SaveSet, objective: SaveSetObjective) -> bool:
+def _is_above(first: SaveSet, middle: SaveSet, last: SaveSet, objective: SaveSetObjective) -> bool:
     """Whether, in a plot of cost against bytes, the middle point is on or above the line from the first to the last."""
     middle_rise = (cost_of(middle, objective) - cost_of(first, objective)) * (last.bytes - first.bytes)
     line_rise = (cost_of(last, objective) - cost_of(first, objective)) * (middle.bytes - first.bytes)
     return middle_rise >= line_rise
 
 
-def _mixture(curve: Sequence[SaveSet], layers: int, room: int, objective: SaveSetObjective) -> tuple[Group, ...]:
-    """The cheapest one or two groups of layers whose save sets lie on the hull and fit the bytes of `room`."""
-    points = hull(curve, objective)
+def _best_groups(curve: Sequence[SaveSet], layers: int, room: int, objective: SaveSetObjective) -> tuple[Group, ...]:
+    """The cheapest one or two groups of layers whose save sets lie on the hull and take at most `room` bytes."""
+    hull_saves = hull(curve, objective)
     mixtures: list[tuple[float, tuple[Group, ...]]] = []
-    for low, high in zip(points, (*points[1:], points[-1]), strict=True):
-        if low.bytes * layers > room:
+    for low_save, high_save in zip(hull_saves, (*hull_saves[1:], hull_saves[-1]), strict=True):
+        if low_save.bytes * layers > room:
             break
-        extra_bytes = high.bytes - low.bytes
-        count_high = layers if not extra_bytes else min(layers, (room - low.bytes * layers) // extra_bytes)
-        groups = tuple(Group(count, save) for count, save in ((layers - count_high, low), (count_high, high)) if count)
+        extra_bytes = high_save.bytes - low_save.bytes
+        high_count = layers if not extra_bytes else min(layers, (room - low_save.bytes * layers) // extra_bytes)
+        counts_and_saves = ((layers - high_count, low_save), (high_count, high_save))
+        groups = tuple(Group(count, save) for count, save in counts_and_saves if count)
         cost = sum(group.layers * cost_of(group.save, objective) for group in groups if group.save is not None)
         mixtures.append((cost, groups))
     return min(mixtures, key=lambda mixture: mixture[0])[1]
@@ -150,61 +152,71 @@ def share(calls: Sequence[BlockCall], budget: int, *, objective: SaveSetObjectiv
     inputs_bytes = sum(call.count * call.input_bytes for call in calls)
     if budget < inputs_bytes:
         raise too_small(budget, inputs_bytes, "chain:BYTES, which keeps the inputs of fewer blocks, ")
-    room = budget - inputs_bytes
+    value_bytes = budget - inputs_bytes
     count_by_kind: dict[str, int] = {}
-    graphs = {call.fingerprint: call.graph for call in calls}
+    graph_by_kind = {call.fingerprint: call.graph for call in calls}
     for call in calls:
         count_by_kind[call.fingerprint] = count_by_kind.get(call.fingerprint, 0) + call.count
-    if len(graphs) == 1:
-        [(kind, graph)] = graphs.items()
-        return (solve(graph, room // count_by_kind[kind], objective=objective),)
-    curve_by_kind = {kind: menu(graph, objective=objective) for kind, graph in graphs.items()}
-    chosen_saves = _choose([(count_by_kind[kind], curve_by_kind[kind]) for kind in graphs], room, objective)
-    spare_bytes = room - sum(count_by_kind[save.block] * save.bytes for save in chosen_saves)
+    if len(graph_by_kind) == 1:
+        [(kind, graph)] = graph_by_kind.items()
+        return (solve(graph, value_bytes // count_by_kind[kind], objective=objective),)
+    curve_by_kind = {kind: menu(graph, objective=objective) for kind, graph in graph_by_kind.items()}
+    curves = [(count_by_kind[kind], curve_by_kind[kind]) for kind in graph_by_kind]
+    chosen_saves = _choose(curves, value_bytes, objective)
+    spare_bytes = value_bytes - sum(count_by_kind[save.block] * save.bytes for save in chosen_saves)
     # the curves have gaps, so bytes are left over: each kind in turn may use them
     saves = []
     for save in chosen_saves:
         count = count_by_kind[save.block]
-        larger_save = solve(graphs[save.block], save.bytes + spare_bytes // count, objective=objective)
+        larger_save = solve(graph_by_kind[save.block], save.bytes + spare_bytes // count, objective=objective)
         better_save = larger_save if cost_of(larger_save, objective) < cost_of(save, objective) else save
         spare_bytes -= count * (better_save.bytes - save.bytes)
         saves.append(better_save)
     return tuple(saves)
 
 
-def _choose(kinds: Sequence[tuple[int, Sequence[SaveSet]]], room: int, objective: SaveSetObjective) -> list[SaveSet]:
+def _choose(curves: Sequence[tuple[int, Sequence[SaveSet]]], room: int, objective: SaveSetObjective) -> list[SaveSet]:
     """One save set of each kind's curve, by integer program: the least total cost within `room` bytes.
 
     Args:
-        kinds: for each kind of block, the number of its blocks and its curve.
+        curves: for each kind of block, the number of its blocks and its curve.
         room: most bytes that the values of all blocks may take.
         objective: the cost to minimize.
     """
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    points = [(row, count, save) for row, (count, curve) in enumerate(kinds) for save in curve]
-    cost = np.array([count * cost_of(save, objective) for _, count, save in points], float)
+    # index of the kind, number of its blocks, save set
+    points = [(kind, count, save) for kind, (count, curve) in enumerate(curves) for save in curve]
+    point_costs = np.array([count * cost_of(save, objective) for _, count, save in points], float)
     point_bytes = np.array([count * save.bytes for _, count, save in points], float)
-    one_per_kind = np.array([[float(row == kind) for row, _, _ in points] for kind in range(len(kinds))])
-    unit = float(point_bytes.max()) or 1.0
+    kind_rows = np.array([[float(kind == row) for kind, _, _ in points] for row in range(len(curves))])
+    byte_unit = float(point_bytes.max()) or 1.0
     solution = milp(
-        cost / (cost.max() or 1.0),
+        point_costs / (point_costs.max() or 1.0),
         integrality=np.ones(len(points)),
         bounds=Bounds(0, 1),
         constraints=[
-            LinearConstraint(one_per_kind, 1, 1),
-            LinearConstraint(point_bytes[None, :] / unit, -np.inf, room / unit),
+            LinearConstraint(kind_rows, 1, 1),
+            LinearConstraint(point_bytes[None, :] / byte_unit, -np.inf, room / byte_unit),
         ],
         options={"mip_rel_gap": 0},
     )
     assert solution.x is not None, "the choice to keep nothing of any block always fits"
-    return [save for (_, _, save), amount in zip(points, solution.x, strict=True) if amount > 0.5]
+    return [save for (_, _, save), choice in zip(points, solution.x, strict=True) if choice > 0.5]
 
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """Bytes that all blocks of a model keep, and the cost of their recomputation."""
+    """Bytes that all blocks of a model keep, and the cost of their recomputation.
+
+    Args:
+        layers: number of blocks.
+        bytes: bytes kept on the device, inputs of blocks included.
+        host_bytes: bytes kept in host memory.
+        flop: FLOP that the backward pass recomputes.
+        seconds: modelled seconds of recomputation and of copies that do not overlap with computation.
+    """
 
     layers: int
     bytes: int
@@ -216,13 +228,13 @@ class Totals:
 def totals(calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Totals:
     """The totals of a model whose blocks each keep the save set of their kind."""
     save_by_block = {save.block: save for save in saves}
-    pairs = [(call, save_by_block[call.fingerprint]) for call in calls]
+    calls_and_saves = [(call, save_by_block[call.fingerprint]) for call in calls]
     return Totals(
-        sum(call.count for call in calls),
-        sum(call.count * (call.input_bytes + save.bytes) for call, save in pairs),
-        sum(call.count * save.host_bytes for call, save in pairs),
-        sum(call.count * save.flop for call, save in pairs),
-        sum(call.count * save.seconds for call, save in pairs),
+        layers=sum(call.count for call in calls),
+        bytes=sum(call.count * (call.input_bytes + save.bytes) for call, save in calls_and_saves),
+        host_bytes=sum(call.count * save.host_bytes for call, save in calls_and_saves),
+        flop=sum(call.count * save.flop for call, save in calls_and_saves),
+        seconds=sum(call.count * save.seconds for call, save in calls_and_saves),
     )
 
 
@@ -230,13 +242,13 @@ def stack_totals(graph: BlockGraph, stack: StackDecision) -> Totals:
     """The totals of a scanned stack with groups or segments; a group without a save set keeps everything."""
     layers, input_bytes = stack.layers, graph.carried_bytes
     everything = SaveSet(graph.fingerprint, bytes=graph.needed_bytes)
-    groups = [(group.layers, group.save or everything) for group in stack.groups]
-    flop = sum(count * save.flop for count, save in groups)
-    seconds = sum(count * save.seconds for count, save in groups)
-    host_bytes = sum(count * save.host_bytes for count, save in groups)
+    group_saves = [(group.layers, group.save or everything) for group in stack.groups]
+    flop = sum(count * save.flop for count, save in group_saves)
+    seconds = sum(count * save.seconds for count, save in group_saves)
+    host_bytes = sum(count * save.host_bytes for count, save in group_saves)
     if stack.segment is None:
-        kept_bytes = layers * input_bytes + sum(count * save.bytes for count, save in groups)
+        kept_bytes = layers * input_bytes + sum(count * save.bytes for count, save in group_saves)
         return Totals(layers, kept_bytes, host_bytes, flop, seconds)
     segment = min(stack.segment, layers)
-    kept_bytes = _two_level_inputs(layers, segment) * input_bytes + segment * max(save.bytes for _, save in groups)
+    kept_bytes = _two_level_inputs(layers, segment) * input_bytes + segment * max(save.bytes for _, save in group_saves)
     return Totals(layers, kept_bytes, host_bytes, flop + layers * graph.flop, seconds + layers * graph.seconds)

@@ -18,7 +18,7 @@ from jaxscale.typing import Array, Batch, Float, Int
 def cross_entropy(
     logits: Float[Array, "*rows V"], labels: Int[Array, "*rows"], smoothing: float = 0.0
 ) -> Float[Array, "*rows"]:
-    """Nats per target: (1 - a) * -log p[label] + a * mean over classes of -log p.
+    """Return nats per target: (1 - a) * -log p[label] + a * mean over classes of -log p.
 
     Args:
         logits: unnormalised log-probabilities, of any float type; computed in float32.
@@ -41,12 +41,12 @@ def cross_entropy(
 
 
 def weighted_sum(losses: Float[Array, "B ..."], batch: Batch) -> Loss:
-    """The weighted sum of the losses, and the sum of `batch["weights"]`; without weights every target has weight 1.
+    """Return the weighted sum of losses, and the sum of `batch["weights"]`; without weights each target has weight 1.
 
     Weights have shape [B], one per row, or the shape of the losses, one per target.
 
     Raises:
-        UserError: the weights have neither shape.
+        UserError: the weights have neither of these shapes.
     """
     losses = losses.astype(jnp.float32)
     weights = batch.get("weights")
@@ -64,12 +64,12 @@ def weighted_sum(losses: Float[Array, "B ..."], batch: Batch) -> Loss:
 
 
 def correct(logits: Float[Array, "*rows V"], labels: Int[Array, "*rows"]) -> Float[Array, "*rows"]:
-    """1.0 for each target whose label has the largest logit, 0.0 for the others."""
+    """Return 1.0 for each target whose label has the largest logit, 0.0 for the others."""
     return (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
 
 
 def image_loss(module: Callable[..., Any], batch: Batch, context: Context, smoothing: float) -> Loss:
-    """Sums of the cross-entropy between `module(batch["images"])` and `batch["labels"]`, and of the weights."""
+    """Sum the cross-entropy between `module(batch["images"])` and `batch["labels"]`, and the weights."""
     logits = module(jnp.asarray(batch["images"]), context=context)
     return weighted_sum(cross_entropy(logits, jnp.asarray(batch["labels"]), smoothing), batch)
 
@@ -77,7 +77,7 @@ def image_loss(module: Callable[..., Any], batch: Batch, context: Context, smoot
 def image_accuracy(
     module: Callable[..., Any], batch: Batch, context: Context
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The sum of the weights of the rows whose label has the largest logit, and of the weights of all rows."""
+    """Return the sum of the weights of the rows whose label has the largest logit, and that of all rows."""
     logits = module(jnp.asarray(batch["images"]), context=context)
     correct_sum = weighted_sum(correct(logits, jnp.asarray(batch["labels"])), batch)
     return correct_sum.total, correct_sum.weight

@@ -33,8 +33,8 @@ class Llama3Scaling:
     Args:
         factor: divisor of low frequencies: the ratio of the longer context to the original one.
         low_freq_factor: frequencies with a wavelength above original_context / low_freq_factor are divided.
-        high_freq_factor: frequencies with a wavelength below original_context / high_freq_factor are kept; between the
-            two wavelengths, the result is interpolated.
+        high_freq_factor: frequencies with a wavelength below original_context / high_freq_factor are kept. Frequencies
+            with a wavelength between the two are interpolated.
         original_context: context of the original training, in positions.
 
     References:
@@ -58,9 +58,9 @@ class Llama3Scaling:
             )
 
     def __call__(self, frequencies: "np.ndarray") -> "np.ndarray":
-        """The scaled frequencies, in radians per position."""
-        turns = self.original_context * frequencies / (2 * math.pi)
-        unscaled_share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        """Return the scaled frequencies, in radians per position."""
+        turns_in_context = self.original_context * frequencies / (2 * math.pi)
+        unscaled_share = (turns_in_context - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         unscaled_share = unscaled_share.clip(0.0, 1.0)
         return unscaled_share * frequencies + (1 - unscaled_share) * frequencies / self.factor
 
@@ -161,24 +161,16 @@ class Decoder:
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise UserError(f"kv_heads: got {self.kv_heads}, expected a divisor of heads {self.heads}")
         if self.positions == "rotary" and self.head_width % 2:
-            raise UserError(
-                f"head_dim: got {self.head_width}, expected an even width: rotary positions rotate pairs of dims"
-            )
+            raise UserError(f"head_dim: got {self.head_width}, expected an even number for rotary positions")
         if self.rotary_scaling is not None and self.positions != "rotary":
-            raise UserError(
-                f"rotary_scaling changes rotary positions, but positions is {self.positions!r}; leave one out"
-            )
+            raise UserError(f"rotary_scaling is for rotary positions, got positions {self.positions!r}: leave one out")
         if self.norm_plus_one and self.norm != "rms":
-            raise UserError(
-                f"norm_plus_one is a way to store the gain of an RMSNorm, but norm is {self.norm!r}; leave one out"
-            )
+            raise UserError(f"norm_plus_one is for the norm 'rms', got norm {self.norm!r}: leave one out")
         if not self.windows:
             raise UserError("windows: got (), expected one entry per layer of the pattern; (None,) sees all positions")
         for window in self.windows:
             if window is not None and window < 1:
-                raise UserError(
-                    f"windows: got {window!r} among {self.windows}, expected positions >= 1, or None for all"
-                )
+                raise UserError(f"windows: got {window!r} in {self.windows}, expected positions >= 1, or None for all")
         if len(self.windows) > self.layers:
             raise UserError(
                 f"windows: got {len(self.windows)} entries, expected at most one for each of {self.layers} layers"
@@ -201,7 +193,7 @@ class Decoder:
 
     @property
     def parameters(self) -> int:
-        """Number of trained numbers, without padding of the vocabulary."""
+        """Number of trained parameters, without padding of the vocabulary."""
         norm_count = self.embed * (2 if self.norm == "layer" else 1)
         query_width, key_width = self.heads * self.head_width, self.kv_count * self.head_width
         attention_count = self.embed * (2 * query_width + 2 * key_width) + 2 * self.head_width * self.qk_norm
@@ -210,23 +202,21 @@ class Decoder:
         mlp_count = (1 + input_projections) * self.embed * self.mlp_width
         mlp_count += (input_projections * self.mlp_width + self.embed) * self.mlp_bias
         block_count = attention_count + mlp_count + (4 if self.post_norms else 2) * norm_count
-        table_count = self.vocab * self.embed * (1 if self.tied else 2) + self.context * self.embed * (
-            self.positions == "learned"
-        )
-        return self.layers * block_count + norm_count + table_count
+        table_rows = self.vocab * (1 if self.tied else 2) + self.context * (self.positions == "learned")
+        return self.layers * block_count + norm_count + table_rows * self.embed
 
     def logical_sizes(self) -> dict[str, int]:
         """Size of each logical axis that a mesh axis must divide; the vocabulary is padded instead."""
         return {"heads": self.heads, "kv_heads": self.kv_count, "mlp": self.mlp_width, "embed": self.embed}
 
     def build(self, rngs: "nnx.Rngs", *, vocab_multiple: int = 1) -> "DecoderModule":
-        """The NNX module. The vocabulary dim of its parameters is padded to a multiple of `vocab_multiple`."""
+        """Build the NNX module. The vocabulary dim of its parameters is padded to a multiple of `vocab_multiple`."""
         from jaxscale.models.decoder_module import DecoderModule
 
         return DecoderModule(self, vocab_multiple=vocab_multiple, rngs=rngs)
 
     def loss(self, module: "DecoderModule", batch: "Batch", context: "Context") -> "Loss":
-        """Sums of the cross-entropy of a batch's targets, chunked over positions by `context.loss_chunk`.
+        """Sum the cross-entropy of a batch's targets, in chunks of `context.loss_chunk` positions.
 
         Args:
             module: the result of `build`, or a copy with other parameters.
@@ -238,7 +228,7 @@ class Decoder:
         return decoder_loss(module, batch, context)
 
     def init_cache(self, batch: int, length: int, dtype: Any) -> Any:
-        """An empty KV cache of `length` positions for `batch` rows, which `module(tokens, cache=...)` fills."""
+        """Make an empty KV cache of `length` positions for `batch` rows, which `module(tokens, cache=...)` fills."""
         from jaxscale.models.decoder_module import init_cache
 
         return init_cache(self, batch, length, dtype)

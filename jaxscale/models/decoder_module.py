@@ -27,14 +27,14 @@ from jaxscale.typing import Array, Batch, Float, Int
 
 
 def make_norm(config: Decoder) -> RMSNorm | LayerNorm:
-    """The norm of the kind and settings that the model specifies, over the residual stream."""
+    """Make a norm over the residual stream, of the kind and with the settings that the model specifies."""
     if config.norm == "rms":
         return RMSNorm(config.embed, eps=config.norm_eps, plus_one=config.norm_plus_one)
     return LayerNorm(config.embed, eps=config.norm_eps, bias=config.norm == "layer")
 
 
 def make_attention(config: Decoder, inits: dict[str, Any], rngs: nnx.Rngs) -> Attention:
-    """The attention of a block; `inits` holds the initializers by argument of `Attention`."""
+    """Make the attention of a block; `inits` are its arguments `init` and `out_init`."""
     rotary = None
     if config.positions == "rotary":
         rotary = Rotary(config.head_width, config.rotary_base, config.rotary_scaling)
@@ -86,7 +86,7 @@ class Block(nnx.Module):
         cache: KVCache | None = None,
         context: Context = Context(),
     ) -> Any:
-        """The residual stream after this block; with a cache, a pair of the stream and the new cache."""
+        """Return the residual stream after this block; with a cache, a pair of the stream and the new cache."""
         settings = {"positions": positions, "segments": segments, "window": window, "context": context}
         y = self.attention(self.attention_norm(x), cache=cache, **settings)
         y, cache = (y, None) if cache is None else y
@@ -137,16 +137,16 @@ class DecoderModule(nnx.Module):
         cache: KVCache | None = None,
         context: Context = Context(),
     ) -> Float[Array, "B T D"]:
-        """The input of the first block: embedded tokens, plus learned positions if the model has them."""
+        """Return the input of the first block: embedded tokens, plus learned positions if the model has them."""
         x = self.embedding.lookup(tokens, context.dtype)
         if self.config.embedding_scale:
             x = x * jnp.asarray(math.sqrt(self.config.embed), x.dtype)
         if self.positions is not None:
-            x = x + self._table(self.positions, tokens.shape[1], positions, cache).astype(x.dtype)
+            x = x + self._position_rows(self.positions, tokens.shape[1], positions, cache).astype(x.dtype)
         return constrain(self.dropout(x, context), "batch", "seq", "embed")
 
-    def _table(self, table: PositionTable, length: int, positions: Any, cache: KVCache | None) -> Any:
-        """Rows of the learned positions, (1 or B, T, D)."""
+    def _position_rows(self, table: PositionTable, length: int, positions: Any, cache: KVCache | None) -> Any:
+        """Return the rows of the table of learned positions, (1 or B, T, D)."""
         if length > self.config.context:
             raise UserError(
                 f"sequence: got {length} tokens, expected at most {self.config.context} (learned positions); shorten it"
@@ -167,7 +167,7 @@ class DecoderModule(nnx.Module):
         cache: KVCache | None = None,
         context: Context = Context(),
     ) -> Any:
-        """The normed residual stream (B, T, D) after all blocks; with a cache, a pair of stream and new cache."""
+        """Return the normed residual stream (B, T, D) after all blocks; with a cache, the pair (stream, new cache)."""
         x = self.embed(tokens, positions=positions, cache=cache, context=context)
         settings = {"positions": positions, "segments": segments, "context": context}
         settings["cycle"] = [{"window": window} for window in self.config.windows]
@@ -182,7 +182,7 @@ class DecoderModule(nnx.Module):
         return (self.embedding if self.head is None else self.head).weight[...]
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Scores of the next token, float32; minus infinity in the columns that pad the vocabulary."""
+        """Return the logits of the next token, float32; minus infinity in the columns that pad the vocabulary."""
         scores = logits(hidden, self.table, vocab=self.config.vocab, soft_cap=self.config.final_soft_cap)
         return constrain(scores, "batch", "inner_seq", "vocab")
 
@@ -195,12 +195,12 @@ class DecoderModule(nnx.Module):
         cache: KVCache | None = None,
         context: Context = Context(),
     ) -> Any:
-        """Logits of the token after each token, (B, T, padded V); with a cache, a pair of logits and the new cache.
+        """Return logits of the token after each token, (B, T, padded V); with a cache, the pair (logits, new cache).
 
         Args:
             tokens: ids of the tokens.
-            positions: positions of the tokens in their documents; the index in the row by default, or with a cache its
-                next positions.
+            positions: positions of the tokens in their documents; by default the index in the row, or with a cache the
+                next positions after the cached ones.
             segments: number of each token's document in its row, from 1; 0 is padding.
             cache: keys and values of earlier tokens (`Decoder.init_cache`).
             context: context of the forward pass: key, compute dtype, implementations.

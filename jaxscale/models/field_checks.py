@@ -16,7 +16,7 @@ def check_counts(model: Any, names: Iterable[str]) -> None:
 
 
 def check_positive(model: Any, names: Iterable[str], prefix: str = "") -> None:
-    """Raise UserError if a field is no finite number above 0; `None` passes.
+    """Raise UserError if a field is not a finite number above 0; `None` passes.
 
     Args:
         model: the model value.

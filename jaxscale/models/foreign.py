@@ -64,7 +64,7 @@ class CrossEntropy:
         return correct(*self._logits(module, batch))
 
     def _logits(self, module: Callable[..., Any], batch: Batch) -> tuple[Array, Array]:
-        """The module's logits and the batch's labels, with checked names and shapes."""
+        """Return the module's logits and the batch's labels, after a check of their names and shapes."""
         for name in (self.inputs, self.labels):
             if name not in batch:
                 raise UserError(
@@ -72,10 +72,10 @@ class CrossEntropy:
                     "name the arrays as the data does: CrossEntropy(inputs=..., labels=...)"
                 )
         logits, labels = module(batch[self.inputs]), jnp.asarray(batch[self.labels])
-        shape = getattr(logits, "shape", type(logits).__name__)
-        if shape[:-1] != labels.shape:
+        shape_or_type = getattr(logits, "shape", type(logits).__name__)
+        if shape_or_type[:-1] != labels.shape:
             raise UserError(
-                f"the module returned {shape} for labels of shape {labels.shape}; expected logits of shape "
+                f"the module returned {shape_or_type} for labels of shape {labels.shape}; expected logits of shape "
                 f"{(*labels.shape, 'classes')}: return logits, or pass ForeignModel another score"
             )
         return logits, labels
@@ -123,7 +123,7 @@ class ForeignModel:
     """Marks a model for which a plan rejects options that need the layers of jaxscale."""
 
     def build(self, rngs: nnx.Rngs, *, vocab_multiple: int = 1) -> nnx.Module:
-        """The user's module, without padding of the vocabulary: a dim that a mesh axis does not divide stays whole."""
+        """Build the user's module, without padding of the vocabulary: dims that a mesh axis can't divide stay whole."""
         module = self.make(rngs)
         if not isinstance(module, nnx.Module):
             raise UserError(
@@ -138,17 +138,17 @@ class ForeignModel:
         return module
 
     def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
-        """Sums of weighted losses and of weights.
+        """Sum the weighted losses, and the weights.
 
         In training, the call also updates the module's other variables, such as batch statistics.
         """
         losses = self._run(self.score, module, batch, context)
-        rows = len(jax.tree.leaves(dict(batch))[0])
-        if not getattr(losses, "shape", ()) or losses.shape[0] != rows:
-            shape = getattr(losses, "shape", type(losses).__name__)
+        row_count = len(jax.tree.leaves(dict(batch))[0])
+        if not getattr(losses, "shape", ()) or losses.shape[0] != row_count:
+            shape_or_type = getattr(losses, "shape", type(losses).__name__)
             raise UserError(
-                f"score returned {shape} for a batch of {rows} rows; expected "
-                "one loss per row or per target, shape (rows, ...): do not take the mean, which jaxscale computes"
+                f"score returned {shape_or_type} for a batch of {row_count} rows; expected "
+                "one loss per row or per target, of shape (rows, ...). Do not take the mean: jaxscale computes it"
             )
         return weighted_sum(losses, batch)
 
@@ -165,30 +165,30 @@ class ForeignModel:
     def _accuracy(
         self, correct_score: Score, module: nnx.Module, batch: Batch, context: Context
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """The sum of the weights of the correct targets, and of the weights of all targets."""
+        """Return the sum of the weights of the correct targets, and that of all targets."""
         correct_sum = weighted_sum(self._run(correct_score, module, batch, context), batch)
         return correct_sum.total, correct_sum.weight
 
     def _run(self, score: Score, module: nnx.Module, batch: Batch, context: Context) -> Any:
-        """The losses that `score` returns for the module, with the mode, keys and type of the context."""
+        """Return what `score` returns for the module, with the mode, keys and type of the context."""
         # on a copy: the caller's module keeps its mode, types and rng state, and gets no variables from `sow`
-        copy = nnx.clone(module)
+        module_copy = nnx.clone(module)
         is_training = context.key is not None
-        copy.train() if is_training else copy.eval()
+        module_copy.train() if is_training else module_copy.eval()
         if context.key is not None:
-            _reseed(copy, context)
+            _reseed(module_copy, context)
         batch = dict(batch)
         if context.dtype is not None:
-            batch = _compute_in(jnp.dtype(context.dtype), copy, batch)
-        paths = repeated_blocks(copy) if self.blocks is None else self.blocks
+            batch = _set_dtype(jnp.dtype(context.dtype), module_copy, batch)
+        paths = repeated_blocks(module_copy) if self.blocks is None else self.blocks
 
         def forward(module: nnx.Module, batch: Batch) -> Any:
-            return score(_in_mode(module, is_training), batch)
+            return score(_bind_mode(module, is_training), batch)
 
-        with blocks_wrapped(copy, paths):
-            losses = forward(copy, batch) if paths else as_one_block(forward, copy, batch)
+        with blocks_wrapped(module_copy, paths):
+            losses = forward(module_copy, batch) if paths else as_one_block(forward, module_copy, batch)
         if is_training:
-            _update(module, copy)
+            _copy_variables(module, module_copy)
         return losses
 
 
@@ -234,12 +234,12 @@ def linen_model(module: Any, *inputs: Any, score: Score) -> ForeignModel:
     return ForeignModel(FromLinen(module, shapes), score)
 
 
-def _in_mode(module: nnx.Module, training: bool) -> Callable[..., Any]:
-    """The module with the mode arguments of its `__call__` bound."""
+def _bind_mode(module: nnx.Module, training: bool) -> Callable[..., Any]:
+    """Bind the mode arguments of the module's `__call__`."""
     if isinstance(module, nnx.bridge.ToNNX):
         arguments: dict[str, Any] = dict(_mode_arguments(module.to_nnx__module, training))
         types = {type(variable) for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param)))}
-        collections = {nnx.variable_name_from_type(kind) for kind in types if not issubclass(kind, nnx.RngState)}
+        collections = {nnx.variable_name_from_type(cls) for cls in types if not issubclass(cls, nnx.RngState)}
         arguments["mutable"] = sorted(collections) if training else False
     else:
         arguments = _mode_arguments(module, training)
@@ -247,7 +247,7 @@ def _in_mode(module: nnx.Module, training: bool) -> Callable[..., Any]:
 
 
 def _mode_arguments(module: Any, training: bool) -> dict[str, bool]:
-    """The mode arguments that the module's `__call__` has, with their values for training or evaluation."""
+    """Return the mode arguments that the module's `__call__` has, with their values for training or evaluation."""
     parameters = inspect.signature(type(module).__call__).parameters
     return {name: flag == training for name, flag in TRAINING_ARGUMENTS.items() if name in parameters}
 
@@ -265,8 +265,8 @@ def _reseed(module: nnx.Module, context: Context) -> None:
             stream.count[...] = jnp.zeros(stream.count.shape, stream.count.dtype)
 
 
-def _compute_in(dtype: Any, module: nnx.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """Set `dtype` in layers without one, and cast parameters to it; returns the batch, cast as well."""
+def _set_dtype(dtype: Any, module: nnx.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    """Set `dtype` in the module's layers without one, cast its parameters to it, and return the batch, cast too."""
     for _, node in nnx.iter_graph(module):
         if type(node).__module__.startswith("flax.") and getattr(node, "dtype", dtype) is None:
             setattr(node, "dtype", dtype)  # noqa: B010 - only Flax's layers have this attribute
@@ -278,18 +278,18 @@ def _compute_in(dtype: Any, module: nnx.Module, batch: dict[str, Any]) -> dict[s
     }
 
 
-def _update(module: nnx.Module, source: nnx.Module) -> None:
+def _copy_variables(module: nnx.Module, source: nnx.Module) -> None:
     """Copy variables other than parameters and rng state from `source` to `module`, keeping shapes and types."""
     other_variables = nnx.All(nnx.Variable, nnx.Not(nnx.Param), nnx.Not(nnx.RngState))
     source_variables = dict(nnx.to_flat_state(nnx.state(source, other_variables)))
     new_variables = {}
-    for path, old in nnx.to_flat_state(nnx.state(module, other_variables)):
+    for path, old_variable in nnx.to_flat_state(nnx.state(module, other_variables)):
         if path in source_variables:
-            new = source_variables[path]
-            if new.shape != old.shape:
+            new_variable = source_variables[path]
+            if new_variable.shape != old_variable.shape:
                 raise UserError(
-                    f"variable {'/'.join(map(str, path))}: the forward pass turned shape {old.shape} into {new.shape}; "
-                    "a variable that is kept from step to step must keep its shape"
+                    f"variable {'/'.join(map(str, path))}: the forward pass turned shape {old_variable.shape} into "
+                    f"{new_variable.shape}, but a variable that is kept from step to step must keep its shape"
                 )
-            new_variables[path] = old.replace(new[...].astype(old.dtype))
+            new_variables[path] = old_variable.replace(new_variable[...].astype(old_variable.dtype))
     nnx.update(module, nnx.from_flat_state(new_variables))

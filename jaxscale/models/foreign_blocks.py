@@ -25,11 +25,11 @@ from jaxscale.errors import UserError, unknown
 
 ModulePath = tuple[Any, ...]
 _NUMBERED = re.compile(r"(.*?)(\d+)")
-_patching = threading.RLock()
+_patch_lock = threading.RLock()
 
 
 def repeated_blocks(module: nnx.Module) -> tuple[str, ...]:
-    """Paths of the outermost submodules that repeat: "layers/0", "layers/1", ...
+    """Return the paths of the outermost submodules that repeat: "layers/0", "layers/1", ...
 
     Two submodules repeat if they lie in the same list (or have names of one stem and a number), are of the same class,
     and have parameters of the same names, shapes and types. Other submodules of this class in this list are blocks too.
@@ -64,12 +64,12 @@ def repeated_blocks(module: nnx.Module) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def blocks_wrapped(module: nnx.Module, paths: Sequence[str]) -> Iterator[None]:
-    """A context in which traced calls of the submodules at `paths` go through `blocks.wrap`.
+    """While the context is open, traced calls of the submodules at `paths` go through `blocks.wrap`.
 
     Raises:
         UserError: a submodule does not exist, or a plan treats blocks and no block was called.
     """
-    if not paths or _untreated():
+    if not paths or _is_untreated():
         yield
         return
     module_by_name = {"/".join(map(str, path)): node for path, node in _submodules(module).items()}
@@ -79,29 +79,30 @@ def blocks_wrapped(module: nnx.Module, paths: Sequence[str]) -> Iterator[None]:
     block_ids = {id(module_by_name[path]) for path in paths}
     called_ids: set[int] = set()
     # the lock is held while tracing: a patch of another thread must not be restored out of order
-    with _patching, contextlib.ExitStack() as patches:
+    with _patch_lock, contextlib.ExitStack() as patches:
         for cls in {type(module_by_name[path]) for path in paths}:
-            patches.enter_context(_patched(cls, block_ids, called_ids))
+            patches.enter_context(_patch_calls(cls, block_ids, called_ids))
         yield
     if not called_ids:
         raise UserError(
             f"blocks {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''} were found, but the forward pass calls "
-            "none of them (or a method other than __call__), so the plan's treatment of blocks would have no effect; "
-            "give ForeignModel(blocks=()) to treat the whole forward pass as one block"
+            "none of them (or a method other than __call__), so the plan's treatment of blocks would have no effect. "
+            "Use ForeignModel(blocks=()) to treat the whole forward pass as one block"
         )
 
 
 def as_one_block(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, run through `blocks.wrap` as one block.
+    """Run `function(*args)` through `blocks.wrap` as one block, and return its result.
 
-    The variables of modules among the arguments, or inside them, are updated as by a plain call; a variable that the
-    call creates (`sow`) appears too.
+    The variables of modules among the arguments, or inside them, are updated as by a plain call. A variable that the
+    call creates (`sow`) is added.
     """
-    if _untreated():
+    if _is_untreated():
         return function(*args)
     graphdef, params, state, arrays = nnx.split(args, nnx.Param, nnx.Variable, ...)
 
     def block(params: Any, state: Any, arrays: Any) -> Any:
+        """Return the function's result, and the new state of the modules among the arguments."""
         block_args = nnx.merge(graphdef, params, state, arrays, copy=True)
         output = function(*block_args)
         return output, nnx.split(block_args, nnx.Param, nnx.Variable, ...)[2]
@@ -120,40 +121,40 @@ def as_one_block(function: Callable[..., Any], *args: Any) -> Any:
     return output
 
 
-def _untreated() -> bool:
+def _is_untreated() -> bool:
     """Whether no plan treats blocks, so that calls stay unchanged."""
-    return blocks.wrap(_untreated, rolled=False) is _untreated
+    return blocks.wrap(_is_untreated, rolled=False) is _is_untreated
 
 
 @contextlib.contextmanager
-def _patched(cls: type, block_ids: set[int], called_ids: set[int]) -> Iterator[None]:
-    """A context in which calls of instances of `cls` with these ids run as blocks, and add the id to `called_ids`."""
-    original: Any = cls.__call__
+def _patch_calls(cls: type, block_ids: set[int], called_ids: set[int]) -> Iterator[None]:
+    """While open, run calls of the instances of `cls` with these ids as blocks, and add the ids to `called_ids`."""
+    original_call: Any = cls.__call__
     is_overridden = "__call__" in vars(cls)
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_as_block(self: Any, *args: Any, **kwargs: Any) -> Any:
         if id(self) not in block_ids:  # another module, or its own copy inside the block
-            return original(self, *args, **kwargs)
+            return original_call(self, *args, **kwargs)
         called_ids.add(id(self))
-        return as_one_block(lambda self, args, kwargs: original(self, *args, **kwargs), self, args, kwargs)
+        return as_one_block(lambda self, args, kwargs: original_call(self, *args, **kwargs), self, args, kwargs)
 
-    setattr(cls, "__call__", call)  # noqa: B010 - a method of a foreign class
+    setattr(cls, "__call__", call_as_block)  # noqa: B010 - a method of a foreign class
     try:
         yield
     finally:
         if is_overridden:
-            setattr(cls, "__call__", original)  # noqa: B010
+            setattr(cls, "__call__", original_call)  # noqa: B010
         else:
             del cls.__call__
 
 
 def _submodules(module: nnx.Module) -> dict[ModulePath, nnx.Module]:
-    """The module and all its submodules, by path."""
+    """Return the module and all its submodules, by path."""
     return {path: node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)}
 
 
 def _stem(name: Any) -> str | None:
-    """The name before its number: "" for members of a list, "block" for block0; `None` for a name without a number."""
+    """Return the name without its number: "" for list members, "block" for block0; `None` for a name without one."""
     if isinstance(name, int):
         return ""
     match = _NUMBERED.fullmatch(str(name))
@@ -167,6 +168,6 @@ def _may_be_block(node: nnx.Module) -> bool:
 
 
 def _signature(node: nnx.Module) -> Any:
-    """Names, shapes and types of the parameters of a submodule, which are equal for repeated ones."""
+    """Return names, shapes and types of a submodule's parameters, which are equal for repeated submodules."""
     leaves = nnx.to_flat_state(nnx.state(node, nnx.Param))
     return tuple((path, tuple(variable.shape), str(variable.dtype)) for path, variable in leaves)

@@ -36,14 +36,14 @@ SHARD_BYTES = 5_000_000_000
 
 
 def read_config(folder: str | Path, **settings: Any) -> tuple[Family, Any]:
-    """The family of a folder's model, and the model as one of jaxscale's values.
+    """Read the family of a folder's model, and the model as one of jaxscale's values.
 
     Args:
         folder: folder that contains a config.json of transformers 4 or 5.
         settings: fields set by the caller (dropout, z_loss); a field that the architecture lacks must be 0.
 
     Raises:
-        UserError: a missing file, an unknown architecture, or a wrong or unsupported value.
+        UserError: a file is missing, the architecture is unknown, or a value is wrong or not supported.
     """
     file = ConfigFile.open(Path(folder))
     architectures = file.values.get("architectures") or []
@@ -57,19 +57,19 @@ def read_config(folder: str | Path, **settings: Any) -> tuple[Family, Any]:
     if file.values.get("quantization_config"):
         raise UserError(f"{file.path}: quantization_config: quantized weights are not supported; save them dequantized")
     try:
-        return family, _from_file(family, file, settings)
+        return family, _read_model(family, file, settings)
     except UserError as error:
         if str(file.path) in str(error):
             raise
         raise UserError(f"{file.path}: {error}") from error
 
 
-def _from_file(family: Family, file: ConfigFile, settings: Mapping[str, Any]) -> Any:
-    """The model value that a config.json describes, with the fields of `settings`."""
+def _read_model(family: Family, file: ConfigFile, settings: Mapping[str, Any]) -> Any:
+    """Make the model value that a config.json describes, with the fields of `settings`."""
     fields: dict[str, Any] = dict(family.settles)
     for piece in family.pieces:
         fields |= piece.read(file)
-    file.refuse_unseen()
+    file.refuse_unread_keys()
     field_names = {field.name for field in dataclasses.fields(family.value)}
     for name, value in settings.items():
         if name in field_names:
@@ -80,7 +80,7 @@ def _from_file(family: Family, file: ConfigFile, settings: Mapping[str, Any]) ->
 
 
 def load(folder: str | Path) -> tuple[Any, dict[str, Any]]:
-    """The model of a folder that transformers saved, and its parameters.
+    """Read the model of a folder that transformers saved, and its parameters.
 
     Args:
         folder: folder that contains config.json and safetensors, in one file or sharded, in any floating-point type.
@@ -96,28 +96,27 @@ def load(folder: str | Path) -> tuple[Any, dict[str, Any]]:
     return model, nested({path: np.array(leaf) for path, leaf in params.items()})
 
 
-def _comparable(model: Any) -> dict[str, Any]:
-    """Fields of a model that determine its outputs, with implied values in place of `None`."""
+def _comparable_fields(model: Any) -> dict[str, Any]:
+    """Return the fields of a model that determine its outputs, with implied values instead of `None`."""
     fields = {
         field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name not in TRAINING_ONLY
     }
     properties = {"kv_heads": "kv_count", "head_dim": "head_width", "mlp": "mlp_width"}
     fields |= {name: getattr(model, implied) for name, implied in properties.items() if hasattr(model, implied)}
     if "windows" in fields:
-        fields["windows"] = tuple(
-            fields["windows"][layer % len(fields["windows"])] for layer in range(fields["layers"])
-        )
+        pattern, layers = fields["windows"], fields["layers"]
+        fields["windows"] = tuple(pattern[layer % len(pattern)] for layer in range(layers))
         fields["attention_scale"] = round(fields["attention_scale"] or fields["head_dim"] ** -0.5, 12)
     return fields
 
 
 def describe(model: Any) -> tuple[Family, dict[str, Any], Any]:
-    """The family of a model, its config.json, and the model that this config.json describes.
+    """Return the family of a model, its config.json, and the model that this config.json describes.
 
     Raises:
         UserError: no family has this model; the message names the nearest family and the fields that it lacks.
     """
-    differences: dict[str, list[str]] = {}
+    lacking_fields: dict[str, list[str]] = {}
     for family in FAMILIES.values():
         if not isinstance(model, family.value):
             continue
@@ -125,27 +124,27 @@ def describe(model: Any) -> tuple[Family, dict[str, Any], Any]:
         config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # otherwise transformers sets its own
         for piece in family.pieces:
             config |= piece.write(model)
-        fields = _comparable(model)
+        fields = _comparable_fields(model)
         try:
-            read_model = _from_file(family, ConfigFile(Path("config.json"), config), {})
+            read_model = _read_model(family, ConfigFile(Path("config.json"), config), {})
         except UserError:
             continue
-        read_fields = _comparable(read_model)
-        differences[family.architecture] = [
+        read_fields = _comparable_fields(read_model)
+        lacking_fields[family.architecture] = [
             name
             for name in fields
             if read_fields[name] != fields[name] and read_fields[name] != family.zeros.get(name, fields[name])
         ]
-        if not differences[family.architecture]:
+        if not lacking_fields[family.architecture]:
             return family, config, read_model
-    if not differences:
+    if not lacking_fields:
         raise UserError(
             f"no architecture of transformers is known for a {type(model).__name__}; expected a model of one of "
             f"{', '.join(FAMILIES)}"
         )
-    nearest = min(differences, key=lambda name: len(differences[name]))
-    text = ", ".join(f"{name}={getattr(model, name)!r}" for name in differences[nearest])
-    raise UserError(f"no known architecture of transformers fits this model; the nearest, {nearest}, has no {text}")
+    nearest = min(lacking_fields, key=lambda name: len(lacking_fields[name]))
+    lacking = ", ".join(f"{name}={getattr(model, name)!r}" for name in lacking_fields[nearest])
+    raise UserError(f"no known architecture of transformers fits this model; the nearest, {nearest}, lacks {lacking}")
 
 
 def save(
@@ -157,7 +156,7 @@ def save(
     tokenizer: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a folder for transformers: config.json, safetensors, and the tokenizer if there is one.
+    """Write a folder that transformers can load: config.json, safetensors, and the tokenizer if there is one.
 
     Args:
         folder: folder to write, created if needed; it must not contain a model.
@@ -169,23 +168,23 @@ def save(
         shard_bytes: largest number of bytes of one file.
 
     Raises:
-        UserError: a model that no known architecture expresses; a folder that already contains a model.
+        UserError: no known architecture expresses the model, or the folder already contains a model.
     """
     if dtype not in WRITTEN:
         raise unknown("dtype", dtype, WRITTEN)
-    family, config, target = describe(model)
+    family, config, target_model = describe(model)
     folder = Path(folder)
     if folder.exists() and (
         not folder.is_dir() or (folder / "config.json").exists() or any(folder.glob("*.safetensors"))
     ):
-        raise UserError(f"{folder}: holds a model already, or is no folder; give a new folder")
+        raise UserError(f"{folder}: holds a model already, or is not a folder: give a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = their_tensors(family, target, params, WRITTEN[dtype])
+    tensors = their_tensors(family, target_model, params, WRITTEN[dtype])
     safetensors_folder.write(folder, tensors, shard_bytes=shard_bytes)
     if tokenizer is not None:
         shutil.copyfile(tokenizer, folder / "tokenizer.json")
     config |= {"dtype": dtype, "torch_dtype": dtype}  # of transformers 5 and of 4
-    with safetensors_folder.whole(folder / "config.json") as path:
+    with safetensors_folder.write_complete(folder / "config.json") as path:
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -230,9 +229,10 @@ class Pretrained:
         return getattr(self.model, name)
 
     def initial_params(self) -> dict[str, Any]:
-        """Nested dict of memory-mapped array-likes in the file's type, without padding of the vocabulary.
+        """Return a nested dict of memory-mapped array-likes in the file's type, without padding of the vocabulary.
 
-        A leaf has `shape`, `dtype` and `[index]`, which reads only these elements, for `jax.make_array_from_callback`.
+        Leaves are for `jax.make_array_from_callback`: each has `shape`, `dtype` and `[index]`, which reads only the
+        elements at this index.
         """
         family, model = self._read
         return open_params(self.folder, family, model)

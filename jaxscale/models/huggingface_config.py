@@ -65,7 +65,7 @@ class ConfigFile:
 
     def __init__(self, path: Path, values: Mapping[str, Any]):
         self.path, self.values = path, values
-        self.seen: set[str] = set()
+        self.read_keys: set[str] = set()
 
     @classmethod
     def open(cls, folder: Path) -> "ConfigFile":
@@ -78,9 +78,7 @@ class ConfigFile:
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; expected one that holds config.json and model.safetensors")
         if not path.is_file():
-            raise UserError(
-                f"{path}: no such file; expected the config.json that transformers saves beside the weights"
-            )
+            raise UserError(f"{path}: no such file; expected the config.json that transformers saves with the weights")
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -90,33 +88,33 @@ class ConfigFile:
         return cls(path, values)
 
     def error(self, key: str, expected: str) -> UserError:
-        """The error for a key whose value is not as expected."""
+        """Return the error for a key whose value is not as expected."""
         return UserError(f"{self.path}: {key}: got {self.values.get(key)!r}, expected {expected}")
 
     def get(self, key: str, default: Any = REQUIRED, kind: type | None = None) -> Any:
-        """The value of `key`, checked to be of type `kind` if given; null and absent keys give the default."""
-        self.seen.add(key)
+        """Return the value of `key`, converted to `kind` if given; null and absent keys have the default."""
+        self.read_keys.add(key)
         value = self.values.get(key)
         if value is not None:
-            return value if kind is None else self.checked(key, value, kind)
+            return value if kind is None else self.convert(key, value, kind)
         if default is REQUIRED:
             raise UserError(f"{self.path}: {key} is missing; copy the file again")
         return default
 
-    def checked(self, key: str, value: Any, kind: type) -> Any:
-        """`value`, the value of `key`, converted to `kind`."""
+    def convert(self, key: str, value: Any, kind: type) -> Any:
+        """Convert `value`, the value of `key`, to `kind`, or raise UserError if it has another type."""
         types, expected = _TYPES_AND_NOUNS[kind]
         if not isinstance(value, types) or (isinstance(value, bool) and kind is not bool):
             raise self.error(key, expected)
         return kind(value)
 
-    def refuse_unseen(self) -> None:
+    def refuse_unread_keys(self) -> None:
         """Raise UserError for a key that no piece has read, unless its value is empty or the key is harmless."""
         for key, value in self.values.items():
-            if key not in self.seen | HARMLESS and value not in (None, False, 0, "", [], {}):
+            if key not in self.read_keys | HARMLESS and value not in (None, False, 0, "", [], {}):
                 raise UserError(
-                    f"{self.path}: {key}: {value!r} is not supported, and could change what the model computes; "
-                    "remove the key if it does not"
+                    f"{self.path}: {key}: {value!r} is not supported, and could change what the model computes. "
+                    "Remove the key if it does not"
                 )
 
 
@@ -220,28 +218,28 @@ class Rope:
         rope_parameters, rope_scaling = (file.get(key, None, dict) for key in ("rope_parameters", "rope_scaling"))
         theta = file.get("rope_theta", 10_000.0, float)
         key = "rope_parameters" if rope_parameters else "rope_scaling"
-        settings = dict(rope_parameters or rope_scaling or {})
-        base = settings.pop("rope_theta", theta)
-        rope_type = settings.pop("rope_type", settings.pop("type", "default"))
-        settings.pop("type", None)
-        if isinstance(rope_type, dict) or any(isinstance(value, dict) for value in settings.values()):
+        rope_settings = dict(rope_parameters or rope_scaling or {})
+        rope_base = rope_settings.pop("rope_theta", theta)
+        rope_type = rope_settings.pop("rope_type", rope_settings.pop("type", "default"))
+        rope_settings.pop("type", None)
+        if isinstance(rope_type, dict) or any(isinstance(value, dict) for value in rope_settings.values()):
             raise file.error(key, "one set of frequencies for all layers: one per kind of layer is not supported")
         if rope_type not in ("default", "llama3"):
             raise file.error(key, f"rope_type default or llama3, got {rope_type!r}: other types are not supported")
-        if settings.pop("partial_rotary_factor", 1.0) != 1.0:
+        if rope_settings.pop("partial_rotary_factor", 1.0) != 1.0:
             raise file.error(key, "partial_rotary_factor 1.0: rotating a part of each head is not supported")
         if rope_type == "default":
-            settings.pop("factor", None)
+            rope_settings.pop("factor", None)
         expected_keys = set(ROPE_KEYS) if rope_type == "llama3" else set()
-        numbers = [base, *settings.values()]
+        numbers = [rope_base, *rope_settings.values()]
         if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in numbers):
             raise file.error(key, "a number for each of rope_theta, " + ", ".join(ROPE_KEYS))
-        if set(settings) != expected_keys:
+        if set(rope_settings) != expected_keys:
             keys = ", ".join(sorted(expected_keys)) or "(none)"
-            raise file.error(key, f"the keys {keys} for rope_type {rope_type}, got {sorted(settings)}")
-        llama3_fields = {ROPE_KEYS[name]: value for name, value in settings.items()}
-        llama3_scaling = Llama3Scaling(**llama3_fields) if settings else None
-        return {"rotary_base": float(base), "rotary_scaling": llama3_scaling}
+            raise file.error(key, f"the keys {keys} for rope_type {rope_type}, got {sorted(rope_settings)}")
+        llama3_fields = {ROPE_KEYS[name]: value for name, value in rope_settings.items()}
+        llama3_scaling = Llama3Scaling(**llama3_fields) if rope_settings else None
+        return {"rotary_base": float(rope_base), "rotary_scaling": llama3_scaling}
 
     def write(self, model: Any) -> dict[str, Any]:
         """The keys of both versions, so that either reads them."""
@@ -251,8 +249,9 @@ class Rope:
             scaling = {"rope_type": "llama3"} | {
                 theirs: getattr(llama3_scaling, ours) for theirs, ours in ROPE_KEYS.items()
             }
-        entry = {"rope_theta": model.rotary_base}
-        return {"rope_parameters": (scaling or {"rope_type": "default"}) | entry, "rope_scaling": scaling} | entry
+        theta = {"rope_theta": model.rotary_base}
+        parameters = (scaling or {"rope_type": "default"}) | theta
+        return {"rope_parameters": parameters, "rope_scaling": scaling} | theta
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,30 +273,30 @@ class SlidingWindows:
         has_windows = file.get("use_sliding_window", self.alternating, bool)
         first_window_layer = file.get("max_window_layers", 0, int)
         if self.alternating:
-            has_window = [layer % 2 == 0 for layer in range(layers)]
+            window_flags = [layer % 2 == 0 for layer in range(layers)]
         else:
-            has_window = [has_windows and layer >= first_window_layer for layer in range(layers)]
-        default_kinds = ["sliding_attention" if sliding else "full_attention" for sliding in has_window]
-        kinds = file.get("layer_types", default_kinds, list)
-        if len(kinds) != layers or not all(kind in ("full_attention", "sliding_attention") for kind in kinds):
+            window_flags = [has_windows and layer >= first_window_layer for layer in range(layers)]
+        default = ["sliding_attention" if flag else "full_attention" for flag in window_flags]
+        types = file.get("layer_types", default, list)
+        if len(types) != layers or not all(kind in ("full_attention", "sliding_attention") for kind in types):
             raise file.error("layer_types", f"full_attention or sliding_attention for each of {layers} layers")
-        if "sliding_attention" in kinds and not isinstance(window, int):
+        if "sliding_attention" in types and not isinstance(window, int):
             raise file.error("sliding_window", "a number of positions: layer_types has sliding_attention")
-        return {"windows": shortest_pattern(tuple(window if kind == "sliding_attention" else None for kind in kinds))}
+        return {"windows": shortest_pattern(tuple(window if kind == "sliding_attention" else None for kind in types))}
 
     def write(self, model: Any) -> dict[str, Any]:
         """`layer_types`, and the length of the sliding window."""
         windows = [model.windows[layer % len(model.windows)] for layer in range(model.layers)]
         window_length = next((window for window in windows if window is not None), None)
-        layer_kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
-        keys = {"layer_types": layer_kinds, "sliding_window": window_length}
+        layer_types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+        keys = {"layer_types": layer_types, "sliding_window": window_length}
         if not self.alternating:
             keys |= {"use_sliding_window": window_length is not None, "max_window_layers": model.layers}
         return keys
 
 
 def shortest_pattern(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The shortest tuple whose repetition gives `values`.
+    """Return the shortest tuple whose repetition gives `values`.
 
     Example:
         >>> shortest_pattern((6, None, 6, None)), shortest_pattern((None, None, 4))
@@ -323,8 +322,8 @@ class QueryScale:
     def write(self, model: Any) -> dict[str, Any]:
         """Their key, as a whole number if it is nearly one."""
         scalar = model.head_width if model.attention_scale is None else model.attention_scale**-2
-        rounded = round(scalar)
-        return {"query_pre_attn_scalar": rounded if math.isclose(scalar, rounded, rel_tol=1e-9) else scalar}
+        nearest = round(scalar)
+        return {"query_pre_attn_scalar": nearest if math.isclose(scalar, nearest, rel_tol=1e-9) else scalar}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,7 +340,7 @@ class DropoutRates:
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
         """No fields."""
-        file.seen.update(self.attention, self.residual)
+        file.read_keys.update(self.attention, self.residual)
         return {}
 
     def write(self, model: Any) -> dict[str, Any]:

@@ -27,8 +27,8 @@ class Stacked:
     """Separate arrays of layers as one lazily read array (layers, ...).
 
     Example:
-        >>> both = Stacked([np.zeros((2, 3), np.float32), np.ones((2, 3), np.float32)])
-        >>> both.shape, both[1, 0].tolist(), np.asarray(both).shape
+        >>> stacked = Stacked([np.zeros((2, 3), np.float32), np.ones((2, 3), np.float32)])
+        >>> stacked.shape, stacked[1, 0].tolist(), np.asarray(stacked).shape
         ((2, 2, 3), [1.0, 1.0, 1.0], (2, 2, 3))
     """
 
@@ -49,7 +49,7 @@ class Stacked:
 
 @dataclasses.dataclass(frozen=True)
 class Deferred:
-    """An array of known shape and type that `make` computes when it is written."""
+    """An array of known shape and type; `make` computes it when it is converted to a numpy array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -61,8 +61,8 @@ class Deferred:
         return array.astype(dtype or self.dtype, copy=False)
 
 
-def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Path and shape of every parameter of the module that `model` builds, without building it."""
+def _param_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter, by path, of the module that `model` builds, without building it."""
     from flax import nnx
 
     state = nnx.state(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))), nnx.Param)
@@ -70,7 +70,7 @@ def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of a nested dict, after its path ("blocks.layers.mlp.up.weight")."""
+    """Yield (path, leaf) for every leaf of a nested dict; a path is "blocks.layers.mlp.up.weight"."""
     for name, node in tree.items():
         if isinstance(node, Mapping):
             yield from flat(node, f"{prefix}{name}.")
@@ -79,7 +79,7 @@ def flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `flat`."""
+    """Return the nested dict of these leaves by path: the inverse of `flat`."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         *parents, leaf_name = path.split(".")
@@ -110,25 +110,25 @@ class TensorPlace:
         return tuple(self.ordered_shape[order.index(dim)] for dim in range(len(order)))
 
     def split(self, tensor: np.ndarray) -> list[np.ndarray]:
-        """Our parameters in their tensor, as views if numpy can make them."""
-        ordered = tensor if self.rule.order is None else tensor.transpose(self.rule.order)
+        """Return our parameters in their tensor, as views if numpy can make them."""
+        ordered_tensor = tensor if self.rule.order is None else tensor.transpose(self.rule.order)
         if self.rule.shape is not None:
-            return [ordered.reshape(self.part_shapes[0])]
-        ends = np.cumsum([shape[-1] for shape in self.part_shapes])[:-1].tolist()
-        return np.split(ordered, ends, axis=-1)
+            return [ordered_tensor.reshape(self.part_shapes[0])]
+        split_points = np.cumsum([shape[-1] for shape in self.part_shapes])[:-1].tolist()
+        return np.split(ordered_tensor, split_points, axis=-1)
 
     def join(self, parts: list[np.ndarray]) -> np.ndarray:
-        """The inverse of `split`."""
-        joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
-        joined = joined.reshape(self.ordered_shape)
-        return joined if self.rule.order is None else joined.transpose(np.argsort(self.rule.order))
+        """Return their tensor with our parameters `parts` in it: the inverse of `split`."""
+        tensor = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+        tensor = tensor.reshape(self.ordered_shape)
+        return tensor if self.rule.order is None else tensor.transpose(np.argsort(self.rule.order))
 
 
-def _places(family: Family, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorPlace]:
-    """Every tensor of a model in the family's format, by name.
+def _tensor_places(family: Family, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorPlace]:
+    """Return every tensor of a model in the family's format, by name.
 
     Args:
-        family: family whose rules apply, if the model has their parameters; together they name each parameter once.
+        family: family whose rules apply if the model has their parameters. These rules name each parameter once.
         model: model value.
         shapes: shapes of the parameters of the model, by path.
     """
@@ -152,21 +152,21 @@ def _places(family: Family, model: Any, shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def open_params(folder: str | Path, family: Family, model: Any) -> dict[str, Any]:
-    """Parameters of a folder as a nested dict of memory-mapped array-likes: numpy arrays, or `Stacked` ones.
+    """Open the parameters of a folder as a nested dict of memory-mapped array-likes: numpy arrays, or `Stacked` ones.
 
     Raises:
-        UserError: a missing, surplus, misshapen or truncated tensor; the message names it.
+        UserError: a tensor is missing, unexpected, truncated or of another shape; the message names it.
     """
     folder = Path(folder)
     tensors = dict(safetensors_folder.read(folder))
-    shapes = _shapes(model)
-    expected = _places(family, model, shapes)
+    param_shapes = _param_shapes(model)
+    places = _tensor_places(family, model, param_shapes)
     if family.prefix and not any(name.startswith(family.prefix) for name in tensors):
-        full_names = {name.removeprefix(family.prefix): name for name in expected}
+        full_names = {name.removeprefix(family.prefix): name for name in places}
         tensors = {full_names.get(name, name): tensor for name, tensor in tensors.items()}
-    _check_names(folder, family, expected, tensors)
-    params: dict[str, list[np.ndarray]] = {path: [] for path in shapes}
-    for name, place in expected.items():
+    _check_names(folder, family, places, tensors)
+    params: dict[str, list[np.ndarray]] = {path: [] for path in param_shapes}
+    for name, place in places.items():
         tensor = tensors[name]
         if tensor.shape != place.shape:
             raise UserError(f"{folder}: tensor {name} has shape {tensor.shape}, but config.json requires {place.shape}")
@@ -174,21 +174,21 @@ def open_params(folder: str | Path, family: Family, model: Any) -> dict[str, Any
             raise UserError(f"{folder}: tensor {name} has dtype {tensor.dtype}, expected floating point numbers")
         for path, layer_param in zip(place.rule.ours, place.split(tensor), strict=True):
             params[path].append(layer_param)
-    is_stacked = {path: place.layer is not None for place in expected.values() for path in place.rule.ours}
-    return nested({path: Stacked(arrays) if is_stacked[path] else arrays[0] for path, arrays in params.items()})
+    stacked_flags = {path: place.layer is not None for place in places.values() for path in place.rule.ours}
+    return nested({path: Stacked(arrays) if stacked_flags[path] else arrays[0] for path, arrays in params.items()})
 
 
-def _check_names(folder: Path, family: Family, expected: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
+def _check_names(folder: Path, family: Family, places: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
     """Raise UserError unless a folder has exactly the expected tensors, besides those that a family ignores."""
-    missing_names = [name for name in expected if name not in tensors]
+    missing_names = [name for name in places if name not in tensors]
     if missing_names:
         raise UserError(
             f"{folder}: tensor {missing_names[0]} is missing{_and_more(missing_names)}; {family.architecture} with "
-            f"this config.json has {len(expected)} tensors, but the files have {len(tensors)}"
-            f"{near_miss(missing_names[0], set(tensors) - set(expected))}"
+            f"this config.json has {len(places)} tensors, but the files have {len(tensors)}"
+            f"{near_miss(missing_names[0], set(tensors) - set(places))}"
         )
-    extra_names = [name for name in tensors if name not in expected and not name.endswith(family.ignored or ("\0",))]
-    for name in [name for name in extra_names if family.copies.get(name) in expected]:
+    extra_names = [name for name in tensors if name not in places and not name.endswith(family.ignored or ("\0",))]
+    for name in [name for name in extra_names if family.copies.get(name) in places]:
         if not np.array_equal(tensors[name], tensors[family.copies[name]]):
             raise UserError(
                 f"{folder}: config.json ties {name} to {family.copies[name]}, but the two differ; set "
@@ -203,12 +203,12 @@ def _check_names(folder: Path, family: Family, expected: Mapping[str, Any], tens
 
 
 def _and_more(names: list[str]) -> str:
-    """How many names follow the first, for an error message."""
+    """Return the number of names after the first as text, for an error message."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: np.dtype) -> dict[str, Deferred]:
-    """The tensors of `model` by their names, each computed when it is converted to a numpy array.
+    """Return the tensors of `model` by their names, each computed when it is converted to a numpy array.
 
     Args:
         family: family that defines the tensors.
@@ -216,10 +216,11 @@ def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: 
         params: parameters, nested or flat as in `save`. Missing biases are zeros.
         dtype: type of the tensors.
     """
-    shapes = _shapes(model)
+    shapes = _param_shapes(model)
     leaves = dict(flat(params))
 
     def read_parameter(path: str, layer: int | None, shape: tuple[int, ...]) -> np.ndarray:
+        """Return a parameter, or that of one layer, without the padding of the vocabulary."""
         layer_path = path if layer is None else path.replace(STACKED, f"{STACKED}{layer}.", 1)
         if layer_path in leaves:
             leaf = np.asarray(leaves[layer_path])
@@ -228,7 +229,7 @@ def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: 
         else:
             assert path.endswith(".bias"), f"no parameter {path}"
             return np.zeros(shape, dtype)  # a bias that `Family.zeros` adds
-        leaf = leaf[tuple(slice(size) for size in shape)]  # without the padding of the vocabulary
+        leaf = leaf[tuple(slice(size) for size in shape)]
         assert leaf.shape == shape, f"parameter {path}: got shape {leaf.shape}, the model has {shape}"
         return leaf.astype(dtype)
 
@@ -238,5 +239,5 @@ def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: 
 
     return {
         name: Deferred(place.shape, dtype, functools.partial(make_tensor, place))
-        for name, place in _places(family, model, shapes).items()
+        for name, place in _tensor_places(family, model, shapes).items()
     }

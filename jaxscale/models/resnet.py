@@ -72,17 +72,17 @@ class ResNet:
         return self.width * 2 ** (len(self.stages) - 1) * (4 if self.bottleneck else 1)
 
     def logical_sizes(self) -> dict[str, int]:
-        """Size of each logical axis that a mesh axis must divide; the channels of every stage are multiples of it."""
+        """Size of the logical axis that a mesh axis must divide; the channels of every stage are multiples of it."""
         return {"channels": self.width}
 
     def build(self, rngs: "nnx.Rngs", *, vocab_multiple: int = 1) -> "ResNetModule":
-        """The NNX module. There is no vocabulary to pad."""
+        """Build the NNX module. There is no vocabulary to pad."""
         from jaxscale.models.resnet_module import ResNetModule
 
         return ResNetModule(self, rngs=rngs)
 
     def loss(self, module: "ResNetModule", batch: "Batch", context: "Context") -> "Loss":
-        """Sums of the cross-entropy of a batch; training updates the running statistics of `module`.
+        """Sum the cross-entropy of a batch; training updates the running statistics of `module`.
 
         Args:
             module: the result of `build`, or a copy with other parameters.
@@ -95,7 +95,7 @@ class ResNet:
         return image_loss(module, batch, context, self.smoothing)
 
     def accuracy(self, module: "ResNetModule", batch: "Batch", context: "Context") -> tuple[Any, Any]:
-        """The sum of the weights of the correctly classified rows, and of the weights of all rows."""
+        """Return the sum of the weights of the correctly classified rows, and that of all rows."""
         from jaxscale.models.classify import image_accuracy
 
         return image_accuracy(module, batch, context)

@@ -46,7 +46,7 @@ class ConvNorm(nnx.Module):
 
 
 class ResidualBlock(nnx.Module):
-    """`relu(shortcut(x) + branch(x))`; the shortcut is a 1x1 convolution if input and output differ in shape, else `x`.
+    """`relu(shortcut(x) + branch(x))`; the shortcut is `x`, or a 1x1 convolution if input and output differ in shape.
 
     Args:
         in_channels: channels of the input.
@@ -59,20 +59,21 @@ class ResidualBlock(nnx.Module):
 
     def __init__(self, in_channels: int, width: int, *, stride: int, bottleneck: bool, momentum: float, rngs: nnx.Rngs):
         def make(conv_in: int, conv_out: int, window: int, stride: int = 1, gain: float = 1.0) -> ConvNorm:
+            """Make a convolution with its batch norm."""
             return ConvNorm(conv_in, conv_out, window=window, stride=stride, momentum=momentum, gain=gain, rngs=rngs)
 
         if bottleneck:
             conv_out = 4 * width
-            branch = [make(in_channels, width, 1), make(width, width, 3, stride), make(width, conv_out, 1, gain=0.0)]
+            layers = [make(in_channels, width, 1), make(width, width, 3, stride), make(width, conv_out, 1, gain=0.0)]
         else:
             conv_out = width
-            branch = [make(in_channels, width, 3, stride), make(width, width, 3, gain=0.0)]
-        self.branch = nnx.List(branch)
+            layers = [make(in_channels, width, 3, stride), make(width, width, 3, gain=0.0)]
+        self.branch = nnx.List(layers)
         is_identity = in_channels == conv_out and stride == 1
         self.shortcut = None if is_identity else make(in_channels, conv_out, 1, stride)
 
     def __call__(self, x: Float[Array, "B I J C"], *, context: Context = Context()) -> Float[Array, "B P Q O"]:
-        """The output of the block."""
+        """Return the output of the block."""
         y = x
         for index, layer in enumerate(self.branch):
             y = layer(jax.nn.relu(y) if index else y, context=context)
@@ -115,7 +116,7 @@ class ResNetModule(nnx.Module):
         self.head = Linear(channels, config.classes, axes=("channels", None), bias=True, init=zeros, rngs=rngs)
 
     def __call__(self, images: Float[Array, "B I J C"], *, context: Context = Context()) -> Float[Array, "B V"]:
-        """Logits of the classes.
+        """Return the logits of the classes.
 
         Args:
             images: pixels, scaled as in training.

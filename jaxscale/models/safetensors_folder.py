@@ -56,14 +56,14 @@ class ArrayLike(Protocol):
 
 
 def read(folder: Path) -> dict[str, np.ndarray]:
-    """Every tensor of the folder by name, memory-mapped and read-only.
+    """Map every tensor of the folder into memory, read-only, by name.
 
     Args:
         folder: folder that contains `model.safetensors`, or `model.safetensors.index.json` and its shards.
 
     Raises:
-        UserError: no such files; an index or header that is no JSON; a missing shard; a tensor that is missing in its
-            shard or in the index, has the wrong number of bytes, or ends beyond its file.
+        UserError: there are no such files, an index or header is not JSON, or a shard is missing. A tensor is missing
+            in its shard or in the index, has the wrong number of bytes, or ends beyond its file.
     """
     if (folder / SINGLE).is_file():
         return _read_file(folder / SINGLE)
@@ -72,11 +72,11 @@ def read(folder: Path) -> dict[str, np.ndarray]:
         is_pickled = any(name.startswith("pytorch_model") for name in file_names)
         hint = "save the model with safe_serialization=True first" if is_pickled else "give the folder of a saved model"
         raise UserError(f"{folder}: expected {SINGLE} or {INDEX}, found {', '.join(file_names) or 'nothing'}; {hint}")
-    return _read_shards(folder, _shard_of_each(folder / INDEX))
+    return _read_shards(folder, _read_index(folder / INDEX))
 
 
-def _shard_of_each(index: Path) -> dict[str, str]:
-    """The file name of each tensor, from the index."""
+def _read_index(index: Path) -> dict[str, str]:
+    """Read the index: the name of the file that contains each tensor, by the tensor's name."""
     try:
         shard_of_tensor = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
@@ -90,28 +90,24 @@ def _shard_of_each(index: Path) -> dict[str, str]:
 
 
 def _read_shards(folder: Path, shard_of_tensor: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Every tensor by name, read from the shard that the index names for it."""
+    """Map every tensor into memory, by name, from the shard that the index lists for it."""
     tensors_of_shard: dict[str, dict[str, np.ndarray]] = {}
     for name, shard in shard_of_tensor.items():
         if not (folder / shard).is_file():
-            raise UserError(f"{folder / INDEX}: tensor {name} lies in {shard}, which is not there; copy that file too")
+            raise UserError(f"{folder / INDEX}: tensor {name} lies in {shard}, which is missing; copy that file too")
         if shard not in tensors_of_shard:
             tensors_of_shard[shard] = _read_file(folder / shard)
         if name not in tensors_of_shard[shard]:
-            raise UserError(
-                f"{folder / shard}: the index lists tensor {name} in this file, which lacks it; copy both again"
-            )
+            raise UserError(f"{folder / shard}: the index lists tensor {name} in this file, which lacks it; copy both")
     for shard, tensors in tensors_of_shard.items():
         for name in tensors:
             if shard_of_tensor.get(name) != shard:
-                raise UserError(
-                    f"{folder / shard}: tensor {name} is not in {INDEX}; the two belong to different models"
-                )
+                raise UserError(f"{folder / shard}: tensor {name} is not in {INDEX}; copy both files again")
     return {name: tensors_of_shard[shard][name] for name, shard in shard_of_tensor.items()}
 
 
 def _read_file(path: Path) -> dict[str, np.ndarray]:
-    """Every tensor of one file by name, memory-mapped."""
+    """Map every tensor of one file into memory, by name."""
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
         length_bytes = file.read(8)
@@ -119,23 +115,20 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
         if len(length_bytes) < 8 or header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
             raise UserError(
                 f"{path}: its header should have {header_bytes:,} bytes, but the file has {file_bytes:,}: it is cut "
-                "short, or no safetensors file (a Git LFS pointer, perhaps); copy it again"
+                "short, or not a safetensors file (perhaps a Git LFS pointer); copy it again"
             )
         try:
             header = json.loads(file.read(header_bytes))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         except (ValueError, AttributeError) as error:
-            raise UserError(f"{path}: its header is no JSON object ({error}); copy the file again") from error
-    body = (
-        np.memmap(path, np.uint8, "r", offset=8 + header_bytes)
-        if file_bytes > 8 + header_bytes
-        else np.empty(0, np.uint8)
-    )
+            raise UserError(f"{path}: its header is not a JSON object ({error}); copy the file again") from error
+    body_start = 8 + header_bytes
+    body = np.memmap(path, np.uint8, "r", offset=body_start) if file_bytes > body_start else np.empty(0, np.uint8)
     return {name: _view(path, name, entry, body) for name, entry in entries.items()}
 
 
 def _view(path: Path, name: str, entry: Any, body: np.ndarray) -> np.ndarray:
-    """The tensor that a header's `entry` describes, as a view of `body`, the bytes after the header."""
+    """Return the tensor that an entry of the header describes, as a view of `body`: the bytes after the header."""
     try:
         dtype_name, shape = entry["dtype"], tuple(map(int, entry["shape"]))
         start, stop = map(int, entry["data_offsets"])
@@ -168,25 +161,25 @@ def write(folder: Path, tensors: Mapping[str, ArrayLike], *, shard_bytes: int) -
         tensors: arrays by name; their order determines their shards.
         shard_bytes: largest number of bytes of one file; a larger tensor gets a separate file.
     """
-    shard_names: list[list[str]] = [[]]
+    shards: list[list[str]] = [[]]
     used_bytes = 0
     for name, tensor in tensors.items():
         tensor_bytes = math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize
-        if shard_names[-1] and used_bytes + tensor_bytes > shard_bytes:
-            shard_names.append([])
+        if shards[-1] and used_bytes + tensor_bytes > shard_bytes:
+            shards.append([])
             used_bytes = 0
-        shard_names[-1].append(name)
+        shards[-1].append(name)
         used_bytes += tensor_bytes
-    if len(shard_names) == 1:
+    if len(shards) == 1:
         _write_file(folder / SINGLE, tensors)
         return
-    files = [f"model-{number:05d}-of-{len(shard_names):05d}.safetensors" for number in range(1, len(shard_names) + 1)]
-    for file, names in zip(files, shard_names, strict=True):
-        _write_file(folder / file, {name: tensors[name] for name in names})
+    file_names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for file_name, names in zip(file_names, shards, strict=True):
+        _write_file(folder / file_name, {name: tensors[name] for name in names})
     total_size = sum(math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize for tensor in tensors.values())
-    weight_map = {name: file for file, names in zip(files, shard_names, strict=True) for name in names}
+    weight_map = {name: file_name for file_name, names in zip(file_names, shards, strict=True) for name in names}
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-    with whole(folder / INDEX) as path:
+    with write_complete(folder / INDEX) as path:
         path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
@@ -201,18 +194,18 @@ def _write_file(path: Path, tensors: Mapping[str, ArrayLike]) -> None:
         offset = stop
     header_json = json.dumps(header, separators=(",", ":")).encode()
     header_json += b" " * (-len(header_json) % 8)
-    with whole(path) as partial, partial.open("wb") as file:
+    with write_complete(path) as partial_path, partial_path.open("wb") as file:
         file.write(len(header_json).to_bytes(8, "little") + header_json)
         for tensor in tensors.values():
             file.write(np.ascontiguousarray(np.asarray(tensor)).view(np.uint8).data if math.prod(tensor.shape) else b"")
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """A context with a temporary path to write to, which is renamed to `path` at the end, unless an error is raised."""
-    partial = path.with_name(path.name + ".partial")
+def write_complete(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write to; at the end, unless an error is raised, it is renamed to `path`."""
+    partial_path = path.with_name(path.name + ".partial")
     try:
-        yield partial
-        os.replace(partial, path)
+        yield partial_path
+        os.replace(partial_path, path)
     finally:
-        partial.unlink(missing_ok=True)
+        partial_path.unlink(missing_ok=True)

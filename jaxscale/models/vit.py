@@ -39,7 +39,7 @@ class ViT:
         mlp: hidden width of the feed-forward layers; `None` means 4 * embed.
         mlp_kind: activation of the feed-forward layers, "gelu" (exact), "gelu_tanh", "quick_gelu", "relu" or "silu".
         pooling: input of the classifier, "token" (a learned token before the patches) or "mean" (of the patches).
-        attention_bias: whether the projections to queries, keys and values have biases; all others have.
+        attention_bias: whether the projections to queries, keys and values have biases; all other projections have.
         norm_eps: constant added to the variance in LayerNorms.
         dropout: rate of dropout after the positions and where attention and mlp are added to the residual stream.
         smoothing: share of the target spread over all classes (label smoothing).
@@ -97,13 +97,13 @@ class ViT:
         return {"heads": self.heads, "kv_heads": self.heads, "mlp": self.mlp_width, "embed": self.embed}
 
     def build(self, rngs: "nnx.Rngs", *, vocab_multiple: int = 1) -> "ViTModule":
-        """The NNX module. There is no vocabulary to pad."""
+        """Build the NNX module. There is no vocabulary to pad."""
         from jaxscale.models.vit_module import ViTModule
 
         return ViTModule(self, rngs=rngs)
 
     def loss(self, module: "ViTModule", batch: "Batch", context: "Context") -> "Loss":
-        """Sums of the cross-entropy of a batch.
+        """Sum the cross-entropy of a batch.
 
         Args:
             module: the result of `build`, or a copy with other parameters.
@@ -115,7 +115,7 @@ class ViT:
         return image_loss(module, batch, context, self.smoothing)
 
     def accuracy(self, module: "ViTModule", batch: "Batch", context: "Context") -> tuple[Any, Any]:
-        """The sum of the weights of the correctly classified rows, and of the weights of all rows."""
+        """Return the sum of the weights of the correctly classified rows, and that of all rows."""
         from jaxscale.models.classify import image_accuracy
 
         return image_accuracy(module, batch, context)

@@ -49,7 +49,7 @@ class ViTBlock(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "B T D"], *, context: Context = Context()) -> Float[Array, "B T D"]:
-        """The residual stream after the block."""
+        """Return the residual stream after the block."""
         x = x + self.attention(self.attention_norm(x), context=context, causal=False)
         x = x + self.mlp(self.mlp_norm(x), context=context)
         return constrain(x, "batch", "seq", "embed")
@@ -80,7 +80,7 @@ class ViTModule(nnx.Module):
         self.head = Linear(config.embed, config.classes, axes=("embed", None), bias=True, init=zeros, rngs=rngs)
 
     def embed(self, images: Float[Array, "B I I C"], *, context: Context = Context()) -> Float[Array, "B T D"]:
-        """The input of the first block: projected patches, after the learned token if there is one, plus positions."""
+        """Return the input of the first block: learned token (if there is one) and projected patches plus positions."""
         image_size, patch = self.config.image, self.config.patch
         if images.shape[1:] != (image_size, image_size, self.config.channels):
             raise UserError(
@@ -99,7 +99,7 @@ class ViTModule(nnx.Module):
         return constrain(self.dropout(x, context), "batch", "seq", "embed")
 
     def __call__(self, images: Float[Array, "B I I C"], *, context: Context = Context()) -> Float[Array, "B V"]:
-        """Logits of the classes.
+        """Return the logits of the classes.
 
         Args:
             images: pixels, scaled as in training.

@@ -40,7 +40,7 @@ def cut(
     slice_bytes: int = SLICE_BYTES,
     units: Sequence[int] | None = None,
 ) -> SliceCut:
-    """The cut into the fewest equal slices of at most `slice_bytes`, along the first dim that is not sharded.
+    """Return the cut into the fewest equal slices of at most `slice_bytes`, along the first dim that is not sharded.
 
     If no dim allows slices so small, the dim with the smallest slices is cut. A leading dim of layers is never sharded,
     and its slices are contiguous in memory.
@@ -60,16 +60,16 @@ def cut(
         >>> cut((4096, 4096), 4, None), cut((4096, 4096), 4, None, units=(2048, 1))
         (SliceCut(dim=0, pieces=4), SliceCut(dim=1, pieces=4))
     """
-    local_shape = tuple(shape) if sharding is None else sharding.shard_shape(tuple(shape))
-    local_bytes = math.prod(local_shape) * itemsize
+    shard_shape = tuple(shape) if sharding is None else sharding.shard_shape(tuple(shape))
+    shard_bytes = math.prod(shard_shape) * itemsize
     best_cut = SliceCut()
-    for dim, (global_size, local_size) in enumerate(zip(shape, local_shape, strict=True)):
-        if global_size != local_size:
+    for dim, (global_size, shard_size) in enumerate(zip(shape, shard_shape, strict=True)):
+        if global_size != shard_size:
             continue
         unit_count = global_size if units is None else global_size // units[dim]
         divisors = [n for n in range(1, unit_count + 1) if unit_count % n == 0]
-        pieces = next((n for n in divisors if local_bytes <= n * slice_bytes), unit_count)
-        if local_bytes <= pieces * slice_bytes:
+        pieces = next((n for n in divisors if shard_bytes <= n * slice_bytes), unit_count)
+        if shard_bytes <= pieces * slice_bytes:
             return SliceCut(dim, pieces)
         best_cut = SliceCut(dim, pieces) if pieces > best_cut.pieces else best_cut
     return best_cut
@@ -80,42 +80,45 @@ Body = Callable[[list[Array], list[Array], Any], tuple[list[Array], Any]]
 
 
 def sweep(
-    body: Body, pieces: int, read: Sequence[tuple[Array, int]], written: Sequence[tuple[Array, int]], carry: Any
+    body: Body, pieces: int, reads: Sequence[tuple[Array, int]], writes: Sequence[tuple[Array, int]], carry: Any
 ) -> tuple[list[Array], Any]:
     """Run `body` on the slices of some arrays, one after another.
 
     Args:
-        body: function from slices of the arrays in `read`, slices of the arrays in `written` (all on the device) and
-            the carry, to new slices of the arrays in `written` and the new carry.
+        body: function of slices of the arrays in `reads`, slices of those in `writes` (all on the device) and the
+            carry. It returns new slices of the arrays in `writes`, and the new carry.
         pieces: number of slices of each array; 1 passes the whole arrays to `body`, once.
-        read: arrays that are read, as (array, dim to cut) pairs.
-        written: arrays whose slices are replaced, as (array, dim to cut) pairs; they stay in their memory space.
+        reads: (array, dim to cut) pairs of the arrays that are only read.
+        writes: (array, dim to cut) pairs of the arrays whose slices are replaced; they stay in their memory space.
         carry: initial carry, on the device.
 
     Returns:
-        The arrays of `written` with their new slices, and the last carry.
+        The arrays in `writes` with their new slices, and the last carry.
     """
 
-    def slice_of(array: Array, dim: int, number: Any) -> Array:
+    def slice_of(array: Array, dim: int, slice_index: Any) -> Array:
+        """Return one slice of an array, on the device."""
         if pieces == 1:
             return to_device(array)
         length = array.shape[dim] // pieces
-        return to_device(jax.lax.dynamic_slice_in_dim(array, number * length, length, dim))
+        return to_device(jax.lax.dynamic_slice_in_dim(array, slice_index * length, length, dim))
 
-    def replace_slice(array: Array, dim: int, number: Any, new_slice: Array) -> Array:
+    def replace_slice(array: Array, dim: int, slice_index: Any, new_slice: Array) -> Array:
+        """Return the array with one slice replaced, in its old memory space."""
         new_slice = to_host(new_slice) if on_host(array) else new_slice
         if pieces == 1:
             return new_slice
-        return jax.lax.dynamic_update_slice_in_dim(array, new_slice, number * new_slice.shape[dim], dim)
+        return jax.lax.dynamic_update_slice_in_dim(array, new_slice, slice_index * new_slice.shape[dim], dim)
 
-    dims = [dim for _, dim in written]
+    written_dims = [dim for _, dim in writes]
 
-    def step(number: Any, state: tuple[list[Array], Any]) -> tuple[list[Array], Any]:
-        arrays, carry = state
-        slices = [slice_of(array, dim, number) for array, dim in zip(arrays, dims, strict=True)]
-        new_slices, carry = body([slice_of(array, dim, number) for array, dim in read], slices, carry)
-        replacements = zip(arrays, dims, new_slices, strict=True)
-        return [replace_slice(array, dim, number, new_slice) for array, dim, new_slice in replacements], carry
+    def step(slice_index: Any, arrays_and_carry: tuple[list[Array], Any]) -> tuple[list[Array], Any]:
+        """Run `body` on one slice of each array; return the arrays with the new slices, and the new carry."""
+        arrays, carry = arrays_and_carry
+        old_slices = [slice_of(array, dim, slice_index) for array, dim in zip(arrays, written_dims, strict=True)]
+        new_slices, carry = body([slice_of(array, dim, slice_index) for array, dim in reads], old_slices, carry)
+        replacements = zip(arrays, written_dims, new_slices, strict=True)
+        return [replace_slice(array, dim, slice_index, new_slice) for array, dim, new_slice in replacements], carry
 
-    initial_state = ([array for array, _ in written], carry)
+    initial_state = ([array for array, _ in writes], carry)
     return step(0, initial_state) if pieces == 1 else jax.lax.fori_loop(0, pieces, step, initial_state)

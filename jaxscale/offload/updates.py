@@ -1,7 +1,6 @@
 """Update an optimizer's state in host memory.
 
-Two functions apply an optax rule with at most a slice of the state on the device, and return functions of one
-signature:
+Two functions return the step of an optimizer, with at most a slice of its state on the device:
 
 * `streamed`: slices of state and weights come to the device, are updated there, and go back (ZeRO-Infinity, Rajbhandari
   et al. 2021, arXiv 2104.07857, without its NVMe; L2L, Pudipeddi et al. 2020, arXiv 2002.05645). For rules that treat
@@ -9,9 +8,8 @@ signature:
 * `on_host`: gradients go to the host, whose CPU updates state and weights (ZeRO-Offload, Ren et al. 2021, arXiv
   2101.06840, without its delay of one step). For any rule.
 
-`plainly` applies a rule without offload. The functions that all three return also take the gradients' norm, for
-clipping, and whether the step is good (its gradients are finite): a later `where` over old and new state would need
-both whole on the device.
+`plainly` returns the step without offload. All three steps also take the gradients' norm, for clipping, and whether the
+step is good (its gradients are finite). A later `where` over old and new state would need both whole on the device.
 
 Plans use these functions. For custom training loops `wrapper.offload_state` wraps a rule.
 """
@@ -68,14 +66,14 @@ def streamed(
 
     Args:
         rule: an optax transformation that treats each number, or each layer of a stack, by itself. The arrays of its
-            state have the parameters' shapes. They may be quantized; slices then contain whole blocks.
+            state have the parameters' shapes. They may be quantized; each slice then contains whole blocks.
         params: shapes of the parameters, with the sharding of the optimizer's state if there is a mesh.
         clip: global norm that gradients are clipped to; the state is then that of `chain(clip_by_global_norm, rule)`.
         slice_bytes: bytes of the largest slice of one tensor on each device, as far as its dims allow.
         elementwise: the rule within `rule` that must treat each number by itself, if `rule` shares scales in blocks;
             `rule` by default.
         layers: for each parameter, whether its first dim is stacked layers that the rule treats one by one. Slices are
-            then whole layers, and other parameters are not cut. `None` if the rule treats each number by itself.
+            then whole layers, and other parameters are not cut. `None`: the rule treats each number by itself.
 
     Raises:
         UserError: the rule mixes elements, and `layers` is `None`.
@@ -94,20 +92,20 @@ def streamed(
     cuts = cuts_of(rule, params, [getattr(leaf, "sharding", None) for leaf in leaves], slice_bytes, layers)
 
     def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
-        def step(gradients: Params, old: tuple[Params, Any]) -> tuple[Params, Any]:
-            return _step(rule, gradients, old, norm, good, clip)
+        def step(gradients: Params, params_and_state: tuple[Params, Any]) -> tuple[Params, Any]:
+            return _step(rule, gradients, params_and_state, norm, good, clip)
 
-        weights, new_state = in_slices(rule, cuts, step, gradients, (params, state if clip is None else state[1]))
+        weights, new_state = run_in_slices(rule, cuts, step, gradients, (params, state if clip is None else state[1]))
         return weights, new_state if clip is None else (state[0], new_state)
 
     return advance
 
 
 def on_host(rule: optax.GradientTransformation, *, clip: float | None = None) -> Advance:
-    """Return the step that applies a rule on the host's CPU: it sends gradients there and updates the rest in place.
+    """Return the step that applies a rule on the host's CPU: it sends gradients there and updates in place.
 
-    Do not use it with a TPU and a state in few bits: libtpu 0.0.51 assigns two tilings to an array of 8 or 4 bits and
-    two dims or more that the host's CPU reads, and crashes; arrays of 16 and 32 bits, or of one dim, work.
+    Do not use it with a TPU and a state in few bits. If the host's CPU reads an array of 8 or 4 bits and two dims or
+    more, libtpu 0.0.51 assigns two tilings to it and crashes. Arrays of 16 and 32 bits, or of one dim, work.
 
     Args:
         rule: any optax transformation.
@@ -116,33 +114,34 @@ def on_host(rule: optax.GradientTransformation, *, clip: float | None = None) ->
     """
 
     def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
-        old = (params, state if clip is None else state[1])
+        old_trees = (params, state if clip is None else state[1])
         step = with_host_constants(functools.partial(_step, rule, clip=clip))
-        updated = by_host_cpu(step, (gradients, old, norm, good), old)
-        weights, new_state = jax.tree.map(lambda x, old: x if lies_on_host(old) else to_device(x), updated, old)
+        results = run_on_host_cpu(step, (gradients, old_trees, norm, good), old_trees)
+        weights, new_state = jax.tree.map(lambda x, old: x if lies_on_host(old) else to_device(x), results, old_trees)
         return weights, new_state if clip is None else (state[0], new_state)
 
     return advance
 
 
-def by_host_cpu(function: Callable[..., Any], args: Any, like: Any) -> Any:
+def run_on_host_cpu(function: Callable[..., Any], args: Any, result_like: Any) -> Any:
     """Run a function on the host's CPU, on arguments moved to host memory; its results stay there.
 
     Args:
         function: function to run.
-        args: arguments, in device or host memory.
-        like: tree of the structure of the function's results.
+        args: tuple of arguments, in device or host memory.
+        result_like: tree of the structure of the function's result.
     """
-    return compute_on_host(function, jax.tree.map(lambda _: jax.memory.Space.Host, like))(*to_host(args))
+    return compute_on_host(function, jax.tree.map(lambda _: jax.memory.Space.Host, result_like))(*to_host(args))
 
 
 def with_host_constants(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of arrays in host memory, with its constants in host memory too, also inside loops.
+    """Return the same function of arrays in host memory, with its constants in host memory too, also inside loops.
 
     JAX would place the constants on the device.
     """
 
     def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """Evaluate a jaxpr equation by equation, and return its outputs."""
         value_of_variable = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
         def value_of(atom: Any) -> Any:
@@ -150,9 +149,9 @@ def with_host_constants(function: Callable[..., Any]) -> Callable[..., Any]:
 
         for eqn in jaxpr.eqns:
             operands = [value_of(atom) for atom in eqn.invars]
-            body = eqn.params.get("jaxpr")
-            if eqn.primitive.name in ("jit", "pjit") and body is not None:
-                outputs = run(body.jaxpr, body.consts, operands)
+            inner = eqn.params.get("jaxpr")
+            if eqn.primitive.name in ("jit", "pjit") and inner is not None:
+                outputs = run(inner.jaxpr, inner.consts, operands)
             elif eqn.primitive.name == "scan":
                 outputs = run_scan(eqn.params, operands)
             else:
@@ -163,6 +162,7 @@ def with_host_constants(function: Callable[..., Any]) -> Callable[..., Any]:
         return [value_of(atom) for atom in jaxpr.outvars]
 
     def run_scan(params: Any, operands: Sequence[Any]) -> list[Any]:
+        """Evaluate a `scan` equation with these parameters, and return its outputs: last carry, then stacked ys."""
         body, (num_consts, num_carry) = params["jaxpr"], scan_counts(params)
 
         def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -175,6 +175,7 @@ def with_host_constants(function: Callable[..., Any]) -> Callable[..., Any]:
         return [*last_carry, *ys]
 
     def run_program(*args: Any) -> Any:
+        """Trace `function` and evaluate its program on the arguments."""
         program, out_shapes = jax.make_jaxpr(function, return_shape=True)(*shapes_of(args))
         outputs = run(program.jaxpr, program.consts, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(out_shapes), outputs)
@@ -189,7 +190,15 @@ def cuts_of(
     slice_bytes: int,
     layers: Params | None = None,
 ) -> list[SliceCut]:
-    """The cut of each parameter, by which its state is also cut; the arguments are those of `streamed`."""
+    """Return the cut of each parameter, which is also that of its state.
+
+    Args:
+        rule: optax transformation that updates the parameters.
+        params: shapes of the parameters.
+        shardings: sharding of each parameter, in the order of its leaves; `None` for one device.
+        slice_bytes: bytes of the largest slice on each device.
+        layers: for each parameter, whether its first dim is stacked layers, as in `streamed`.
+    """
     leaves, units = jax.tree.leaves(params), _units(rule, params)
     if layers is not None:
         stacked_flags = jax.tree.leaves(layers)
@@ -204,34 +213,35 @@ def cuts_of(
     return [slice_cut if slice_cut.pieces > 1 else SliceCut() for slice_cut in cuts]
 
 
-def in_slices(
+def run_in_slices(
     rule: optax.GradientTransformation,
     cuts: Sequence[SliceCut],
     step: Callable[..., Any],
-    read: Any,
-    old: tuple[Any, Any],
+    read_tree: Any,
+    old_trees: tuple[Any, Any],
 ) -> tuple[Params, Any]:
     """Run `step` on slices of trees like the parameters and of a rule's state, on the device.
 
-    Leaves cut into the same number of pieces form a group; `step` runs on one group at a time, with empty leaves in
-    place of all other leaves.
+    Leaves that are cut into the same number of pieces form a group. `step` runs on one group at a time; all other
+    leaves of its trees are empty.
 
     Args:
         rule: optax transformation to which the state belongs.
         cuts: the cut of each parameter.
-        step: function from slices of `read` and of `old` to the new slices of `old`.
-        read: tree like the parameters that is only read; `None` is passed to `step` as it is.
-        old: pair of a tree like the parameters and the rule's state, in device or host memory, both to be replaced.
+        step: function from slices of `read_tree` and of `old_trees` to the new slices of `old_trees`.
+        read_tree: tree like the parameters that is only read; `None` is passed to `step` unchanged.
+        old_trees: pair of a tree like the parameters and the rule's state, in device or host memory, both replaced.
 
     Returns:
         The new pair of tree and state, with each leaf in its old memory space.
     """
-    treedef = jax.tree.structure(old[0])
-    leaves, read_leaves = treedef.flatten_up_to(old[0]), [] if read is None else treedef.flatten_up_to(read)
-    state_leaves, state_def = jax.tree.flatten(old[1])
-    owners = jax.tree.leaves(owners_of(rule, old[1], treedef))
+    treedef = jax.tree.structure(old_trees[0])
+    old_leaves = treedef.flatten_up_to(old_trees[0])
+    read_leaves = [] if read_tree is None else treedef.flatten_up_to(read_tree)
+    state_leaves, state_def = jax.tree.flatten(old_trees[1])
+    owners = jax.tree.leaves(owners_of(rule, old_trees[1], treedef))
     shared_indices = [i for i, owner in enumerate(owners) if owner < 0]
-    new_leaves, new_state_leaves = list(leaves), list(state_leaves)
+    new_leaves, new_state_leaves = list(old_leaves), list(state_leaves)
     for pieces in sorted({slice_cut.pieces for slice_cut in cuts}):
         param_indices = [i for i, slice_cut in enumerate(cuts) if slice_cut.pieces == pieces]
         state_indices = [i for i, owner in enumerate(owners) if owner in param_indices]
@@ -243,18 +253,19 @@ def in_slices(
             param_indices: list[int] = param_indices,
             state_indices: list[int] = state_indices,
         ) -> tuple[list[Array], Any]:
-            leaf_slices = _only_at(leaves, param_indices, written_slices[: len(param_indices)])
-            state_slices = _only_at(state_leaves, state_indices, written_slices[len(param_indices) :])
+            """Run `step` on one slice of each leaf of the group; the carry is the leaves without a parameter."""
+            leaf_slices = _put_at(old_leaves, param_indices, written_slices[: len(param_indices)])
+            state_slices = _put_at(state_leaves, state_indices, written_slices[len(param_indices) :])
             for i in shared_indices:
                 state_slices[i] = to_device(state_leaves[i])
-            slices = treedef.unflatten(_only_at(read_leaves, param_indices, read_slices)) if read_leaves else None
+            slices = treedef.unflatten(_put_at(read_leaves, param_indices, read_slices)) if read_leaves else None
             new_trees = step(slices, (treedef.unflatten(leaf_slices), state_def.unflatten(state_slices)))
             leaf_slices, state_slices = treedef.flatten_up_to(new_trees[0]), state_def.flatten_up_to(new_trees[1])
             new_slices = [leaf_slices[i] for i in param_indices] + [state_slices[i] for i in state_indices]
             return new_slices, [state_slices[i] for i in shared_indices]
 
         reads = [(read_leaves[i], cuts[i].dim) for i in param_indices] if read_leaves else []
-        writes = [(leaves[i], cuts[i].dim) for i in param_indices]
+        writes = [(old_leaves[i], cuts[i].dim) for i in param_indices]
         writes += [(state_leaves[i], cuts[owners[i]].dim) for i in state_indices]
         arrays, carry = sweep(step_slices, pieces, reads, writes, [to_device(state_leaves[i]) for i in shared_indices])
         for i, array in zip(param_indices, arrays[: len(param_indices)], strict=True):
@@ -275,43 +286,52 @@ def global_norm(gradients: Params, shardings: Params | None = None) -> Float[Arr
     if not any(lies_on_host(g) for g in leaves):
         return optax.tree.norm(gradients)
     leaf_shardings = [None] * len(leaves) if shardings is None else treedef.flatten_up_to(shardings)
-    total = jnp.zeros((), jnp.float32)
+    square_sum = jnp.zeros((), jnp.float32)
     for leaf, sharding in zip(leaves, leaf_shardings, strict=True):
         slice_cut = cut(leaf.shape, leaf.dtype.itemsize, sharding)
-        _, total = sweep(_add_squares, slice_cut.pieces, [(leaf, slice_cut.dim)], [], total)
-    return jnp.sqrt(total)
+        _, square_sum = sweep(_add_squares, slice_cut.pieces, [(leaf, slice_cut.dim)], [], square_sum)
+    return jnp.sqrt(square_sum)
 
 
-def _add_squares(read: list[Array], written: list[Array], total: Array) -> tuple[list[Array], Array]:
-    """A body of `sweep` that adds the sum of squares of a slice to a total."""
-    return written, total + jnp.sum(jnp.square(read[0].astype(jnp.float32)))
+def _add_squares(read_slices: list[Array], written_slices: list[Array], square_sum: Array) -> tuple[list[Array], Array]:
+    """Add the squares of a slice to their sum: a body of `sweep` that writes no slice."""
+    return written_slices, square_sum + jnp.sum(jnp.square(read_slices[0].astype(jnp.float32)))
 
 
 def _step(
     rule: optax.GradientTransformation,
     gradients: Params,
-    old: tuple[Params, Any],
+    params_and_state: tuple[Params, Any],
     norm: Any,
     good: Any,
     clip: float | None = None,
 ) -> tuple[Params, Any]:
-    """The new weights and state, or the old ones if the step is not good."""
+    """Return the new parameters and state, or the old ones if the step is not good.
+
+    Args:
+        rule: optax transformation.
+        gradients: gradients, not yet clipped.
+        params_and_state: pair of parameters and state.
+        norm: global norm of the gradients.
+        good: bool scalar, whether the step is good.
+        clip: global norm to which gradients are clipped; `None` if `rule` clips them or nothing does.
+    """
 
     def clip_gradient(gradient: Array) -> Array:
         """Clip a gradient, bit for bit like `optax.clip_by_global_norm`."""
         return jnp.where(norm < clip, gradient, (gradient / norm.astype(gradient.dtype)) * clip)
 
-    params, state = old
+    params, state = params_and_state
     gradients = gradients if clip is None else jax.tree.map(clip_gradient, gradients)
     updates, new_state = rule.update(gradients, state, params)
-    return optax.tree.where(good, (optax.apply_updates(params, updates), new_state), old)
+    return optax.tree.where(good, (optax.apply_updates(params, updates), new_state), params_and_state)
 
 
 def owners_of(rule: optax.GradientTransformation, state: Any, treedef: Any) -> Any:
-    """For each leaf of a state, the index of the parameter that it belongs to; -1 if there is none."""
+    """Return for each leaf of a state the index of the parameter that it belongs to; -1 if there is none."""
     return optax.tree.map_params(
         rule,
-        lambda leaf, number: jax.tree.map(lambda _: number, leaf),
+        lambda node, index: jax.tree.map(lambda _: index, node),  # a quantized node has two leaves
         state,
         treedef.unflatten(range(treedef.num_leaves)),
         transform_non_params=lambda _: -1,
@@ -320,19 +340,20 @@ def owners_of(rule: optax.GradientTransformation, state: Any, treedef: Any) -> A
 
 
 def _units(rule: optax.GradientTransformation, params: Params) -> list[tuple[int, ...]]:
-    """For each dim of each parameter, the number that must divide slice lengths so that no quantized block is cut."""
+    """Return for each dim of each parameter the number that must divide slice lengths, so that no block is cut."""
     leaves, treedef = jax.tree.flatten(params)
     units = [[1] * len(leaf.shape) for leaf in leaves]
     state = jax.eval_shape(rule.init, params)
     trees = (state, owners_of(rule, state, treedef))
-    for entry, owner in zip(*(jax.tree.leaves(tree, is_leaf=is_quantized) for tree in trees), strict=True):
-        if is_quantized(entry):
-            units[owner.codes][-2] = math.lcm(units[owner.codes][-2], entry.block)
+    for node, owner in zip(*(jax.tree.leaves(tree, is_leaf=is_quantized) for tree in trees), strict=True):
+        if is_quantized(node):
+            index = owner.codes  # `owner` is like `node`, with the parameter's index instead of each array
+            units[index][-2] = math.lcm(units[index][-2], node.block)
     return [tuple(unit) for unit in units]
 
 
-def _only_at(leaves: list[Array], indices: list[int], slices: list[Array]) -> list[Array]:
-    """A list like `leaves` with these slices at the indices, and empty arrays elsewhere.
+def _put_at(leaves: list[Array], indices: list[int], slices: list[Array]) -> list[Array]:
+    """Return a list like `leaves` with these slices at the indices, and empty arrays at all others.
 
     The empty arrays have no columns but all rows, because blocks must divide the number of rows.
     """

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.blocks import BlockFunction, Treatment, Wrapper, as_it_is
+from jaxscale.blocks import BlockFunction, Treatment, Wrapper, identity
 from jaxscale.memory.keep_named import Keeping
 from jaxscale.sharding.memory_space import to_device
 from jaxscale.typing import Array
@@ -26,18 +26,18 @@ from jaxscale.typing import Array
 FETCHED = "jaxscale:fetched"
 """Name of a weight that came from the host, for policies of `jax.checkpoint`."""
 
-_OF_BLOCKS = re.compile(r"(?:^|/)layers(?:_from_\d+)?(?:/|$)")
-"""Pattern found in the names of parameters of blocks."""
+_BLOCK_PATTERN = re.compile(r"(?:^|/)layers(?:_from_\d+)?(?:/|$)")
+"""Pattern that occurs in the names of parameters of blocks, and in no others."""
 
 
-def of_a_block(name: str) -> bool:
+def belongs_to_block(name: str) -> bool:
     """Whether a parameter belongs to a block of a `Stack` or a `Chain`, by its name.
 
     Example:
-        >>> of_a_block("blocks/layers/mlp/up/weight"), of_a_block("chain/layers/3/scale"), of_a_block("embed/table")
-        (True, True, False)
+        >>> [belongs_to_block(name) for name in ("blocks/layers/mlp/up/weight", "chain/layers/3/scale", "embed/table")]
+        [True, True, False]
     """
-    return _OF_BLOCKS.search(name) is not None
+    return _BLOCK_PATTERN.search(name) is not None
 
 
 @jax.tree_util.register_dataclass
@@ -47,11 +47,11 @@ class Streamed:
 
     Args:
         weight: float32 array on the host, of one layer or of stacked layers.
-        tie: array of zeros like the weight, on the device, to which the weight's gradient goes; `None` leaves the
+        tie: array of zeros like the weight, on the device, which receives the weight's gradient; `None` leaves the
             gradient on the host.
         dtype: name of the fetched weight's dtype; `None` leaves it unchanged.
-        keep_type: whether the weight is rounded to `dtype` but stays in its own dtype, so that its gradient is summed
-            in its own dtype.
+        keep_type: whether the weight is rounded to `dtype` but keeps the dtype that it has on the host, so that its
+            gradient is summed in that dtype.
     """
 
     weight: Array
@@ -66,8 +66,8 @@ class Streamed:
         else:
             weight = _tied(to_device(jax.lax.stop_gradient(self.weight)), self.tie)
         if self.dtype is not None and jnp.issubdtype(weight.dtype, jnp.floating):
-            rounded = weight.astype(self.dtype)
-            weight = rounded.astype(weight.dtype) if self.keep_type else rounded
+            rounded_weight = weight.astype(self.dtype)
+            weight = rounded_weight.astype(weight.dtype) if self.keep_type else rounded_weight
         return checkpoint_name(weight, FETCHED)
 
 
@@ -81,57 +81,58 @@ _tied.defvjp(lambda weight, tie: (weight, None), lambda _, gradient: (None, grad
 
 
 def keep_all_but_weights(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Policy for blocks without another one: keep every residual except weights, which are fetched again."""
+    """Keep every residual except weights, which are fetched again: the default `jax.checkpoint` policy for blocks."""
     is_fetched = primitive.name == "name" and params["name"] == FETCHED
-    # a residual on the host would be copied within the host, layer by layer, on which the TPU's compiler fails
-    on_host = any(getattr(leaf, "memory_space", None) == jax.memory.Space.Host for leaf in inputs)
-    # a cast of a weight is a weight, and any other cast is cheap; a pipeline gathers fetched weights
-    return not is_fetched and not on_host and primitive.name not in ("device_put", "convert_element_type", "all_gather")
+    # a residual on the host would be copied within the host, layer by layer; the TPU's compiler fails on such copies
+    is_hosted = any(getattr(aval, "memory_space", None) == jax.memory.Space.Host for aval in inputs)
+    # the result of a cast may be a weight, and is cheap to recompute; a pipeline gathers fetched weights
+    return not (is_fetched or is_hosted) and primitive.name not in ("device_put", "convert_element_type", "all_gather")
 
 
 def streaming(treatment: Treatment) -> Treatment:
-    """A treatment of blocks that also fetches every `Streamed` weight when its block runs.
+    """Return the treatment of blocks that also fetches every `Streamed` weight when its block runs.
 
     Args:
-        treatment: treatment of the blocks for other purposes; what it recomputes includes the fetching. It must have no
-            segments of several blocks, because the stacked weights would be sliced before they are fetched.
+        treatment: treatment of the blocks for other purposes. If it recomputes a block, weights are fetched again. It
+            must have no segments of several blocks: stacked weights would be sliced before they are fetched.
     """
 
-    def with_fetching(wrapper: Wrapper) -> Wrapper:
+    def add_fetching(wrapper: Wrapper) -> Wrapper:
+        """Return the wrapper that fetches the weights of a block and then wraps it as `wrapper` does."""
         if isinstance(wrapper, Keeping):  # its save sets are for the block without fetching
-            return dataclasses.replace(wrapper, prepare=fetched, everything=keep_all_but_weights)
+            return dataclasses.replace(wrapper, prepare=fetch_weights, everything=keep_all_but_weights)
 
         def wrap_block(block: BlockFunction, rolled: bool) -> BlockFunction:
             def run(*args: Any) -> Any:
-                return block(*fetched(args))
+                return block(*fetch_weights(args))
 
-            if wrapper is as_it_is:
+            if wrapper is identity:
                 return jax.checkpoint(run, policy=keep_all_but_weights, prevent_cse=not rolled)
             return wrapper(run, rolled)
 
         return wrap_block
 
-    return treatment.with_wrappers(with_fetching)
+    return treatment.with_wrappers(add_fetching)
 
 
 def offloading_later(treatment: Treatment) -> Treatment:
-    """A treatment of a pipeline's blocks that moves offloaded values with the slot of their stage.
+    """Return the treatment of a pipeline's blocks that moves offloaded values together with the slot of their stage.
 
-    They go to the host after the stage's forward pass, and return at the start of its backward pass. If each block
-    offloaded its own values, the slot would be filled from host to host, which needs a program on the host.
+    The values go to the host after the stage's forward pass, and return at the start of its backward pass. If each
+    block offloaded its values, the slot would be filled by copies within the host, which need a program on the host.
     """
     wrappers = (treatment.wrapper, *(wrapper for _, wrapper in treatment.groups))
     keeping_wrappers = [wrapper for wrapper in wrappers if isinstance(wrapper, Keeping)]
 
-    def delay(wrapper: Wrapper) -> Wrapper:
+    def set_later(wrapper: Wrapper) -> Wrapper:
         return dataclasses.replace(wrapper, later=True) if isinstance(wrapper, Keeping) else wrapper
 
-    hosted = frozenset().union(*(wrapper.hosted for wrapper in keeping_wrappers))
-    return dataclasses.replace(treatment.with_wrappers(delay), hosted=hosted)
+    hosted_names = frozenset().union(*(wrapper.hosted for wrapper in keeping_wrappers))
+    return dataclasses.replace(treatment.with_wrappers(set_later), hosted=hosted_names)
 
 
-def fetched(args: Any) -> Any:
-    """The arguments of a block, with every `Streamed` weight on the device."""
+def fetch_weights(args: Any) -> Any:
+    """Return the arguments of a block, with every `Streamed` weight replaced by the fetched array."""
 
     def is_streamed(leaf: Any) -> bool:
         return isinstance(leaf, Streamed)

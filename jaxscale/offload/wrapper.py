@@ -32,7 +32,7 @@ from jaxscale.errors import UserError, unknown
 from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.lowbit.quantized import dequantize
 from jaxscale.offload.slices import SLICE_BYTES, SliceCut
-from jaxscale.offload.updates import by_host_cpu, cuts_of, in_slices, owners_of, with_host_constants
+from jaxscale.offload.updates import cuts_of, owners_of, run_in_slices, run_on_host_cpu, with_host_constants
 from jaxscale.programs.elementwise import first_mixing
 from jaxscale.sharding.memory_space import HOST_KIND, check_host_memory, on_host, rehearses, to_device, to_host
 from jaxscale.sharding.partition import dividing
@@ -48,16 +48,16 @@ def offload_state(
     shardings: Params | None = None,
     slice_bytes: int = SLICE_BYTES,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optax transformation whose state lies in host memory ("pinned_host") between steps.
+    """Return an optax transformation whose state lies in host memory ("pinned_host") between steps.
 
     The state has the structure of the rule's state. During an update the device holds weights, gradients (whose memory
     the updates reuse if dtypes agree) and slices of the state.
 
     Under `jax.jit` either donate parameters and state and return them in this order, or specify the memory of both by
-    `out_shardings`. On one device, and on Explicit axes, JAX pairs donated arrays with results only by shape and dtype:
-    the memory of a state donated without its parameters would be reused for new parameters. That is an error when the
-    program runs, and on a CPU of one device it ends the process (JAX 0.10.2, 0.12.0.1). The wrapper raises an error for
-    such a CPU if it can detect it: inside `jax.jit`, only arrays under a mesh have a known device.
+    `out_shardings`. On one device, and on Explicit axes, JAX pairs donated arrays with results only by shape and dtype.
+    If a state is donated without its parameters, its memory is reused for new parameters. The program then raises an
+    error, or on a CPU of one device it ends the process (JAX 0.10.2, 0.12.0.1). The wrapper raises an error for such a
+    CPU if it can detect it: inside `jax.jit`, only arrays under a mesh have a known device.
 
     Args:
         rule: any optax transformation, also one that `quantize_state` returned, which moves a quarter of the bytes.
@@ -70,9 +70,9 @@ def offload_state(
         slice_bytes: bytes of the largest slice of one tensor on each device, as far as its dims allow.
 
     Raises:
-        UserError: `pattern` or `run` is invalid. `init` and `update` raise it before tracing if a device has no host
-            memory or is the only device of a CPU, if the rule mixes elements ("streamed"), if no array goes to the
-            host, if parameters lie on several devices without `shardings`, or if the state lies on the device.
+        UserError: `pattern` or `run` is invalid. `init` and `update` raise it before tracing in five cases. A device
+            has no host memory or is the only device of a CPU. The rule mixes elements ("streamed"). No array goes to
+            the host. Parameters lie on several devices without `shardings`. The state lies on the device.
 
     Example:
         >>> sharding = jax.sharding.NamedSharding(jax.make_mesh((2,), ("fsdp",)), jax.P("fsdp"))
@@ -94,12 +94,12 @@ def offload_state(
         raise UserError(f"offload_state: pattern {pattern!r} is not a regular expression: {error}") from None
 
     def place_state(state: Any) -> Any:
-        """The state with matching arrays on the host and all others on the device."""
+        """Return the state with matching arrays on the host and all others on the device."""
         host_flags = _host_flags(state, regex)
-        return jax.tree.map(lambda leaf, on_host: to_host(leaf) if on_host else to_device(leaf), state, host_flags)
+        return jax.tree.map(lambda leaf, is_hosted: to_host(leaf) if is_hosted else to_device(leaf), state, host_flags)
 
-    def checked_cuts(params: Params, extra: Mapping[str, Any]) -> list[SliceCut]:
-        """The cut of each parameter, after a check that the rule can run slice by slice."""
+    def check_and_cut(params: Params, extra: Mapping[str, Any]) -> list[SliceCut]:
+        """Check that the rule can run slice by slice, and return the cut of each parameter."""
         _check_sliceable(base_rule, params, extra)
         return cuts_of(base_rule, shapes_of(params), _param_shardings(params, shardings), slice_bytes)
 
@@ -113,7 +113,7 @@ def offload_state(
         shapes = jax.eval_shape(base_rule.init, params)
         _check_any_on_host(shapes, regex)
         if run == "streamed":
-            checked_cuts(params, {})
+            check_and_cut(params, {})
         elif platform == "tpu" and any(x.ndim > 1 and x.dtype.itemsize == 1 for x in jax.tree.leaves(shapes)):
             raise UserError(
                 'offload_state: the TPU compiler crashes on run="host" with a quantized state or split weights: use '
@@ -131,27 +131,28 @@ def offload_state(
         state = place_state(state)
         if run == "host":
             update_on_cpu = with_host_constants(functools.partial(base_rule.update, **extra))
-            new_updates, new_state = by_host_cpu(update_on_cpu, (updates, state, params), (updates, state))
+            new_updates, new_state = run_on_host_cpu(update_on_cpu, (updates, state, params), (updates, state))
             return to_device(new_updates), place_state(new_state)
-        cuts = checked_cuts(updates if params is None else params, extra)
+        cuts = check_and_cut(updates if params is None else params, extra)
         shapes, _ = jax.eval_shape(functools.partial(base_rule.update, **extra), *shapes_of((updates, state, params)))
         promoted_gradients = jax.tree.map(lambda g, s: g.astype(jnp.promote_types(g.dtype, s.dtype)), updates, shapes)
 
-        def step(params: Any, old: tuple[Params, Any]) -> tuple[Any, Any]:
-            gradients = optax.tree.cast_like(old[0], updates)
-            new_updates, new_state = base_rule.update(gradients, old[1], params, **extra)
-            return optax.tree.cast_like(new_updates, old[0]), new_state
+        def step(params: Any, gradients_and_state: tuple[Params, Any]) -> tuple[Any, Any]:
+            """Return the updates, in the gradients' memory and dtype, and the new state of one slice."""
+            promoted, state = gradients_and_state
+            new_updates, new_state = base_rule.update(optax.tree.cast_like(promoted, updates), state, params, **extra)
+            return optax.tree.cast_like(new_updates, promoted), new_state
 
-        new_updates, new_state = in_slices(base_rule, cuts, step, params, (promoted_gradients, state))
+        new_updates, new_state = run_in_slices(base_rule, cuts, step, params, (promoted_gradients, state))
         return optax.tree.cast_like(new_updates, shapes), place_state(new_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _check_devices(leaves: Sequence[Array]) -> str:
-    """The platform of some arrays, after a check that their devices have host memory.
+    """Check that the devices of some arrays have host memory, and return their platform.
 
-    Traced arrays have at most a mesh; without one the check is of all devices.
+    A traced array has no devices, and perhaps no mesh; without a mesh all devices are checked.
 
     Raises:
         UserError: the devices have no host memory, or they are one device of a CPU.
@@ -167,17 +168,17 @@ def _check_devices(leaves: Sequence[Array]) -> str:
     check_host_memory(devices, "offload_state")
     if len(devices) == 1 and rehearses(devices):
         raise UserError(
-            "offload_state: got a CPU of one device, on which a program that donates such a state may end the process; "
-            "leave offload_state out (a CPU's memory is host memory anyway), rehearse it on more devices "
+            "offload_state: got a CPU of one device, on which a program that donates such a state may end the process. "
+            "Leave offload_state out (a CPU's memory is host memory anyway), rehearse it on more devices "
             "(jax_num_cpu_devices), or use --plan.offload.optimizer-state streamed"
         )
     return next(iter(devices)).platform
 
 
 def _shardings(rule: optax.GradientTransformation, params: Params, state: Any, host_flags: Any) -> Any:
-    """Shardings of the arrays of a new state that go to host memory; `None` for all other leaves.
+    """Return the shardings of the arrays of a new state that go to host memory; `None` for all other leaves.
 
-    They are sharded like their parameters, or replicated if their shape does not allow that.
+    An array is sharded like its parameter, or replicated if its shape does not allow that.
 
     Args:
         rule: optax transformation to which the state belongs.
@@ -185,15 +186,16 @@ def _shardings(rule: optax.GradientTransformation, params: Params, state: Any, h
         state: shapes of the state.
         host_flags: for each leaf of the state, whether it goes to the host.
     """
-    leaves, treedef = jax.tree.flatten(params)
+    param_leaves, treedef = jax.tree.flatten(params)
     state_leaves, state_def = jax.tree.flatten(state)
     owners = jax.tree.leaves(owners_of(rule, state, treedef))
 
     def sharding_of(leaf: Any, owner: int, goes_to_host: bool) -> Any:
+        """Return the sharding of a leaf of the state that belongs to parameter number `owner` (-1: to none)."""
         if not goes_to_host:
             return None
-        sharding = leaves[max(owner, 0)].sharding
-        if isinstance(sharding, NamedSharding) and (owner < 0 or not _divides(sharding, leaf, leaves[owner])):
+        sharding = param_leaves[max(owner, 0)].sharding
+        if isinstance(sharding, NamedSharding) and (owner < 0 or not _divides(sharding, leaf, param_leaves[owner])):
             sharding = NamedSharding(sharding.mesh, PartitionSpec())
         return sharding.with_memory_kind(HOST_KIND)
 
@@ -201,17 +203,18 @@ def _shardings(rule: optax.GradientTransformation, params: Params, state: Any, h
 
 
 def _divides(sharding: NamedSharding, leaf: Any, param: Array) -> bool:
-    """Whether a sharding divides the dims of an array in the same way as those of its parameter."""
+    """Whether a sharding divides the dims of an array in the same way as those of the array's parameter."""
     leaf_spec, param_spec = (dividing(sharding.spec, shape, sharding.mesh) for shape in (leaf.shape, param.shape))
     return leaf.ndim == param.ndim and leaf_spec == param_spec
 
 
 def _host_flags(state: Any, regex: re.Pattern[str]) -> Any:
-    """For each leaf of a state, whether it goes to the host, because the pattern matches its path."""
+    """Return for each leaf of a state whether it goes to the host, because the pattern matches its path."""
 
-    def flags_of(path: tuple[Any, ...], leaf: Any) -> Any:
-        goes_to_host = leaf.ndim > 0 and regex.search(path_name(path)) is not None
-        return jax.tree.map(lambda _: goes_to_host, leaf)
+    def flags_of(path: tuple[Any, ...], node: Any) -> Any:
+        """Return the flag of an array, or for a quantized one the same flag for its codes and scales."""
+        goes_to_host = node.ndim > 0 and regex.search(path_name(path)) is not None
+        return jax.tree.map(lambda _: goes_to_host, node)
 
     return jax.tree_util.tree_map_with_path(flags_of, state, is_leaf=is_quantized)
 
@@ -224,17 +227,16 @@ def _check_any_on_host(state: Any, regex: re.Pattern[str]) -> None:
     array_names = [path_name(path) for path, leaf in leaves if leaf.ndim > 0]
     if not array_names:
         raise UserError(
-            "offload_state: this optimizer's state has no arrays that could lie on the host; leave offload_state out"
+            "offload_state: this optimizer's state has no arrays that could lie on the host: leave offload_state out"
         )
     raise UserError(
         f"offload_state: pattern {regex.pattern!r} matches no path of the state's arrays "
-        f"({', '.join(array_names[:3])}{', ...' if len(array_names) > 3 else ''}); use one that does, or leave it out"
+        f"({', '.join(array_names[:3])}{', ...' if len(array_names) > 3 else ''}); change it, or leave it out"
     )
 
 
 def _check_sliceable(rule: optax.GradientTransformationExtraArgs, params: Params, extra: Mapping[str, Any]) -> None:
     """Raise unless a rule can run slice by slice; quantized arrays are decoded for the check."""
-
     float32_rule = optax.GradientTransformation(
         lambda params: dequantize(rule.init(params)), functools.partial(rule.update, **extra)
     )
@@ -242,7 +244,7 @@ def _check_sliceable(rule: optax.GradientTransformationExtraArgs, params: Params
     if operation is not None:
         raise UserError(
             f"offload_state: this optimizer's update mixes elements of a tensor ({operation}), so it can't be run "
-            'slice by slice; use run="host", or keep the mixing part out of the wrapped rule, as in '
+            'slice by slice. Use run="host", or keep the mixing part out of the wrapped rule, as in '
             "optax.chain(optax.clip_by_global_norm(1.0), offload_state(optax.adamw(1e-3)))"
         )
 
@@ -253,22 +255,22 @@ def _check_on_host(state: Any, regex: re.Pattern[str]) -> None:
     for (path, leaf), goes_to_host in zip(leaves, jax.tree.leaves(_host_flags(state, regex)), strict=True):
         if goes_to_host and not on_host(leaf):
             raise UserError(
-                f"offload_state: {path_name(path)} of the state lies on the device: put it back on the host by "
-                "jax.device_put(leaf, leaf.sharding.with_memory_kind('pinned_host')); under a plan, which places the "
-                "state itself, use optimizer_state streamed instead of offload_state"
+                f"offload_state: {path_name(path)} of the state lies on the device. Put it back on the host by "
+                "jax.device_put(leaf, leaf.sharding.with_memory_kind('pinned_host')). Under a plan, which places the "
+                "state itself, use --plan.offload.optimizer-state streamed instead of offload_state"
             )
 
 
 def _param_shardings(params: Params, shardings: Params | None) -> list[Any]:
-    """Shardings of the parameters: those in `shardings`, or by default those of the arrays."""
+    """Return the sharding of each parameter: that in `shardings`, or by default that of the array."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     if shardings is not None:
         sharding_by_path = dict(jax.tree_util.tree_flatten_with_path(shardings)[0])
         missing_names = [path_name(path) for path, _ in leaves if path not in sharding_by_path]
         if missing_names:
             raise UserError(
-                f"offload_state: shardings has no sharding of {missing_names[0]}; expected a tree like the parameters, "
-                "jax.tree.map(lambda p: p.sharding, params)"
+                f"offload_state: shardings has no sharding of {missing_names[0]}: expected a tree like the parameters, "
+                "such as jax.tree.map(lambda p: p.sharding, params)"
             )
         return [sharding_by_path[path] for path, _ in leaves]
     leaf_shardings = [jax.typeof(leaf).sharding for _, leaf in leaves]
@@ -279,7 +281,7 @@ def _param_shardings(params: Params, shardings: Params | None) -> list[Any]:
             for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         ):
             raise UserError(
-                f"offload_state: {path_name(path)} lies on a mesh {dict(mesh.shape)}, and its sharding is unknown in "
-                "tracing: give shardings=jax.tree.map(lambda p: p.sharding, params), so that slices cut no sharded dim"
+                f"offload_state: {path_name(path)} lies on a mesh {dict(mesh.shape)}, and tracing hides its sharding. "
+                "Pass shardings=jax.tree.map(lambda p: p.sharding, params), so that slices cut no sharded dim"
             )
     return leaf_shardings

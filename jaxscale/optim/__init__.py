@@ -1,16 +1,16 @@
-"""Update rules, and wrappers for state in few bits or on the host and for momentum exchanged in one bit a number.
+"""Update rules, and wrappers that keep state in few bits or on the host, or exchange momentum in one bit a number.
 
-Importing this package imports no JAX: each name below loads at its first use. Import a rule with the name of its file
-from there: `from jaxscale.optim.muon import muon`, `.soap`, `.galore`.
-`offload_state` keeps a rule's state on the host in a custom training loop; in our runs the plan does
-(`optimizer_state="streamed"` or `"host"`), by `offload.updates`.
+Importing this package imports no JAX: each name below loads at its first use. Three rules have the name of their file
+and are imported from that file: `from jaxscale.optim.muon import muon`, `.soap` and `.galore`.
+`offload_state` keeps a rule's state on the host in a custom training loop. In our runs, the plan offloads it through
+`offload.updates` (`optimizer_state="streamed"` or `"host"`).
 """
 
 from typing import TYPE_CHECKING
 
 from jaxscale.lazy import lazy_names
 
-_WHERE = {
+_MODULE_OF_NAME = {
     "Optimizer": "jaxscale.optim.optimizer",
     "lamb": "jaxscale.optim.large_batch",
     "lars": "jaxscale.optim.large_batch",
@@ -36,4 +36,4 @@ __all__ = [
     "ramp_up", "scaled",
 ]  # fmt: skip
 
-__getattr__ = lazy_names(__name__, _WHERE)
+__getattr__ = lazy_names(__name__, _MODULE_OF_NAME)

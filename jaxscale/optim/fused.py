@@ -1,10 +1,11 @@
 r"""AdamW with moments in 8 bits, stepped by one kernel that updates weights and state in place.
 
 XLA compiles the update of a quantized state to three fusions (updates, scales, codes), each of which reads the gradient
-and the codes. By XLA's count they move 55 to 108 bytes a parameter on a TPU v5e; `pallas_kernels.adam8` moves 16,
-and 14 with a bfloat16 gradient (`benchmarks/kernel_bytes.py`). The state is that of `quantize_state(optax.adamw(...))`,
-so checkpoints and layouts are unchanged. Leaves that the kernel does not support (float32 moments, blocks of odd
-length, ...) are updated by the optax rule. Left out: other rules, split weights, and state in host memory.
+and the codes. By XLA's count they move 55 to 108 bytes a parameter on a TPU v5e. The kernel `pallas_kernels.adam8`
+moves 16, and 14 with a bfloat16 gradient (`benchmarks/kernel_bytes.py`). The state is the one that
+`quantize_state(optax.adamw(...))` makes, so checkpoints and layouts are unchanged. Leaves that the kernel does not
+support (float32 moments, blocks of odd length, ...) are updated by the optax rule. Left out: other rules, split
+weights, and state in host memory.
 """
 
 import dataclasses
@@ -56,18 +57,20 @@ def fused(
     state_shardings: Params | None = None,
     clip: float | None = None,
 ) -> Advance:
-    """AdamW with a quantized state, computed by the kernel for every leaf that it supports.
+    """Return the step of AdamW with a quantized state, which the kernel computes for every leaf that it supports.
 
     Args:
         rule: the transformation `quantize_state(optax.adamw(...))`.
         adamw: the arguments of that `optax.adamw`.
         platform: platform of the updates: "tpu v5e", "gpu h200", or a platform and JAX's device kind.
-        state_shardings: tree like the parameters of the `NamedSharding` of each parameter and its state; `None` on one
-            device.
-        clip: global norm that gradients are clipped to; the state is then that of `chain(clip_by_global_norm, rule)`.
+        state_shardings: tree like the parameters, with the `NamedSharding` of each parameter and its state; `None` on
+            one device.
+        clip: global norm that gradients are clipped to; with it, the state is that of the rule
+            `optax.chain(optax.clip_by_global_norm(clip), rule)`.
 
     Returns:
-        A function that computes the new parameters and the new state; both stay unchanged where `good` is false.
+        A function `(gradients, state, params, norm, good) -> (params, state)`. Its argument `norm` is the global norm
+        of the gradients. If the scalar `good` is false, it returns parameters and state unchanged.
 
     Example:
         >>> from jaxscale.lowbit.quantized import quantize_state
@@ -82,56 +85,54 @@ def fused(
     advance_by_rule = plainly(rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule))
 
     def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
+        """Return the new parameters and the new state."""
         rule_state = state if clip is None else state[1]
         weights, treedef = jax.tree.flatten(params)
         adam_state, schedule_state = rule_state[0], rule_state[2]
 
-        def leaves_or(tree: Any, default: Any) -> list[Any]:
-            """The leaves of a tree like the parameters, or a default for each if there is no tree."""
+        def flatten_or_repeat(tree: Any, default: Any) -> list[Any]:
+            """Return the leaves of a tree like the parameters, or a default for each parameter if there is no tree."""
             return [default] * len(weights) if tree is None else treedef.flatten_up_to(tree)
 
-        grads, mu, nu = (treedef.flatten_up_to(tree) for tree in (gradients, adam_state.mu, adam_state.nu))
-        shardings, decays = leaves_or(state_shardings, None), leaves_or(adamw.mask, True)
-        uses_kernel = [_kernel_runs(*leaf, platform) for leaf in zip(weights, grads, mu, nu, shardings, strict=True)]
+        grads, mus, nus = (treedef.flatten_up_to(tree) for tree in (gradients, adam_state.mu, adam_state.nu))
+        shardings, decay_flags = flatten_or_repeat(state_shardings, None), flatten_or_repeat(adamw.mask, True)
+        leaf_inputs = zip(weights, grads, mus, nus, shardings, strict=True)
+        kernel_flags = [_kernel_supports(*inputs, platform) for inputs in leaf_inputs]
 
-        if not any(uses_kernel):
+        if not any(kernel_flags):
             return advance_by_rule(gradients, state, params, norm, good)
 
-        def rule_part(entries: list[Any]) -> Any:
-            """Tree of the entries that the rule updates; entries that the kernel updates are masked."""
-            pairs = zip(entries, uses_kernel, strict=True)
-            return treedef.unflatten([optax.MaskedNode() if by_kernel else entry for entry, by_kernel in pairs])
+        def mask_kernel_leaves(arrays: list[Any]) -> Any:
+            """Return the tree of one array per parameter, masked for the parameters that the kernel updates."""
+            pairs = zip(arrays, kernel_flags, strict=True)
+            return treedef.unflatten([optax.MaskedNode() if uses_kernel else array for array, uses_kernel in pairs])
 
-        factor = jnp.ones(()) if clip is None else jnp.where(norm < clip, 1.0, clip / norm)
-        rule_inputs = (rule_part(weights), (adam_state._replace(mu=rule_part(mu), nu=rule_part(nu)), *rule_state[1:]))
-        clipped_gradients = [g if clip is None else g * factor.astype(g.dtype) for g in grads]
-        updates, new_state = rule.update(rule_part(clipped_gradients), rule_inputs[1], rule_inputs[0])
-        rule_outputs = optax.tree.where(good, (optax.apply_updates(rule_inputs[0], updates), new_state), rule_inputs)
-        hyperparams = hyper(
-            adamw.rate(schedule_state.count),
-            optax.safe_increment(adam_state.count),
-            Settings(b1=adamw.b1, b2=adamw.b2),
-            factor=factor,
-            go=good,
-        )
-        rule_trees = (rule_outputs[0], rule_outputs[1][0].mu, rule_outputs[1][0].nu)
-        new_weights, new_mu, new_nu = map(treedef.flatten_up_to, rule_trees)
-        for i in (number for number, by_kernel in enumerate(uses_kernel) if by_kernel):
-            decay = adamw.weight_decay if decays[i] else 0.0
-            settings = Settings(mu[i].block, adamw.b1, adamw.b2, adamw.eps, decay, _MAPS[mu[i].map, nu[i].map])
-            step = functools.partial(adam8, settings=settings, platform=platform)
-            new_weights[i], new_mu[i], new_nu[i] = _step_leaf(
-                step, shardings[i], weights[i], grads[i], mu[i], nu[i], hyperparams
-            )
-        new_adam = rule_outputs[1][0]._replace(mu=treedef.unflatten(new_mu), nu=treedef.unflatten(new_nu))
-        new_state = (new_adam, *rule_outputs[1][1:])
-        return treedef.unflatten(new_weights), new_state if clip is None else (state[0], new_state)
+        clip_factor = jnp.ones(()) if clip is None else jnp.where(norm < clip, 1.0, clip / norm)
+        clipped_grads = [g if clip is None else g * clip_factor.astype(g.dtype) for g in grads]
+        masked_params = mask_kernel_leaves(weights)
+        masked_adam = adam_state._replace(mu=mask_kernel_leaves(mus), nu=mask_kernel_leaves(nus))
+        masked_state = (masked_adam, *rule_state[1:])
+        updates, new_state = rule.update(mask_kernel_leaves(clipped_grads), masked_state, masked_params)
+        new_params = optax.apply_updates(masked_params, updates)
+        new_params, new_state = optax.tree.where(good, (new_params, new_state), (masked_params, masked_state))
+        rate, update_count = adamw.rate(schedule_state.count), optax.safe_increment(adam_state.count)
+        hyperparams = hyper(rate, update_count, Settings(b1=adamw.b1, b2=adamw.b2), factor=clip_factor, go=good)
+        new_weights, new_mus, new_nus = map(treedef.flatten_up_to, (new_params, new_state[0].mu, new_state[0].nu))
+        for i in (number for number, uses_kernel in enumerate(kernel_flags) if uses_kernel):
+            decay = adamw.weight_decay if decay_flags[i] else 0.0
+            settings = Settings(mus[i].block, adamw.b1, adamw.b2, adamw.eps, decay, _MAPS[mus[i].map, nus[i].map])
+            run_kernel = functools.partial(adam8, settings=settings, platform=platform)
+            leaf = (weights[i], grads[i], mus[i], nus[i])
+            new_weights[i], new_mus[i], new_nus[i] = _step_leaf(run_kernel, shardings[i], *leaf, hyperparams)
+        new_adam = new_state[0]._replace(mu=treedef.unflatten(new_mus), nu=treedef.unflatten(new_nus))
+        rule_state = (new_adam, *new_state[1:])
+        return treedef.unflatten(new_weights), rule_state if clip is None else (state[0], rule_state)
 
     return advance
 
 
-def _kernel_runs(weight: Array, gradient: Array, mu: Any, nu: Any, sharding: Any, platform: str) -> bool:
-    """Whether the kernel supports a leaf."""
+def _kernel_supports(weight: Array, gradient: Array, mu: Any, nu: Any, sharding: Any, platform: str) -> bool:
+    """Whether the kernel supports a weight with this gradient, these moments and this sharding on a platform."""
     if not (is_quantized(mu) and is_quantized(nu)):
         return False
     if weight.dtype != jnp.float32 or gradient.dtype not in (jnp.float32, jnp.bfloat16):
@@ -139,12 +140,14 @@ def _kernel_runs(weight: Array, gradient: Array, mu: Any, nu: Any, sharding: Any
     kernel_map = _MAPS.get((mu.map, nu.map))
     if kernel_map is None or mu.block != nu.block:
         return False
-    shape = weight.shape if sharding is None else sharding.shard_shape(weight.shape)
-    return math.prod(shape) > 0 and shape[-2] % mu.block == 0 and runs(shape, mu.block, platform, kernel_map)
+    shard_shape = weight.shape if sharding is None else sharding.shard_shape(weight.shape)
+    if math.prod(shard_shape) == 0 or shard_shape[-2] % mu.block:
+        return False
+    return runs(shard_shape, mu.block, platform, kernel_map)
 
 
 def _step_leaf(
-    step: Callable[..., Any],
+    run_kernel: Callable[..., Any],
     sharding: NamedSharding | None,
     weight: Array,
     gradient: Array,
@@ -152,19 +155,21 @@ def _step_leaf(
     nu: Quantized,
     hyperparams: Array,
 ) -> tuple[Array, Quantized, Quantized]:
-    """Step one leaf by the kernel, shard by shard; return the new weight and its two moments."""
+    """Step one leaf by the kernel, shard by shard; return the new weight and its two moments.
+
+    `hyperparams` is the float32 vector that `hyper` makes.
+    """
     if sharding is not None:
-        moment_specs = (sharding.spec, sharding.spec)
-        step = jax.shard_map(
-            step,
+        moment_specs = (sharding.spec, sharding.spec)  # of the codes and the scales
+        run_kernel = jax.shard_map(
+            run_kernel,
             mesh=sharding.mesh,
             in_specs=(sharding.spec, sharding.spec, moment_specs, moment_specs, jax.P()),
             out_specs=(sharding.spec, moment_specs, moment_specs),
             check_vma=False,
         )
-    new_weight, new_mu, new_nu = step(weight, gradient, (mu.codes, mu.scale), (nu.codes, nu.scale), hyperparams)
-    return (
-        new_weight,
-        dataclasses.replace(mu, codes=new_mu[0], scale=new_mu[1]),
-        dataclasses.replace(nu, codes=new_nu[0], scale=new_nu[1]),
+    new_weight, (mu_codes, mu_scale), (nu_codes, nu_scale) = run_kernel(
+        weight, gradient, (mu.codes, mu.scale), (nu.codes, nu.scale), hyperparams
     )
+    new_mu = dataclasses.replace(mu, codes=mu_codes, scale=mu_scale)
+    return new_weight, new_mu, dataclasses.replace(nu, codes=nu_codes, scale=nu_scale)

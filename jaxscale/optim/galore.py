@@ -1,9 +1,9 @@
 """GaLore (Zhao et al. 2024, arXiv 2403.03507): Adam in a low-rank subspace of each matrix's gradients, layer by layer.
 
 The rule is `optax.contrib.scale_by_galore`, which does not support stacked layers; `per_layer` passes it single
-matrices. Embeddings, head, gains and biases get AdamW. Moments have rank x (the shorter dim) numbers, the projection
-rank x (the longer): neither has the shape of the parameter, so ZeRO and quantization leave both unchanged. A sharded
-gradient is gathered, and each device projects all of it.
+matrices. Embeddings, head, gains and biases get AdamW. Each moment of a matrix has rank x (shorter dim) numbers, and
+its projection has rank x (longer dim). Neither has the shape of the parameter, so ZeRO and quantization leave both
+unchanged. A sharded gradient is gathered, and each device projects the whole gradient.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-from jaxscale.compat import one_by_one
+from jaxscale.compat import sequential_on_cpu
 from jaxscale.optim.per_layer import UpdateRule, matrices_by, per_layer
 
 
@@ -30,11 +30,13 @@ def galore(
     leaves: Any = None,
     mask: Any = None,
 ) -> UpdateRule:
-    r"""Adam in a low-rank subspace: with P the first singular vectors of a gradient, recomputed every `every` updates,
+    r"""Adam in a low-rank subspace of each matrix's gradients, and AdamW for all other parameters.
+
+    The columns of P are the first `rank` singular vectors of a gradient. P is recomputed every `every` updates.
 
     .. math:: w \leftarrow w - \eta \left(P \, \mathrm{adam}(P^\top g) + \lambda w\right)
 
-    The paper's scale (0.25) is 1 here, as part of the learning rate.
+    The paper multiplies updates by a scale of 0.25; here the learning rate includes this factor.
 
     Args:
         rate: learning rate, or a schedule.
@@ -54,19 +56,21 @@ def galore(
         [(8, 1)]
     """
     adam = optax.scale_by_adam(b1, b2, eps)
-    rule = contrib.scale_by_galore(rank, every, base_optimizer=adam)
-    rule = optax.GradientTransformation(rule.init, _matrix_by_matrix(rule.update))
-    return matrices_by(per_layer(rule, leaves, as_matrices=True, gathers=True), adam, rate, weight_decay, leaves, mask)
+    galore_rule = contrib.scale_by_galore(rank, every, base_optimizer=adam)
+    matrix_rule = optax.GradientTransformation(galore_rule.init, _loop_over_matrices(galore_rule.update))
+    layer_rule = per_layer(matrix_rule, leaves, as_matrices=True, gathers=True)
+    return matrices_by(layer_rule, adam, rate, weight_decay, leaves, mask)
 
 
-def _matrix_by_matrix(update: Callable[..., Any]) -> Callable[..., Any]:
-    """An `update` that decomposes one matrix after the other on a CPU. Step counts get no dim of layers."""
-    update_one_by_one = one_by_one(update)
+def _loop_over_matrices(update: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an `update` that decomposes stacked matrices one after the other on a CPU; step counts are not stacked."""
+    update_one_by_one = sequential_on_cpu(update)
 
     def run(gradient: Any, state: Any, params: Any = None) -> Any:
-        """The new gradient and state: arrays from updates of one matrix each, step counts from the update of all."""
-        outputs_of_all = update(gradient, state, params)  # XLA computes only its counts, since nothing else is used
+        """Return the new gradient and state: arrays computed one by one, and step counts computed for all at once."""
+        # XLA computes only the counts of the batched outputs, since nothing else is used
+        batched_outputs = update(gradient, state, params)
         outputs = update_one_by_one(gradient, state, params)
-        return jax.tree.map(lambda one, all_: one if jnp.ndim(one) else all_, outputs, outputs_of_all)
+        return jax.tree.map(lambda array, batched: array if jnp.ndim(array) else batched, outputs, batched_outputs)
 
     return run

@@ -1,13 +1,14 @@
 r"""Large batches: scaling of the learning rate, growing batches, and rules that scale each layer by itself.
 
 With k times the batch, SGD's learning rate is multiplied by k (Goyal et al. 2017, arXiv 1706.02677) after a warm-up,
-and Adam's by sqrt(k) (Malladi et al. 2022, arXiv 2205.10287). Where that diverges, LARS (You et al. 2017, arXiv
-1708.03888) and LAMB (You et al. 2020, arXiv 1904.00962) scale each layer's update by the norm of its weights. Both are
-chains of optax's transformations, except that stacked layers are scaled one by one, and that gains and biases are not
-scaled by norms, as in the papers' programs: LARS multiplies their gradients by the trust coefficient, which keeps them
-stable at learning rates above 1. `experiments/large_batch_digits.py` demonstrates all of it.
+and Adam's by sqrt(k) (Malladi et al. 2022, arXiv 2205.10287). If training diverges at these rates, LARS (You et al.
+2017, arXiv 1708.03888) or LAMB (You et al. 2020, arXiv 1904.00962) helps: they scale each layer's update by the norm of
+its weights. Both are chains of optax's transformations, but they scale stacked layers one by one. As in the papers'
+programs, they do not scale gains and biases by norms. LARS multiplies the gradients of gains and biases by the trust
+coefficient, so that they stay stable at learning rates above 1. `experiments/large_batch_digits.py` shows all of this.
 
-A growing batch (Smith et al. 2018, arXiv 1711.00489) takes several runs, each of which resumes the last: `ramp_up`.
+A batch that grows (Smith et al. 2018, arXiv 1711.00489) takes several runs, each of which resumes the one before it.
+`ramp_up` computes these runs.
 """
 
 import dataclasses
@@ -31,12 +32,13 @@ _EXPONENTS = {"linear": 1.0, "sqrt": 0.5}
 def scaled(
     optimizer: "Optimizer", ratio: float, rule: Scaling | str = "linear", *, warmup: int | None = None
 ) -> "Optimizer":
-    """An optimizer tuned for one batch, adapted to a batch `ratio` times as large.
+    """Adapt an optimizer that was tuned for one batch size to another batch size.
 
     Args:
         optimizer: the tuned optimizer.
-        ratio: size of the new batch divided by that of the old one.
-        rule: the learning rate scales with the ratio ("linear", SGD) or its square root ("sqrt", Adam).
+        ratio: size of the new batch divided by the size of the old batch.
+        rule: what the learning rate is multiplied by: the ratio ("linear", for SGD) or its square root ("sqrt", for
+            Adam).
         warmup: number of updates of linear warm-up; `None` keeps the optimizer's.
 
     Example:
@@ -48,20 +50,20 @@ def scaled(
     if rule not in _EXPONENTS:
         raise unknown("scaling rule", rule, _EXPONENTS)
     if not (ratio > 0 and math.isfinite(ratio)):
-        raise UserError(f"ratio: got {ratio!r}, expected the new batch size divided by the old, a number above 0")
-    factor = ratio ** _EXPONENTS[rule]
-    final = optimizer.final_learning_rate
+        raise UserError(f"ratio: got {ratio!r}, expected a number above 0, the new batch size divided by the old")
+    rate_factor = ratio ** _EXPONENTS[rule]
+    final_rate = optimizer.final_learning_rate
     return dataclasses.replace(
         optimizer,
-        learning_rate=optimizer.learning_rate * factor,
-        final_learning_rate=None if final is None else final * factor,
+        learning_rate=optimizer.learning_rate * rate_factor,
+        final_learning_rate=None if final_rate is None else final_rate * rate_factor,
         warmup=optimizer.warmup if warmup is None else warmup,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A part of a run with one batch size.
+    """A part of a run in which the batch size is constant.
 
     Args:
         steps: number of updates in the phase.
@@ -73,27 +75,28 @@ class Phase:
 
 
 def ramp_up(rows: int, start: int, end: int, over: int, *, factor: int = 2) -> tuple[Phase, ...]:
-    """The phases of a run whose batch is multiplied by `factor` from phase to phase.
+    """Return the phases of a run whose batch size is multiplied by `factor` from phase to phase.
 
     All phases but the last train on equal shares of the first `over` rows.
 
     Args:
         rows: number of training rows of the whole run.
         start, end: numbers of rows in the first and the last batch; `end` is `start` times a power of `factor`.
-        over: number of training rows before the last phase.
-        factor: batch size of a phase divided by that of the phase before it.
+        over: number of training rows before the last phase; a phase that gets less than one batch of them is left out.
+        factor: batch size of a phase divided by the batch size of the phase before it.
 
     Example:
         >>> ramp_up(10_000, 32, 128, over=2_048)
         (Phase(steps=32, batch=32), Phase(steps=16, batch=64), Phase(steps=62, batch=128))
     """
     if start < 1 or factor < 2 or rows < 1:
-        raise UserError(f"ramp_up: got {rows} rows, start {start}, factor {factor}, expected at least 1, 1 and 2")
+        got_text = f"rows={rows}, start={start} and factor={factor}"
+        raise UserError(f"ramp_up: got {got_text}, expected rows and start of at least 1, and a factor of at least 2")
     batch_sizes = list(itertools.takewhile(lambda size: size <= end, (start * factor**n for n in itertools.count())))
     if not batch_sizes or batch_sizes[-1] != end:
-        raise UserError(f"ramp_up: got start {start}, end {end}, expected end to be start times a power of {factor}")
+        raise UserError(f"ramp_up: got start={start}, end={end}, expected end to be start times a power of {factor}")
     if not 0 <= over < rows:
-        raise UserError(f"ramp_up: got over {over}, expected 0 or more and fewer than all {rows} rows")
+        raise UserError(f"ramp_up: got over={over} of {rows} rows, expected 0 or more, and fewer than all rows")
     phases = [Phase(steps, size) for size in batch_sizes[:-1] if (steps := over // (len(batch_sizes) - 1) // size)]
     remaining_rows = rows - sum(phase.steps * phase.batch for phase in phases)
     return (*phases, Phase(max(remaining_rows // end, 1), end))
@@ -134,7 +137,7 @@ def lars(
     """
     return optax.chain(
         optax.add_decayed_weights(weight_decay, mask=mask),
-        _trusted(trust, leaves),
+        _scale_by_trust(trust, leaves),
         optax.scale_by_learning_rate(rate),
         optax.trace(decay=momentum),
     )
@@ -169,13 +172,15 @@ def lamb(
     return optax.chain(
         optax.scale_by_adam(b1, b2, eps),
         optax.add_decayed_weights(weight_decay, mask=mask),
-        _trusted(1.0, leaves),
+        _scale_by_trust(1.0, leaves),
         optax.scale_by_learning_rate(rate),
     )
 
 
-def _trusted(trust: float, leaves: Any) -> UpdateRule:
-    """A rule that scales a layer's update to `trust` times the norm of its weights, and vectors' updates by `trust`."""
-    ratio = per_layer(optax.scale_by_trust_ratio(trust_coefficient=trust), leaves)
-    rules = {"scaled": ratio, "plain": optax.scale(trust)}
+def _scale_by_trust(trust: float, leaves: Any) -> UpdateRule:
+    """Return the rule that gives a layer's update `trust` times the norm of its weights; vectors' updates are scaled by
+    `trust` alone.
+    """
+    ratio_rule = per_layer(optax.scale_by_trust_ratio(trust_coefficient=trust), leaves)
+    rules = {"scaled": ratio_rule, "plain": optax.scale(trust)}
     return by_kind(rules, lambda leaf: "plain" if leaf.kind == "vector" else "scaled", leaves)

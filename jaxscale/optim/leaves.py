@@ -1,9 +1,9 @@
 """ParamInfo: facts about a parameter that update rules need, derived from its logical axes.
 
-Layers of a stack lie in one array, layers first. A rule that treats each number by itself can ignore this; one that
-takes a norm, a row or a singular vector cannot (LARS and LAMB are "layer-wise", Muon and SOAP take matrices). The names
-of axes also distinguish matrices from tables, gains and biases. A parameter without named axes, as in a foreign module,
-is classified by its shape and its path.
+The layers of a stack lie in one array, along its first dim. A rule that treats each number by itself can ignore this. A
+rule that takes a norm, a row or a singular vector must separate the layers: LARS and LAMB are "layer-wise", Muon and
+SOAP take matrices. The names of axes also distinguish matrices from tables, gains and biases. A parameter without named
+axes, as in a foreign module, is classified by its shape and its path.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ LeafKind = Literal["matrix", "table", "vector"]
 STACKED = ("layers", "expert")
 """Logical axes along which separate tensors of one shape are stacked."""
 
-_TABLES = ("wte", "wpe", "head", "lm_head", "classifier", "logits")
-"""Modules of foreign models whose matrices are embeddings or heads, besides all with "emb" in their name."""
-_FUSED = ("qkv", "c_attn", "in_proj")
-"""Modules of foreign models that hold the projections of queries, keys and values side by side."""
+_TABLE_MODULES = ("wte", "wpe", "head", "lm_head", "classifier", "logits")
+"""Names of modules in foreign models whose matrices are embeddings or heads. Names with "emb" count too."""
+_FUSED_MODULES = ("qkv", "c_attn", "in_proj")
+"""Parts of the names of modules in foreign models whose matrix holds the projections of queries, keys and values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +61,12 @@ class ParamInfo:
 
     @property
     def rows(self) -> int:
-        """Number of rows of one tensor as the matrix (product of the other dims, last dim)."""
+        """Number of rows of one tensor as a matrix: the product of all its dims but the last."""
         return math.prod(self.shape[self.stack : -1])
 
     @property
     def columns(self) -> int:
-        """Number of columns of one tensor as a matrix; 1 for a tensor of no dims."""
+        """Number of columns of one tensor as a matrix: its last dim; 1 for a tensor of no dims."""
         return self.shape[-1] if len(self.shape) > self.stack else 1
 
 
@@ -79,20 +79,21 @@ def leaf_of(name: str, axes: Sequence[str | None] | None, shape: Sequence[int], 
         shape: global shape of the parameter.
         sharding: `NamedSharding` of optimizer state of that shape; `None` on one device.
     """
-    shape, modules = tuple(shape), name.lower().split("/")
-    stack = 0
+    shape, path_words = tuple(shape), name.lower().split("/")
+    stacked_dims = 0
     if axes is not None:
-        stack = next((dim for dim, axis in enumerate(axes) if axis not in STACKED), len(axes))
-    tensor_axes = () if axes is None else axes[stack:]
-    is_table = bool({"vocab", "position"} & set(tensor_axes)) or any(module in _TABLES for module in modules)
+        stacked_dims = next((dim for dim, axis in enumerate(axes) if axis not in STACKED), len(axes))
+    tensor_axes = () if axes is None else axes[stacked_dims:]
+    is_table = bool({"vocab", "position"} & set(tensor_axes)) or any(word in _TABLE_MODULES for word in path_words)
     if axes is None:
-        is_table = is_table or any("emb" in module for module in modules)
-    if len(shape) - stack < 2 or "norm" in tensor_axes:
+        is_table = is_table or any("emb" in word for word in path_words)
+    if len(shape) - stacked_dims < 2 or "norm" in tensor_axes:
         kind: LeafKind = "vector"
     else:
         kind = "table" if is_table else "matrix"
-    is_fused = kind == "matrix" and shape[-1] % 3 == 0 and any(word in module for module in modules for word in _FUSED)
-    return ParamInfo(shape, kind, stack, decays(axes, shape), 3 if is_fused else 1, sharding)
+    has_fused_name = any(fragment in word for word in path_words for fragment in _FUSED_MODULES)
+    parts = 3 if kind == "matrix" and shape[-1] % 3 == 0 and has_fused_name else 1
+    return ParamInfo(shape, kind, stacked_dims, decays(axes, shape), parts, sharding)
 
 
 def leaves_of(params: Params) -> Any:
@@ -112,26 +113,26 @@ def facts_of(leaves: Any, tree: Any) -> list[ParamInfo]:
 
     Args:
         leaves: tree of `ParamInfo` like `tree`; `None` derives it from shapes and paths.
-        tree: tree of arrays. An array that holds only some layers of its parameter has the parameter's kind; an array
-            of any other shape is a placeholder, and counts as a vector.
+        tree: tree of arrays. An array that holds only some layers of its parameter has the parameter's kind. An array
+            of another shape is a placeholder for its parameter, and counts as a vector.
     """
     shapes = [tuple(array.shape) for array in jax.tree.leaves(tree)]
     if not shapes:  # the placeholder of `optax.tree.map_params`
         return []
-    leaf_list = jax.tree.structure(tree).flatten_up_to(leaves_of(tree) if leaves is None else leaves)
+    param_infos = jax.tree.structure(tree).flatten_up_to(leaves_of(tree) if leaves is None else leaves)
 
-    def leaf_for(leaf: ParamInfo, shape: tuple[int, ...]) -> ParamInfo:
-        """The `ParamInfo` of an array of this shape in the place of a parameter."""
+    def adapt(leaf: ParamInfo, shape: tuple[int, ...]) -> ParamInfo:
+        """Return the `ParamInfo` of an array of this shape that stands for the parameter `leaf`."""
         if leaf.shape == shape:
             return leaf
         has_some_layers = leaf.stack > 0 and leaf.shape[1:] == shape[1:] and len(leaf.shape) == len(shape)
         return dataclasses.replace(leaf, shape=shape) if has_some_layers else ParamInfo(shape, "vector", decays=False)
 
-    return [leaf_for(leaf, shape) for leaf, shape in zip(leaf_list, shapes, strict=True)]
+    return [adapt(leaf, shape) for leaf, shape in zip(param_infos, shapes, strict=True)]
 
 
 def decays(axes: Sequence[str | None] | None, shape: Sequence[int]) -> bool:
-    """Whether weight decay applies to a parameter: to matrices and kernels, and not to norms and biases."""
+    """Whether weight decay applies to a parameter: it applies to matrices and kernels, not to norms and biases."""
     if axes is None:
         return len(shape) > 1
     return sum(axis != "layers" for axis in axes) > 1 and "norm" not in axes

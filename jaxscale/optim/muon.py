@@ -2,15 +2,16 @@ r"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): moment
 
     u = momentum of g;  X = u / |u|;  five times X <- a X + (b A + c A A) X with A = X X';  w <- w - rate * scale * X
 
-It updates projections and kernels, as the matrix (everything else, last dim), layer by layer; embeddings, the head,
-gains and biases get AdamW. Two scales are in use: Jordan's sqrt(max(1, m / n)) for n rows and m columns, and 0.2
-sqrt(max(n, m)), whose updates are as large as AdamW's and suit its learning rates (Liu et al. 2025, arXiv 2502.16982).
+It updates projections and kernels layer by layer. A kernel becomes a matrix whose columns are its last dim and whose
+rows are all its other dims. Embeddings, the head, gains and biases get AdamW. Two scales are in use for n rows and m
+columns: Jordan's sqrt(max(1, m / n)), and 0.2 sqrt(max(n, m)), whose updates are as large as AdamW's and suit its
+learning rates (Liu et al. 2025, arXiv 2502.16982).
 
-For a sharded matrix, every product of the iteration would be reduced over the mesh. Instead an all-to-all moves whole
-layers to each device, which orthogonalises them, and another returns them: each device sends its shard only twice, in
-bfloat16 if configured. A stack whose number of layers is not a multiple of the number of shards is padded; such stacks
-of one shape are concatenated first. Left out: spreading layers over axes that replicate them (data), which would save
-products and cost a gather.
+For a sharded matrix, every product of the iteration would be reduced over the mesh. Instead, an all-to-all moves whole
+layers to each device, which orthogonalises them, and a second all-to-all returns them. So each device sends its shard
+only twice, in bfloat16 if configured. A stack whose number of layers is not a multiple of the number of shards is
+padded; such stacks of one shape are concatenated first. Left out: the distribution of layers over axes that replicate
+them (data), which would save products and cost a gather.
 
 Momentum has optax's form (a bias-corrected average, then Nesterov's step), so that updates equal those of
 `optax.contrib.muon`, which does not support stacked layers and reduces every product over the mesh.
@@ -59,7 +60,7 @@ def muon(
     Args:
         rate: learning rate of both, or its schedule.
         momentum: decay of the average of gradients.
-        scale: rule for the scale of an orthogonal update, as in `factor`.
+        scale: name of the rule by which `factor` scales an orthogonal update.
         precision: dtype of the orthogonalisation and its messages between devices. Updates of Gaussian
             matrices in bfloat16 differ from those in float32 by 4 %.
         b1, b2, eps: AdamW's constants.
@@ -94,11 +95,11 @@ class MuonState(NamedTuple):
 def scale_by_muon(
     momentum: float = 0.95, scale: Scale = "moonshot", precision: Dtype = "bfloat16", leaves: Any = None
 ) -> UpdateRule:
-    """Momentum, orthogonalised layer by layer; for leaves that are not matrices, the momentum itself.
+    """A rule whose update is the momentum, which is orthogonalised layer by layer if the leaf is a matrix.
 
     Args:
         momentum: decay of the average of gradients.
-        scale: rule for the scale of an orthogonal update, as in `factor`.
+        scale: name of the rule by which `factor` scales an orthogonal update.
         precision: dtype of the orthogonalisation and its messages between devices.
         leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
     """
@@ -107,25 +108,26 @@ def scale_by_muon(
         return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """Return the orthogonalised momentum after the gradients `updates`, and the new state."""
         step = state.step + 1
         mu = optax.tree.update_moment(updates, state.mu, momentum, 1)
         next_mean = optax.tree.bias_correction(mu, momentum, step + 1)
         corrected_updates = optax.tree.bias_correction(updates, momentum, step)
         nesterov_mean = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, next_mean, corrected_updates)
-        arrays, treedef = jax.tree.flatten(nesterov_mean)
-        facts = facts_of(leaves, updates)
-        matrix_numbers = [number for number, leaf in enumerate(facts) if leaf.kind == "matrix"]
-        matrices = orthogonal([arrays[n] for n in matrix_numbers], [facts[n] for n in matrix_numbers], precision)
-        for number, matrix in zip(matrix_numbers, matrices, strict=True):
-            leaf, dtype = facts[number], arrays[number].dtype
-            arrays[number] = factor(leaf.rows, leaf.columns // leaf.parts, scale) * matrix.astype(dtype)
-        return treedef.unflatten(arrays), MuonState(step, mu)
+        new_updates, treedef = jax.tree.flatten(nesterov_mean)
+        param_infos = facts_of(leaves, updates)
+        indices = [index for index, leaf in enumerate(param_infos) if leaf.kind == "matrix"]
+        matrices = orthogonal([new_updates[i] for i in indices], [param_infos[i] for i in indices], precision)
+        for index, matrix in zip(indices, matrices, strict=True):
+            leaf, dtype = param_infos[index], new_updates[index].dtype
+            new_updates[index] = factor(leaf.rows, leaf.columns // leaf.parts, scale) * matrix.astype(dtype)
+        return treedef.unflatten(new_updates), MuonState(step, mu)
 
     return optax.GradientTransformation(init, update)
 
 
 def factor(rows: int, columns: int, scale: Scale) -> float:
-    """The scale factor of an orthogonal update.
+    """The scale factor of an orthogonal update of one matrix.
 
     Example:
         >>> factor(1024, 4096, "keller"), factor(1024, 4096, "moonshot")
@@ -137,7 +139,7 @@ def factor(rows: int, columns: int, scale: Scale) -> float:
 
 
 def newton_schulz(x: Float[Array, "N R C"], steps: int = STEPS) -> Float[Array, "N R C"]:
-    """Matrices with the singular vectors and the dtype of `x`, and singular values near 1.
+    """Return matrices with the singular vectors and the dtype of `x`, and singular values near 1.
 
     Args:
         x: matrices, stacked along the first dim.
@@ -158,7 +160,7 @@ def newton_schulz(x: Float[Array, "N R C"], steps: int = STEPS) -> Float[Array, 
 
 
 def orthogonal(arrays: Sequence[Array], leaves: Sequence[ParamInfo], precision: Dtype = "bfloat16") -> list[Array]:
-    """`newton_schulz` of every matrix of some parameters, each matrix computed on one device.
+    """Orthogonalise every matrix of some parameters by `newton_schulz`, each matrix on one device.
 
     Args:
         arrays: arrays shaped like parameters of kind "matrix".
@@ -166,22 +168,22 @@ def orthogonal(arrays: Sequence[Array], leaves: Sequence[ParamInfo], precision: 
         precision: dtype of products and messages.
 
     Returns:
-        Arrays of the same shapes and shardings in that dtype.
+        Arrays of the same shapes and shardings, in the dtype `precision`.
     """
-    numbers_by_group: dict[Any, list[int]] = collections.defaultdict(list)
-    stacks = [_matrices(array.astype(precision), leaf) for array, leaf in zip(arrays, leaves, strict=True)]
-    for number, (stack, leaf) in enumerate(zip(stacks, leaves, strict=True)):
-        axes = _axes(leaf)
-        divides = not axes or stack.shape[0] % shard_count(leaf.sharding.mesh, axes) == 0
-        # stacks of one shape that do not divide the mesh alone may do so together
-        group_key = number if divides else (stack.shape[1:], axes, leaf.sharding.mesh, leaf.sharding.spec[leaf.stack :])
-        numbers_by_group[group_key].append(number)
+    indices_by_group: dict[Any, list[int]] = collections.defaultdict(list)
+    stacks = [_to_matrices(array.astype(precision), leaf) for array, leaf in zip(arrays, leaves, strict=True)]
+    for index, (stack, leaf) in enumerate(zip(stacks, leaves, strict=True)):
+        axes = _sharded_axes(leaf)
+        is_even = not axes or stack.shape[0] % shard_count(leaf.sharding.mesh, axes) == 0
+        # stacks of one shape that cannot be split evenly over the mesh may be, once they are concatenated
+        group_key = index if is_even else (stack.shape[1:], axes, leaf.sharding.mesh, leaf.sharding.spec[leaf.stack :])
+        indices_by_group[group_key].append(index)
     new_arrays: list[Any] = [None] * len(arrays)
-    for numbers in numbers_by_group.values():
-        counts = [stacks[number].shape[0] for number in numbers]
-        stack = jnp.concatenate([stacks[number] for number in numbers]) if len(numbers) > 1 else stacks[numbers[0]]
-        leaf = leaves[numbers[0]]
-        axes = _axes(leaf)
+    for indices in indices_by_group.values():
+        matrix_counts = [stacks[index].shape[0] for index in indices]
+        stack = jnp.concatenate([stacks[index] for index in indices]) if len(indices) > 1 else stacks[indices[0]]
+        leaf = leaves[indices[0]]
+        axes = _sharded_axes(leaf)
         if axes:
             stack = jnp.pad(stack, ((0, -len(stack) % shard_count(leaf.sharding.mesh, axes)), (0, 0), (0, 0)))
             route = _route(leaf)
@@ -189,11 +191,11 @@ def orthogonal(arrays: Sequence[Array], leaves: Sequence[ParamInfo], precision: 
         else:
             stack = newton_schulz(stack)
         start = 0
-        for number, count in zip(numbers, counts, strict=True):
-            array = _leaf_shaped(stack[start : start + count] if len(stack) > count else stack, leaves[number])
+        for index, count in zip(indices, matrix_counts, strict=True):
+            array = _to_leaf_shape(stack[start : start + count] if len(stack) > count else stack, leaves[index])
             if axes:
-                array = jax.lax.with_sharding_constraint(array, leaves[number].sharding)
-            new_arrays[number], start = array, start + count
+                array = jax.lax.with_sharding_constraint(array, leaves[index].sharding)
+            new_arrays[index], start = array, start + count
     return new_arrays
 
 
@@ -205,22 +207,23 @@ def _move_along(stack: Array, route: Sequence[NamedSharding]) -> Array:
 
 
 def _route(leaf: ParamInfo) -> list[NamedSharding]:
-    """The route of a leaf: shardings through which its matrices move until each device has whole ones.
+    """The route of a leaf: the shardings through which its matrices move until each device has whole matrices.
 
-    Each step moves the shards of one dim: XLA turns a move of several dims at once into a gather.
+    Each step moves the shards of one dim, because XLA turns a move of several dims at once into a gather.
     """
-    mesh, route = leaf.sharding.mesh, []
     if leaf.stack == 1 and len(leaf.shape) == 3 and leaf.parts == 1:
-        layers, rows, columns = dim_axes(leaf.sharding.spec, 3)  # mesh axes of each dim
-        route = [(layers, rows, columns), ((*layers, *columns), rows, ()), ((*layers, *columns, *rows), (), ())]
-        route = [axes_of_dim for number, axes_of_dim in enumerate(route) if axes_of_dim not in route[:number]]
+        layer_axes, row_axes, column_axes = dim_axes(leaf.sharding.spec, 3)  # mesh axes of each dim
+        merged_axes = (*layer_axes, *column_axes)
+        steps = [(layer_axes, row_axes, column_axes), (merged_axes, row_axes, ()), ((*merged_axes, *row_axes), (), ())]
+        steps = [axes_of_dims for number, axes_of_dims in enumerate(steps) if axes_of_dims not in steps[:number]]
     else:
-        route = [(_axes(leaf), (), ())]
-    return [NamedSharding(mesh, PartitionSpec(*(axes or None for axes in axes_of_dim))) for axes_of_dim in route]
+        steps = [(_sharded_axes(leaf), (), ())]
+    specs = (PartitionSpec(*(axes or None for axes in axes_of_dims)) for axes_of_dims in steps)
+    return [NamedSharding(leaf.sharding.mesh, spec) for spec in specs]
 
 
-def _matrices(array: Array, leaf: ParamInfo) -> Array:
-    """A leaf as a stack of matrices along the first dim; fused projections become separate matrices."""
+def _to_matrices(array: Array, leaf: ParamInfo) -> Array:
+    """Return a leaf as a stack of matrices along the first dim; fused projections become separate matrices."""
     stack = array.reshape(leaf.tensors, leaf.rows, leaf.columns)
     if leaf.parts == 1:
         return stack
@@ -228,14 +231,14 @@ def _matrices(array: Array, leaf: ParamInfo) -> Array:
     return split_stack.reshape(leaf.tensors * leaf.parts, leaf.rows, -1)
 
 
-def _leaf_shaped(stack: Array, leaf: ParamInfo) -> Array:
-    """The inverse of `_matrices`."""
+def _to_leaf_shape(stack: Array, leaf: ParamInfo) -> Array:
+    """The inverse of `_to_matrices`."""
     if leaf.parts > 1:
         stack = stack.reshape(leaf.tensors, leaf.parts, leaf.rows, -1).swapaxes(1, 2)
     return stack.reshape(leaf.shape)
 
 
-def _axes(leaf: ParamInfo) -> tuple[str, ...]:
+def _sharded_axes(leaf: ParamInfo) -> tuple[str, ...]:
     """Mesh axes of size 2 or more over which the leaf is sharded."""
     if leaf.sharding is None:
         return ()

@@ -1,20 +1,21 @@
 r"""1-bit Adam and 1-bit LAMB: replicas exchange momentum in one bit a number, over a frozen variance.
 
 Adam's update is not linear in the gradient, so error feedback does not repair a gradient sent in one bit. With a frozen
-variance v it is linear in the momentum m, and the error of one message of m is sent with the next (Tang et al. 2021,
-arXiv 2102.02888). So both rules run in two phases of n replicas, whose messages a codec averages:
+variance v the update is linear in the momentum m, and the error of one message of m is added to the next message (Tang
+et al. 2021, arXiv 2102.02888). So both rules have two phases, in which replica i sends
 
-    warm-up   each sends its gradient g_i; the exact mean updates m and v, as in Adam
-    frozen    each sends m_i = b1 m + (1 - b1) g_i; the codec's mean of them is the next m; v is constant
+    warm-up   its gradient g_i; the exact mean of these gradients updates m and v, as in Adam
+    frozen    its momentum m_i = b1 m + (1 - b1) g_i; the codec's mean of these is the next m, and v is constant
 
 `Messages` computes a replica's message, the rules take the mean of messages, and `replica_updates.py` joins both with a
-codec. 1-bit LAMB (Li et al. 2021, arXiv 2104.06069) also freezes the trust ratio of each layer, at its running mean,
-and corrects it by the ratio of the frozen variance to one estimated from the change of m, by a tenth a step at most.
+codec. 1-bit LAMB (Li et al. 2021, arXiv 2104.06069) also freezes the trust ratio of each layer, at its running mean. It
+multiplies this mean by a factor, the ratio of the frozen variance to a variance estimated from the change of m; the
+factor changes by at most a tenth in a step.
 
-Differences from the papers' program: Adam's bias corrections stay, so that the warm-up is Adam or LAMB itself; a number
-whose variance is zero, such as a token that never occurred, does not move, where its sign over eps would be huge; the
-layers' momenta are not brought to one scale before they are sent, for each layer's message has its own. Left out: 0/1
-Adam, which schedules its variance and the steps between messages.
+Differences from the papers' program: Adam's bias corrections stay, so that the warm-up is exactly Adam or LAMB. A
+number whose variance is zero, such as one of a token that never occurred, does not move, because its sign divided by
+eps would be huge. The layers' momenta are not brought to one scale before they are sent, because each layer's message
+has its own scale. Left out: 0/1 Adam, which schedules its variance and the steps between messages.
 """
 
 import dataclasses
@@ -54,7 +55,7 @@ class OneBitLambState(NamedTuple):
         mu: the momentum, equal on all replicas.
         nu: the second moment, constant in the frozen phase.
         fresh: current estimate of the second moment, from the change of the momentum.
-        ratio: running mean of each layer's trust ratio, in dims of size 1.
+        ratio: running mean of each layer's trust ratio; the dims within a layer have size 1.
         factor: multiplier of the frozen trust ratio in the last update.
     """
 
@@ -82,7 +83,7 @@ class Sent(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Messages:
-    """Computes the messages of replicas.
+    """Compute the messages of replicas.
 
     Args:
         b1: decay of the momentum.
@@ -114,19 +115,19 @@ class Messages:
         return self.count(state) >= self.freeze
 
     def __call__(self, gradients: Any, state: Any) -> Sent:
-        """A replica's message.
+        """Return a replica's message, with the norm of its gradient.
 
         Args:
             gradients: gradients of this replica.
             state: the rule's state, or a state that contains it; its momentum may be quantized.
         """
         is_frozen, norm = self.frozen(state), optax.tree.norm(gradients)
-        scale = 1.0 if self.clip is None else jnp.where(norm < self.clip, 1.0, self.clip / norm)
+        clip_factor = 1.0 if self.clip is None else jnp.where(norm < self.clip, 1.0, self.clip / norm)
 
         def message_of(g: Array, m: Any) -> Array:
-            """The gradient of a parameter in the warm-up, its momentum with this gradient afterwards."""
+            """Return the gradient g of a parameter in the warm-up, and its momentum after this gradient later."""
             m = decode(m) if is_quantized(m) else m
-            return jnp.where(is_frozen, self.b1 * m + (1 - self.b1) * (g * scale), g)
+            return jnp.where(is_frozen, self.b1 * m + (1 - self.b1) * (g * clip_factor), g)
 
         return Sent(jax.tree.map(message_of, gradients, _rule_state(state).mu), norm, is_frozen)
 
@@ -141,7 +142,7 @@ def one_bit_adam(
     weight_decay: float = 0.0,
     mask: Any = None,
 ) -> UpdateRule:
-    r"""AdamW whose variance is frozen, so that replicas may send their momentum in a bit a number.
+    r"""AdamW whose variance is frozen, so that replicas may send their momentum in one bit a number.
 
     .. math:: w \leftarrow w - \eta \Big(\frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^{\min(t, F)})} + \epsilon}
         + \lambda w\Big)
@@ -154,7 +155,8 @@ def one_bit_adam(
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
 
     Returns:
-        A transformation of the mean of the replicas' `Messages`: of gradients, and from update F on of momenta.
+        A transformation that takes the mean of the replicas' messages (see `Messages`). These are gradients in the
+        first F updates, and momenta afterwards.
 
     Raises:
         UserError: `freeze` is below 1, so the variance would be frozen before its first estimate.
@@ -175,6 +177,7 @@ def one_bit_adam(
         return OneBitState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params), optax.tree.zeros_like(params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OneBitState]:
+        """Return Adam's updates, given the mean messages `updates`, and the new state."""
         new_state, corrected_moments = _moments(updates, state, b1, b2, freeze)
         return jax.tree.map(lambda m, v: _direction(m, v, eps), *corrected_moments), new_state
 
@@ -199,16 +202,16 @@ def one_bit_lamb(
     factors: tuple[float, float] = (0.5, 4.0),
     change: float = 0.1,
 ) -> UpdateRule:
-    r"""LAMB whose variance is frozen, so that replicas may send their momentum in a bit a number.
+    r"""LAMB whose variance is frozen, so that replicas may send their momentum in one bit a number.
 
-    With u as in LAMB but over the frozen variance, c the running mean of the trust ratio |w| / |u| in the warm-up,
-    and v' the variance of the changes of the momentum,
+    For each layer, u is LAMB's update with the frozen variance v, c is the running mean of the trust ratio |w| / |u| in
+    the warm-up, and v' is the variance estimated from the changes of the momentum:
 
     .. math:: w \leftarrow w - \eta c f u, \quad
         f = r \max \frac{\sqrt{\hat v} + \epsilon}{\sqrt{\hat v'} + \epsilon} + 1 - r, \quad
         r = \min\Big(1, \frac{|u - \lambda w|}{|u|}\Big)
 
-    for each layer, f within bounds and near its last value.
+    f stays within bounds and near its last value.
 
     Args:
         rate: learning rate, or a schedule.
@@ -223,7 +226,8 @@ def one_bit_lamb(
         change: largest relative change of f in an update.
 
     Returns:
-        A transformation of the mean of the replicas' `Messages`; its update needs the parameters.
+        A transformation that takes the mean of the replicas' messages (see `Messages`). Its update needs the
+        parameters.
 
     Raises:
         UserError: `freeze` is below 1, so the variance would be frozen before its first estimate.
@@ -234,57 +238,62 @@ def one_bit_lamb(
     _check_freeze(freeze)
 
     def init(params: Any) -> OneBitLambState:
-        def per_tensor(initial: float) -> Any:
-            """Tree like the parameters with a number for each tensor."""
+        """Return the state before the first update."""
+
+        def fill_tensors(number: float) -> Any:
+            """Return a tree like the parameters with this number once for each tensor."""
             shapes = [
                 (*leaf.shape[: leaf.stack], *(1,) * (len(leaf.shape) - leaf.stack)) for leaf in facts_of(leaves, params)
             ]
-            return jax.tree.structure(params).unflatten([jnp.full(shape, initial, jnp.float32) for shape in shapes])
+            return jax.tree.structure(params).unflatten([jnp.full(shape, number, jnp.float32) for shape in shapes])
 
         mu, nu, fresh = (optax.tree.zeros_like(params) for _ in range(3))
-        return OneBitLambState(jnp.zeros((), jnp.int32), mu, nu, fresh, per_tensor(0.0), per_tensor(1.0))
+        return OneBitLambState(jnp.zeros((), jnp.int32), mu, nu, fresh, fill_tensors(0.0), fill_tensors(1.0))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OneBitLambState]:
+        """Return LAMB's updates, given the mean messages `updates` and the parameters, and the new state."""
         if params is None:
-            raise UserError("one_bit_lamb: got no parameters, expected update(mean, state, params)")
+            raise UserError("one_bit_lamb: got no parameters: call update(mean, state, params)")
         is_frozen, treedef = state.count >= freeze, jax.tree.structure(updates)
-        moments, (first_moments, second_moments) = _moments(updates, state, b1, b2, freeze)
+        adam_state, (corrected_mu, corrected_nu) = _moments(updates, state, b1, b2, freeze)
 
-        def fresh_variance(old_v: Array, m: Array, old_m: Array, v: Array) -> Array:
-            """The second moment, estimated in the frozen phase from the change of the momentum."""
+        def fresh_variance(old_fresh: Array, m: Array, old_m: Array, v: Array) -> Array:
+            """Return v in the warm-up, and later the second moment estimated from the change of the momentum."""
             gradient = (m - b1 * old_m) / (1 - b1)
-            return jnp.where(is_frozen, b2 * old_v + (1 - b2) * gradient**2, v)
+            return jnp.where(is_frozen, b2 * old_fresh + (1 - b2) * gradient**2, v)
 
-        fresh_nu = jax.tree.map(fresh_variance, state.fresh, moments.mu, state.mu, moments.nu)
+        fresh_nu = jax.tree.map(fresh_variance, state.fresh, adam_state.mu, state.mu, adam_state.nu)
         decay_flags = treedef.flatten_up_to(jax.tree.map(lambda _: True, params) if mask is None else mask)
-        trees = (first_moments, second_moments, fresh_nu, params, state.ratio, state.factor)
+        trees = (corrected_mu, corrected_nu, fresh_nu, params, state.ratio, state.factor)
         new_updates, new_ratios, new_factors = [], [], []
-        for leaf, is_decayed, m, v, v_fresh, w, ratio, old_f in zip(
+        for leaf, is_decayed, m, v, fresh_v, w, old_ratio, old_factor in zip(
             facts_of(leaves, updates), decay_flags, *map(treedef.flatten_up_to, trees), strict=True
         ):
             adam_step = _direction(m, v, eps)
             u = adam_step + weight_decay * w if is_decayed else adam_step
-            trust = _trust_ratio(w, u, leaf)
-            ratio = jnp.where(is_frozen, ratio, smooth * ratio + (1 - smooth) * trust)
-            corrected_fresh = _corrected(v_fresh, b2, moments.count)
-            variance_ratio = _reduce_tensors((jnp.sqrt(v) + eps) / (jnp.sqrt(corrected_fresh) + eps), leaf, jnp.max)
+            trust_ratio = _trust_ratio(w, u, leaf)
+            ratio = jnp.where(is_frozen, old_ratio, smooth * old_ratio + (1 - smooth) * trust_ratio)
+            corrected_fresh = _correct_bias(fresh_v, b2, adam_state.count)
+            root_ratio = _reduce_tensors((jnp.sqrt(v) + eps) / (jnp.sqrt(corrected_fresh) + eps), leaf, jnp.max)
             r = jnp.minimum(1.0, _norms(adam_step, leaf) / jnp.maximum(_norms(u, leaf), jnp.finfo(jnp.float32).tiny))
-            factor = jnp.clip(r * variance_ratio + 1 - r, *factors)
-            factor = jnp.where(is_frozen, jnp.clip(factor, (1 - change) * old_f, (1 + change) * old_f), old_f)
-            # bias correction: the running mean of ratios started from zero
-            mean_ratio = ratio / (1 - smooth ** jnp.minimum(moments.count, freeze))
-            scale = jnp.where(is_frozen, mean_ratio * factor, trust) if leaf.kind != "vector" else jnp.ones_like(trust)
+            factor = jnp.clip(r * root_ratio + 1 - r, *factors)
+            near_factor = jnp.clip(factor, (1 - change) * old_factor, (1 + change) * old_factor)
+            factor = jnp.where(is_frozen, near_factor, old_factor)
+            # corrects the bias of the running mean of ratios, which started from zero
+            mean_ratio = ratio / (1 - smooth ** jnp.minimum(adam_state.count, freeze))
+            is_vector = leaf.kind == "vector"
+            scale = jnp.ones_like(trust_ratio) if is_vector else jnp.where(is_frozen, mean_ratio * factor, trust_ratio)
             new_updates.append(u * scale)
             new_ratios.append(ratio)
             new_factors.append(factor)
-        new_state = OneBitLambState(*moments, fresh_nu, treedef.unflatten(new_ratios), treedef.unflatten(new_factors))
-        return treedef.unflatten(new_updates), new_state
+        new_ratio_tree, new_factor_tree = treedef.unflatten(new_ratios), treedef.unflatten(new_factors)
+        return treedef.unflatten(new_updates), OneBitLambState(*adam_state, fresh_nu, new_ratio_tree, new_factor_tree)
 
     return optax.chain(optax.GradientTransformation(init, update), optax.scale_by_learning_rate(rate))
 
 
 def clipped(rule: UpdateRule, messages: Messages) -> UpdateRule:
-    """A rule that clips mean gradients to a global norm, and leaves mean momenta unchanged.
+    """Return a rule that clips mean gradients to a global norm, and leaves mean momenta unchanged.
 
     Args:
         rule: `one_bit_adam` or `one_bit_lamb`, or a rule that contains it.
@@ -295,13 +304,14 @@ def clipped(rule: UpdateRule, messages: Messages) -> UpdateRule:
     """
     if messages.clip is None:
         return rule
-    clip = optax.clip_by_global_norm(messages.clip)
+    clip_rule = optax.clip_by_global_norm(messages.clip)
 
     def init(params: Any) -> Any:
-        return (clip.init(params), rule.init(params))
+        return (clip_rule.init(params), rule.init(params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        clipped_updates, clip_state = clip.update(updates, state[0], params)
+        """Return the updates of `rule` after clipping, given the mean messages `updates`, and the new state."""
+        clipped_updates, clip_state = clip_rule.update(updates, state[0], params)
         is_frozen = messages.frozen(state)
         new_updates, rule_state = rule.update(optax.tree.where(is_frozen, updates, clipped_updates), state[1], params)
         return new_updates, (clip_state, rule_state)
@@ -312,52 +322,55 @@ def clipped(rule: UpdateRule, messages: Messages) -> UpdateRule:
 def _check_freeze(freeze: int) -> None:
     """Raise an error if the variance would be frozen before the first update."""
     if freeze < 1:
-        raise UserError(f"freeze: got {freeze}, expected 1 or more: update 1 gives the first variance")
+        raise UserError(f"freeze: got {freeze}, expected 1 or more, because the first update estimates the variance")
 
 
 def _rule_state(state: Any) -> Any:
     """The rule's state within a state that contains it."""
 
-    def is_ours(node: Any) -> bool:
+    def is_rule_state(node: Any) -> bool:
         return isinstance(node, OneBitState | OneBitLambState)
 
-    return next(node for node in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(node))
+    return next(node for node in jax.tree.leaves(state, is_leaf=is_rule_state) if is_rule_state(node))
 
 
-def _moments(mean: Any, state: Any, b1: float, b2: float, freeze: int) -> tuple[OneBitState, tuple[Any, Any]]:
-    """The new state for the mean of gradients or momenta, and both its moments with bias correction."""
+def _moments(means: Any, state: Any, b1: float, b2: float, freeze: int) -> tuple[OneBitState, tuple[Any, Any]]:
+    """Return the state after an update by the means of gradients or momenta, and its two moments with bias correction.
+
+    `means` is a tree like the parameters.
+    """
     is_frozen, count = state.count >= freeze, jnp.asarray(optax.safe_increment(state.count))
     mu = jax.tree.map(
-        lambda x, m, v: jnp.where(is_frozen, jnp.where(v > 0, x, 0.0), b1 * m + (1 - b1) * x), mean, state.mu, state.nu
+        lambda x, m, v: jnp.where(is_frozen, jnp.where(v > 0, x, 0.0), b1 * m + (1 - b1) * x), means, state.mu, state.nu
     )
-    nu = jax.tree.map(lambda x, v: jnp.where(is_frozen, v, b2 * v + (1 - b2) * x**2), mean, state.nu)
-    corrected_mu = jax.tree.map(lambda m: _corrected(m, b1, count), mu)
-    corrected_nu = jax.tree.map(lambda v: _corrected(v, b2, jnp.minimum(count, freeze)), nu)
+    nu = jax.tree.map(lambda x, v: jnp.where(is_frozen, v, b2 * v + (1 - b2) * x**2), means, state.nu)
+    corrected_mu = jax.tree.map(lambda m: _correct_bias(m, b1, count), mu)
+    corrected_nu = jax.tree.map(lambda v: _correct_bias(v, b2, jnp.minimum(count, freeze)), nu)
     return OneBitState(count, mu, nu), (corrected_mu, corrected_nu)
 
 
-def _corrected(moment: Array, decay: float, count: Array) -> Array:
-    """A moment with Adam's bias correction after `count` updates."""
+def _correct_bias(moment: Array, decay: float, count: Array) -> Array:
+    """Apply Adam's bias correction after `count` updates to a moment."""
     return moment / (1 - decay ** count.astype(jnp.float32))
 
 
 def _direction(m: Array, v: Array, eps: float) -> Array:
-    """Adam's update before the learning rate; 0 where the variance is zero."""
+    """Adam's update before the learning rate; it is 0 for numbers whose variance is zero."""
     return jnp.where(v > 0, m / (jnp.sqrt(v) + eps), 0.0)
 
 
 def _reduce_tensors(x: Array, leaf: ParamInfo, reduce: Callable[..., Array]) -> Array:
-    """`reduce` applied to each tensor of a leaf, whose dims remain with size 1."""
+    """Apply `reduce` to each tensor of a leaf, such as each layer; reduced dims remain with size 1."""
     return reduce(x, axis=tuple(range(leaf.stack, x.ndim)), keepdims=True)
 
 
 def _norms(x: Array, leaf: ParamInfo) -> Array:
-    """Norm of each tensor of a leaf."""
+    """Norm of each tensor of a leaf; the dims of a tensor remain with size 1."""
     return jnp.sqrt(_reduce_tensors(jnp.square(x), leaf, jnp.sum))
 
 
 def _trust_ratio(w: Array, u: Array, leaf: ParamInfo) -> Array:
-    """|w| / |u| of each tensor; 1 where either is zero, as in optax."""
+    """|w| / |u| of each tensor of a leaf; it is 1 if either norm is zero, as in optax."""
     weight_norm, update_norm = _norms(w, leaf), _norms(u, leaf)
     return jnp.where(
         (weight_norm == 0) | (update_norm == 0), 1.0, weight_norm / jnp.where(update_norm == 0, 1.0, update_norm)

@@ -18,9 +18,9 @@ Name = Literal[
 ]  # fmt: skip
 RateSchedule = Literal["cosine", "linear", "constant"]
 
-_POSITIVE = ("learning_rate", "clip", "trust", "rank", "every", "max_dim", "freeze")
-_NOT_NEGATIVE = ("final_learning_rate", "warmup", "weight_decay", "momentum", "eps", "alpha")
-_SHARES = ("b1", "b2", "b3")
+_POSITIVE_FIELDS = ("learning_rate", "clip", "trust", "rank", "every", "max_dim", "freeze")
+_NOT_NEGATIVE_FIELDS = ("final_learning_rate", "warmup", "weight_decay", "momentum", "eps", "alpha")
+_DECAY_FIELDS = ("b1", "b2", "b3")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,26 +33,26 @@ class Optimizer:
 
     | name | what it is | options and their defaults |
     |---|---|---|
-    | adamw | Adam with decoupled decay | b1 0.9, b2 0.95, eps 1e-08, decay 0.1 |
-    | nadamw | AdamW with Nesterov's momentum | b1 0.9, b2 0.95, eps 1e-08, decay 0.1 |
-    | adan | adaptive Nesterov momentum | b1 0.98, b2 0.92, b3 0.99, eps 1e-08, decay 0.1 |
-    | ademamix | AdamW with a second, slow momentum | b1 0.9, b2 0.999, b3 0.9999, alpha 5, eps 1e-08, decay 0.1 |
-    | adopt | Adam that converges with any b2 | b1 0.9, b2 0.9999, eps 1e-06, decay 0.1 |
-    | lion | sign of a momentum | b1 0.9, b2 0.95, decay 0.1 |
-    | sgd | stochastic gradient descent | momentum 0, decay 0.1 |
-    | adafactor | second moments factored into rows and columns | decay 0.1 |
-    | schedule_free | AdamW that averages in place of a schedule | b1 0.9, b2 0.95, eps 1e-08, decay 0.1 |
-    | lars | sgd for large batches | momentum 0.9, trust 0.02, decay 0.0001 |
-    | lamb | Adam for large batches | b1 0.9, b2 0.999, eps 1e-06, decay 0.01 |
-    | one_bit_adam | adamw whose replicas send a bit a number | those of adamw, freeze 0.25 |
-    | one_bit_lamb | lamb whose replicas send a bit a number | b1 0.9, b2 0.999, eps 1e-06, freeze 0.25, decay 0.01 |
+    | adamw | Adam with decoupled decay | b1 0.9, b2 0.95, eps 1e-08, weight_decay 0.1 |
+    | nadamw | AdamW with Nesterov's momentum | b1 0.9, b2 0.95, eps 1e-08, weight_decay 0.1 |
+    | adan | adaptive Nesterov momentum | b1 0.98, b2 0.92, b3 0.99, eps 1e-08, weight_decay 0.1 |
+    | ademamix | AdamW with a slow second momentum | b1 0.9, b2 0.999, b3 0.9999, alpha 5, eps 1e-08, weight_decay 0.1 |
+    | adopt | Adam that converges with any b2 | b1 0.9, b2 0.9999, eps 1e-06, weight_decay 0.1 |
+    | lion | sign of a momentum | b1 0.9, b2 0.95, weight_decay 0.1 |
+    | sgd | stochastic gradient descent | momentum 0, weight_decay 0.1 |
+    | adafactor | second moments factored into rows and columns | weight_decay 0.1 |
+    | schedule_free | AdamW that averages weights, with no schedule | b1 0.9, b2 0.95, eps 1e-08, weight_decay 0.1 |
+    | lars | sgd for large batches | momentum 0.9, trust 0.02, weight_decay 0.0001 |
+    | lamb | Adam for large batches | b1 0.9, b2 0.999, eps 1e-06, weight_decay 0.01 |
+    | one_bit_adam | adamw with one-bit messages | those of adamw, freeze 0.25 |
+    | one_bit_lamb | lamb with one-bit messages | b1 0.9, b2 0.999, eps 1e-06, freeze 0.25, weight_decay 0.01 |
     | muon | orthogonalised momentum | momentum 0.95, scale moonshot, precision bfloat16, and those of adamw |
-    | soap | Adam in Shampoo's eigenbasis | b1 0.95, b2 0.95, eps 1e-08, every 10, max_dim 10000, decay 0.1 |
-    | galore | AdamW in a low-rank subspace | b1 0.9, b2 0.95, eps 1e-08, rank 128, every 200, decay 0.1 |
+    | soap | Adam in Shampoo's eigenbasis | b1 0.95, b2 0.95, eps 1e-08, every 10, max_dim 10000, weight_decay 0.1 |
+    | galore | AdamW in a low-rank subspace | b1 0.9, b2 0.95, eps 1e-08, rank 128, every 200, weight_decay 0.1 |
 
     On the command line `--optimizer muon` is short for `--optimizer.name muon`. An option that the rule does not have
     is an error; `None` stands for the rule's default. lars, lamb, one_bit_lamb, muon, soap and galore treat each layer
-    of a stacked array as a tensor, and a kernel as the matrix (everything else, last dim). The last three update
+    of a stacked array as a tensor, and a kernel as a matrix whose columns are its last dim. The last three update
     projections and kernels; embeddings, head, gains and biases get AdamW, at the same learning rate. one_bit_adam and
     one_bit_lamb need a replica axis in the mesh, over which `replicas.OneBit` averages momenta once the variance is
     frozen; from then on each replica clips its own gradient. schedule_free trains, and is evaluated, at a point between
@@ -70,7 +70,7 @@ class Optimizer:
         eps: number added to the root of the second moment.
         momentum: decay of the momentum of sgd (0 has no state), lars and muon.
         alpha: weight of the slow first moment (ademamix).
-        trust: ratio of an update's norm to its weight's, at learning rate 1 (lars).
+        trust: norm of an update divided by the norm of the weights, at learning rate 1 (lars).
         scale: scale of an orthogonal update of n rows and m columns: sqrt(max(1, m / n)) for "keller", and for
             "moonshot" 0.2 sqrt(max(n, m)), which suits AdamW's learning rates (muon).
         precision: dtype of the orthogonalisation and its messages between devices: bfloat16 or float32 (muon).
@@ -91,7 +91,7 @@ class Optimizer:
         1e-05
         >>> Optimizer(name="lars", b1=0.9)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        jaxscale.errors.UserError: optimizer.b1: got 0.9, but lars has no such option: leave it out; lars takes ...
+        jaxscale.errors.UserError: optimizer.b1: got 0.9, but lars has no such option: leave it out, or set ...
     """
 
     name: Name = "adamw"
@@ -119,24 +119,27 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         check_types(self)
-        self._check_range(_POSITIVE, lambda setting: 0 < setting < math.inf, "a number above 0")
-        self._check_range(_NOT_NEGATIVE, lambda setting: 0 <= setting < math.inf, "0 or more")
-        self._check_range(_SHARES, lambda setting: 0 <= setting < 1, "a number from 0 up to, not including, 1")
+        self._check_range(_POSITIVE_FIELDS, lambda setting: 0 < setting < math.inf, "a number above 0")
+        self._check_range(_NOT_NEGATIVE_FIELDS, lambda setting: 0 <= setting < math.inf, "0 or more")
+        self._check_range(_DECAY_FIELDS, lambda setting: 0 <= setting < 1, "a number from 0 up to, not including, 1")
         if self.freeze is not None and self.freeze >= 1 and self.freeze != int(self.freeze):
-            raise UserError(f"optimizer.freeze: got {self.freeze!r}, expected a whole number, or a share below 1")
+            raise UserError(
+                f"optimizer.freeze: got {self.freeze!r}, expected a whole number of updates or a share below 1"
+            )
         if self.custom is not None:
             set_names = [name for name in OPTIONS if getattr(self, name) is not None]
             if set_names:
                 raise UserError(
-                    f"optimizer.{set_names[0]}: got {getattr(self, set_names[0])} with custom, whose rule has its own "
-                    "constants: leave it out, or set it in the rule"
+                    f"optimizer.{set_names[0]}: got {getattr(self, set_names[0])} together with optimizer.custom, "
+                    f"whose rule has its own options: leave {set_names[0]} out, or set it in the custom rule"
                 )
         else:
             self.options()
             if self.schedule is not None and self.schedule not in RULES[self.name].schedules:
                 raise UserError(
                     f"optimizer.schedule: got {self.schedule}, but {self.name} takes only "
-                    f"{' or '.join(RULES[self.name].schedules)}: it averages weights in place of a falling rate"
+                    f"{' or '.join(RULES[self.name].schedules)}, because this rule averages weights instead of "
+                    "lowering the learning rate: leave optimizer.schedule out"
                 )
 
     def _check_range(self, fields: Sequence[str], in_range: Callable[[float], bool], expected: str) -> None:
@@ -147,7 +150,7 @@ class Optimizer:
                 raise UserError(f"optimizer.{field}: got {setting!r}, expected {expected}")
 
     def options(self) -> dict[str, Any]:
-        """Value of every option of the rule by name; options that are not set have their defaults.
+        """Return the value of every option of the rule, by name; options that are not set have their defaults.
 
         Example:
             >>> Optimizer(name="lars", trust=0.01).options()
@@ -156,9 +159,9 @@ class Optimizer:
         return RULES[self.name].options(self.name, {option: getattr(self, option) for option in OPTIONS})
 
     def momentum_after(self) -> tuple[str, float] | None:
-        """Name and value of the option that is the decay of the running mean of gradients.
+        """Name and value of the option that sets the decay of the rule's running mean of gradients.
 
-        `None` for a rule without such a mean, and for a `custom` one.
+        Returns `None` for a rule without such a mean, and for a `custom` rule.
 
         Example:
             >>> Optimizer().momentum_after(), Optimizer(name="sgd").momentum_after()
@@ -170,30 +173,30 @@ class Optimizer:
         return next(((name, options[name]) for name in ("momentum", "b1") if options.get(name)), None)
 
     def schedule_fn(self, steps: int) -> Callable[[Any], Any]:
-        """Learning rate as an optax schedule, a function of the number of updates made, for a run of `steps`."""
+        """Return the optax schedule of a run of `steps` updates: learning rate as a function of the updates made."""
         import optax
 
-        peak = self.learning_rate
-        final = peak / 10 if self.final_learning_rate is None else self.final_learning_rate
+        peak_rate = self.learning_rate
+        final_rate = peak_rate / 10 if self.final_learning_rate is None else self.final_learning_rate
         decay_steps = max(steps - self.warmup, 1)
-        schedule = self.schedule or ("cosine" if self.custom is not None else RULES[self.name].schedule)
-        if schedule == "cosine":
-            after_warmup = optax.cosine_decay_schedule(peak, decay_steps, alpha=final / peak)
-        elif schedule == "linear":
-            after_warmup = optax.linear_schedule(peak, final, decay_steps)
+        schedule_name = self.schedule or ("cosine" if self.custom is not None else RULES[self.name].schedule)
+        if schedule_name == "cosine":
+            decay_schedule = optax.cosine_decay_schedule(peak_rate, decay_steps, alpha=final_rate / peak_rate)
+        elif schedule_name == "linear":
+            decay_schedule = optax.linear_schedule(peak_rate, final_rate, decay_steps)
         else:
-            after_warmup = optax.constant_schedule(peak)
+            decay_schedule = optax.constant_schedule(peak_rate)
         if self.warmup == 0:
-            return after_warmup
-        warmup = optax.linear_schedule(peak / (self.warmup + 1), peak, self.warmup)
-        return optax.join_schedules([warmup, after_warmup], [self.warmup])
+            return decay_schedule
+        warmup_schedule = optax.linear_schedule(peak_rate / (self.warmup + 1), peak_rate, self.warmup)
+        return optax.join_schedules([warmup_schedule, decay_schedule], [self.warmup])
 
     def learning_rate_at(self, update: int, steps: int) -> float:
-        """Learning rate of update `update`, counted from 0, in a run of `steps` updates."""
+        """Learning rate of one update in a run of `steps` updates; `update` is its number, counted from 0."""
         return float(self.schedule_fn(steps)(update))
 
     def build(self, steps: int, leaves: Any) -> Any:
-        """The optax transformation that clips gradients and then applies `rule`.
+        """Build the optax transformation that clips gradients and then applies `rule`.
 
         Args:
             steps: number of updates in the run, for the schedule.
@@ -209,7 +212,7 @@ class Optimizer:
         return rule if self.clip is None else optax.chain(optax.clip_by_global_norm(self.clip), rule)
 
     def rule(self, steps: int, leaves: Any) -> Any:
-        """The optax transformation without clipping.
+        """Build the optax transformation without clipping.
 
         Args:
             steps: number of updates in the run, for the schedule.
@@ -224,7 +227,7 @@ class Optimizer:
         return RULES[self.name].make(RuleSettings(self.name, rate, self.options(), leaves, mask, steps))
 
     def messages(self, steps: int) -> Any:
-        """The replicas' `one_bit.Messages` if the rule takes their mean; otherwise `None`.
+        """Return the `one_bit.Messages` of the replicas if the rule takes the mean of such messages; otherwise `None`.
 
         Args:
             steps: number of updates in the run.
@@ -240,4 +243,4 @@ class Optimizer:
 OPTIONS = tuple(
     field.name for field in dataclasses.fields(Optimizer) if any(field.name in rule.defaults for rule in RULES.values())
 )
-"""Fields that are options of some rules and not of others."""
+"""Names of the fields of `Optimizer` that are options of an update rule."""

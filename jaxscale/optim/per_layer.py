@@ -1,9 +1,11 @@
 """per_layer: an optax rule applied to each layer of stacked parameters, and to each kernel as a matrix.
 
-Of an array of stacked layers, `optax.lamb` takes one norm over all layers, `optax.contrib.muon` passes it to Adam, and
-`optax.contrib.galore` does not project it. A wrapped rule sees every layer as a separate array; its state remains one
+For an array of stacked layers, `optax.lamb` takes one norm over all layers, `optax.contrib.muon` uses Adam, and
+`optax.contrib.galore` makes no projection. A wrapped rule sees every layer as a separate array. Its state remains one
 array for all layers, and has the parameter's shape if the rule's state for a layer has the layer's shape. So sharding,
-quantization and checkpoints treat it like Adam's. `by_kind` applies one rule to matrices and another to all others.
+quantization and checkpoints treat this state like Adam's. `by_kind` applies a different rule to each kind of parameter.
+
+Here, a *tensor* is one layer of a stacked parameter, or a whole parameter that is not stacked.
 """
 
 import dataclasses
@@ -31,18 +33,19 @@ _PLACEHOLDER: Any = _Placeholder()
 
 
 def per_layer(rule: UpdateRule, leaves: Any = None, *, as_matrices: bool = False, gathers: bool = False) -> UpdateRule:
-    """The rule applied to each tensor of stacked parameters by itself.
+    """Return a rule that applies `rule` to each tensor of stacked parameters by itself.
 
     Args:
         rule: an optax transformation that treats each parameter by itself. State that is not like the parameters, such
             as a count, may not depend on gradients.
-        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes, with nothing stacked.
-        as_matrices: pass tensors of kind "matrix" to the rule as matrices (everything else, last dim).
-        gathers: gather each tensor first, for a rule that decomposes it; otherwise XLA would spread the products over
-            axes that replicate the tensor, slow axes included.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths, and stacks nothing.
+        as_matrices: pass tensors of kind "matrix" to the rule as matrices, whose columns are the last dim and whose
+            rows are all other dims.
+        gathers: gather each tensor first, for a rule that decomposes it. Without this, XLA would distribute the
+            products over axes that replicate the tensor, slow axes included.
 
     Returns:
-        A transformation whose state has the form of the rule's, with the stacked dims in front.
+        A transformation whose state has the structure of the rule's state; its arrays have the stacked dims in front.
 
     Example:
         >>> from jaxscale.optim.leaves import leaf_of
@@ -54,73 +57,79 @@ def per_layer(rule: UpdateRule, leaves: Any = None, *, as_matrices: bool = False
     """
 
     def init(params: Any) -> Any:
+        """Return the state of the rule, made tensor by tensor."""
         if not jax.tree.leaves(params):  # the placeholder of `optax.tree.map_params`
             return rule.init(params)
         form, treedef = _state_form(rule), jax.tree.structure(params)
 
         def init_tensor(param: Any) -> list[Any]:
-            """The state of one tensor, without what all parameters share."""
+            """Return the state of one tensor, without the state that all parameters share."""
             return form.split(rule.init(param))[0]
 
-        states_by_leaf: list[list[Any]] = []
+        leaf_states: list[list[Any]] = []
         for param, leaf in zip(jax.tree.leaves(params), facts_of(leaves, params), strict=True):
             init_tensors = jax.vmap(init_tensor) if leaf.stack else init_tensor
-            states = init_tensors(_as_tensors(param, leaf, as_matrices))
-            states_by_leaf.append(jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, as_matrices), states))
-        _, shared = form.split(rule.init(_PLACEHOLDER))
-        return form.joined([treedef.unflatten(states) for states in zip(*states_by_leaf, strict=True)], shared)
+            tensor_states = init_tensors(_to_tensors(param, leaf, as_matrices))
+            leaf_states.append(jax.tree.map(lambda s, leaf=leaf: _to_leaf(s, leaf, as_matrices), tensor_states))
+        _, shared_state = form.split(rule.init(_PLACEHOLDER))
+        state_trees = [treedef.unflatten(arrays) for arrays in zip(*leaf_states, strict=True)]
+        return form.join(state_trees, shared_state)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """Return the new updates, computed tensor by tensor from the gradients `updates`, and the new state."""
         form, treedef = _state_form(rule), jax.tree.structure(updates)
-        facts = facts_of(leaves, updates)
-        state_trees, shared = form.split(state)
-        states_by_leaf = list(zip(*map(treedef.flatten_up_to, state_trees), strict=True)) or [()] * len(facts)
-        param_leaves = [None] * len(facts) if params is None else treedef.flatten_up_to(params)
+        param_infos = facts_of(leaves, updates)
+        state_trees, shared_state = form.split(state)
+        leaf_states = list(zip(*map(treedef.flatten_up_to, state_trees), strict=True)) or [()] * len(param_infos)
+        param_leaves = [None] * len(param_infos) if params is None else treedef.flatten_up_to(params)
         new_updates: list[Any] = []
-        new_states: list[list[Any]] = []
-        new_shared: list[Any] = shared
+        new_leaf_states: list[list[Any]] = []
+        new_shared_state: list[Any] = shared_state
 
-        def update_tensor(update: Array, states: list[Any], param: Any) -> tuple[Any, list[Any], list[Any]]:
-            """The new update of one tensor, its state, and the state that all parameters share."""
-            new_update, new_state = rule.update(update, form.joined(states, shared), param)
+        def update_tensor(gradient: Array, states: list[Any], param: Any) -> tuple[Any, list[Any], list[Any]]:
+            """Return the new update of one tensor, its new state, and the new state that all parameters share."""
+            new_update, new_state = rule.update(gradient, form.join(states, shared_state), param)
             return new_update, *form.split(new_state)
 
-        for leaf, update, states, param in zip(
-            facts, jax.tree.leaves(updates), states_by_leaf, param_leaves, strict=True
+        for leaf, gradient, states, param in zip(
+            param_infos, jax.tree.leaves(updates), leaf_states, param_leaves, strict=True
         ):
-            inputs = update, list(states), param
+            leaf_inputs = gradient, list(states), param
             if gathers:
-                inputs = _constrained(inputs, leaf, whole=True)
-            tensors = jax.tree.map(lambda x, leaf=leaf: _as_tensors(x, leaf, as_matrices), inputs)
+                leaf_inputs = _constrain(leaf_inputs, leaf, whole=True)
+            tensor_inputs = jax.tree.map(lambda x, leaf=leaf: _to_tensors(x, leaf, as_matrices), leaf_inputs)
             update_tensors = jax.vmap(update_tensor, out_axes=(0, 0, None)) if leaf.stack else update_tensor
-            new_update, leaf_states, new_shared = update_tensors(*tensors)
-            new_update = new_update.reshape(update.shape)
-            leaf_states = jax.tree.map(lambda s, leaf=leaf: _as_leaf(s, leaf, as_matrices), leaf_states)
+            new_update, tensor_states, new_shared_state = update_tensors(*tensor_inputs)
+            new_update = new_update.reshape(gradient.shape)
+            new_states = jax.tree.map(lambda s, leaf=leaf: _to_leaf(s, leaf, as_matrices), tensor_states)
             if gathers:
-                whole_arrays = _constrained((new_update, leaf_states), leaf, whole=True)
-                new_update, leaf_states = _constrained(whole_arrays, leaf, whole=False)
+                whole_arrays = _constrain((new_update, new_states), leaf, whole=True)
+                new_update, new_states = _constrain(whole_arrays, leaf, whole=False)
             new_updates.append(new_update)
-            new_states.append(leaf_states)
-        trees = [treedef.unflatten(states) for states in zip(*new_states, strict=True)]
-        return treedef.unflatten(new_updates), form.joined(trees, new_shared)
+            new_leaf_states.append(new_states)
+        new_state_trees = [treedef.unflatten(arrays) for arrays in zip(*new_leaf_states, strict=True)]
+        return treedef.unflatten(new_updates), form.join(new_state_trees, new_shared_state)
 
     return optax.GradientTransformation(init, update)
 
 
 class ByKindState(NamedTuple):
-    """State of each rule of `by_kind` by name; it has an array of one number for each parameter of another rule."""
+    """States of the rules of `by_kind`, by the name of the rule.
+
+    The state of a rule has an array of one number for each parameter that another rule updates.
+    """
 
     states: dict[str, Any]
 
 
 def by_kind(rules: Mapping[str, UpdateRule], rule_of: Callable[[ParamInfo], str], leaves: Any = None) -> UpdateRule:
-    """A rule that updates each parameter by the rule of its kind.
+    """Return a rule that updates each parameter by the rule that `rule_of` names.
 
-    The states of `optax.partition` have no array for a parameter of another rule, so they are not trees like the
-    parameters. The states of this rule are.
+    In contrast to the states of `optax.partition`, the states of this rule are trees like the parameters, because a
+    state also has an array for each parameter of another rule.
 
     Args:
-        rules: rules by name. Each must treat parameters one by one.
+        rules: rules by name. Each rule must treat each parameter by itself.
         rule_of: function that returns the name of a leaf's rule.
         leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
 
@@ -132,25 +141,24 @@ def by_kind(rules: Mapping[str, UpdateRule], rule_of: Callable[[ParamInfo], str]
     """
 
     def mask_others(tree: Any, name: str) -> Any:
-        """The tree, with an array of one number for each parameter of another rule than `name`."""
+        """Return the tree, with an array of one number for each parameter that another rule than `name` updates."""
         arrays, treedef = jax.tree.flatten(tree)
-        uses_rule = [rule_of(leaf) == name for leaf in facts_of(leaves, tree)]
-        return treedef.unflatten(
-            [array if used else jnp.zeros((1,), array.dtype) for array, used in zip(arrays, uses_rule, strict=True)]
-        )
+        pairs = zip(arrays, facts_of(leaves, tree), strict=True)
+        return treedef.unflatten([a if rule_of(leaf) == name else jnp.zeros((1,), a.dtype) for a, leaf in pairs])
 
     def init(params: Any) -> ByKindState:
         return ByKindState({name: rule.init(mask_others(params, name)) for name, rule in rules.items()})
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        treedef, facts = jax.tree.structure(updates), facts_of(leaves, updates)
-        updates_by_rule, states = {}, {}
+        """Return the new updates of all rules for the gradients `updates`, and the states of the rules."""
+        treedef, param_infos = jax.tree.structure(updates), facts_of(leaves, updates)
+        updates_by_rule, new_states = {}, {}
         for name, rule in rules.items():
             masked_params = None if params is None else mask_others(params, name)
-            new_updates, states[name] = rule.update(mask_others(updates, name), state.states[name], masked_params)
+            new_updates, new_states[name] = rule.update(mask_others(updates, name), state.states[name], masked_params)
             updates_by_rule[name] = treedef.flatten_up_to(new_updates)
-        updates_by_leaf = [updates_by_rule[rule_of(leaf)][number] for number, leaf in enumerate(facts)]
-        return treedef.unflatten(updates_by_leaf), ByKindState(states)
+        leaf_updates = [updates_by_rule[rule_of(leaf)][number] for number, leaf in enumerate(param_infos)]
+        return treedef.unflatten(leaf_updates), ByKindState(new_states)
 
     return optax.GradientTransformation(init, update)
 
@@ -158,7 +166,9 @@ def by_kind(rules: Mapping[str, UpdateRule], rule_of: Callable[[ParamInfo], str]
 def matrices_by(
     rule: UpdateRule, adam: UpdateRule, rate: float | Callable[[Any], Any], weight_decay: float, leaves: Any, mask: Any
 ) -> UpdateRule:
-    """A rule for matrices and Adam for all other parameters, with weight decay and a learning rate for both.
+    """Return a rule that updates matrices by `rule` and all other parameters by Adam.
+
+    Weight decay and the learning rate are the same for both.
 
     Args:
         rule: rule for matrices.
@@ -180,32 +190,35 @@ class _StateForm:
     """Positions of trees like the parameters in the state of a rule.
 
     Args:
-        treedef: structure of the state, with trees like the parameters as leaves.
-        is_param_tree: for each of these leaves, whether it is such a tree.
+        treedef: structure of the state, in which each tree like the parameters is one leaf.
+        is_param_tree: for each leaf of `treedef`, whether it is a tree like the parameters.
     """
 
     treedef: Any
     is_param_tree: tuple[bool, ...]
 
     def split(self, state: Any) -> tuple[list[Any], list[Any]]:
-        """The trees like the parameters, and the other leaves, which all parameters share."""
+        """Return the trees like the parameters, and the other leaves of a state, which all parameters share."""
         nodes = list(zip(self.treedef.flatten_up_to(state), self.is_param_tree, strict=True))
         return [node for node, is_tree in nodes if is_tree], [node for node, is_tree in nodes if not is_tree]
 
-    def joined(self, trees: list[Any], shared: list[Any]) -> Any:
+    def join(self, trees: list[Any], shared: list[Any]) -> Any:
         """The inverse of `split`."""
         tree_iter, shared_iter = iter(trees), iter(shared)
         return self.treedef.unflatten([next(tree_iter if is_tree else shared_iter) for is_tree in self.is_param_tree])
 
 
 def _state_form(rule: UpdateRule) -> _StateForm:
-    """Positions of trees like the parameters in the state of `rule`."""
+    """Find the positions of trees like the parameters in the state of a rule."""
     state_leaves, treedef = jax.tree.flatten(rule.init(_PLACEHOLDER), is_leaf=lambda x: isinstance(x, _Placeholder))
     return _StateForm(treedef, tuple(isinstance(leaf, _Placeholder) for leaf in state_leaves))
 
 
-def _constrained(arrays: Any, leaf: ParamInfo, *, whole: bool) -> Any:
-    """Constrain each array of a leaf to whole tensors on a device, or, if its shape is the leaf's, to the sharding."""
+def _constrain(arrays: Any, leaf: ParamInfo, *, whole: bool) -> Any:
+    """Constrain each array in a tree: with `whole`, to whole tensors on each device; otherwise, to the leaf's sharding.
+
+    The leaf's sharding does not apply to arrays of another shape.
+    """
     if leaf.sharding is None:
         return arrays
     spec = leaf.sharding.spec[: leaf.stack] if whole else leaf.sharding.spec  # layers keep their sharding
@@ -213,14 +226,14 @@ def _constrained(arrays: Any, leaf: ParamInfo, *, whole: bool) -> Any:
     sharding = NamedSharding(leaf.sharding.mesh if region_mesh.empty else region_mesh, PartitionSpec(*spec))
 
     def constrain(x: Any) -> Any:
-        """The array with the sharding, unless it has another shape than the leaf."""
+        """Return the array with the sharding, if the sharding applies to it."""
         return jax.lax.with_sharding_constraint(x, sharding) if whole or x.shape == leaf.shape else x
 
     return jax.tree.map(constrain, arrays)
 
 
-def _as_tensors(x: Any, leaf: ParamInfo, as_matrices: bool) -> Any:
-    """An array of a leaf with its tensors along the first dim; that of an unstacked leaf is one tensor."""
+def _to_tensors(x: Any, leaf: ParamInfo, as_matrices: bool) -> Any:
+    """Reshape an array of a leaf: its tensors lie along the first dim if the leaf is stacked."""
     becomes_matrix = as_matrices and leaf.kind == "matrix" and x.shape == leaf.shape
     if leaf.stack == 0 and not becomes_matrix:
         return x
@@ -228,8 +241,8 @@ def _as_tensors(x: Any, leaf: ParamInfo, as_matrices: bool) -> Any:
     return x.reshape((leaf.tensors, *tensor_shape) if leaf.stack else tensor_shape)
 
 
-def _as_leaf(x: Any, leaf: ParamInfo, as_matrices: bool) -> Any:
-    """The inverse of `_as_tensors`."""
+def _to_leaf(x: Any, leaf: ParamInfo, as_matrices: bool) -> Any:
+    """The inverse of `_to_tensors`."""
     tensor_shape = x.shape[1:] if leaf.stack else x.shape
     if as_matrices and leaf.kind == "matrix" and tensor_shape == (leaf.rows, leaf.columns):
         tensor_shape = leaf.shape[leaf.stack :]

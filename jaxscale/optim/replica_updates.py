@@ -35,9 +35,9 @@ def over_replicas(
     leaves: Any = None,
     small: int = 256,
 ) -> UpdateRule:
-    """A rule that takes the gradients of one replica, inside a `jax.shard_map` or `jax.vmap` over their axis.
+    """A rule that takes the gradients of one replica, inside a `jax.shard_map` or `jax.vmap` over the replicas' axis.
 
-    Our train step does the same by `replicas.reduce.GradientExchange`, also for replicas of several devices.
+    Our train step uses `replicas.reduce.GradientExchange` for this, which also supports replicas of several devices.
 
     Args:
         rule: `one_bit_adam` or `one_bit_lamb`.
@@ -60,10 +60,11 @@ def over_replicas(
     """
 
     def uses_codec(leaf: ParamInfo) -> bool:
-        """Whether the codec averages this parameter; the mean of others is exact."""
+        """Whether the codec averages this parameter; the means of all others are exact."""
         return leaf.kind != "vector" and leaf.rows * leaf.columns >= small
 
     def init(params: Any) -> OverReplicasState:
+        """Return the state of a replica before the first update."""
         codec_states = (
             codec.init(leaf.shape, None, replicas, layers=leaf.stack > 0) if uses_codec(leaf) else {}
             for leaf in facts_of(leaves, params)
@@ -71,14 +72,16 @@ def over_replicas(
         return OverReplicasState(rule.init(params), tuple(codec_states))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OverReplicasState]:
-        message, norm, is_frozen = messages(updates, state.rule)
+        """Return the updates, equal on all replicas, given this replica's gradients `updates`, and its new state."""
+        message_tree, norm, is_frozen = messages(updates, state.rule)
         is_finite = jnp.isfinite(lax.psum(norm, axis))  # one replica's NaN would stay in the residuals of the others
         count, treedef = messages.count(state.rule), jax.tree.structure(updates)
         means, codec_states = [], []
-        for leaf, array, old_state in zip(facts_of(leaves, updates), jax.tree.leaves(message), state.owed, strict=True):
-            mean, new_state = lax.pmean(array, axis), old_state
+        param_infos, leaf_messages = facts_of(leaves, updates), jax.tree.leaves(message_tree)
+        for leaf, message, old_state in zip(param_infos, leaf_messages, state.owed, strict=True):
+            mean, new_state = lax.pmean(message, axis), old_state
             if uses_codec(leaf):
-                coded_mean, new_state = codec.reduce(array, old_state, axis, None, count, layers=leaf.stack > 0)
+                coded_mean, new_state = codec.reduce(message, old_state, axis, None, count, layers=leaf.stack > 0)
                 mean = jnp.where(is_frozen, coded_mean, mean)
             means.append(jnp.where(is_finite, mean, jnp.nan))
             codec_states.append(optax.tree.where(is_finite & is_frozen, new_state, old_state))

@@ -1,7 +1,7 @@
-"""The update rules that `Optimizer` names, as data: the options of each, with defaults, and a function that builds its
-optax transformation. A new rule is a function here and a row of `RULES`.
+"""The update rules that `Optimizer` names, as data: options with their defaults, and a function that builds the rule.
 
-Each function imports optax itself: options are checked before JAX is imported.
+A new rule is a function in this module and a row of `RULES`. Each function imports optax itself, so that options are
+checked before JAX is imported.
 """
 
 import dataclasses
@@ -40,11 +40,11 @@ class UpdateRule:
     """An update rule.
 
     Args:
-        make: function that builds its optax transformation.
+        make: function that builds the rule's optax transformation.
         defaults: default value of each option of the rule; options are fields of `Optimizer`.
         schedule: default schedule of the learning rate.
         schedules: schedules that the rule accepts.
-        over_replicas: whether it takes the mean of `one_bit.Messages`, and so needs several replicas.
+        over_replicas: whether the rule takes the mean of `one_bit.Messages`, and so needs several replicas.
     """
 
     make: Callable[[RuleSettings], Any]
@@ -54,11 +54,11 @@ class UpdateRule:
     over_replicas: bool = False
 
     def options(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Value of every option of the rule by name; options that are not set have their defaults.
+        """Return the value of every option of the rule, by name; options that are not set have their defaults.
 
         Args:
             name: name of the rule, for messages.
-            settings: values of options by name; `None` is not set.
+            settings: values of options by name; an option with the value `None` is not set.
 
         Raises:
             UserError: an option is set that the rule does not have.
@@ -67,44 +67,42 @@ class UpdateRule:
             >>> RULES["sgd"].options("sgd", {"momentum": 0.9, "b1": None})
             {'momentum': 0.9, 'weight_decay': 0.1}
         """
-        for option, setting in settings.items():
-            if setting is not None and option not in self.defaults:
+        set_options = {option: setting for option, setting in settings.items() if setting is not None}
+        for option, setting in set_options.items():
+            if option not in self.defaults:
                 raise UserError(
-                    f"optimizer.{option}: got {setting!r}, but {name} has no such option: leave it out; {name} takes "
+                    f"optimizer.{option}: got {setting!r}, but {name} has no such option: leave it out, or set one of "
                     f"{', '.join(self.defaults)}{near_miss(option, self.defaults)}"
                 )
-        return {
-            option: default if settings.get(option) is None else settings[option]
-            for option, default in self.defaults.items()
-        }
+        return {**self.defaults, **set_options}
 
 
-def _optax_rule(name: str) -> Callable[..., Any]:
-    """The rule of `optax` or `optax.contrib` with a name."""
+def _optax_function(name: str) -> Callable[..., Any]:
+    """The function of `optax` or `optax.contrib` that builds the rule with this name."""
     import optax
     from optax import contrib
 
     return getattr(optax if hasattr(optax, name) else contrib, name)
 
 
-def _masked_decay(settings: RuleSettings) -> Any:
-    """A rule of optax that takes weight decay and its mask."""
-    return _optax_rule(settings.name)(settings.rate, **settings.options, mask=settings.mask)
+def _build_with_mask(settings: RuleSettings) -> Any:
+    """Build a rule of optax that takes weight decay and its mask."""
+    return _optax_function(settings.name)(settings.rate, **settings.options, mask=settings.mask)
 
 
-def _decay_behind(settings: RuleSettings) -> Any:
-    """A rule of optax without weight decay, followed by decoupled weight decay."""
+def _build_with_decay(settings: RuleSettings) -> Any:
+    """Build a rule of optax that has no weight decay, followed by decoupled weight decay."""
     import optax
 
     options = {option: setting for option, setting in settings.options.items() if option != "weight_decay"}
     if settings.name == "sgd":
         options["momentum"] = options["momentum"] or None  # a momentum of 0 has no state
-    rule = _optax_rule(settings.name)(settings.rate, **options)
+    rule = _optax_function(settings.name)(settings.rate, **options)
     return optax.chain(rule, decoupled_decay(settings.rate, settings.options["weight_decay"], settings.mask))
 
 
-def _schedule_free(settings: RuleSettings) -> Any:
-    """`optax.contrib.schedule_free_adamw` with a decay mask."""
+def _build_schedule_free(settings: RuleSettings) -> Any:
+    """Build the rule of `optax.contrib.schedule_free_adamw` with a mask for weight decay."""
     import optax
     from optax import contrib
 
@@ -117,15 +115,15 @@ def _schedule_free(settings: RuleSettings) -> Any:
     return contrib.schedule_free(base_rule, settings.rate, b1=settings.options["b1"])
 
 
-def _by_layer(settings: RuleSettings) -> Any:
-    """A rule of this package that treats each layer of a stack by itself."""
-    module = "large_batch" if settings.name in ("lars", "lamb") else settings.name
-    rule = getattr(importlib.import_module(f"jaxscale.optim.{module}"), settings.name)
+def _build_by_layer(settings: RuleSettings) -> Any:
+    """Build a rule of this package that treats each layer of a stack by itself."""
+    module_name = "large_batch" if settings.name in ("lars", "lamb") else settings.name
+    rule = getattr(importlib.import_module(f"jaxscale.optim.{module_name}"), settings.name)
     return rule(settings.rate, leaves=settings.leaves, mask=settings.mask, **settings.options)
 
 
-def _one_bit(settings: RuleSettings) -> Any:
-    """1-bit Adam or 1-bit LAMB, with the freeze step of a run."""
+def _build_one_bit(settings: RuleSettings) -> Any:
+    """Build 1-bit Adam or 1-bit LAMB, with the freeze step of a run."""
     from jaxscale.optim import one_bit
 
     options = {**settings.options, "freeze": freeze_step(settings.options["freeze"], settings.steps)}
@@ -138,46 +136,42 @@ _ADAM = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 RULES: Mapping[str, UpdateRule] = {
     # Loshchilov & Hutter 2019
-    "adamw": UpdateRule(_masked_decay, _ADAM),
+    "adamw": UpdateRule(_build_with_mask, _ADAM),
     # Dozat 2016, with AdamW's decay
-    "nadamw": UpdateRule(_masked_decay, _ADAM),
+    "nadamw": UpdateRule(_build_with_mask, _ADAM),
     # Xie et al. 2022, arXiv 2208.06677
-    "adan": UpdateRule(_masked_decay, {"b1": 0.98, "b2": 0.92, "b3": 0.99, "eps": 1e-8, "weight_decay": 0.1}),
+    "adan": UpdateRule(_build_with_mask, {"b1": 0.98, "b2": 0.92, "b3": 0.99, "eps": 1e-8, "weight_decay": 0.1}),
     # Pagliardini et al. 2024, arXiv 2409.03137
     "ademamix": UpdateRule(
-        _masked_decay,
-        {"b1": 0.9, "b2": 0.999, "b3": 0.9999, "alpha": 5.0, "eps": 1e-8, "weight_decay": 0.1},
+        _build_with_mask, {"b1": 0.9, "b2": 0.999, "b3": 0.9999, "alpha": 5.0, "eps": 1e-8, "weight_decay": 0.1}
     ),
     # Taniguchi et al. 2024, arXiv 2411.02853
-    "adopt": UpdateRule(_decay_behind, {"b1": 0.9, "b2": 0.9999, "eps": 1e-6, "weight_decay": 0.1}),
+    "adopt": UpdateRule(_build_with_decay, {"b1": 0.9, "b2": 0.9999, "eps": 1e-6, "weight_decay": 0.1}),
     # Chen et al. 2023, arXiv 2302.06675
-    "lion": UpdateRule(_masked_decay, {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}),
-    "sgd": UpdateRule(_decay_behind, {"momentum": 0.0, "weight_decay": 0.1}),
+    "lion": UpdateRule(_build_with_mask, {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}),
+    "sgd": UpdateRule(_build_with_decay, {"momentum": 0.0, "weight_decay": 0.1}),
     # Shazeer & Stern 2018, arXiv 1804.04235
-    "adafactor": UpdateRule(_decay_behind, {"weight_decay": 0.1}),
+    "adafactor": UpdateRule(_build_with_decay, {"weight_decay": 0.1}),
     # Defazio et al. 2024, arXiv 2405.15682
-    "schedule_free": UpdateRule(_schedule_free, _ADAM, "constant", ("constant",)),
+    "schedule_free": UpdateRule(_build_schedule_free, _ADAM, schedule="constant", schedules=("constant",)),
     # You et al. 2017, arXiv 1708.03888
-    "lars": UpdateRule(_by_layer, {"momentum": 0.9, "trust": 0.02, "weight_decay": 1e-4}),
+    "lars": UpdateRule(_build_by_layer, {"momentum": 0.9, "trust": 0.02, "weight_decay": 1e-4}),
     # You et al. 2020, arXiv 1904.00962
-    "lamb": UpdateRule(_by_layer, {"b1": 0.9, "b2": 0.999, "eps": 1e-6, "weight_decay": 0.01}),
+    "lamb": UpdateRule(_build_by_layer, {"b1": 0.9, "b2": 0.999, "eps": 1e-6, "weight_decay": 0.01}),
     # Tang et al. 2021, arXiv 2102.02888
-    "one_bit_adam": UpdateRule(_one_bit, {**_ADAM, "freeze": 0.25}, over_replicas=True),
+    "one_bit_adam": UpdateRule(_build_one_bit, {**_ADAM, "freeze": 0.25}, over_replicas=True),
     # Li et al. 2021, arXiv 2104.06069
     "one_bit_lamb": UpdateRule(
-        _one_bit,
-        {"b1": 0.9, "b2": 0.999, "eps": 1e-6, "freeze": 0.25, "weight_decay": 0.01},
-        over_replicas=True,
+        _build_one_bit, {"b1": 0.9, "b2": 0.999, "eps": 1e-6, "freeze": 0.25, "weight_decay": 0.01}, over_replicas=True
     ),
     # Jordan et al. 2024, and Liu et al. 2025, arXiv 2502.16982
-    "muon": UpdateRule(_by_layer, {"momentum": 0.95, "scale": "moonshot", "precision": "bfloat16", **_ADAM}),
+    "muon": UpdateRule(_build_by_layer, {"momentum": 0.95, "scale": "moonshot", "precision": "bfloat16", **_ADAM}),
     # Vyas et al. 2024, arXiv 2409.11321
     "soap": UpdateRule(
-        _by_layer,
-        {"b1": 0.95, "b2": 0.95, "eps": 1e-8, "every": 10, "max_dim": 10_000, "weight_decay": 0.1},
+        _build_by_layer, {"b1": 0.95, "b2": 0.95, "eps": 1e-8, "every": 10, "max_dim": 10_000, "weight_decay": 0.1}
     ),
     # Zhao et al. 2024, arXiv 2403.03507
-    "galore": UpdateRule(_by_layer, {**_ADAM, "rank": 128, "every": 200}),
+    "galore": UpdateRule(_build_by_layer, {**_ADAM, "rank": 128, "every": 200}),
 }
 
 
@@ -185,7 +179,7 @@ def freeze_step(freeze: float, steps: int) -> int:
     """Number of updates before a variance is frozen.
 
     Args:
-        freeze: number of updates, or, if below 1, their share of the run.
+        freeze: number of updates; a value below 1 is a share of the run's updates.
         steps: number of updates in the run.
 
     Example:
@@ -196,7 +190,7 @@ def freeze_step(freeze: float, steps: int) -> int:
 
 
 def decoupled_decay(rate: Rate, decay: float, mask: Any) -> Any:
-    """The transformation that subtracts `rate * decay` times each weight from the weight's update.
+    """Return the transformation that subtracts `rate * decay` times each weight from the weight's update.
 
     Args:
         rate: learning rate as a function of the number of updates made.
@@ -214,6 +208,7 @@ def decoupled_decay(rate: Rate, decay: float, mask: Any) -> Any:
         return optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """Return `updates` after the decay is subtracted, and the new state."""
         factor = decay * rate(state.count)
         decay_flags = jax.tree.map(lambda _: True, params) if mask is None else mask
         new_updates = jax.tree.map(lambda u, p, decays: u - factor * p if decays else u, updates, params, decay_flags)

@@ -3,12 +3,12 @@ r"""SOAP (Vyas et al. 2024, arXiv 2409.11321): Adam in the eigenbasis of Shampoo
     L <- b2 L + (1 - b2) g g',  R <- b2 R + (1 - b2) g' g;  Q_L, Q_R their eigenvectors, every k updates by one power
     iteration and a QR decomposition;  w <- w - rate * Q_L adam(Q_L' g Q_R) Q_R'
 
-As in the authors' program, the first update only computes the bases; the first moment is in the space of the weights,
-the second in that of the bases, with its rows and columns in the bases' order. A side longer than `max_dim` is not
-rotated. Embeddings, head, gains and biases get AdamW. Besides Adam's moments, a matrix of n rows and m columns has
-2 n n + 2 m m numbers of state. They are not quantized: small eigenvalues would be lost, and bases would no longer be
-orthogonal. A sharded matrix is gathered, and each device rotates all of it. Left out: Shampoo's grafting, and blocks of
-a large matrix.
+As in the authors' program, the first update only computes the bases. The first moment is in the space of the weights.
+The second moment is in the space of the bases; its rows and columns are in the order of the bases' vectors. A side
+longer than `max_dim` is not rotated. Embeddings, head, gains and biases get AdamW. Besides Adam's moments, a matrix of
+n rows and m columns has 2 n n + 2 m m numbers of state: L, R, Q_L and Q_R. They are not quantized, because small
+eigenvalues would be lost, and bases would no longer be orthogonal. A sharded matrix is gathered, and each device
+rotates the whole matrix. Left out: Shampoo's grafting, and blocks of a large matrix.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale.compat import one_by_one
+from jaxscale.compat import sequential_on_cpu
 from jaxscale.optim.per_layer import UpdateRule, matrices_by, per_layer
 from jaxscale.typing import Array, Params
 
@@ -57,9 +57,9 @@ def soap(
 
 
 class Sides(NamedTuple):
-    """A tree like the parameters for each side of n x m matrices.
+    """A tree like the parameters for each side, rows and columns, of n x m matrices.
 
-    Leaves are (n, n) arrays for rows and (m, m) for columns, or arrays of one number for a side without a basis.
+    Leaves are (n, n) arrays for rows and (m, m) arrays for columns; a side without a basis has an array of one number.
     """
 
     rows: Params
@@ -70,11 +70,11 @@ class SoapState(NamedTuple):
     """State of `scale_by_soap`.
 
     Args:
-        step: number of updates made; the first leaves the weights unchanged.
+        step: number of updates made; the first update leaves the weights unchanged.
         mu: average of gradients.
-        nu: average of squared gradients in the bases.
-        GG: averages of g g' and g' g.
-        Q: eigenvectors of GG, in columns.
+        nu: average of the squares of rotated gradients.
+        GG: statistics: the average of g g' for rows, and of g' g for columns.
+        Q: bases: the eigenvectors of GG, in columns.
     """
 
     step: Array
@@ -87,7 +87,7 @@ class SoapState(NamedTuple):
 def scale_by_soap(
     b1: float = 0.95, b2: float = 0.95, eps: float = 1e-8, every: int = 10, max_dim: int = 10_000
 ) -> UpdateRule:
-    """Adam in the eigenbasis of Shampoo's statistics for matrices, plain Adam for arrays of other ranks.
+    """A rule that applies Adam in the eigenbasis of Shampoo's statistics to matrices, and plain Adam to other arrays.
 
     Args:
         b1, b2, eps: Adam's constants; b2 also decays the statistics.
@@ -95,52 +95,56 @@ def scale_by_soap(
         max_dim: longest side that has a basis.
     """
 
-    def side(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-        """Shape of the statistics and basis of rows (dim 0) or columns (dim 1)."""
+    def side_shape(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+        """Shape of the statistics and the basis of rows (dim 0) or columns (dim 1)."""
         return (shape[dim], shape[dim]) if len(shape) == 2 and shape[dim] <= max_dim else (1,)
 
     def init(params: Any) -> SoapState:
-        def zero_sides() -> Sides:
-            """Zeros of the shapes of statistics or bases."""
-            return Sides(
-                *(jax.tree.map(lambda p, dim=dim: jnp.zeros(side(p.shape, dim), jnp.float32), params) for dim in (0, 1))
-            )
+        """Return the state before the first update."""
+
+        def zero_side(dim: int) -> Any:
+            """Return a tree of zeros with the shapes of the statistics, and so of the bases, of one side."""
+            return jax.tree.map(lambda p: jnp.zeros(side_shape(p.shape, dim), jnp.float32), params)
 
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return SoapState(jnp.zeros((), jnp.int32), zeros, zeros, zero_sides(), zero_sides())
+        statistics, bases = (Sides(rows=zero_side(0), columns=zero_side(1)) for _ in range(2))
+        return SoapState(jnp.zeros((), jnp.int32), zeros, zeros, statistics, bases)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """Return the new updates for the gradients `updates`, and the new state."""
         treedef = jax.tree.structure(updates)
-        leaf_inputs = zip(
-            jax.tree.leaves(updates),
-            *map(treedef.flatten_up_to, (state.mu, state.nu, *state.GG, *state.Q)),
-            strict=True,
-        )
-        leaf_outputs = [_update_array(state.step, b1, b2, eps, every, *inputs) for inputs in leaf_inputs]
-        new_updates, mu, nu, *sides = (treedef.unflatten(outputs) for outputs in zip(*leaf_outputs, strict=True))
+        state_leaves = map(treedef.flatten_up_to, (state.mu, state.nu, *state.GG, *state.Q))
+        leaf_outputs = [
+            _update_array(state.step, *inputs, b1=b1, b2=b2, eps=eps, every=every)
+            for inputs in zip(jax.tree.leaves(updates), *state_leaves, strict=True)
+        ]
+        new_updates, mu, nu, *sides = (treedef.unflatten(arrays) for arrays in zip(*leaf_outputs, strict=True))
         return new_updates, SoapState(state.step + 1, mu, nu, Sides(*sides[:2]), Sides(*sides[2:]))
 
     return optax.GradientTransformation(init, update)
 
 
 def _update_array(
-    updates_made: Array, b1: float, b2: float, eps: float, every: int, g: Array, mu: Array, nu: Array, *sides: Array
+    updates_made: Array, g: Array, mu: Array, nu: Array, *sides: Array, b1: float, b2: float, eps: float, every: int
 ) -> tuple[Array, ...]:
-    """The update of one array, and its new state."""
+    """Return the update of one array, its new moments, and its new statistics and bases in the order of `sides`.
+
+    `sides` are the statistics of rows and columns, then the bases of rows and columns.
+    """
     statistics, bases = sides[:2], sides[2:]
     # an array without bases also moves in its first update
     delay = jnp.int32(any(basis.ndim == 2 for basis in bases))
     update_number = jnp.maximum(updates_made + 1 - delay, 1)
     is_first = updates_made < delay
-    rotated_gradient = _rotated(g, bases)
+    rotated_gradient = _rotate(g, bases)
     new_mu = b1 * mu + (1 - b1) * g
     new_nu = b2 * nu + (1 - b2) * jnp.square(rotated_gradient)
-    corrected_mean = _rotated(new_mu, bases) / (1 - b1**update_number)
-    step = _rotated(corrected_mean / (jnp.sqrt(new_nu / (1 - b2**update_number)) + eps), bases, back=True)
+    rotated_mean = _rotate(new_mu, bases) / (1 - b1**update_number)
+    adam_step = _rotate(rotated_mean / (jnp.sqrt(new_nu / (1 - b2**update_number)) + eps), bases, back=True)
     mu, nu = jnp.where(is_first, mu, new_mu), jnp.where(is_first, nu, new_nu)
-    grams = (lambda: _product(g, g.T), lambda: _product(g.T, g))
+    gram_functions = (lambda: _multiply(g, g.T), lambda: _multiply(g.T, g))
     statistics = tuple(
-        b2 * GG + (1 - b2) * gram() if GG.ndim == 2 else GG for GG, gram in zip(statistics, grams, strict=True)
+        b2 * GG + (1 - b2) * gram() if GG.ndim == 2 else GG for GG, gram in zip(statistics, gram_functions, strict=True)
     )
 
     def compute_bases() -> tuple[Array, ...]:
@@ -153,41 +157,42 @@ def _update_array(
         for dim, (GG, Q) in enumerate(zip(statistics, bases, strict=True)):
             if GG.ndim == 2:
                 # negated estimates of the eigenvalues, so that the largest comes first
-                sort_keys = -jnp.sum(Q * _product(GG, Q), axis=0)
-                sorted_nu = _sorted_along(sorted_nu, sort_keys, dim)
-                Q = _orthogonal(_product(GG, _sorted_along(Q, sort_keys, 1)))
+                sort_keys = -jnp.sum(Q * _multiply(GG, Q), axis=0)
+                sorted_nu = _sort_along(sorted_nu, sort_keys, dim)
+                Q = _orthogonal(_multiply(GG, _sort_along(Q, sort_keys, 1)))
             new_bases.append(Q)
         return sorted_nu, *new_bases
 
     if any(basis.ndim == 2 for basis in bases):
         branch_index = jnp.where(is_first, 0, jnp.where(update_number % every == 0, 1, 2))
         nu, *bases = jax.lax.switch(branch_index, [compute_bases, refine_bases, lambda: (nu, *bases)])
-    return jnp.where(is_first, jnp.zeros_like(g), step).astype(g.dtype), mu, nu, *statistics, *bases
+    return jnp.where(is_first, jnp.zeros_like(g), adam_step).astype(g.dtype), mu, nu, *statistics, *bases
 
 
-_eigenvectors = one_by_one(lambda matrix: jnp.linalg.eigh(matrix)[1])
-_orthogonal = one_by_one(lambda matrix: jnp.linalg.qr(matrix)[0])
+_eigenvectors = sequential_on_cpu(lambda matrix: jnp.linalg.eigh(matrix)[1])
+_orthogonal = sequential_on_cpu(lambda matrix: jnp.linalg.qr(matrix)[0])
 
 
-def _sorted_along(x: Array, keys: Array, dim: int) -> Array:
-    """A matrix with its rows (dim 0) or columns (dim 1) in the order of increasing `keys`.
+def _sort_along(x: Array, keys: Array, dim: int) -> Array:
+    """Return a matrix with its rows (dim 0) or columns (dim 1) in the order of increasing `keys`.
 
-    It is a sort, since XLA aborts on a gather from a matrix that is sharded over several axes in a replica region.
+    This sorts every number of the matrix, because XLA aborts on a gather from a matrix that is sharded over several
+    axes in a region that is manual over replicas.
     """
     key_of_number = jax.lax.broadcast_in_dim(keys, x.shape, (dim,))
     return jax.lax.sort((key_of_number, x), dimension=dim, num_keys=1)[1]
 
 
-def _rotated(x: Array, bases: Any, *, back: bool = False) -> Array:
-    """A matrix rotated into the bases of its rows and columns, or back out of them."""
+def _rotate(x: Array, bases: Any, *, back: bool = False) -> Array:
+    """Rotate a matrix into the bases of its rows and columns, or with `back` out of them."""
     left_basis, right_basis = bases
     if left_basis.ndim == 2:
-        x = _product(left_basis if back else left_basis.T, x)
+        x = _multiply(left_basis if back else left_basis.T, x)
     if right_basis.ndim == 2:
-        x = _product(x, right_basis.T if back else right_basis)
+        x = _multiply(x, right_basis.T if back else right_basis)
     return x
 
 
-def _product(a: Array, b: Array) -> Array:
-    """Matrix product in full float32."""
+def _multiply(a: Array, b: Array) -> Array:
+    """Return the product of two matrices, computed in full float32 precision."""
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

@@ -23,7 +23,7 @@ class Kind(enum.StrEnum):
     W = "W"
     """The weight gradient alone, which no stage waits for."""
     U = "U"
-    """Update of a stage's weights inside the schedule (asynchronous schedules only)."""
+    """Update of a stage's weights inside the schedule; only asynchronous schedules have it."""
 
 
 KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
@@ -58,13 +58,13 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """Parse the text form of an action, such as `0F3`.
+        """Parse the text form of an action, such as `0F3`, the forward of microbatch 3 on stage 0.
 
         Raises:
             UserError: the text is not a stage number, one of the letters F, B, I, W, U and a microbatch number.
         """
         match = _CELL.fullmatch(text)
         if not match:
-            raise UserError(f"got {text!r}, expected an action such as 0F3: a stage, one of F B I W U, a microbatch")
+            raise UserError(f"got {text!r}, expected an action such as 0F3: stage, one of F B I W U, microbatch")
         stage, kind, microbatch = match.groups()
         return cls(Kind(kind), int(stage), int(microbatch))

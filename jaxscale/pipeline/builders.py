@@ -18,7 +18,7 @@ Pass = tuple[int, int]
 """(stage, microbatch)."""
 Order = tuple[Action, ...]
 """The actions of one rank."""
-SlotPhase = tuple[str, int]
+MotifPhase = tuple[str, int]
 """(motif, number of repetitions)."""
 
 
@@ -31,28 +31,28 @@ class Lane:
 
     @classmethod
     def of_stage(cls, stage: int, microbatches: int) -> "Lane":
-        """Microbatches 0 to m-1 through one stage."""
+        """Make the lane of microbatches 0 to m-1 through one stage."""
         passes = tuple((stage, i) for i in range(microbatches))
         return cls(passes, passes)
 
 
-def weave(lanes: Mapping[str, Lane] | Lane, *phases: SlotPhase) -> Order:
-    """The order of one rank.
+def weave(lanes: Mapping[str, Lane] | Lane, *phases: MotifPhase) -> Order:
+    """Make the order of one rank.
 
     Args:
         lanes: the lanes by name, or a single lane, whose name is empty.
         phases: (motif, number of repetitions) of each phase. A motif is words separated by blanks, each a kind and the
             name of a lane: `F1` is the next forward of lane 1, `B1` and `I1` the next backward. `W1` is the weight
-            gradient of the oldest `I1` that still lacks it, `W` that of the oldest input gradient of all lanes.
+            gradient of the oldest `I1` without one, `W` that of the oldest input gradient without one in any lane.
 
     Example:
         >>> order = weave(Lane.of_stage(0, 3), ("F", 1), ("F I", 2), ("W", 1), ("B", 1), ("W", 1))
         >>> " ".join(map(str, order))
         '0F0 0F1 0I0 0F2 0I1 0W0 0B2 0W1'
     """
-    lanes = {"": lanes} if isinstance(lanes, Lane) else lanes
-    forwards = {name: iter(lane.forwards) for name, lane in lanes.items()}
-    backwards = {name: iter(lane.backwards) for name, lane in lanes.items()}
+    lanes_by_name = {"": lanes} if isinstance(lanes, Lane) else lanes
+    forwards = {name: iter(lane.forwards) for name, lane in lanes_by_name.items()}
+    backwards = {name: iter(lane.backwards) for name, lane in lanes_by_name.items()}
     pending: list[tuple[str, Pass]] = []  # (name of the lane, pass) of input gradients without their weight gradient
     order = []
     for motif, repeats in phases:
@@ -71,26 +71,26 @@ def weave(lanes: Mapping[str, Lane] | Lane, *phases: SlotPhase) -> Order:
 
 
 def by_slot(ranks: int, cells: Iterable[tuple[int, int, Action]]) -> tuple[Order, ...]:
-    """The order of each rank, from a timetable.
+    """Make the order of each rank from a timetable.
 
     Args:
         ranks: p, number of ranks.
-        cells: (rank, slot, action) of every action, in any sequence; a slot of a rank has at most one action.
+        cells: (rank, slot, action) of every action, in any order; each slot of a rank has at most one action.
 
     Example:
         >>> forward, backward = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
         >>> by_slot(1, [(0, 5, backward), (0, 2, forward)]) == ((forward, backward),)
         True
     """
-    table: list[dict[int, Action]] = [{} for _ in range(ranks)]
+    rank_slots: list[dict[int, Action]] = [{} for _ in range(ranks)]  # for each rank, its actions by slot
     for rank, slot, action in cells:
-        assert slot not in table[rank], f"{action} and {table[rank][slot]} share slot {slot} of rank {rank}"
-        table[rank][slot] = action
-    return tuple(tuple(actions[slot] for slot in sorted(actions)) for actions in table)
+        assert slot not in rank_slots[rank], f"{action} and {rank_slots[rank][slot]} share slot {slot} of rank {rank}"
+        rank_slots[rank][slot] = action
+    return tuple(tuple(actions[slot] for slot in sorted(actions)) for actions in rank_slots)
 
 
 def with_updates(orders: Iterable[Iterable[Action]], group: int) -> tuple[Order, ...]:
-    """The orders with an update of a stage after its last backward of every `group` microbatches.
+    """Add an update of a stage after its last backward of every `group` microbatches, and return the orders.
 
     Example:
         >>> order = weave(Lane.of_stage(0, 2), ("F B", 2))
@@ -99,7 +99,7 @@ def with_updates(orders: Iterable[Iterable[Action]], group: int) -> tuple[Order,
     """
 
     def with_update(action: Action) -> Order:
-        """An action, and the update after it if it is the last backward of a group."""
+        """Return an action, followed by an update if the action is the last backward of a group."""
         is_last = action.kind is Kind.B and (action.microbatch + 1) % group == 0
         return (action, Action(Kind.U, action.stage, action.microbatch)) if is_last else (action,)
 
@@ -116,7 +116,7 @@ def single_route(
     cycle: tuple[Kind, ...] | None = None,
     versions: Versions | None = None,
 ) -> Schedule:
-    """A schedule in which all microbatches take one route.
+    """Make a schedule in which all microbatches take one route.
 
     Args:
         name: name of the schedule.
@@ -143,27 +143,29 @@ def vee(
     name: str,
     ranks: int,
     microbatches: int,
-    phases_of: Callable[[int, int], Sequence[SlotPhase]],
+    phases_of: Callable[[int, int], Sequence[MotifPhase]],
     *,
-    least: int,
-    most: int,
+    min_microbatches: int,
+    max_activations: int,
 ) -> Schedule:
-    """A schedule down the ranks and back up: rank r runs stage r as lane 0 and stage 2p-1-r as lane 1.
+    """Make a schedule whose stages go down the ranks and back up.
+
+    Rank r has the stages r, as lane 0, and 2p-1-r, as lane 1.
 
     Args:
         name: name of the schedule.
         ranks: p, number of ranks.
-        microbatches: m, number of microbatches, any.
+        microbatches: m, any number of microbatches.
         phases_of: function from a rank and a number of microbatches to the phases of that rank's order.
-        least: least number of microbatches that `phases_of` is defined for; with fewer microbatches, the order is that
-            of `least` without the actions of the missing microbatches.
-        most: the most activations, of one stage each, that a rank may hold.
+        min_microbatches: the fewest microbatches that `phases_of` is defined for. With fewer microbatches, an order
+            is the one for `min_microbatches` without the actions of the missing microbatches.
+        max_activations: the most activations, of one stage each, that a rank may hold.
     """
-    padded_count = max(microbatches, least)
+    padded_count = max(microbatches, min_microbatches)
     orders = []
     for rank in range(ranks):
         lanes = {"0": Lane.of_stage(rank, padded_count), "1": Lane.of_stage(2 * ranks - 1 - rank, padded_count)}
         order = weave(lanes, *phases_of(rank, padded_count))
         orders.append(tuple(action for action in order if action.microbatch < microbatches))
-    bound = (min(most, 2 * microbatches, microbatches + 1 + rank) for rank in range(ranks))
+    bound = (min(max_activations, 2 * microbatches, microbatches + 1 + rank) for rank in range(ranks))
     return single_route(name, orders, microbatches, bound, route=(*range(ranks), *reversed(range(ranks))))

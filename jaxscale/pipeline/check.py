@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.action import Action, Kind
+from jaxscale.pipeline.action import KINDS, Action, Kind
 
 if TYPE_CHECKING:
     from jaxscale.pipeline.schedule import Schedule
@@ -39,9 +39,9 @@ class Fault(UserError):
         self.schedule, self.reason, self.rank, self.cell, self.places = schedule, reason, rank, cell, tuple(places)
 
     def renumbered(self, cells: Sequence[Sequence[int]]) -> "Fault":
-        """The same fault with other cell numbers: `cells[rank][cell]`."""
+        """Return the same fault with other cell numbers: cell c of rank r becomes `cells[r][c]`."""
         cell = None if self.rank is None or self.cell is None else cells[self.rank][self.cell]
-        places = [(rank, cells[rank][cell]) for rank, cell in self.places]
+        places = [(place_rank, cells[place_rank][place_cell]) for place_rank, place_cell in self.places]
         return Fault(self.schedule, self.reason, self.rank, cell, places)
 
 
@@ -53,16 +53,16 @@ def check_shape(schedule: "Schedule") -> None:
     """
     name, ranks = schedule.name, len(schedule.orders)
     if ranks < 1 or schedule.stages < 1 or schedule.microbatches < 1:
-        counts = f"{ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches"
-        raise Fault(name, f"got {counts}, expected 1 or more of each")
+        counts_text = f"{ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches"
+        raise Fault(name, f"got {counts_text}, expected 1 or more of each")
     if len(schedule.route) != schedule.microbatches:
         raise Fault(name, f"got routes for {len(schedule.route)} microbatches, expected {schedule.microbatches}")
     for number, route in enumerate(schedule.routes):
         if len(route) != schedule.stages:
-            raise Fault(name, f"route {number} names the ranks of {len(route)} stages, expected {schedule.stages}")
+            raise Fault(name, f"route {number} has the ranks of {len(route)} stages, expected {schedule.stages}")
         for stage, rank in enumerate(route):
             if not 0 <= rank < ranks:
-                raise Fault(name, f"stage {stage} is on rank {rank}, expected 0 to {ranks - 1}")
+                raise Fault(name, f"stage {stage} is on rank {rank}, expected a rank from 0 to {ranks - 1}")
     for microbatch, number in enumerate(schedule.route):
         if not 0 <= number < len(schedule.routes):
             raise Fault(name, f"microbatch {microbatch} is on route {number}, expected 0 to {len(schedule.routes) - 1}")
@@ -70,7 +70,7 @@ def check_shape(schedule: "Schedule") -> None:
         if not any(rank in route for route in schedule.routes):
             raise Fault(name, "holds no stage, expected one or more: there are fewer stages than devices", rank)
     if schedule.bound is not None and len(schedule.bound) != ranks:
-        raise Fault(name, f"bounds the activations of {len(schedule.bound)} ranks, expected {ranks}")
+        raise Fault(name, f"has bounds of activations for {len(schedule.bound)} ranks, expected {ranks}")
 
 
 def _cells(schedule: "Schedule") -> Iterator[tuple[int, int, Action]]:
@@ -81,7 +81,7 @@ def _cells(schedule: "Schedule") -> Iterator[tuple[int, int, Action]]:
 
 
 def check_actions(schedule: "Schedule") -> None:
-    """Check that every forward occurs once, and every backward once, as B or as I and W, each on the rank of its route.
+    """Check that every forward and every backward occurs once on the rank of its route, a backward as B or as I and W.
 
     Raises:
         Fault: an action is missing, occurs twice or is misplaced; the error has the rank and the cell.
@@ -103,7 +103,7 @@ def check_actions(schedule: "Schedule") -> None:
         cell_of_action[action] = cell
     for stage in range(stages):
         for microbatch in range(microbatches):
-            forward, fused, i_half, w_half = (Action(kind, stage, microbatch) for kind in Kind if kind is not Kind.U)
+            forward, fused, i_half, w_half = (Action(kind, stage, microbatch) for kind in KINDS)
             rank = schedule.rank(forward)
             if forward not in cell_of_action:
                 raise Fault(name, f"lacks {forward}, the forward of microbatch {microbatch} on stage {stage}", rank)
@@ -111,17 +111,17 @@ def check_actions(schedule: "Schedule") -> None:
             if fused in cell_of_action and halves:
                 raise Fault(name, f"{halves[0]} is already part of {fused}", rank, cell_of_action[halves[0]])
             if fused not in cell_of_action and not halves:
-                raise Fault(name, f"lacks {fused} (or {i_half} and {w_half}), its backward", rank)
+                raise Fault(name, f"lacks the backward of {forward}: {fused}, or {i_half} and {w_half}", rank)
             if len(halves) == 1:
-                missing = w_half if i_half in cell_of_action else i_half
-                raise Fault(name, f"{halves[0]} occurs without {missing}", rank, cell_of_action[halves[0]])
+                missing_half = w_half if i_half in cell_of_action else i_half
+                raise Fault(name, f"{halves[0]} occurs without {missing_half}", rank, cell_of_action[halves[0]])
 
 
 def check_updates(schedule: "Schedule") -> None:
     """Check the updates of an asynchronous schedule; a synchronous one must have none.
 
-    Each stage must be updated right after it has done the backwards of a group of microbatches. If `Versions.lag` sets
-    the version of the weights that a forward reads, this version must exist before the forward.
+    Each stage must be updated right after the backwards of each group of microbatches. If `Versions.lag` sets the
+    version of the weights that a forward reads, this version must exist before the forward.
 
     Raises:
         Fault: an update is missing or misplaced, or a version is read too early; the error has the rank and the cell.
@@ -135,16 +135,16 @@ def check_updates(schedule: "Schedule") -> None:
     group = versions.group
     if schedule.microbatches % group:
         raise Fault(name, f"got {schedule.microbatches} microbatches, expected a multiple of the {group} per update")
-    done_count: dict[int, int] = dict.fromkeys(range(schedule.stages), 0)
-    newest_versions = dict(done_count)
+    done_counts: dict[int, int] = dict.fromkeys(range(schedule.stages), 0)
+    newest_versions = dict(done_counts)
     for rank, cell, action in _cells(schedule):
         kind, stage, microbatch = action
         version = newest_versions[stage]
         if kind is Kind.U:
-            expected = version * group + group - 1
-            if microbatch != expected or done_count[stage] != expected + 1:
-                reason = f"{action} stands where {done_count[stage]} microbatches are done, expected {stage}U{expected}"
-                raise Fault(name, f"{reason} after the backward of microbatch {expected}", rank, cell)
+            group_end = version * group + group - 1
+            if microbatch != group_end or done_counts[stage] != group_end + 1:
+                reason = f"{action} stands after {done_counts[stage]} backwards, expected {stage}U{group_end}"
+                raise Fault(name, f"{reason} after the backward of microbatch {group_end}", rank, cell)
             newest_versions[stage] += 1
         elif kind is Kind.F and versions.lag is not None:
             needed = max(0, microbatch // group - versions.lag)
@@ -153,18 +153,18 @@ def check_updates(schedule: "Schedule") -> None:
         elif kind in (Kind.B, Kind.W):
             if microbatch // group != version:
                 raise Fault(name, f"{action} belongs to update {microbatch // group}, expected {version}", rank, cell)
-            done_count[stage] += 1
+            done_counts[stage] += 1
     for stage, update_count in newest_versions.items():
         if update_count != schedule.microbatches // group:
-            missing = Action(Kind.U, stage, (update_count + 1) * group - 1)
-            raise Fault(name, f"lacks {missing}, the update of stage {stage}", schedule.routes[0][stage])
+            missing_update = Action(Kind.U, stage, (update_count + 1) * group - 1)
+            raise Fault(name, f"lacks {missing_update}, the update of stage {stage}", schedule.routes[0][stage])
 
 
 def check_progress(schedule: "Schedule") -> None:
-    """Check that the orders can run: no action waits for ever.
+    """Check that no action waits for ever.
 
     Raises:
-        Fault: some actions wait for one another in a circle; the message has all of them.
+        Fault: some ranks wait for one another in a circle; the message names the action in which each waits.
     """
     orders = schedule.orders
     done_actions: set[Action] = set()
@@ -186,22 +186,22 @@ def check_progress(schedule: "Schedule") -> None:
     if not stuck_ranks:
         return
     blocker_of_rank = {rank: action for action, ranks in waiting_ranks.items() for rank in ranks}
-    chain, rank = [], stuck_ranks[0]
-    while rank not in chain:
-        chain.append(rank)
+    visited_ranks, rank = [], stuck_ranks[0]
+    while rank not in visited_ranks:
+        visited_ranks.append(rank)
         rank = schedule.rank(blocker_of_rank[rank])
-    circle = chain[chain.index(rank) :]
+    circle_ranks = visited_ranks[visited_ranks.index(rank) :]
     stuck_action = orders[rank][next_cells[rank]]
-    if len(circle) == 1:
+    if len(circle_ranks) == 1:
         input_place = [(rank, orders[rank].index(blocker_of_rank[rank]))]
         reason = f"{stuck_action} stands before {blocker_of_rank[rank]} (cell {{0}}), which it needs"
         raise Fault(schedule.name, reason, rank, next_cells[rank], input_place)
-    links = [
+    wait_texts = [
         f"rank {rank} waits in cell {{{i}}} ({orders[rank][next_cells[rank]]}) for {blocker_of_rank[rank]}"
-        for i, rank in enumerate(circle)
+        for i, rank in enumerate(circle_ranks)
     ]
-    reason = f"{stuck_action} waits for ever: " + ", ".join(links)
-    raise Fault(schedule.name, reason, rank, next_cells[rank], [(rank, next_cells[rank]) for rank in circle])
+    reason = f"{stuck_action} waits for ever: " + ", ".join(wait_texts)
+    raise Fault(schedule.name, reason, rank, next_cells[rank], [(rank, next_cells[rank]) for rank in circle_ranks])
 
 
 def check_stash(schedule: "Schedule") -> None:

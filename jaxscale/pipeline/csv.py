@@ -1,9 +1,9 @@
 """CSV: schedules as PyTorch and torchtitan write and read them (torch.distributed.pipelining, torch 2.13).
 
-A line is a rank, a cell an action: `0F0`, `7I0`, `7W0`, `0B0`, or `(0F7;7B3)OVERLAP_F_B` for two. The cells of a line
-are an order, not times: empty cells are dropped, and actions run as soon as their inputs arrive. The lowered form has
-messages too, which are checked and then dropped. UNSHARD, RESHARD and REDUCE_GRAD are ignored. The file has neither the
-ranks of stages nor the number of microbatches: both follow from the ranks' actions.
+Each line is a rank. Each cell is an action, such as `0F0`, `7I0`, `7W0` or `0B0`, or two as `(0F7;7B3)OVERLAP_F_B`. The
+cells of a line are an order, not times: empty cells are dropped, and actions run as soon as their inputs arrive. The
+lowered form also has messages, which are checked and then dropped. UNSHARD, RESHARD and REDUCE_GRAD are ignored. The
+file has neither the ranks of stages nor the number of microbatches: both follow from the ranks' actions.
 
 Left out: the updates of asynchronous schedules, which PyTorch's format lacks.
 """
@@ -19,7 +19,7 @@ from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Action, Kind
 from jaxscale.pipeline.check import Fault
 from jaxscale.pipeline.infer_routes import count_microbatches, infer_routes
-from jaxscale.pipeline.messages import Message, check_messages, lowered
+from jaxscale.pipeline.messages import Message, check_messages, lowered_cells
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.ticks import rows, ticks
 
@@ -31,21 +31,21 @@ _EXPECTED = "expected a pass such as 0F3 (stage, F, B, I or W, microbatch), (0F7
 
 
 def _cell_contents(text: str) -> Iterator[Action | Message]:
-    """The contents of a cell: nothing, one or two passes, or a message."""
+    """Yield the contents of a cell: nothing, one or two passes, or a message."""
     text = text.strip()
     if match := _MESSAGE.fullmatch(text):
         stage, verb, kind, microbatch = match.groups()
         yield Message(verb, kind, int(stage), int(microbatch))
     elif text and not _IGNORED.fullmatch(text):
-        overlap = _OVERLAP.fullmatch(text)
-        for cell in overlap[1].split(";") if overlap else [text]:
-            if not _PASS.fullmatch(cell.strip()):
+        overlap_match = _OVERLAP.fullmatch(text)
+        for pass_text in overlap_match[1].split(";") if overlap_match else [text]:
+            if not _PASS.fullmatch(pass_text.strip()):
                 raise UserError(f"got {text!r}, {_EXPECTED}")
-            yield Action.parse(cell.strip())
+            yield Action.parse(pass_text.strip())
 
 
 def parse_csv(text: str, name: str = "csv") -> Schedule:
-    """The schedule that a CSV text describes.
+    """Parse the schedule that a CSV text describes.
 
     If every column has passes of one kind, after the columns of their inputs, the schedule is a lock-step one, whose
     ticks are of one kind each.
@@ -57,6 +57,7 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
     Raises:
         Fault: a cell is invalid, or an action or message is missing, occurs twice, is misplaced or waits for ever; the
             error has the rank and the cell in the file, both from 0.
+        UserError: the text is empty.
 
     Example:
         >>> schedule = parse_csv("0F0,0F1,,0B0,0B1\\n,1F0,1B0,1F1,1I1,1W1")
@@ -99,15 +100,15 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
 
 
 def _as_lockstep(schedule: Schedule, column_of: Mapping[Action, int]) -> Schedule:
-    """The schedule, made a lock-step one if its columns can be the ticks of a lock-step schedule."""
+    """Return the schedule as a lock-step one if its columns can be the ticks of one, otherwise unchanged."""
     kind_of_column: dict[int, Kind] = {}
     for action, column in column_of.items():
         is_misplaced = any(column_of[source] >= column for source in schedule.inputs(action))
         if is_misplaced or kind_of_column.setdefault(column, action.kind) is not action.kind:
             return schedule
     cycle = tuple(dict.fromkeys(kind_of_column[column] for column in sorted(kind_of_column)))
-    lockstep = dataclasses.replace(schedule, cycle=cycle)
-    return lockstep if max(ticks(lockstep).values()) < len(kind_of_column) else schedule
+    lockstep_schedule = dataclasses.replace(schedule, cycle=cycle)
+    return lockstep_schedule if max(ticks(lockstep_schedule).values()) < len(kind_of_column) else schedule
 
 
 def read_csv(path: str | Path) -> Schedule:
@@ -119,12 +120,12 @@ def read_csv(path: str | Path) -> Schedule:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"schedule file {path}: {error}; expected PyTorch's CSV, a line for each rank") from None
+        raise UserError(f"schedule file {path}: {error}. Expected PyTorch's CSV with a line for each rank") from None
     return parse_csv(text, Path(path).name)
 
 
 def to_csv(schedule: Schedule, *, lower: bool = False) -> str:
-    """A schedule as CSV for PyTorch's reader, which refuses Chimera because its stages are on two ranks each.
+    """Return a schedule as CSV for PyTorch's reader, which refuses Chimera because its stages are on two ranks each.
 
     Args:
         schedule: a synchronous schedule.
@@ -143,7 +144,7 @@ def to_csv(schedule: Schedule, *, lower: bool = False) -> str:
     if schedule.versions is not None:
         raise UserError(f"schedule {schedule.name}: it updates weights inside the schedule, which CSV cannot express")
     actions_by_rank = zip(*rows(schedule), strict=True)
-    cells = lowered(schedule) if lower else [[str(action or "") for action in row] for row in actions_by_rank]
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(cells)
-    return text.getvalue()
+    cell_rows = lowered_cells(schedule) if lower else [[str(action or "") for action in row] for row in actions_by_rank]
+    csv_buffer = io.StringIO()
+    csv.writer(csv_buffer, lineterminator="\n").writerows(cell_rows)
+    return csv_buffer.getvalue()

@@ -11,7 +11,7 @@ Orders = Sequence[Sequence[Action]]
 
 
 def count_microbatches(name: str, orders: Orders) -> int:
-    """The number of microbatches that most stages have; single stages may lack the last one, or have one too many.
+    """Return the number of microbatches that most stages have; some stages may lack the last one, or have one too many.
 
     Args:
         name: name of the schedule, for error messages.
@@ -20,13 +20,14 @@ def count_microbatches(name: str, orders: Orders) -> int:
     Raises:
         Fault: a microbatch number is as large as the number of actions, so that lower ones must be missing.
     """
-    highest_number: dict[tuple[int, bool], int] = defaultdict(int)
+    # the highest microbatch number by (stage, whether the action is a forward)
+    highest_numbers: dict[tuple[int, bool], int] = defaultdict(int)
     for order in orders:
         for action in order:
             key = action.stage, action.kind is Kind.F
-            highest_number[key] = max(highest_number[key], action.microbatch)
-    votes = Counter(highest_number.values())
-    last_microbatch = min(votes, key=lambda number: (-votes[number], number))
+            highest_numbers[key] = max(highest_numbers[key], action.microbatch)
+    stage_counts = Counter(highest_numbers.values())  # how many of these keys have each highest number
+    last_microbatch = min(stage_counts, key=lambda number: (-stage_counts[number], number))
     if last_microbatch >= sum(map(len, orders)):
         reason = f"is of microbatch {last_microbatch}, but most lower numbers are missing"
         raise _fault_at_first(name, orders, lambda action: action.microbatch == last_microbatch, reason)
@@ -34,11 +35,11 @@ def count_microbatches(name: str, orders: Orders) -> int:
 
 
 def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """The routes of a schedule, and the route of each microbatch.
+    """Return the routes of a schedule, each as the rank of each stage, and the route number of each microbatch.
 
-    A stage is on the rank that runs most of its actions: those on other ranks are misplaced, and the check of the
-    schedule reports them. Several routes are accepted if each gives all ranks equally many stages (Chimera's two
-    directions).
+    A stage is on the rank that runs most of its actions. Actions on other ranks are misplaced, which the check of the
+    schedule reports. Several routes are accepted, as for Chimera's two directions, if each gives every rank equally
+    many stages.
 
     Args:
         name: name of the schedule, for error messages.
@@ -49,24 +50,24 @@ def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tu
         Fault: a stage below the last one has no action on any rank.
     """
     # for each (stage, None) and each (stage, microbatch), how many of its actions each rank runs
-    counts: defaultdict[tuple[int, int | None], Counter[int]] = defaultdict(Counter)
+    run_counts: defaultdict[tuple[int, int | None], Counter[int]] = defaultdict(Counter)
     for rank, order in enumerate(orders):
         for action in order:
-            counts[action.stage, None][rank] += 1
-            counts[action.stage, action.microbatch][rank] += 1
-    last_stage = max(stage for stage, _ in counts)
+            run_counts[action.stage, None][rank] += 1
+            run_counts[action.stage, action.microbatch][rank] += 1
+    last_stage = max(stage for stage, _ in run_counts)
     for stage in range(last_stage):
-        if (stage, None) not in counts:
+        if (stage, None) not in run_counts:
             reason = f"is of stage {last_stage}, but stage {stage} has no rank"
             raise _fault_at_first(name, orders, lambda action: action.stage == last_stage, reason)
 
     def usual_route(microbatch: int | None) -> tuple[int, ...]:
-        """For each stage, the rank that runs most of its actions for a microbatch; `None`: for all microbatches."""
-        counts_of_stages = (counts[stage, microbatch] or counts[stage, None] for stage in range(last_stage + 1))
+        """Return the usual rank of each stage for a microbatch, or for all microbatches (`None`)."""
+        counts_of_stages = (run_counts[stage, microbatch] or run_counts[stage, None] for stage in range(last_stage + 1))
         return tuple(rank_counts.most_common(1)[0][0] for rank_counts in counts_of_stages)
 
     def is_even(route: Sequence[int]) -> bool:
-        """Whether a route gives every rank equally many stages."""
+        """Return whether a route gives every rank equally many stages."""
         stages_of_rank = Counter(route)
         return len(stages_of_rank) == len(orders) and len(set(stages_of_rank.values())) == 1
 
@@ -74,19 +75,19 @@ def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tu
     if len(routes) < 2:
         return (usual_route(None),), (0,) * microbatches
 
-    def agreement(microbatch: int, route: Sequence[int]) -> int:
-        """The number of actions of a microbatch that are on the ranks of a route."""
-        return sum(counts[stage, microbatch][rank] for stage, rank in enumerate(route))
+    def count_agreements(microbatch: int, route: Sequence[int]) -> int:
+        """Return the number of actions of a microbatch that are on the ranks of a route."""
+        return sum(run_counts[stage, microbatch][rank] for stage, rank in enumerate(route))
 
     route_numbers = (
-        max(range(len(routes)), key=lambda number: agreement(microbatch, routes[number]))
+        max(range(len(routes)), key=lambda number: count_agreements(microbatch, routes[number]))
         for microbatch in range(microbatches)
     )
     return tuple(routes), tuple(route_numbers)
 
 
 def _fault_at_first(name: str, orders: Orders, matches: Callable[[Action], bool], reason: str) -> Fault:
-    """A fault at the first action that matches; its reason starts with that action."""
+    """Make a fault at the first action that `matches` accepts; its reason starts with that action."""
     places = ((rank, cell) for rank, order in enumerate(orders) for cell, a in enumerate(order) if matches(a))
     rank, cell = next(places)
     return Fault(name, f"{orders[rank][cell]} {reason}", rank, cell)

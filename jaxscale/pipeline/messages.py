@@ -34,7 +34,7 @@ class Message(NamedTuple):
 
 
 def _messages_of(schedule: Schedule, action: Action) -> list[tuple[int, Message, Action]]:
-    """(rank, message, action beside it) of the SEND and the RECV of an action's result, if another rank needs it."""
+    """Return (rank, message, action beside the message) of an action's SEND and RECV, or nothing if none is needed."""
     kind, stage, microbatch = action
     if kind is Kind.F and stage + 1 < schedule.stages:
         letter, reader = "F", Action(Kind.F, stage + 1, microbatch)
@@ -52,7 +52,7 @@ def _messages_of(schedule: Schedule, action: Action) -> list[tuple[int, Message,
 def check_messages(
     schedule: Schedule, messages: Iterable[tuple[int, int, Message]], columns: Mapping[Action, int]
 ) -> None:
-    """Check that every result that another rank needs is sent and received once, between its action and its reader.
+    """Check that every result that another rank needs is sent once after its action and received before its reader.
 
     Args:
         schedule: the actions of the ranks.
@@ -63,18 +63,18 @@ def check_messages(
         Fault: a message is missing, occurs twice or is misplaced; the error has the rank and the column.
     """
     name = schedule.name
-    expected_messages: dict[Message, tuple[int, Action]] = {}  # the rank of each message, and the action beside it
+    expected_ends: dict[Message, tuple[int, Action]] = {}  # the rank of each message, and the action beside it
     for order in schedule.orders:
         for action in order:
             for rank, message, end_action in _messages_of(schedule, action):
-                expected_messages[message] = rank, end_action
+                expected_ends[message] = rank, end_action
     message_columns: dict[Message, int] = {}
     for rank, column, message in messages:
-        if message not in expected_messages:
+        if message not in expected_ends:
             raise Fault(name, f"{message} carries no result to another rank", rank, column)
-        home_rank, action = expected_messages[message]
-        if home_rank != rank:
-            raise Fault(name, f"{message} belongs on rank {home_rank}", rank, column)
+        expected_rank, action = expected_ends[message]
+        if expected_rank != rank:
+            raise Fault(name, f"{message} belongs on rank {expected_rank}", rank, column)
         if message in message_columns:
             raise Fault(name, f"{message} occurs twice, first in cell {message_columns[message]}", rank, column)
         message_columns[message] = column
@@ -82,31 +82,31 @@ def check_messages(
         if (column > columns[action]) != is_send:
             wrong_side = "before" if is_send else "after"
             raise Fault(name, f"{message} stands {wrong_side} {action} (cell {columns[action]})", rank, column)
-    for message, (rank, action) in expected_messages.items():
+    for message, (rank, action) in expected_ends.items():
         if message not in message_columns:
             reason = "which another rank waits for" if message.verb == "SEND" else "which it needs"
             raise Fault(name, f"lacks {message}, the message of {action}, {reason}", rank)
 
 
-def lowered(schedule: Schedule) -> list[list[str]]:
-    """The cells of each rank with the messages, and with UNSHARD, REDUCE_GRAD and RESHARD around a stage's work.
+def lowered_cells(schedule: Schedule) -> list[list[str]]:
+    """Return, for each rank, the cells of the lowered form: actions, messages, UNSHARD, REDUCE_GRAD and RESHARD.
 
     A SEND follows its action at once, and its RECV stands as early as the message can arrive.
     """
     cells = [[f"{stage}UNSHARD" for stage in schedule.stages_of(rank)] for rank in range(schedule.ranks)]
-    last_kinds = (Kind.B, Kind.W)
+    ending_kinds = (Kind.B, Kind.W)  # the kinds that end a backward
     remaining_backwards = Counter(
         (rank, action.stage)
         for rank, order in enumerate(schedule.orders)
         for action in order
-        if action.kind in last_kinds
+        if action.kind in ending_kinds
     )
     for action in ticks(schedule):
         rank = schedule.rank(action)
         cells[rank].append(str(action))
         for message_rank, message, _ in _messages_of(schedule, action):
             cells[message_rank].append(str(message))
-        if action.kind in last_kinds:
+        if action.kind in ending_kinds:
             remaining_backwards[rank, action.stage] -= 1
             if not remaining_backwards[rank, action.stage]:
                 cells[rank] += [f"{action.stage}REDUCE_GRAD", f"{action.stage}RESHARD"]

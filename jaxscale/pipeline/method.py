@@ -13,7 +13,7 @@ class Method:
 
     Args:
         name: name in the text form of a plan, such as `1f1b`.
-        title: one line for tables and charts.
+        title: description in one line, for tables and charts.
         make: function that makes the schedule from (ranks, microbatches), with the keyword `chunks` if `interleaves`
             and the keyword `updates` if `steps`.
         chunks: number of stages per rank; the default of v if `interleaves`.
@@ -32,7 +32,7 @@ class Method:
     streams: bool = False
 
     def schedule(self, ranks: int, microbatches: int, chunks: int | None = None, updates: int = 1) -> Schedule:
-        """The schedule for some devices and microbatches.
+        """Make the schedule for a number of devices and microbatches.
 
         Args:
             ranks: p, number of devices on the pipe axis.
@@ -50,20 +50,20 @@ class Method:
             >>> METHODS["2bw"].schedule(4, 8, updates=3).microbatches
             24
         """
-        counts = {"devices": ranks, "microbatches": microbatches, "updates": updates}
-        counts["stages a device"] = 1 if chunks is None else chunks
-        for noun, number in counts.items():
+        counts_by_noun = {"devices": ranks, "microbatches": microbatches, "updates": updates}
+        counts_by_noun["stages a device"] = 1 if chunks is None else chunks
+        for noun, number in counts_by_noun.items():
             if number < 1:
                 raise UserError(f"schedule {self.name}: got {number} {noun}, expected 1 or more")
         if chunks not in (None, self.chunks) and not self.interleaves:
             rule = f"each device holds {self.chunks} of its stages" if self.chunks > 1 else "a device holds one stage"
-            raise UserError(f"schedule {self.name}: got v={chunks}, but {rule}; interleaved and lockstep take v")
+            raise UserError(f"schedule {self.name}: got v={chunks}, but {rule}; only interleaved and lockstep take v")
         if self.streams and microbatches != 1:
             raise UserError(
                 f"schedule {self.name}: got {microbatches} microbatches per update, expected 1; 2bw takes more"
             )
         if not self.steps and updates != 1:
-            raise UserError(f"schedule {self.name}: got {updates} updates, expected 1: it is synchronous")
+            raise UserError(f"schedule {self.name}: got {updates} updates, expected 1, because it is synchronous")
         return self.make(
             ranks,
             microbatches,

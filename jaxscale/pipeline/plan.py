@@ -15,13 +15,13 @@ from jaxscale.values.annotations import field_types
 
 
 def _form(method: Method) -> str:
-    """The text form of a method, such as `1f1b:PxM`."""
-    sizes = "P" if method.streams else "PxM"
-    return f"{method.name}:{sizes}" + ("[,v=V]" if method.interleaves else "")
+    """Return the text form of a method, such as `1f1b:PxM`."""
+    size_form = "P" if method.streams else "PxM"
+    return f"{method.name}:{size_form}" + ("[,v=V]" if method.interleaves else "")
 
 
 FORMS = {**{name: _form(method) for name, method in METHODS.items()}, "auto": "auto:P", "file": "file:PATH"}
-"""The text form of each name."""
+"""The text form of a plan, by name of its schedule."""
 
 OPTIONS = ("v", "stages", "stash", "lowering", "anneal", "correction", "synchronous_steps")
 """Options of the text form: v, the number of stages per device, and fields of `PipelinePlan`."""
@@ -30,7 +30,7 @@ _SIZE = re.compile(r"(\d+)(?:x(\d+))?")
 
 @functools.lru_cache(maxsize=128)
 def _schedule(name: str, ranks: int, microbatches: int, chunks: int | None, updates: int) -> Schedule:
-    """The schedule of a method, from a cache."""
+    """Return the schedule of a method, from a cache."""
     return METHODS[name].schedule(ranks, microbatches, chunks, updates)
 
 
@@ -40,12 +40,12 @@ class PipelinePlan:
 
     | text form | schedule |
     |---|---|
-    | `NAME:PxM` | a synchronous one of `METHODS`, P devices on the pipe axis, M microbatches |
-    | `interleaved:PxM,v=V`, `lockstep:PxM,v=V` | the same with V stages a device |
-    | `pipedream:P`, `pipemare:P` | asynchronous, an update for each microbatch |
-    | `2bw:PxM` | asynchronous, an update for each M microbatches |
-    | `auto:P` | schedule, microbatches and partition are chosen |
-    | `file:PATH` | PyTorch's CSV, which defines everything |
+    | `NAME:PxM` | a synchronous schedule of `METHODS` with P devices on the pipe axis and M microbatches |
+    | `interleaved:PxM,v=V`, `lockstep:PxM,v=V` | a synchronous schedule with V stages on each device |
+    | `pipedream:P`, `pipemare:P` | an asynchronous schedule with an update for each microbatch |
+    | `2bw:PxM` | an asynchronous schedule with an update for each M microbatches |
+    | `auto:P` | the fastest schedule, number of microbatches and partition for P devices, chosen by simulation |
+    | `file:PATH` | the schedule of a file in PyTorch's CSV format, with its devices and microbatches |
 
     Options follow the form, such as `1f1b:4x8,stash=input,stages=3+2+2+1`.
 
@@ -61,10 +61,11 @@ class PipelinePlan:
         lowering: how the schedule becomes a program: "switch", with a branch for each kind of action, so that idle
             devices do nothing; or "phased", with the kinds written out one after the other without branches. "phased"
             needs ticks of one kind each (lockstep, gpipe); idle devices compute on zeros and drop the results.
-        anneal: updates over which the smaller rates of an asynchronous pipeline's stale stages fade (PipeMare's
-            rescheduling); 0: the rates are not made smaller; `None`: a quarter of the run for pipemare, otherwise 0.
-        correction: strength of the correction of the weights that pipemare's backwards read: the share of a change of
-            the weights that the correction keeps after the delay, below 1; 0: no correction; `None`: exp(-2) = 0.135.
+        anneal: number of updates over which PipeMare's rescheduling fades, which gives stages with stale weights
+            smaller learning rates; 0: no rescheduling; `None`: a quarter of the run for pipemare, otherwise 0.
+        correction: strength of PipeMare's correction of the weights that backwards read, at least 0 and below 1: the
+            share of a weight change that is left in the correction after the delay of the stage; 0: no correction;
+            `None`: exp(-2) = 0.135.
         synchronous_steps: number of synchronous training steps before an asynchronous pipeline is filled.
 
     Example:
@@ -100,15 +101,15 @@ class PipelinePlan:
         if self.name not in FORMS:
             raise unknown("pipeline schedule", self.name, FORMS)
         method = METHODS.get(self.name)
-        is_required = {
+        field_needs = {
             "ranks": self.name != "file",
             "microbatches": method is not None and not method.streams,
             "path": self.name == "file",
         }
-        for field, is_needed in is_required.items():
+        for field, is_needed in field_needs.items():
             if (getattr(self, field) is not None) != is_needed:
                 verb = "needs" if is_needed else "takes no"
-                hint = "; each microbatch is an update, 2bw takes more of them" if method and method.streams else ""
+                hint = ". Each microbatch is an update; only 2bw takes several" if method and method.streams else ""
                 raise UserError(f"pipeline {self.name} {verb} {field}: write {FORMS[self.name]}{hint}")
         if method is not None:
             self.schedule()  # raises an error if no schedule has these numbers
@@ -129,10 +130,10 @@ class PipelinePlan:
         name = name_text.lower()
         if name not in FORMS:
             raise unknown("pipeline schedule", name, FORMS)
-        size, *option_words = arguments.split(",")
-        if name == "file":  # whose path may have commas
+        size_text, *option_words = arguments.split(",")
+        if name == "file":  # its text is a path, which may have commas
             while option_words and option_words[0].partition("=")[0].strip() not in OPTIONS:
-                size += f",{option_words.pop(0)}"
+                size_text += f",{option_words.pop(0)}"
         options: dict[str, Any] = {}
         for option_word in option_words:
             option, _, setting = (part.strip() for part in option_word.partition("="))
@@ -146,10 +147,10 @@ class PipelinePlan:
             options[option] = parse(setting.replace("+", ","), option_type, f"pipeline {text!r}: {option}")
         chunks = options.pop("v", None)
         if name == "file":
-            return cls(name, path=size or None, chunks=chunks, **options)
-        size_match = _SIZE.fullmatch(size.strip().lower())
+            return cls(name, path=size_text or None, chunks=chunks, **options)
+        size_match = _SIZE.fullmatch(size_text.strip().lower())
         if not size_match:
-            reason = f"got {size!r}" if colon else "got no numbers"
+            reason = f"got {size_text!r}" if colon else "got no numbers"
             raise UserError(f"pipeline {text!r}: {reason}, expected {FORMS[name]}: P devices, M microbatches")
         ranks, microbatches = size_match.groups()
         return cls(name, int(ranks), None if microbatches is None else int(microbatches), chunks, **options)
@@ -164,7 +165,7 @@ class PipelinePlan:
 
     @property
     def form(self) -> str:
-        """The text form without its options."""
+        """The text form of the plan without its options."""
         if self.path is not None:
             return f"file:{self.path}"
         size = str(self.ranks) if self.microbatches is None else f"{self.ranks}x{self.microbatches}"
@@ -176,7 +177,7 @@ class PipelinePlan:
         return self.name in METHODS and METHODS[self.name].steps
 
     def shape(self) -> tuple[int, int]:
-        """The number of devices on the pipe axis, and the number of microbatches of a batch.
+        """Return the number of devices on the pipe axis, and the number of microbatches of a batch.
 
         Raises:
             UserError: the file is missing or invalid, or the schedule of `auto` has not been chosen yet.
@@ -202,7 +203,7 @@ class PipelinePlan:
                 `auto` has not been chosen yet.
         """
         if self.name == "auto":
-            raise UserError(f"pipeline {self}: its schedule is still to be chosen; give one by name to draw or run it")
+            raise UserError(f"pipeline {self}: its schedule is still to be chosen; name one, such as 1f1b:4x8")
         if self.path is not None:
             schedule = read_csv(self.path)
         else:
@@ -211,7 +212,7 @@ class PipelinePlan:
             schedule = _schedule(self.name, self.ranks, microbatches, self.chunks, updates)
         if ranks not in (None, schedule.ranks):
             raise UserError(
-                f"pipeline {self}: a schedule for {schedule.ranks} devices, but the pipe axis has {ranks}; "
-                f"give the axis {schedule.ranks} devices, or choose another schedule"
+                f"pipeline {self} is a schedule for {schedule.ranks} devices, but the pipe axis has {ranks}. "
+                f"Give the axis {schedule.ranks} devices, or choose another schedule"
             )
         return schedule

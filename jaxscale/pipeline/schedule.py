@@ -22,11 +22,11 @@ class Versions:
     """The weights that an asynchronous schedule computes with. Version n of a stage is its weights after n updates.
 
     Args:
-        group: microbatches per update: 1 (PipeDream, PipeMare) or the M of 2BW.
-        backward: the weights at which a backward linearises (differentiates) its stage: "forward", those that its
-            forward read, or "newest", the newest of its stage.
-        lag: number of updates that the weights of a forward are behind: a forward of group g reads version
-            max(0, g - lag); `None`: it reads the newest version of its stage.
+        group: number of microbatches per update: 1 in PipeDream and PipeMare, M in 2BW.
+        backward: the weights at which a backward linearises (differentiates) its stage: "forward" for the weights that
+            its forward read, "newest" for the newest weights of its stage.
+        lag: version max(0, g - lag) is what a forward reads if its microbatch is in the g-th group, counted from 0;
+            `None`: a forward reads the newest version of its stage.
     """
 
     group: int
@@ -49,8 +49,8 @@ class Schedule:
         orders: the actions of each rank, in order.
         stages: number of stages of the network.
         microbatches: m, number of microbatches; they are numbered from 0.
-        routes: `routes[r][stage]` is the rank that runs the stage for microbatches of route r; only bidirectional
-            schedules have several routes.
+        routes: `routes[r][stage]` is the rank that runs the stage for the microbatches of route number r; only
+            bidirectional schedules have several routes.
         route: number of the route of each microbatch.
         versions: the weights that an asynchronous schedule computes with; `None`: the schedule is synchronous, and the
             weights are updated once, after it.
@@ -60,7 +60,7 @@ class Schedule:
 
     Raises:
         check.Fault: an action is missing, occurs twice, is on the wrong rank or waits for ever, or a rank holds more
-            activations than its bound; the error has the rank and the cell.
+            activations than its bound; the error names the rank and the cell.
 
     Example:
         >>> orders = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
@@ -102,18 +102,18 @@ class Schedule:
     @functools.cached_property
     def _stages_of_ranks(self) -> tuple[tuple[int, ...], ...]:
         """The stages whose weights each rank holds: those of the first route, then those that other routes add."""
-        by_rank: list[dict[int, None]] = [{} for _ in range(self.ranks)]
+        stages_by_rank: list[dict[int, None]] = [{} for _ in range(self.ranks)]
         for route in self.routes:
             for stage, rank in enumerate(route):
-                by_rank[rank][stage] = None
-        return tuple(map(tuple, by_rank))
+                stages_by_rank[rank][stage] = None
+        return tuple(map(tuple, stages_by_rank))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages whose weights a rank holds; chunk c of the rank is the weights of the stage at index c."""
         return self._stages_of_ranks[rank]
 
     def place(self, route: int, stage: int) -> tuple[int, int]:
-        """(rank, chunk) of a stage on a route; chunk is the index of the stage among those of the rank."""
+        """Return (rank, chunk) of a stage on route number `route`; chunk c is the rank's stage at index c."""
         rank = self.routes[route][stage]
         return rank, self._stages_of_ranks[rank].index(stage)
 
@@ -136,7 +136,7 @@ class Schedule:
         return Action(Kind.B if (stage, microbatch) in self.fused else Kind.I, stage, microbatch)
 
     def inputs(self, action: Action) -> tuple[Action, ...]:
-        """The actions whose results an action needs (none for an update: its place in the order suffices)."""
+        """Return the actions whose results an action needs; none for an update, whose place in the order suffices."""
         stage, microbatch = action.stage, action.microbatch
         if action.kind is Kind.F:
             return (Action(Kind.F, stage - 1, microbatch),) if stage else ()
@@ -148,28 +148,29 @@ class Schedule:
     @functools.cached_property
     def live(self) -> tuple[int, ...]:
         """The most activations that each rank holds at once; one is held from its F until its B (or W) is done."""
+        # the first half of a tuple of counts: the activations between F and the end of B (or W)
         return tuple(
             max((sum(counts[: len(counts) // 2]) for counts in self.activation_counts(rank)), default=0)
             for rank in range(self.ranks)
         )
 
     def activation_counts(self, rank: int) -> set[tuple[int, ...]]:
-        """The different counts of activations that a rank holds, stage by stage, in the course of its order.
+        """Return every different tuple of counts of activations that a rank holds in the course of its order.
 
-        A tuple has two counts for each stage of the rank: first, stage by stage, the activations that are between F
-        and the end of B (or W), then, stage by stage, those of them that are between I and W.
+        The first half of a tuple has, for each stage of the rank, the number of activations between F and the end of B
+        (or W). The second half has, for each stage, the number of activations between I and W.
         """
         index_of_stage = {stage: index for index, stage in enumerate(self.stages_of(rank))}
         counts = [0] * (2 * len(index_of_stage))
-        moments = set()
+        distinct_counts = set()
         for action in self.orders[rank]:
             index = index_of_stage[action.stage]
             if action.kind is Kind.F:
                 counts[index] += 1
             elif action.kind is Kind.I:
                 counts[index + len(index_of_stage)] += 1
-            moments.add(tuple(counts))
+            distinct_counts.add(tuple(counts))
             if action.kind in (Kind.B, Kind.W):
                 counts[index] -= 1
                 counts[index + len(index_of_stage)] -= action.kind is Kind.W
-        return moments
+        return distinct_counts

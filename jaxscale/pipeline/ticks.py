@@ -2,8 +2,8 @@
 
 One program on many devices (SPMD) exchanges messages at the end of every tick, so a result arrives one tick later. An
 action takes the first tick in which its rank is free and its inputs have arrived. In a lock-step schedule (`cycle`) a
-tick is of one kind on all ranks: kinds come in turn, and a turn without any action takes no tick. An update inside a
-schedule belongs to the tick of the backward before it.
+tick is of one kind on all ranks. The kinds of the cycle take turns, and a turn without any action takes no tick. An
+update inside a schedule belongs to the tick of the backward before it.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ from jaxscale.pipeline.schedule import Schedule
 
 
 def ticks(schedule: Schedule, *, forward_only: bool = False, pace: int = 0) -> dict[Action, int]:
-    """The tick of each action, as early as its inputs and the order of its rank allow.
+    """Compute the tick of each action, as early as its inputs and the order of its rank allow.
 
     Args:
         schedule: the actions of each rank, in order.
@@ -37,7 +37,7 @@ def ticks(schedule: Schedule, *, forward_only: bool = False, pace: int = 0) -> d
     tick = turn = 0
 
     def can_start(action: Action) -> bool:
-        """Whether an action's microbatch has entered and its inputs have arrived."""
+        """Return whether an action's microbatch has entered and its inputs have arrived."""
         has_entered = action.kind is not Kind.F or action.stage > 0 or tick >= pace * action.microbatch
         return has_entered and all(source in tick_of for source in schedule.inputs(action))
 
@@ -54,7 +54,7 @@ def ticks(schedule: Schedule, *, forward_only: bool = False, pace: int = 0) -> d
 
 
 def rows(schedule: Schedule) -> list[list[Action | None]]:
-    """The action of each rank in each tick, `None` if the rank is idle; updates are left out."""
+    """Return, for each tick, the action of each rank, `None` if the rank is idle; updates are left out."""
     tick_of = ticks(schedule)
     table: list[list[Action | None]] = [[None] * schedule.ranks for _ in range(1 + max(tick_of.values()))]
     for rank, order in enumerate(schedule.orders):

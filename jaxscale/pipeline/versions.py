@@ -26,53 +26,53 @@ class Use:
 
 
 def uses(schedule: Schedule) -> dict[Action, Use]:
-    """The versions that every forward and backward uses; an update counts as part of the backward before it.
+    """Return the versions that every forward and backward uses; an update counts as part of the backward before it.
 
     Raises:
         UserError: the schedule is synchronous, a backward is split into I and W, or an update follows no backward.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
-        >>> by_action = uses(METHODS["pipedream"].schedule(2, 1, updates=3))
-        >>> [by_action[Action(Kind.F, 0, i)].reads for i in range(3)]
+        >>> use_of = uses(METHODS["pipedream"].schedule(2, 1, updates=3))
+        >>> [use_of[Action(Kind.F, 0, i)].reads for i in range(3)]
         [0, 0, 1]
-        >>> by_action[Action(Kind.B, 0, 2)]
+        >>> use_of[Action(Kind.B, 0, 2)]
         Use(reads=1, makes=3)
     """
     versions = schedule.versions
     if versions is None:
-        raise UserError(f"schedule {schedule.name}: has no versions of weights, expected an asynchronous one")
-    by_action: dict[Action, Use] = {}
+        raise UserError(f"schedule {schedule.name} has no versions of weights, expected an asynchronous schedule")
+    use_of: dict[Action, Use] = {}
     for rank, order in enumerate(schedule.orders):
-        version_of = dict.fromkeys(schedule.stages_of(rank), 0)
-        previous: Action | None = None
+        newest_of = dict.fromkeys(schedule.stages_of(rank), 0)  # the newest version of each stage
+        previous_action: Action | None = None
         for action in order:
-            stage, group = action.stage, action.microbatch // versions.group
+            stage, group_index, lag = action.stage, action.microbatch // versions.group, versions.lag
             match action.kind:
                 case Kind.F:
-                    by_action[action] = Use(version_of[stage] if versions.lag is None else max(0, group - versions.lag))
+                    use_of[action] = Use(newest_of[stage] if lag is None else max(0, group_index - lag))
                 case Kind.B:
-                    forward_version = by_action[Action(Kind.F, stage, action.microbatch)].reads
-                    by_action[action] = Use(forward_version if versions.backward == "forward" else version_of[stage])
+                    forward_version = use_of[Action(Kind.F, stage, action.microbatch)].reads
+                    use_of[action] = Use(forward_version if versions.backward == "forward" else newest_of[stage])
                 case Kind.U:
-                    if previous is None or previous != Action(Kind.B, stage, action.microbatch):
+                    if previous_action is None or previous_action != Action(Kind.B, stage, action.microbatch):
                         raise UserError(
-                            f"schedule {schedule.name}, rank {rank}: {action} follows {previous}, expected the "
+                            f"schedule {schedule.name}, rank {rank}: {action} follows {previous_action}, expected the "
                             f"backward of microbatch {action.microbatch}: an update is part of the backward before it"
                         )
-                    version_of[stage] += 1
-                    by_action[previous] = dataclasses.replace(by_action[previous], makes=version_of[stage])
+                    newest_of[stage] += 1
+                    use_of[previous_action] = dataclasses.replace(use_of[previous_action], makes=newest_of[stage])
                 case kind:
                     raise UserError(
-                        f"schedule {schedule.name}, rank {rank}: {action} is of kind {kind}, expected F, B and U: an "
+                        f"schedule {schedule.name}, rank {rank}: {action} is of kind {kind}, expected F, B or U: an "
                         "update needs both gradients of a backward at once"
                     )
-            previous = action
-    return by_action
+            previous_action = action
+    return use_of
 
 
 def lives(schedule: Schedule, tick_of: Mapping[Action, int]) -> dict[int, list[tuple[int, int, int]]]:
-    """The lifetimes of all versions of each stage's weights, as tuples (first tick, tick after the last, version).
+    """Return, for each stage, (first tick, tick after the last, version) of every version of its weights.
 
     A version lives from the update that makes it, at the end of a tick, to its last reader or to the next update.
 
@@ -80,6 +80,7 @@ def lives(schedule: Schedule, tick_of: Mapping[Action, int]) -> dict[int, list[t
         schedule: an asynchronous schedule.
         tick_of: the tick of each forward and backward.
     """
+    # the first and the last tick of each (stage, version)
     first_ticks: dict[tuple[int, int], int] = {(stage, 0): 0 for stage in range(schedule.stages)}
     last_ticks: dict[tuple[int, int], int] = {}
     for action, use in uses(schedule).items():
@@ -94,14 +95,14 @@ def lives(schedule: Schedule, tick_of: Mapping[Action, int]) -> dict[int, list[t
     return lifetimes
 
 
-def ring(lifetimes: Sequence[tuple[int, int, Hashable]]) -> int:
-    """The fewest slots that values can take in turn: value i takes slot i mod slots, which must be free by then.
+def ring_slots(lifetimes: Sequence[tuple[int, int, Hashable]]) -> int:
+    """Return the fewest slots n that values can take in turn: value i takes slot i mod n, which must be free by then.
 
     Args:
         lifetimes: (first tick, tick after the last, name) of each value, in the order in which values take slots.
 
     Example:
-        >>> ring([(0, 3, "a"), (1, 4, "b"), (3, 6, "c"), (4, 7, "d")])
+        >>> ring_slots([(0, 3, "a"), (1, 4, "b"), (3, 6, "c"), (4, 7, "d")])
         2
     """
     slots = 1

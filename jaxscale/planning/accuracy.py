@@ -15,7 +15,7 @@ PIPELINED_FILE = Path(__file__).with_name("accuracy_pipelined.json")
 """File with the errors for pipelined steps, written by `experiments/benchmarks/pipeline_fit.py --write`."""
 
 MARGIN = 0.15
-"""Share of the limit by which an estimate must differ from the limit; a smaller difference is too close to call."""
+"""Least difference from the memory limit at which an estimate decides whether a step fits, as a share of the limit."""
 
 NEARER_MARGIN = 0.12
 """Margin if the piece of the step that needs the most memory was compiled."""
@@ -24,7 +24,7 @@ UNKNOWN_MARGIN = 0.3
 """Margin of a pipelined step if fewer than `ENOUGH` were compiled for its kind of platform."""
 
 ENOUGH = 5
-"""Number of compiled pipelined steps of a kind of platform that suffices for the usual margin."""
+"""Number of compiled pipelined steps that a kind of platform needs for the usual margin."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,17 +59,17 @@ class Accuracy:
     pipelined: bool = False
 
     def __str__(self) -> str:
-        prefix = "pipelined " * self.pipelined
-        method = " with the fullest piece compiled" if self.compiled else ""
+        step_kind = "pipelined train steps" if self.pipelined else "train steps"
+        condition = ", with the piece that needs the most memory compiled," if self.compiled else ""
         return (
-            f"estimates{method} of {self.programs} compiled {prefix}train steps were off by {self.median:.0%} in the "
+            f"estimates of {self.programs} compiled {step_kind}{condition} were off by {self.median:.0%} in the "
             f"median, {self.worst:.0%} at worst"
         )
 
 
 @functools.cache
 def _recorded() -> dict:
-    """The contents of `accuracy.json`, with those of `accuracy_pipelined.json` under "pipelined"."""
+    """Read the sections of `accuracy.json` by name, and add `accuracy_pipelined.json` as the section "pipelined"."""
     contents = json.loads(FILE.read_text()) if FILE.exists() else {}
     return contents | {"pipelined": json.loads(PIPELINED_FILE.read_text()) if PIPELINED_FILE.exists() else {}}
 
@@ -93,7 +93,7 @@ def recorded(kind: str, *, compiled: bool = False, pipelined: bool = False) -> A
 
 
 def margin(kind: str, *, compiled: bool = False, pipelined: bool = False) -> float:
-    """Share of the limit by which an estimate must differ from the limit; a smaller difference is too close to call.
+    """Least difference from the memory limit at which an estimate decides whether a step fits, as a share of the limit.
 
     Args:
         kind: "tpu", "gpu" or "cpu".

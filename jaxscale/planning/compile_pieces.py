@@ -6,9 +6,9 @@ fraction of the step's time. Values are represented by their numbers in a `FlatP
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import Any
 
 from jaxscale.compat import rebind
@@ -19,7 +19,7 @@ from jaxscale.planning.program import traced_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs.dims import Dims
 from jaxscale.programs.flat import FlatProgram, carries
-from jaxscale.programs.kinds import both_passes, loss_range
+from jaxscale.programs.kinds import has_both_passes, loss_range
 from jaxscale.programs.placements import in_host_memory
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
@@ -57,28 +57,29 @@ def pieces_of(program: FlatProgram, path: tuple[int, ...] = ()) -> tuple[Piece, 
         path: indices of the loops around the program, the outermost first.
     """
     operations = program.operations
-    microbatch_loops = [(i, o.loop) for i, o in enumerate(operations) if o.loop is not None and both_passes(o.loop)]
+    microbatch_loops = [(i, o.loop) for i, o in enumerate(operations) if o.loop is not None and has_both_passes(o.loop)]
     if microbatch_loops and not any(operation.params.get("reverse") for operation in operations):
-        return tuple(piece for index, body in microbatch_loops for piece in pieces_of(body, (*path, index)))
-    if not both_passes(program):
+        return tuple(piece for index, loop_body in microbatch_loops for piece in pieces_of(loop_body, (*path, index)))
+    if not has_both_passes(program):
         return ()
+    # the last loop of the forward pass, and the first of the backward pass
     forward_end, backward_start = loss_range(operations)
     if operations[forward_end].loop is None or operations[backward_start].loop is None:
         return ()
     pieces: list[Piece] = []
 
     def append(name: str, start: int, stop: int) -> None:
-        """Append a piece, with a number if earlier pieces have the same name."""
-        count = sum(piece.name.startswith(name) for piece in pieces)
-        pieces.append(Piece(f"{name} {count + 1}" if count else name, path, start, stop))
+        """Append the piece of operations `start` to `stop` - 1, with a number if earlier pieces have the same name."""
+        earlier_count = sum(piece.name.startswith(name) for piece in pieces)
+        pieces.append(Piece(f"{name} {earlier_count + 1}" if earlier_count else name, path, start, stop))
 
-    loops = [index for index, operation in enumerate(operations) if operation.loop is not None]
-    for index in loops:
+    loop_indices = [index for index, operation in enumerate(operations) if operation.loop is not None]
+    for index in loop_indices:
         if index <= forward_end:
             append("forward blocks", index, index + 1)
     if forward_end + 1 < backward_start:
         append("loss", forward_end + 1, backward_start)
-    for index in loops:
+    for index in loop_indices:
         if index >= backward_start and operations[index].params.get("reverse"):
             append("backward blocks", index, index + 1)
     return tuple(pieces)
@@ -96,17 +97,17 @@ def piece_bytes(make: Callable[[], Experiment], platform: Platform, plan: Plan, 
     Raises:
         UserError: the platform has no compiler, or the compiler cannot compile the piece.
     """
-    recipe = functools.partial(lowered_piece, make=make, platform=platform, plan=plan, piece=piece)
-    report = compile_report(recipe, platform)
+    report = compile_report(partial(lowered_piece, make=make, platform=platform, plan=plan, piece=piece), platform)
     if report.temp_bytes is None:
-        raise UserError(f"{piece.name} of {platform} cannot be compiled by itself: {report.crashed or report.oom}")
+        cause = report.crashed or report.oom
+        raise UserError(f"{platform} cannot compile {piece.name!r} alone: {cause}; leave out --compile-block")
     return report.temp_bytes
 
 
 def lowered_piece(
     devices: Sequence[Any], make: Callable[[], Experiment], platform: Platform, plan: Plan, piece: Piece
 ) -> Any:
-    """Lower a piece of a train step for devices; `functools.partial` turns it into a recipe of `compile_report`.
+    """Lower a piece of a train step for devices; `partial` turns it into a recipe of `compile_report`.
 
     Args:
         devices: devices of the platform.
@@ -114,6 +115,9 @@ def lowered_piece(
         platform: platform to compile for.
         plan: plan of the step.
         piece: piece of the step to lower.
+
+    Returns:
+        The lowered piece, as `jax.jit(...).lower` returns it.
     """
     import jax
     from jax.experimental.layout import Format, Layout
@@ -122,23 +126,24 @@ def lowered_piece(
     step = build(experiment, plan, devices=devices)
     trace = traced_step(step, batch_shapes(experiment), platform)
     step_arrays = Arrays(trace.program, trace.placements, trace.compiler)
-    arrays = functools.reduce(Arrays.of_loop, piece.path, step_arrays)
+    # the arrays of the loop body that has the piece's operations
+    arrays = reduce(Arrays.of_loop, piece.path, step_arrays)
     program = arrays.program
-    operations = [program.operations[index] for index in _with_expressions(arrays, piece)]
-    results = {value for operation in operations for value in operation.outputs}
+    operations = [program.operations[index] for index in _indices_with_expressions(arrays, piece)]
+    computed_values = {value for operation in operations for value in operation.outputs}
     read_values = {value for operation in operations for value in operation.inputs if value is not None}
-    inputs = sorted(read_values - results)
-    read_later = _read_later(program, piece)
-    outputs = _outputs(arrays, piece, read_later)
+    input_values = sorted(read_values - computed_values)
+    values_read_later = _values_read_later(program, piece)
+    output_values = _output_values(arrays, piece, values_read_later)
 
     def run(*arguments: Any) -> list[Any]:
-        """Run the piece's operations; return its outputs."""
-        array_of = dict(zip(inputs, arguments, strict=True))
+        """Run the piece's operations on the arrays of `input_values`; return the arrays of `output_values`."""
+        array_of = dict(zip(input_values, arguments, strict=True))
         for operation in operations:
             literals = operation.literals
             operands = [literals[i] if value is None else array_of[value] for i, value in enumerate(operation.inputs)]
             array_of |= zip(operation.outputs, rebind(operation.equation, operands), strict=True)
-        return [array_of[value] for value in outputs]
+        return [array_of[value] for value in output_values]
 
     def format_of(value: int) -> Any:
         """Sharding and layout of a value; the compiler chooses the layout, unless the step takes it as an argument."""
@@ -146,18 +151,18 @@ def lowered_piece(
         return sharding if value in program.inputs and not piece.path else Format(Layout.AUTO, sharding)
 
     state_arrays = {value for value in _loop_state(program, piece) if value in arrays.bytes}
-    input_shapes = [jax.ShapeDtypeStruct(program.shapes[value].shape, program.shapes[value].dtype) for value in inputs]
+    input_avals = [program.shapes[value] for value in input_values]
     piece_fn = jax.jit(
         run,
-        in_shardings=[format_of(value) for value in inputs],
-        out_shardings=[format_of(value) for value in outputs],
-        donate_argnums=[index for index, value in enumerate(inputs) if value in state_arrays - read_later],
+        in_shardings=[format_of(value) for value in input_values],
+        out_shardings=[format_of(value) for value in output_values],
+        donate_argnums=[index for index, value in enumerate(input_values) if value in state_arrays - values_read_later],
     )
-    return piece_fn.lower(*input_shapes)
+    return piece_fn.lower(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in input_avals))
 
 
-def _with_expressions(arrays: Arrays, piece: Piece) -> list[int]:
-    """Indices of a piece's operations, and of the earlier ones that compute those of its inputs that are no arrays."""
+def _indices_with_expressions(arrays: Arrays, piece: Piece) -> list[int]:
+    """Indices of a piece's operations and of the earlier operations whose expressions they read, in order."""
     operations = arrays.program.operations
     producer_of = {value: index for index, operation in enumerate(operations) for value in operation.outputs}
     indices = set(piece.indices)
@@ -171,34 +176,34 @@ def _with_expressions(arrays: Arrays, piece: Piece) -> list[int]:
     return sorted(indices)
 
 
-def _outputs(arrays: Arrays, piece: Piece, read_later: set[int | None]) -> list[int]:
-    """The arrays computed in a piece that are read after it."""
-    results = {value for index in piece.indices for value in arrays.program.operations[index].outputs}
-    outputs: set[int] = set()
-    for value in results & read_later:
-        outputs |= (arrays.sources[value] & results) or {value}
-    return sorted(outputs)
+def _output_values(arrays: Arrays, piece: Piece, values_read_later: set[int | None]) -> list[int]:
+    """The arrays of a piece that later operations read, directly or through an expression; sorted."""
+    computed_values = {value for index in piece.indices for value in arrays.program.operations[index].outputs}
+    output_arrays: set[int] = set()
+    for value in computed_values & values_read_later:
+        output_arrays |= (arrays.sources[value] & computed_values) or {value}
+    return sorted(output_arrays)
 
 
-def _read_later(program: FlatProgram, piece: Piece) -> set[int | None]:
+def _values_read_later(program: FlatProgram, piece: Piece) -> set[int | None]:
     """The values that operations after a piece read, or that the program returns."""
     later_operations = program.operations[piece.stop :]
     return {value for operation in later_operations for value in operation.inputs} | set(program.outputs)
 
 
 def _loop_state(program: FlatProgram, piece: Piece) -> tuple[int | None, ...]:
-    """Initial state of a piece that is one loop, whose results reuse the state's memory; otherwise empty."""
+    """Initial state of a piece that is a single loop (its results reuse the state's memory); `()` for other pieces."""
     operation = program.operations[piece.start]
     return carries(operation) if len(piece.indices) == 1 and operation.loop is not None else ()
 
 
 def _sharding(mesh: Any, aval: Any, dims: Dims) -> Any:
-    """Sharding of an array; a dim that cannot be split evenly along its mesh axes is not sharded."""
+    """Sharding of an array, from the mesh axes of each dim; a dim that its axes cannot split evenly is not sharded."""
     from jax.sharding import NamedSharding, PartitionSpec
 
     axes_of_dims = [
-        axes if axes and size % math.prod(mesh.shape[axis] for axis in axes) == 0 else None
-        for size, axes in zip(aval.shape, dims, strict=True)
+        axes if axes and dim_size % math.prod(mesh.shape[axis] for axis in axes) == 0 else None
+        for dim_size, axes in zip(aval.shape, dims, strict=True)
     ]
     memory_kind = "pinned_host" if in_host_memory(aval) else "device"
     return NamedSharding(mesh, PartitionSpec(*axes_of_dims), memory_kind=memory_kind)

@@ -22,7 +22,7 @@ from jaxscale.planning.program import TracedStep, described_step, traced_step
 from jaxscale.planning.timeline import Item, Timeline, bytes_by_kind, timeline
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs.flat import FlatProgram
-from jaxscale.programs.kinds import both_passes
+from jaxscale.programs.kinds import has_both_passes
 from jaxscale.programs.placements import Placements
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.kernels import Taken
@@ -84,8 +84,8 @@ class Estimate:
     @property
     def moments(self) -> tuple[dict[str, int], ...]:
         """Live bytes by kind, arguments included, at each moment of the step; a loop's body appears once."""
-        argument_bytes = bytes_by_kind(self.arguments)
-        return tuple(argument_bytes | moment.by_kind for moment in self.timeline.moments)
+        argument_bytes_by_kind = bytes_by_kind(self.arguments)
+        return tuple(argument_bytes_by_kind | moment.by_kind for moment in self.timeline.moments)
 
     @property
     def turn(self) -> int:
@@ -106,9 +106,9 @@ class Estimate:
     def __str__(self) -> str:
         lines = [f"{'':18}{'device':>12}{'host':>12}"]
         for kind in KINDS:
-            device, host = self.device.get(kind, 0), self.host.get(kind, 0)
-            if device or host:
-                lines.append(f"{kind:18}{size(device) if device else '':>12}{size(host) if host else '':>12}")
+            byte_counts = (self.device.get(kind, 0), self.host.get(kind, 0))
+            if any(byte_counts):
+                lines.append(f"{kind:18}" + "".join(f"{size(count) if count else '':>12}" for count in byte_counts))
         lines.append(f"{'total':18}{size(self.device_bytes):>12}{size(self.host_bytes):>12}")
         return "\n".join(lines)
 
@@ -121,7 +121,7 @@ def estimate(
     compile_block: bool = False,
     make: Callable[[], Experiment] | None = None,
 ) -> Estimate:
-    """Itemised bytes of an experiment's train step on a platform.
+    """Estimate the bytes of an experiment's train step on a platform, by kind of tensor.
 
     Args:
         experiment: what to train.
@@ -146,7 +146,7 @@ def estimate(
 
 
 def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[Piece], int] | None = None) -> Estimate:
-    """The estimate of a train step.
+    """Estimate the bytes of a train step.
 
     Args:
         step: the train step, built for the platform's devices or for a description of them.
@@ -166,33 +166,33 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
     while measure is not None and (piece := step_timeline.peak.piece) is not None and bytes_of_piece[piece] is None:
         bytes_of_piece[piece] = measure(piece)
         step_timeline = timeline(program, placements, trace.compiler, bytes_of_piece)
-    arguments, host_items = _argument_items(trace, batch)
-    device_bytes = bytes_by_kind((*arguments, *step_timeline.items))
+    device_items, host_items = _argument_items(trace, batch)
+    device_bytes_by_kind = bytes_by_kind((*device_items, *step_timeline.items))
     compiled_pieces = tuple(piece.name for piece in bytes_of_piece if bytes_of_piece[piece] is not None)
     packing_bytes = round(step_timeline.bytes * (accuracy.factors(platform.chip.kind).packing - 1))
     if packing_bytes and not compiled_pieces:
-        device_bytes["packing"] = packing_bytes
-    host_bytes = bytes_by_kind(host_items)
-    if host_bytes:
-        # XLA may hold both the copy it reads and the copy it writes
-        host_bytes["second copy"] = (COPY - 1) * sum(host_bytes.values())
+        device_bytes_by_kind["packing"] = packing_bytes
+    host_bytes_by_kind = bytes_by_kind(host_items)
+    if host_bytes_by_kind:
+        # XLA may hold two copies: one that it reads and one that it writes
+        host_bytes_by_kind["second copy"] = (COPY - 1) * sum(host_bytes_by_kind.values())
     if kept_on_host_bytes := _kept_on_host_bytes(program, placements):
-        host_bytes["kept activations"] = kept_on_host_bytes
+        host_bytes_by_kind["kept activations"] = kept_on_host_bytes
     if platform.chip.kind != "cpu":
         # a checkpoint is copied to the host and written in the background
-        host_bytes["checkpoint"] = sum(item.bytes for item in (*arguments, *host_items) if item.kind != "batch")
+        host_bytes_by_kind["checkpoint"] = sum(item.bytes for item in device_items + host_items if item.kind != "batch")
     return Estimate(
-        step.plan,
-        device_bytes,
-        host_bytes,
-        trace.flop,
-        step_timeline,
-        arguments,
-        step.parts.lines,
-        compiled_pieces,
-        tree_bytes(step.layout.abstract.optimizer) / step.parameters,
-        slow_axis_traffic(step, platform),
-        step.kernels,
+        plan=step.plan,
+        device=device_bytes_by_kind,
+        host=host_bytes_by_kind,
+        flop=trace.flop,
+        timeline=step_timeline,
+        arguments=device_items,
+        notes=step.parts.lines,
+        compiled=compiled_pieces,
+        state_bytes=tree_bytes(step.layout.abstract.optimizer) / step.parameters,
+        wire=slow_axis_traffic(step, platform),
+        kernels=step.kernels,
     )
 
 
@@ -207,23 +207,23 @@ def _kept_on_host_bytes(program: FlatProgram, placements: Placements) -> int:
             for value in operation.outputs
             if value not in program.outputs
         )
-        if both_passes(operation.loop):
+        if has_both_passes(operation.loop):
             host_bytes += _kept_on_host_bytes(operation.loop, placements.loops[index])
     return host_bytes
 
 
 def _argument_items(trace: TracedStep, batch: Any) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """The arguments in device memory, and those in host memory; each is named after its leaf of state or batch."""
+    """The arguments in device memory, then those in host memory; each is named after its leaf of state or batch."""
     device_items, host_items = [], []
     kind_of_group = {"params": "parameters", "optimizer": "optimizer state", "extra/in_flight": "stash"}
     kind_of_group |= {"extra/reduce": "residuals", "extra/outer": "outer state"}
-    for value, (name, leaf) in zip(trace.program.inputs, trace.leaves, strict=False):
-        group, _, leaf_name = name.partition("/")
+    for value, (path, leaf) in zip(trace.program.inputs, trace.leaves, strict=False):
+        group, _, leaf_name = path.partition("/")
         if group == "extra":
             extra_name, _, leaf_name = leaf_name.partition("/")
             group = f"extra/{extra_name}"
         kind = kind_of_group.get(group, "batch" if group in batch else "model state")
-        item = Item(leaf_name or name, kind, trace.placements.bytes_of(leaf, trace.placements.dims[value]))
+        item = Item(leaf_name or path, kind, trace.placements.bytes_of(leaf, trace.placements.dims[value]))
         is_on_host = getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
         (host_items if is_on_host else device_items).append(item)
     return tuple(device_items), tuple(host_items)

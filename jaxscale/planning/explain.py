@@ -1,7 +1,7 @@
-"""explain: which arrays of a train step take memory at which moment, by the model's names, as text, HTML and SVG.
+"""explain: which arrays of a train step take memory at which moment, as text, HTML and SVG.
 
-An estimate shows the arrays of the traced program (`timeline.py`). With `verify`, the step is compiled, and the arrays
-alive at the peak and the timeline are those that the compiler reports.
+Arrays have the model's names. An estimate shows the arrays of the traced program (`timeline.py`). With `verify`, the
+step is compiled, and the arrays alive at the peak and the timeline are those that the compiler reports.
 """
 
 import dataclasses
@@ -62,17 +62,17 @@ class Explanation:
         if smaller_items:
             lines.append(f"  {size(sum(item.bytes for item in smaller_items)):>10}  {len(smaller_items)} smaller ones")
         if self.plans:
-            width = max(len(point.name) for point in self.plans)
+            name_width = max(len(point.name) for point in self.plans)
             headings = ("per device", "kept", "a block", self._cost_name)
-            lines += ["", f"{'memory plan':{width}}" + "".join(f"{heading:>12}" for heading in headings)]
+            lines += ["", f"{'memory plan':{name_width}}" + "".join(f"{heading:>12}" for heading in headings)]
             for point in self.plans:
                 cells = (size(point.bytes), *map(_cell, (point.kept, point.kept_of_a_block)), f"{point.cost:.2f}x")
-                lines.append(f"{point.name:{width}}" + "".join(f"{cell:>12}" for cell in cells))
+                lines.append(f"{point.name:{name_width}}" + "".join(f"{cell:>12}" for cell in cells))
         return "\n".join(lines)
 
     @property
     def _cost_name(self) -> str:
-        """Heading of the costs."""
+        """Column heading of the costs, "Time" or "FLOP"."""
         return "Time" if self.timed else "FLOP"
 
     def svg(self) -> str:
@@ -138,12 +138,12 @@ def explain(
             turn = next((i for i, phase in enumerate(phases) if phase in ("backward", "recompute")), len(moments))
     memory_plans = _plans_of_curve(experiment, platform, step_estimate.plan, costs)
     return Explanation(
-        step_fit,
-        live_items,
-        moments,
-        turn,
-        tuple(compare(experiment, platform, step_estimate.plan, memory_plans, costs)),
-        costs.timed,
+        fit=step_fit,
+        alive=live_items,
+        moments=moments,
+        turn=turn,
+        plans=tuple(compare(experiment, platform, step_estimate.plan, memory_plans, costs)),
+        timed=costs.timed,
     )
 
 
@@ -152,8 +152,8 @@ def compare(
 ) -> list[Point]:
     """Bytes and cost of a step under each of several memory plans, the cost as a multiple of the lowest.
 
-    The cost is modelled seconds, including copies to the host that nothing hides. It is FLOP if the chip's rates are
-    unknown. Memory plans that are not valid for the model are left out.
+    The cost is modelled seconds, including copies to the host that do not overlap with computation. It is FLOP if the
+    chip's rates are unknown. Memory plans that are not valid for the model are left out.
 
     Args:
         experiment: what to train.
@@ -162,22 +162,22 @@ def compare(
         memory_plans: text forms of the memory plans that replace it.
         costs: costs of memory plans for the model's blocks.
     """
-    estimates: dict[str, Estimate] = {}
+    estimate_of: dict[str, Estimate] = {}
     for text in dict.fromkeys((str(plan.memory), *memory_plans)):
         try:
-            estimates[text] = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan.parse(text)))
+            estimate_of[text] = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan.parse(text)))
         except UserError:  # the budget is too small, or the rule is not valid for this model
             continue
-    decisions = {text: _decision(costs, text) for text in estimates}
-    cost_by_text: dict[str, float] = {text: text_estimate.flop for text, text_estimate in estimates.items()}
+    decision_of = {text: _decision(costs, text) for text in estimate_of}
+    cost_of: dict[str, float] = {text: plan_estimate.flop for text, plan_estimate in estimate_of.items()}
     if costs.timed:
-        keep_all_seconds = costs.step_seconds(min(cost_by_text.values()))
-        for text, decision in decisions.items():
-            cost_by_text[text] = keep_all_seconds + (0.0 if decision is None else costs.seconds(decision))
-    least_cost = min(cost_by_text.values()) or 1
+        keep_all_seconds = costs.step_seconds(min(cost_of.values()))
+        for text, decision in decision_of.items():
+            cost_of[text] = keep_all_seconds + (0.0 if decision is None else costs.seconds(decision))
+    least_cost = min(cost_of.values()) or 1
     points = []
-    for text, decision in decisions.items():
-        point = Point(text, estimates[text].device_bytes, cost_by_text[text] / least_cost, text == str(plan.memory))
+    for text, decision in decision_of.items():
+        point = Point(text, estimate_of[text].device_bytes, cost_of[text] / least_cost, text == str(plan.memory))
         if decision is not None:
             kept_fields = {"kept": decision.bytes * costs.stages, "kept_of_a_block": round(decision.bytes_of_a_block)}
             point = dataclasses.replace(point, **kept_fields)
@@ -186,7 +186,7 @@ def compare(
 
 
 def _plans_of_curve(experiment: Experiment, platform: Platform, plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
-    """Text forms of the memory plans on the curve: the menu, optimal plans, each other rule with the middle budget."""
+    """Text forms of the memory plans on the curve: the menu, optimal plans, and other rules with the middle budget."""
     kept_bytes = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none"))).kept_bytes
     budgets = [bytes_text(short_budget(round(kept_bytes * share))) for share in SHARES]
     optimal_plans = [f"{rule}:{budget}" for rule in searched_rules(experiment, plan, costs) for budget in budgets]

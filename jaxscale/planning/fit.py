@@ -1,6 +1,6 @@
 """fit: whether an experiment's train step fits a platform, what takes the memory, and which changes would save most.
 
-The result is an estimate (`estimate.py`) and is labelled as one. `verify` compiles the step for the platform;
+The result is an estimate (`estimate.py`), and its text says so. `verify` compiles the step for the platform;
 `compile_block` compiles one piece of it.
 """
 
@@ -103,14 +103,14 @@ class Fit:
 
     @property
     def close(self) -> bool:
-        """Whether the bytes are an estimate that is too close to the limit to call."""
+        """Whether the bytes are an estimate, and too near the limit to decide whether the step fits."""
         if self.verified or self.limit is None:
             return False
         return abs(self.device_bytes - self.limit) <= self.margin * self.limit
 
     @property
     def margin(self) -> float:
-        """Share of the limit by which an estimate must differ from it; a smaller difference is too close to call."""
+        """Least difference from the limit at which an estimate decides whether a step fits, as a share of the limit."""
         compiled, pipelined = bool(self.estimate.compiled), self.estimate.plan.pipeline is not None
         return accuracy.margin(self.platform.chip.kind, compiled=compiled, pipelined=pipelined)
 
@@ -126,7 +126,7 @@ class Fit:
             return f"does not fit: {self.report.oom}, according to the compiler"
         if self.limit is None:
             return f"{size(self.device_bytes)} per device, {evidence}; the platform's memory is unknown: set --limit"
-        use_of_limit = f"{size(self.device_bytes)} of {size(self.limit)} per device, {evidence}"
+        usage = f"{size(self.device_bytes)} of {size(self.limit)} per device, {evidence}"
         if self.host_limit is not None and self.host_bytes > self.host_limit:
             return (
                 f"does not fit: needs {size(self.host_bytes)} of host memory per device, but the limit is "
@@ -134,12 +134,12 @@ class Fit:
             )
         answer = "fits" if self.fits else "does not fit"
         if self.close:
-            return f"{answer}, narrowly: {use_of_limit}\n(may be off by {self.margin:.0%}; --verify asks the compiler)"
-        return f"{answer}: {use_of_limit}"
+            return f"{answer}, narrowly: {usage}\n(may be off by {self.margin:.0%}; --verify asks the compiler)"
+        return f"{answer}: {usage}"
 
     @property
     def remedy(self) -> str:
-        """A change that makes the step fit, in one sentence; empty if it fits or no estimated change is enough."""
+        """A change that makes the step fit, in one sentence; "" if the step fits or no estimated change is enough."""
         option = next((option for option in self.helps if option.fits), None)
         if self.fits or option is None or self.limit is None:
             return ""
@@ -172,16 +172,16 @@ class Fit:
         lines.append(f"optimizer state: {self.estimate.state_bytes:.3g} bytes a parameter")
         lines += self._wire_lines()
         if self.helps:
-            width = max(len(option.flags) for option in self.helps)
+            flags_width = max(len(option.flags) for option in self.helps)
             lines += ["", "changes that save the most (flags of fit and train):"]
             lines += [
-                f"  {option.flags:{width}}  saves {size(option.saves):>8}{', and fits' if option.fits else ''}"
+                f"  {option.flags:{flags_width}}  saves {size(option.saves):>8}{', and fits' if option.fits else ''}"
                 for option in self.helps
             ]
         return "\n".join(lines)
 
     def _wire_lines(self) -> list[str]:
-        """Lines with the bytes that a device sends in a step: over the slow axis by plan, over all axes if compiled."""
+        """Lines with the bytes that a device sends in a step: over the slow axis; if it is compiled, over all axes."""
         traffic, plan, report = self.estimate.wire, self.estimate.plan, self.report
         lines = [] if traffic is None else [f"on the wire, {traffic}"]
         if report is not None and report.collectives:
@@ -294,16 +294,16 @@ def helps(experiment: Experiment, platform: Platform, step_fit: Fit) -> tuple[He
     bytes_before = estimate_before.device_bytes
 
     def help_of(change: Mapping[str, str]) -> Help | None:
-        """What a change (new texts by field of the plan) saves; `None` if it is not valid."""
+        """What a change saves; `None` if it is not valid. The change has new texts by field of the plan."""
         try:
             new_estimate = estimate(experiment, platform, override(plan, change))
         except UserError:  # the change is not valid for this model or batch
             return None
         flags = " ".join(f"--plan.{field} {text}" for field, text in change.items())
         fits = dataclasses.replace(step_fit, estimate=new_estimate, report=None).fits
-        return Help(flags, bytes_before - new_estimate.device_bytes, new_estimate.device_bytes, fits)
+        return Help(flags, saves=bytes_before - new_estimate.device_bytes, needs=new_estimate.device_bytes, fits=fits)
 
-    options: list[tuple[Help, dict[str, str]]] = []
+    helps_and_changes: list[tuple[Help, dict[str, str]]] = []
     for change in _changes(experiment, estimate_before):
         option = help_of(change)
         while option and not option.fits and "microbatches" in change:
@@ -313,14 +313,14 @@ def helps(experiment: Experiment, platform: Platform, step_fit: Fit) -> tuple[He
             change = {"microbatches": str(microbatch_count)}
             option = help_of(change)
         if option is not None and option.saves > 0.01 * bytes_before:
-            options.append((option, change))
-    options.sort(key=lambda pair: -pair[0].saves)
-    single_helps = tuple(option for option, _ in options)
+            helps_and_changes.append((option, change))
+    helps_and_changes.sort(key=lambda pair: -pair[0].saves)
+    single_helps = tuple(option for option, _ in helps_and_changes)
     if step_fit.fits or any(option.fits for option in single_helps):
         return single_helps
     combined_change: dict[str, str] = {}
     combination = None
-    for _, change in options:
+    for _, change in helps_and_changes:
         combined_change |= change
         if len(combined_change) > 1:
             combination = help_of(combined_change)
@@ -330,34 +330,34 @@ def helps(experiment: Experiment, platform: Platform, step_fit: Fit) -> tuple[He
 
 
 def _changes(experiment: Experiment, step_estimate: Estimate) -> list[dict[str, str]]:
-    """The changes that affect the largest kinds of tensor; each has the new text of one or more fields of the plan."""
+    """The changes that affect the largest kinds of tensor, each as the new text of a field of the plan, by its name."""
     plan, bytes_by_kind = step_estimate.plan, step_estimate.device
     assert plan.mesh is not None
     state_bytes = sum(bytes_by_kind.get(kind, 0) for kind in ("parameters", "optimizer state", "gradients"))
     activation_bytes = bytes_by_kind.get("kept activations", 0) + bytes_by_kind.get("transients", 0)
-    changes: list[tuple[int, str, str]] = []  # affected bytes, field of the plan, new text
+    options: list[tuple[int, str, str]] = []  # affected bytes, field of the plan, new text
     if plan.memory.rule != "full":
-        changes.append((bytes_by_kind.get("kept activations", 0), "memory", "full"))
+        options.append((bytes_by_kind.get("kept activations", 0), "memory", "full"))
     if plan.zero < 3 and plan.mesh.fsdp > 1:
-        changes.append((state_bytes, "zero", "3"))
+        options.append((state_bytes, "zero", "3"))
     if plan.offload.optimizer_state == "device" and plan.offload.weights == "device":
-        changes.append((bytes_by_kind.get("optimizer state", 0), "offload.optimizer-state", "streamed"))
+        options.append((bytes_by_kind.get("optimizer state", 0), "offload.optimizer-state", "streamed"))
     if plan.precision == "float32":
-        changes.append((activation_bytes // 2, "precision", "bfloat16"))
+        options.append((activation_bytes // 2, "precision", "bfloat16"))
     if plan.kernels.loss_chunk is None and plan.kernels.scores == "auto" and "loss" in bytes_by_kind:
-        changes.append((bytes_by_kind["loss"], "kernels", str(dataclasses.replace(plan.kernels, loss_chunk=256))))
+        options.append((bytes_by_kind["loss"], "kernels", str(dataclasses.replace(plan.kernels, loss_chunk=256))))
     microbatch_count = _next_microbatches(experiment, plan, plan.microbatches)
     if microbatch_count is not None:
-        changes.append(((activation_bytes + bytes_by_kind.get("loss", 0)) // 2, "microbatches", str(microbatch_count)))
-    changes.sort(key=lambda change: -change[0])
-    return [{field: text} for _, field, text in changes[:MOST_CHANGES]]
+        options.append(((activation_bytes + bytes_by_kind.get("loss", 0)) // 2, "microbatches", str(microbatch_count)))
+    options.sort(key=lambda option: -option[0])
+    return [{field: text} for _, field, text in options[:MOST_CHANGES]]
 
 
 def _next_microbatches(experiment: Experiment, plan: Plan, microbatches: int) -> int | None:
-    """The least number of microbatches, at least twice as many as now, that divides a shard's rows; `None` if none."""
+    """The least number that divides a shard's rows and is at least twice `microbatches`; `None` if there is none."""
     assert plan.mesh is not None
-    rows = experiment.batch // plan.mesh.batch_shards
-    return next((count for count in range(microbatches * 2, rows + 1) if rows % count == 0), None)
+    shard_rows = experiment.batch // plan.mesh.batch_shards
+    return next((count for count in range(microbatches * 2, shard_rows + 1) if shard_rows % count == 0), None)
 
 
 def _clock_line(clock: Simulation) -> str:

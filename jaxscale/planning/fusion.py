@@ -1,8 +1,9 @@
-"""Which values of a traced program a compiler stores as arrays, and which it computes where they are read.
+"""Which values of a traced program a compiler stores as arrays, and which it computes inside their readers.
 
 The results of products, reductions, gathers, loops and kernels are stored as arrays. Every other value is an expression
-of such arrays. The compiler computes an expression within its readers, so that it needs no memory, unless a reader
-requires an array (a loop, a kernel, and on some platforms a product). This is XLA's behaviour in outline.
+of such arrays. The compiler computes an expression inside the operations that read it, so that the expression needs no
+memory. It is stored only if a reader requires an array (a loop, a kernel, and on some platforms a product). This is
+XLA's behaviour in outline.
 
 Values and arrays are represented by their numbers in a `FlatProgram`.
 """
@@ -34,7 +35,7 @@ ARRAY_RESULTS = (
     *PRODUCTS, *ARRAY_READERS, *SCATTERS, "gather", "device_put", "cumsum", "cumlogsumexp", "cummax", "concatenate",
     "dynamic_update_slice", "triangular_solve", "random_bits", "threefry2x32", "argmax", "argmin", "split",
 )  # fmt: skip
-"""Operations whose results are arrays, as are those of reductions (`reduce_...`)."""
+"""Operations whose results are arrays. The results of reductions (`reduce_...`) are arrays too."""
 
 VIEWS = (
     "reshape", "squeeze", "expand_dims", "sharding_constraint", "optimization_barrier", "copy", "pvary", "pcast",
@@ -52,7 +53,7 @@ class Compiler:
 
     Args:
         fuses: with "no", operands of products are arrays (GPU, CPU). With "all", operands that are expressions are
-            computed inside the product (TPU). With "local" they are too, except in a product that is computed around a
+            computed inside the product (TPU). "local" is like "all", except for a product that is computed around a
             ring of devices (TPUs whose slices are flat).
         scatters: whether gradients are scattered as they are summed (ZeRO 2 and 3).
         gather: share of a gathered weight that is in memory at any one time.
@@ -95,8 +96,8 @@ class Arrays:
         self.bytes: dict[int, int] = {}
         self.sources: dict[int, frozenset[int]] = {value: frozenset() for value in program.inputs}
         # the caller holds the memory of these values
-        self._stacked = set() if first_stacked is None else set(program.outputs[first_stacked:])
-        self._stacked |= regions.reshaped_outputs(program, RENAMED) if branch else set()
+        self._stacked_outputs = set() if first_stacked is None else set(program.outputs[first_stacked:])
+        self._stacked_outputs |= regions.reshaped_outputs(program, RENAMED) if branch else set()
         self._caller_values = set(program.inputs) if self.in_loop or regions.tick_loops(program) else set()
         for operation in program.operations:
             self._add_results(operation)
@@ -108,11 +109,11 @@ class Arrays:
         return Arrays(operation.loop, self.placements.loops[index], self.compiler, len(carries(operation)))
 
     def of_branches(self, index: int) -> "list[Arrays]":
-        """The arrays of each branch of a `cond`, by its index among the operations."""
+        """The arrays of each branch of the `cond` with this index among the operations."""
         programs, placements = self.program.operations[index].branches, self.placements.branches[index]
         return [
-            Arrays(program, placement, self.compiler, 0, branch=True)
-            for program, placement in zip(programs, placements, strict=True)
+            Arrays(program, branch_placements, self.compiler, first_stacked=0, branch=True)
+            for program, branch_placements in zip(programs, placements, strict=True)
         ]
 
     def sources_of(self, values: Iterable[int | None]) -> set[int]:
@@ -139,18 +140,18 @@ class Arrays:
         """Record which results of an operation are arrays, and the sources of the others."""
         operands = [value for value in operation.inputs if value is not None]
         operand_sources = frozenset(self.sources_of(operands))
-        is_array = self.is_array(operation)
-        gathers = is_array and operation.kind == "enter"
-        in_place = set() if gathers else regions.in_place_results(operation, self._caller_values, self.program)
-        self._caller_values |= in_place
+        are_arrays = self.is_array(operation)
+        gathers = are_arrays and operation.kind == "enter"
+        in_place_values = set() if gathers else regions.in_place_results(operation, self._caller_values, self.program)
+        self._caller_values |= in_place_values
         is_view = operation.kind in VIEWS and len(operands) == 1 and len(operand_sources) <= 1
         is_whole_array = regions.is_whole_array(operation, self.program)
         for value in operation.outputs:
-            if value in in_place:
+            if value in in_place_values:
                 self.sources[value] = frozenset()
-            elif not is_whole_array and (is_array or (not is_view and self._needs_array(value))):
+            elif not is_whole_array and (are_arrays or (not is_view and self._needs_array(value))):
                 self.sources[value] = frozenset((value,))
-                self.bytes[value] = 0 if value in self._stacked else self._result_bytes(operation, value)
+                self.bytes[value] = 0 if value in self._stacked_outputs else self._result_bytes(operation, value)
             else:
                 self.sources[value] = operand_sources
 
@@ -174,21 +175,21 @@ class Arrays:
             return True
         if value in self.scattered_sums and (self.compiler.fuses == "no" or not self._is_fully_sharded(value)):
             return True
-        readers = self._readers_through_views(value)
-        if any(self.program.operations[index].kind in ARRAY_READERS for index in readers):
+        reader_indices = self._readers_through_views(value)
+        if any(self.program.operations[index].kind in ARRAY_READERS for index in reader_indices):
             return True
-        products = [index for index in readers if self.program.operations[index].kind in PRODUCTS]
+        product_indices = [index for index in reader_indices if self.program.operations[index].kind in PRODUCTS]
         if self.compiler.fuses == "no":
-            return bool(products)
-        return self.compiler.fuses == "local" and any(map(self.is_around_ring, products))
+            return bool(product_indices)
+        return self.compiler.fuses == "local" and any(map(self.is_around_ring, product_indices))
 
     def _readers_through_views(self, value: int) -> list[int]:
         """Indices of the operations that read a value or a view of it."""
-        readers = []
+        reader_indices = []
         for index in self.program.readers.get(value, ()):
             operation = self.program.operations[index]
-            readers += self._readers_through_views(operation.outputs[0]) if operation.kind in VIEWS else [index]
-        return readers
+            reader_indices += self._readers_through_views(operation.outputs[0]) if operation.kind in VIEWS else [index]
+        return reader_indices
 
     def _is_fully_sharded(self, value: int) -> bool:
         """Whether no two devices hold the same part of a value; if two do, XLA's partitioner keeps a scatter."""
@@ -197,7 +198,7 @@ class Arrays:
 
 
 def _scattered_sums(program: FlatProgram) -> set[int]:
-    """Sums with a scatter of one element per row as a summand; the scatter writes into the array of the sum."""
+    """Sums that add a scatter of one element per row; the scatter writes into the array of the sum."""
     scatter_results: set[int] = set()
     sums: set[int] = set()
     for operation in program.operations:
@@ -210,7 +211,7 @@ def _scattered_sums(program: FlatProgram) -> set[int]:
 
 def _changes_one_per_row(operation: Operation, program: FlatProgram) -> bool:
     """Whether a scatter changes one element per row, which compilers turn into a comparison with an iota."""
-    numbers = operation.params["dimension_numbers"]
-    batching_dims, inserted_dims = numbers.operand_batching_dims, numbers.inserted_window_dims
+    dimension_numbers = operation.params["dimension_numbers"]
+    batching_dims, inserted_dims = dimension_numbers.operand_batching_dims, dimension_numbers.inserted_window_dims
     shape = program.shapes[operation.outputs[0]].shape
-    return not numbers.update_window_dims and len(inserted_dims) == 1 and len(batching_dims) + 1 == len(shape)
+    return not dimension_numbers.update_window_dims and len(inserted_dims) == 1 and len(batching_dims) + 1 == len(shape)

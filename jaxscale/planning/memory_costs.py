@@ -1,7 +1,7 @@
 """Costs of memory plans: seconds by which they make a train step longer than one that keeps all activations.
 
-The seconds are those of recomputation by roofline, and of copies to the host and back that the block's own work does
-not hide. Only the model's blocks are traced, once. If the chip's rates are unknown, costs are FLOP instead.
+The seconds are those of recomputation, by roofline, and of copies to the host and back that do not overlap with the
+block's own computation. Only the model's blocks are traced, once. If the chip's rates are unknown, costs are FLOP.
 """
 
 import dataclasses
@@ -85,6 +85,6 @@ class MemoryCosts:
         """
         rate = roofline.rate(self.platform.chip, "bfloat16")
         assert rate is not None, "the platform's rates are known"
-        calls_flop = sum(call.count * call.graph.flop for call in self.calls)
-        flop_besides_blocks = flop / self.platform.devices - 3 * self.microbatches * self.stages * calls_flop
-        return self.block_seconds + max(0.0, flop_besides_blocks) / rate
+        block_flop = sum(call.count * call.graph.flop for call in self.calls)
+        other_flop = flop / self.platform.devices - 3 * self.microbatches * self.stages * block_flop
+        return self.block_seconds + max(0.0, other_flop) / rate

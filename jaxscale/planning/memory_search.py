@@ -34,7 +34,7 @@ MENU = ("none", "dots", "jax:dots_with_no_batch_dims_saveable", "full", "sqrt")
 """Candidates without a budget."""
 
 OFFLOAD_GAIN = 0.01
-"""Share of the blocks' time that offload must save; next to other transfers, copies are hidden less than modelled."""
+"""Share of the blocks' time that offload must save, because other transfers slow the copies more than is modelled."""
 
 CLOSE = 0.02
 """The search for a budget ends when less than this share of the limit is unused."""
@@ -124,24 +124,24 @@ def cheapest_fit(
         return menu_candidates[0].plan
     rules = searched_rules(experiment, plan, candidates.costs) if menu is None else ()
     optimal_candidates = [_largest_candidate(candidates, rule, limit, menu_candidates[0].kept) for rule in rules]
-    best = min(filter(None, optimal_candidates), key=lambda candidate: candidate.cost, default=None)
+    best_candidate = min(filter(None, optimal_candidates), key=lambda candidate: candidate.cost, default=None)
     # weights that stream from the host keep its link busy
-    if best is not None and candidates.costs.scanned and plan.offload.weights == "device":
+    if best_candidate is not None and candidates.costs.scanned and plan.offload.weights == "device":
         host_limit = host_share(platform) if host_limit is None else host_limit
-        best = _with_pofo(candidates, best, limit, host_limit) or best
+        best_candidate = _pofo_candidate(candidates, best_candidate, limit, host_limit) or best_candidate
     menu_candidates += filter(None, map(candidates.candidate_or_none, other_texts))
     least_bytes = min(candidate.bytes for candidate in menu_candidates)
     too_large_pairs: list[tuple[int, Candidate]] = []  # needed bytes, candidate
-    all_candidates = menu_candidates if best is None else [best, *menu_candidates]
+    all_candidates = menu_candidates if best_candidate is None else [best_candidate, *menu_candidates]
     for candidate in sorted(all_candidates, key=lambda candidate: candidate.cost):
         is_promising = candidate.bytes <= limit * (1 + MARGIN) or candidate.bytes == least_bytes
         needed_bytes = candidates.needed_bytes(candidate) if is_promising else candidate.bytes
-        if candidate is best or needed_bytes <= limit:
+        if candidate is best_candidate or needed_bytes <= limit:
             return candidate.plan
         too_large_pairs.append((needed_bytes, candidate))
     needed_bytes, smallest = min(too_large_pairs, key=lambda pair: pair[0])
     raise NothingFits(
-        f"memory fit: {experiment.name} takes at least {size(needed_bytes)} per device under any of "
+        f"memory fit: {experiment.name} takes at least {size(needed_bytes)} per device under each of the memory plans "
         f"{', '.join(str(candidate.plan.memory) for candidate in menu_candidates)}; "
         f"the limit is {size(limit)}. Use more devices, ZeRO 3, more microbatches or a loss in chunks. To see which "
         f"change saves most, run jaxscale fit FILE --plan.memory {smallest.plan.memory} --limit {bytes_text(limit)}",
@@ -159,7 +159,7 @@ def valid_menu(experiment: Experiment, plan: Plan) -> tuple[str, ...]:
 
 
 def searched_rules(experiment: Experiment, plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
-    """Rules whose budget is searched, because they are optimal for the model's blocks."""
+    """Names of the rules whose budgets are searched: those that are optimal for the model's blocks."""
     if plan.unroll > 1 or not costs.calls:
         return ()
     is_chain = len(costs.calls) > 1 and all(call.count == 1 for call in costs.calls)
@@ -169,13 +169,22 @@ def searched_rules(experiment: Experiment, plan: Plan, costs: MemoryCosts) -> tu
 
 @dataclasses.dataclass(eq=False)
 class _Candidates:
-    """Candidates of one experiment, with cached estimates and compiled bytes."""
+    """Candidates of one experiment, with cached estimates and compiled bytes.
+
+    Args:
+        experiment: what to train.
+        platform: platform to train on.
+        plan: plan whose memory plan each candidate replaces.
+        measure: function that compiles a step and returns its bytes of device memory; `None` to rely on estimates.
+        candidate_by_text: candidates that were estimated, by the text form of their memory plan.
+        measured_bytes: bytes of device memory per device of the candidates that were compiled.
+    """
 
     experiment: Experiment
     platform: Platform
     plan: Plan
     measure: Measure | None
-    by_text: dict[str, Candidate] = dataclasses.field(default_factory=dict)
+    candidate_by_text: dict[str, Candidate] = dataclasses.field(default_factory=dict)
     measured_bytes: dict[Candidate, int] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
@@ -194,16 +203,16 @@ class _Candidates:
         Raises:
             UserError: the memory plan is not valid for the model.
         """
-        if text not in self.by_text:
+        if text not in self.candidate_by_text:
             plan = dataclasses.replace(self.plan, memory=MemoryPlan.parse(text))
             step = described_step(self.experiment, self.platform, plan)
-            step_estimate = of_step(step, self.batch, self.platform)
-            kept_bytes = step_estimate.kept_bytes if step.decision is None else step.decision.bytes
-            cost: float = step_estimate.flop
+            estimate = of_step(step, self.batch, self.platform)
+            kept_bytes = estimate.kept_bytes if step.decision is None else step.decision.bytes
+            cost: float = estimate.flop
             if plan.memory.rule != "none" and self.costs.timed and self.costs.calls:
                 cost = self.costs.seconds(self.costs.decision(plan.memory))
-            self.by_text[text] = Candidate(plan, cost, step_estimate.device_bytes, kept_bytes, step_estimate.host_bytes)
-        return self.by_text[text]
+            self.candidate_by_text[text] = Candidate(plan, cost, estimate.device_bytes, kept_bytes, estimate.host_bytes)
+        return self.candidate_by_text[text]
 
     def candidate_or_none(self, text: str) -> Candidate | None:
         """The candidate of a memory plan; `None`, with a warning, if the memory plan is not valid for the model."""
@@ -230,31 +239,31 @@ class _Candidates:
 
 
 def _largest_candidate(candidates: _Candidates, rule: str, limit: int, max_budget: int) -> Candidate | None:
-    """A rule's candidate with the largest budget up to `max_budget` that fits; `None` if no budget does."""
-    max_budget += -max_budget % _granularity(max_budget)
+    """A rule's candidate with the largest budget up to `max_budget` that fits; `None` if no budget fits."""
+    max_budget += -max_budget % _granularity(max_budget)  # rounded up
     if candidates.candidate_or_none(f"{rule}:{bytes_text(max_budget)}") is None:
         return None
-    low, high, estimate_error, best = 0, max_budget + 1, 0, None
+    low_budget, high_budget, estimate_error, best_candidate = 0, max_budget + 1, 0, None
     for _ in range(COMPILES):
-        candidate = _largest_by_estimate(candidates, rule, limit - estimate_error, low, high)
-        if candidate is None or (best is not None and candidate.kept <= best.kept):
+        candidate = _largest_by_estimate(candidates, rule, limit - estimate_error, low_budget, high_budget)
+        if candidate is None or (best_candidate is not None and candidate.kept <= best_candidate.kept):
             break
         needed_bytes = candidates.needed_bytes(candidate)
         estimate_error = needed_bytes - candidate.bytes
         if needed_bytes <= limit:
-            best, low = candidate, _budget_of(candidate)
+            best_candidate, low_budget = candidate, _budget_of(candidate)
             if limit - needed_bytes <= CLOSE * limit:
                 break
         else:
-            high = min(_budget_of(candidate), candidate.kept)
+            high_budget = min(_budget_of(candidate), candidate.kept)
         if candidates.measure is None:
             break
-    return best
+    return best_candidate
 
 
-def _with_pofo(candidates: _Candidates, best: Candidate, limit: int, host_limit: int | None) -> Candidate | None:
+def _pofo_candidate(candidates: _Candidates, best: Candidate, limit: int, host_limit: int | None) -> Candidate | None:
     """POFO's candidate at the budget of the best candidate; `None` if it saves too little time or does not fit."""
-    costs, budget = candidates.costs, best.kept + -best.kept % _granularity(best.kept)
+    costs, budget = candidates.costs, best.kept + -best.kept % _granularity(best.kept)  # rounded up
     if not costs.timed or candidates.platform.chip.kind == "cpu" or best.plan.memory.rule != "save":
         return None
     for _ in range(2):
@@ -275,8 +284,16 @@ def _with_pofo(candidates: _Candidates, best: Candidate, limit: int, host_limit:
 
 
 def _largest_by_estimate(candidates: _Candidates, rule: str, limit: int, low: int, high: int) -> Candidate | None:
-    """The candidate with the largest budget between `low` and `high`, exclusive, whose estimate is within `limit`."""
-    granularity, best = _granularity(high), None
+    """The candidate of a rule with the largest budget whose estimate is within `limit`; `None` if there is none.
+
+    Args:
+        candidates: candidates of the experiment.
+        rule: rule of the memory plan.
+        limit: most estimated bytes of device memory per device.
+        low: bytes below all budgets to try.
+        high: bytes above all budgets to try.
+    """
+    granularity, best_candidate = _granularity(high), None
     budget = (high - 1) // granularity * granularity
     for _ in range(ESTIMATES):
         if not low < budget < high:
@@ -287,7 +304,7 @@ def _largest_by_estimate(candidates: _Candidates, rule: str, limit: int, low: in
         else:
             unused_bytes = limit - candidate.bytes
             if unused_bytes >= 0:
-                best, low = candidate, budget
+                best_candidate, low = candidate, budget
                 if unused_bytes <= CLOSE * limit:
                     break
             else:
@@ -295,11 +312,11 @@ def _largest_by_estimate(candidates: _Candidates, rule: str, limit: int, low: in
             # each byte of kept activations adds a byte to the estimate
             target_budget = candidate.kept + unused_bytes
         budget = (target_budget if low < target_budget < high else (low + high) // 2) // granularity * granularity
-    return best
+    return best_candidate
 
 
 def _granularity(budget: int) -> int:
-    """A power of two; searched budgets near `budget` are multiples of so many bytes, so that their text is short."""
+    """A number of bytes, a power of two; searched budgets near `budget` are multiples of it, so their text is short."""
     return 2 ** max(budget.bit_length() - 8, 0)
 
 

@@ -70,9 +70,9 @@ class Menu:
         return min(fitting_decisions, key=self.cost, default=None)
 
     def cost(self, decision: Decision) -> float:
-        """Time beyond keeping all activations, as a share of forward and backward pass; FLOP if rates are unknown."""
-        passes = 3 * self.layers * (self.graph.seconds if self.timed else self.graph.flop)
-        return (decision.seconds if self.timed else decision.flop) / (passes or 1)
+        """Time beyond keeping all activations, as a share of the forward and backward pass; by FLOP without rates."""
+        passes_cost = 3 * self.layers * (self.graph.seconds if self.timed else self.graph.flop)
+        return (decision.seconds if self.timed else decision.flop) / (passes_cost or 1)
 
     def __str__(self) -> str:
         text_lines = [
@@ -89,26 +89,26 @@ class Menu:
 
     @property
     def _cost_name(self) -> str:
-        """Name of the costs."""
+        """Name of the costs, "time" or "FLOP"."""
         return "time" if self.timed else "FLOP"
 
     def _table(self, rules: Collection[str], cell_of: Callable[[Decision], str]) -> list[str]:
         """Lines with a cell for each rule and budget; "-" if no decision is within the budget."""
-        width = max(map(len, rules))
-        text_lines = [" " * width + "".join(f"{size(budget / self.layers):>10}" for budget in self.budgets)]
+        rule_width = max(map(len, rules))
+        text_lines = [" " * rule_width + "".join(f"{size(budget / self.layers):>10}" for budget in self.budgets)]
         for rule in rules:
             decisions = [self.within(rule, budget) for budget in self.budgets]
             cells = ["-" if decision is None else cell_of(decision) for decision in decisions]
-            text_lines.append(f"{rule:{width}}" + "".join(f"{cell:>10}" for cell in cells))
+            text_lines.append(f"{rule:{rule_width}}" + "".join(f"{cell:>10}" for cell in cells))
         return text_lines
 
     def svg(self) -> str:
         """The curve of each rule as an SVG image: cost by bytes kept per layer."""
-        curves = {
+        points_by_rule = {
             rule: [Point(str(d.plan), round(d.bytes / self.layers), 1 + self.cost(d)) for d in decisions]
             for rule, decisions in self.decisions.items()
         }
-        return lines(curves, f"bytes kept a layer; upwards the {self._cost_name} of a step")
+        return lines(points_by_rule, f"bytes kept a layer; upwards the {self._cost_name} of a step")
 
     def html(self) -> str:
         """A self-contained page: the curves and the table."""
@@ -138,8 +138,8 @@ def menu(
     """The decisions of all memory rules for a block, with their bytes and costs.
 
     Args:
-        block: a function or an NNX module, called as `block(*args, **named)`, or a `BlockGraph`; the last of `args` is
-            the activation. Or an `Experiment`, to compare rules on a block of its model as one device runs it.
+        block: a function or an NNX module, called as `block(*args, **named)`; the last of `args` is the activation. Or
+            a `BlockGraph`; or an `Experiment`, to compare rules on a block of its model as one device runs it.
         args: arrays or shapes (`jax.ShapeDtypeStruct`) of the block's arguments, per device and microbatch.
         platform: platform whose roofline gives the time, such as "tpu v5e:4x4"; without one, costs are FLOP and nothing
             is offloaded. Required for an experiment.
@@ -172,10 +172,10 @@ def menu(
                 f"{block.name}: its model exposes no blocks; build it of layers.Stack or layers.Chain, or pass a block"
             )
         # if the model has several kinds of blocks, the kind that keeps the most bytes
-        graphs = {call.fingerprint: call.graph for call in calls}
-        counts = {digest: sum(call.count for call in calls if call.fingerprint == digest) for digest in graphs}
-        fingerprint = max(graphs, key=lambda digest: counts[digest] * graphs[digest].needed_bytes)
-        graph, layers, name = graphs[fingerprint], counts[fingerprint], block.name
+        graph_of = {call.fingerprint: call.graph for call in calls}
+        count_of = {kind: sum(call.count for call in calls if call.fingerprint == kind) for kind in graph_of}
+        fingerprint = max(graph_of, key=lambda kind: count_of[kind] * graph_of[kind].needed_bytes)
+        graph, layers, name = graph_of[fingerprint], count_of[fingerprint], block.name
     else:
         graph = _graph(block, args, named, platform)
         name = f"block {graph.fingerprint}" if block is graph else getattr(block, "__name__", type(block).__name__)
@@ -183,8 +183,8 @@ def menu(
 
 
 def _menu(name: str, graph: BlockGraph, layers: int, shares: Sequence[float], chip: Chip | None) -> Menu:
-    """The menu of a block with this graph."""
-    call = BlockCall(graph.fingerprint, graph, (), layers, layers > 1, 0)
+    """The menu of a stack of blocks with this graph."""
+    call = BlockCall(graph.fingerprint, graph, args=(), count=layers, rolled=layers > 1, order=0)
     input_bytes = layers * graph.carried_bytes
     exact_budgets = (
         least_bytes(graph, layers),
@@ -194,7 +194,8 @@ def _menu(name: str, graph: BlockGraph, layers: int, shares: Sequence[float], ch
     decisions: dict[str, tuple[Decision, ...]] = {}
     for rule in (*BUDGETED, *FIXED):
         rule_decisions = []
-        for plan_text in [f"{rule}:{bytes_text(budget)}" for budget in budgets] if rule in BUDGETED else [rule]:
+        plan_texts = [f"{rule}:{bytes_text(budget)}" for budget in budgets] if rule in BUDGETED else [rule]
+        for plan_text in plan_texts:
             try:
                 rule_decisions.append(decide(MemoryPlan.parse(plan_text), [call], chip))
             except UserError:  # the budget is below the rule's least, or the chip's rates are unknown
@@ -202,9 +203,7 @@ def _menu(name: str, graph: BlockGraph, layers: int, shares: Sequence[float], ch
         if rule_decisions:
             decisions[rule] = tuple(rule_decisions)
     is_timed = roofline.rate(chip, "bfloat16") is not None
-    timing = (
-        "" if chip is None or not is_timed else f"{3e3 * graph.seconds:.3g} ms forward and backward on a {chip.name}, "
-    )
+    timing = f"{3e3 * graph.seconds:.3g} ms forward and backward on a {chip.name}, " if chip and is_timed else ""
     title = (
         f"{name}, {layers} layers: {timing}{size(graph.carried_bytes)} of input and {size(graph.needed_bytes)} kept "
         "without a plan, a layer"
@@ -213,12 +212,12 @@ def _menu(name: str, graph: BlockGraph, layers: int, shares: Sequence[float], ch
 
 
 def _percentage(cost: float) -> str:
-    """A cost as a percentage."""
+    """A cost, a share of a step, as a percentage."""
     return f"{cost:+.1%}" if cost < 10 else f"{cost:+.0%}"
 
 
 def _graph(block: Any, args: Sequence[Any], named: Any, platform: Platform | None) -> BlockGraph:
-    """The graph of a function, an NNX module or a graph."""
+    """The graph of a block that is a function or an NNX module; a `BlockGraph` is returned unchanged."""
     from flax import nnx
 
     chip = None if platform is None else platform.chip
@@ -229,6 +228,7 @@ def _graph(block: Any, args: Sequence[Any], named: Any, platform: Platform | Non
     graphdef, state = nnx.split(block)
 
     def run_module(state: Any, *args: Any) -> Any:
+        """Call the module with this state."""
         module: Any = nnx.merge(graphdef, state, copy=True)
         return module(*args, **named)
 

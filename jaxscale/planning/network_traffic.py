@@ -1,9 +1,9 @@
 """Network traffic of a train step: bytes per device, step and mesh axis, and seconds on the slow axis.
 
 The slow axis is the mesh axis of replicas. The plan determines the traffic over it: the bytes of the codec, DiLoCo's
-exchanges averaged over steps, or otherwise the gradients' shards in the type in which they are reduced. A compiled
-program shows the traffic over every axis. Seconds are bytes divided by the link's bandwidth, as if nothing else used
-the link. Left out: latency, and overlap with computation.
+exchanges averaged over steps, or, without either, the gradients' shards in the type in which they are reduced. A
+compiled program shows the traffic over every axis. Seconds are bytes divided by the link's bandwidth, as if nothing
+else used the link. Left out: latency, and overlap with computation.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.state.layout import REPLICA_AXIS
 from jaxscale.step.exchange import leaves_of_gradients
 from jaxscale.step.train_step import TrainStep
-from jaxscale.tpu_slices import across
+from jaxscale.tpu_slices import slices_per_axis
 from jaxscale.values.units import size
 
 
@@ -57,26 +57,27 @@ def slow_axis_traffic(step: TrainStep, platform: Platform) -> Traffic | None:
     plan, axis_sizes = step.plan, step.mesh.shape
     if axis_sizes[REPLICA_AXIS] == 1:
         return None
-    codec, diloco = step.codec, step.replicas
+    codec, replicas = step.codec, step.replicas
     if codec is not None:
-        sent_bytes, exact_bytes, by = codec.wire_bytes, codec.exact_bytes, f"reduce {codec.codec}"
-    elif diloco is not None:
-        fragments, interval = range(len(diloco.fragments)), diloco.diloco.every
-        sent_bytes = math.ceil(sum(map(diloco.wire_bytes, fragments)) / interval)
-        exact_bytes, by = sum(map(diloco.exact_bytes, fragments)), f"diloco every {interval} steps"
+        sent_bytes, exact_bytes, sender = codec.wire_bytes, codec.exact_bytes, f"reduce {codec.codec}"
+    elif replicas is not None:
+        fragment_indices, interval = range(len(replicas.fragments)), replicas.diloco.every
+        sent_bytes = math.ceil(sum(map(replicas.wire_bytes, fragment_indices)) / interval)
+        exact_bytes, sender = sum(map(replicas.exact_bytes, fragment_indices)), f"diloco every {interval} steps"
     else:
         leaves = leaves_of_gradients(plan, step.pure_model, step.layout).values()
+        # number of elements of a device's shards of the gradients
         elements = sum(math.prod(leaf.shape) // math.prod(axis_sizes[axis] for axis in leaf.axes) for leaf in leaves)
-        by = str(plan.reduce or plan.precision)
+        sender = str(plan.reduce or plan.precision)
         exact_bytes = wire.all_reduce(wire.FLOAT32 * elements, axis_sizes[REPLICA_AXIS])
-        sent_bytes = exact_bytes // (1 if by == "float32" else 2)
+        sent_bytes = exact_bytes // (1 if sender == "float32" else 2)
     assert plan.mesh is not None
-    link, bandwidth = slow_link(platform, plan.mesh)
-    return Traffic(sent_bytes, exact_bytes, by, link, sent_bytes / bandwidth if bandwidth else None)
+    link_name, bandwidth = slow_link(platform, plan.mesh)
+    return Traffic(sent_bytes, exact_bytes, sender, link_name, sent_bytes / bandwidth if bandwidth else None)
 
 
 def slow_link(platform: Platform, mesh: MeshSpec) -> tuple[str, float]:
-    """Name of the links along the replica axis and their bytes/s, per device and direction; 0 if unknown.
+    """Name of the links along the replica axis, and their bytes/s per device and direction; ("", 0.0) if unknown.
 
     Example:
         >>> slow_link(Platform.parse("tpu v5e:4x4 x 2"), MeshSpec(replica=2, fsdp=16))
@@ -85,14 +86,14 @@ def slow_link(platform: Platform, mesh: MeshSpec) -> tuple[str, float]:
         ('nvlink', 450000000000.0)
     """
     group_count = platform.slices if platform.chip.kind == "tpu" else platform.hosts or 1
-    groups_by_axis = across(tuple(mesh.sizes.values()), group_count)
+    groups_by_axis = slices_per_axis(tuple(mesh.sizes.values()), group_count)
     is_within_group = groups_by_axis is not None and groups_by_axis[list(mesh.sizes).index(REPLICA_AXIS)] == 1
     link_names = ("ici", "nvlink", "pcie") if is_within_group else ("dcn",)
     link = next((link for link in platform.links if link.name in link_names), None)
     if link is None:
         return "", 0.0
-    chips = (platform.chip.chips_per_host or 1) if link.per == "host" else 1
-    return link.name, link.bandwidth / (chips * platform.chip.devices)
+    chips_per_link = (platform.chip.chips_per_host or 1) if link.per == "host" else 1
+    return link.name, link.bandwidth / (chips_per_link * platform.chip.devices)
 
 
 def sent_by_axes(collectives: Iterable[Collective], mesh: MeshSpec, slices: int = 1) -> dict[str, int]:
@@ -112,7 +113,7 @@ def sent_by_axes(collectives: Iterable[Collective], mesh: MeshSpec, slices: int 
     axes_between_slices = megascale.split(mesh.sizes, slices)[1]
     bytes_by_axes: dict[str, int] = {}
     for collective in collectives:
-        axes = "other groups" if collective.axes is None else "+".join(collective.axes)
+        axes_text = "other groups" if collective.axes is None else "+".join(collective.axes)
         devices = math.prod(mesh.sizes[axis] for axis in collective.axes or ())
         if collective.kind == "collective-permute" or collective.axes is None:
             sent_bytes = collective.bytes
@@ -122,5 +123,5 @@ def sent_by_axes(collectives: Iterable[Collective], mesh: MeshSpec, slices: int 
         else:
             formula = wire.all_reduce if collective.kind == "all-reduce" else wire.all_to_all
             sent_bytes = formula(collective.bytes, devices)
-        bytes_by_axes[axes] = bytes_by_axes.get(axes, 0) + sent_bytes * collective.count
+        bytes_by_axes[axes_text] = bytes_by_axes.get(axes_text, 0) + sent_bytes * collective.count
     return bytes_by_axes

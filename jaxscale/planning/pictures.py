@@ -14,7 +14,7 @@ from jaxscale.planning.timeline import Item
 from jaxscale.values.units import size
 
 CUT = 3
-"""Costs whose distance above the lowest exceeds this many times the median distance are drawn at the edge."""
+"""Largest cost drawn to scale, as a multiple of the median; both are differences from the lowest cost."""
 
 STEPS = 400
 """Maximum number of moments drawn; of neighbouring moments, those with the most and the fewest live bytes remain."""
@@ -54,15 +54,15 @@ def stacked(moments: Sequence[Mapping[str, int]], limit: int | None = None, turn
         2
     """
     kinds = list(dict.fromkeys(kind for moment in moments for kind in moment))
-    totals = np.array([sum(moment.values()) for moment in moments], float)
-    indices = thin(np.arange(len(moments)), totals, STEPS // 2)[0].tolist()
-    top_bytes = 1.06 * _with_limit(max(totals, default=0), limit)
+    total_bytes = np.array([sum(moment.values()) for moment in moments], float)
+    drawn_indices = thin(np.arange(len(moments)), total_bytes, STEPS // 2)[0].tolist()
+    top_bytes = 1.06 * _axis_bytes(max(total_bytes, default=0), limit)
     frame = Frame((0, max(len(moments) - 1, 1)), (0, top_bytes))
     parts = [frame.grid(byte_ticks(top_bytes), size)]
-    lower_bytes = [0] * len(indices)
+    lower_bytes = [0] * len(drawn_indices)
     for kind, color in zip(kinds, itertools.cycle(COLORS)):
-        upper_bytes = [low + moments[index].get(kind, 0) for low, index in zip(lower_bytes, indices, strict=True)]
-        parts.append(frame.area(indices, lower_bytes, upper_bytes, color, kind))
+        upper_bytes = [low + moments[index].get(kind, 0) for low, index in zip(lower_bytes, drawn_indices, strict=True)]
+        parts.append(frame.area(drawn_indices, lower_bytes, upper_bytes, color, kind))
         lower_bytes = upper_bytes
     if limit is not None and limit <= top_bytes:
         parts.append(frame.level(limit, "limit"))
@@ -73,26 +73,26 @@ def stacked(moments: Sequence[Mapping[str, int]], limit: int | None = None, turn
         parts.append(svg_text(frame.x_of(turn) - 5, frame.top + 12, "forward", "end"))
     parts.append(frame.title("operations in order; a loop's body is drawn once"))
     entries = [({"fill": color}, kind) for kind, color in zip(kinds, itertools.cycle(COLORS))]
-    kinds_legend, height = legend(entries, frame.left, frame.height + 12, frame.width)
-    return svg(frame.width, frame.height + 12 + height, "live bytes through a step", parts, kinds_legend)
+    kinds_legend, legend_height = legend(entries, frame.left, frame.height + 12, frame.width)
+    return svg(frame.width, frame.height + 12 + legend_height, "live bytes through a step", parts, kinds_legend)
 
 
 def curve(points: Sequence[Point], limit: int | None = None) -> str:
     """Plans by bytes (across) and by cost (upwards), as an SVG image.
 
-    Costs farther above 1 than `CUT` times the median distance are drawn at the upper edge.
+    Costs above the largest cost that is drawn to scale (`CUT`) are drawn at the upper edge.
 
     Args:
         points: the plans to draw.
         limit: available bytes, drawn as a line.
     """
     edge_cost = _top_cost(points)
-    frame = Frame((0, 1.12 * _with_limit(max(point.bytes for point in points), limit)), (1, 1 + 1.15 * (edge_cost - 1)))
+    frame = Frame((0, 1.12 * _axis_bytes(max(point.bytes for point in points), limit)), (1, 1 + 1.15 * (edge_cost - 1)))
     parts = [_plan_axes(frame, "{:.2f}x".format), frame.title("bytes per device")]
-    if limit is not None and limit <= frame.across[1]:
+    if limit is not None and limit <= frame.x_range[1]:
         parts.append(frame.rule(limit, "limit"))
         parts.append(svg_text(frame.x_of(limit) - 5, frame.top + 12, f"limit {size(limit)}", "end"))
-    labels: list[tuple[float, float, float]] = []  # x, y and half the width of each
+    labels: list[tuple[float, float, float]] = []  # x, y and half the width of each label that is drawn
     for point in sorted(points, key=lambda point: not point.chosen):
         x, y = frame.x_of(point.bytes), frame.y_of(min(point.cost, edge_cost))
         radius, color = (7, COLORS[6]) if point.chosen else (5, COLORS[0])
@@ -109,7 +109,7 @@ def curve(points: Sequence[Point], limit: int | None = None) -> str:
 def lines(curves: Mapping[str, Sequence[Point]], across_name: str) -> str:
     """Plans of several rules by bytes (across) and by cost (upwards), a line per rule, as an SVG image.
 
-    Costs farther above 1 than `CUT` times the median distance are drawn at the upper edge.
+    Costs above the largest cost that is drawn to scale (`CUT`) are drawn at the upper edge.
 
     Args:
         curves: plans of each rule, by the rule's name.
@@ -122,16 +122,16 @@ def lines(curves: Mapping[str, Sequence[Point]], across_name: str) -> str:
     """
     points = [point for plans in curves.values() for point in plans]
     edge_cost = _top_cost(points)
-    right = 16 + 8 * max(map(len, curves))
-    frame = Frame((0, max([point.bytes for point in points] + [1])), (1, edge_cost), right)
-    right_edge = frame.width - right
+    right_margin = 16 + 8 * max(map(len, curves))
+    frame = Frame((0, max([point.bytes for point in points] + [1])), (1, edge_cost), right_margin)
+    right_edge = frame.width - right_margin
     parts = [_plan_axes(frame, lambda cost: f"{cost - 1:+.0%}"), frame.title(across_name)]
     for index, (rule, plans) in enumerate(curves.items()):
         color = f"hsl({index * 360 // len(curves)} 65% 45%)"
         plans = sorted(plans, key=lambda point: point.bytes)
         positions = [(frame.x_of(point.bytes), frame.y_of(min(point.cost, edge_cost))) for point in plans]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
-        parts.append(element("polyline", points=path, fill="none", stroke=color, stroke_width=1.5))
+        coordinates = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
+        parts.append(element("polyline", points=coordinates, fill="none", stroke=color, stroke_width=1.5))
         for point, position in zip(plans, positions, strict=True):
             parts.append(dot(*position, 3.5, color, f"{point.name}: {size(point.bytes)}, {point.cost - 1:+.1%}"))
         y = frame.top + 12 + 18 * index
@@ -143,27 +143,29 @@ def lines(curves: Mapping[str, Sequence[Point]], across_name: str) -> str:
 
 def _plan_axes(frame: Frame, cost_text: Callable[[float], str]) -> Markup:
     """The axes of a picture with costs upwards and bytes across."""
-    return joined([frame.grid(ticks(*frame.upward, 5), cost_text), frame.labels(byte_ticks(frame.across[1]), size)])
+    return joined([frame.grid(ticks(*frame.y_range, 5), cost_text), frame.labels(byte_ticks(frame.x_range[1]), size)])
 
 
-def _with_limit(most_bytes: float, limit: int | None) -> float:
-    """The bytes that an axis must reach: the limit is included unless it would flatten the picture."""
+def _axis_bytes(most_bytes: float, limit: int | None) -> float:
+    """The bytes at the end of an axis, which includes the limit unless that would flatten the picture."""
     return max(most_bytes, limit if limit is not None and limit < 2.5 * most_bytes else 0, 1)
 
 
 def _top_cost(points: Sequence[Point]) -> float:
-    """The largest cost that is drawn to scale; a larger scale would flatten most points."""
-    excesses = sorted(point.cost - 1 for point in points)
-    median = excesses[len(excesses) // 2] if excesses else 0.0
-    return 1 + max(min(max(excesses, default=0.0), CUT * median), 0.1) * 1.1
+    """The largest cost that is drawn to scale, so that a few high costs do not flatten the picture."""
+    excess_costs = sorted(point.cost - 1 for point in points)
+    median_excess = excess_costs[len(excess_costs) // 2] if excess_costs else 0.0
+    return 1 + max(min(max(excess_costs, default=0.0), CUT * median_excess), 0.1) * 1.1
 
 
 def table(items: Sequence[Item], rows: int = 60) -> Markup:
     """The first `rows` arrays as an HTML table, with one line for the sum of all others."""
     cells = [(size(item.bytes), item.kind, item.name) for item in items[:rows]]
-    smaller = items[rows:]
-    rest_rows = [(size(sum(item.bytes for item in smaller)), "", f"{len(smaller)} smaller ones")] if smaller else []
-    return markup.table(cells, ("bytes", "for", "what"), numeric=(0,), names=2, rest=rest_rows)
+    remainder = items[rows:]
+    sum_row = (size(sum(item.bytes for item in remainder)), "", f"{len(remainder)} smaller ones")
+    return markup.table(
+        cells, ("bytes", "for", "what"), numeric=(0,), name_column=2, extra_rows=[sum_row] if remainder else []
+    )
 
 
 def page(title: str, headed_parts: Sequence[tuple[str, str]]) -> str:

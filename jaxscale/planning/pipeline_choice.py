@@ -1,4 +1,4 @@
-"""The choice of `pipeline auto:P` for an experiment on a platform: schedule, microbatches, stash and stages.
+"""Resolve `pipeline auto:P` for an experiment on a platform: choose schedule, microbatches, stash and stages.
 
 `pipeline/choose/auto.py` tries every named synchronous schedule with the prices of the model's blocks
 (`stage_prices.py`), for every number of microbatches that divides the batch. This module supplies the prices and the
@@ -57,15 +57,15 @@ def pipeline_choice(
     if platform.devices % ranks:
         raise UserError(
             f"pipeline {plan.pipeline}: {platform} has {platform.devices} devices, expected a multiple of {ranks}; "
-            "choose another P"
+            "choose another number P in auto:P"
         )
     batch_shards = platform.devices // ranks if plan.mesh is None else plan.mesh.batch_shards
-    counts = range(1, MOST_MICROBATCHES * ranks + 1)
-    microbatch_counts = [count for count in counts if experiment.batch % (count * batch_shards) == 0]
+    possible_counts = range(1, MOST_MICROBATCHES * ranks + 1)
+    microbatch_counts = [count for count in possible_counts if experiment.batch % (count * batch_shards) == 0]
     if not microbatch_counts:
         raise UserError(
             f"pipeline {plan.pipeline}: a batch of {experiment.batch} rows cannot be split evenly into "
-            f"{batch_shards} shards; choose a multiple of {batch_shards * ranks}, for a microbatch per rank"
+            f"{batch_shards} shards; choose a multiple of {batch_shards * ranks} rows, to give each rank a microbatch"
         )
     priced_platform = platform
     if roofline.rate(platform.chip, "bfloat16") is None:
@@ -79,12 +79,12 @@ def pipeline_choice(
         """Prices with this number of microbatches."""
         return in_periods(model_prices(experiment, priced_platform, ranks, microbatches), period)
 
-    devices = None
+    pipe_devices = None
     limit = usable_bytes(platform) if limit is None else limit
     if limit is not None:
         fixed_bytes = _fixed_bytes(experiment, platform, plan, ranks, microbatch_counts[0])
-        devices = [PipelineDevice(memory_bytes=max(1, limit - fixed_bytes))] * ranks
-    choice = choose(prices_of, ranks, microbatch_counts, devices)
+        pipe_devices = [PipelineDevice(memory_bytes=max(1, limit - fixed_bytes))] * ranks
+    choice = choose(prices_of, ranks, microbatch_counts, pipe_devices)
 
     def with_pipeline(candidate: PipelineCandidate) -> Plan:
         """The plan with the pipeline of a candidate."""
@@ -104,18 +104,19 @@ def pipeline_choice(
 
     if limit is None:
         return with_pipeline(choice.best)
-    estimates: list[tuple[int, PipelineCandidate]] = []
+    estimates: list[tuple[int, PipelineCandidate]] = []  # needed bytes, candidate
     for candidate in [candidate for candidate in choice.candidates if candidate.partition is not None][:MOST_ESTIMATES]:
-        # prices include only bytes that wait for a backward; the estimate covers the whole step
+        # prices include only the bytes kept for backward passes; the estimate covers the whole step
         candidate_plan = with_pipeline(candidate)
         needed_bytes = estimate(experiment, platform, candidate_plan).device_bytes
         if needed_bytes <= limit:
             return candidate_plan
         estimates.append((needed_bytes, candidate))
-    least_bytes, smallest = min(estimates, key=lambda pair: pair[0])
+    least_bytes, smallest_candidate = min(estimates, key=lambda pair: pair[0])
     raise UserError(
-        f"pipeline {plan.pipeline}: none of the {len(estimates)} fastest fits {size(limit)}; {smallest} needs "
-        f"the least, {size(least_bytes)}. Use more devices, memory full, ZeRO over an fsdp axis, or a loss in chunks"
+        f"pipeline {plan.pipeline}: none of the {len(estimates)} fastest candidates fits {size(limit)}; "
+        f"{smallest_candidate} needs the least, {size(least_bytes)}. "
+        "Use more devices, memory full, ZeRO over fsdp, or a loss in chunks"
     )
 
 
@@ -128,16 +129,16 @@ def in_periods(model: ModelPrices, period: int) -> ModelPrices:
         [2, 2]
     """
     starts = range(0, len(model.blocks), period)
-    return dataclasses.replace(model, blocks=tuple(_joined(model.blocks[start : start + period]) for start in starts))
+    return dataclasses.replace(model, blocks=tuple(_price_of(model.blocks[start : start + period]) for start in starts))
 
 
-def _joined(blocks: Sequence[Price]) -> Price:
+def _price_of(blocks: Sequence[Price]) -> Price:
     """The price of several consecutive blocks together."""
-    names = [field.name for field in dataclasses.fields(Price)]
-    totals: dict[str, float] = {name: sum(getattr(block, name) for block in blocks) for name in names}
-    totals["message_bytes"] = blocks[0].message_bytes
-    totals["working_bytes"] = max(block.working_bytes for block in blocks)
-    return Price(**totals)
+    field_names = [field.name for field in dataclasses.fields(Price)]
+    total_by_field: dict[str, float] = {name: sum(getattr(block, name) for block in blocks) for name in field_names}
+    total_by_field["message_bytes"] = blocks[0].message_bytes
+    total_by_field["working_bytes"] = max(block.working_bytes for block in blocks)
+    return Price(**total_by_field)
 
 
 def layers_of(partition: Partition, period: int) -> tuple[int, ...]:
@@ -151,4 +152,5 @@ def _fixed_bytes(experiment: Experiment, platform: Platform, plan: Plan, ranks: 
     step = described_step(experiment, platform, dataclasses.replace(plan, pipeline=pipeline))
     weight_bytes = local_bytes(step.layout.abstract.params)
     optimizer_bytes = local_bytes(step.layout.abstract.optimizer)
+    # weights and their float32 gradients, optimizer state, and the bfloat16 compute copy
     return weight_bytes * 2 + optimizer_bytes + (weight_bytes // 2 if plan.precision == "bfloat16" else 0)

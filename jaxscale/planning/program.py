@@ -91,7 +91,7 @@ def _compiler(platform: Platform, plan: Plan) -> Compiler:
     fuses: Literal["no", "all", "local"] = "no"
     if platform.chip.kind == "tpu":
         fuses = "local" if platform.topology is not None and len(platform.topology) == 2 else "all"
-    return Compiler(fuses, plan.zero > 1, accuracy.factors(platform.chip.kind).gather)
+    return Compiler(fuses, scatters=plan.zero > 1, gather=accuracy.factors(platform.chip.kind).gather)
 
 
 def lowered_step(devices: Sequence[Any], make: Callable[[], Experiment], plan: Plan | None = None) -> Any:
@@ -108,9 +108,9 @@ def lowered_step(devices: Sequence[Any], make: Callable[[], Experiment], plan: P
     experiment = make()
     step_devices = [abstract(device) for device in devices] if without_memories(devices) else devices
     step = build(experiment, plan, devices=step_devices)
-    traced = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment)))
+    trace = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment)))
     step.check_kernels()
-    return traced.lower() if step_devices is devices else lower_for(devices[: step.devices], traced)
+    return trace.lower() if step_devices is devices else lower_for(devices[: step.devices], trace)
 
 
 def step_recipe(experiment: Experiment, plan: Plan, make: Callable[[], Experiment] | None) -> partial[Any]:
@@ -127,5 +127,5 @@ def step_recipe(experiment: Experiment, plan: Plan, make: Callable[[], Experimen
 
 def compiled_bytes(experiment: Experiment, plan: Plan) -> int:
     """Compile the step for the devices of this process, and return its bytes of device memory per device."""
-    compiled = build(experiment, plan).compile(batch_shapes(experiment))
-    return compiled.argument_bytes + compiled.output_bytes - compiled.alias_bytes + compiled.temp_bytes
+    step = build(experiment, plan).compile(batch_shapes(experiment))
+    return step.argument_bytes + step.output_bytes - step.alias_bytes + step.temp_bytes

@@ -2,9 +2,10 @@
 
 The model is traced for the devices of one stage, without a pipeline, and nothing is compiled. The forward time of a
 block is the roofline of its operations. Its backward consists of the input gradient I and the weight gradient W. The
-gradient of a product with respect to a value that depends on the block's input belongs to I, with respect to a weight
-to W; each takes as long as the product. In a kernel or a loop, both together take twice the forward time. They belong
-to I, as does the recomputation of the memory plan. Work outside the blocks (mostly the head) belongs to the last stage.
+gradient of a product with respect to a value that depends on the block's input belongs to I; the gradient with respect
+to a weight belongs to W. Each takes as long as the product. Both gradients of a kernel or a loop together take twice
+its forward time and belong to I. The recomputation of the memory plan also belongs to I. Work outside the blocks
+(mostly the head) belongs to the last stage.
 
 Left out: the embedding's lookup, collectives inside a stage, the gradient reduction and the update, and inefficiencies
 that a roofline does not model.
@@ -53,13 +54,13 @@ def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePl
         UserError: there are more stages than blocks, devices or rows cannot be split evenly, or the chip's rates are
             unknown.
     """
-    model = model_prices(experiment, platform, schedule.ranks, pipeline.shape()[1])
+    prices = model_prices(experiment, platform, schedule.ranks, pipeline.shape()[1])
     plan_pipeline = experiment.plan.pipeline
     layers = None if plan_pipeline is None else plan_pipeline.stages
-    if layers is None or len(layers) != schedule.stages or sum(layers) != len(model.blocks):
-        layers = Stages.even(schedule, len(model.blocks)).layers
-    links = (link_seconds(platform, model),) * schedule.ranks
-    return costs_of(model, layers, links, recompute=experiment.plan.stages_keep == "input")
+    if layers is None or len(layers) != schedule.stages or sum(layers) != len(prices.blocks):
+        layers = Stages.even(schedule, len(prices.blocks)).layers
+    links = (link_seconds(platform, prices),) * schedule.ranks
+    return costs_of(prices, layers, links, recompute=experiment.plan.stages_keep == "input")
 
 
 def simulation_of(experiment: Experiment, platform: Platform, plan: Plan) -> Simulation | None:
@@ -79,12 +80,12 @@ def simulation_of(experiment: Experiment, platform: Platform, plan: Plan) -> Sim
 
 
 def costs_of(
-    model: ModelPrices, layers: Sequence[int], links: tuple[float, ...] = (), *, recompute: bool = False
+    prices: ModelPrices, layers: Sequence[int], links: tuple[float, ...] = (), *, recompute: bool = False
 ) -> Costs:
     """The costs of stages from the prices of their blocks.
 
     Args:
-        model: prices of the model's blocks.
+        prices: prices of the model's blocks.
         layers: number of blocks of each stage.
         links: seconds that a message takes on each link of the ring of devices.
         recompute: whether a stage keeps only its input and reruns its forward before its backward.
@@ -94,22 +95,22 @@ def costs_of(
         (2.0, 3.0)
     """
     bounds = itertools.pairwise(itertools.accumulate(layers, initial=0))
-    stages = [model.blocks[start:stop] for start, stop in bounds]
-    if model.first is not None:
-        stages[0] = (model.first, *stages[0])
-    if model.last is not None:
-        stages[-1] = (*stages[-1], model.last)
+    prices_of_stages = [prices.blocks[start:stop] for start, stop in bounds]
+    if prices.first is not None:
+        prices_of_stages[0] = (prices.first, *prices_of_stages[0])
+    if prices.last is not None:
+        prices_of_stages[-1] = (*prices_of_stages[-1], prices.last)
 
     def totals_of(name: str) -> tuple[float, ...]:
         """Sum of the prices' field `name` over the blocks of each stage."""
-        return tuple(float(sum(getattr(price, name) for price in stage)) for stage in stages)
+        return tuple(float(sum(getattr(price, name) for price in stage_prices)) for stage_prices in prices_of_stages)
 
-    forward, input_gradient, stash = totals_of("forward"), totals_of("input_gradient"), totals_of("stash_bytes")
+    forward, input_gradient, stash_bytes = totals_of("forward"), totals_of("input_gradient"), totals_of("stash_bytes")
     if recompute:
         input_gradient = tuple(map(operator.add, input_gradient, forward))
-        stash = (0.0, *(model.blocks[0].message_bytes for _ in stages[1:]))
-    weight_gradient, pending = totals_of("weight_gradient"), totals_of("between_bytes")
-    return Costs(forward, input_gradient, weight_gradient, links=links, stash=stash, pending=pending)
+        stash_bytes = (0.0, *(prices.blocks[0].message_bytes for _ in prices_of_stages[1:]))
+    weight_gradient, pending_bytes = totals_of("weight_gradient"), totals_of("between_bytes")
+    return Costs(forward, input_gradient, weight_gradient, links=links, stash=stash_bytes, pending=pending_bytes)
 
 
 def model_prices(experiment: Experiment, platform: Platform, ranks: int, microbatches: int) -> ModelPrices:
@@ -133,7 +134,7 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
     if platform.devices % ranks:
         raise UserError(
             f"pipeline of {ranks} ranks: {platform} has {platform.devices} devices, expected a multiple of {ranks}; "
-            "choose another P or another platform"
+            "choose another number of ranks or another platform"
         )
     # the whole model, on the devices of one stage
     plan = experiment.plan.without_pipeline()
@@ -160,10 +161,10 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
     return ModelPrices(tuple(prices), last=_head_price(step, calls, platform))
 
 
-def link_seconds(platform: Platform, model: ModelPrices) -> float:
+def link_seconds(platform: Platform, prices: ModelPrices) -> float:
     """Seconds that a message between neighbours on the pipe axis takes, over one of the chip's fastest links."""
     links = [link for link in platform.links if link.name in ("ici", "nvlink", "pcie")]
-    return model.blocks[0].message_bytes / links[0].bandwidth if links and platform.devices > 1 else 0.0
+    return prices.blocks[0].message_bytes / links[0].bandwidth if links and platform.devices > 1 else 0.0
 
 
 def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
@@ -181,15 +182,16 @@ def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
     dependent_values = set(graph.carried)
     input_seconds = weight_seconds = 0.0
     for equation in graph.equations:
-        is_dependent = [value in dependent_values for value in equation.inputs]
-        if any(is_dependent):
+        # for each input, whether it depends on the block's input
+        dependence_flags = [value in dependent_values for value in equation.inputs]
+        if any(dependence_flags):
             dependent_values.update(equation.outputs)
         if not equation.flop:
-            input_seconds += equation.seconds if any(is_dependent) else 0.0
+            input_seconds += equation.seconds if any(dependence_flags) else 0.0
         elif equation.name in PRODUCTS:  # the gradient with respect to each operand is one product
-            is_factor_dependent = is_dependent[:2] if len(is_dependent) > 1 else is_dependent * 2
-            input_seconds += equation.seconds * sum(is_factor_dependent)
-            weight_seconds += equation.seconds * (len(is_factor_dependent) - sum(is_factor_dependent))
+            factor_flags = dependence_flags[:2] if len(dependence_flags) > 1 else dependence_flags * 2
+            input_seconds += equation.seconds * sum(factor_flags)
+            weight_seconds += equation.seconds * (len(factor_flags) - sum(factor_flags))
         else:
             input_seconds += 2 * equation.seconds
     return input_seconds, weight_seconds
@@ -202,10 +204,11 @@ def _head_price(step: TrainStep, calls: Sequence[BlockCall], platform: Platform)
     objective, plan = step.objective, step.plan
     assert plan.mesh is not None
     batch = {
-        name: jax.ShapeDtypeStruct((rows.shape[0] // plan.microbatches, *rows.shape[1:]), rows.dtype)
-        for name, rows in batch_shapes(objective.planned.experiment).items()
+        name: jax.ShapeDtypeStruct((array.shape[0] // plan.microbatches, *array.shape[1:]), array.dtype)
+        for name, array in batch_shapes(objective.planned.experiment).items()
     }
     row_count = next(iter(batch.values())).shape[0]
+    # shapes of a random key and of the indices of the batch's rows
     key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(row_count, dtype="int32")))
     pure_model = step.pure_model
     with objective.planned.tracing(plainly=True):

@@ -80,7 +80,7 @@ class Timeline:
     """Live bytes through a program.
 
     Args:
-        moments: moments in the order they run; a loop contributes the moments of its body once.
+        moments: moments in the order in which they run; a loop contributes the moments of its body once.
     """
 
     moments: tuple[Moment, ...]
@@ -110,7 +110,7 @@ def timeline(
         program: a flat program.
         placements: placements of the program's values.
         compiler: what the platform's compiler fuses.
-        pieces: pieces of the program; a compiled piece becomes a single moment.
+        pieces: bytes of the temporaries of each piece of the program; a compiled piece becomes a single moment.
     """
     return Timeline(tuple(_Sweep(Arrays(program, placements, compiler), pieces or {}).moments()))
 
@@ -121,7 +121,7 @@ class _Sweep:
 
     Args:
         arrays: arrays of the program.
-        pieces: pieces of the step.
+        pieces: bytes of the temporaries of each piece of the step.
         path: indices of the loops around the program, the outermost first.
         default_kind: kind of the values that `kinds_of` omits.
     """
@@ -153,22 +153,22 @@ class _Sweep:
             if piece is not None and index == piece.start:
                 live_before_piece = dict(live_items)
             live_items |= {value: self._item(operation, value) for value in new_arrays if self.arrays.bytes[value]}
-            live_after = {value: item for value, item in live_items.items() if last_needed.get(value, -1) > index}
+            items_after = {value: item for value, item in live_items.items() if last_needed.get(value, -1) > index}
             moments_within: list[Moment] = []
             if piece is not None and (temporaries_bytes := self.pieces[piece]) is not None:
                 if index == piece.stop - 1:
                     kind = "loss" if piece.name == "loss" else self.default_kind
                     moments_within = [Moment((Item(f"{piece.name}, compiled", kind, temporaries_bytes),))]
                     # late arrays of the piece are among its temporaries
-                    still_read = {value: item for value, item in live_items.items() if last_read.get(value, -1) > index}
-                    live_items = live_before_piece | still_read
+                    read_items = {value: item for value, item in live_items.items() if last_read.get(value, -1) > index}
+                    live_items = live_before_piece | read_items
             elif new_arrays or operation.loop or operation.branches:
                 moments_within = self._moments_within(operation, index)
             for moment in moments_within:
                 items = (*live_items.values(), *moment.items)
                 moments.append(Moment(items, operation.backward or moment.backward, piece or moment.piece))
             if new_arrays or moments_within:
-                live_items = live_after
+                live_items = items_after
         return moments
 
     def _last_reads(self) -> dict[int, int]:
@@ -182,7 +182,10 @@ class _Sweep:
         return last_read | dict.fromkeys(arrays.sources_of(program.outputs), len(program.operations))
 
     def _late_reads(self, last_read: Mapping[int, int]) -> dict[int, int]:
-        """Index of the last read of each array that waits for a product around a ring, which the compiler runs late."""
+        """Index of the last read of each array that waits for a product around a ring.
+
+        The compiler runs such products late.
+        """
         if self.arrays.compiler.fuses != "local":
             return {}
         ring_products = [index for index in self.arrays.placements.summed if self.arrays.is_around_ring(index)]
@@ -204,17 +207,17 @@ class _Sweep:
             return []
         array_bytes = self.arrays.bytes
         if operation.branches:
-            unchanged = unchanged_results(operation)
-            pairs = [(result, source) for result, value in unchanged for source in self.arrays.sources[value]]
+            unchanged_pairs = unchanged_results(operation)
+            pairs = [(result, source) for result, value in unchanged_pairs for source in self.arrays.sources[value]]
             pairs = [(result, source) for result, source in pairs if source in dying_arrays]
             return [source for result, source in pairs if items[source].bytes == array_bytes.get(result)]
         if operation.kind.startswith("reduce_") or (self.arrays.compiler.fuses == "no" and operation.loop is None):
             return []
         candidates = list(dying_arrays)
         if operation.loop is not None:
-            state = carries(operation)
-            new_arrays = operation.outputs[: len(state)]
-            state_sources = self.arrays.sources_of(state)
+            initial_state = carries(operation)
+            new_arrays = operation.outputs[: len(initial_state)]
+            state_sources = self.arrays.sources_of(initial_state)
             candidates = [value for value in candidates if value in state_sources]
         reused_arrays = []
         for result in new_arrays:
@@ -261,7 +264,7 @@ class _Sweep:
 
 
 def _name_and_origin(operation: Operation, value: int, program: FlatProgram) -> tuple[str, Operation]:
-    """The model's name of a value ("" without one), and the operation that computes it before any views and loops."""
+    """The model's name of a value (or ""), and the operation that computes it before views and loops pass it on."""
     if value in program.names:
         return program.names[value], operation
     operand = None

@@ -46,10 +46,10 @@ class Assignment:
     workers: int
 
     def __str__(self) -> str:
-        parallel = f", {self.workers} virtual workers side by side" if self.workers > 1 else ""
-        excess = self.partition.seconds / self.partition.bound - 1
-        remark = "" if self.partition.exact else f" (at most {excess:.1%} slower than the fastest)"
-        return f"ranks on {', '.join(self.places)}{parallel}: --plan.pipeline {self.pipeline}{remark}"
+        workers_text = f", {self.workers} virtual workers side by side" if self.workers > 1 else ""
+        excess_share = self.partition.seconds / self.partition.bound - 1
+        accuracy_text = "" if self.partition.exact else f" (at most {excess_share:.1%} slower than the fastest)"
+        return f"ranks on {', '.join(self.places)}{workers_text}: --plan.pipeline {self.pipeline}{accuracy_text}"
 
 
 def devices_of(text: str, ranks: int) -> tuple[Platform, ...]:
@@ -64,12 +64,12 @@ def devices_of(text: str, ranks: int) -> tuple[Platform, ...]:
         [2, 2]
     """
     groups = tuple(Platform.parse(group_text) for group_text in text.split(",") if group_text.strip())
-    count = sum(group.devices for group in groups)
+    device_count = sum(group.devices for group in groups)
     if len({group.chip.name for group in groups}) < 2:
         raise UserError(f"--devices {text!r}: expected two kinds of chips or more; for one kind, use --platform")
-    if count % ranks:
+    if device_count % ranks:
         raise UserError(
-            f"--devices {text!r}: got {count} devices for {ranks} ranks, expected {ranks} or a multiple of it"
+            f"--devices {text!r}: got {device_count} devices for {ranks} ranks, expected {ranks} or a multiple of it"
         )
     return groups
 
@@ -90,19 +90,19 @@ def assign(
     """
     workers = sum(group.devices for group in groups) // schedule.ranks
     period = period_of(experiment.model)
-    prices: dict[str, ModelPrices] = {}
-    bandwidths: dict[str, float] = {}
+    prices_by_chip: dict[str, ModelPrices] = {}
+    bandwidth_by_chip: dict[str, float] = {}
     for group in {group.chip.name: group for group in groups}.values():
-        same_chips = Platform(group.chip, max(1, schedule.ranks * workers // group.chip.devices))
-        model = model_prices(experiment, same_chips, schedule.ranks, pipeline.shape()[1])
-        prices[group.chip.name] = in_periods(model, period)
-        bandwidths[group.chip.name] = max((link.bandwidth for link in group.links), default=math.inf)
+        chip_platform = Platform(group.chip, max(1, schedule.ranks * workers // group.chip.devices))
+        chip_prices = model_prices(experiment, chip_platform, schedule.ranks, pipeline.shape()[1])
+        prices_by_chip[group.chip.name] = in_periods(chip_prices, period)
+        bandwidth_by_chip[group.chip.name] = max((link.bandwidth for link in group.links), default=math.inf)
     chip_names = [group.chip.name for group in groups for _ in range(group.devices)]
-    pipe_devices = tuple(PipelineDevice(kind=name, link=bandwidths[name]) for name in chip_names)
+    pipe_devices = tuple(PipelineDevice(kind=name, link=bandwidth_by_chip[name]) for name in chip_names)
     if workers > 1:
-        seconds_of = {name: sum(price.forward for price in model.blocks) for name, model in prices.items()}
-        slowness_of = {name: chip_seconds / min(seconds_of.values()) for name, chip_seconds in seconds_of.items()}
+        seconds_of = {name: sum(price.forward for price in prices.blocks) for name, prices in prices_by_chip.items()}
+        slowness_of = {name: seconds / min(seconds_of.values()) for name, seconds in seconds_of.items()}
         pipe_devices = virtual_workers(pipe_devices, slowness_of, workers)
-    fastest_partition = partition(prices, schedule, pipe_devices, stash=experiment.plan.stages_keep)
+    fastest_partition = partition(prices_by_chip, schedule, pipe_devices, stash=experiment.plan.stages_keep)
     pipeline = dataclasses.replace(pipeline, stages=layers_of(fastest_partition, period))
     return Assignment(pipeline, fastest_partition, tuple(device.kind for device in pipe_devices), workers)

@@ -19,14 +19,14 @@ DEVICE_FILES = {"tpu": ("accel[0-9]*", "vfio/[0-9]*"), "gpu": ("nvidia[0-9]*", "
 
 
 def detect(devices: Sequence[Any] | None = None) -> Platform:
-    """The platform of `devices`.
+    """Return the platform of these devices.
 
     Args:
         devices: JAX devices; by default those of all processes of the run.
 
     Returns:
         The platform. Its chip comes from the tables, with the memory that the backend grants; a chip that is in no
-        table has unknown facts. A TPU slice's topology comes from the chips' coordinates.
+        table has no rates and sizes. A TPU slice's topology comes from the chips' coordinates.
     """
     import jax
 
@@ -36,19 +36,19 @@ def detect(devices: Sequence[Any] | None = None) -> Platform:
     if chip.kind != "tpu":
         return Platform(chip, len(devices))
     coordinates = {(getattr(device, "slice_index", 0) or 0, *device.coords) for device in devices}
-    slices = len({coordinate[0] for coordinate in coordinates})
+    slice_count = len({coordinate[0] for coordinate in coordinates})
     first_slice = min(coordinates)[0]
     positions = [position for slice_index, *position in coordinates if slice_index == first_slice]
-    sides = tuple(max(axis) - min(axis) + 1 for axis in zip(*positions, strict=True))
-    plane_sides = sides[:2] if sides[2:] == (1,) and chip.name in ("v5e", "v6e") else sides
+    box_sides = tuple(max(values) - min(values) + 1 for values in zip(*positions, strict=True))
+    plane_sides = box_sides[:2] if box_sides[2:] == (1,) and chip.name in ("v5e", "v6e") else box_sides
     # the chips of a process may form a part of a slice that is no box
     topology = plane_sides if math.prod(plane_sides) == len(positions) else None
     chip = dataclasses.replace(chip, devices=max(1, len(devices) // len(coordinates)))
-    return Platform(chip, len(positions), topology, slices)
+    return Platform(chip, len(positions), topology, slice_count)
 
 
 def chip_of(device_kind: str, platform: str) -> Chip:
-    """The chip of a device kind as printed by JAX; a chip that is in no table has no facts.
+    """Return the chip of a device kind that JAX prints; a chip that is in no table has no rates and sizes.
 
     Args:
         device_kind: `jax.Device.device_kind`.
@@ -68,14 +68,14 @@ def chip_of(device_kind: str, platform: str) -> Chip:
 
 
 def accelerators(folder: pathlib.Path = pathlib.Path("/dev")) -> frozenset[str]:
-    """The kinds of accelerators ("tpu", "gpu") with device files in the system; no backend is started."""
+    """Return the kinds of accelerators ("tpu", "gpu") that have device files; no backend is started."""
     return frozenset(
         kind for kind, patterns in DEVICE_FILES.items() if any(next(folder.glob(pattern), None) for pattern in patterns)
     )
 
 
 def hush_absent_gpus() -> None:
-    """Without a GPU, silence JAX's log about the CUDA plugin, which may be installed to compile ahead of time.
+    """If there is no GPU, silence JAX's log about the CUDA plugin, which may be installed to compile ahead of time.
 
     JAX starts every installed plugin, and logs a traceback because this one finds no drivers.
     """
@@ -84,12 +84,12 @@ def hush_absent_gpus() -> None:
 
 
 def _not_about_cuda_plugin(record: logging.LogRecord) -> bool:
-    """Whether a log record is kept: it does not report that the CUDA plugin finds no drivers."""
+    """Return whether to keep a log record: one that does not report that the CUDA plugin finds no drivers."""
     return not ("plugin configuration error" in record.getMessage() and "xla_cuda" in record.getMessage())
 
 
 def host_memory() -> int | None:
-    """Bytes of main memory, or the limit of the control group; None if the system does not report it."""
+    """Return the bytes of main memory, or the control group's lower limit; None if the system does not report them."""
     try:
         total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
@@ -103,16 +103,16 @@ def host_memory() -> int | None:
 
 
 def _measured_facts(chip: Chip, devices: Sequence[Any]) -> dict[str, Any]:
-    """Fields of the chip that are measured on this machine: memory of device and host, and chips of one host."""
+    """Return the chip's fields that are measured on this machine: memory of device and host, and chips per host."""
     local_devices = [device for device in devices if device.process_index == devices[0].process_index]
-    facts: dict[str, Any] = {"host_memory": host_memory()}
+    fields: dict[str, Any] = {"host_memory": host_memory()}
     if chip.kind == "cpu":
-        return facts | {"memory": host_memory(), "chips_per_host": len(local_devices)}
+        return fields | {"memory": host_memory(), "chips_per_host": len(local_devices)}
     limit_bytes = None
     # devices of another process, and described ones, have no statistics; the error depends on the backend
     with contextlib.suppress(Exception):
         limit_bytes = (devices[0].memory_stats() or {}).get("bytes_limit")
     if limit_bytes:
-        facts["usable_memory"] = limit_bytes * chip.devices
-        facts["memory"] = chip.memory or facts["usable_memory"]
-    return facts | {"chips_per_host": max(1, len(local_devices) // chip.devices)}
+        fields["usable_memory"] = limit_bytes * chip.devices
+        fields["memory"] = chip.memory or fields["usable_memory"]
+    return fields | {"chips_per_host": max(1, len(local_devices) // chip.devices)}

@@ -1,8 +1,8 @@
 """Facts about NVIDIA GPUs: dense rates of the tensor cores, and of the CUDA cores for float32.
 
 NVIDIA's datasheets print rates "with sparsity"; the rows hold the dense half. Memory is the datasheet's, in units of
-10^9 bytes. The network between hosts depends on the site and is not here. The datasheets were read as quoted elsewhere:
-T4 and H100 at hpctech.co.jp, A100, H100 and B200 at glennklockwood.com/garden/processors, variants of A100 at
+10^9 bytes. The network between hosts depends on the site and is left out. The datasheets were read as other sites quote
+them: T4 and H100 at hpctech.co.jp, A100, H100 and B200 at glennklockwood.com/garden/processors, variants of A100 at
 thundercompute.com, L4 at hmc-tech.com, H200 at aiwiki.ai, DGX B200 in NVIDIA's AIPS wiki.
 """
 
@@ -16,12 +16,12 @@ _B200 = "NVIDIA B200, glennklockwood.com, HGX at 1000 W: bf16 2250, TF32 1100, f
 
 
 def _nvlink(bandwidth: float, source: str, connects: str = "GPUs of one host, through NVSwitch") -> Link:
-    """NVLink with this bandwidth of all of a GPU's links, in bytes/s one way."""
+    """Return NVLink, of this bandwidth in bytes/s one way over all of a GPU's links together."""
     return Link("nvlink", connects, bandwidth, "chip", source)
 
 
 def _pcie(bandwidth: float, source: str) -> Link:
-    """PCIe between a GPU and its host, in bytes/s one way."""
+    """Return the PCIe link between a GPU and its host, of this bandwidth in bytes/s one way."""
     return Link("pcie", "a GPU and its host", bandwidth, "chip", source)
 
 
@@ -69,7 +69,7 @@ L4 = Chip(
 def _a100(
     name: str, device_kinds: tuple[str, ...], memory: int, bandwidth: float, links: tuple[Link, ...], **fields: int
 ) -> Chip:
-    """A variant of A100 by its device kinds, memory in bytes, bandwidth in bytes/s and links; `fields`: others."""
+    """Return a variant of A100; its memory is in bytes, its bandwidth in bytes/s; `fields` are others of `Chip`."""
     return Chip(
         name=name,
         kind="gpu",

@@ -1,7 +1,7 @@
 """Collectives of a TPU program over the network between slices.
 
-libtpu compiles one program per slice: collectives inside a slice number that slice's devices from 0, and a collective
-across slices becomes a host transfer (`send`) by the megascale runtime, with its kind in an undocumented attribute. The
+libtpu compiles one program per slice. Collectives inside a slice number the slice's devices from 0. A collective across
+slices becomes a host transfer (`send`) by the megascale runtime, with its kind in an undocumented attribute. The
 mesh axes across slices follow from the order of axes (`jaxscale/tpu_slices.py`).
 """
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-from jaxscale.tpu_slices import across
+from jaxscale.tpu_slices import slices_per_axis
 
 CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
 KINDS: dict[str, CollectiveKind] = {
@@ -23,7 +23,7 @@ HANDLER = "xla_megascale_runtime"
 
 
 def slices_of(text: str) -> int:
-    """The number of slices between which a compiled program communicates; 1 if it does not.
+    """Return the number of slices between which a compiled program communicates; 1 if it does not.
 
     Example:
         >>> slices_of('_xla_megascale_target="{1,2}x{0:3}"'), slices_of("_xla_megascale_target={{100000->200000}}")
@@ -42,7 +42,7 @@ def slices_of(text: str) -> int:
 
 
 def kind_of(attributes: str) -> CollectiveKind | None:
-    """The collective that a `send` is part of; `None` if it does not cross slices.
+    """Return the collective that a `send` with these attributes is part of; `None` if it does not cross slices.
 
     Example:
         >>> handler = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
@@ -51,19 +51,19 @@ def kind_of(attributes: str) -> CollectiveKind | None:
     """
     if HANDLER not in attributes or "_xla_megascale_target" not in attributes:
         return None
-    transfer_type = re.search(r'_xla_megascale_transfer_type="(\w+)"', attributes)
-    return KINDS.get(transfer_type[1], "collective-permute") if transfer_type else "collective-permute"
+    type_match = re.search(r'_xla_megascale_transfer_type="(\w+)"', attributes)
+    return KINDS.get(type_match[1], "collective-permute") if type_match else "collective-permute"
 
 
 def split(sizes: Mapping[str, int], slices: int) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Sizes of the mesh axes inside a slice, and the axes that cross slices.
+    """Return the sizes of the mesh axes inside a slice, and the axes that cross slices.
 
     Example:
         >>> split({"pipe": 2, "fsdp": 4}, 2)
         ({'pipe': 1, 'fsdp': 4}, ('pipe',))
     """
-    slices_by_axis = across(tuple(sizes.values()), slices)
-    if slices_by_axis is None:
+    slice_counts = slices_per_axis(tuple(sizes.values()), slices)
+    if slice_counts is None:
         return dict(sizes), ()
-    sizes_in_slice = {axis: size // count for (axis, size), count in zip(sizes.items(), slices_by_axis, strict=True)}
-    return sizes_in_slice, tuple(axis for axis, count in zip(sizes, slices_by_axis, strict=True) if count > 1)
+    sizes_in_slice = {axis: size // count for (axis, size), count in zip(sizes.items(), slice_counts, strict=True)}
+    return sizes_in_slice, tuple(axis for axis, count in zip(sizes, slice_counts, strict=True) if count > 1)

@@ -80,7 +80,7 @@ class Chip:
     links: tuple[Link, ...] = ()
 
     def peak(self, dtype: str) -> float | None:
-        """FLOP/s of a matrix product of `dtype` operands at JAX's default precision; None if unknown.
+        """Return the FLOP/s of a matrix product of `dtype` operands at JAX's default precision; None if unknown.
 
         A float32 product runs in bfloat16 passes on a TPU and in TF32 on a GPU that supports it, unless a higher
         precision is requested; the peak of that type is returned.
@@ -133,7 +133,7 @@ class Platform:
             raise UserError(f"platform of {self.chips} chips and {self.slices} slices: expected at least 1 of each")
         if self.topology is not None and math.prod(self.topology) != self.chips:
             raise UserError(
-                f"topology {_shape_text(self.topology)} has {math.prod(self.topology)} chips, not {self.chips}"
+                f"topology {_shape_text(self.topology)} has {math.prod(self.topology)} chips, expected {self.chips}"
             )
 
     @property
@@ -154,7 +154,7 @@ class Platform:
         return self.chip.links
 
     def peak(self, dtype: str) -> float | None:
-        """FLOP/s of all chips together for products of `dtype` (see `Chip.peak`), the denominator of `mfu`."""
+        """Return the FLOP/s of all chips for products of `dtype` (see `Chip.peak`), the denominator of `mfu`."""
         peak = self.chip.peak(dtype)
         return None if peak is None else peak * self.chips * self.slices
 
@@ -191,15 +191,15 @@ class Platform:
 
     def __str__(self) -> str:
         if self.topology is not None:
-            slices = f" x {self.slices}" if self.slices > 1 else ""
-            return f"tpu {self.chip.name}:{_shape_text(self.topology)}{slices}"
-        name = self.chip.kind if self.chip.name == self.chip.kind else f"{self.chip.kind} {self.chip.name}"
-        return f"{name} x {self.chips}" if self.chips > 1 else name
+            slices_text = f" x {self.slices}" if self.slices > 1 else ""
+            return f"tpu {self.chip.name}:{_shape_text(self.topology)}{slices_text}"
+        platform_name = self.chip.kind if self.chip.name == self.chip.kind else f"{self.chip.kind} {self.chip.name}"
+        return f"{platform_name} x {self.chips}" if self.chips > 1 else platform_name
 
 
 @functools.cache
 def chips() -> Mapping[str, Chip]:
-    """Every chip of the tables, by name."""
+    """Return every chip of the tables, by name."""
     from jaxscale.platforms.cpu import CPU
     from jaxscale.platforms.gpu import GPUS
     from jaxscale.platforms.tpu import TPUS
@@ -208,15 +208,15 @@ def chips() -> Mapping[str, Chip]:
 
 
 def _shape_text(topology: tuple[int, ...]) -> str:
-    """A topology as text, such as "4x4"."""
+    """Return a topology as text, such as "4x4"."""
     return "x".join(map(str, topology))
 
 
 def _unknown_platform(text: str) -> UserError:
-    """The error for a text that begins with no kind of platform."""
-    word = re.split(r"[\s:]", text.strip().lower())[0]
-    chip = chips().get(word.split("x")[0])
-    suggestion = near_miss(word, ("cpu", "gpu", "local", "tpu"))
+    """Return the error for a text that begins with no kind of platform."""
+    first_word = re.split(r"[\s:]", text.strip().lower())[0]
+    chip = chips().get(first_word.split("x")[0])
+    suggestion = near_miss(first_word, ("cpu", "gpu", "local", "tpu"))
     if chip is not None and chip.kind != "cpu":
         suggestion = f"; did you mean {f'{chip.kind} {text.strip()}'!r}?"
     return UserError(
@@ -225,7 +225,7 @@ def _unknown_platform(text: str) -> UserError:
 
 
 def _count(text: str, tail: str) -> int:
-    """The number after "x" or ":" in `tail`, the end of a platform's text; by default 1."""
+    """Read the number after "x" or ":" in `tail`, the end of a platform's `text`; by default 1."""
     match = re.fullmatch(r"\s*[x:]\s*([1-9][0-9]{0,6})", tail)
     if tail and match is None:
         raise UserError(f"platform {text!r}: got {tail.strip()!r}, expected a count such as 'x 8'")
@@ -233,7 +233,7 @@ def _count(text: str, tail: str) -> int:
 
 
 def _chip(text: str, kind: DeviceKind, name: str, word: str, aliases: Mapping[str, str], example: str) -> Chip:
-    """The chip with a name or alias; messages show the platform's `text`, the user's `word` and an `example`."""
+    """Return the chip with this name or alias; messages show the platform's `text`, the `word` and an `example`."""
     names = [chip.name for chip in chips().values() if chip.kind == kind]
     name = aliases.get(name, name)
     if not name:
@@ -244,7 +244,7 @@ def _chip(text: str, kind: DeviceKind, name: str, word: str, aliases: Mapping[st
 
 
 def _parse_gpu(text: str, words: str) -> Platform:
-    """The platform of the words after "gpu" in a text."""
+    """Read the platform from the words after "gpu" in its text."""
     from jaxscale.platforms.gpu import ALIASES
 
     match = re.fullmatch(r"([\w-]*?)(\s*[x:]\s*[0-9]+|[^\w-].*)?", words, re.DOTALL)
@@ -256,7 +256,7 @@ def _parse_gpu(text: str, words: str) -> Platform:
 
 
 def _parse_tpu(text: str, words: str) -> Platform:
-    """The platform of the words after "tpu" in a text."""
+    """Read the platform from the words after "tpu" in its text."""
     from jaxscale.platforms.tpu import ALIASES, check_topology, topologies
 
     match = re.fullmatch(r"([^\s:]*)(?:\s*:\s*(\S*))?(.*)", words, re.DOTALL)

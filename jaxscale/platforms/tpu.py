@@ -18,12 +18,12 @@ _JAX = "jax/_src/pallas/mosaic/tpu_info.py"
 
 
 def _ici(bandwidth: float, links: int, source: str) -> Link:
-    """The links of a chip in the torus, with the bandwidth of each in bytes/s one way."""
+    """Return the links of a chip in the torus, each of this bandwidth in bytes/s one way."""
     return Link("ici", "a chip and its neighbours in the torus", bandwidth, "link", source, links=links)
 
 
 def _pcie(bandwidth: float, source: str) -> Link:
-    """PCIe between a chip and its host, in bytes/s one way."""
+    """Return the PCIe link between a chip and its host, of this bandwidth in bytes/s one way."""
     return Link("pcie", "a chip and its host", bandwidth, "chip", source)
 
 
@@ -154,10 +154,10 @@ _LARGEST = {"v4": 4096, "v5p": 6144, "7x": 9216}
 
 @functools.cache
 def topologies(name: str) -> tuple[tuple[int, ...], ...]:
-    """The slices of TPU `name` that exist, from the smallest to the largest.
+    """Return the slices of TPU `name` that exist, from the smallest to the largest.
 
-    Flat slices (v5e, v6e) are a list. Cubic ones (v4, v5p, 7x) are the four small ones, then A x B x C in multiples
-    of 4 with A <= B <= C (Cloud TPU documentation, TPU types and topologies), up to the largest job.
+    Flat slices (v5e, v6e) are a list. Cubic ones (v4, v5p, 7x) are four small ones, then A x B x C in multiples of 4
+    with A <= B <= C, up to the largest job (Cloud TPU documentation, TPU types and topologies).
 
     Example:
         >>> topologies("v5e")[:4]
@@ -178,7 +178,7 @@ def topologies(name: str) -> tuple[tuple[int, ...], ...]:
 
 
 def check_topology(name: str, topology: tuple[int, ...]) -> None:
-    """Refuse a slice of TPU `name` that does not exist; the message suggests near ones.
+    """Raise an error if a slice of TPU `name` does not exist; the message suggests similar ones.
 
     Raises:
         UserError: the topology is not in `topologies(name)`.
@@ -188,16 +188,16 @@ def check_topology(name: str, topology: tuple[int, ...]) -> None:
         return
     chips = math.prod(topology)
     topology_name = "x".join(map(str, topology))
-    texts = {"x".join(map(str, shape)): shape for shape in shapes}
-    counts = {text: math.prod(shape) for text, shape in texts.items()}
-    same_count = [text for text, count in counts.items() if count == chips]
-    nearest_counts = sorted(set(counts.values()), key=lambda size: abs(size - chips))[:2]
-    similar = difflib.get_close_matches(
-        topology_name, [text for text, count in counts.items() if chips <= 2 * count <= 4 * chips]
-    )
-    suggestions = same_count or similar[:2] or [text for text, count in counts.items() if count in nearest_counts]
-    rule = "2x2x1, 2x2x2, 2x2x4, 2x4x4, or multiples of 4 in rising order" if name in _LARGEST else ", ".join(texts)
+    chips_by_text = {"x".join(map(str, shape)): math.prod(shape) for shape in shapes}
+    texts_of_same_size = [text for text, slice_chips in chips_by_text.items() if slice_chips == chips]
+    nearest_sizes = sorted(set(chips_by_text.values()), key=lambda slice_chips: abs(slice_chips - chips))[:2]
+    comparable_texts = [text for text, slice_chips in chips_by_text.items() if chips <= 2 * slice_chips <= 4 * chips]
+    similar_texts = difflib.get_close_matches(topology_name, comparable_texts)
+    nearest_texts = [text for text, slice_chips in chips_by_text.items() if slice_chips in nearest_sizes]
+    suggestions = texts_of_same_size or similar_texts[:2] or nearest_texts
+    cubic_text = "2x2x1, 2x2x2, 2x2x4, 2x4x4, or multiples of 4 in rising order"
+    expected_text = cubic_text if name in _LARGEST else ", ".join(chips_by_text)
     raise UserError(
-        f"tpu {name} has no slice {topology_name} ({chips} chips): expected {rule}; did you mean "
+        f"tpu {name} has no slice {topology_name} ({chips} chips): expected {expected_text}; did you mean "
         f"{' or '.join(f'tpu {name}:{text}' for text in suggestions[:3])}?"
     )

@@ -1,12 +1,14 @@
-"""The graph of one block (`BlockGraph`): the values of its forward pass with their bytes, the work to recompute them,
-and whether the backward pass reads them. Nothing is compiled and no device is needed.
+"""The graph of one block (`BlockGraph`): the values of its forward pass, their bytes, and the work to recompute them.
 
-JAX determines what the backward pass reads: the block is differentiated (`jax.vjp`) with a name on each value, and the
+The graph also has which values the backward pass reads. Nothing is compiled and no device is needed.
+
+JAX determines what the backward pass reads. The block is differentiated (`jax.vjp`) with a name on each value. The
 graph is made from the program that returns results and residuals (the values that the backward pass reads). This
 program contains the forward rules of functions with custom derivatives (`custom_vjp`, kernels), whose residuals can be
 kept by their names, and the derivatives that the forward pass computes. `InlinedProgram.names` gives the names.
 
-Left out: fusion by XLA. An operation without FLOP is taken to move the bytes of its largest result, a view none.
+Left out: fusion by XLA. An operation without FLOP is assumed to move the bytes of its largest result, and a view to
+move none.
 """
 
 import dataclasses
@@ -66,7 +68,7 @@ class Equation:
         name: name of the primitive.
         inputs: indices of the operands among the graph's values.
         outputs: indices of the results among the graph's values.
-        flop: FLOP, if the operation is a matrix product, a convolution or a kernel; otherwise 0.
+        flop: FLOP of a matrix product, a convolution or a kernel; 0 for any other operation.
         bytes: bytes moved between memory and chip.
         seconds: duration by roofline; 0 if the chip's rates are unknown.
         kept_by: names of the policies of `jax.checkpoint_policies` that keep the results.
@@ -140,8 +142,8 @@ class BlockGraph:
         """Bytes kept without a memory plan: of the values that the backward pass reads, without the block's inputs."""
         needed_indices = set(self.needed)
         producers = (self.equations[self.values[index].producer] for index in self.needed)
-        copies = {eqn.outputs[0] for eqn in producers if eqn.name == "name" and needed_indices & {*eqn.inputs}}
-        return sum(self.values[index].bytes for index in needed_indices - copies)
+        named_copies = {eqn.outputs[0] for eqn in producers if eqn.name == "name" and needed_indices & {*eqn.inputs}}
+        return sum(self.values[index].bytes for index in needed_indices - named_copies)
 
 
 def block_graph(
@@ -152,7 +154,7 @@ def block_graph(
     batch: tuple[str, ...] | None = None,
     activations: Sequence[int] = (-1,),
 ) -> BlockGraph:
-    """The graph of `fn(*args)`.
+    """Make the graph of `fn(*args)`.
 
     Args:
         fn: the block, a function that JAX can differentiate.
@@ -165,7 +167,7 @@ def block_graph(
     """
     import jax
 
-    # a new function: JAX would return a cached trace from another layout
+    # a new function each time, because JAX could return a cached trace of `fn` under another layout
     closed_jaxpr = jax.make_jaxpr(lambda *args: fn(*args))(*args)
     return graph_of(closed_jaxpr, args, chip=chip, mesh=mesh, batch=batch, activations=activations)
 
@@ -179,7 +181,7 @@ def graph_of(
     batch: tuple[str, ...] | None = None,
     activations: Sequence[int] = (-1,),
 ) -> BlockGraph:
-    """The graph of a traced function, from its closed jaxpr and the args of the trace; options as in `block_graph`."""
+    """Make the graph of a traced function; `args` are those of the trace, and the options those of `block_graph`."""
     import jax
 
     layout = place.current()
@@ -191,12 +193,12 @@ def graph_of(
     vjp_program, result_count = _forward_and_residuals(program, closed_jaxpr.consts)
     names, carried_indices = _input_names(closed_jaxpr, args, activations)
     input_dims: dict[int, Dims] = {}
-    leaves = [None] * (len(program.inputs) - len(jax.tree.leaves(args))) + jax.tree.leaves(args)
-    for index, leaf in enumerate(leaves):
-        number = vjp_program.inputs[index]
+    input_leaves = [None] * (len(program.inputs) - len(jax.tree.leaves(args))) + jax.tree.leaves(args)
+    for index, leaf in enumerate(input_leaves):
+        input_number = vjp_program.inputs[index]
         sharding: Any = getattr(leaf, "sharding", None) if isinstance(leaf, jax.ShapeDtypeStruct) else None
         if leaf is not None and hasattr(sharding, "spec"):
-            input_dims[number] = dim_axes(sharding.spec, len(leaf.shape))
+            input_dims[input_number] = dim_axes(sharding.spec, len(leaf.shape))
             mesh = dict(sharding.mesh.shape) | dict(mesh)
     has_placements = bool(input_dims) or any(step.primitive == "sharding_constraint" for step in vjp_program.steps)
     if not has_placements:
@@ -209,7 +211,7 @@ def graph_of(
 
 
 def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tuple[InlinedProgram, int]:
-    """The program that returns a block's results and its backward pass's residuals, and the number of results.
+    """Return the program that computes a block's results and its backward pass's residuals, and the number of results.
 
     Args:
         program: program of the block.
@@ -223,17 +225,22 @@ def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tu
     names = program.names()
     avals = [program.avals[number] for number in program.inputs]
     constant_indices = {index for index, const in enumerate(consts) if not isinstance(const, Tracer)}
-    is_inexact = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals]
-    variable_indices = [index for index in range(len(avals)) if index not in constant_indices and is_inexact[index]]
+    inexact_flags = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals]
+    variable_indices = [i for i in range(len(avals)) if i not in constant_indices and inexact_flags[i]]
 
     def forward(*arguments: Any) -> tuple[Any, Any]:
+        """Return the block's results, and the list of its backward pass's residuals."""
+
+        def name_value(number: int, value: Any) -> Any:
+            """Return the value with this number in the program, under the mark of its name if it has a name."""
+            return checkpoint_name(value, MARK + names[number]) if number in names else value
+
         def block(*variables: Any) -> Any:
+            """Return the block's results, from the inputs that it is differentiated with respect to."""
             operands = list(arguments)
             for index, value in zip(variable_indices, variables, strict=True):
                 operands[index] = value
-            return program.run(
-                operands, lambda n, value: checkpoint_name(value, MARK + names[n]) if n in names else value
-            )
+            return program.run(operands, name_value)
 
         results, pullback = jax.vjp(block, *(arguments[index] for index in variable_indices))
         return results, jax.tree.leaves(pullback)
@@ -244,35 +251,36 @@ def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tu
 
 
 def _input_names(closed_jaxpr: Any, args: Sequence[Any], activations: Sequence[int]) -> tuple[list[str], list[int]]:
-    """The names of a closed jaxpr's inputs, and the indices of the inputs that are activations."""
+    """Return the names of a closed jaxpr's inputs, and the indices of the inputs that are activations."""
     import jax
 
     from jaxscale.trees import path_name
 
-    names = [f"closed over {index}" for index in range(len(closed_jaxpr.jaxpr.constvars))]
+    input_names = [f"closed over {index}" for index in range(len(closed_jaxpr.jaxpr.constvars))]
     carried_indices: list[int] = []
-    positions = {index % len(args) for index in activations if args and -len(args) <= index < len(args)}
-    for position, arg in enumerate(args):
+    activation_args = {index % len(args) for index in activations if args and -len(args) <= index < len(args)}
+    for arg_index, arg in enumerate(args):
         for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
-            if position in positions and jax.numpy.issubdtype(getattr(leaf, "dtype", int), jax.numpy.inexact):
-                carried_indices.append(len(names))
-            names.append("/".join(filter(None, (f"argument {position}", path_name(path)))))
-    return names, carried_indices
+            is_inexact = jax.numpy.issubdtype(getattr(leaf, "dtype", int), jax.numpy.inexact)
+            if arg_index in activation_args and is_inexact:
+                carried_indices.append(len(input_names))
+            input_names.append("/".join(filter(None, (f"argument {arg_index}", path_name(path)))))
+    return input_names, carried_indices
 
 
 class _Builder:
-    """Builds the graph of a program that returns a block's results, then its residuals."""
+    """A builder of the graph of a program that returns a block's results, then its residuals."""
 
     def __init__(self, program: InlinedProgram, dims: Mapping[int, Dims], mesh: Mapping[str, int], chip: Chip | None):
         self.program, self.dims, self.mesh, self.chip = program, dims, mesh, chip
         self.values: list[Value] = []
         self.equations: list[Equation] = []
-        self.index_of: dict[int, int] = {}
+        self.index_of: dict[int, int] = {}  # index among the values, by the number in the program
         self.name_counts: Counter[str] = Counter()
         self.naming_steps: dict[int, Step] = {}  # the first step that names each value
         for step in program.steps:
             if step.primitive == "name":
-                self.naming_steps.setdefault(_operand(step), step)
+                self.naming_steps.setdefault(_first_operand(step), step)
         read_atoms = [atom for step in program.steps for atom in step.inputs] + list(program.outputs)
         self.reader_counts = Counter(atom for atom in read_atoms if isinstance(atom, int))
 
@@ -288,29 +296,29 @@ class _Builder:
         for number, name in zip(self.program.inputs, names, strict=True):
             self._add_value(number, name, -1)
         for step in self.program.steps:
-            operand = _operand(step) if step.primitive == "name" else -1
+            operand = _first_operand(step) if step.primitive == "name" else -1
             if self.reader_counts[operand] == 1 and operand in self.index_of:
                 # a value whose only reader names it is the same as the named value
                 if step.outputs[0] is not None:
                     self.index_of[step.outputs[0]] = self.index_of[operand]
             else:
                 self._add_equation(step)
-        inputs = tuple(range(len(self.program.inputs)))
+        input_indices = tuple(range(len(self.program.inputs)))
         output_indices = [self.index_of.get(atom) if isinstance(atom, int) else None for atom in self.program.outputs]
-        results = [index for index in output_indices[:result_count] if index is not None]
-        residuals = {index for index in output_indices[result_count:] if index is not None and index >= len(inputs)}
+        result_indices = [index for index in output_indices[:result_count] if index is not None]
+        residual_indices = {i for i in output_indices[result_count:] if i is not None and i >= len(input_indices)}
         return BlockGraph(
             fingerprint,
             tuple(self.values),
             tuple(self.equations),
-            inputs,
+            input_indices,
             tuple(carried),
-            tuple(dict.fromkeys(results)),
-            tuple(sorted(residuals)),
+            tuple(dict.fromkeys(result_indices)),
+            tuple(sorted(residual_indices)),
         )
 
     def _add_value(self, number: int, name: str, producer: int, mark: str | None = None, source: str = "") -> int:
-        """Add a value by its number in the program; return its index in the graph."""
+        """Add the value with this number in the program; return its index in the graph."""
         aval = self.program.avals[number]
         self.name_counts[name] += 1
         name = name if self.name_counts[name] == 1 else f"{name} ({self.name_counts[name]})"
@@ -322,11 +330,11 @@ class _Builder:
     def _add_equation(self, step: Step) -> None:
         """Add a step as an equation, and its results as values."""
         equation_index = len(self.equations)
-        inputs = tuple(dict.fromkeys(self.index_of[atom] for atom in step.inputs if isinstance(atom, int)))
+        input_indices = tuple(dict.fromkeys(self.index_of[atom] for atom in step.inputs if isinstance(atom, int)))
         source = source_line(step.eqn)
-        if step.primitive == "name" and inputs:
-            source = self.values[inputs[0]].source
-        outputs = []
+        if step.primitive == "name" and input_indices:
+            source = self.values[input_indices[0]].source
+        output_indices = []
         for number in step.outputs:
             if number is None:
                 continue
@@ -336,17 +344,17 @@ class _Builder:
                 name, mark = naming_step.eqn.params["name"].removeprefix(MARK), naming_step.eqn.params["name"]
             if naming_step is None or (naming_step is not step and self.reader_counts[number] > 1):
                 name, mark = f"{name} (unnamed)", None
-            outputs.append(self._add_value(number, name, equation_index, mark, source))
+            output_indices.append(self._add_value(number, name, equation_index, mark, source))
         flop = -(-equation_flop(step.eqn) // self._shards(step))
         moved_bytes = self._moved_bytes(step, flop)
         dtype = str(step.eqn.invars[0].aval.dtype) if step.eqn.invars else "float32"
         seconds = roofline.seconds(self.chip, flop, moved_bytes, dtype)
         self.equations.append(
-            Equation(step.primitive, inputs, tuple(outputs), flop, moved_bytes, seconds, _policies(step))
+            Equation(step.primitive, input_indices, tuple(output_indices), flop, moved_bytes, seconds, _policies(step))
         )
 
     def _moved_bytes(self, step: Step, flop: int) -> int:
-        """Bytes of all operands and results of a product or kernel; of the largest result of any other operation."""
+        """Return the bytes of a product's or kernel's operands and results; of any other operation's largest result."""
         if step.primitive in VIEWS:
             return 0
         result_bytes = [self._bytes(number) for number in step.outputs if number is not None]
@@ -355,11 +363,11 @@ class _Builder:
         return sum(result_bytes) + sum(self._bytes(atom) for atom in step.inputs if isinstance(atom, int))
 
     def _bytes(self, number: int) -> int:
-        """Bytes per device of a value, by its number in the program."""
+        """Return the bytes per device of the value with this number in the program."""
         return self.values[self.index_of[number]].bytes
 
     def _shards(self, step: Step) -> int:
-        """Number of devices that share an operation's FLOP: along the axes of its results and summed dims."""
+        """Return the number of devices that share an operation's FLOP: along the axes of results and summed dims."""
         axes = {axis for number in step.outputs if number is not None for dim in self.dims[number] for axis in dim}
         left_operand = step.inputs[0] if step.inputs else None
         if step.primitive == "dot_general" and isinstance(left_operand, int):
@@ -368,13 +376,13 @@ class _Builder:
         return math.prod(self.mesh.get(axis, 1) for axis in axes)
 
 
-def _operand(step: Step) -> int:
-    """Number of a step's first input; -1 for a constant."""
+def _first_operand(step: Step) -> int:
+    """Return the number of a step's first input; -1 for a constant."""
     return step.inputs[0] if isinstance(step.inputs[0], int) else -1
 
 
 def _policies(step: Step) -> frozenset[str]:
-    """JAX's policies that keep the results of a step."""
+    """Return the names of the policies of `jax.checkpoint_policies` that keep the results of a step."""
     policies = {"everything_saveable"}
     if step.primitive in ("dot_general", "conv_general_dilated"):
         policies |= {"dots_saveable", "checkpoint_dots"}

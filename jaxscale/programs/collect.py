@@ -74,28 +74,30 @@ def collect(
 
     from jaxscale import blocks
 
-    recordings: list[tuple[str, tuple[Any, ...], bool]] = []
+    recordings: list[tuple[str, tuple[Any, ...], bool]] = []  # (fingerprint, shapes of the inputs, rolled) of each call
     graphs: dict[str, BlockGraph] = {}
 
     def recorder(block: Callable[..., Any], rolled: bool) -> Callable[..., Any]:
-        """The function to call in place of a block."""
+        """Return the function that is called instead of a block."""
 
         def record_and_run(*inputs: Any) -> Any:
+            """Record the block with these inputs, and return its results from a named call."""
             closed_jaxpr, output_shapes = jax.make_jaxpr(block, return_shape=True)(*inputs)
-            shapes = jax.tree.map(
+            input_shapes = jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(jax.numpy.shape(leaf), getattr(leaf, "dtype", type(leaf))), inputs
             )
             program = inline(closed_jaxpr)
             fingerprint = program.fingerprint()
-            recordings.append((fingerprint, shapes, rolled))
+            recordings.append((fingerprint, input_shapes, rolled))
             if fingerprint not in graphs:
                 # made within the trace, where a manual region has its axis names and arrays of one device
-                activations = (2,) if len(shapes) > 2 else (-1,)
+                activations = (2,) if len(input_shapes) > 2 else (-1,)
                 graphs[fingerprint] = graph_of(
-                    closed_jaxpr, shapes, chip=chip, mesh=mesh, batch=batch, activations=activations
+                    closed_jaxpr, input_shapes, chip=chip, mesh=mesh, batch=batch, activations=activations
                 )
 
             def run(*leaves: Any) -> list[Any]:
+                """Run the block's program on the leaves of its inputs, and return the leaves of its results."""
                 return program.run((*closed_jaxpr.consts, *leaves))
 
             # the name identifies the block's runs in the model's jaxpr
@@ -105,15 +107,15 @@ def collect(
         return record_and_run
 
     with blocks.wrapping(recorder):
-        # a new function: JAX would return a cached trace made without the recorder
+        # a new function each time, because JAX could return a cached trace made without the recorder
         model_jaxpr = jax.make_jaxpr(lambda *args: fn(*args))(*args)
-    counts: Counter[int] = Counter()
+    counts: Counter[int] = Counter()  # number of runs of each recording, by its index
     for eqn, runs in equations(model_jaxpr):
         name = eqn.params.get("name")
         if isinstance(name, str) and name.startswith(_NAME):
             counts[int(name.removeprefix(_NAME))] += runs
     calls = []
-    for index, (fingerprint, shapes, rolled) in enumerate(recordings):
+    for index, (fingerprint, input_shapes, rolled) in enumerate(recordings):
         if counts[index]:
-            calls.append(BlockCall(fingerprint, graphs[fingerprint], shapes, counts[index], rolled, len(calls)))
+            calls.append(BlockCall(fingerprint, graphs[fingerprint], input_shapes, counts[index], rolled, len(calls)))
     return tuple(calls)

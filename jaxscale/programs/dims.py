@@ -17,31 +17,31 @@ DimLink = tuple[int, int, int]
 
 
 def dims_of(sharding: Any, rank: int) -> Dims:
-    """Mesh axes along the dims of an array with a `NamedSharding`; unsharded for any other sharding."""
+    """Return the mesh axes along the dims of an array with a `NamedSharding`; unsharded for any other sharding."""
     return dim_axes(getattr(sharding, "spec", None) or (), rank)[:rank]
 
 
-def parts(dims: Dims, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Number of parts into which each dim is split.
+def part_counts(dims: Dims, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the number of parts into which each dim is split.
 
     Args:
         dims: mesh axes along each dim.
         sizes: number of devices along each mesh axis.
 
     Example:
-        >>> parts((("data", "fsdp"), ()), {"data": 2, "fsdp": 4})
+        >>> part_counts((("data", "fsdp"), ()), {"data": 2, "fsdp": 4})
         (8, 1)
     """
     return tuple(math.prod(sizes.get(axis, 1) for axis in axes) for axes in dims)
 
 
 def local_shape(shape: Shape, dims: Dims, sizes: Mapping[str, int]) -> Shape:
-    """Shape of one device's part of an array; dims that cannot be split evenly are padded."""
-    return tuple(-(-size // count) for size, count in zip(shape, parts(dims, sizes), strict=True))
+    """Return the shape of one device's part of an array; dims that cannot be split evenly are padded."""
+    return tuple(-(-size // count) for size, count in zip(shape, part_counts(dims, sizes), strict=True))
 
 
 def local_bytes(aval: Any, dims: Dims, sizes: Mapping[str, int]) -> int:
-    """Bytes of one device's part of an array; 0 for an abstract value that is not an array."""
+    """Return the bytes of one device's part of an array; 0 for an abstract value that is not an array."""
     if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
         return 0
     elements = math.prod(aval.shape)
@@ -49,17 +49,17 @@ def local_bytes(aval: Any, dims: Dims, sizes: Mapping[str, int]) -> int:
 
 
 def shape_of(value: Any) -> Shape:
-    """Shape of an abstract value or literal; `()` if it has none, such as a token."""
+    """Return the shape of an abstract value or literal; `()` if it has none, such as a token."""
     return getattr(value, "shape", ())
 
 
-def links(primitive: str, params: Any, shapes: Sequence[Shape], result_shape: Shape) -> list[DimLink] | None:
-    """The links of an operation that rearranges, reduces or multiplies its operands; `None` for any other operation.
+def links(primitive: str, params: Any, operand_shapes: Sequence[Shape], result_shape: Shape) -> list[DimLink] | None:
+    """Return the links of an operation that rearranges, reduces or multiplies its operands; `None` for any other.
 
     Args:
         primitive: name of the operation.
         params: parameters of the primitive.
-        shapes: shapes of the operands.
+        operand_shapes: shapes of the operands.
         result_shape: shape of the result.
 
     Example:
@@ -67,42 +67,43 @@ def links(primitive: str, params: Any, shapes: Sequence[Shape], result_shape: Sh
         [(0, 0, 0), (0, 2, 2)]
     """
     rule = _RULES.get(primitive)
-    return None if rule is None else list(rule(params, shapes, result_shape))
+    return None if rule is None else list(rule(params, operand_shapes, result_shape))
 
 
 def summed_dims(primitive: str, params: Any) -> list[tuple[int, int]]:
-    """Pairs of dims of the two operands that a product or convolution sums over."""
-    numbers = params.get("dimension_numbers")
+    """Return the pairs (dim of the left operand, dim of the right operand) that a product or convolution sums over."""
+    dim_numbers = params.get("dimension_numbers")
     if primitive == "dot_general":
-        return list(zip(*numbers[0], strict=True))
-    return [(numbers.lhs_spec[1], numbers.rhs_spec[1])] if primitive == "conv_general_dilated" else []
+        return list(zip(*dim_numbers[0], strict=True))
+    return [(dim_numbers.lhs_spec[1], dim_numbers.rhs_spec[1])] if primitive == "conv_general_dilated" else []
 
 
-def _broadcast(params: Any, shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
-    """Links of a broadcast: the dims whose size stays the same."""
+def _broadcast(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+    """Yield the links of a broadcast: the dims whose size stays the same."""
     for dim, result_dim in enumerate(map(int, params["broadcast_dimensions"])):
-        if shapes[0][dim] == result_shape[result_dim]:
+        if operand_shapes[0][dim] == result_shape[result_dim]:
             yield 0, dim, result_dim
 
 
-def _transpose(params: Any, shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+def _transpose(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+    """Yield the links of a transpose: each dim, and the dim to which it moves."""
     return ((0, dim, result_dim) for result_dim, dim in enumerate(params["permutation"]))
 
 
-def _without(removed: str, params: Any, shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
-    """Links of an operation that removes the dims listed in its parameter named `removed`."""
-    remaining_dims = [dim for dim in range(len(shapes[0])) if dim not in params[removed]]
+def _without(param_name: str, params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+    """Yield the links of an operation that removes the dims listed in its parameter `param_name`."""
+    remaining_dims = [dim for dim in range(len(operand_shapes[0])) if dim not in params[param_name]]
     return ((0, dim, result_dim) for result_dim, dim in enumerate(remaining_dims))
 
 
-def _reshape(params: Any, shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
-    """Links of dims before which both shapes hold equally many elements: equal dims, or the first of two groups."""
+def _reshape(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+    """Yield the links of dims that start at the same element: equal dims, or the first dims of regrouped ones."""
     result_dims = {key: result_dim for result_dim, key in enumerate(_dim_keys(result_shape))}
-    return ((0, dim, result_dims[key]) for dim, key in enumerate(_dim_keys(shapes[0])) if key in result_dims)
+    return ((0, dim, result_dims[key]) for dim, key in enumerate(_dim_keys(operand_shapes[0])) if key in result_dims)
 
 
 def _dim_keys(shape: Shape) -> list[tuple[int, bool, int]]:
-    """Key of each dim: elements in the dims before it, whether its size is 1, number of earlier dims that agree."""
+    """Return a key of each dim: elements in the dims before it, whether its size is 1, and a counter of equal keys."""
     keys: list[tuple[int, bool, int]] = []
     for dim, size in enumerate(shape):
         start_of_key = (math.prod(shape[:dim]), size == 1)
@@ -110,23 +111,23 @@ def _dim_keys(shape: Shape) -> list[tuple[int, bool, int]]:
     return keys
 
 
-def _product(params: Any, shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
-    """Links of a matrix product: its batch dims, then the dims of each operand that are not summed over."""
+def _product(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+    """Yield the links of a matrix product: its batch dims, then the dims of each operand that are not summed over."""
     contracted_dims, batch_dims = params["dimension_numbers"]
     for result_dim, (left_dim, right_dim) in enumerate(zip(*batch_dims, strict=True)):
         yield from ((0, left_dim, result_dim), (1, right_dim, result_dim))
     free_result_dims = itertools.count(len(batch_dims[0]))
-    for side in (0, 1):
-        for dim in range(len(shapes[side])):
-            if dim not in contracted_dims[side] and dim not in batch_dims[side]:
-                yield side, dim, next(free_result_dims)
+    for operand in (0, 1):
+        for dim in range(len(operand_shapes[operand])):
+            if dim not in contracted_dims[operand] and dim not in batch_dims[operand]:
+                yield operand, dim, next(free_result_dims)
 
 
-def _convolution(params: Any, shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
-    """Links of a convolution: the batch dim of its input, and the dim of output channels of its kernel."""
-    numbers = params["dimension_numbers"]
-    yield 0, numbers.lhs_spec[0], numbers.out_spec[0]
-    yield 1, numbers.rhs_spec[0], numbers.out_spec[1]
+def _convolution(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+    """Yield the links of a convolution: the batch dim of its input, and the dim of output channels of its kernel."""
+    dim_numbers = params["dimension_numbers"]
+    yield 0, dim_numbers.lhs_spec[0], dim_numbers.out_spec[0]
+    yield 1, dim_numbers.rhs_spec[0], dim_numbers.out_spec[1]
 
 
 _reduce = partial(_without, "axes")

@@ -1,4 +1,4 @@
-"""Check that an update rule treats each number by itself, so that it can run on slices of the parameters, one by one.
+"""Check that an optimizer's update rule treats each number by itself, so that it can run on slices of the parameters.
 
 The check reads the rule's program. Adam, Lion and SGD pass, with schedules, masks and decay. A rule that mixes elements
 does not pass, because it sums over a tensor (LAMB's trust ratio, Adafactor's row means) or over all tensors (clipping
@@ -32,7 +32,7 @@ PLACED = frozenset(["iota", "random_bits", "rng_bit_generator", "rng_uniform", "
 
 
 def first_mixing(rule: optax.GradientTransformation, params: Params) -> str | None:
-    """Name of the first primitive of a rule's update that mixes elements; `None` if no primitive does.
+    """Return the name of the first primitive of a rule's update that mixes elements; `None` if no primitive does.
 
     Args:
         rule: any optax transformation.
@@ -51,7 +51,7 @@ def first_mixing(rule: optax.GradientTransformation, params: Params) -> str | No
 def check_elementwise(
     rule: optax.GradientTransformation, params: Params, option: str = "optimizer_state streamed"
 ) -> None:
-    """Raise an error if a rule can't be run slice by slice.
+    """Raise an error if an update rule can't be run slice by slice.
 
     Args:
         rule: any optax transformation.
@@ -70,7 +70,7 @@ def check_elementwise(
 
 
 def _first_mixing_primitive(jaxpr: Any) -> str | None:
-    """Name of the first primitive of a jaxpr that mixes elements, or `ARRAY`; `None` if no primitive does."""
+    """Return the name of a jaxpr's first primitive that mixes elements, or `ARRAY`; `None` if no primitive does."""
     jaxpr = opened(jaxpr)
     if any(_size(var) > 1 for var in jaxpr.constvars):
         return ARRAY
@@ -82,9 +82,9 @@ def _first_mixing_primitive(jaxpr: Any) -> str | None:
             continue
         if name == "bitcast_convert_type" and _size(eqn.invars[0]) == _size(eqn.outvars[0]):
             continue
-        inner_programs = inner_jaxprs(eqn)
-        if inner_programs and name not in ("scan", "while"):
-            mixing_name = next(filter(None, map(_first_mixing_primitive, inner_programs)), None)
+        callee_jaxprs = inner_jaxprs(eqn)
+        if callee_jaxprs and name not in ("scan", "while"):
+            mixing_name = next(filter(None, map(_first_mixing_primitive, callee_jaxprs)), None)
             if mixing_name is not None:
                 return mixing_name
         elif name in PLACED or any(_size(var) > 1 for var in eqn.invars):
@@ -93,5 +93,5 @@ def _first_mixing_primitive(jaxpr: Any) -> str | None:
 
 
 def _size(variable: Any) -> int:
-    """Number of elements of a variable of a jaxpr."""
+    """Return the number of elements of a variable of a jaxpr."""
     return getattr(variable.aval, "size", 1)

@@ -4,9 +4,9 @@ Calls (`jit`, `checkpoint`, custom derivatives) are inlined, and operations that
 compiler would do. The body of a loop stays a program of its own. Values are numbered; their shapes and names are stored
 beside the list.
 
-The `shard_map` of a pipelined step and the one of gradients per replica are inlined too: the operation "enter" returns
-one device's part of an array, and "leave" returns the array of all parts. Within a pipelined step a `cond` has a
-program for each branch; elsewhere it is replaced by its longest branch.
+The `shard_map` of a pipelined step and that of gradients per replica are inlined too. There, the operation "enter"
+returns one device's part of an array, and "leave" returns the array of all parts. A `cond` of a pipelined step has a
+program for each branch; any other `cond` is replaced by its longest branch.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ LOOPS = ("scan", "while")
 """Primitives that run a loop."""
 
 SLICING = ("slice", "dynamic_slice", "squeeze", "lt", "add", "select_n")
-"""Operations that make up a slice by index; some of them turn a negative index into one from the start."""
+"""Operations of a slice by index; some of them convert a negative index into one that counts from the start."""
 
 PIPE = "pipe"
 """Mesh axis over which a pipeline's stages are placed."""
@@ -103,7 +103,7 @@ class FlatProgram:
 
 
 def flatten(jaxpr: Any, manual: frozenset[str] = frozenset()) -> FlatProgram:
-    """The flat program of a jaxpr, open or closed.
+    """Return the flat program of a jaxpr, open or closed.
 
     Args:
         jaxpr: the jaxpr of a function.
@@ -119,7 +119,7 @@ def flatten(jaxpr: Any, manual: frozenset[str] = frozenset()) -> FlatProgram:
 
 
 def loop_parts(operation: Operation, items: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
-    """Split items that belong to a loop's operands.
+    """Split a sequence that has an item for each operand of a loop.
 
     Args:
         operation: a scan or a while loop.
@@ -131,17 +131,18 @@ def loop_parts(operation: Operation, items: Sequence[T]) -> tuple[Sequence[T], S
     if operation.kind == "scan":
         const_count, carry_count = scan_counts(operation.params)
         return items[:const_count], items[const_count : const_count + carry_count], items[const_count + carry_count :]
-    start, const_count = operation.params["cond_nconsts"], operation.params["body_nconsts"]
-    return items[start : start + const_count], items[start + const_count :], ()
+    # the operands of a while loop are the constants of its condition, those of its body, and the initial state
+    cond_count, body_count = operation.params["cond_nconsts"], operation.params["body_nconsts"]
+    return items[cond_count : cond_count + body_count], items[cond_count + body_count :], ()
 
 
 def carries(operation: Operation) -> tuple[int | None, ...]:
-    """Numbers of the values that are a loop's initial state; `None` for a literal."""
+    """Return the numbers of the values that are a loop's initial state; `None` for a literal."""
     return tuple(loop_parts(operation, operation.inputs)[1])
 
 
 class _Flattener:
-    """Collects the operations of one flat program."""
+    """A collector of the operations of one flat program."""
 
     def __init__(self, manual: frozenset[str]) -> None:
         self.manual = manual
@@ -151,27 +152,27 @@ class _Flattener:
         self.constants: list[int] = []
 
     def program(self, jaxpr: Any) -> FlatProgram:
-        """The flat program of a jaxpr."""
+        """Return the flat program of a jaxpr."""
         jaxpr = opened(jaxpr)
         self.constants += self._new_values(jaxpr.constvars)
         inputs = self._new_values(jaxpr.invars)
-        results = self._append_equations(jaxpr, [*self.constants, *inputs], False)
+        results = self._append_equations(jaxpr, [*self.constants, *inputs], backward=False)
         outputs = tuple(_number(atom) for atom in results)
         operations, _ = live_steps(self.operations, outputs)
         return FlatProgram((*inputs, *self.constants), outputs, operations, self.shapes, self.names)
 
     def _new_values(self, variables: Sequence[Any]) -> tuple[int, ...]:
-        """Number the variables of a jaxpr; return the numbers."""
-        first = len(self.shapes)
-        for number, var in enumerate(variables, first):
+        """Give numbers to the variables of a jaxpr; return the numbers."""
+        first_number = len(self.shapes)
+        for number, var in enumerate(variables, first_number):
             self.shapes[number] = var.aval
-        return tuple(range(first, len(self.shapes)))
+        return tuple(range(first_number, len(self.shapes)))
 
     def _append(
-        self, kind: str, eqn: Any, operands: Sequence[Atom], results: Sequence[Any], backward: bool, **fields: Any
+        self, kind: str, eqn: Any, operands: Sequence[Atom], result_vars: Sequence[Any], backward: bool, **fields: Any
     ) -> tuple[int, ...]:
-        """Append an operation; return the numbers of its results."""
-        inputs, outputs = tuple(map(_number, operands)), self._new_values(results)
+        """Append an operation with results of these variables' shapes; return the numbers of its results."""
+        inputs, outputs = tuple(map(_number, operands)), self._new_values(result_vars)
         literals = {index: atom.value for index, atom in enumerate(operands) if isinstance(atom, Constant)}
         params = fields.pop("params", eqn.params)
         operation = Operation(
@@ -184,6 +185,7 @@ class _Flattener:
         """Append the operations of an open jaxpr; return its results."""
 
         def append(eqn: Any, operands: list[Atom]) -> Sequence[Atom]:
+            """Append the operations of an equation; return its results."""
             is_backward = backward or "transpose" in str(eqn.source_info.name_stack)
             kind = eqn.primitive.name
             if kind == "name":
@@ -193,16 +195,17 @@ class _Flattener:
             if kind == "shard_map" and _is_model_region(eqn.params["newly_manual_axes"]):
                 return self._append_region(eqn, operands, is_backward)
             uninlined_primitives = (*LOOPS, "pallas_call", "shard_map", *(("cond",) if PIPE in self.manual else ()))
-            callee = None if kind in uninlined_primitives else _callee(eqn)
-            if callee is not None:
-                constants = self._new_values(callee.constvars)
+            callee_jaxpr = None if kind in uninlined_primitives else _callee(eqn)
+            if callee_jaxpr is not None:
+                constants = self._new_values(callee_jaxpr.constvars)
                 self.constants += constants
-                arguments = operands[len(operands) - len(callee.invars) :]  # without the index of a `cond`'s branch
-                return self._append_equations(callee, [*constants, *arguments], is_backward)
-            body = eqn.params.get("jaxpr" if kind == "scan" else "body_jaxpr") if kind in LOOPS else None
-            loop = None if body is None else flatten(body, self.manual)
-            branches = eqn.params["branches"] if kind == "cond" else ()
-            branches = tuple(_with_late_slices(flatten(branch, self.manual)) for branch in branches)
+                # without the first operand of a `cond`, which selects the branch
+                arguments = operands[len(operands) - len(callee_jaxpr.invars) :]
+                return self._append_equations(callee_jaxpr, [*constants, *arguments], is_backward)
+            body_jaxpr = eqn.params.get("jaxpr" if kind == "scan" else "body_jaxpr") if kind in LOOPS else None
+            loop = None if body_jaxpr is None else flatten(body_jaxpr, self.manual)
+            branch_jaxprs = eqn.params["branches"] if kind == "cond" else ()
+            branches = tuple(_with_late_slices(flatten(branch, self.manual)) for branch in branch_jaxprs)
             return self._append(kind, eqn, operands, eqn.outvars, is_backward, loop=loop, branches=branches)
 
         return evaluate(jaxpr, inputs, append)
@@ -213,7 +216,10 @@ class _Flattener:
         outer_manual, self.manual = self.manual, frozenset(eqn.params["newly_manual_axes"])
 
         def append_each(kind: str, atoms: Sequence[Atom], results: Sequence[Any], specs: Sequence[Any]) -> list[Atom]:
-            """Append an operation per value, and return the results; literals stay unchanged."""
+            """Append an operation of this kind for each value; return the numbers of the results.
+
+            Literals stay unchanged. `results` has the variable of each result.
+            """
             return [
                 atom
                 if isinstance(atom, Constant)
@@ -231,17 +237,17 @@ class _Flattener:
 
 
 def _number(atom: Atom) -> int | None:
-    """The number of a value; `None` for a literal."""
+    """Return the number of a value; `None` for a literal."""
     return atom if isinstance(atom, int) else None
 
 
 def _is_model_region(manual: Collection[str]) -> bool:
-    """Whether a `shard_map` with these manual axes holds passes of a model, not only a kernel."""
+    """Return whether a `shard_map` with these manual axes contains passes of a model, not only a kernel."""
     return PIPE in manual or set(manual) == {REPLICA}
 
 
 def _with_late_slices(program: FlatProgram) -> FlatProgram:
-    """The program with each slice of an argument (a slot, a weight) moved to just before its first reader."""
+    """Return the program with each slice of an argument (an activation, a weight) moved to before its first reader."""
     arguments_and_slices = set(program.inputs)
     pending_slices: dict[int, Operation] = {}
     ordered_operations: list[Operation] = []
@@ -260,13 +266,13 @@ def _with_late_slices(program: FlatProgram) -> FlatProgram:
             pending_slices[operation.outputs[0]] = operation
         else:
             append_with_slices(operation)
-    while pending_slices:  # slices that are returned
+    while pending_slices:  # slices that only the program's results read
         append_with_slices(pending_slices.pop(next(iter(pending_slices))))
     return dataclasses.replace(program, operations=ordered_operations)
 
 
 def _callee(eqn: Any) -> Any:
-    """The open jaxpr that a call runs, or the longest branch of a `cond`; `None` if the equation calls nothing."""
+    """Return the open jaxpr that a call runs, or a `cond`'s longest branch; `None` if the equation calls nothing."""
     if eqn.primitive.name == "cond":
         return max(map(opened, eqn.params["branches"]), key=lambda branch: len(branch.eqns))
     for name in CALLS:

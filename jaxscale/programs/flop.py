@@ -18,7 +18,7 @@ from jaxscale.programs.walk import is_jaxpr, opened
 
 @dataclasses.dataclass(frozen=True)
 class Flop:
-    """FLOP of a program's matrix products, convolutions and kernels.
+    """The FLOP of a program's matrix products, convolutions and kernels.
 
     Args:
         by_primitive: FLOP of each primitive, by its name in the jaxpr.
@@ -43,7 +43,7 @@ class Flop:
 
 
 def count_flop(fn: Callable[..., Any], *args: Any) -> Flop:
-    """FLOP of the matrix products, convolutions and kernels of `fn(*args)`, all devices together.
+    """Count the FLOP of the matrix products, convolutions and kernels of `fn(*args)`, all devices together.
 
     The body of a scan counts once per trip, a `cond` as its most expensive branch, and a `shard_map` once per device
     along its manual axes.
@@ -64,7 +64,7 @@ def count_flop(fn: Callable[..., Any], *args: Any) -> Flop:
 
 
 def model_flop(fn: Callable[..., Any], *args: Any) -> int:
-    """FLOP of the matrix products and convolutions of `fn(*args)`, to which `mfu` is relative.
+    """Return the FLOP of the matrix products and convolutions of `fn(*args)`, to which `mfu` is relative.
 
     Args:
         fn: a function of arrays that JAX can trace, such as the gradient of a loss.
@@ -92,30 +92,30 @@ def model_flop(fn: Callable[..., Any], *args: Any) -> int:
 
 
 def equation_flop(eqn: Any) -> int:
-    """FLOP of the matrix products, convolutions and kernels of one equation of a jaxpr, all devices together.
+    """Return the FLOP of an equation's matrix products, convolutions and kernels, all devices together.
 
     Args:
         eqn: equation of a jaxpr; all its outputs count as used.
     """
-    return _eqn_flop(eqn, [True] * len(eqn.outvars)).total
+    return _eqn_flop(eqn, used_flags=[True] * len(eqn.outvars)).total
 
 
-def jaxpr_flop(jaxpr: Any, is_used: Sequence[bool] | None = None) -> Flop:
-    """FLOP of the operations of a jaxpr on which the outputs marked in `is_used` (all by default) depend."""
+def jaxpr_flop(jaxpr: Any, used_flags: Sequence[bool] | None = None) -> Flop:
+    """Return the FLOP of the operations on which a jaxpr's used outputs depend; by default all are used."""
     jaxpr = opened(jaxpr)
-    is_used = [True] * len(jaxpr.outvars) if is_used is None else is_used
-    live_vars = {var for var, use in zip(jaxpr.outvars, is_used, strict=True) if use and not hasattr(var, "val")}
+    used_flags = [True] * len(jaxpr.outvars) if used_flags is None else used_flags
+    live_vars = {var for var, used in zip(jaxpr.outvars, used_flags, strict=True) if used and not hasattr(var, "val")}
     total = Flop()
     for eqn in reversed(jaxpr.eqns):
-        is_needed = [var in live_vars for var in eqn.outvars]
-        if any(is_needed) or eqn.effects:
-            total += _eqn_flop(eqn, is_needed)
+        needed_flags = [var in live_vars for var in eqn.outvars]
+        if any(needed_flags) or eqn.effects:
+            total += _eqn_flop(eqn, needed_flags)
             live_vars.update(var for var in eqn.invars if not hasattr(var, "val"))  # literals have a value, but no hash
     return total
 
 
-def _eqn_flop(eqn: Any, is_used: Sequence[bool]) -> Flop:
-    """FLOP of an equation for the outputs marked in `is_used`."""
+def _eqn_flop(eqn: Any, used_flags: Sequence[bool]) -> Flop:
+    """Return the FLOP of an equation, for the outputs that `used_flags` marks as used."""
     name, params = eqn.primitive.name, eqn.params
     if name in FORMULAS:
         return Flop({name: FORMULAS[name](eqn)})
@@ -129,68 +129,68 @@ def _eqn_flop(eqn: Any, is_used: Sequence[bool]) -> Flop:
     if name == "cond":
         return max((jaxpr_flop(branch) for branch in params["branches"]), key=lambda flop: flop.total)
     if name == "shard_map":
-        shards = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
-        return jaxpr_flop(params["jaxpr"]) * shards
+        shard_count = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+        return jaxpr_flop(params["jaxpr"]) * shard_count
     callees = [value for value in params.values() if is_jaxpr(value)]
     # jit, remat, custom_vjp and similar calls run one program
-    has_same_outputs = len(callees) == 1 and len(opened(callees[0]).outvars) == len(is_used)
-    return sum((jaxpr_flop(jaxpr, is_used if has_same_outputs else None) for jaxpr in callees), Flop())
+    has_same_outputs = len(callees) == 1 and len(opened(callees[0]).outvars) == len(used_flags)
+    return sum((jaxpr_flop(jaxpr, used_flags if has_same_outputs else None) for jaxpr in callees), Flop())
 
 
 def _dot_flop(eqn: Any) -> int:
-    """FLOP of a matrix product."""
+    """Return the FLOP of a matrix product."""
     return _product_flop(eqn, eqn.params["dimension_numbers"][0][0])
 
 
 def _product_flop(eqn: Any, contracted: Sequence[int]) -> int:
-    """FLOP of a product that sums over the dims `contracted` of its left operand."""
+    """Return the FLOP of a product that sums over the dims `contracted` of its left operand."""
     shape = eqn.invars[0].aval.shape
     return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
 
 
 def _ragged_dot_flop(eqn: Any) -> int:
-    """FLOP of a product in which each row is multiplied only by the matrix of its group."""
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (contracted_dims, _), _ = numbers.dot_dimension_numbers
-    group_count = eqn.invars[2].aval.shape[-1] if set(numbers.lhs_ragged_dimensions) <= set(contracted_dims) else 1
+    """Return the FLOP of a product in which each row is multiplied only by the matrix of its group."""
+    dim_numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contracted_dims, _), _ = dim_numbers.dot_dimension_numbers
+    group_count = eqn.invars[2].aval.shape[-1] if set(dim_numbers.lhs_ragged_dimensions) <= set(contracted_dims) else 1
     return _product_flop(eqn, contracted_dims) // group_count
 
 
 def _scaled_matmul_flop(eqn: Any) -> int:
-    """FLOP of a product of operands of shape (batch, rows, contracted)."""
+    """Return the FLOP of a product of operands of shape (batch, rows, contracted)."""
     return _product_flop(eqn, [2])
 
 
 def _conv_flop(eqn: Any) -> int:
-    """FLOP of a convolution without the kernel taps on padding or on the holes of a dilated input, as XLA counts."""
-    numbers = eqn.params["dimension_numbers"]
+    """Return the FLOP of a convolution, without kernel taps on padding or on the holes of a dilated input."""
+    numbers = eqn.params["dimension_numbers"]  # `jax.lax.ConvDimensionNumbers`
     lhs_shape, rhs_shape, output_shape = (var.aval.shape for var in (*eqn.invars[:2], eqn.outvars[0]))
     specs = ((lhs_shape, numbers.lhs_spec), (rhs_shape, numbers.rhs_spec), (output_shape, numbers.out_spec))
     spatial_sizes = ([shape[dim] for dim in spec[2:]] for shape, spec in specs)
     windows = (eqn.params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation"))
-    taps = math.prod(map(_valid_taps, *spatial_sizes, *windows))
+    tap_count = math.prod(map(_valid_taps, *spatial_sizes, *windows))
     input_channels = rhs_shape[numbers.rhs_spec[1]]  # of one feature group
-    return 2 * output_shape[numbers.out_spec[0]] * output_shape[numbers.out_spec[1]] * input_channels * taps
+    return 2 * output_shape[numbers.out_spec[0]] * output_shape[numbers.out_spec[1]] * input_channels * tap_count
 
 
 def _valid_taps(
     input_size: int, kernel_size: int, output_size: int, stride: int, padding: Any, lhs_dilation: int, rhs_dilation: int
 ) -> int:
-    """Number of pairs (output position o, kernel tap k) along one dim in which the tap is on an input element."""
+    """Return the number of pairs (output position o, kernel tap k) along one dim whose tap is on an input element."""
     last_position = (input_size - 1) * lhs_dilation
     positions = (o * stride + k * rhs_dilation - padding[0] for o in range(output_size) for k in range(kernel_size))
     return sum(0 <= position <= last_position and position % lhs_dilation == 0 for position in positions)
 
 
 def _kernel_flop(eqn: Any) -> Flop:
-    """FLOP of a Pallas kernel's `CostEstimate`; without one, those of its body times the steps of its grid."""
+    """Return the FLOP of a Pallas kernel's `CostEstimate`; without one, its body's FLOP times the steps of its grid."""
     estimate = eqn.params.get("cost_estimate")
     if estimate is not None:
         return Flop({"pallas_call": int(estimate.flops)})
     if "grid_mapping" not in eqn.params:
         return Flop()  # a Mosaic GPU kernel without an estimate: its products are in loops of unknown length
-    steps = math.prod(eqn.params["grid_mapping"].grid)
-    return Flop({"pallas_call": jaxpr_flop(eqn.params["jaxpr"]).total * steps})
+    grid_steps = math.prod(eqn.params["grid_mapping"].grid)
+    return Flop({"pallas_call": jaxpr_flop(eqn.params["jaxpr"]).total * grid_steps})
 
 
 FORMULAS: Mapping[str, Callable[[Any], int]] = {

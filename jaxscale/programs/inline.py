@@ -70,10 +70,16 @@ class InlinedProgram(NamedTuple):
     avals: tuple[Any, ...]
 
     def run(self, arguments: Sequence[Any], tag: Callable[[int, Any], Any] | None = None) -> list[Any]:
-        """Run the program, and return its results; each computed value is replaced by `tag(number, value)`."""
+        """Run the program; return its results.
+
+        Args:
+            arguments: values of the inputs.
+            tag: called with the number and the value of each computed value; returns the value to use instead.
+        """
         values: dict[int, Any] = dict(zip(self.inputs, arguments, strict=True))
 
         def read(atom: int | Constant) -> Any:
+            """Return the value of a constant, or of the value with this number."""
             return atom.value if isinstance(atom, Constant) else values[atom]
 
         for step in self.steps:
@@ -85,13 +91,13 @@ class InlinedProgram(NamedTuple):
         return [read(atom) for atom in self.outputs]
 
     def fingerprint(self) -> str:
-        """The fingerprint of the program: 16 hexadecimal digits, the same in every process with one version of JAX."""
+        """Return the program's fingerprint: 16 hexadecimal digits, equal in all processes with one version of JAX."""
         digest = hashlib.sha256()
         roots = self.roots()
-        positions: dict[int, int] = {}  # of each value, in the order of first use
+        positions: dict[int, int] = {}  # in the order of first use, by the number of the value
 
         def token_of(atom: int | Constant | None) -> str:
-            """A value as text: its position in the order of first use, "#" for a constant, "_" for none."""
+            """Return a value as text: its position in the order of first use, "#" for a constant, "_" for `None`."""
             if not isinstance(atom, int):
                 return "_" if atom is None else "#"
             return str(positions.setdefault(roots[atom], len(positions)))
@@ -110,7 +116,7 @@ class InlinedProgram(NamedTuple):
         return digest.hexdigest()[:16]
 
     def roots(self) -> dict[int, int]:
-        """For each value, the value that it is an alias of, or itself if it is not an alias."""
+        """Map the number of each value to that of the value that it is an alias of, or to itself if it is no alias."""
         roots = {number: number for number in range(len(self.avals))}
         for step in self.steps:
             if step.is_alias:
@@ -120,33 +126,35 @@ class InlinedProgram(NamedTuple):
         return roots
 
     def names(self) -> dict[int, str]:
-        """A unique name for every computed value that is not an alias: the model's own (`checkpoint_name`), or the
-        primitive's with the calling functions and a number, such as "silu/logistic" or "dot_general.3".
+        """Return a unique name for the number of each computed value that is not an alias.
+
+        This is the name that the model gives (`checkpoint_name`). Without one, it is the name of the primitive with
+        those of the calling functions and a counter, such as "silu/logistic" or "dot_general.3".
         """
         roots, model_names = self.roots(), {}
         for step in self.steps:
             if step.primitive == "name" and isinstance(step.inputs[0], int):
                 model_names.setdefault(roots[step.inputs[0]], step.eqn.params["name"])
-        counts: Counter[str] = Counter()
+        name_counts: Counter[str] = Counter()
         names: dict[int, str] = {}
         for step in self.steps:
             for number in step.outputs:
                 if number is None or step.is_alias:
                     continue
                 name = model_names.get(number) or "/".join((*step.scope, _function_name(step.eqn)))
-                counts[name] += 1
-                names[number] = name if counts[name] == 1 else f"{name}.{counts[name]}"
+                name_counts[name] += 1
+                names[number] = name if name_counts[name] == 1 else f"{name}.{name_counts[name]}"
         assert len(set(names.values())) == len(names), "a name from the model equals a generated name"
         return names
 
 
 def inline(closed_jaxpr: Any) -> InlinedProgram:
-    """The flat program of a closed jaxpr; its constants are the first inputs."""
+    """Return the flat program of a closed jaxpr; the jaxpr's constants are the first inputs."""
     avals: list[Any] = []
     steps: list[Step] = []
 
     def new_numbers(variables: Sequence[Any]) -> tuple[int, ...]:
-        """Number the variables of a jaxpr; return the numbers."""
+        """Give numbers to the variables of a jaxpr; return the numbers."""
         avals.extend(var.aval for var in variables)
         return tuple(range(len(avals) - len(variables), len(avals)))
 
@@ -154,8 +162,9 @@ def inline(closed_jaxpr: Any) -> InlinedProgram:
         """Append the steps of a jaxpr, and return its results."""
 
         def append(eqn: Any, operands: list[int | Constant]) -> Sequence[int | Constant]:
+            """Append an equation as a step, or the steps of the program that it calls; return its results."""
             callee = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if eqn.primitive.name in OPENED else None
-            if callee is not None and _only_wraps(eqn):
+            if callee is not None and _specifies_no_shardings(eqn):
                 constants = map(Constant, getattr(callee, "consts", ()))
                 return append_steps(opened(callee), [*constants, *operands], (*scope, _function_name(eqn)))
             results = new_numbers(eqn.outvars)
@@ -167,20 +176,20 @@ def inline(closed_jaxpr: Any) -> InlinedProgram:
     jaxpr = closed_jaxpr.jaxpr
     inputs = new_numbers((*jaxpr.constvars, *jaxpr.invars))
     outputs = tuple(append_steps(jaxpr, inputs, ()))
-    kept_steps, read_values = live_steps(steps, outputs, lambda step: bool(step.eqn.effects))
-    read_outputs = [tuple(n if n in read_values else None for n in step.outputs) for step in kept_steps]
-    kept_steps = [step._replace(outputs=numbers) for step, numbers in zip(kept_steps, read_outputs, strict=True)]
-    return InlinedProgram(tuple(kept_steps), inputs, outputs, tuple(avals))
+    needed_steps, read_numbers = live_steps(steps, outputs, lambda step: bool(step.eqn.effects))
+    read_outputs = [tuple(n if n in read_numbers else None for n in step.outputs) for step in needed_steps]
+    needed_steps = [step._replace(outputs=numbers) for step, numbers in zip(needed_steps, read_outputs, strict=True)]
+    return InlinedProgram(tuple(needed_steps), inputs, outputs, tuple(avals))
 
 
-def _only_wraps(eqn: Any) -> bool:
-    """Whether a call specifies no shardings."""
+def _specifies_no_shardings(eqn: Any) -> bool:
+    """Return whether a call specifies no shardings."""
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in shardings)
 
 
 def _function_name(eqn: Any) -> str:
-    """Name of the function that an equation calls, or of its primitive if it calls none with a name."""
+    """Return the name of the function that an equation calls; without a name, that of the equation's primitive."""
     name = eqn.params.get("name")
     if eqn.primitive.name.startswith("custom_"):
         name = getattr(getattr(_custom_callee(eqn), "debug_info", None), "func_name", name)
@@ -188,17 +197,17 @@ def _function_name(eqn: Any) -> str:
 
 
 def _custom_callee(eqn: Any) -> Any:
-    """The open jaxpr of a function with a custom derivative."""
+    """Return the open jaxpr of a function with a custom derivative."""
     return opened(eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr")))
 
 
 def _shape_text(aval: Any) -> str:
-    """Type and shape of an abstract value as text."""
+    """Return the type and shape of an abstract value as text."""
     return f"{getattr(aval, 'dtype', aval)}{list(getattr(aval, 'shape', ()))}"
 
 
 def _param_text(value: Any) -> str:
-    """A parameter of an equation as text, without addresses, functions and placements."""
+    """Return a parameter of an equation as text, without addresses, functions and placements."""
     if is_jaxpr(value):
         lines = [
             f"{eqn.primitive.name}{_param_text(eqn.params)}{[_shape_text(var.aval) for var in eqn.outvars]}"

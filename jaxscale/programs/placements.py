@@ -1,7 +1,8 @@
 """Bytes per device of every value of a traced program, without devices, from placements of the program's arguments.
 
-A placement is the mesh axes along each dim of a value. Arguments and sharding constraints specify placements; products,
-elementwise operations and reshapes propagate them, as in XLA's partitioner (GSPMD, Xu et al. 2021, arXiv:2105.04663).
+A placement is the mesh axes along each dim of a value. Arguments and sharding constraints specify placements.
+Products, elementwise operations and reshapes propagate them, as in XLA's partitioner (GSPMD, Xu et al. 2021,
+arXiv:2105.04663).
 This module has the part of that propagation that affects memory. If two operands of a product use the same mesh axis,
 the activations keep it and the weight is gathered. Values are represented by their numbers in a `FlatProgram`.
 """
@@ -21,7 +22,7 @@ from jaxscale.programs.dims import (
     links,
     local_bytes,
     local_shape,
-    parts,
+    part_counts,
     shape_of,
     summed_dims,
 )
@@ -70,11 +71,11 @@ class Placements:
     branches: dict[int, "tuple[Placements, ...]"] = dataclasses.field(default_factory=dict)
 
     def ways(self, axes: Sequence[str]) -> int:
-        """Number of parts into which mesh axes split a dim."""
+        """Return the number of parts into which mesh axes split a dim."""
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
     def bytes_of(self, aval: Any, dims: Dims, *, host: bool = False) -> int:
-        """Bytes per device of an abstract value in device memory, or in host memory with `host`; otherwise 0."""
+        """Return an abstract value's bytes per device in device memory, or with `host` in host memory; 0 elsewhere."""
         if in_host_memory(aval) != host:
             return 0
         unpadded_bytes = local_bytes(aval, dims, self.sizes)
@@ -84,12 +85,12 @@ class Placements:
 
 
 def in_host_memory(aval: Any) -> bool:
-    """Whether an abstract value is in host memory."""
+    """Return whether an abstract value is in host memory."""
     return getattr(getattr(aval, "memory_space", None), "name", "") == "Host"
 
 
 def padding(shape: Sequence[int]) -> float:
-    """Factor by which tiles of 8 x 128 elements, along the best two of the last three dims, enlarge an array on a TPU.
+    """Return the factor by which tiles of 8 x 128 elements enlarge an array, along the best two of the last three dims.
 
     Example:
         >>> padding((8, 2048, 1024)), round(padding((64, 16, 257, 257)), 3), padding((2,))
@@ -106,7 +107,7 @@ def padding(shape: Sequence[int]) -> float:
 def place(
     program: FlatProgram, input_dims: Sequence[Dims], sizes: Mapping[str, int], *, tiled: bool = False
 ) -> Placements:
-    """Placements of all values of a program.
+    """Place all values of a program; return their placements.
 
     Args:
         program: a flat program.
@@ -140,20 +141,20 @@ def place(
 
 
 def _unsharded(aval: Any) -> Dims:
-    """The dims of an abstract value that no mesh axis splits."""
+    """Return the dims of an abstract value that no mesh axis splits."""
     return ((),) * len(shape_of(aval))
 
 
 def _operands(operation: Operation, placements: Placements) -> list[Any]:
-    """Abstract value of each operand, or the operand itself if it is a literal."""
+    """Return the abstract value of each operand, or the operand itself if it is a literal."""
     shapes = placements.program.shapes
     inputs = enumerate(operation.inputs)
     return [operation.literals[index] if value is None else shapes[value] for index, value in inputs]
 
 
 def _shards(placements: Placements, dims: Dims) -> int:
-    """Number of shards of a value with these dims."""
-    return math.prod(parts(dims, placements.sizes))
+    """Return the number of shards of a value with these dims."""
+    return math.prod(part_counts(dims, placements.sizes))
 
 
 def _place_operands(operation: Operation, placements: Placements) -> None:
@@ -185,41 +186,42 @@ def _place_product_operands(operation: Operation, placements: Placements) -> Non
 
 
 def _output_dims(operation: Operation, index: int, placements: Placements) -> Sequence[Dims]:
-    """Dims of an operation's results; also records the bytes that it gathers, and whether it sums over devices."""
+    """Return the dims of an operation's results; record the bytes that it gathers, and whether it sums over devices."""
     operands = _operands(operation, placements)
-    dims = [
+    operand_dims = [
         _unsharded(operand) if value is None else placements.dims[value]
         for operand, value in zip(operands, operation.inputs, strict=True)
     ]
     kind, shapes = operation.kind, placements.program.shapes
     if kind in ("scan", "while"):
-        output_dims = _place_loop(operation, index, dims, placements)
+        output_dims = _place_loop(operation, index, operand_dims, placements)
         if operation.manual:  # slots and sums of a pipelined step start as zeros, placed as in the loop
-            states = zip(carries(operation), output_dims, strict=False)
+            state_dims = zip(carries(operation), output_dims, strict=False)
             inputs = placements.program.inputs
-            placements.dims |= {value: axes for value, axes in states if value is not None and value not in inputs}
+            placements.dims |= {value: axes for value, axes in state_dims if value is not None and value not in inputs}
         return output_dims
     if kind == "sharding_constraint":
         return [dims_of(operation.params["sharding"], len(shapes[operation.outputs[0]].shape))]
     if operation.branches:
-        return _place_branches(operation, index, dims, placements)
+        return _place_branches(operation, index, operand_dims, placements)
     if kind == "enter":
-        return [tuple(tuple(axis for axis in axes if axis not in operation.manual) for axes in dims[0])]
+        return [tuple(tuple(axis for axis in axes if axis not in operation.manual) for axes in operand_dims[0])]
     if kind == "leave":
-        manual_axes = dim_axes(operation.params["spec"], len(dims[0]))
-        return [tuple((*manual, *axes) for manual, axes in zip(manual_axes, dims[0], strict=True))]
+        manual_axes = dim_axes(operation.params["spec"], len(operand_dims[0]))
+        return [tuple((*manual, *axes) for manual, axes in zip(manual_axes, operand_dims[0], strict=True))]
     if kind == "shard_map":
         specs = operation.params["out_specs"]
         values_and_specs = zip(operation.outputs, specs, strict=True)
         return [dim_axes(spec, len(shapes[value].shape)) for value, spec in values_and_specs]
     if kind != "dot_general":
-        return [_linked_dims(operation, operands, dims, output, placements) for output in operation.outputs]
-    pairs = summed_dims(kind, operation.params)
-    summed_axes = {axis for left, right in pairs for axis in dims[0][left] if axis in dims[1][right]}
-    placements.gathered[index] = _gathered_bytes(operation, operands, dims, summed_axes, placements)
+        return [_linked_dims(operation, operands, operand_dims, output, placements) for output in operation.outputs]
+    dim_pairs = summed_dims(kind, operation.params)
+    left_dims, right_dims = operand_dims
+    summed_axes = {axis for left, right in dim_pairs for axis in left_dims[left] if axis in right_dims[right]}
+    placements.gathered[index] = _gathered_bytes(operation, operands, operand_dims, summed_axes, placements)
     if "fsdp" in summed_axes:
         placements.summed.add(index)
-    product_dims = _linked_dims(operation, operands, dims, operation.outputs[0], placements)
+    product_dims = _linked_dims(operation, operands, operand_dims, operation.outputs[0], placements)
     # the sum over an axis along which both operands are split removes it
     return [tuple(tuple(axis for axis in axes if axis not in summed_axes) for axes in product_dims)]
 
@@ -227,7 +229,10 @@ def _output_dims(operation: Operation, index: int, placements: Placements) -> Se
 def _linked_dims(
     operation: Operation, operands: Sequence[Any], dims: Sequence[Dims], result: int, placements: Placements
 ) -> Dims:
-    """Dims of a result: each dim has the axes of the first sharded operand dim linked to it, without axes in use."""
+    """Return a result's dims: each has the axes of the first sharded operand dim linked to it, without axes in use.
+
+    `dims` has the dims of each operand, and `result` is the number of the result.
+    """
     shape = shape_of(placements.program.shapes[result])
     shapes = [shape_of(operand) for operand in operands]
     operation_links = _links(operation, shapes, shape)
@@ -248,7 +253,7 @@ def _linked_dims(
 
 
 def _links(operation: Operation, shapes: Sequence[Shape], result_shape: Shape) -> Iterable[DimLink]:
-    """Links between an operation's operands and a result; of several links to one dim, the first has precedence."""
+    """Return the links between an operation's operands and a result; the first of several links to a dim counts."""
     kind, params = operation.kind, operation.params
     if kind == "gather":
         return _gather_links(params, shapes, result_shape)
@@ -260,14 +265,14 @@ def _links(operation: Operation, shapes: Sequence[Shape], result_shape: Shape) -
 
 
 def _same_dims(shapes: Sequence[Shape], result_shape: Shape) -> Iterable[DimLink]:
-    """Links of an elementwise operation: dims of the same size in operands of the result's rank."""
+    """Yield the links of an elementwise operation: dims of the same size in operands of the result's rank."""
     for operand, shape in enumerate(shapes):
         if len(shape) == len(result_shape):
             yield from ((operand, dim, dim) for dim, size in enumerate(result_shape) if shape[dim] == size)
 
 
 def _gather_links(params: Any, shapes: Sequence[Shape], result_shape: Shape) -> Iterable[DimLink]:
-    """Links of a gather: gathered rows are placed like their indices, dims that are taken whole like the table's."""
+    """Yield a gather's links: gathered rows are placed like their indices, dims taken whole like the table's dims."""
     numbers = params["dimension_numbers"]
     table_shape, indices_shape = shapes[:2]
     row_dims = [dim for dim in range(len(result_shape)) if dim not in numbers.offset_dims]
@@ -279,7 +284,10 @@ def _gather_links(params: Any, shapes: Sequence[Shape], result_shape: Shape) -> 
 
 
 def _place_loop(operation: Operation, index: int, dims: list[Dims], placements: Placements) -> list[Dims]:
-    """Place a loop's body until its state has the same dims before and after it; return the dims of its results."""
+    """Place a loop's body until its state has the same dims before and after it; return the loop's result dims.
+
+    `dims` has the dims of each operand of the loop.
+    """
     body = operation.loop
     assert body is not None
     sizes = _automatic_sizes(operation, placements)
@@ -303,19 +311,22 @@ def _place_loop(operation: Operation, index: int, dims: list[Dims], placements: 
 
 
 def _automatic_sizes(operation: Operation, placements: Placements) -> dict[str, int]:
-    """Number of devices along each mesh axis that is not manual; shapes in an operation are split along manual axes."""
+    """Return the number of devices along each mesh axis that is not manual for an operation."""
     return {axis: size for axis, size in placements.sizes.items() if axis not in operation.manual}
 
 
 def _place_branches(operation: Operation, index: int, dims: list[Dims], placements: Placements) -> list[Dims]:
-    """Place the branches of a `cond`; return the dims of each result, those of the branch that shards it most."""
+    """Place the branches of a `cond`; return the dims of each result, from the branch that shards it most.
+
+    `dims` has the dims of each operand of the `cond`, the first of which selects the branch.
+    """
     sizes = _automatic_sizes(operation, placements)
     branch_placements = [place(branch, dims[1:], sizes, tiled=placements.tiled) for branch in operation.branches]
     placements.branches[index] = tuple(branch_placements)
     output_dims = []
-    for number, value in enumerate(operation.outputs):
-        outputs = [(branch, branch.program.outputs[number]) for branch in branch_placements]
-        branch_dims = [branch.dims[output] for branch, output in outputs if output is not None]
+    for output_index, value in enumerate(operation.outputs):
+        outputs = [(placement, placement.program.outputs[output_index]) for placement in branch_placements]
+        branch_dims = [placement.dims[output] for placement, output in outputs if output is not None]
         unsharded = _unsharded(placements.program.shapes[value])
         output_dims.append(max(branch_dims, key=partial(_shards, placements), default=unsharded))
     return output_dims
@@ -324,7 +335,10 @@ def _place_branches(operation: Operation, index: int, dims: list[Dims], placemen
 def _gathered_bytes(
     operation: Operation, operands: Sequence[Any], dims: Sequence[Dims], summed_axes: set[str], placements: Placements
 ) -> int:
-    """Bytes of a product's operands that are gathered because the free dims of the partner use the same mesh axes."""
+    """Return the bytes of a product's operands that are gathered, because the other operand uses the same mesh axes.
+
+    `dims` has the dims of both operands; `summed_axes` are the mesh axes that split a summed dim of both.
+    """
     contracted_dims, batch_dims = operation.params["dimension_numbers"]
     gathered_bytes = 0
     for side, partner in ((0, 1), (1, 0)):

@@ -2,8 +2,8 @@
 
 In each tick (one round of the schedule) a device runs one branch of a `cond`: a pass of a stage, or none. Messages and
 activations wait in slots, the entries of arrays called pools; sums of gradients are other arrays. A branch updates some
-of these arrays and returns the others unchanged; none of these results is a new array. Values computed in a branch live
-only within it, so that the branch that needs the most memory determines the peak. Values are represented by their
+of these arrays and returns the others unchanged; none of these results is a new array. Values computed in a branch are
+alive only within it, so that the branch that needs the most memory determines the peak. Values are represented by their
 numbers in a `FlatProgram`.
 """
 
@@ -19,25 +19,25 @@ SAME = (*SLICES, "squeeze", "reshape", "broadcast_in_dim", "pcast")
 
 
 def unchanged_results(operation: Operation) -> Iterator[tuple[int, int]]:
-    """Pairs of a result of a `cond` and the operand that some branch returns unchanged as this result."""
-    for number, result in enumerate(operation.outputs):
+    """Yield pairs of a result of a `cond` and the operand that some branch returns unchanged as this result."""
+    for output_index, result in enumerate(operation.outputs):
         for branch in operation.branches:
-            branch_output = branch.outputs[number]
+            branch_output = branch.outputs[output_index]
             if branch_output is not None and branch_output in branch.inputs:
-                index = 1 + branch.inputs.index(branch_output)  # the first operand selects the branch
-                operand = operation.inputs[index] if index < len(operation.inputs) else None
+                operand_index = 1 + branch.inputs.index(branch_output)  # the first operand selects the branch
+                operand = operation.inputs[operand_index] if operand_index < len(operation.inputs) else None
                 if operand is not None:
                     yield result, operand
                     break
 
 
 def in_place_results(operation: Operation, caller_values: Set[int], program: FlatProgram) -> set[int]:
-    """Results that are values of the caller or overwrite them: slots that are written, sums that are added to."""
+    """Return the results that are values of the caller or overwrite them: written slots, sums that are added to."""
     if PIPE not in operation.manual:
         return set()
     if operation.kind in ("enter", *SAME) and (operation.kind == "enter" or is_whole_array(operation, program, SAME)):
         return set(operation.outputs) if operation.inputs[0] in caller_values else set()
-    if _is_tick_loop(operation):  # values in flight in an asynchronous pipeline are arguments and results of the step
+    if _is_tick_loop(operation):  # an asynchronous step takes and returns the activations and gradients in transit
         results_and_operands = zip(operation.outputs, carries(operation), strict=False)
         return {result for result, operand in results_and_operands if operand in caller_values}
     if operation.kind == "dynamic_update_slice":
@@ -46,7 +46,7 @@ def in_place_results(operation: Operation, caller_values: Set[int], program: Fla
 
 
 def reshaped_outputs(program: FlatProgram, renaming_primitives: Sequence[str]) -> set[int]:
-    """Values that a branch returns after a change of shape or type, and that share the result's memory.
+    """Return the values that a branch returns after a change of shape or type, and that share the result's memory.
 
     Args:
         program: program of the branch.
@@ -63,7 +63,7 @@ def reshaped_outputs(program: FlatProgram, renaming_primitives: Sequence[str]) -
 
 
 def is_whole_array(operation: Operation, program: FlatProgram, kinds: Sequence[str] = SLICES) -> bool:
-    """Whether a slice is the whole array, such as the only slot of a pool or the only stage of a device."""
+    """Return whether a slice is the whole array, such as a pool's only slot or a device's only stage."""
     if PIPE not in operation.manual or operation.kind not in kinds or operation.inputs[0] is None:
         return False
     operand, result = program.shapes[operation.inputs[0]], program.shapes[operation.outputs[0]]
@@ -71,11 +71,11 @@ def is_whole_array(operation: Operation, program: FlatProgram, kinds: Sequence[s
 
 
 def tick_loops(program: FlatProgram) -> list[Operation]:
-    """The loops over ticks of a pipelined step."""
+    """Return the loops over ticks of a pipelined step."""
     return [operation for operation in program.operations if _is_tick_loop(operation)]
 
 
 def _is_tick_loop(operation: Operation) -> bool:
-    """Whether an operation is a loop over ticks: a loop over branches within a pipelined step."""
-    body = operation.loop if PIPE in operation.manual else None
-    return body is not None and any(body_operation.branches for body_operation in body.operations)
+    """Return whether an operation is a loop over ticks: a loop over branches within a pipelined step."""
+    body_program = operation.loop if PIPE in operation.manual else None
+    return body_program is not None and any(body_operation.branches for body_operation in body_program.operations)

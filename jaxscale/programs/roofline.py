@@ -2,8 +2,8 @@
 
     seconds = max(FLOP / (peak * efficiency), bytes / bandwidth)
 
-The model serves to choose what to recompute. It does not forecast durations, because kernels overlap and fused
-operations cause no traffic.
+The model serves to choose what to recompute. It does not predict how long a step takes, because kernels overlap and
+fused operations cause no traffic.
 
 References:
     Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model".
@@ -22,7 +22,7 @@ DEFAULT_EFFICIENCY = 0.6
 
 
 def rate(chip: Chip | None, dtype: str) -> float | None:
-    """FLOP/s that matrix products with operands of `dtype` reach on a chip; `None` if the chip's rates are unknown.
+    """Return the FLOP/s that products of `dtype` operands reach on a chip; `None` if the chip's rates are unknown.
 
     Example:
         >>> from jaxscale.platforms.platform import chips
@@ -36,7 +36,7 @@ def rate(chip: Chip | None, dtype: str) -> float | None:
 
 
 def seconds(chip: Chip | None, flop: float, bytes_moved: float, dtype: str = "bfloat16") -> float:
-    """Seconds of one operation; 0 if the chip's rates are unknown.
+    """Return the seconds of one operation; 0 if the chip's rates are unknown.
 
     Args:
         chip: chip that runs the operation; its rates are unknown if it is `None`.

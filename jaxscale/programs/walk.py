@@ -11,17 +11,17 @@ class Constant(NamedTuple):
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Whether a parameter of an equation is a jaxpr, open or closed."""
+    """Return whether a parameter of an equation is a jaxpr, open or closed."""
     return hasattr(opened(value), "eqns")
 
 
 def opened(jaxpr: Any) -> Any:
-    """The open jaxpr of an open or closed one."""
+    """Return the open jaxpr of an open or closed one."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
-    """The jaxprs among the parameters of an equation: a call's program, a loop's body, branches."""
+    """Return the jaxprs among the parameters of an equation: a call's program, a loop's body, branches."""
     return [
         jaxpr
         for param in eqn.params.values()
@@ -31,7 +31,7 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
 
 
 def equations(jaxpr: Any, runs: int = 1) -> Iterator[tuple[Any, int]]:
-    """Every equation of a jaxpr and of the jaxprs inside it, each with the number of times that it runs.
+    """Yield every equation of a jaxpr and of the jaxprs inside it, each with the number of times that it runs.
 
     The body of a `while` is counted as running once.
 
@@ -53,7 +53,7 @@ def equations(jaxpr: Any, runs: int = 1) -> Iterator[tuple[Any, int]]:
 
 
 def evaluate(jaxpr: Any, inputs: Sequence[Any], run: Callable[[Any, list[Any]], Sequence[Any]]) -> list[Any]:
-    """Evaluate an open jaxpr with a function in place of its primitives, and return its results.
+    """Evaluate an open jaxpr with a function instead of its primitives, and return its results.
 
     Args:
         jaxpr: an open jaxpr.
@@ -64,6 +64,7 @@ def evaluate(jaxpr: Any, inputs: Sequence[Any], run: Callable[[Any, list[Any]], 
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
 
     def read(atom: Any) -> Any:
+        """Return the value of a variable, or a literal as a `Constant`."""
         return Constant(atom.val) if hasattr(atom, "val") else values[atom]
 
     for eqn in jaxpr.eqns:
@@ -72,20 +73,20 @@ def evaluate(jaxpr: Any, inputs: Sequence[Any], run: Callable[[Any, list[Any]], 
 
 
 def live_steps(
-    steps: Sequence[Any], results: Sequence[Any], is_effect: Callable[[Any], bool] = lambda _: False
+    steps: Sequence[Any], results: Sequence[Any], has_effect: Callable[[Any], bool] = lambda _: False
 ) -> tuple[list[Any], set[int]]:
-    """The steps that results depend on, in order, and the numbers of all values that are read.
+    """Return the steps that results depend on, in order, and the numbers of all values that are read.
 
     Args:
         steps: steps in the order they run; `inputs` and `outputs` of a step are the numbers of values, as `int`, or
             literals of another type.
         results: numbers of the results, or literals.
-        is_effect: function that returns whether a step must run even if nothing reads its outputs.
+        has_effect: function that returns whether a step must run even if nothing reads its outputs.
     """
     read_values = {atom for atom in results if isinstance(atom, int)}
     needed_steps: list[Any] = []
     for step in reversed(steps):
-        if is_effect(step) or not read_values.isdisjoint(step.outputs):
+        if has_effect(step) or not read_values.isdisjoint(step.outputs):
             read_values.update(atom for atom in step.inputs if isinstance(atom, int))
             needed_steps.append(step)
     return needed_steps[::-1], read_values

@@ -1,8 +1,8 @@
 """Combinations of requests that do not work together, as a table with one rule in each row.
 
 A row names requests (`requests.py`). A plan is checked alone when it is created, and again with its mesh, experiment
-and model before a step is built; a row that depends on facts that are still unknown is skipped until then. Conditions
-on a single value are checked by its class, and conditions on a schedule's table or a traced model where those are made.
+and model before a step is built. A row whose facts are still unknown is skipped until then. Not here are conditions on
+a single value, which its class checks, and conditions on a schedule's table or on a traced model.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ class Rule:
 
     Args:
         request: the request, or combination of requests, that is refused.
-        text: the reason, then a semicolon, and what to do instead; `Facts.fill` replaces its fields in braces.
+        text: the reason, a semicolon, and what to do instead; `Facts.fill` replaces the fields in braces.
     """
 
     request: Request
@@ -39,7 +39,7 @@ class Incompatible(UserError):
 
 
 def check(facts: Facts) -> None:
-    """Refuse a combination that a rule excludes.
+    """Raise an error if a rule refuses the combination of requests.
 
     Args:
         facts: the facts of a training run that are known so far.
@@ -61,13 +61,13 @@ weights lie there too; add offload.weights host
 
 
 OWN_COPIES = "its stages update copies of their own on the device, in the middle of a step"
-OF_THE_WHOLE_BATCH = "batch statistics and generators are of the whole batch, and each replica would have its own"
+OF_THE_WHOLE_BATCH = "batch statistics and generators belong to the whole batch, but each replica would have its own"
 LOOK_UPS = "XLA aborts on the embedding look-ups of such layers, and jaxscale cannot see whether a model has any"
 
 RULES: tuple[Rule, ...] = (
-    # what needs an axis of the mesh, or a pipeline
+    # requests that need an axis of the mesh, or a pipeline
     Rule(
-        asked.unless(asked.zero, asked.not_alone),
+        asked.unless(asked.zero, asked.has_several_devices),
         "it shards over the fsdp axis, but mesh {plan.mesh} has none; take fsdp:N, leave mesh out to take all devices, "
         "or zero 0",
     ),
@@ -85,7 +85,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         asked.unless(asked.diloco, asked.has("replica")),
-        "replicas train alone and meet over the replica axis, but mesh {plan.mesh} has none; name the slow axis "
+        "replicas train alone and synchronise over the replica axis, but mesh {plan.mesh} has none; name the slow axis "
         "replica:N, or leave diloco out",
     ),
     Rule(
@@ -97,10 +97,10 @@ RULES: tuple[Rule, ...] = (
         asked.unless(asked.along("pipe"), lambda facts: facts.plan.pipeline is not None),
         "nothing specifies what the devices along pipe do; add a pipeline such as 1f1b:4x16",
     ),
-    # numbers
+    # number formats
     Rule(
         asked.unless(asked.field("reduce", "bfloat16"), lambda facts: facts.plan.precision == "bfloat16"),
-        "what is computed in float32 is reduced in float32; add precision bfloat16, or leave reduce out",
+        "gradients that are computed in float32 are reduced in float32; add precision bfloat16, or leave reduce out",
     ),
     Rule(
         asked.unless(asked.split, lambda facts: facts.plan.precision == "bfloat16"),
@@ -151,7 +151,7 @@ RULES: tuple[Rule, ...] = (
         "this optimizer's update mixes elements of a tensor ({mixing}), so it can't be run slice by slice; take "
         "adamw, lamb, lion or sgd, or offload.optimizer_state host, whose update is of whole tensors",
     ),
-    # what replicas send
+    # codecs, one-bit optimizers and DiLoCo
     Rule(
         asked.both(asked.codec, asked.gradients_host),
         "a codec takes the gradients of a whole step on the device, and gradients on the host come block by block; "
@@ -168,16 +168,16 @@ RULES: tuple[Rule, ...] = (
             asked.both(asked.one_bit, host_request),
             "replicas send their new momentum in the middle of an update, from the device; keep it on the device",
         )
-        for host_request in (asked.weights_host, asked.state_off)
+        for host_request in (asked.weights_host, asked.state_off_device)
     ),
     Rule(
         asked.both(asked.diloco, asked.one_bit),
-        "its replicas exchange momenta in every step; take adamw inside, or leave diloco out",
+        "its replicas exchange momenta in every step; take optimizer adamw, or leave diloco out",
     ),
     Rule(
         asked.unless(asked.diloco, asked.meets_before_the_end),
-        "the run has {experiment.steps} steps, so replicas would meet once, at its end; meet more often, or leave "
-        "diloco out",
+        "the run has {experiment.steps} steps, so replicas would synchronise only once, at its end; take a "
+        "smaller every=N in diloco, or leave diloco out",
     ),
     Rule(
         asked.both(asked.diloco, asked.weights_host),
@@ -205,13 +205,13 @@ RULES: tuple[Rule, ...] = (
     *(
         Rule(
             asked.both(asked.option(name), asked.newest_weights),
-            "its gradients are of the newest weights; leave it out, or take pipemare:P",
+            f"its gradients are of the newest weights; leave {name} out, or take pipemare:P",
         )
         for name in ("anneal", "correction", "synchronous_steps")
     ),
     Rule(
         asked.both(asked.correction, asked.own_weights),
-        "its backward passes read the same weights as their forward passes; leave it out, or take pipemare:P",
+        "its backward passes read the same weights as their forward passes; leave correction out, or take pipemare:P",
     ),
     Rule(asked.both(asked.phased, asked.asynchronous), "its ticks mix forward and backward passes; leave lowering out"),
     Rule(
@@ -229,7 +229,7 @@ RULES: tuple[Rule, ...] = (
         f"{OWN_COPIES}; take offload.weights device, or a synchronous pipeline",
     ),
     Rule(
-        asked.both(asked.state_off, asked.asynchronous),
+        asked.both(asked.state_off_device, asked.asynchronous),
         "a stage updates in the middle of a step, where nothing comes from the host; leave it out, or take a "
         "synchronous pipeline",
     ),
@@ -273,7 +273,7 @@ RULES: tuple[Rule, ...] = (
     # pipelines of unlike blocks
     Rule(
         asked.both(asked.unlike, asked.asynchronous),
-        "its stages have no updates of their own; take a synchronous one",
+        "its stages cannot update their weights at different times; take a synchronous pipeline",
     ),
     Rule(
         asked.both(asked.residuals, asked.unlike),
@@ -282,7 +282,7 @@ RULES: tuple[Rule, ...] = (
     *(
         Rule(
             asked.both(asked.along(axis), asked.unlike),
-            f"a stage's weights form one flat array, which nothing splits over {axis}; take data or fsdp in its place",
+            f"a stage's weights form one flat array, which nothing splits over {axis}; take data or fsdp instead",
         )
         for axis in ("tensor", "sequence")
     ),

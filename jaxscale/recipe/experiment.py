@@ -11,21 +11,21 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.values import check_types
 
 
-def _check(value: "Evaluation | Samples | Checkpointing | Guard | Experiment", path: str, **least: int) -> None:
-    """Refuse fields of a wrong type, and numbers that are infinite or too small; `None` is accepted.
+def _check(record: "Evaluation | Samples | Checkpointing | Guard | Experiment", path: str, **least: int) -> None:
+    """Raise an error if a field has a wrong type, or is a number that is infinite or too small; `None` is accepted.
 
     Args:
-        value: the value whose fields are checked.
-        path: path of the value in the experiment, for messages; "" for the experiment itself.
+        record: the value whose fields are checked.
+        path: path of the record in the experiment, for messages; "" for the experiment itself.
         least: the least allowed number of each numeric field.
     """
-    check_types(value)
-    for name, bound in least.items():
-        number = getattr(value, name)
-        if number is None or (number >= bound and math.isfinite(number)):
+    check_types(record)
+    for name, least_number in least.items():
+        number = getattr(record, name)
+        if number is None or (number >= least_number and math.isfinite(number)):
             continue
         kind = "whole number" if isinstance(number, int) else "number"
-        raise UserError(f"{f'{path}.' if path else ''}{name}: got {number!r}, expected a {kind} >= {bound}")
+        raise UserError(f"{f'{path}.' if path else ''}{name}: got {number!r}, expected a {kind} >= {least_number}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Kernels: the implementation of each kernel that a plan asks for, as a value with a text form; and those that ran.
+"""Kernels: the implementations of kernels that a plan names, as a value with a text form, and those that a step uses.
 
 This module needs no JAX: `step/traced_checks.py` records the implementations while a step is traced.
 """
@@ -21,12 +21,14 @@ KNOWN = {
 PLATFORMS = {"tpu": "tpu", "gpu": "gpu", "cudnn": "gpu", "splash": "tpu"}
 """The platform of each implementation that does not run on all platforms."""
 CODECS = ("quantize", "top_k")
-"""Kernels that codecs use; a plan selects their implementations by `pallas_kernels.dispatch.naming`."""
+"""Kernels that codecs use. `pallas_kernels.dispatch.naming` passes the plan's choice of their implementations."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Implementations by kernel: "auto", "reference", or "KERNEL=IMPLEMENTATION[,...]"; and "loss_chunk=POSITIONS".
+    """The implementation of each kernel, and the chunks of the loss.
+
+    The text form is "auto", "reference" or "KERNEL=IMPLEMENTATION[,...]", with or without "loss_chunk=POSITIONS".
 
     Args:
         default: "auto" takes the best implementations that run on the platform; "reference" takes plain JAX.
@@ -62,24 +64,24 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
         if len(dict(self.named)) < len(self.named):
             raise UserError(f"kernels {self}: got a kernel twice, expected each once")
         if self.loss_chunk is not None and self.scores in ("tpu", "reference"):
-            raise UserError(f"kernels {self}: cross_entropy {self.scores} has no chunks; leave it or loss_chunk out")
+            raise UserError(f"kernels {self}: cross_entropy {self.scores} has no chunks; leave out one of the two")
 
     @classmethod
     def parse(cls, text: str) -> "Kernels":
-        """The value of a text form.
+        """Parse a text form.
 
         Raises:
-            UserError: the text names an unknown kernel or implementation; the error suggests a similar name.
+            UserError: the text names an unknown kernel or implementation (the message suggests a similar name).
         """
         words = [word.strip() for word in text.split(",")]
         default = words.pop(0) if words[0] in ("auto", "reference") else "auto"
-        pairs, chunk = [], None
+        named_pairs, loss_chunk = [], None
         for word in words:
             kernel, equals, implementation = (part.strip() for part in word.partition("="))
             if kernel == "loss_chunk" and equals:
-                if chunk is not None:
+                if loss_chunk is not None:
                     raise UserError(f"kernels {text!r}: got loss_chunk twice, expected it once")
-                chunk = parse(implementation, int, f"kernels {text!r}: loss_chunk")
+                loss_chunk = parse(implementation, int, f"kernels {text!r}: loss_chunk")
                 continue
             if not equals:
                 suggestion = near_miss(word, ("auto", "reference", "loss_chunk", *KNOWN))
@@ -87,8 +89,8 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
                     f"kernels {text!r}: expected auto, reference, or KERNEL=IMPLEMENTATION such as "
                     f"attention=chunked{suggestion}"
                 )
-            pairs.append((kernel, implementation))
-        return cls(default, tuple(pairs), chunk)
+            named_pairs.append((kernel, implementation))
+        return cls(default, tuple(named_pairs), loss_chunk)
 
     def __str__(self) -> str:
         words = [f"{kernel}={implementation}" for kernel, implementation in self.named]
@@ -146,30 +148,30 @@ class Taken:
 
     Args:
         kernel: name of the kernel.
-        where: platform and chip, such as "tpu v5e".
+        platform_name: platform and chip, such as "tpu v5e".
         chosen: name of the implementation.
         why: why the implementation is not a kernel of the platform; `None` if it is one, or if there is no better one.
     """
 
     kernel: str
-    where: str
+    platform_name: str
     chosen: str
     why: str | None = None
 
 
-def fields_of(taken: Sequence[Taken]) -> dict[str, Any]:
-    """The kernels of a step, as the fields of an event in metrics.jsonl.
+def fields_of(choices: Sequence[Taken]) -> dict[str, Any]:
+    """The kernels of a step as fields of an event in metrics.jsonl: platform, implementation by kernel, and reasons.
 
     Args:
-        taken: the chosen implementations.
+        choices: the chosen implementations.
 
     Example:
         >>> fields_of((Taken("attention", "cpu", "plain", "kernels are for TPU and GPU"),))
         {'platform': 'cpu', 'attention': 'plain', 'why': {'attention': 'kernels are for TPU and GPU'}}
     """
-    fields: dict[str, Any] = {"platform": ", ".join(dict.fromkeys(choice.where for choice in taken))}
+    fields: dict[str, Any] = {"platform": ", ".join(dict.fromkeys(choice.platform_name for choice in choices))}
     reasons: dict[str, str] = {}
-    for choice in taken:
+    for choice in choices:
         for text_by_kernel, text in ((fields, choice.chosen), (reasons, choice.why)):
             kernel = choice.kernel
             if text is not None and text not in text_by_kernel.get(kernel, "").split("; "):
@@ -177,35 +179,36 @@ def fields_of(taken: Sequence[Taken]) -> dict[str, Any]:
     return fields | ({"why": reasons} if reasons else {})
 
 
-def said_of(fields: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The platform of a step, and its kernels in words; `None` if it used no kernel.
+def platform_and_kernels(fields: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The platform of a step, and its kernels as text; `None` if it used no kernel.
 
     Args:
         fields: fields of an event, from `fields_of`.
 
     Example:
-        >>> said_of(fields_of((Taken("adam8", "tpu v5e", "tpu"), Taken("cross_entropy", "tpu v5e", "chunked"))))
+        >>> choices = (Taken("adam8", "tpu v5e", "tpu"), Taken("cross_entropy", "tpu v5e", "chunked"))
+        >>> platform_and_kernels(fields_of(choices))
         ('tpu v5e', 'adam8 tpu, cross_entropy chunked')
     """
     reasons = fields.get("why")
     reasons = reasons if isinstance(reasons, Mapping) else {}
-    words = [
+    kernel_texts = [
         f"{kernel} {fields[kernel]}" + (f" ({reasons[kernel]})" if kernel in reasons else "")
         for kernel in fields
         if kernel in KNOWN
     ]
-    return (str(fields.get("platform", "")), ", ".join(words)) if words else None
+    return (str(fields.get("platform", "")), ", ".join(kernel_texts)) if kernel_texts else None
 
 
-def lines_of(taken: Sequence[Taken]) -> list[str]:
+def lines_of(choices: Sequence[Taken]) -> list[str]:
     """A line for the user on the kernels of a step; no line if it used no kernel.
 
     Args:
-        taken: the chosen implementations.
+        choices: the chosen implementations.
 
     Example:
         >>> lines_of((Taken("attention", "cpu", "plain", "kernels are for TPU and GPU"),))
         ['kernels on cpu: attention plain (kernels are for TPU and GPU)']
     """
-    description = said_of(fields_of(taken))
-    return [] if description is None else [f"kernels on {description[0]}: {description[1]}"]
+    texts = platform_and_kernels(fields_of(choices))
+    return [] if texts is None else [f"kernels on {texts[0]}: {texts[1]}"]

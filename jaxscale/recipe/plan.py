@@ -33,8 +33,8 @@ class OffloadPlan:
     Args:
         weights: memory of the weights that the passes read. If they lie on the host, each block's weights are copied to
             the device when the block runs (L2L, ZeRO-Infinity).
-        gradients: memory of the gradients of weights that lie on the host. If gradients lie there too, an update reads
-            them slice by slice.
+        gradients: memory of the gradients of weights that lie on the host. If the gradients also lie on the host, an
+            update reads them slice by slice.
         optimizer_state: memory of the optimizer state: "device"; "streamed", on the host, and updated on the device in
             slices (ZeRO-Infinity); or "host", where the host's CPU updates the state and the float32 weights
             (ZeRO-Offload).
@@ -86,12 +86,13 @@ class StatePlan:
 
 
 _superseded: contextvars.ContextVar[bool] = contextvars.ContextVar("superseded", default=False)
+"""Whether `Plan` ignores fields of version 1 that have moved."""
 
 
 def superseded() -> contextlib.AbstractContextManager[None]:
     """A context in which `Plan` ignores fields of version 1 that have moved, instead of refusing them.
 
-    It serves to load the experiment file of an earlier run, whose actual plan is then read from plan.json.
+    It is for loading the experiment file of an earlier run; the run's actual plan is then read from plan.json.
     """
     return scoped(_superseded, True)
 
@@ -102,6 +103,7 @@ def _refusing_moved(cls: type[T]) -> type[T]:
 
     @functools.wraps(init)
     def checked_init(self: T, *args: Any, **fields: Any) -> None:
+        """Refuse or, in the context of `superseded`, ignore fields that have moved; then initialize the value."""
         moved_names = [name for name in MOVED if name in fields and (name != "state" or isinstance(fields[name], str))]
         if moved_names and not _superseded.get():
             raise UserError(f"plan.{moved_names[0]} has moved: set plan.{MOVED[moved_names[0]]}")
@@ -117,7 +119,8 @@ class Plan:
     """The techniques with which to train.
 
     Args:
-        mesh: devices per axis, such as "data:2,fsdp:4"; `None` takes the most local devices that divide the batch.
+        mesh: devices per axis, such as "data:2,fsdp:4"; `None` takes the largest number of local devices
+            among which the rows of a batch can be split evenly.
         zero: ZeRO stage over the fsdp axis: 1 shards optimizer state, 2 gradients too, 3 parameters too.
         sequence_parallel: Megatron's sequence parallelism, which shards norms and residuals over the tensor axis along
             the sequence.
@@ -131,16 +134,16 @@ class Plan:
             that compresses gradients between replicas, over the slow axis: "int8", "powersgd:4", "topk:0.01"; within a
             replica gradients are then reduced in the format of `precision`.
         diloco: replicas train alone, and synchronise their weights every few steps, such as
-            "every=100,lr=0.7,momentum=0.9,fragments=1"; in between they exchange only single numbers, and a codec of
-            `reduce` compresses what they send when they synchronise. With `None` they take every step together.
+            "every=100,lr=0.7,momentum=0.9,fragments=1". Between synchronisations they exchange only single numbers. A
+            codec of `reduce` compresses the messages of a synchronisation. `None`: replicas take every step together.
         memory: what the backward pass keeps of each block: "none" (all), "dots", "full" (recompute all).
         offload: tensors in host memory.
         state: numbers that the optimizer keeps.
         kernels: implementations of kernels: "auto", the best that run on the platform; "reference", plain JAX; or by
             name, such as "attention=chunked,cross_entropy=tpu"; and "loss_chunk=128": target positions of a row that
             the loss scores at a time.
-        unroll: layers per iteration of the scan over layers; 1 under a memory rule that treats one layer at a time, and
-            on a CPU under any.
+        unroll: layers per iteration of the scan over layers. It becomes 1 under a memory rule that treats one layer at
+            a time, and on a CPU under every memory rule but `none`.
         rules: mesh axes per logical axis.
 
     A field with a text form accepts the text or its value: `mesh="fsdp:4"` is `mesh=MeshSpec(fsdp=4)`.
@@ -197,7 +200,7 @@ class Plan:
             count = getattr(self, name)
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 raise UserError(f"{name}: got {count!r}, expected a whole number >= 1")
-        if self.pipeline is not None and self.pipeline.name != "auto":  # "auto" is settled when the platform is known
+        if self.pipeline is not None and self.pipeline.name != "auto":  # "auto" is resolved when the platform is known
             ranks, _ = self.pipeline.shape()
             if self.mesh is not None and self.mesh.pipe not in (1, ranks):
                 raise UserError(
@@ -228,39 +231,39 @@ class Plan:
 
 
 def read_plan(path: Any) -> Plan:
-    """The plan of a plan.json; fields that it lacks take their defaults.
+    """Read the plan of a plan.json; fields that it lacks take their defaults.
 
     Raises:
-        UserError: the file does not exist, is cut short or of a newer version, or has an unknown field or wrong value.
+        UserError: the file does not exist, is incomplete or of a newer version, or has an unknown field or wrong value.
     """
-    data = read_json(path)
-    if not isinstance(data, dict):
-        raise UserError(f"{path}: got a {type(data).__name__}, expected a plan: an object of fields")
-    version = data.pop("version", PLAN_VERSION)
+    fields = read_json(path)
+    if not isinstance(fields, dict):
+        raise UserError(f"{path}: got a {type(fields).__name__}, expected a JSON object with the fields of a plan")
+    version = fields.pop("version", PLAN_VERSION)
     if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= PLAN_VERSION:
         raise UserError(
             f"{path} has plan version {version!r}, and this jaxscale reads versions up to {PLAN_VERSION}; "
             "read it with the jaxscale that wrote it, or a newer one"
         )
-    return from_json(Plan, data, str(path))
+    return from_json(Plan, fields, str(path))
 
 
 def version_1(plan: Plan) -> dict[str, Any]:
     """The JSON of a plan in version 1.
 
-    Checkpoints hash it for the names of the arrays that an asynchronous pipeline has in flight.
+    Its hash is part of the names that checkpoints give to the arrays in flight of an asynchronous pipeline.
 
     Example:
         >>> version_1(Plan(pipeline=PipelinePlan.parse("1f1b:2x4,stash=input")))["stash"]
         'input'
     """
-    data = to_json(plan)
-    offload, state, kernels = data.pop("offload"), data.pop("state"), plan.kernels
+    fields = to_json(plan)
+    offload, state, kernels = fields.pop("offload"), fields.pop("state"), plan.kernels
     attention = dict(kernels.named).get("attention", "auto")
     has_field = attention in ("plain", "chunked", "splash")  # version 1 had a field for these
     named_pairs = tuple(pair for pair in kernels.named if pair[0] != "attention" or not has_field)
     pipeline = PipelinePlan("auto", 1) if plan.pipeline is None else plan.pipeline
-    data |= {**offload, "state": state["moments"], "master": state["master"], "loss_chunk": kernels.loss_chunk}
-    data |= {"attention": attention if has_field else "auto", "kernels": str(Kernels(kernels.default, named_pairs))}
-    data |= {name: getattr(pipeline, name) for name in OF_PIPELINE}
-    return data | {"pipeline": None if plan.pipeline is None else pipeline.form}
+    fields |= {**offload, "state": state["moments"], "master": state["master"], "loss_chunk": kernels.loss_chunk}
+    fields |= {"attention": attention if has_field else "auto", "kernels": str(Kernels(kernels.default, named_pairs))}
+    fields |= {name: getattr(pipeline, name) for name in OF_PIPELINE}
+    return fields | {"pipeline": None if plan.pipeline is None else pipeline.form}

@@ -33,23 +33,23 @@ def upgraded(data: Any) -> Any:
         return data
     old_fields = {name: value for name, value in data.items() if name in MOVED and not isinstance(value, Mapping)}
     new_fields = {name: value for name, value in data.items() if name not in old_fields}
-    pipeline = new_fields.get("pipeline")
-    if isinstance(pipeline, str):
+    pipeline_text = new_fields.get("pipeline")
+    if isinstance(pipeline_text, str):
         defaults = {"stash": "residuals", "lowering": "switch", "synchronous_steps": 0}
         names = [name for name in OF_PIPELINE if name in old_fields and old_fields[name] != defaults.get(name)]
         options = {name: old_fields[name] for name in names}
-        texts = ("+".join(map(str, value)) if isinstance(value, list | tuple) else value for value in options.values())
-        words = [f"{name}={text}" for name, text in zip(options, texts, strict=True)]
-        new_fields["pipeline"] = ",".join([pipeline, *words])
-    groups = {
+        values = ("+".join(map(str, value)) if isinstance(value, list | tuple) else value for value in options.values())
+        option_texts = [f"{name}={value}" for name, value in zip(options, values, strict=True)]
+        new_fields["pipeline"] = ",".join([pipeline_text, *option_texts])
+    new_groups = {
         "offload": {name: old_fields[name] for name in OF_OFFLOAD if name in old_fields},
         "state": {new_name: old_fields[name] for name, new_name in OF_STATE.items() if name in old_fields},
     }
-    new_fields |= {name: group for name, group in groups.items() if group}
-    attention, chunk = old_fields.get("attention"), old_fields.get("loss_chunk")
+    new_fields |= {name: group for name, group in new_groups.items() if group}
+    attention, loss_chunk = old_fields.get("attention"), old_fields.get("loss_chunk")
     words = [f"attention={attention}"] * (attention not in (None, "auto"))
-    words += [f"loss_chunk={chunk}"] * (chunk is not None)
+    words += [f"loss_chunk={loss_chunk}"] * (loss_chunk is not None)
     if words:
-        kernels = new_fields.get("kernels", "auto")
-        new_fields["kernels"] = ",".join([kernels, *words] if kernels != "auto" else words)
+        kernels_text = new_fields.get("kernels", "auto")
+        new_fields["kernels"] = ",".join([kernels_text, *words] if kernels_text != "auto" else words)
     return new_fields

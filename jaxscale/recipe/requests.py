@@ -2,7 +2,7 @@
 
 A request is a function of the facts of a training run. It returns the text with which the user asked for something,
 such as "zero 3", or `None` if the user did not ask for it (the request is not made). A condition is a function of the
-facts. It returns whether they allow something, or `None` while that is unknown.
+facts. It returns whether they allow something, or `None` if that is still unknown.
 """
 
 import dataclasses
@@ -50,18 +50,18 @@ class Facts:
         """The text of a rule, with its fields in braces replaced by facts."""
         plan, experiment = self.plan, self.experiment
         optimizer_name = "" if experiment is None else experiment.optimizer.name
-        plain_name = optimizer_name.removeprefix("one_bit_").replace("adam", "adamw")
+        plain_optimizer = optimizer_name.removeprefix("one_bit_").replace("adam", "adamw")
         return text.format(
             plan=plan,
             experiment=experiment,
-            plain=plain_name,
-            no_codec=f"take {plain_name}" if self.codes_momenta else "leave reduce out",
+            plain=plain_optimizer,
+            no_codec=f"take {plain_optimizer}" if self.codes_momenta else "leave reduce out",
             mixing=self.mixing,
         )
 
     @property
     def messages(self) -> "Messages | None":
-        """Computes what replicas send in place of gradients, for a one-bit optimizer; `None` for other optimizers."""
+        """Computation of what replicas of a one-bit optimizer send instead of gradients; `None` for others."""
         return None if self.experiment is None else self.experiment.optimizer.messages(self.experiment.steps)
 
     @property
@@ -71,12 +71,13 @@ class Facts:
 
 
 Request: TypeAlias = Callable[[Facts], str | None]
-"""From the facts to the text with which the user asked for something; `None` if it was not asked for."""
+"""Function from the facts to the text with which the user asked for something; `None` if the user did not."""
 Condition: TypeAlias = Callable[[Facts], bool | None]
-"""From the facts to whether they allow something; `None` while that is unknown."""
+"""Function from the facts to whether they allow something; `None` if that is still unknown."""
 
 
 MEMORY, PIPELINE = "memory {plan.memory}", "pipeline {plan.pipeline.form}"
+"""Texts of requests, with fields of the plan in braces."""
 FOREIGN = "a model of layers that are not ours"
 
 
@@ -99,6 +100,7 @@ def both(first: Request, second: Request) -> Request:
     """A request that is made if two requests are both made."""
 
     def request(facts: Facts) -> str | None:
+        """The texts of both requests; `None` if one is not made."""
         first_text = first(facts)
         second_text = None if first_text is None else second(facts)
         return None if second_text is None else f"{first_text} with {second_text}"
@@ -128,6 +130,7 @@ def option(name: str) -> Request:
     """A request that is made if an option of the pipeline differs from its default."""
 
     def request(facts: Facts) -> str | None:
+        """Name and setting of the option; `None` if it has its default."""
         pipeline = facts.plan.pipeline
         setting = None if pipeline is None else getattr(pipeline, name)
         return None if setting == getattr(type(pipeline), name, None) else f"{name} {setting}"
@@ -146,6 +149,7 @@ def memory(*rules: str) -> Request:
 
 
 pipeline = of_pipeline(lambda pipeline: True)
+"""Any pipeline."""
 asynchronous = of_pipeline(lambda pipeline: pipeline.asynchronous)
 """A pipeline whose stages update their weights at different times."""
 newest_weights = of_pipeline(lambda pipeline: not pipeline.asynchronous)
@@ -159,20 +163,26 @@ residuals = of_pipeline(lambda pipeline: pipeline.stash == "residuals", "stash r
 correction = of_pipeline(lambda pipeline: bool(pipeline.correction), "correction {plan.pipeline.correction}")
 """PipeMare's correction of weights."""
 unlike = when(f"{PIPELINE} of unlike blocks", lambda facts: facts.has_unlike_blocks)
+"""A pipeline whose stages have unlike blocks."""
 copied = when(PIPELINE, lambda facts: facts.has_copies)
 """A pipeline in which two devices have the same stage."""
 one_bit = when("optimizer {experiment.optimizer.name}", lambda facts: facts.messages is not None)
 """An optimizer whose replicas send momenta."""
 foreign = when(FOREIGN, lambda facts: getattr(getattr(facts.experiment, "model", None), "foreign", False))
+"""A model that was not built of this package's layers."""
 foreign_over_tensor = when(
     f"{FOREIGN} and tensor:{{plan.mesh.tensor}}",
     lambda facts: foreign(facts) is not None and (facts.size("tensor") or 1) > 1,
 )
+"""Such a model on several devices along the tensor axis."""
 diloco = when("diloco {plan.diloco}", lambda facts: facts.plan.diloco is not None)
-"""Replicas that train alone, and synchronise now and then."""
+"""Replicas that train alone, and synchronise every few steps."""
 zero = when("zero {plan.zero}", lambda facts: facts.plan.zero > 0)
+"""A ZeRO stage from 1 to 3."""
 microbatches = when("microbatches {plan.microbatches}", lambda facts: facts.plan.microbatches > 1)
+"""Several microbatches, without or with a pipeline."""
 keeps_weights = when(MEMORY, lambda facts: facts.plan.memory.name == "everything_saveable")
+"""A memory plan that keeps even the weights that a block reads."""
 memory_of_sequences = when(MEMORY, lambda facts: facts.plan.memory.rule not in ("none", "dots", "full", "jax"))
 """A memory plan whose decision depends on the sequence of all blocks."""
 host_updates_by_slices = when(
@@ -181,9 +191,13 @@ host_updates_by_slices = when(
 )
 """Optimizer state or weights on the host that are updated on the device, slice by slice."""
 weights_host, gradients_host = field("offload.weights", "host"), field("offload.gradients", "host")
+"""Weights, and gradients, in host memory."""
 state_host = field("offload.optimizer_state", "host")
-state_off = field("offload.optimizer_state", "host", "streamed")
+"""Optimizer state that the host updates."""
+state_off_device = field("offload.optimizer_state", "host", "streamed")
+"""Optimizer state in host memory, updated by the host or by the device."""
 split = field("state.master", "split")
+"""Weights that are stored as bfloat16 and 8 bits of correction."""
 
 
 def codec(facts: Facts) -> str | None:
@@ -201,8 +215,8 @@ def codec_beside_one_bit(facts: Facts) -> str | None:
 def other_microbatches(facts: Facts) -> str | None:
     """A request for a number of microbatches other than the pipeline's."""
     pipeline = facts.plan.pipeline
-    count = None if pipeline is None or pipeline.name == "auto" else pipeline.shape()[1]
-    return None if facts.plan.microbatches == count else microbatches(facts)
+    pipeline_microbatches = None if pipeline is None or pipeline.name == "auto" else pipeline.shape()[1]
+    return None if facts.plan.microbatches == pipeline_microbatches else microbatches(facts)
 
 
 def model_state(facts: Facts) -> str | None:
@@ -220,17 +234,18 @@ def has(axis: str) -> Condition:
     """Whether an axis of the mesh has several devices; `None` while the mesh is unknown."""
 
     def condition(facts: Facts) -> bool | None:
-        size = facts.size(axis)
-        return None if size is None else size > 1
+        """Whether the axis has several devices; `None` while the mesh is unknown."""
+        device_count = facts.size(axis)
+        return None if device_count is None else device_count > 1
 
     return condition
 
 
 def fsdp(facts: Facts) -> bool | None:
-    """Whether the fsdp axis has several devices; `None` for a single device, which `not_alone` handles."""
+    """Whether the fsdp axis has several devices; `None` for a single device, which `has_several_devices` handles."""
     return None if facts.plan.mesh is not None and facts.plan.mesh.devices == 1 else has("fsdp")(facts)
 
 
-def not_alone(facts: Facts) -> bool | None:
+def has_several_devices(facts: Facts) -> bool | None:
     """Whether the mesh has several devices; `None` while the mesh is unknown."""
     return None if facts.plan.mesh is None else facts.plan.mesh.devices > 1

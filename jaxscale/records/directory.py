@@ -1,6 +1,6 @@
 """The run directory: its files, its lock, and the check that it belongs to an experiment.
 
-experiment.json plan.json     the experiment and the plan, from which the step can be rebuilt
+experiment.json plan.json     the experiment and the plan, from which the train step can be rebuilt
 source/                       the experiment file and the overrides of the command line
 memory.json                   the decision of the plan's memory rule, block by block; `--plan.memory file:PATH` reads it
 metrics.jsonl tensorboard/    the measurements
@@ -25,63 +25,69 @@ from jaxscale.records.storage import is_remote, run_path
 EXPERIMENT, PLAN, CHECKPOINTS, LOCK = "experiment.json", "plan.json", "checkpoints", "lock"
 
 MAY_CHANGE = ("steps", "evaluation", "samples", "checkpoint", "plan")
-"""Fields of an experiment in which a resumed run may differ from the one it continues."""
+"""Fields of an experiment that may change when a run is continued."""
 
 
 def default_directory(experiment: Experiment) -> Path:
-    """The run directory of an experiment without --out."""
+    """Return the run directory of an experiment that is trained without --out."""
     return Path("runs") / experiment.name
 
 
 @contextlib.contextmanager
-def claimed(directory: Any) -> Iterator[None]:
-    """A context that locks the run directory for this process; a directory in a bucket cannot be locked.
+def lock_run(directory: Any) -> Iterator[None]:
+    """Make a run directory, and lock it for this process as long as the context lasts.
+
+    A directory in a bucket, or on Windows, is not locked.
 
     Raises:
-        UserError: another process has locked the directory, or it cannot be written.
+        UserError: another process has locked the directory, or it cannot be written to.
     """
     path = run_path(directory)
-    with writing(path):
+    with explain_write_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         if is_remote(path):
             yield
             return
-        file = (path / LOCK).open("a+")
-    with file:
+        lock_file = (path / LOCK).open("a+")
+    with lock_file:
         try:
             import fcntl
 
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except ImportError:
             pass  # Windows has no such locks
         except OSError:
-            file.seek(0)
+            lock_file.seek(0)
             raise UserError(
-                f"{path} is in use by {file.read().strip() or 'another process'}: wait until that run ends, "
-                "or give this one another directory (--out)"
+                f"{path} is in use by {lock_file.read().strip() or 'another process'}: wait until that run ends, "
+                "or choose another directory with --out"
             ) from None
-        file.seek(0)
-        file.truncate()
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        lock_file.seek(0)
+        lock_file.truncate()
+        lock_file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock_file.flush()
         yield
 
 
 @contextlib.contextmanager
-def writing(directory: Any) -> Iterator[None]:
-    """A context that turns an OSError, as of a full or read-only disk, into a UserError that names the path."""
+def explain_write_errors(directory: Any) -> Iterator[None]:
+    """Turn an OSError inside the context, such as one of a full disk, into a UserError that names the path.
+
+    Args:
+        directory: the path to name if the error holds none.
+    """
     try:
         yield
     except OSError as error:
         path = error.filename or directory
         raise UserError(
-            f"cannot write {path}: {error.strerror or error}; checkpoints saved before are intact: free space, "
-            "or give another directory (--out), and start again"
+            f"cannot write {path}: {error.strerror or error}. Earlier checkpoints are intact. Free some space, "
+            "or choose another directory with --out, and start again"
         ) from error
 
 
 def existing_run(directory: Any) -> Any:
-    """The path of a directory that holds a run.
+    """Return the path of a run directory, after a check that it holds a run.
 
     Raises:
         UserError: the directory holds no run.
@@ -93,15 +99,15 @@ def existing_run(directory: Any) -> Any:
 
 
 def check_same_experiment(directory: Any, experiment: Experiment) -> dict[str, Any] | None:
-    """Check that the run in a directory is of the same experiment, and return its experiment.json.
+    """Check that the run in a directory is of the same experiment, and return the content of its experiment.json.
 
-    New fields with a default, and paths of files, do not count as differences (`values.changes`).
+    Fields that are new and have their default value, and paths of files, do not count as differences.
 
     Returns:
         Content of experiment.json; `None` if the directory holds no run.
 
     Raises:
-        UserError: the run differs in more than `MAY_CHANGE`, or its experiment.json is damaged.
+        UserError: the run's experiment differs in a field that is not in `MAY_CHANGE`, or experiment.json is damaged.
     """
     path = run_path(directory) / EXPERIMENT
     if not path.exists():
@@ -109,14 +115,14 @@ def check_same_experiment(directory: Any, experiment: Experiment) -> dict[str, A
     try:
         stored_json = values.read_json(path)
     except UserError as error:
-        raise UserError(f"{error}; restore it from a copy, or give another directory (--out)") from error
+        raise UserError(f"{error}; restore it from a copy, or choose another directory with --out") from error
     changes = values.changes(experiment, stored_json)
     changes = [change for change in changes if change.path.split(".")[0] not in MAY_CHANGE]
     if changes:
-        listing = "; ".join(map(str, changes[:8])) + (f"; and {len(changes) - 8} more" if len(changes) > 8 else "")
+        text = "; ".join(map(str, changes[:8])) + (f"; and {len(changes) - 8} more" if len(changes) > 8 else "")
         raise UserError(
-            f"{run_path(directory)} holds a run of another experiment: {listing}. A run that is continued may change "
-            f"{', '.join(MAY_CHANGE)}; give this one another directory (--out)"
+            f"{run_path(directory)} holds a run of another experiment: {text}. A run that is continued may change only "
+            f"{', '.join(MAY_CHANGE)}. Choose another directory with --out"
         )
     return stored_json
 
@@ -124,17 +130,17 @@ def check_same_experiment(directory: Any, experiment: Experiment) -> dict[str, A
 def set_aside(directory: Any) -> Any:
     """Rename the directory of a run to the first free name of NAME.1, NAME.2, ..., and return the new path.
 
-    Returns `None` if it holds no run.
+    If the directory holds no run, change nothing and return `None`.
     """
     path = run_path(directory)
     if not (path / EXPERIMENT).exists():
         return None
     number = 1
-    while (target := path.with_name(f"{path.name}.{number}")).exists():
+    while (new_path := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
-    with writing(path):
-        path.rename(target)
-    return target
+    with explain_write_errors(path):
+        path.rename(new_path)
+    return new_path
 
 
 def write_values(directory: Any, experiment: Experiment, plan: Plan) -> None:
@@ -144,11 +150,11 @@ def write_values(directory: Any, experiment: Experiment, plan: Plan) -> None:
 
 
 def write_json(path: Any, content: Any) -> None:
-    """Write a JSON file, so that a kill leaves the old file or the new one."""
+    """Write a JSON file, so that a process killed meanwhile leaves either the old file or the new one."""
     text = json.dumps(content, indent=2) + "\n"
     if is_remote(path):
-        path.write_text(text)  # a bucket stores an object whole
+        path.write_text(text)  # a bucket stores an object whole or not at all
         return
-    temporary = path.with_name(f"{path.name}.half")
-    temporary.write_text(text)
-    temporary.replace(path)
+    temporary_path = path.with_name(f"{path.name}.half")
+    temporary_path.write_text(text)
+    temporary_path.replace(path)

@@ -1,14 +1,14 @@
-"""metrics.jsonl: a run's measurements, one JSON object a line, appended and never rewritten.
+"""metrics.jsonl: a run's measurements, one JSON object (a row) per line, appended and never rewritten.
 
 Every line has `step`, `kind` (`train`, `eval` or `event`) and `time` (seconds since 1970). Floats are written with all
 their digits, so that they read back equal in every bit. JSON has no NaN and no infinity: such a field is `null`, and
 `nonfinite` holds its value, as in `{"loss": null, "nonfinite": {"loss": "nan"}}`; `read_metrics` restores it.
 
-A run that resumes writes some steps again. The last line of a step is valid, and a `resume` event at step n voids all
-earlier lines for steps past n.
+A continued run writes the lines of some steps again. Of several lines of one kind for a step, the last is valid.
+A `resume` event at step n makes all earlier lines for steps after n invalid, except events.
 
-The same scalars go to TensorBoard's event files, in the record format of tensorboardX. They are encoded by the hundred,
-one event a step, since tensorboardX's writer sends each scalar separately through a queue between processes.
+The same scalars go to TensorBoard's event files, in the record format of tensorboardX. Hundreds of rows are encoded at
+once, one event per row, since tensorboardX's own writer sends each scalar separately through a queue between processes.
 """
 
 import json
@@ -27,12 +27,13 @@ from jaxscale.records.storage import Appender, is_remote, open_append, run_path
 FILE = "metrics.jsonl"
 RowKind = Literal["train", "eval", "event"]
 
+# the rows that are buffered for TensorBoard at most, and the seconds
 _FLUSH_ROWS = 200
 _FLUSH_SECONDS = 20.0
 
 
 class MetricsRows(list[dict[str, Any]]):
-    """Rows of metrics, a list of dicts that also returns columns.
+    """Rows of metrics: a list of dicts with a method that returns a column.
 
     Example:
         >>> MetricsRows([{"step": 1, "loss": 2.0}, {"step": 2}]).column("loss")
@@ -40,9 +41,9 @@ class MetricsRows(list[dict[str, Any]]):
     """
 
     def column(self, name: str) -> np.ndarray:
-        """The field `name` of every row as float64; NaN for a row without the field."""
-        values = (row.get(name) for row in self)
-        return np.array([float(v) if isinstance(v, int | float) else math.nan for v in values], dtype=np.float64)
+        """Return the field `name` of every row as float64 [rows]; NaN for a row without that number."""
+        cells = (row.get(name) for row in self)
+        return np.array([float(v) if isinstance(v, int | float) else math.nan for v in cells], dtype=np.float64)
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> dict[str, Any]: ...
@@ -54,14 +55,14 @@ class MetricsRows(list[dict[str, Any]]):
 
 
 class MetricsLog:
-    """Appends to a run's metrics.jsonl and TensorBoard events. Only one process of a run makes one.
+    """Appends to a run's metrics.jsonl and TensorBoard events. Only one process of a run may make a `MetricsLog`.
 
     Args:
         directory: the run's folder, local or in a bucket.
         tensorboard: write TensorBoard events to its folder `tensorboard` too.
 
     Raises:
-        OSError: the file, which the error names, cannot be written. Later calls may raise it too.
+        OSError: a file, which the error names, cannot be written. All methods may raise it too.
 
     Example:
         >>> import tempfile
@@ -76,11 +77,11 @@ class MetricsLog:
     def __init__(self, directory: Any, *, tensorboard: bool = True):
         path = run_path(directory) / FILE
         drop_torn_line(path)
-        self._lines = open_append(path)
-        self._board = _Board(directory) if tensorboard else None
+        self._file = open_append(path)
+        self._event_file = _EventFile(directory) if tensorboard else None
 
     def append(self, step: int, kind: RowKind, **fields: Any) -> dict[str, Any]:
-        """Appends a row, and returns it.
+        """Append a row, and return it.
 
         Args:
             step: number of updates so far.
@@ -89,24 +90,24 @@ class MetricsLog:
             fields: the measurements.
         """
         row: dict[str, Any] = {"step": int(step), "kind": kind, "time": round(time.time(), 3)}
-        # a Python number for a scalar of numpy or JAX: a float32 becomes the float of the same value
+        # a scalar of numpy or JAX becomes a Python number of the same value
         row |= {name: value.item() if hasattr(value, "item") else value for name, value in fields.items()}
-        self._lines.write(encode(row))
-        if self._board is not None:
-            self._board.add(row)
+        self._file.write(encode(row))
+        if self._event_file is not None:
+            self._event_file.add(row)
         return row
 
     def flush(self) -> None:
-        """Writes TensorBoard events, and the lines of a file in a bucket, which are buffered."""
-        self._lines.flush()
-        if self._board is not None:
-            self._board.flush()
+        """Write what is buffered: TensorBoard events, and lines of a file in a bucket."""
+        self._file.flush()
+        if self._event_file is not None:
+            self._event_file.flush()
 
     def close(self) -> None:
-        """Writes out everything and closes the files."""
-        if self._board is not None:
-            self._board.close()
-        self._lines.close()
+        """Write what is buffered, and close the files."""
+        if self._event_file is not None:
+            self._event_file.close()
+        self._file.close()
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -116,80 +117,83 @@ class MetricsLog:
 
 
 def encode(row: dict[str, Any]) -> bytes:
-    """A row as one line of strict JSON.
+    """Return a row as one line of strict JSON.
 
     Example:
         >>> encode({"step": 1, "loss": float("inf")})
         b'{"step": 1, "loss": null, "nonfinite": {"loss": "inf"}}\\n'
     """
-    nonfinite = {name: repr(v) for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
-    if nonfinite:
-        row = {**row, **dict.fromkeys(nonfinite), "nonfinite": nonfinite}
+    nonfinite_texts = {name: repr(v) for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
+    if nonfinite_texts:
+        row = {**row, **dict.fromkeys(nonfinite_texts), "nonfinite": nonfinite_texts}
     return (json.dumps(row, allow_nan=False) + "\n").encode()
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """The row in a line of JSON; the inverse of `encode`.
+    """Return the row in a line of JSON; the inverse of `encode`.
 
     Raises:
-        ValueError: the line is no JSON object with `step` and `kind`.
+        ValueError: the line is not a JSON object with `step` and `kind`.
     """
     row = json.loads(line)
     if not isinstance(row, dict) or not isinstance(row.get("step"), int) or "kind" not in row:
-        raise ValueError("no JSON object with step and kind")
+        raise ValueError("not a JSON object with step and kind")
     for name, text in (row.pop("nonfinite", None) or {}).items():
         row[name] = float(text)
     return row
 
 
 def read_metrics(directory: Any, kind: RowKind | None = None) -> MetricsRows:
-    """Reads a run's metrics.
+    """Read a run's metrics.
 
     Args:
         directory: the run's folder.
-        kind: return only rows of this kind.
+        kind: return only rows of this kind; `None` returns all.
 
     Returns:
-        The valid rows in the order they were written, which is the order of their steps except for events; empty if
-        there is no file.
+        The valid rows in the order in which they were written. Without events, that is the order of their steps. Empty
+        if there is no file.
 
     Raises:
-        UserError: a line other than the last one is not JSON.
+        UserError: a line other than the last one is not a row.
     """
     path = run_path(directory) / FILE
     if not path.exists():
         return MetricsRows()
     lines = path.read_bytes().split(b"\n")
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
+    for line_number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             rows.append(decode(line))
         except ValueError as error:
-            if any(later.strip() for later in lines[number:]):
-                raise UserError(f"{path}, line {number}: expected a JSON object ({error}); delete that line") from None
+            if any(later.strip() for later in lines[line_number:]):
+                raise UserError(
+                    f"{path}, line {line_number}: expected a JSON object ({error}): delete that line"
+                ) from None
     return MetricsRows(row for row in _valid_rows(rows) if kind is None or row["kind"] == kind)
 
 
 def _valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All events, and the last row of each step and kind that no later `resume` voids."""
-    position_of: dict[tuple[str, int], int] = {}
-    row_at: dict[int, dict[str, Any]] = {}
+    """Return all events, and the last row of each step and kind, without rows that a later `resume` makes invalid."""
+    # keys are (kind, step)
+    position_by_key: dict[tuple[str, int], int] = {}
+    row_by_position: dict[int, dict[str, Any]] = {}
     for position, row in enumerate(rows):
-        row_at[position] = row
+        row_by_position[position] = row
         if row["kind"] != "event":
-            row_at.pop(position_of.get((row["kind"], row["step"]), -1), None)
-            position_of[row["kind"], row["step"]] = position
+            row_by_position.pop(position_by_key.get((row["kind"], row["step"]), -1), None)
+            position_by_key[row["kind"], row["step"]] = position
         elif row.get("name") == "resume":
-            stale = [key for key in position_of if key[1] > row["step"]]
-            for key in stale:
-                del row_at[position_of.pop(key)]
-    return list(row_at.values())
+            stale_keys = [key for key in position_by_key if key[1] > row["step"]]
+            for key in stale_keys:
+                del row_by_position[position_by_key.pop(key)]
+    return list(row_by_position.values())
 
 
 def drop_torn_line(path: Any) -> int:
-    """Removes a half-written last line, which a kill may leave, from a file of JSON lines.
+    """Remove a half-written last line, which a killed process may leave, from a file of JSON lines.
 
     Returns:
         Number of removed bytes.
@@ -198,49 +202,49 @@ def drop_torn_line(path: Any) -> int:
         return 0  # an object in a bucket is stored whole or not at all
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
-        start, tail = end, b""
-        while start and b"\n" not in tail[:-1]:
-            start = max(0, start - 65536)
-            file.seek(start)
-            tail = file.read(end - start)
-        line = tail[tail[:-1].rfind(b"\n") + 1 :]
+        tail_start, tail = end, b""
+        while tail_start and b"\n" not in tail[:-1]:
+            tail_start = max(0, tail_start - 65536)
+            file.seek(tail_start)
+            tail = file.read(end - tail_start)
+        last_line = tail[tail[:-1].rfind(b"\n") + 1 :]
         try:
-            if not line or (line.endswith(b"\n") and decode(line)):
+            if not last_line or (last_line.endswith(b"\n") and decode(last_line)):
                 return 0
         except ValueError:
             pass
-        file.truncate(end - len(line))
-        return len(line)
+        file.truncate(end - len(last_line))
+        return len(last_line)
 
 
-_TRAIN_TAGS = {"step_seconds": "speed", "tokens_per_second": "speed", "flop_per_second": "speed", "mfu": "speed"}
-"""Section of TensorBoard for fields that are not in the section of their row's kind."""
+_SECTION_BY_FIELD = {"step_seconds": "speed", "tokens_per_second": "speed", "flop_per_second": "speed", "mfu": "speed"}
+"""TensorBoard's section for each field that is not in the section of its row's kind."""
 
 
-class _Board:
+class _EventFile:
     """TensorBoard's event file of one process, a sequence of records (length, crc, event, crc)."""
 
     def __init__(self, directory: Any):
         self._folder = run_path(directory) / "tensorboard"
         self._rows: list[dict[str, Any]] = []
-        self._flushed_at = time.monotonic()
+        self._last_flush = time.monotonic()
         self._purge_step: int | None = None
         self._file: Appender | None = None
 
     def add(self, row: dict[str, Any]) -> None:
-        """Buffers a row, and flushes the buffer if it is long or old."""
+        """Buffer a row, and flush the buffer if it is long or old."""
         if row["kind"] == "event":
             if row["name"] == "resume":
                 self.flush()
                 self._purge_step = row["step"] + 1
             return
         self._rows.append(row)
-        if len(self._rows) >= _FLUSH_ROWS or time.monotonic() - self._flushed_at > _FLUSH_SECONDS:
+        if len(self._rows) >= _FLUSH_ROWS or time.monotonic() - self._last_flush > _FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        """Encodes and writes the buffered rows."""
-        self._flushed_at = time.monotonic()
+        """Encode and write the buffered rows."""
+        self._last_flush = time.monotonic()
         if not self._rows and self._purge_step is None:
             return
         from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
@@ -248,27 +252,27 @@ class _Board:
 
         records: list[bytes] = []
         if self._file is None:
-            name = f"events.out.tfevents.{int(time.time())}.{os.getpid()}.{time.monotonic_ns()}"
-            self._file = open_append(self._folder / name)
+            file_name = f"events.out.tfevents.{int(time.time())}.{os.getpid()}.{time.monotonic_ns()}"
+            self._file = open_append(self._folder / file_name)
             records.append(_record(Event(wall_time=time.time(), file_version="brain.Event:2")))
         if self._purge_step is not None:
-            # makes TensorBoard drop its events of these and later steps, which are written again
+            # makes TensorBoard drop its events of this and later steps, which are written again
             session = SessionLog(status=SessionLog.START)
             records.append(_record(Event(wall_time=time.time(), step=self._purge_step, session_log=session)))
             self._purge_step = None
         for row in self._rows:
-            values = [
-                Summary.Value(tag=f"{_TRAIN_TAGS.get(name, row['kind'])}/{name}", simple_value=value)
+            summary_values = [
+                Summary.Value(tag=f"{_SECTION_BY_FIELD.get(name, row['kind'])}/{name}", simple_value=value)
                 for name, value in row.items()
                 if name not in ("step", "time") and isinstance(value, int | float) and not isinstance(value, bool)
             ]
-            event = Event(wall_time=row["time"], step=row["step"], summary=Summary(value=values))
+            event = Event(wall_time=row["time"], step=row["step"], summary=Summary(value=summary_values))
             records.append(_record(event))
         self._rows.clear()
         self._file.write(b"".join(records))
 
     def close(self) -> None:
-        """Flushes the buffer and closes the file."""
+        """Flush the buffer and close the file."""
         self.flush()
         if self._file is not None:
             self._file.close()
@@ -276,7 +280,7 @@ class _Board:
 
 
 def _record(event: Any) -> bytes:
-    """An event as a record of a TensorBoard file."""
+    """Return an event as a record of a TensorBoard file."""
     from tensorboardX.record_writer import masked_crc32c
 
     payload = event.SerializeToString()

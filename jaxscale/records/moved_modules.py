@@ -1,6 +1,6 @@
-"""Modules that have moved since experiment files imported them, so that the files of earlier runs still work.
+"""Modules that have moved to new import paths. The experiment files of earlier runs still import the old paths.
 
-For a new experiment file that imports an earlier path, the error names the new path.
+If a new experiment file imports an old path, the error message names the new one.
 """
 
 import importlib
@@ -32,21 +32,21 @@ MOVED = {
     "jaxscale.step.plan": "jaxscale.recipe.plan",
     "jaxscale.step.state": "jaxscale.state.train_state",
 }
-"""Present path of a module by its path in earlier versions. No line may be removed."""
+"""Present import path of a module, by its path in an earlier version. No line may be removed."""
 
 
 def provide(text: str) -> None:
     """Make the moved modules that a Python file mentions importable by their earlier paths, in this process.
 
     Args:
-        text: text of the file.
+        text: content of the file.
     """
     for path in set(re.findall(r"\bjaxscale(?:\.\w+)+", text)) & set(MOVED):
         sys.modules[path] = importlib.import_module(MOVED[path])
 
 
 def new_path(error: ImportError) -> str | None:
-    """Present path of the module that an import did not find; `None` if it has not moved.
+    """Return the present path of the module that an import did not find; `None` if it has not moved.
 
     Example:
         >>> new_path(ModuleNotFoundError(name="jaxscale.step.plan"))

@@ -1,6 +1,7 @@
-"""Messages between the processes of a run, outside of steps. A single process sends none.
+"""Messages between the processes of a run, outside of steps. A run with a single process sends none.
 
-Each function but `is_first` is collective: every process must call it, in the same order, or the others wait forever.
+Each function except `is_first` is collective: all processes must call these functions in the same order, or some of
+them wait forever.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +15,14 @@ _Result = TypeVar("_Result")
 
 
 def is_first() -> bool:
-    """Whether this is the first process, which writes the files."""
+    """Return whether this is the first process, which writes the files."""
     import jax
 
     return jax.process_index() == 0
 
 
 def wait_for_all(label: str) -> None:
-    """Wait until every process has made this call, with the same label."""
+    """Wait until every process has called this function with the same label."""
     import jax
 
     if jax.process_count() > 1:
@@ -30,11 +31,11 @@ def wait_for_all(label: str) -> None:
         multihost_utils.sync_global_devices(label)
 
 
-def from_first_process(numbers: Sequence[int]) -> list[int]:
-    """Send the numbers that the first process passes to all processes, and return them on each.
+def send_from_first(numbers: Sequence[int]) -> list[int]:
+    """Return the numbers that the first process passes, on every process; the numbers of the others are ignored.
 
     Example:
-        >>> from_first_process([3, 5])
+        >>> send_from_first([3, 5])
         [3, 5]
     """
     import jax
@@ -43,25 +44,25 @@ def from_first_process(numbers: Sequence[int]) -> list[int]:
         return list(numbers)
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
-    count = int(broadcast_one_to_all(np.int32(len(numbers))))
-    array = np.asarray(numbers, np.int32) if is_first() else np.zeros(count, np.int32)
-    return [int(number) for number in broadcast_one_to_all(array)] if count else []
+    number_count = int(broadcast_one_to_all(np.int32(len(numbers))))
+    array = np.asarray(numbers, np.int32) if is_first() else np.zeros(number_count, np.int32)
+    return [int(number) for number in broadcast_one_to_all(array)] if number_count else []
 
 
-def on_all(make: Callable[[], _Result], mild_error: type[Exception]) -> _Result:
-    """Call `make` on every process, and return its result on this process once it has returned on all.
+def call_on_all(make: Callable[[], _Result], mild_error: type[Exception]) -> _Result:
+    """Call a function on every process, and return its result on this process once it has returned on all of them.
 
     Args:
-        make: function that is called once; it need not be collective.
+        make: the function, which is called once on each process; it need not be collective.
         mild_error: type of errors that do not end the run.
 
     Raises:
-        Exception: the error of `make` on this process, if it ends the run or all errors are mild.
+        Exception: the error of `make` on this process, if it ends the run or all processes' errors are mild.
         UserError: `make` failed on another process with an error that ends the run.
         mild_error: `make` failed on another process only, with a mild error.
 
     Example:
-        >>> on_all(lambda: 3, LookupError)
+        >>> call_on_all(lambda: 3, LookupError)
         3
     """
     results: list[_Result] = []
@@ -83,7 +84,7 @@ def on_all(make: Callable[[], _Result], mild_error: type[Exception]) -> _Result:
 
 
 def _greatest(number: int) -> int:
-    """Exchange numbers between all processes, and return the greatest."""
+    """Exchange numbers between all processes, and return the greatest one."""
     import jax
 
     if jax.process_count() == 1:

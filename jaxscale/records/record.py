@@ -1,6 +1,6 @@
-"""RunRecord: a run as its files record it, read without JAX, for reports.
+"""Read a run from its files, without JAX, for reports.
 
-Every file may be missing or of an older form, since the report of a run that failed early is needed most.
+Every file may be missing or written by an older version, since the report of a run that failed early is needed most.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxscale.recipe.kernels import said_of
+from jaxscale.recipe.kernels import platform_and_kernels
 from jaxscale.recipe.plan_json import upgraded
 from jaxscale.records.metrics import MetricsRows, read_metrics
 from jaxscale.records.samples import Sample, read_samples
@@ -20,13 +20,14 @@ from jaxscale.records.storage import run_path
 
 Status = Literal["finished", "preempted", "diverged", "running", "stopped", "empty"]
 
+# a run without an ending whose last line is older than this counts as stopped
 _SILENT_SECONDS = 600.0
 _MEMORY_FIELDS = ("memory_bytes", "device_memory", "peak_memory_bytes", "peak_bytes", "bytes_in_use")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """A run as its files record it.
+    """The content of a run's files.
 
     Args:
         directory: the run's folder, as passed to `read`.
@@ -36,7 +37,7 @@ class RunRecord:
         layout: content of layout.json (mesh, parameters, memory by kind).
         source: content of source/source.json (path, variant, overrides, seed, versions).
         samples: the samples in samples.txt.
-        unread: one line for each file that exists and could not be read.
+        unread: one line of text for each file that exists but could not be read.
     """
 
     directory: str
@@ -50,15 +51,15 @@ class RunRecord:
 
     @classmethod
     def read(cls, directory: Any) -> "RunRecord":
-        """Reads a run's folder.
+        """Read the files in a run's folder.
 
         Raises:
-            UserError: metrics.jsonl has a broken line in its middle.
+            UserError: a line of metrics.jsonl other than the last one is broken.
         """
         folder = run_path(directory)
         unread_lines: list[str] = []
-        names = ("experiment.json", "plan.json", "layout.json", "source/source.json")
-        experiment, plan, layout, source = (_read_json(folder / name, unread_lines) for name in names)
+        file_names = ("experiment.json", "plan.json", "layout.json", "source/source.json")
+        experiment, plan, layout, source = (_read_json(folder / name, unread_lines) for name in file_names)
         return cls(
             directory=str(directory),
             metrics=read_metrics(directory),
@@ -76,11 +77,11 @@ class RunRecord:
         return str(self.experiment.get("name") or run_path(self.directory).resolve().name or "run")
 
     def rows(self, kind: str) -> MetricsRows:
-        """Rows of one kind."""
+        """Return the rows of one kind."""
         return MetricsRows(row for row in self.metrics if row["kind"] == kind)
 
     def events(self, name: str) -> MetricsRows:
-        """Events of one name."""
+        """Return the events of one name."""
         return MetricsRows(row for row in self.metrics if row["kind"] == "event" and row.get("name") == name)
 
     @property
@@ -90,13 +91,13 @@ class RunRecord:
 
     @property
     def steps(self) -> int | None:
-        """Number of updates that the experiment specifies."""
+        """Number of updates that the experiment specifies; `None` if unknown."""
         steps = self.experiment.get("steps")
         return steps if isinstance(steps, int) else None
 
     @property
     def status(self) -> Status:
-        """The run's state, by its last event that ends or starts it, or otherwise by the age of its last line."""
+        """Status of the run, by the last event that ends or starts it, or by its steps and the age of its last line."""
         if not self.metrics:
             return "empty"
         for row in reversed(self.metrics):
@@ -113,40 +114,40 @@ class RunRecord:
     @property
     def best(self) -> tuple[int, float] | None:
         """Step and value of the least held-out loss; `None` if none was measured."""
-        losses_and_steps = [(loss, step) for step, loss in self._held_out() if np.isfinite(loss)]
+        losses_and_steps = [(loss, step) for step, loss in self._held_out_losses() if np.isfinite(loss)]
         return (min(losses_and_steps)[1], min(losses_and_steps)[0]) if losses_and_steps else None
 
     @property
     def final(self) -> tuple[int, float] | None:
         """Step and value of the last held-out loss; `None` if none was measured."""
-        steps_and_losses = self._held_out()
+        steps_and_losses = self._held_out_losses()
         return steps_and_losses[-1] if steps_and_losses else None
 
-    def _held_out(self) -> list[tuple[int, float]]:
-        """Step and value of each held-out loss."""
+    def _held_out_losses(self) -> list[tuple[int, float]]:
+        """Return the step and the value of each held-out loss."""
         rows = self.rows("eval")
         return list(zip(rows.column("step").astype(int).tolist(), rows.column("loss").tolist(), strict=True))
 
     @property
     def tokens(self) -> float | None:
-        """Number of target tokens so far."""
+        """Number of target tokens so far; `None` if it was not logged."""
         tokens = self.rows("train").column("tokens")
         return float(np.nanmax(tokens)) if np.isfinite(tokens).any() else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median rate of target tokens; if there are more than twenty rows, without the first ten."""
+        """Median number of target tokens per second; if there are more than twenty rows, without the first ten."""
         rates = self.rows("train").column("tokens_per_second")
         return _median(rates[10:] if len(rates) > 20 else rates)
 
     @property
     def mfu(self) -> float | None:
-        """Median model FLOP utilization, if the chip's peak is known."""
+        """Median model FLOP utilization, 0 to 1; `None` if the chip's peak is unknown."""
         return _median(self.rows("train").column("mfu"))
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from the first line to the last, without the breaks before each resume."""
+        """Seconds from the first line to the last, without the breaks before the run was continued."""
         working_seconds, previous_time = 0.0, None
         for row in self.metrics:
             row_time = row.get("time")
@@ -159,39 +160,40 @@ class RunRecord:
 
     @property
     def memory(self) -> dict[str, float]:
-        """Bytes per device by kind of tensor, of the compiled step."""
+        """Bytes per device of the compiled step, by kind of tensor."""
         if self.layout.get("memory"):
-            return _numbers(self.layout["memory"])
+            return _number_fields(self.layout["memory"])
         events = self.events("compile")
         if not events:
             return {}
-        kinds = {"argument_bytes": "parameters, optimizer state, batch", "temp_bytes": "gradients and activations"}
-        return _numbers({kind: events[-1].get(name) for name, kind in kinds.items()})
+        # fields of the event, by kind
+        names = {"parameters, optimizer state, batch": "argument_bytes", "gradients and activations": "temp_bytes"}
+        return _number_fields({kind: events[-1].get(name) for kind, name in names.items()})
 
     @property
     def host_memory(self) -> dict[str, float]:
         """Bytes of host memory per device, by kind of tensor; empty if all tensors are on the device."""
-        return _numbers(self.layout.get("host_memory"))
+        return _number_fields(self.layout.get("host_memory"))
 
     @property
     def device_memory(self) -> tuple[str, np.ndarray] | None:
-        """Name of the field for device memory that the backend reported, and its bytes at each step."""
+        """Name of the logged field for device memory, and its bytes in each row of the train steps, float64 [rows]."""
         rows = self.rows("train")
         for name in _MEMORY_FIELDS:
-            column = rows.column(name)
-            if np.isfinite(column).any():
-                return name, column
+            bytes_by_row = rows.column(name)
+            if np.isfinite(bytes_by_row).any():
+                return name, bytes_by_row
         return None
 
     @property
     def kernels(self) -> tuple[str, str] | None:
-        """The platform of the last compiled step, and its implementation of each kernel, in words."""
+        """The platform of the last compiled step, and a text of the implementation of each of its kernels."""
         events = self.events("kernels")
-        return said_of(events[-1]) if events else None
+        return platform_and_kernels(events[-1]) if events else None
 
     @property
     def parameters(self) -> int | None:
-        """Number of trained parameters."""
+        """Number of trained parameters; `None` if unknown."""
         counts = [row["parameters"] for row in self.events("predicted") if isinstance(row.get("parameters"), int)]
         if counts:
             return counts[-1]
@@ -209,19 +211,22 @@ class RunRecord:
         """The command that repeats this run; `None` without an experiment file."""
         if not self.path:
             return None
-        words = [self.path, str(self.source.get("variant") or ""), *map(str, _overrides(self.source.get("overrides")))]
+        words = [self.path, str(self.source.get("variant") or ""), *_override_words(self.source.get("overrides"))]
         return "jaxscale train " + " ".join(shlex.quote(word) for word in words if word)
 
 
-def _overrides(overrides: Any) -> list[str]:
-    """Words of the command line for the overrides in source.json."""
+def _override_words(overrides: Any) -> list[str]:
+    """Return the words of a command line that make the overrides in source.json."""
     if isinstance(overrides, dict):
         return [word for name, value in overrides.items() for word in (f"--{name}", str(value))]
     return [str(word) for word in overrides] if isinstance(overrides, list | tuple) else []
 
 
 def _read_json(path: Any, unread_lines: list[str]) -> dict[str, Any]:
-    """The JSON object in a file; empty without a file, or if it cannot be read, which appends to `unread_lines`."""
+    """Return the JSON object in a file; empty without a file.
+
+    If the file cannot be read, append a line with the reason to `unread_lines`, and return an empty dict.
+    """
     if not path.exists():
         return {}
     try:
@@ -235,12 +240,12 @@ def _read_json(path: Any, unread_lines: list[str]) -> dict[str, Any]:
     return content
 
 
-def _numbers(content: Any) -> dict[str, float]:
-    """The fields of a JSON object that are numbers; empty for other JSON."""
+def _number_fields(content: Any) -> dict[str, float]:
+    """Return the fields of a JSON object that are numbers; empty for other JSON."""
     fields = content.items() if isinstance(content, dict) else ()
     return {str(name): float(value) for name, value in fields if isinstance(value, int | float)}
 
 
 def _median(column: np.ndarray) -> float | None:
-    """Median of the numbers of a column; `None` if it has none."""
+    """Return the median of a column, float64 [rows], without its NaN; `None` if it has no number."""
     return float(np.nanmedian(column)) if np.isfinite(column).any() else None

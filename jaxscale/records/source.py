@@ -1,9 +1,9 @@
-"""Source: the file, variant and overrides of an experiment, from which the same experiment can be made again.
+"""The source of an experiment: its file, variant and overrides, from which the same experiment can be made again.
 
 An experiment file is Python with a function `experiment()` and, if it has variants, a literal
-`VARIANTS = {"name": function}`. Its text is checked (`outline.py`) before anything heavy is imported. A run
-keeps a copy of the text under `source/`; the copy runs under its original path, so that `Path(__file__).parent` and
-imports of neighbouring files resolve. Copies of those files and of the data are left out.
+`VARIANTS = {"name": function}`. Its text is checked (`outline.py`) before JAX is imported. A run keeps a copy of the
+file under `source/`. When the copy runs, it has the path of the original file, so that `Path(__file__).parent` and
+imports of neighbouring files work. Neighbouring files and data are not copied.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jaxscale.recipe.experiment import Experiment
     from jaxscale.recipe.plan import Plan
 
-FOLDER, FACTS = "source", "source.json"
+FOLDER, SOURCE_JSON = "source", "source.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Source:
         name: name of the experiment.
         text: text of the experiment file; `None` without one (an experiment made in a script or notebook).
         path: absolute path of that file.
-        relative: its path relative to the working directory, if the file lies below that.
+        relative: path of that file relative to the working directory, if it is below that directory.
         variant: name of the file's variant; `None` stands for `experiment()`.
-        overrides: text of each field set on the command line, by dotted path.
-        plan: the plan that replaced the experiment's, as JSON.
+        overrides: text of each field that the command line set, by the field's dotted path.
+        plan: the plan that replaced the experiment's, as JSON; `None` if none did.
         seed: seed of the experiment.
         versions: versions of Python and of the packages that a step's results depend on.
     """
@@ -64,21 +64,21 @@ class Source:
 
     @property
     def sha256(self) -> str | None:
-        """SHA-256 of the text."""
+        """SHA-256 of the experiment file's text; `None` without a file."""
         return None if self.text is None else hashlib.sha256(self.text.encode()).hexdigest()
 
     @property
     def file(self) -> str | None:
-        """File name of the copy."""
+        """Name of the copied file; `None` without a file."""
         return None if self.path is None else Path(self.path).name
 
     @property
     def module(self) -> str | None:
-        """Name of the module that the text runs as."""
+        """Name of the module as which the experiment file runs; `None` without a file."""
         return None if self.path is None else f"experiment.{Path(self.path).stem}"
 
     def remake(self) -> "Experiment":
-        """Run the experiment file again, in this or another process, and return the same experiment."""
+        """Run the experiment file again, in this process or another, and return the same experiment."""
         from jaxscale.recipe.plan import Plan
 
         assert self.path is not None
@@ -86,57 +86,57 @@ class Source:
         return load(self.path, self.variant, self.overrides, plan)[0]
 
     def write(self, run_dir: Any) -> None:
-        """Write `source/` of a run directory: the copy of the file, and source.json."""
+        """Write the copy of the experiment file, and source.json, into `source/` of a run directory."""
         folder = run_path(run_dir) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         if self.text is not None:
             assert self.file is not None
             (folder / self.file).write_bytes(self.text.encode())
-        facts = dataclasses.asdict(self)
-        del facts["text"]
-        facts |= {"file": self.file, "sha256": self.sha256}
-        (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
+        source_json = dataclasses.asdict(self)
+        del source_json["text"]
+        source_json |= {"file": self.file, "sha256": self.sha256}
+        (folder / SOURCE_JSON).write_text(json.dumps(source_json, indent=2) + "\n")
 
     @classmethod
     def read(cls, run_dir: Any) -> "Source":
-        """The source that `write` stored.
+        """Read the source that `write` stored.
 
         Raises:
-            UserError: no source is stored, it cannot be read, or the copy has changed since the run.
+            UserError: no source is stored, it cannot be read, or the copied file has changed since the run.
         """
         folder = run_path(run_dir) / FOLDER
-        facts = values.read_json(folder / FACTS)
-        if not isinstance(facts, dict):
-            raise UserError(f"{folder / FACTS}: got a {type(facts).__name__}, expected a JSON object")
-        file, digest = facts.pop("file", None), facts.pop("sha256", None)
+        source_json = values.read_json(folder / SOURCE_JSON)
+        if not isinstance(source_json, dict):
+            raise UserError(f"{folder / SOURCE_JSON}: got a {type(source_json).__name__}, expected a JSON object")
+        file_name, stored_sha256 = source_json.pop("file", None), source_json.pop("sha256", None)
         text = None
-        if file is not None:
-            if not (folder / file).exists():
-                raise UserError(f"{folder / file} is gone: the run cannot be rebuilt without its experiment file")
-            text = (folder / file).read_bytes().decode("utf-8", "replace")
-        source = values.from_json(cls, {**facts, "text": text}, str(folder / FACTS))
-        if source.sha256 != digest:
+        if file_name is not None:
+            if not (folder / file_name).exists():
+                raise UserError(f"{folder / file_name} is gone: the run cannot be rebuilt without its experiment file")
+            text = (folder / file_name).read_bytes().decode("utf-8", "replace")
+        source = values.from_json(cls, {**source_json, "text": text}, str(folder / SOURCE_JSON))
+        if source.sha256 != stored_sha256:
             raise UserError(
-                f"{folder / str(file)} was changed since the run (sha256 {str(source.sha256)[:12]}, expected "
-                f"{str(digest)[:12]}): restore it, or train again from the changed file"
+                f"{folder / str(file_name)} was changed since the run (sha256 {str(source.sha256)[:12]}, expected "
+                f"{str(stored_sha256)[:12]}): restore it, or train again from the changed file"
             )
         return source
 
 
 def written_sha256(run_dir: Any) -> str | None:
-    """SHA-256 of the experiment file in a run's source.json; `None` without one, or if it cannot be read."""
+    """Read the SHA-256 of the experiment file from a run's source.json; `None` if there is none to read."""
     try:
-        facts = values.read_json(run_path(run_dir) / FOLDER / FACTS)
+        source_json = values.read_json(run_path(run_dir) / FOLDER / SOURCE_JSON)
     except UserError:
         return None
-    digest = facts.get("sha256") if isinstance(facts, dict) else None
-    return digest if isinstance(digest, str) else None
+    stored_sha256 = source_json.get("sha256") if isinstance(source_json, dict) else None
+    return stored_sha256 if isinstance(stored_sha256, str) else None
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, JAX, Flax, optax and this package, none of which is imported."""
-    runtime = {"python": platform.python_version(), "jaxscale": jaxscale.__version__}
-    return runtime | {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")}
+    """Return the versions of Python, this package, JAX, Flax and optax, by name, without importing the last three."""
+    version_by_name = {"python": platform.python_version(), "jaxscale": jaxscale.__version__}
+    return version_by_name | {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")}
 
 
 def load(
@@ -149,22 +149,25 @@ def load(
 
     Args:
         path: the experiment file.
-        variant: one of its `VARIANTS`.
-        overrides: text of each field to set last, by dotted path, such as `{"model.embed": "256"}`.
+        variant: name of one of the file's `VARIANTS`; `None` runs `experiment()`.
+        overrides: text of each field to set, by the field's dotted path, such as `{"model.embed": "256"}`. They are
+            applied after `plan`.
         plan: plan that replaces the experiment's.
 
     Raises:
-        UserError: the file is no experiment file, it raises an error or returns no Experiment, or an override does not
-            fit.
+        UserError: the file is not an experiment file, it raises an error, it does not return an Experiment, or an
+            override is not valid.
     """
-    file = outline(path, variant)
-    experiment = _apply(_call(file.text, file.path, file.path, variant), plan, overrides or {})
-    is_below_cwd = file.path.resolve().is_relative_to(Path.cwd())
+    file_outline = outline(path, variant)
+    file_path = file_outline.path
+    experiment = _make_experiment(file_outline.text, file_path, origin=file_path, variant=variant)
+    experiment = _apply_changes(experiment, plan, overrides or {})
+    is_below_cwd = file_path.resolve().is_relative_to(Path.cwd())
     source = Source(
         name=experiment.name,
-        text=file.text,
-        path=str(file.path),
-        relative=os.path.relpath(file.path.resolve()) if is_below_cwd else None,
+        text=file_outline.text,
+        path=str(file_path),
+        relative=os.path.relpath(file_path.resolve()) if is_below_cwd else None,
         variant=variant,
         overrides={name.replace("-", "_"): text for name, text in (overrides or {}).items()},
         plan=None if plan is None else values.to_json(plan),
@@ -174,48 +177,48 @@ def load(
 
 
 def load_experiment(run_dir: Any) -> "Experiment":
-    """Make the experiment of a run directory again by the copy of its file, with the plan of the run.
+    """Make the experiment of a run directory again, from the copy of its file, with the plan of the run.
 
-    The copy runs under the file's original path, or its new one if it has moved together with the run (a copied
+    The copy runs under the file's original path, or under its new path if it has moved together with the run (a copied
     repository). Without a file, the values come from experiment.json.
 
     Raises:
-        UserError: the directory holds no run, its file raises an error, or no file defines code that the experiment
-            holds.
+        UserError: the directory holds no run, its file raises an error, or the experiment holds code that no file
+            defines.
     """
     from jaxscale.recipe.experiment import Experiment
     from jaxscale.recipe.plan import Plan, read_plan, superseded
 
     folder = run_path(run_dir)
     run_plan = read_plan(folder / "plan.json") if (folder / "plan.json").exists() else None
-    source = Source.read(folder) if (folder / FOLDER / FACTS).exists() else None
+    source = Source.read(folder) if (folder / FOLDER / SOURCE_JSON).exists() else None
     if source is None or source.text is None:
-        content = values.read_json(folder / "experiment.json")
-        if values.has_code(content):
+        experiment_json = values.read_json(folder / "experiment.json")
+        if values.has_code(experiment_json):
             raise UserError(
                 f"{folder} was made in Python by an experiment that holds code, which cannot be restored "
                 "from experiment.json: pass the experiment again from Python, or train it from an experiment file"
             )
-        experiment = values.from_json(Experiment, content, str(folder / "experiment.json"))
+        experiment = values.from_json(Experiment, experiment_json, str(folder / "experiment.json"))
         return experiment if run_plan is None else dataclasses.replace(experiment, plan=run_plan)
     assert source.path is not None
     origin = _origin(source, folder)
-    plan = None if source.plan is None else values.from_json(Plan, source.plan, str(folder / FOLDER / FACTS))
+    plan = None if source.plan is None else values.from_json(Plan, source.plan, str(folder / FOLDER / SOURCE_JSON))
     moved_note = ""
     if not origin.exists():
         moved_note = (
-            f"{folder} was made by {origin}, which is no longer there: files beside it (data, tokenizer, modules) "
-            "are not found unless they are put back"
+            f"{folder} was made by {origin}, which is no longer there. Files beside it (data, tokenizer, modules) are "
+            "not found: put them back if the experiment needs them"
         )
     try:
         provide(source.text)
-        # the plan of the run replaces any other
+        # the plan of the run replaces the one of the file, which may be in an earlier form
         with superseded() if run_plan is not None else contextlib.nullcontext():
-            base_experiment = _call(source.text, folder / FOLDER / str(source.file), origin, source.variant)
+            base_experiment = _make_experiment(source.text, folder / FOLDER / str(source.file), origin, source.variant)
         overrides = {
             name: text for name, text in source.overrides.items() if run_plan is None or not name.startswith("plan.")
         }
-        experiment = _apply(base_experiment, plan, overrides)
+        experiment = _apply_changes(base_experiment, plan, overrides)
     except UserError as error:
         raise UserError(f"{error}\n{moved_note}" if moved_note else str(error)) from None
     if moved_note:
@@ -224,25 +227,29 @@ def load_experiment(run_dir: Any) -> "Experiment":
 
 
 def _origin(source: Source, folder: Any) -> Path:
-    """Path of the experiment file: the original one, or its relative path below the working or a parent directory."""
+    """Return the path of the experiment file: the original path if the file is still there.
+
+    Otherwise it is the relative path below the working directory, or below a folder that holds the run, if a file is
+    there, and else the original path.
+    """
     assert source.path is not None
     origin = Path(source.path)
     if origin.exists() or source.relative is None:
         return origin
     parents = Path(os.fspath(folder)).absolute().parents
-    candidates = (base / source.relative for base in (Path.cwd(), *parents))
-    return next((path for path in candidates if path.is_file()), origin)
+    candidate_paths = (base / source.relative for base in (Path.cwd(), *parents))
+    return next((path for path in candidate_paths if path.is_file()), origin)
 
 
-def _apply(experiment: "Experiment", plan: "Plan | None", overrides: Mapping[str, str]) -> "Experiment":
-    """The experiment with another plan, if there is one, and with overrides."""
+def _apply_changes(experiment: "Experiment", plan: "Plan | None", overrides: Mapping[str, str]) -> "Experiment":
+    """Return the experiment with its plan replaced, if `plan` is not `None`, and then with the overrides."""
     if plan is not None:
         experiment = dataclasses.replace(experiment, plan=plan)
     return values.override(experiment, overrides) if overrides else experiment
 
 
-def _call(text: str, file: Any, origin: Path, variant: str | None) -> "Experiment":
-    """Run the text as the module at `origin`, and return the experiment that it makes; messages name `file`."""
+def _make_experiment(text: str, file: Any, origin: Path, variant: str | None) -> "Experiment":
+    """Run the text as the module at the path `origin`, and return its experiment; error messages name `file`."""
     from jaxscale.recipe.experiment import Experiment
 
     module = types.ModuleType(f"experiment.{origin.stem}")
@@ -250,29 +257,29 @@ def _call(text: str, file: Any, origin: Path, variant: str | None) -> "Experimen
     # dataclasses and pickles look their module up by name
     sys.modules[module.__name__] = module
     sys.path.insert(0, str(origin.parent))
-    # a traceback then shows these lines, even where the file has moved
+    # a traceback then shows these lines, even if the file has moved
     linecache.cache[str(file)] = (len(text), None, text.splitlines(keepends=True), str(file))
     action = "importing it"
     try:
         exec(compile(text, str(file), "exec", dont_inherit=True), module.__dict__)
-        function = getattr(module, "experiment", None)
+        make = getattr(module, "experiment", None)
         action = "experiment()"
         if variant is not None:
             variants = getattr(module, "VARIANTS", {})
             if variant not in variants:
                 raise no_variant(file, variant, variants)
-            function, action = variants[variant], f"the variant {variant}"
-        if not callable(function):
-            raise UserError(f"{file}: {action} is a {type(function).__name__}, expected a function without parameters")
-        experiment = function()
+            make, action = variants[variant], f"the variant {variant}"
+        if not callable(make):
+            raise UserError(f"{file}: {action} is a {type(make).__name__}, expected a function without parameters")
+        experiment = make()
     except UserError as error:
-        location, _ = _location(error, str(file))
+        location, _ = _error_location(error, str(file))
         raise UserError(f"{location}: {error}" if location else str(error)) from None
     except Exception as error:
-        location, line = _location(error, str(file))
+        location, code_text = _error_location(error, str(file))
         if isinstance(error, ImportError) and new_path(error) is not None:
             raise UserError(f"{location or file}: {error.name} has moved: import {new_path(error)}") from None
-        raise UserError(f"{location or file}: {action} raised {type(error).__name__}: {error}{line}") from error
+        raise UserError(f"{location or file}: {action} raised {type(error).__name__}: {error}{code_text}") from error
     finally:
         sys.path.remove(str(origin.parent))
     if not isinstance(experiment, Experiment):
@@ -280,8 +287,8 @@ def _call(text: str, file: Any, origin: Path, variant: str | None) -> "Experimen
     return experiment
 
 
-def _location(error: BaseException, file: str) -> tuple[str, str]:
-    """File and line number in the experiment file at which an error arose, and the code of that line.
+def _error_location(error: BaseException, file: str) -> tuple[str, str]:
+    """Return where in the experiment file an error arose, as two texts: "FILE, line N", and the code of that line.
 
     Both are empty if no line of the file was running.
     """

@@ -2,16 +2,15 @@
 
 A codec is applied to one leaf on one device: the local shard of this replica's gradient. It runs inside a region that
 is manual over the axis (`jax.shard_map`), or under `jax.vmap(axis_name=axis)` on one device, and uses collectives over
-that axis alone. With error feedback, the error of a message is kept in a residual, which is added to the next gradient
-(Seide et al., 2014; Karimireddy et al., 2019, arXiv:1901.09847), so that,
-over n replicas,
+that axis alone. With error feedback, a codec keeps the error of its message in a residual and adds it to the next
+gradient (Seide et al., 2014; Karimireddy et al., 2019, arXiv:1901.09847), so that, over n replicas,
 
     sum of residuals after + n * mean = sum of gradients + sum of residuals before.
 
-Every codec works on one layer: a leaf of stacked layers is mapped over its first dim. Codecs of matrices take the last
-dim as columns and all other dims as rows. `OnePhase` and `TwoPhase` codecs define only `encode` and `decode`. The
-codecs in the files of `codecs/` are discovered by import. Left out here: the choice of leaves, NaN and Inf, and metrics
-(`reduce.py`).
+Every codec works on one layer at a time; a leaf of stacked layers is mapped over its first dim. Codecs of matrices take
+the last dim as columns and all other dims as rows. `OnePhase` and `TwoPhase` codecs define only `encode` and `decode`.
+The codecs in the files of `codecs/` are discovered by import. Left out here: the choice of leaves, NaN and Inf, and
+metrics (`reduce.py`).
 """
 
 import abc
@@ -52,22 +51,22 @@ class Codec(NamedCodec):
 
     @property
     def timetable(self) -> tuple[tuple[int, "Codec | None"], ...]:
-        """(first step, codec) of each phase, in order, from step 0; the codec `None` sends the exact mean.
+        """The pair (first step, codec) of each phase, in order, from step 0; the codec `None` sends the exact mean.
 
         Example:
             >>> [(step, str(codec)) for step, codec in Codec.parse("topk:0.1,start=10,warmup=8").timetable]
             [(0, 'None'), (10, 'topk:0.25,block=512,warmup=0'), (18, 'topk:0.1,warmup=0')]
         """
-        compressed = [(self.start + step, codec) for step, codec in self._timetable()]
-        return ((0, None), *compressed) if self.start else tuple(compressed)
+        compressed_phases = [(self.start + step, codec) for step, codec in self._timetable()]
+        return ((0, None), *compressed_phases) if self.start else tuple(compressed_phases)
 
     @property
     def timed(self) -> bool:
-        """Whether `reduce` depends on the step and needs its number."""
+        """Whether `reduce` depends on the step, and so needs the argument `step`."""
         return len(self.timetable) > 1
 
     def refusal(self, shape: Sequence[int], n: int, *, layers: bool = False) -> str | None:
-        """The reason, as text for a message, why this codec does not apply to a leaf; `None` if it applies.
+        """The reason, as text for a message, why this codec does not support a leaf; `None` if it supports the leaf.
 
         Args:
             shape: shape of the leaf on one device.
@@ -85,7 +84,7 @@ class Codec(NamedCodec):
     def init(
         self, shape: Sequence[int], key: Key | None, n: int, *, layers: bool = False, first: int = 0
     ) -> CodecState:
-        """The state of one leaf on one device and replica, before the first step.
+        """Make the state of one leaf on one device of one replica, before the first step.
 
         Args:
             shape: shape of the leaf on one device.
@@ -95,14 +94,14 @@ class Codec(NamedCodec):
             first: number of the leaf's first layer, if the leaf is a part of a stack.
 
         Raises:
-            UserError: the codec does not apply to the leaf or the axis.
+            UserError: the codec does not support the leaf or the axis.
         """
         if reason := self.refusal(shape, n, layers=layers):
             raise UserError(f"codec {self}: {reason}")
         if not layers:
             return self._init(tuple(shape), key, n)
         return jax.vmap(lambda key: self._init(tuple(shape[1:]), key, n), axis_size=shape[0])(
-            _keys(key, shape[0], first)
+            _layer_keys(key, shape[0], first)
         )
 
     def reduce(
@@ -121,7 +120,7 @@ class Codec(NamedCodec):
         Args:
             gradient: gradient of this replica, of any float dtype.
             state: state from `init` or from the last step.
-            axis: name of the axis, over which the region is manual or which a `jax.vmap` names.
+            axis: name of the axis: a manual axis of the region, or the `axis_name` of a `jax.vmap`.
             key: random key of the step and the leaf, equal on every replica; needed if `random`.
             step: number of updates made before this one, equal on every replica; needed if `timed`.
             layers: whether the first dim is stacked layers.
@@ -130,28 +129,29 @@ class Codec(NamedCodec):
         Returns:
             The mean, float32, and the new state.
         """
-        assert key is not None or not self.random, f"codec {self} rounds at random: give reduce a key"
-        assert step is not None or not self.timed, f"codec {self} depends on the step: give reduce its number"
+        assert key is not None or not self.random, f"codec {self} rounds at random: pass a key to reduce"
+        assert step is not None or not self.timed, f"codec {self} depends on the step: pass its number to reduce"
         gradient = gradient.astype(jnp.float32)
 
         def reduce_by(codec: Codec | None, gradient: Array, state: CodecState) -> tuple[Array, CodecState]:
+            """Return the mean of a leaf and its new state under the codec of a phase."""
             if codec is None:
                 return lax.pmean(gradient, axis), state
 
-            def one_layer(gradient: Array, state: CodecState, key: Key | None) -> tuple[Array, CodecState]:
+            def reduce_layer(gradient: Array, state: CodecState, key: Key | None) -> tuple[Array, CodecState]:
                 return codec._reduce(gradient, state, axis, key)
 
             if layers:
-                mean, new_state = jax.vmap(one_layer)(gradient, state, _keys(key, len(gradient), first))
+                mean, new_state = jax.vmap(reduce_layer)(gradient, state, _layer_keys(key, len(gradient), first))
             else:
-                mean, new_state = one_layer(gradient, state, key)
-            return mean, jax.tree.map(_typed_like, new_state, state)
+                mean, new_state = reduce_layer(gradient, state, key)
+            return mean, jax.tree.map(_vary_like, new_state, state)
 
         first_steps, codecs = zip(*self.timetable, strict=True)
         if step is None or not self.timed:
             return reduce_by(codecs[0], gradient, state)
-        phase = jnp.sum(step >= jnp.array(first_steps[1:]))
-        return lax.switch(phase, [functools.partial(reduce_by, codec) for codec in codecs], gradient, state)
+        phase_index = jnp.sum(step >= jnp.array(first_steps[1:]))
+        return lax.switch(phase_index, [functools.partial(reduce_by, codec) for codec in codecs], gradient, state)
 
     def wire_bytes(self, shape: Sequence[int], n: int, *, layers: bool = False) -> int:
         """Bytes that one device sends over the axis in a step of the last phase.
@@ -166,7 +166,7 @@ class Codec(NamedCodec):
         return shape[0] * self._wire_bytes(tuple(shape[1:]), n) if layers else self._wire_bytes(tuple(shape), n)
 
     def resize(self, states: CodecState, shape: Sequence[int], n: int, *, layers: bool = False) -> CodecState:
-        """Convert the states of a leaf to another number of replicas, with the same mean of the residuals.
+        """Convert the states of a leaf to another number of replicas; the mean of the residuals stays the same.
 
         Args:
             states: states of one leaf on one device, with a leading dim of the old replicas.
@@ -191,7 +191,10 @@ class Codec(NamedCodec):
         return None
 
     def _timetable(self) -> tuple[tuple[int, "Codec"], ...]:
-        """(first step, codec) of each phase, steps counted from the first compressed one; the codecs have `start` 0."""
+        """The pair (first step, codec) of each compressed phase; steps count from the first compressed step.
+
+        The codecs have `start` 0.
+        """
         return ((0, dataclasses.replace(self, start=0)),)
 
     def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> CodecState:
@@ -219,41 +222,41 @@ class Codec(NamedCodec):
 
 
 def compute_once(message: Any) -> Any:
-    """Return a message unchanged, behind a barrier, so that XLA does not compute it again to decode it on this device.
+    """Return a message unchanged, behind a barrier, so that XLA does not compute it again for decoding on this device.
 
-    The residual is then measured against exactly the bytes that are sent.
+    So the residual is the error of exactly the bytes that are sent.
     """
     return lax.optimization_barrier(message)
 
 
 @functools.lru_cache(maxsize=1024)
 def message_bytes(codec: Any, *inputs: jax.ShapeDtypeStruct) -> int:
-    """Bytes of the message that a codec makes of some arrays.
+    """Bytes of the message that a codec encodes from arrays of these shapes.
 
     Args:
         codec: codec with a method `encode`.
-        inputs: shapes of the arrays to encode.
+        inputs: shapes and dtypes of the arguments of `encode`, without the random key.
     """
     key = jax.random.key(0) if codec.random else None
     return tree_bytes(jax.eval_shape(lambda *arrays: codec.encode(*arrays, key), *inputs))
 
 
-def matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """(rows, columns) of a leaf as a matrix: the product of all dims but the last, and the last dim.
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Numbers of rows and columns of a leaf as a matrix: the product of all dims but the last, and the last dim.
 
     Example:
-        >>> matrix((3, 3, 64, 128)), matrix((768,))
+        >>> matrix_shape((3, 3, 64, 128)), matrix_shape((768,))
         ((576, 128), (1, 768))
     """
     return math.prod(shape[:-1]), (shape[-1] if shape else 1)
 
 
-def _keys(key: Key | None, count: int, first: int) -> Key | None:
+def _layer_keys(key: Key | None, count: int, first: int) -> Key | None:
     """Random keys of `count` layers, each derived from its layer's number; `first` is the number of the first layer."""
     return None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, first + jnp.arange(count))
 
 
-def _typed_like(array: Array, like: Array) -> Array:
-    """`array` with a type that varies over all manual axes over which `like` varies."""
-    missing_axes = tuple(sorted(varying_axes(like) - varying_axes(array)))
+def _vary_like(array: Array, reference: Array) -> Array:
+    """Return `array` with a type that varies over all manual axes over which `reference` varies."""
+    missing_axes = tuple(sorted(varying_axes(reference) - varying_axes(array)))
     return lax.pcast(array, missing_axes, to="varying") if missing_axes else array

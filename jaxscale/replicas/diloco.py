@@ -8,13 +8,14 @@ momentum μ and state m:
 
 The slow axis thus carries the bytes of one step in H steps, and with `Plan.reduce` a codec sends d in fewer bytes. With
 H = 1, plain SGD as the inner optimizer and an outer rate of 1 without momentum, this is data parallel training. With
-AdamW as the inner optimizer it is not: each replica divides its own gradient by its own variance.
+AdamW as the inner optimizer it is not, because each replica divides its own gradient by its own variance.
 
 Fragments of the weights (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512) synchronise at different steps, so
 that at most one fragment is sent at a time. Left out of that paper: overlap of computation with sending, and mixtures
 of θ and w_i.
 
-Plans use `Diloco`, which `step/replicas.py` applies to a train step. `diloco` does the same for custom loops.
+Plans use the class `Diloco`, which `step/replicas.py` applies to a train step. The function `diloco` is for custom
+training loops.
 """
 
 import dataclasses
@@ -28,8 +29,9 @@ from jaxscale.values import check_types, field_types, parse
 
 @dataclasses.dataclass(frozen=True)
 class Diloco:
-    """When replicas synchronise, and how they apply their displacement. The text form is
-    `"every=100,lr=0.7,momentum=0.9,fragments=1"`.
+    """Settings of DiLoCo: when replicas synchronise, and how they apply their mean displacement.
+
+    The text form is `"every=100,lr=0.7,momentum=0.9,fragments=1"`.
 
     Args:
         every: H, the number of steps of each replica between two synchronisations; 100 to 500 in the paper.
@@ -58,39 +60,39 @@ did you mean 'every'?
         if self.every < 1:
             raise UserError(f"diloco every: got {self.every}, expected 1 step or more")
         if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise UserError(f"diloco lr: got {self.lr}, expected a number above 0; the paper's is 0.7")
+            raise UserError(f"diloco lr: got {self.lr}, expected a number above 0, such as the paper's 0.7")
         if not 0 <= self.momentum < 1:
-            raise UserError(f"diloco momentum: got {self.momentum}, expected 0 (none) or more, and less than 1")
+            raise UserError(f"diloco momentum: got {self.momentum}, expected 0 (no momentum) or more, and less than 1")
         if not 1 <= self.fragments <= self.every:
             raise UserError(
-                f"diloco fragments: got {self.fragments} with every={self.every}, expected 1 to {self.every}: each "
-                "fragment synchronises at a step of its own"
+                f"diloco fragments: got {self.fragments} with every={self.every}, expected 1 to {self.every}, because "
+                "each fragment synchronises at a different step"
             )
 
     @classmethod
     def parse(cls, text: str) -> "Diloco":
-        """The settings that a text form describes; it must contain `every`.
+        """Return the settings that a text form describes; the text must contain `every`.
 
         Raises:
             UserError: an option is unknown (the message suggests the nearest), or a value is invalid.
         """
-        type_of_field, values = field_types(cls), {}
+        type_of_field, settings = field_types(cls), {}
         for option in filter(None, (word.strip() for word in text.split(","))):
-            key, equals, value = (word.strip() for word in option.partition("="))
-            if key not in type_of_field:
-                raise unknown("option of diloco", key, type_of_field)
-            if not equals or key in values:
-                raise UserError(f"diloco {text!r}: got {option!r}, expected each option once, as {key}=VALUE")
-            values[key] = parse(value, type_of_field[key], f"diloco {key}")
-        if "every" not in values:
-            raise UserError(f"diloco {text!r}: expected every=STEPS between synchronisations, such as every=100")
-        return cls(**values)
+            name, equals, setting_text = (word.strip() for word in option.partition("="))
+            if name not in type_of_field:
+                raise unknown("option of diloco", name, type_of_field)
+            if not equals or name in settings:
+                raise UserError(f"diloco {text!r}: got {option!r}, expected each option once, as {name}=VALUE")
+            settings[name] = parse(setting_text, type_of_field[name], f"diloco {name}")
+        if "every" not in settings:
+            raise UserError(f"diloco {text!r}: got no every, expected every=STEPS, the steps between synchronisations")
+        return cls(**settings)
 
     def __str__(self) -> str:
         return ",".join(f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self))
 
     def due(self, steps: int) -> tuple[int, ...]:
-        """Fragments of the weights that synchronise after `steps` steps."""
+        """Numbers of the fragments of the weights that synchronise after `steps` steps."""
         offsets = (fragment * self.every // self.fragments for fragment in range(self.fragments))
         return tuple(fragment for fragment, offset in enumerate(offsets) if (steps - offset) % self.every == 0)
 
@@ -99,7 +101,7 @@ did you mean 'every'?
 
         Args:
             weight: θ, the shared weights.
-            momentum: m; `None` without momentum.
+            momentum: m, the state of the outer optimizer; `None` without momentum.
             displacement: d, the mean displacement.
         """
         if momentum is None:
@@ -111,7 +113,7 @@ did you mean 'every'?
 def fragments_of(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
     """Names of the tensors of each fragment; fragments are of similar size.
 
-    Layers stacked in one array are one tensor here, where the paper's fragments are of layers.
+    The paper's fragments consist of layers. Here, all layers stacked in one array are one tensor, in one fragment.
 
     Args:
         sizes: number of elements of each tensor, by name.
@@ -130,8 +132,8 @@ def fragments_of(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...],
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         smallest_fragment = min(fragments, key=lambda fragment: sum(map(sizes.__getitem__, fragment)))
         smallest_fragment.append(name)
-    order = list(sizes)
-    return tuple(tuple(sorted(fragment, key=order.index)) for fragment in fragments)
+    name_order = list(sizes)
+    return tuple(tuple(sorted(fragment, key=name_order.index)) for fragment in fragments)
 
 
 class DilocoState(NamedTuple):
@@ -164,8 +166,8 @@ def diloco(
         outer: the optimizer of the shared weights; `None` is `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
         every: number of steps of each replica between two synchronisations.
         axis: name of the replicas' axis.
-        codec: codec without random draws that averages displacements, such as `replicas.Int8()`; `None` sends them in
-            float32.
+        codec: codec without random draws that averages displacements, such as `replicas.Int8()`; `None` averages
+            them exactly.
         replicas: number of replicas; needed only for a codec.
 
     Returns:
@@ -194,29 +196,32 @@ def diloco(
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
 
     def init(params: Any) -> DilocoState:
-        states = [] if codec is None else [codec.init(leaf.shape, None, replicas) for leaf in jax.tree.leaves(params)]
-        return DilocoState(jnp.zeros((), jnp.int32), inner.init(params), params, outer.init(params), tuple(states))
+        owed = [] if codec is None else [codec.init(leaf.shape, None, replicas) for leaf in jax.tree.leaves(params)]
+        return DilocoState(jnp.zeros((), jnp.int32), inner.init(params), params, outer.init(params), tuple(owed))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, DilocoState]:
+        """Return the updates of this replica's weights, given its gradients `updates`, and its new state."""
         if params is None:
-            raise UserError("diloco: got no parameters, expected update(gradients, state, params)")
+            raise UserError("diloco: got no parameters: call update(gradients, state, params)")
         inner_updates, inner_state = inner.update(updates, state.inner, params)
         local_params, count = optax.apply_updates(params, inner_updates), state.count + 1
         treedef = jax.tree.structure(params)
 
         def synchronise() -> Any:
+            """Return the updates to the new shared weights, these weights, the outer state and the codec's states."""
             displacements, codec_states = jax.tree.leaves(optax.tree.sub(state.shared, local_params)), ()
             if codec is None:
                 means = [lax.pmean(displacement, axis) for displacement in displacements]
             else:
                 pairs = zip(displacements, state.owed, strict=True)
-                reduced = [codec.reduce(leaf, leaf_state, axis, None, count) for leaf, leaf_state in pairs]
-                means, codec_states = zip(*reduced, strict=True)
+                outputs = [codec.reduce(displacement, owed, axis, None, count) for displacement, owed in pairs]
+                means, codec_states = zip(*outputs, strict=True)
             outer_updates, outer_state = outer.update(treedef.unflatten(means), state.outer, state.shared)
             shared = optax.apply_updates(state.shared, outer_updates)
             return optax.tree.sub(shared, params), shared, outer_state, codec_states
 
         def skip() -> Any:
+            """Return the inner updates, and the other values of `synchronise` unchanged."""
             return inner_updates, state.shared, state.outer, state.owed
 
         new_updates, *outer_fields = lax.cond(count % every == 0, synchronise, skip)

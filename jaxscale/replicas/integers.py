@@ -19,10 +19,10 @@ from pallas_kernels.target import target
 
 
 class Coded(NamedTuple):
-    """Blocks as integers.
+    """Blocks encoded as integers.
 
     Args:
-        codes: int8 codes; those of 4 bits or fewer are stored two in a byte.
+        codes: int8 codes; codes of 4 bits or fewer are stored two in a byte.
         scale: largest magnitude of each block.
     """
 
@@ -51,31 +51,31 @@ def encode(x: Float[Array, "... elements"], bits: int, block: int, key: Key | No
         codes, scale = quantize(blocks.reshape(-1, block), bits=bits, block=block, axis=-1)
         return Coded(codes.reshape(*blocks.shape[:-1], -1), scale.reshape(blocks.shape[:-1]))
     if listening() and x.size:
-        rounding = "at random" if key is not None else f"in {bits} bits"
-        reason = f"kernels round to the nearest of 8 or 4 bits, and this rounds {rounding}"
+        rounding = "at random" if key is not None else f"to {bits} bits"
+        reason = f"kernels round to the nearest code of 8 or 4 bits, but this codec rounds {rounding}"
         note(Explanation("quantize", target(), "reference", {}, reason))
     scale = jnp.max(jnp.abs(blocks), -1)
     # a block whose scale is zero or has an infinite inverse becomes zeros
-    inverse = jnp.where(scale > 2.0**-100, levels(bits) / scale, 0.0)
-    ratios = blocks * inverse[..., None]
-    integers = jnp.round(ratios) if key is None else jnp.floor(ratios + jax.random.uniform(key, ratios.shape))
+    codes_per_unit = jnp.where(scale > 2.0**-100, levels(bits) / scale, 0.0)
+    raw_codes = blocks * codes_per_unit[..., None]
+    integers = jnp.round(raw_codes) if key is None else jnp.floor(raw_codes + jax.random.uniform(key, raw_codes.shape))
     codes = jnp.clip(integers, -levels(bits), levels(bits)).astype(jnp.int8)
-    return Coded(_two_in_a_byte(codes) if bits <= 4 else codes, scale)
+    return Coded(_pack_nibbles(codes) if bits <= 4 else codes, scale)
 
 
 def decode(coded: Coded, bits: int) -> Float[Array, "... elements"]:
-    """Decode blocks, whose codes have `bits` bits each, to float32 numbers."""
-    codes = _one_in_a_byte(coded.codes) if bits <= 4 else coded.codes
+    """Decode blocks, whose codes have `bits` bits each, to a float32 array whose last dim joins all blocks."""
+    codes = _unpack_nibbles(coded.codes) if bits <= 4 else coded.codes
     blocks = codes.astype(jnp.float32) * (coded.scale / levels(bits))[..., None]
     return blocks.reshape(*blocks.shape[:-2], -1)
 
 
-def _two_in_a_byte(codes: Array) -> Array:
+def _pack_nibbles(codes: Array) -> Array:
     """Pack codes: the first half of each block in the low four bits of bytes, the second half in the high four."""
     low, high = jnp.split(codes, 2, axis=-1)
     return (low & 15) | (high << 4)
 
 
-def _one_in_a_byte(packed: Array) -> Array:
-    """The inverse of `_two_in_a_byte`."""
+def _unpack_nibbles(packed: Array) -> Array:
+    """Unpack the codes that `_pack_nibbles` packed."""
     return jnp.concatenate([(packed << 4) >> 4, packed >> 4], axis=-1)

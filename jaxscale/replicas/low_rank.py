@@ -2,9 +2,9 @@
 
     P = mean(M Q), normalised;  Q = mean(M^T P);  the mean is P Q^T, and Q starts the next step.
 
-M is the gradient plus residual of one replica, and the means are over replicas. Encoded messages of this form can be
-added, so that two all-reduces suffice and bytes do not grow with the number of devices. PowerSGD and GradZip share this
-code and differ in how they normalise P and Q.
+M is the gradient plus residual of one replica, and the means are over replicas. These messages can be added in their
+encoded form, so two all-reduces suffice, and bytes do not grow with the number of devices. PowerSGD and GradZip share
+this code and differ in how they normalise P and Q.
 """
 
 import abc
@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxscale.errors import UserError
 from jaxscale.replicas import wire
-from jaxscale.replicas.codec import Codec, CodecState, matrix
+from jaxscale.replicas.codec import Codec, CodecState, matrix_shape
 from jaxscale.typing import Array, Float, Key
 
 
@@ -37,14 +37,14 @@ class LowRank(Codec):
 
     @abc.abstractmethod
     def left(self, product: Float[Array, "rows rank"], q: Float[Array, "columns rank"], axis: str) -> Array:
-        """Average over the axis what this device's product M Q contributes, and return P, equal on all devices."""
+        """Compute P from this device's product M Q and average it over the axis; return P, equal on all devices."""
 
     @abc.abstractmethod
     def right(self, product: Float[Array, "columns rank"], p: Float[Array, "rows rank"], axis: str) -> Array:
-        """Average over the axis what this device's product M^T P contributes, and return Q, equal on all devices."""
+        """Compute Q from this device's product M^T P and average it over the axis; return Q, equal on all devices."""
 
     def _refusal(self, shape: tuple[int, ...], n: int) -> str | None:
-        rows, columns = matrix(shape)
+        rows, columns = matrix_shape(shape)
         if self.rank > min(rows, columns):
             return (
                 f"got a leaf of shape {shape}, which is a matrix of {rows} x {columns}, "
@@ -53,23 +53,23 @@ class LowRank(Codec):
         return None
 
     def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> CodecState:
-        assert key is not None, f"codec {self} starts at random: give init a key"
-        return super()._init(shape, key, n) | {"q": jax.random.normal(key, (matrix(shape)[1], self.rank))}
+        assert key is not None, f"codec {self} starts at random: pass a key to init"
+        return super()._init(shape, key, n) | {"q": jax.random.normal(key, (matrix_shape(shape)[1], self.rank))}
 
     def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
         corrected_gradient, old_q = self.add_residual(gradient, state), state["q"]
-        m = corrected_gradient.reshape(matrix(gradient.shape))
-        p = self.left(times(m, old_q), old_q, axis)
-        q = self.right(times(m.T, p), p, axis)
-        mean = times(p, q.T).reshape(gradient.shape)
+        m = corrected_gradient.reshape(matrix_shape(gradient.shape))
+        p = self.left(multiply(m, old_q), old_q, axis)
+        q = self.right(multiply(m.T, p), p, axis)
+        mean = multiply(p, q.T).reshape(gradient.shape)
         # a gradient may be zero in one step, and a zero column of Q would stay zero forever
         new_state = {"q": jnp.where(jnp.any(q != 0, 0), q, old_q)}
         return mean, ({"residual": corrected_gradient - mean} if self.feedback else {}) | new_state
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
-        return sum(wire.all_reduce(wire.FLOAT32 * side * self.rank, n) for side in matrix(shape))
+        return sum(wire.all_reduce(wire.FLOAT32 * side * self.rank, n) for side in matrix_shape(shape))
 
 
-def times(a: Array, b: Array) -> Array:
-    """The product of two matrices, computed in full float32 precision on every platform."""
+def multiply(a: Array, b: Array) -> Array:
+    """Return the product of two matrices, computed in full float32 precision on every platform."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)

@@ -35,7 +35,7 @@ did you mean 'start'?
     unit: ClassVar[str] = ""
     """Optional suffix of the value after the colon: the "bit" of `qsgd:4bit`."""
     late: ClassVar[bool] = False
-    """Whether most of a gradient arrives many steps late, so that an optimizer's momentum carries it too far."""
+    """Whether most of a gradient is sent many steps late, so that momentum in the optimizer would apply it too long."""
     feedback: bool = dataclasses.field(default=True, kw_only=True)
     start: int = dataclasses.field(default=0, kw_only=True)
 
@@ -46,7 +46,7 @@ did you mean 'start'?
 
     @classmethod
     def parse(cls, text: str) -> Any:
-        """The codec that a text form describes.
+        """Return the codec that a text form describes.
 
         Raises:
             UserError: a codec or an option is unknown (the message suggests the nearest), or a value is invalid.
@@ -54,34 +54,34 @@ did you mean 'start'?
         from jaxscale.replicas.codecs import CODECS
 
         head, *options = (word.strip() for word in text.strip().split(","))
-        name, colon, value = head.partition(":")
+        name, colon, head_value = head.partition(":")
         if name.lower() not in CODECS:
             raise unknown("codec", name, CODECS)
-        codec = CODECS[name.lower()]
-        if bool(colon) != (codec.value is not None):
-            raise UserError(f"codec {text!r}: expected {codec.form()}")
-        text_by_field = {} if codec.value is None else {codec.value: value.removesuffix(codec.unit)}
-        type_by_field = values.field_types(codec)
+        codec_type = CODECS[name.lower()]
+        if bool(colon) != (codec_type.value is not None):
+            raise UserError(f"codec {text!r}: expected the form {codec_type.form()}")
+        text_by_field = {} if codec_type.value is None else {codec_type.value: head_value.removesuffix(codec_type.unit)}
+        type_by_field = values.field_types(codec_type)
         for option in options:
-            key, equals, value = (word.strip() for word in option.partition("="))
-            if key not in type_by_field:
-                raise unknown(f"option of codec {codec.name}", key, type_by_field)
-            if not equals or key in text_by_field:
-                raise UserError(f"codec {text!r}: got {option!r}, expected each option once: {codec.form()}")
-            text_by_field[key] = value
+            field, equals, field_text = (word.strip() for word in option.partition("="))
+            if field not in type_by_field:
+                raise unknown(f"option of codec {codec_type.name}", field, type_by_field)
+            if not equals or field in text_by_field:
+                raise UserError(f"codec {text!r}: got {option!r}, expected each option once: {codec_type.form()}")
+            text_by_field[field] = field_text
         try:
-            return codec(**{key: values.parse(value, type_by_field[key], key) for key, value in text_by_field.items()})
+            return codec_type(**{f: values.parse(text_by_field[f], type_by_field[f], f) for f in text_by_field})
         except UserError as error:
             raise UserError(f"codec {text!r}: {error}") from None
 
     def __str__(self) -> str:
-        value = f":{values.spell(getattr(self, self.value))}{self.unit}" if self.value else ""
-        options = [
+        value_text = f":{values.spell(getattr(self, self.value))}{self.unit}" if self.value else ""
+        option_texts = [
             f",{field.name}={values.spell(getattr(self, field.name))}"
             for field in dataclasses.fields(self)
             if field.name != self.value and getattr(self, field.name) != field.default
         ]
-        return f"{self.name}{value}{''.join(options)}"
+        return f"{self.name}{value_text}{''.join(option_texts)}"
 
     @classmethod
     def form(cls) -> str:
@@ -92,5 +92,5 @@ did you mean 'start'?
             >>> CODECS["qsgd"].form()
             'qsgd:BITSbit[,feedback=...][,start=...][,block=...]'
         """
-        value = f":{cls.value.upper()}{cls.unit}" if cls.value else ""
-        return f"{cls.name}{value}" + "".join(f"[,{key}=...]" for key in values.field_types(cls) if key != cls.value)
+        value_text = f":{cls.value.upper()}{cls.unit}" if cls.value else ""
+        return f"{cls.name}{value_text}" + "".join(f"[,{f}=...]" for f in values.field_types(cls) if f != cls.value)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxscale.compat import all_gather_alike
+from jaxscale.compat import all_gather_invarying
 from jaxscale.replicas import wire
 from jaxscale.replicas.codec import Codec, CodecState, compute_once, message_bytes
 from jaxscale.typing import Array, Float, Key
@@ -48,14 +48,15 @@ class OnePhase(Codec):
     def exchange(self, message: Any, elements: int, axis: str) -> Float[Array, "elements"]:
         """Send a message to all devices, and return the mean of all devices' decoded messages.
 
-        The decoded messages are added one after another: in one scatter, the order of addition would differ between
-        GPUs, and replicas would diverge.
+        The decoded messages are added one after another. In a single scatter, the order of additions would differ
+        between GPUs, and replicas would diverge.
         """
-        messages = jax.tree.map(lambda array: all_gather_alike(array[None], axis), message)
+        messages = jax.tree.map(lambda array: all_gather_invarying(array[None], axis), message)
         first_message = jax.tree.map(lambda array: array[0], messages)
         other_messages = jax.tree.map(lambda array: array[1:], messages)
 
         def add(total: Array, message: Any) -> tuple[Array, None]:
+            """Add one device's decoded message to the total, in the form that `lax.scan` requires."""
             return total + self.decode(message, elements), None
 
         total, _ = lax.scan(add, self.decode(first_message, elements), other_messages)

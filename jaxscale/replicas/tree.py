@@ -69,7 +69,7 @@ def reduce_gradients(
     """
     exchange = _exchange(codec, gradients, axis, jax.lax.axis_size(axis), seed)
     leaves = {name: leaf.astype(jnp.float32) for name, leaf in named_leaves(gradients).items()}
-    mean_by_name, new_states = exchange.inside(leaves, states, step, (axis,))
+    mean_by_name, new_states = exchange.average_on_device(leaves, states, step, (axis,))
     means = [mean_by_name[name] for name in leaves]
     return jax.tree.unflatten(jax.tree.structure(gradients), means), new_states
 

@@ -1,12 +1,12 @@
 """Two-phase codecs: a reduce-scatter and an all-gather of encoded chunks, with the sum between them in float32.
 
 Every device owns a chunk of the leaf. All devices send the owner their codes of that chunk (all-to-all). The owner
-decodes and averages them, encodes the mean and sends it to all (all-gather). Bytes do not grow with the number of
-devices. All chunks are equally long: the last ones may have elements of the leaf only in front (*filled* elements), and
-zeros behind. The owner keeps the error of the second encoding as the *server's* residual (1-bit Adam: Tang et al.,
-2021, arXiv:2102.02888), so that
+decodes and averages these codes, encodes the mean and sends it to all devices (all-gather). Bytes do not grow with the
+number of devices. All chunks have the same length, so the last chunks may end in zeros; the elements before these zeros
+belong to the leaf and are called *filled*. The owner keeps the error of the second encoding as the *server's* residual
+(1-bit Adam: Tang et al., 2021, arXiv:2102.02888). With r for the residuals and s for the servers' residuals,
 
-    sum of residuals + n * (server's residuals) + n * mean = sum of gradients + both residual terms before.
+    sum of r after + n * (s after) + n * mean = sum of gradients + sum of r before + n * (s before).
 """
 
 import abc
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxscale.compat import all_gather_alike
+from jaxscale.compat import all_gather_invarying
 from jaxscale.replicas import wire
 from jaxscale.replicas.codec import Codec, CodecState, compute_once, message_bytes
 from jaxscale.typing import Array, Key
@@ -31,7 +31,7 @@ class TwoPhase(Codec):
 
     @abc.abstractmethod
     def encode(self, chunks: Array, filled_counts: Array, key: Key | None) -> Any:
-        """Encode chunks as messages: a tree of arrays whose first dim is that of the chunks.
+        """Encode chunks as messages: a tree of arrays, whose first dim counts the chunks.
 
         Args:
             chunks: float32 (chunks, elements), with zeros after the filled elements of each chunk.
@@ -45,7 +45,7 @@ class TwoPhase(Codec):
 
     @abc.abstractmethod
     def divisor(self, elements: int) -> int:
-        """The number by which the length of a chunk must be divisible if the chunk has at least `elements` elements."""
+        """The number by which the length of a chunk must be divisible, for chunks of at least `elements` elements."""
 
     def chunk_length(self, elements: int, n: int) -> int:
         """Number of elements of each of the n chunks of a leaf with `elements` elements."""
@@ -60,29 +60,29 @@ class TwoPhase(Codec):
 
     def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
         n, elements = lax.axis_size(axis), gradient.size
-        length, device = self.chunk_length(elements, n), lax.axis_index(axis)
+        length, device_index = self.chunk_length(elements, n), lax.axis_index(axis)
         filled_counts = np.clip(elements - length * np.arange(n), 0, length)
-        chunk_key, mean_key = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, device))
+        chunk_key, mean_key = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, device_index))
 
         corrected_gradient = self.add_residual(gradient, state)
-        chunks = _padded(corrected_gradient.reshape(-1), n * length).reshape(n, length)
+        chunks = _pad(corrected_gradient.reshape(-1), n * length).reshape(n, length)
         sent_messages = compute_once(self.encode(chunks, jnp.asarray(filled_counts), chunk_key))
         received_messages = jax.tree.map(lambda array: lax.all_to_all(array, axis, 0, 0, tiled=True), sent_messages)
         chunk_mean = jnp.mean(self.decode(received_messages, length), 0)
         if self.feedback:
             chunk_mean = chunk_mean + state["server"]
-        own_filled_count = jnp.asarray(filled_counts)[device]
+        own_filled_count = jnp.asarray(filled_counts)[device_index]
         if n * length != elements:
             chunk_mean = jnp.where(jnp.arange(length) < own_filled_count, chunk_mean, 0.0)
         mean_message = compute_once(self.encode(chunk_mean[None], own_filled_count[None], mean_key))
-        mean_messages = jax.tree.map(lambda array: all_gather_alike(array, axis), mean_message)
-        leaf_mean = _unpadded(self.decode(mean_messages, length), gradient.shape)
+        mean_messages = jax.tree.map(lambda array: all_gather_invarying(array, axis), mean_message)
+        leaf_mean = _unpad(self.decode(mean_messages, length), gradient.shape)
         if not self.feedback:
             return leaf_mean, {}
         server_residual = chunk_mean - self.decode(mean_message, length)[0]
         if n * length != elements:
             server_residual = jnp.where(jnp.arange(length) < own_filled_count, server_residual, 0.0)
-        residual = corrected_gradient - _unpadded(self.decode(sent_messages, length), gradient.shape)
+        residual = corrected_gradient - _unpad(self.decode(sent_messages, length), gradient.shape)
         return leaf_mean, {"residual": residual, "server": server_residual}
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
@@ -91,19 +91,19 @@ class TwoPhase(Codec):
         return wire.all_to_all(all_chunks_bytes, n) + wire.all_gather(all_chunks_bytes // n, n)
 
     def _resize(self, states: CodecState, shape: tuple[int, ...], n: int) -> CodecState:
-        """Each new replica gets the mean of the residuals plus the server's residuals of all chunks."""
+        """`resize` for one layer: each new replica gets the mean of the residuals plus the servers' residuals."""
         if not self.feedback:
             return {}
-        residual = jnp.mean(states["residual"], 0) + _unpadded(states["server"], shape)
+        residual = jnp.mean(states["residual"], 0) + _unpad(states["server"], shape)
         server_residuals = jnp.zeros((n, self.chunk_length(math.prod(shape), n)), jnp.float32)
         return {"residual": jnp.broadcast_to(residual, (n, *residual.shape)), "server": server_residuals}
 
 
-def _padded(flat: Array, length: int) -> Array:
-    """An array with zeros appended up to a length."""
+def _pad(flat: Array, length: int) -> Array:
+    """Append zeros to a one-dimensional array up to a length."""
     return flat if flat.size == length else jnp.pad(flat, (0, length - flat.size))
 
 
-def _unpadded(chunks: Array, shape: tuple[int, ...]) -> Array:
-    """The leaf, of shape `shape`, whose elements lie one after the other in chunks."""
+def _unpad(chunks: Array, shape: tuple[int, ...]) -> Array:
+    """Return the leaf of this shape, whose elements lie one after the other in the chunks."""
     return chunks.reshape(-1)[: math.prod(shape)].reshape(shape)

@@ -22,7 +22,7 @@ def all_reduce(payload: int, n: int) -> int:
 
 
 def all_gather(payload: int, n: int) -> int:
-    """Bytes that one device sends if every device receives the `payload` bytes of every other: n-1 times its own.
+    """Bytes that one device sends if every device receives `payload` bytes from every other: n-1 times `payload`.
 
     Example:
         >>> all_gather(100, 8)
@@ -32,7 +32,7 @@ def all_gather(payload: int, n: int) -> int:
 
 
 def all_to_all(payload: int, n: int) -> int:
-    """Bytes that one device sends to give each of n devices its part of `payload` bytes: (n-1)/n of them.
+    """Bytes that one device sends if each of n devices receives an equal share of its `payload` bytes: (n-1)/n of them.
 
     Example:
         >>> all_to_all(4096, 8)

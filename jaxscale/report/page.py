@@ -1,7 +1,8 @@
-"""report.html, a self-contained page about a run, written from the files in the run's folder, without JAX.
+"""Write report.html, a self-contained page about a run, from the files in the run's folder, without JAX.
 
 The page contains its style, its small script and its charts. It can be opened from disk or from a mail, in a wide or
-narrow window, light or dark, and shows its whole content without the script.
+narrow window, light or dark, and shows its whole content even without the script. It consists of sections of "sheets",
+which are boxes with a heading.
 """
 
 import itertools
@@ -37,12 +38,12 @@ _EVENT_COLORS = {
 }
 _SAMPLE_CHARACTERS = 4000
 """Largest number of characters of a sample on the page."""
-_EVENTS = 60
-"""Largest number of lines of events on the page."""
+_MOST_EVENTS = 60
+"""Largest number of lines in the table of events."""
 
 
 def write_report(run_dir: Any) -> Any:
-    """Writes the report of a run beside its files.
+    """Write the report of a run beside its files.
 
     Args:
         run_dir: the run's folder; any of its files may be missing.
@@ -51,7 +52,7 @@ def write_report(run_dir: Any) -> Any:
         The path of report.html.
 
     Raises:
-        UserError: metrics.jsonl has a broken line in its middle.
+        UserError: a line of metrics.jsonl other than the last one is broken.
 
     Example:
         >>> import tempfile
@@ -65,57 +66,59 @@ def write_report(run_dir: Any) -> Any:
 
 
 def report_html(run: RunRecord) -> str:
-    """The report of a run as HTML."""
+    """Return the report of a run as HTML."""
     file = Path(__file__)
     style, script = file.with_name("report.css").read_text("utf-8"), file.with_name("report.js").read_text("utf-8")
     sections = {
-        "Training": _charts(run),
-        "How it was trained": _plan(run),
-        "Samples": _samples(run.samples),
-        "What happened": _events(run),
-        "Make it again": _reproduce(run),
+        "Training": _chart_sheets(run),
+        "How it was trained": _plan_sheets(run),
+        "Samples": _sample_sheets(run.samples),
+        "What happened": _event_sheet(run),
+        "Make it again": _reproduction_sheet(run),
     }
-    written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    time_text = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     body = element(
         "main",
         _header(run),
         [element("section", element("h2", title), content) for title, content in sections.items() if content],
-        element("footer", f"Written {written} by jaxscale from the files in {run.directory}."),
+        element("footer", f"Written {time_text} by jaxscale from the files in {run.directory}."),
     )
     return page(f"{run.name} · jaxscale", body, style=style, script=script)
 
 
 def _sheet(title: str | None, *content: Any) -> Markup:
-    """A box of the page, with a heading."""
+    """Return a sheet: a box of the page, with a heading if `title` is not `None`."""
     return element("div", element("h3", title) if title else None, content, class_="sheet")
 
 
 def _header(run: RunRecord) -> Markup:
-    """Name, status and origin of the run, the files that could not be read, and the most important figures."""
-    start = next((row["time"] for row in run.metrics if isinstance(row.get("time"), int | float)), None)
+    """Return the page's head: the run's name, status, origin and figures, and the files that could not be read."""
+    start_time = next((row["time"] for row in run.metrics if isinstance(row.get("time"), int | float)), None)
     origin_texts = [run.path]
     origin_texts += [f"variant {run.source['variant']}"] if run.source.get("variant") else []
     origin_texts += [f"seed {run.experiment['seed']}"] if "seed" in run.experiment else []
-    origin_texts += [time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start))] if start is not None else []
+    origin_texts += [time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start_time))] if start_time is not None else []
     status_text = STATUS[run.status][0]
-    status = element("span", status_text[0].upper() + status_text[1:], class_=f"status {run.status}")
+    status_tag = element("span", status_text[0].upper() + status_text[1:], class_=f"status {run.status}")
     header = element(
         "header",
-        element("div", element("h1", run.name), status, class_="title"),
-        element("p", " · ".join(fact for fact in origin_texts if fact)),
+        element("div", element("h1", run.name), status_tag, class_="title"),
+        element("p", " · ".join(text for text in origin_texts if text)),
         [element("p", f"Could not be read: {line}", class_="warning") for line in run.unread],
     )
-    return joined([header, _figures(run)])
+    return joined([header, _figure_list(run)])
 
 
-def _figures(run: RunRecord) -> Markup | None:
-    """The most important figures of the run."""
-    train = run.rows("train")
+def _figure_list(run: RunRecord) -> Markup | None:
+    """Return a list of the most important figures of the run, each with its name and a note; `None` without any."""
+    train_rows = run.rows("train")
+    # step and value of each loss, by its name
     losses: dict[str, tuple[int, Any] | None] = {"Best held-out loss": run.best}
     if run.final != run.best:
         losses["Last held-out loss"] = run.final
-    if run.final is None and train:
-        losses["Training loss"] = train[-1]["step"], train[-1].get("loss")
+    if run.final is None and train_rows:
+        losses["Training loss"] = train_rows[-1]["step"], train_rows[-1].get("loss")
+    # name, value and note of each figure, as texts
     figures = [(name, number(point[1]), f"at step {point[0]:,}") for name, point in losses.items() if point is not None]
     if run.metrics:
         figures.append(("Steps", f"{run.step:,}", f"of {run.steps:,}" if run.steps else ""))
@@ -137,52 +140,52 @@ def _figures(run: RunRecord) -> Markup | None:
     return element("dl", cells, class_="figures") if cells else None
 
 
-def _charts(run: RunRecord) -> list[Markup]:
-    """The loss over the whole width, and smaller charts of other metrics below it."""
-    train, held_out = run.rows("train"), run.rows("eval")
-    steps = train.column("step")
-    loss = train.column("loss")
+def _chart_sheets(run: RunRecord) -> list[Markup]:
+    """Return the chart of the loss over the whole width, and below it smaller charts of other metrics."""
+    train_rows, held_out_rows = run.rows("train"), run.rows("eval")
+    steps = train_rows.column("step")
+    losses = train_rows.column("loss")
     marks = [
         Mark(row["step"], str(row["name"]))
         for row in run.metrics
         if row["kind"] == "event" and row.get("name") in ("resume", "preempted", "skipped", "diverged")
     ]
     curves = []
-    if len(loss) > 20:
-        curves = [Series("each step", steps, loss, "faint", 1)]
-        curves += [Series("smoothed", steps, smooth(loss, min(500.0, max(5.0, len(loss) / 40))), "line", 1)]
-    elif len(loss):
-        curves = [Series("training", steps, loss, "line", 1)]
-    if held_out:
-        curves.append(Series("held out", held_out.column("step"), held_out.column("loss"), "dots", 2))
+    if len(losses) > 20:
+        curves = [Series("each step", steps, losses, "faint", 1)]
+        curves += [Series("smoothed", steps, smooth(losses, min(500.0, max(5.0, len(losses) / 40))), "line", 1)]
+    elif len(losses):
+        curves = [Series("training", steps, losses, "line", 1)]
+    if held_out_rows:
+        curves.append(Series("held out", held_out_rows.column("step"), held_out_rows.column("loss"), "dots", 2))
     loss_chart = line_chart("Loss", curves, unit="nats per target token", marks=marks, tall=True)
-    speed_formats: dict[str, Any] = {"unit": "target tokens per second", "format_value": count, "format_ticks": short}
+    speed_options: dict[str, Any] = {"unit": "target tokens per second", "format_value": count, "format_ticks": short}
     charts = [
-        _metric_chart(train, "learning_rate", "Learning rate", color=3),
-        _metric_chart(train, "tokens_per_second", "Throughput", color=1, **speed_formats)
-        or _metric_chart(train, "step_seconds", "Step", color=1, format_value=duration, format_ticks=duration),
-        _metric_chart(train, "grad_norm", "Gradient norm", color=4, from_zero=False),
+        _metric_chart(train_rows, "learning_rate", "Learning rate", color=3),
+        _metric_chart(train_rows, "tokens_per_second", "Throughput", color=1, **speed_options)
+        or _metric_chart(train_rows, "step_seconds", "Step", color=1, format_value=duration, format_ticks=duration),
+        _metric_chart(train_rows, "grad_norm", "Gradient norm", color=4, from_zero=False),
     ]
     if run.device_memory is not None:
-        name, column = run.device_memory
-        unit_bytes = 1024.0 ** math.floor(math.log(max(float(np.nanmax(column)), 1.0), 1024))
-        bytes_format: dict[str, Any] = {"format_value": size, "format_ticks": round_size, "ticks_base": unit_bytes}
-        charts.append(_metric_chart(train, name, "Device memory", color=5, **bytes_format))
+        field_name, bytes_by_row = run.device_memory
+        unit_bytes = 1024.0 ** math.floor(math.log(max(float(np.nanmax(bytes_by_row)), 1.0), 1024))
+        bytes_options: dict[str, Any] = {"format_value": size, "format_ticks": round_size, "ticks_base": unit_bytes}
+        charts.append(_metric_chart(train_rows, field_name, "Device memory", color=5, **bytes_options))
     if run.mfu is not None:
-        formats: dict[str, Any] = {"format_value": "{:.1%}".format, "format_ticks": "{:.0%}".format}
-        charts.append(_metric_chart(train, "mfu", "Model FLOP utilization", color=7, **formats))
+        options: dict[str, Any] = {"format_value": "{:.1%}".format, "format_ticks": "{:.0%}".format}
+        charts.append(_metric_chart(train_rows, "mfu", "Model FLOP utilization", color=7, **options))
     else:
-        formats = {"format_value": lambda flop: rate(flop, "FLOP/s"), "format_ticks": short}
-        charts.append(_metric_chart(train, "flop_per_second", "Arithmetic", unit="FLOP/s", color=7, **formats))
+        options = {"format_value": lambda flop: rate(flop, "FLOP/s"), "format_ticks": short}
+        charts.append(_metric_chart(train_rows, "flop_per_second", "Arithmetic", unit="FLOP/s", color=7, **options))
     sheets = [_sheet(None, chart) for chart in charts if chart]
-    sections = [_sheet(None, loss_chart)] if loss_chart else []
-    return sections + ([element("div", sheets, class_="pair")] if sheets else [])
+    content = [_sheet(None, loss_chart)] if loss_chart else []
+    return content + ([element("div", sheets, class_="pair")] if sheets else [])
 
 
 def _metric_chart(
     rows: MetricsRows, name: str, title: str, *, color: int, from_zero: bool = True, **options: Any
 ) -> Markup:
-    """The chart of the field `name` of the metrics; empty without a finite value."""
+    """Return the chart of the field `name` of the metrics; empty without a finite value."""
     steps, values = rows.column("step"), rows.column(name)
     curves = [Series(title.lower(), steps, values, "line", color)]
     if len(values) > 200 and name not in ("learning_rate", "memory_bytes"):
@@ -191,56 +194,58 @@ def _metric_chart(
     return line_chart(title, curves, from_zero=from_zero, **options)
 
 
-def _plan(run: RunRecord) -> list[Markup]:
-    """The plan in words beside pictures of mesh and memory, and a table of the biggest parameters below."""
+def _plan_sheets(run: RunRecord) -> list[Markup]:
+    """Return the plan in words beside pictures of mesh and memory, and below them a table of the biggest parameters."""
     topics = plan_in_words(run.plan, run.layout, run.experiment)
     topics += [] if run.kernels is None else [(f"Kernels taken on {run.kernels[0]}", run.kernels[1])]
-    sizes = mesh_of(run.plan, run.layout)
+    axis_sizes = mesh_of(run.plan, run.layout)
     pictures = []
-    if run.layout.get("mesh") is not None or sizes:
+    if run.layout.get("mesh") is not None or axis_sizes:
         devices = int(run.layout.get("devices") or 1)
-        kind = f" ({run.layout['kind']})" if run.layout.get("kind") else ""
-        title = f"Mesh: {devices:,} device{'s' * (devices != 1)}{kind}"
-        pictures.append(_sheet(title, mesh_picture(sizes, devices)))
+        kind_text = f" ({run.layout['kind']})" if run.layout.get("kind") else ""
+        title = f"Mesh: {devices:,} device{'s' * (devices != 1)}{kind_text}"
+        pictures.append(_sheet(title, mesh_picture(axis_sizes, devices)))
     capacity = run.layout.get("capacity_bytes")
     bar = memory_bar(run.memory, float(capacity) if isinstance(capacity, int | float) else None)
     pictures += [_sheet("Memory per device, of the compiled step", bar)] if bar else []
     bar = memory_bar(run.host_memory)
     pictures += [_sheet("On the host, for each device", bar)] if bar else []
-    unsplit = run.layout.get("unsplit")
+    unsplit_names = run.layout.get("unsplit")
     warning = None
-    if isinstance(unsplit, list) and unsplit:
-        names = ", ".join(map(str, unsplit[:8])) + (f" and {len(unsplit) - 8} more" if len(unsplit) > 8 else "")
-        warning = element("p", f"Whole on every device, since no dim can be split evenly: {names}", class_="warning")
+    if isinstance(unsplit_names, list) and unsplit_names:
+        more_text = f" and {len(unsplit_names) - 8} more" if len(unsplit_names) > 8 else ""
+        text = f"Whole on every device, since no dim can be split evenly: {', '.join(map(str, unsplit_names[:8]))}"
+        warning = element("p", text + more_text, class_="warning")
     topic_list = element("dl", [(element("dt", topic), element("dd", text)) for topic, text in topics], class_="words")
     columns = [_sheet("The plan", topic_list, warning)] if topics else []
     columns += [element("div", pictures, class_="stack")] if pictures else []
-    sections = [element("div", columns, class_="pair top")] if len(columns) == 2 else columns
+    content = [element("div", columns, class_="pair top")] if len(columns) == 2 else columns
     parameters = run.layout.get("parameters")
-    parameter_grid = parameter_table(parameters, sizes) if isinstance(parameters, list) else None
-    return sections + ([_sheet("How the biggest parameters lie", parameter_grid)] if parameter_grid else [])
+    parameter_grid = parameter_table(parameters, axis_sizes) if isinstance(parameters, list) else None
+    return content + ([_sheet("How the biggest parameters lie", parameter_grid)] if parameter_grid else [])
 
 
-def _samples(samples: Iterable[Sample]) -> list[Markup]:
-    """The newest samples, and a section that opens to show some of the earlier ones."""
-    newest_first = sorted(samples, key=lambda sample: -sample.step)
-    newest = [sample for sample in newest_first if sample.step == newest_first[0].step]
-    earlier = newest_first[len(newest) :]
-    sheets = [_sample(sample) for sample in newest[:6]]
-    if earlier:
+def _sample_sheets(samples: Iterable[Sample]) -> list[Markup]:
+    """Return the newest samples, and a closed section with some of the earlier ones."""
+    sorted_samples = sorted(samples, key=lambda sample: -sample.step)
+    newest_samples = [sample for sample in sorted_samples if sample.step == sorted_samples[0].step]
+    older_samples = sorted_samples[len(newest_samples) :]
+    sheets = [_sample_sheet(sample) for sample in newest_samples[:6]]
+    if older_samples:
         # show a few, spread over the run
-        shown = [earlier[index] for index in spread(len(earlier), 12)]
-        extent = f"{len(shown)} of {len(earlier)}" if len(shown) < len(earlier) else str(len(earlier))
-        sheets.append(element("details", element("summary", f"Earlier samples ({extent})"), map(_sample, shown)))
+        shown_samples = [older_samples[index] for index in spread(len(older_samples), 12)]
+        shown_text = f"{len(shown_samples)} of " if len(shown_samples) < len(older_samples) else ""
+        heading = element("summary", f"Earlier samples ({shown_text}{len(older_samples)})")
+        sheets.append(element("details", heading, map(_sample_sheet, shown_samples)))
     return sheets
 
 
-def _sample(sample: Sample) -> Markup:
-    """A sample with its prompt marked, cut to the page's limit."""
+def _sample_sheet(sample: Sample) -> Markup:
+    """Return a sheet with a sample, its prompt marked, and its text cut to the page's limit."""
     text, prompt = sample.text[:_SAMPLE_CHARACTERS], sample.prompt[:_SAMPLE_CHARACTERS].lstrip("\n")
     omitted_count = len(sample.text) - len(text)
     note = f"… {omitted_count:,} more characters in samples.txt"
-    body = [element("mark", _visible(prompt)), _visible(text)] if prompt else _visible(text.lstrip("\n"))
+    body = [element("mark", _visible_text(prompt)), _visible_text(text)] if prompt else _visible_text(text.lstrip("\n"))
     return _sheet(
         f"Step {sample.step:,}",
         element("p", body, class_="sample"),
@@ -248,13 +253,13 @@ def _sample(sample: Sample) -> Markup:
     )
 
 
-def _visible(text: str) -> str:
-    """Text with symbols for control characters."""
+def _visible_text(text: str) -> str:
+    """Replace control characters in a text by visible symbols."""
     return text.translate({code: 0x2400 + code for code in range(32) if code not in (9, 10)})
 
 
-def _events(run: RunRecord) -> Markup | None:
-    """A row with a dot for each event of a name, for each name; below it, the events in order."""
+def _event_sheet(run: RunRecord) -> Markup | None:
+    """Return a timeline for each name of events, with a dot for each event; below them, a table of the events."""
     rows = run.rows("event")
     if not rows:
         return None
@@ -263,70 +268,73 @@ def _events(run: RunRecord) -> Markup | None:
     for name in dict.fromkeys(str(row.get("name")) for row in rows):
         steps = [row["step"] for row in rows if row.get("name") == name]
         dot_steps = sorted({steps[index] for index in spread(len(steps), 80)})
-        color = f"c{_EVENT_COLORS.get(name, 6)}"
+        color_class = f"c{_EVENT_COLORS.get(name, 6)}"
         dots = [
-            element("i", class_=color, style=f"left:{step / last_step:.2%}", title=f"step {step:,}")
+            element("i", class_=color_class, style=f"left:{step / last_step:.2%}", title=f"step {step:,}")
             for step in dot_steps
         ]
-        repetitions = (" ", element("span", len(steps), class_="faint")) if len(steps) > 1 else None
-        lanes.append((element("span", name, repetitions), element("div", dots)))
+        count_tag = (" ", element("span", len(steps), class_="faint")) if len(steps) > 1 else None
+        lanes.append((element("span", name, count_tag), element("div", dots)))
     lines = _grouped_events(rows)
-    grid = table(lines[-_EVENTS:], ("Step", "Event", ""), numeric=(0,), names=1, class_="facts")
-    extent = f"The last {_EVENTS} of {len(lines)}" if len(lines) > _EVENTS else f"All {len(lines)}"
-    summary = element("summary", f"{extent}, in order")
+    grid = table(lines[-_MOST_EVENTS:], ("Step", "Event", ""), numeric=(0,), name_column=1, class_="facts")
+    extent_text = f"The last {_MOST_EVENTS} of {len(lines)}" if len(lines) > _MOST_EVENTS else f"All {len(lines)}"
+    summary = element("summary", f"{extent_text}, in order")
     details = element("details", summary, element("div", grid, class_="scroll"), open="" if len(lines) < 13 else None)
     return _sheet(None, element("div", lanes, class_="lanes"), details)
 
 
 def _grouped_events(rows: MetricsRows) -> list[tuple[str, str, str]]:
-    """Step, name and details of the events in order; more than three successive events of one name become one line."""
-    lines: list[tuple[str, str, str]] = []
+    """Return the step, name and details of the events in order, as texts.
+
+    More than three successive events of one name become one line.
+    """
+    event_lines: list[tuple[str, str, str]] = []
     for name, group in itertools.groupby(rows, lambda row: str(row.get("name"))):
         events = list(group)
         if len(events) > 3:
-            lines.append((f"{events[0]['step']:,} to {events[-1]['step']:,}", name, f"{len(events)} times"))
+            event_lines.append((f"{events[0]['step']:,} to {events[-1]['step']:,}", name, f"{len(events)} times"))
         else:
-            lines += [(f"{row['step']:,}", name, _details(row)) for row in events]
-    return lines
+            event_lines += [(f"{row['step']:,}", name, _detail_text(row)) for row in events]
+    return event_lines
 
 
-def _details(row: dict[str, Any]) -> str:
-    """The fields of an event without the words that units imply, such as "step 30.0 ms, temp 2.96 MiB"."""
-    fields: list[str] = []
+def _detail_text(row: dict[str, Any]) -> str:
+    """Return the fields of an event as text, without words that units imply, such as "step 30.0 ms, temp 2.96 MiB"."""
+    field_texts: list[str] = []
     for name, value in row.items():
         if name in ("step", "kind", "time", "name") or value is None:
             continue
-        for key, key_value in value.items() if isinstance(value, dict) else [("", value)]:
+        for part_name, part_value in value.items() if isinstance(value, dict) else [("", value)]:
             label = name if name not in ("seconds", "bytes", "flop", "reason", "path", "by", "memory") else ""
-            label = f"{label.removesuffix('_seconds').removesuffix('_bytes').removesuffix('_flop')} {key}"
+            label = f"{label.removesuffix('_seconds').removesuffix('_bytes').removesuffix('_flop')} {part_name}"
             unit_name = f"{name}_bytes" if name == "memory" else name
-            fields.append(f"{label.replace('_', ' ').strip()} {field(unit_name, key_value)}".strip())
-    return ", ".join(fields)[:600]
+            field_texts.append(f"{label.replace('_', ' ').strip()} {field(unit_name, part_value)}".strip())
+    return ", ".join(field_texts)[:600]
 
 
-def _reproduce(run: RunRecord) -> Markup | None:
-    """The command, the versions, and every field of the experiment and the plan."""
+def _reproduction_sheet(run: RunRecord) -> Markup | None:
+    """Return the command that repeats the run, the versions, and every field of the experiment and the plan."""
     versions = run.source.get("versions")
-    facts = {key: run.source[key] for key in ("sha256", "git", "platform") if run.source.get(key)}
-    facts |= versions if isinstance(versions, dict) else {}
+    fact_by_name = {key: run.source[key] for key in ("sha256", "git", "platform") if run.source.get(key)}
+    fact_by_name |= versions if isinstance(versions, dict) else {}
     content = [element("pre", run.command, class_="command")] if run.command else []
-    content += [_facts(facts)] if facts else []
-    for name, values in (("experiment", run.experiment), ("plan", run.plan)):
-        if values:
+    content += [_fact_table(fact_by_name)] if fact_by_name else []
+    for name, fields in (("experiment", run.experiment), ("plan", run.plan)):
+        if fields:
             summary = element("summary", f"The {name}, field by field")
-            content.append(element("details", summary, _facts(_flat(values))))
+            content.append(element("details", summary, _fact_table(_flatten(fields))))
     return _sheet(None, content) if content else None
 
 
-def _facts(facts: dict[str, Any]) -> Markup:
-    """A table of names and values."""
-    rows = [(key, element("span", str(value)[:400], class_="mono")) for key, value in facts.items()]
+def _fact_table(fact_by_name: dict[str, Any]) -> Markup:
+    """Return a table of names and values."""
+    rows = [(key, element("span", str(value)[:400], class_="mono")) for key, value in fact_by_name.items()]
     return table(rows, class_="facts")
 
 
-def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested JSON objects by dotted path."""
-    leaves: dict[str, Any] = {}
-    for name, content in record.items():
-        leaves |= _flat(content, f"{prefix}{name}.") if isinstance(content, dict) else {f"{prefix}{name}": content}
-    return leaves
+def _flatten(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested JSON objects, by dotted path."""
+    fields: dict[str, Any] = {}
+    for name, value in record.items():
+        fields |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return fields

@@ -1,4 +1,4 @@
-"""The summary of a run for the terminal, with its most important figures and the path of its report."""
+"""Write the summary of a run for the terminal, with its most important figures and the path of its report."""
 
 import io
 import shutil
@@ -25,7 +25,7 @@ STATUS: dict[Status, tuple[str, str]] = {
 
 
 def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> str:
-    """A run in a few lines, for the terminal.
+    """Return a few lines of text about a run, for the terminal.
 
     Args:
         run_dir: the run's folder; any of its files may be missing.
@@ -45,52 +45,52 @@ def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> s
     from rich.text import Text
 
     run = RunRecord.read(run_dir)
-    columns = width or min(100, shutil.get_terminal_size().columns)
+    column_count = width or min(100, shutil.get_terminal_size().columns)
     screen = Console(
         file=io.StringIO(),
-        width=columns,
+        width=column_count,
         force_terminal=color,
         color_system="standard" if color else None,
         highlight=False,
     )
-    status_text, style = STATUS[run.status]
+    status_text, status_color = STATUS[run.status]
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row(Text(run.name, style="bold not dim"), Text(status_text, style=f"bold {style}"))
-    lines = _lines(run)
+    table.add_row(Text(run.name, style="bold not dim"), Text(status_text, style=f"bold {status_color}"))
+    lines = _summary_lines(run)
     for name, text in lines:
         table.add_row(name, Text(text))
     screen.print(table)
-    report = run_path(run_dir) / FILE
-    if report.exists():
+    report_path = run_path(run_dir) / FILE
+    if report_path.exists():
         # a path is not wrapped, so that it can be copied
         indent = max(len(name) for name in [run.name, "report", *(name for name, _ in lines)]) + 2
-        screen.print(Text.assemble(("report".ljust(indent), "dim"), str(report)), soft_wrap=True)
+        screen.print(Text.assemble(("report".ljust(indent), "dim"), str(report_path)), soft_wrap=True)
     assert isinstance(screen.file, io.StringIO)
     return "\n".join(line.rstrip() for line in screen.file.getvalue().rstrip("\n").split("\n"))
 
 
-def _lines(run: RunRecord) -> list[tuple[str, str]]:
-    """Names and texts of the run's most important figures."""
+def _summary_lines(run: RunRecord) -> list[tuple[str, str]]:
+    """Return pairs of name and text of the run's most important figures."""
     lines: list[tuple[str, str]] = []
-    rows = run.rows("train")
+    train_rows = run.rows("train")
     if run.best is not None and run.final is not None:
-        step, loss = run.best
+        best_step, best_loss = run.best
         final_text = "" if run.final == run.best else f"; last {number(run.final[1])} at step {run.final[0]:,}"
-        lines.append(("held-out loss", f"{number(loss)} nats per target token at step {step:,}{final_text}"))
-    if rows:
-        lines.append(("training loss", f"{number(rows[-1].get('loss'))} at step {rows[-1]['step']:,}"))
+        lines.append(("held-out loss", f"{number(best_loss)} nats per target token at step {best_step:,}{final_text}"))
+    if train_rows:
+        lines.append(("training loss", f"{number(train_rows[-1].get('loss'))} at step {train_rows[-1]['step']:,}"))
         token_text = f", {count(run.tokens)} target tokens" if run.tokens is not None else ""
         lines.append(("steps", f"{run.step:,}{f' of {run.steps:,}' if run.steps else ''}{token_text}"))
-    if run.seconds is not None and rows:
+    if run.seconds is not None and train_rows:
         compile_seconds = run.events("compile").column("seconds")
         compile_seconds = compile_seconds[np.isfinite(compile_seconds)]
         compile_text = f", {duration(float(compile_seconds.sum()))} of it compiling" if compile_seconds.size else ""
         lines.append(("time", f"{duration(run.seconds)}{compile_text}"))
     if run.tokens_per_second is not None:
-        flop = rows.column("flop_per_second")
-        flop_text = f", {rate(float(np.nanmedian(flop)), 'FLOP/s')}" if np.isfinite(flop).any() else ""
+        flop_rates = train_rows.column("flop_per_second")
+        flop_text = f", {rate(float(np.nanmedian(flop_rates)), 'FLOP/s')}" if np.isfinite(flop_rates).any() else ""
         mfu_text = f", {run.mfu:.1%} MFU" if run.mfu is not None else ""
         lines.append(("speed", f"{count(run.tokens_per_second)} target tokens per second{flop_text}{mfu_text}"))
     skip_count = len(run.events("skipped"))
@@ -98,12 +98,13 @@ def _lines(run: RunRecord) -> list[tuple[str, str]]:
         lines.append(("skipped", f"{skip_count} step{'s' * (skip_count > 1)}"))
     memory = run.memory
     if memory:
-        shown_bytes = {kind: value for kind, value in memory.items() if value >= 0.005 * sum(memory.values())}
-        kind_texts = ", ".join(f"{kind} {size(value)}" for kind, value in shown_bytes.items())
-        lines.append(("memory", f"{size(sum(memory.values()))} per device: {kind_texts}"))
+        total_bytes = sum(memory.values())
+        main_kinds = [kind for kind, byte_count in memory.items() if byte_count >= 0.005 * total_bytes]
+        kinds_text = ", ".join(f"{kind} {size(memory[kind])}" for kind in main_kinds)
+        lines.append(("memory", f"{size(total_bytes)} per device: {kinds_text}"))
     if run.host_memory:
-        kind_texts = ", ".join(f"{kind} {size(value)}" for kind, value in run.host_memory.items())
-        lines.append(("host memory", f"{size(sum(run.host_memory.values()))} for each device: {kind_texts}"))
+        kinds_text = ", ".join(f"{kind} {size(byte_count)}" for kind, byte_count in run.host_memory.items())
+        lines.append(("host memory", f"{size(sum(run.host_memory.values()))} for each device: {kinds_text}"))
     mesh_texts = [words for topic, words in plan_in_words(run.plan, run.layout, run.experiment) if topic == "Mesh"]
     if mesh_texts:
         lines.append(("mesh", mesh_texts[0]))

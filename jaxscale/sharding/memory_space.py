@@ -3,7 +3,7 @@
 The space is part of an array's type: an operation takes operands of one space, so arrays on the host are moved to the
 device explicitly. The gradient of `to_device` lies on the host, because the transpose moves it back.
 
-The CPU backend has the memory kinds without separate memories. Offloading is a rehearsal there: the program computes
+The CPU backend has the memory kinds without separate memories. On it offloading is a rehearsal: the program computes
 the same values, but moves no bytes.
 """
 
@@ -21,41 +21,41 @@ HOST_KIND = "pinned_host"
 """Memory kind of host memory that the device can read and write."""
 
 COPY = 2
-"""Host bytes for each offloaded byte: XLA may hold the old and the new copy of a buffer at once."""
+"""Host bytes for each offloaded byte, because XLA may hold the old and the new copy of a buffer at once."""
 
 
 def on_host(x: Any) -> bool:
-    """Whether an array, traced or not, lies in host memory."""
+    """Return whether an array, traced or not, lies in host memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def to_device(tree: Tree) -> Tree:
-    """The tree with every leaf in device memory, its sharding unchanged: a function to call under `jit`.
+    """Move every leaf of a tree to device memory, with its sharding unchanged; call this function under `jit`.
 
     Example:
         >>> bool(jax.jit(lambda x: to_device(to_host(x)) + 1)(1) == 2)
         True
     """
-    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if on_host(x) else x, tree)
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device) if on_host(leaf) else leaf, tree)
 
 
 def to_host(tree: Tree) -> Tree:
-    """The tree with every leaf in host memory, its sharding unchanged: a function to call under `jit`."""
-    return jax.tree.map(lambda x: x if on_host(x) else jax.device_put(x, jax.memory.Space.Host), tree)
+    """Move every leaf of a tree to host memory, with its sharding unchanged; call this function under `jit`."""
+    return jax.tree.map(lambda leaf: leaf if on_host(leaf) else jax.device_put(leaf, jax.memory.Space.Host), tree)
 
 
 def in_memory_of(reference: NamedSharding, sharding: NamedSharding) -> NamedSharding:
-    """`sharding`, moved to host memory if `reference` is in host memory."""
+    """Return `sharding`, changed to host memory if the sharding `reference` is in host memory."""
     return sharding.with_memory_kind(HOST_KIND) if reference.memory_kind == HOST_KIND else sharding
 
 
 def rehearses(devices: Iterable[Any]) -> bool:
-    """Whether offload on these devices is a rehearsal: CPU devices, whose own memory is the host's."""
+    """Return whether offload on these devices is a rehearsal: on CPU devices, whose own memory is the host's."""
     return all(device.platform == "cpu" for device in devices)
 
 
 def check_host_memory(devices: Iterable[Any], option: str) -> None:
-    """Refuse devices that cannot reach host memory.
+    """Raise an error if a device cannot reach host memory.
 
     Args:
         devices: devices of the mesh.

@@ -1,5 +1,6 @@
-"""MeshSpec: the number of devices along each axis of parallelism. A value with a text form; only `build` touches
-devices.
+"""MeshSpec: the number of devices along each axis of parallelism.
+
+It is a value with a text form; only `build` touches devices.
 """
 
 import collections
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxscale.errors import UserError, unknown
-from jaxscale.tpu_slices import across
+from jaxscale.tpu_slices import slices_per_axis
 from jaxscale.values import check_types
 
 AXES = ("replica", "data", "pipe", "fsdp", "expert", "sequence", "tensor")
@@ -67,19 +68,19 @@ class MeshSpec:
 
     @classmethod
     def parse(cls, text: str) -> "MeshSpec":
-        """The mesh of a text such as "data:2,fsdp:4"; "1" is a single device."""
+        """Read a mesh from a text such as "data:2,fsdp:4"; "1" is a single device."""
         sizes: dict[str, int] = {}
-        for entry in filter(None, (piece.strip() for piece in text.split(","))):
+        for entry in filter(None, (part.strip() for part in text.split(","))):
             if entry == "1":
                 continue
-            axis, colon, count = entry.partition(":")
+            axis, colon, count_text = entry.partition(":")
             if axis not in AXES:
                 raise unknown("mesh axis", axis, AXES)
-            if not colon or not count.isdigit():
+            if not colon or not count_text.isdigit():
                 raise UserError(f"mesh {text!r}: got {entry!r}, expected AXIS:DEVICES such as data:2,fsdp:4")
             if axis in sizes:
                 raise UserError(f"mesh {text!r}: axis {axis} is given twice; give it once")
-            sizes[axis] = int(count)
+            sizes[axis] = int(count_text)
         return cls(**sizes)
 
     def __str__(self) -> str:
@@ -104,28 +105,28 @@ class MeshSpec:
                 f"mesh {self} takes {self.devices} devices, but there are {len(devices)} "
                 f"({devices[0].device_kind}): use a smaller mesh, or set jax_num_cpu_devices for virtual CPU devices"
             )
-        sizes, types = tuple(self.sizes.values()), (AxisType.Auto,) * len(AXES)
+        sizes, modes = tuple(self.sizes.values()), (AxisType.Auto,) * len(AXES)
         if isinstance(devices[0], AbstractDevice):
-            return AbstractMesh(sizes, AXES, axis_types=types, abstract_device=devices[0])
+            return AbstractMesh(sizes, AXES, axis_types=modes, abstract_device=devices[0])
         mesh_devices = devices[: self.devices]
-        devices_by_slice = collections.Counter(getattr(device, "slice_index", 0) for device in mesh_devices)
-        slices = len(devices_by_slice)
-        if len(set(devices_by_slice.values())) > 1:
+        count_by_slice = collections.Counter(getattr(device, "slice_index", 0) for device in mesh_devices)
+        slice_count = len(count_by_slice)
+        if len(set(count_by_slice.values())) > 1:
             raise UserError(
                 f"mesh {self} takes {self.devices} devices, of which its TPU slices have "
-                f"{' and '.join(map(str, devices_by_slice.values()))}: expected the same number on each slice; use a "
-                f"mesh of {min(devices_by_slice.values()) * slices} devices, or one within a slice"
+                f"{' and '.join(map(str, count_by_slice.values()))}: expected the same number on each slice; use a "
+                f"mesh of {min(count_by_slice.values()) * slice_count} devices, or one within a slice"
             )
-        if slices == 1:
-            return jax.make_mesh(sizes, AXES, axis_types=types, devices=mesh_devices)
+        if slice_count == 1:
+            return jax.make_mesh(sizes, AXES, axis_types=modes, devices=mesh_devices)
         from jax.experimental.mesh_utils import create_hybrid_device_mesh
 
-        dcn_shape = self.across(slices)
-        ici_shape = [size // count for size, count in zip(sizes, dcn_shape, strict=True)]
-        return jax.sharding.Mesh(create_hybrid_device_mesh(ici_shape, dcn_shape, mesh_devices), AXES, axis_types=types)
+        dcn_shape = self.across(slice_count)
+        ici_shape = [axis_size // slices for axis_size, slices in zip(sizes, dcn_shape, strict=True)]
+        return jax.sharding.Mesh(create_hybrid_device_mesh(ici_shape, dcn_shape, mesh_devices), AXES, axis_types=modes)
 
     def across(self, slices: int) -> tuple[int, ...]:
-        """Number of slices that each axis spans: the slowest axes span the network between slices.
+        """Return the number of slices that each axis spans; the slowest axes span the network between slices.
 
         Args:
             slices: number of TPU slices, all of one size.
@@ -137,10 +138,10 @@ class MeshSpec:
             >>> MeshSpec.parse("pipe:4,fsdp:8").across(2)
             (1, 1, 2, 1, 1, 1, 1)
         """
-        counts = across(tuple(self.sizes.values()), slices)
-        if counts is None:
+        spanned_slices = slices_per_axis(tuple(self.sizes.values()), slices)
+        if spanned_slices is None:
             raise UserError(
                 f"mesh {self} on {slices} slices: its slowest axes cannot be split evenly over them; use axes "
                 f"such as replica:{slices} (axes across slices send messages over the slow network between them)"
             )
-        return counts
+        return spanned_slices

@@ -14,7 +14,7 @@ DimAxes = tuple[tuple[str, ...], ...]
 
 
 def dim_axes(spec: Iterable[Any], rank: int = 0) -> DimAxes:
-    """The mesh axes that split each dim.
+    """Return the mesh axes that split each dim.
 
     Args:
         spec: a `PartitionSpec`; a dim that it leaves to the compiler counts as whole.
@@ -28,29 +28,29 @@ def dim_axes(spec: Iterable[Any], rank: int = 0) -> DimAxes:
     return (*(axes if isinstance(axes, tuple) else () for axes in entries), *((),) * (rank - len(entries)))
 
 
-def spec_of(dims: Sequence[Sequence[str]]) -> PartitionSpec:
-    """The inverse of `dim_axes`, without the whole dims at the end.
+def spec_of(axes_of_dims: Sequence[Sequence[str]]) -> PartitionSpec:
+    """Return the `PartitionSpec` of these mesh axes per dim, without the whole dims at the end; inverse of `dim_axes`.
 
     Example:
         >>> list(spec_of([("data", "fsdp"), (), ("tensor",), ()]))
         [('data', 'fsdp'), None, 'tensor']
     """
-    rank = max((dim + 1 for dim, axes in enumerate(dims) if axes), default=0)
-    return PartitionSpec(*(tuple(axes) if len(axes) > 1 else next(iter(axes), None) for axes in dims[:rank]))
+    rank = max((dim + 1 for dim, axes in enumerate(axes_of_dims) if axes), default=0)
+    return PartitionSpec(*(tuple(axes) if len(axes) > 1 else next(iter(axes), None) for axes in axes_of_dims[:rank]))
 
 
 def axes_of(spec: Iterable[Any]) -> tuple[str, ...]:
-    """All mesh axes of a `PartitionSpec`, in the order of the dims."""
+    """Return all mesh axes of a `PartitionSpec`, in the order of the dims."""
     return tuple(axis for axes in dim_axes(spec) for axis in axes)
 
 
 def shard_count(mesh: Any, axes: Iterable[str]) -> int:
-    """Number of shards of a dim that these mesh axes split."""
+    """Return the number of shards of a dim that these mesh axes split."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def dividing(spec: PartitionSpec, shape: Sequence[int], mesh: Any) -> PartitionSpec:
-    """A `PartitionSpec` for an array of another shape: a dim that its axes cannot split evenly becomes whole.
+    """Return a `PartitionSpec` for an array of this shape: a dim that its axes cannot split evenly becomes whole.
 
     Example:
         >>> from jax.sharding import AbstractMesh

@@ -1,7 +1,7 @@
 """constrain: the placement of an activation, specified in logical axes, in one place.
 
-The train step opens a `layout`; inside it `constrain(x, "batch", "seq", "embed")` is a sharding constraint, and outside
-it is the identity, so that the same model file runs on one device, in a notebook and on a pod.
+The train step opens a `layout`. Inside it `constrain(x, "batch", "seq", "embed")` is a sharding constraint; outside it
+is the identity, so that the same model file runs on one device, in a notebook and on a pod.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _layout: contextvars.ContextVar[MeshAndRules | None] = contextvars.ContextVar("l
 
 
 def layout(mesh: Any, rules: AxisRules) -> contextlib.AbstractContextManager[None]:
-    """A context inside which `constrain` places traced arrays on `mesh` by `rules`.
+    """Return a context inside which `constrain` places traced arrays on `mesh` by `rules`.
 
     Args:
         mesh: a `jax.sharding.Mesh`; to trace for absent devices, an `AbstractMesh` of axes in Auto mode.
@@ -34,42 +34,42 @@ def layout(mesh: Any, rules: AxisRules) -> contextlib.AbstractContextManager[Non
     return under((mesh, rules))
 
 
-def under(layout: MeshAndRules | None) -> contextlib.AbstractContextManager[None]:
-    """Like `layout`, for a mesh and rules that `current` returned earlier.
+def under(mesh_and_rules: MeshAndRules | None) -> contextlib.AbstractContextManager[None]:
+    """Return a context like that of `layout`, for a mesh and rules that `current` returned earlier.
 
-    JAX may trace the backward function of a `custom_vjp` after the call and under another layout: that of the step
-    around the manual region of a pipeline's stage. So a backward function that places arrays gets the layout of the
-    call as a static argument, and is traced under it.
+    JAX may trace the backward function of a `custom_vjp` after the call and under another layout, such as that of the
+    step around a pipeline stage's manual region. So a backward function that places arrays gets the layout of the call
+    as a static argument, and is traced under it.
     """
-    return scoped(_layout, layout)
+    return scoped(_layout, mesh_and_rules)
 
 
 def current() -> MeshAndRules | None:
-    """The mesh and rules in force; `None` outside any layout. Kernels that need `shard_map` read them."""
+    """Return the mesh and rules in force; `None` outside any layout. Kernels that need `shard_map` read them."""
     return _layout.get()
 
 
 def spec(shape: Sequence[int], names: Sequence[str | None], mesh: Any, rules: AxisRules) -> PartitionSpec:
-    """PartitionSpec of an array whose dims have the logical axes `names`.
+    """Return the PartitionSpec of an array whose dims have the logical axes `names`.
 
     A mesh axis is used once, by the first dim whose rule names it; a dim that its mesh axes cannot split evenly stays
     whole (the sizes that a plan relies on are checked before tracing).
     """
     if len(names) != len(shape):
         raise ValueError(
-            f"got {len(names)} logical axes {tuple(names)} for an array of shape {tuple(shape)}: name each dim"
+            f"got {len(names)} logical axes {tuple(names)} for an array of shape {tuple(shape)}: name each dim once"
         )
     used_axes: set[str] = set()
-    axes_of_dims: list[tuple[str, ...]] = []
+    axes_by_dim: list[tuple[str, ...]] = []
     for size, name in zip(shape, names, strict=True):
         axes = tuple(axis for axis in rules.axes(name) if mesh.shape[axis] > 1 and axis not in used_axes)
-        axes_of_dims.append(axes if size % shard_count(mesh, axes) == 0 else ())
-        used_axes.update(axes_of_dims[-1])
-    return spec_of(axes_of_dims)
+        axes_by_dim.append(axes if size % shard_count(mesh, axes) == 0 else ())
+        used_axes.update(axes_by_dim[-1])
+    return spec_of(axes_by_dim)
 
 
 def constrain(x: Array, *names: str | None) -> Array:
-    """`x`, constrained to the placement of its logical axes under the layout in force.
+    """Constrain `x` to the placement of its logical axes under the layout in force; return it.
 
     Args:
         x: an activation.
@@ -80,43 +80,43 @@ def constrain(x: Array, *names: str | None) -> Array:
         >>> constrain(jnp.ones((2, 3)), "batch", "embed").shape
         (2, 3)
     """
-    layout = _layout.get()
-    if layout is None or layout[0].size == 1:
+    mesh_and_rules = _layout.get()
+    if mesh_and_rules is None or mesh_and_rules[0].size == 1:
         return x
-    mesh, rules = layout
+    mesh, rules = mesh_and_rules
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(x.shape, names, mesh, rules)))
 
 
 def move(x: Array, source: tuple[str | None, ...], target: tuple[str | None, ...]) -> Array:
     """Move `x` from one placement to another; its gradient moves back.
 
-    A constraint alone would place the gradient by `target` too: partial sums would be all-reduced and then sliced,
-    where `move` allows a reduce-scatter.
+    A constraint alone would place the gradient by `target` too. Partial sums would be all-reduced and then sliced,
+    whereas `move` allows a reduce-scatter.
 
     Args:
         x: an activation.
         source: the logical axis of each dim of `x` now.
         target: the logical axis of each dim of the result.
     """
-    layout = _layout.get()
-    if layout is None or layout[0].size == 1:
+    mesh_and_rules = _layout.get()
+    if mesh_and_rules is None or mesh_and_rules[0].size == 1:
         return x
-    if spec(x.shape, source, *layout) == spec(x.shape, target, *layout):
+    if spec(x.shape, source, *mesh_and_rules) == spec(x.shape, target, *mesh_and_rules):
         return constrain(x, *target)
-    return _moved(layout, source, target, x)
+    return _move(mesh_and_rules, source, target, x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _moved(layout: MeshAndRules, source: tuple[str | None, ...], target: tuple[str | None, ...], x: Array) -> Array:
-    """`x` placed by `target`; its gradient is placed by `source`."""
+def _move(layout: MeshAndRules, source: tuple[str | None, ...], target: tuple[str | None, ...], x: Array) -> Array:
+    """Return `x` placed by `target`; its gradient is placed by `source`."""
     with under(layout):
         return constrain(x, *target)
 
 
-def _moved_back(layout: MeshAndRules, source: Any, target: Any, _: None, gradient: Array) -> tuple[Array]:
-    """The gradient of `_moved`, placed by `source`."""
+def _move_back(layout: MeshAndRules, source: Any, target: Any, _: None, gradient: Array) -> tuple[Array]:
+    """Return the gradient of `x` in `_move`, placed by `source`."""
     with under(layout):
         return (constrain(gradient, *source),)
 
 
-_moved.defvjp(lambda *args: (_moved(*args), None), _moved_back)
+_move.defvjp(lambda *args: (_move(*args), None), _move_back)

@@ -67,10 +67,10 @@ class AxisRules:
                 if axis not in AXES:
                     raise unknown(f"mesh axis for {field.name}", axis, AXES)
             if len(set(axes)) < len(axes):
-                raise UserError(f"{field.name}: got {', '.join(axes)}: name each mesh axis once")
+                raise UserError(f"{field.name}: got {', '.join(axes)}, expected each mesh axis at most once")
 
     def axes(self, name: str | None) -> Axes:
-        """Mesh axes of the logical axis `name`; a dim without a name is whole."""
+        """Return the mesh axes of the logical axis `name`; a dim without a name is whole."""
         if name is None:
             return ()
         if name not in _NAMES:

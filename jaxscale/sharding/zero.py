@@ -28,38 +28,37 @@ ZERO_AXIS = "fsdp"
 
 
 def split(
-    shape: Sequence[int], names: Sequence[str | None] | None, whole: PartitionSpec, mesh: Any, axis: str = ZERO_AXIS
+    shape: Sequence[int], names: Sequence[str | None] | None, spec: PartitionSpec, mesh: Any, axis: str = ZERO_AXIS
 ) -> PartitionSpec:
-    """`whole` with one dim split over `axis`, or `whole` itself if no dim can be split evenly.
+    """Return `spec` with one dim split over `axis`, or unchanged if no dim can be split evenly.
 
-    The dim that is largest on a device is split, among those whose size there is a multiple of the axis.
-
-    The stacked "layers" dim is never split: a scan over layers would have to gather all of it.
+    Of the dims whose size on a device is a multiple of the axis, the largest one is split. The stacked "layers" dim is
+    never split, because a scan over layers would have to gather all of it.
 
     Args:
         shape: shape of the parameter.
         names: logical axis of each dim; `None` for a parameter without names.
-        whole: placement before ZeRO (tensor parallelism).
+        spec: placement before ZeRO (tensor parallelism).
         mesh: the mesh.
         axis: mesh axis to split over.
     """
-    count, axes_of_dims = mesh.shape[axis], dim_axes(whole, len(shape))
-    if count == 1 or any(axis in axes for axes in axes_of_dims):
-        return whole
+    axis_size, axes_of_dims = mesh.shape[axis], dim_axes(spec, len(shape))
+    if axis_size == 1 or any(axis in axes for axes in axes_of_dims):
+        return spec
     local_shape = [size // shard_count(mesh, axes) for size, axes in zip(shape, axes_of_dims, strict=True)]
     is_stack_dim = [name == "layers" for name in names or ()] or [False] * len(shape)
-    candidate_dims = [dim for dim, size in enumerate(local_shape) if size % count == 0 and not is_stack_dim[dim]]
+    candidate_dims = [dim for dim, size in enumerate(local_shape) if size % axis_size == 0 and not is_stack_dim[dim]]
     if not candidate_dims:
-        return whole
+        return spec
     dim = max(candidate_dims, key=lambda dim: (local_shape[dim], dim))
     return spec_of([*axes_of_dims[:dim], (*axes_of_dims[dim], axis), *axes_of_dims[dim + 1 :]])
 
 
-def without(spec: PartitionSpec, axis: str) -> PartitionSpec:
-    """A PartitionSpec without one mesh axis.
+def without_axis(spec: PartitionSpec, axis: str) -> PartitionSpec:
+    """Return a PartitionSpec without one of its mesh axes.
 
     Example:
-        >>> list(without(PartitionSpec("tensor", ("fsdp", "pipe")), "fsdp"))
+        >>> list(without_axis(PartitionSpec("tensor", ("fsdp", "pipe")), "fsdp"))
         ['tensor', 'pipe']
     """
     return spec_of([tuple(name for name in axes if name != axis) for axes in dim_axes(spec)])
@@ -67,7 +66,7 @@ def without(spec: PartitionSpec, axis: str) -> PartitionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Placement of the tensors that belong to one parameter.
+    """The placement of the tensors that belong to one parameter.
 
     Args:
         master: the parameter between steps.
@@ -90,7 +89,7 @@ def placement(
     mesh: Any,
     rules: AxisRules,
 ) -> Placement:
-    """Placement of a parameter's tensors under a ZeRO stage.
+    """Return the placement of a parameter's tensors under a ZeRO stage.
 
     Args:
         shape: shape of the parameter.
@@ -100,47 +99,47 @@ def placement(
         mesh: the mesh.
         rules: mesh axes per logical axis.
     """
-    unsplit = PartitionSpec() if names is None else place.spec(shape, names, mesh, rules)
-    split_spec = split(shape, names, unsplit, mesh)
+    unsplit_spec = PartitionSpec() if names is None else place.spec(shape, names, mesh, rules)
+    split_spec = split(shape, names, unsplit_spec, mesh)
     return Placement(
-        master=split_spec if stage == 3 or (stage > 0 and has_copy) else unsplit,
-        state=split_spec if stage > 0 else unsplit,
-        gradient=split_spec if stage > 1 else unsplit,
-        compute=split_spec if stage == 3 else unsplit,
+        master=split_spec if stage == 3 or (stage > 0 and has_copy) else unsplit_spec,
+        state=split_spec if stage > 0 else unsplit_spec,
+        gradient=split_spec if stage > 1 else unsplit_spec,
+        compute=split_spec if stage == 3 else unsplit_spec,
     )
 
 
-def over(old: Placement, axis: str, shape: Sequence[int], mesh: Any) -> Placement:
-    """A placement with all but the compute copy split over one more axis, if a dim can be split evenly.
+def split_further(coarse_placement: Placement, axis: str, shape: Sequence[int], mesh: Any) -> Placement:
+    """Return a placement with all but the compute copy split over one more axis, if a dim can be split evenly.
 
     All are split along the same dim, and over the new axis first, so that a shard of the finest placement lies within a
-    shard of the others: otherwise XLA would exchange shards in every step, over a slow axis too.
+    shard of the others. If not, XLA would exchange shards in every step, even over a slow axis.
 
     Args:
-        old: the placement without the axis.
+        coarse_placement: the placement without the axis.
         axis: mesh axis to split over.
         shape: shape of the parameter.
         mesh: the mesh.
     """
-    spec_of_field = {field: getattr(old, field) for field in ("master", "state", "gradient")}
-    new_state = split(shape, None, old.state, mesh, axis)
-    old_dims, new_dims = dim_axes(old.state, len(shape)), dim_axes(new_state, len(shape))
-    dim = next((dim for dim in range(len(shape)) if old_dims[dim] != new_dims[dim]), None)
+    spec_by_field = {field: getattr(coarse_placement, field) for field in ("master", "state", "gradient")}
+    split_state = split(shape, None, coarse_placement.state, mesh, axis)
+    dims_before, dims_after = dim_axes(coarse_placement.state, len(shape)), dim_axes(split_state, len(shape))
+    dim = next((dim for dim in range(len(shape)) if dims_before[dim] != dims_after[dim]), None)
     if dim is None:  # a coarser placement may have a dim that can be split evenly
-        new_specs = {field: split(shape, None, spec, mesh, axis) for field, spec in spec_of_field.items()}
+        split_specs = {field: split(shape, None, spec, mesh, axis) for field, spec in spec_by_field.items()}
     else:
-        new_specs = {field: _split_first(spec, dim, axis) for field, spec in spec_of_field.items()}
-    return dataclasses.replace(old, **new_specs)
+        split_specs = {field: _split_first(spec, dim, axis) for field, spec in spec_by_field.items()}
+    return dataclasses.replace(coarse_placement, **split_specs)
 
 
 def _split_first(spec: PartitionSpec, dim: int, axis: str) -> PartitionSpec:
-    """A PartitionSpec with a dim split over one more axis, ahead of the axes that split it already."""
+    """Return a PartitionSpec with a dim split over one more axis, ahead of the axes that split it already."""
     dims = dim_axes(spec, dim + 1)
     return spec_of([*dims[:dim], (axis, *dims[dim]), *dims[dim + 1 :]])
 
 
-def stacked_over(single: Placement, axis: str) -> Placement:
-    """The placement of a stack of tensors, from that of one: the stack's first dim is split over a mesh axis.
+def stacked_over(tensor_placement: Placement, axis: str) -> Placement:
+    """Return the placement of a stack of tensors with this placement; the stack's first dim is split over `axis`.
 
     Example:
         >>> spec = PartitionSpec("tensor")
@@ -148,4 +147,4 @@ def stacked_over(single: Placement, axis: str) -> Placement:
         ['pipe', 'tensor']
     """
     fields = (field.name for field in dataclasses.fields(Placement))
-    return Placement(**{field: PartitionSpec(axis, *getattr(single, field)) for field in fields})
+    return Placement(**{field: PartitionSpec(axis, *getattr(tensor_placement, field)) for field in fields})

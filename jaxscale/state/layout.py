@@ -17,12 +17,12 @@ from jaxscale.blocks import Model
 from jaxscale.errors import UserError
 from jaxscale.lowbit.products import RECIPES
 from jaxscale.lowbit.quantize import is_quantized
-from jaxscale.offload.weights import of_a_block
+from jaxscale.offload.weights import belongs_to_block
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.memory_space import HOST_KIND
 from jaxscale.sharding.partition import axes_of
 from jaxscale.sharding.rules import AxisRules
-from jaxscale.sharding.zero import Placement, over, placement, stacked_over
+from jaxscale.sharding.zero import Placement, placement, split_further, stacked_over
 from jaxscale.state.pure_model import LazyArray, PureModel, in_groups
 from jaxscale.state.train_state import TrainState, Watch
 from jaxscale.trees import leaf_bytes, named_leaves, path_name
@@ -137,7 +137,7 @@ def placements_of(pure_model: PureModel, plan: Plan, mesh: Mesh | AbstractMesh) 
             param_placement = stacked_over(param_placement, PIPE_AXIS)
         elif plan.pipeline is not None and not pure_model.stacked(name):
             # a parameter that stages share is gathered when it is read, and split over the stages between steps
-            param_placement = over(param_placement, PIPE_AXIS, shape, mesh)
+            param_placement = split_further(param_placement, PIPE_AXIS, shape, mesh)
         placements[name] = param_placement
     return placements
 
@@ -213,7 +213,7 @@ class Layout:
         all_whole = jax.tree.map(lambda _: whole_sharding, abstract)
         shardings = dataclasses.replace(all_whole, params=masters, optimizer=optimizer_shardings)
         state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
-        gradients = sharding_tree("gradient", lambda name: plan.offload.gradients == "host" and of_a_block(name))
+        gradients = sharding_tree("gradient", lambda name: plan.offload.gradients == "host" and belongs_to_block(name))
         return cls(plan, mesh, rules, placements, masters, gradients, sharding_tree("compute"), shardings, state)
 
     def with_extra(self, name: str, abstract: Shapes) -> "Layout":

@@ -18,7 +18,7 @@ from jaxscale.compiler.collectives import Collective
 from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.memory.decision import Decision
 from jaxscale.offload.slices import cut
-from jaxscale.offload.weights import of_a_block
+from jaxscale.offload.weights import belongs_to_block
 from jaxscale.recipe.plan import Plan
 from jaxscale.replicas import Codec, wire
 from jaxscale.replicas.diloco import Diloco
@@ -163,7 +163,7 @@ def check_host_bytes(layout: Layout, argument_bytes: int, as_text: Callable[[], 
     copied_shapes = {
         leaf.sharding.shard_shape(leaf.shape)
         for name, leaf in named_leaves(layout.abstract.params).items()
-        if layout.plan.offload.masters and not of_a_block(name)
+        if layout.plan.offload.masters and not belongs_to_block(name)
     }
     for leaf in jax.tree.leaves(layout.abstract):
         local_shape = leaf.sharding.shard_shape(leaf.shape)

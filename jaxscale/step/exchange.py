@@ -209,7 +209,7 @@ class CodecResiduals:
 
     def saved_abstract(self, abstract: TrainState) -> TrainState:
         """As of `StateExtra`."""
-        return _with(abstract, self.name, {ALL: self.stage.abstract(), ONE: self.stage.abstract(one=True)})
+        return _with(abstract, self.name, {ALL: self.stage.abstract(), ONE: self.stage.abstract(merged=True)})
 
     def loaded(self, state: TrainState) -> TrainState:
         """As of `StateExtra`.

@@ -15,7 +15,7 @@ from jax.tree_util import KeyPath
 
 from jaxscale.errors import UserError
 from jaxscale.offload.updates import Advance, on_host, plainly, streamed
-from jaxscale.offload.weights import Streamed, of_a_block
+from jaxscale.offload.weights import Streamed, belongs_to_block
 from jaxscale.programs.elementwise import first_mixing
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.memory_space import COPY, rehearses
@@ -106,14 +106,14 @@ def streamed_weights(
     gradients_on_host = plan.offload.gradients == "host"
 
     def differentiated_leaf(path: KeyPath, param: Array, copy: Array, sharding: NamedSharding) -> Array:
-        if not of_a_block(path_name(path)):
+        if not belongs_to_block(path_name(path)):
             return copy
         zeros = jnp.zeros(param.shape, param.dtype)
         return param if gradients_on_host else jax.lax.with_sharding_constraint(zeros, sharding)
 
     def params_of(leaves: Params) -> Params:
         def param_of(path: KeyPath, leaf: Array, param: Array) -> Array | Streamed:
-            if not of_a_block(path_name(path)):
+            if not belongs_to_block(path_name(path)):
                 return leaf
             return streamed_weight(plan, leaf) if gradients_on_host else streamed_weight(plan, param, leaf)
 

@@ -22,7 +22,7 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.sharding import place
 from jaxscale.sharding.memory_space import on_host, to_device
 from jaxscale.sharding.rules import AxisRules
-from jaxscale.sharding.zero import without
+from jaxscale.sharding.zero import without_axis
 from jaxscale.state.layout import Layout
 from jaxscale.state.pure_model import PureModel
 from jaxscale.state.train_state import TrainState
@@ -141,7 +141,7 @@ class PlannedModel:
         """The placement in which the loop of a pipeline reads a parameter; one that all stages share is whole."""
         placement = self.layout.placements[name]
         if not self.pure_model.stacked(name):
-            return without(placement.compute, "fsdp")
+            return without_axis(placement.compute, "fsdp")
         return placement.master if self.plan.offload.weights == "host" else placement.compute
 
     # -- weights and gradients -----------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Settings before JAX starts its backend: the platform, the number of virtual CPU devices, the compile cache.
 
 On a CPU, one virtual device per core trains faster than one device with a pool of threads. Without an accelerator the
-platform is set to the CPU, because an installed libtpu would delay the first use of a backend by seconds. Settings in
-the user's environment are left unchanged.
+platform is set to the CPU, because an installed libtpu would delay the first use of a backend by seconds. Settings that
+the user's environment already makes are left unchanged.
 """
 
 import contextlib
@@ -16,12 +16,16 @@ from jaxscale.platforms.detect import accelerators, hush_absent_gpus
 
 
 def cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """CPU cores that this process may use: its affinity, or a container's quota (in `quota_file`) if that is less."""
+    """Return the number of CPU cores that this process may use, by its affinity and by the quota of its container.
+
+    Args:
+        quota_file: the cgroup's file with the container's CPU time in each period, and the period, in microseconds.
+    """
     core_count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):
-        quota, period = quota_file.read_text().split()
+        quota_microseconds, period_microseconds = quota_file.read_text().split()
         # without a quota the file holds "max", for which `int` raises
-        core_count = min(core_count, max(1, int(quota) // int(period)))
+        core_count = min(core_count, max(1, int(quota_microseconds) // int(period_microseconds)))
     return core_count
 
 
@@ -39,12 +43,12 @@ def start_backend() -> None:
     config: Any = jax.config
     if not os.environ.get("JAX_PLATFORMS") and not config.jax_platforms and not accelerators():
         config.update("jax_platforms", "cpu")
-    # -1 is JAX's own default; the environment's JAX_NUM_CPU_DEVICES shows here too
-    is_count_set = config.jax_num_cpu_devices != -1 or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    # -1 is JAX's own default; JAX also sets this value from the environment's JAX_NUM_CPU_DEVICES
+    has_count = config.jax_num_cpu_devices != -1 or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if config.jax_platforms == "cpu":
         keep_freed_memory()
-    if config.jax_platforms == "cpu" and not is_count_set:
-        with contextlib.suppress(RuntimeError):  # the backend runs already
+    if config.jax_platforms == "cpu" and not has_count:
+        with contextlib.suppress(RuntimeError):  # raised if the backend runs already
             config.update("jax_num_cpu_devices", cores())
     provide_threads()
     keep_ordered_programs()
@@ -56,19 +60,19 @@ def start_backend() -> None:
 
 
 def cache_folder() -> Path | None:
-    """The folder for compiled programs, `$JAXSCALE_CACHE/compile` or `~/.cache/jaxscale/compile`.
+    """Make the folder for compiled programs, `$JAXSCALE_CACHE/compile` or `~/.cache/jaxscale/compile`.
 
     Returns:
-        The folder; `None`, after a message on stderr, if it cannot be written.
+        The folder. If files cannot be written there, a message is printed on stderr, and `None` is returned.
     """
     cache_root = os.environ.get("JAXSCALE_CACHE")
     try:
         folder = (Path(cache_root) if cache_root else Path.home() / ".cache" / "jaxscale") / "compile"
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
         print(
-            f"compiled programs are not kept: {error}; set JAXSCALE_CACHE to a folder that can be written to",
+            f"compiled programs are not kept ({error}): set JAXSCALE_CACHE to a folder that can be written to",
             file=sys.stderr,
         )
         return None
@@ -78,14 +82,14 @@ def cache_folder() -> Path | None:
 def keep_freed_memory() -> None:
     """Make the C library keep memory that the CPU backend frees, since the next step allocates the same buffers.
 
-    By default glibc returns large buffers to the kernel, which clears every page again at the next step. That takes a
-    third of the step's time, once a process has grown. Threads other than the first would still return buffers, because
-    their arenas hold at most 64 MiB and are freed when empty. So all threads that start from now on share one arena.
-    Without glibc this does nothing.
+    By default glibc returns large buffers to the kernel, which clears every page again at the next step. In a process
+    with much memory, the clearing takes a third of the step's time. Threads other than the first would still return
+    buffers, because their arenas (glibc's pools of memory) hold at most 64 MiB and are freed when empty. So all threads
+    that start after this call share one arena. Without glibc this does nothing.
     """
     import ctypes
 
-    trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8  # malloc.h
+    trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8  # numbers of options, in malloc.h
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):

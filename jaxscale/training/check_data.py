@@ -1,4 +1,4 @@
-"""A check, before a batch is read, that a model can be trained on the data."""
+"""Check, before a batch is read, that a model can be trained on the data."""
 
 from typing import Any
 
@@ -11,17 +11,18 @@ def check_data(experiment: Experiment, data: Any) -> None:
 
     Args:
         experiment: the experiment, with the model.
-        data: the opened data.
+        data: the opened data. If it has a `tokenizer`, or a dict `facts` with the number of "classes" and the "shape"
+            of its images, they are checked.
 
     Raises:
-        UserError: tokens beyond the vocabulary, prompts of samples that the tokenizer cannot encode, labels beyond
-            the classes, images of another shape, or sequences longer than the model's positions.
+        UserError: the tokenizer has more tokens than the model's vocabulary, or it cannot encode a prompt of the
+            samples; the data has more classes, images of another shape, or longer sequences than the model takes.
     """
     tokenizer = getattr(data, "tokenizer", None)
-    vocab, context = (getattr(experiment.model, name, None) for name in ("vocab", "context"))
-    if tokenizer is not None and vocab is not None and tokenizer.size > vocab:
+    vocab_size, model_context = (getattr(experiment.model, name, None) for name in ("vocab", "context"))
+    if tokenizer is not None and vocab_size is not None and tokenizer.size > vocab_size:
         raise UserError(
-            f"the tokenizer has {tokenizer.size} tokens, but model.vocab is {vocab}: "
+            f"the tokenizer has {tokenizer.size} tokens, but model.vocab is {vocab_size}: "
             f"set model.vocab to {tokenizer.size} or more"
         )
     if tokenizer is not None:
@@ -31,20 +32,19 @@ def check_data(experiment: Experiment, data: Any) -> None:
             except UserError as error:
                 raise UserError(f"samples.prompts: {prompt!r}: {error}") from None
             if not has_tokens:
-                raise UserError(f"samples.prompts: {prompt!r} has no token: give text to continue, or no prompt")
-    facts, classes = getattr(data, "facts", {}), getattr(experiment.model, "classes", None)
-    if classes is not None and facts.get("classes", 0) > classes:
-        raise UserError(
-            f"the data has {facts['classes']} classes, but model.classes is {classes}: set it to {facts['classes']}"
-        )
-    image_size = getattr(experiment.model, "image", None)
-    # a size of `None` in the model's shape accepts any size
-    shape, model_shape = facts.get("shape"), (image_size, image_size, getattr(experiment.model, "channels", None))
-    if shape is not None and any(other not in (None, size) for size, other in zip(shape, model_shape, strict=True)):
-        data_text, model_text = (" x ".join(str(size or "any") for size in dims) for dims in (shape, model_shape))
+                raise UserError(f"samples.prompts: {prompt!r} has no tokens: give text to continue, or remove it")
+    data_facts, class_count = getattr(data, "facts", {}), getattr(experiment.model, "classes", None)
+    if class_count is not None and (count := data_facts.get("classes", 0)) > class_count:
+        raise UserError(f"the data has {count} classes, but model.classes is {class_count}: set it to {count}")
+    image_size, channels = (getattr(experiment.model, name, None) for name in ("image", "channels"))
+    # height, width and channels of the images; `None` in the model's shape accepts any size
+    shape, model_shape = data_facts.get("shape"), (image_size, image_size, channels)
+    if shape is not None and any(wanted not in (None, size) for size, wanted in zip(shape, model_shape, strict=True)):
+        data_text, model_text = (" x ".join(str(size or "any") for size in sizes) for sizes in (shape, model_shape))
         raise UserError(f"the images are {data_text}, but the model takes {model_text}: set its image and channels")
     data_context = getattr(experiment.data, "context", None)
-    if context is not None and data_context is not None and data_context > context:
+    if model_context is not None and data_context is not None and data_context > model_context:
         raise UserError(
-            f"data.context is {data_context}, but model.context is {context} positions: set data.context to {context}"
+            f"data.context is {data_context}, but model.context is {model_context} positions: "
+            f"set data.context to {model_context}"
         )

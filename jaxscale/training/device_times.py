@@ -1,7 +1,8 @@
 """The operations of a trace of JAX's profiler, and a page of text about where the time of each device went.
 
-A trace is read with `jax.profiler.ProfileData`, so nothing else has to be installed. An operation's time is its self
-time, without the operations nested in it. A timeline and memory are left out.
+A trace is read with `jax.profiler.ProfileData`, so nothing else has to be installed. It has a plane for every device,
+and one for the host. A plane has lines, and a line is a list of timed events, such as the operations of a GPU stream.
+An operation's time is its self time, without the operations nested in it. A timeline and memory are left out.
 """
 
 import collections
@@ -29,7 +30,7 @@ _MATMUL = re.compile(
 _COPY = re.compile(r"\bcopy(?!.*fusion)|memcpy|memset|transfer|infeed|outfeed|host-?offload", re.IGNORECASE)
 
 
-_SHOWN = 12
+_LISTED_COUNT = 12
 """Number of operations of the busiest device that a summary lists."""
 
 
@@ -39,7 +40,7 @@ class TracedEvent:
 
     Args:
         name: name of the operation in the compiled program, or of the kernel.
-        stats: further values that the profiler recorded, by the profiler's names.
+        stats: further values that the profiler recorded, by the profiler's name of each.
         start: start of the execution in nanoseconds on the clock of the trace.
         end: end of the execution in nanoseconds on the same clock.
     """
@@ -51,9 +52,9 @@ class TracedEvent:
 
     @functools.cached_property
     def kind(self) -> OperationKind:
-        """Kind of the operation, by its name and its category in HLO."""
-        words = (self.name, self.stats.get("hlo_op", ""), self.stats.get("hlo_category", ""))
-        return kind_of(" ".join(map(str, words)))
+        """The kind of the operation, by its name and its category in HLO."""
+        name_parts = (self.name, self.stats.get("hlo_op", ""), self.stats.get("hlo_category", ""))
+        return kind_of(" ".join(map(str, name_parts)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ class DeviceTime:
 
     Args:
         device: name of the device in the trace.
-        span: seconds from the first operation's start to the last one's end.
+        span: seconds from the start of the first operation to the end of the last.
         busy: seconds of the span in which at least one operation ran.
         longest_gap: seconds of the longest wait between two operations.
         operations: the device's operations, the one with the most self time first.
@@ -109,7 +110,7 @@ class DeviceTime:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Times of the devices in a trace; its text is the page.
+    """The times of the devices in a trace; `str` of it is the page of text.
 
     Args:
         devices: the devices of the traced processes.
@@ -123,35 +124,35 @@ class Summary:
         return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
-        """The lines of the page: shares of every device, then the longest operations of the busiest device."""
+        """Yield the lines of the page: the shares of every device, then the longest operations of the busiest one."""
         if not self.devices:
             yield "the trace has no operation of a device"
             return
         yield f"{self.steps} step(s) traced; seconds are per step"
         yield ""
         yield f"{'device':<16}{'span':>10}{'busy':>8}{'longest gap':>14}" + "".join(f"{kind:>12}" for kind in KINDS)
-        for device in self.devices:
-            shares = "".join(f"{device.share(kind):>12.1%}" for kind in KINDS)
-            span, gap = _seconds(device.span / self.steps), _seconds(device.longest_gap)
-            yield f"{device.device:<16}{span:>10}{device.busy_share:>8.1%}{gap:>14}{shares}"
-        busiest = max(self.devices, key=lambda device: device.busy)
+        for device_time in self.devices:
+            share_texts = "".join(f"{device_time.share(kind):>12.1%}" for kind in KINDS)
+            span_text, gap_text = _time_text(device_time.span / self.steps), _time_text(device_time.longest_gap)
+            yield f"{device_time.device:<16}{span_text:>10}{device_time.busy_share:>8.1%}{gap_text:>14}{share_texts}"
+        busiest = max(self.devices, key=lambda device_time: device_time.busy)
         yield ""
         yield f"{busiest.device}: operations by self time"
         yield f"{'seconds':>10}{'share':>8}{'times':>9}  {'kind':<12}name"
-        for operation in busiest.operations[:_SHOWN]:
+        for operation in busiest.operations[:_LISTED_COUNT]:
             share = operation.seconds / busiest.seconds if busiest.seconds else 0.0
             yield (
-                f"{_seconds(operation.seconds / self.steps):>10}{share:>8.1%}{operation.count / self.steps:>9.4g}"
+                f"{_time_text(operation.seconds / self.steps):>10}{share:>8.1%}{operation.count / self.steps:>9.4g}"
                 f"  {operation.kind:<12}{operation.name[:80]}"
             )
-        remainder = busiest.operations[_SHOWN:]
-        if remainder:
-            seconds = sum(operation.seconds for operation in remainder) / self.steps
-            yield f"{_seconds(seconds):>10}  {len(remainder)} more"
+        unlisted_operations = busiest.operations[_LISTED_COUNT:]
+        if unlisted_operations:
+            seconds = sum(operation.seconds for operation in unlisted_operations) / self.steps
+            yield f"{_time_text(seconds):>10}  {len(unlisted_operations)} more"
 
 
 def summary_of(folder: Any, steps: int) -> Summary:
-    """The summary of the newest trace under a folder.
+    """Return the summary of the newest trace under a folder.
 
     Args:
         folder: the folder passed to `jax.profiler.start_trace`.
@@ -166,7 +167,10 @@ def summary_of(folder: Any, steps: int) -> Summary:
 
 @contextlib.contextmanager
 def newest_trace(folder: Any) -> Iterator[Iterator[Any]]:
-    """A context with the `ProfileData` of each process in the newest trace under a folder, read one after the other.
+    """Open the newest trace under a folder, as a context.
+
+    The context gives an iterator over the `ProfileData` of the traced processes. Each is read from its file once the
+    iterator reaches it.
 
     Raises:
         UserError: there is no trace.
@@ -179,43 +183,44 @@ def newest_trace(folder: Any) -> Iterator[Iterator[Any]]:
         )
     from jax.profiler import ProfileData
 
-    # making ProfileData's classes warns about their lack of __module__, and crashes Python 3.12 if warnings are errors
+    # the first use of ProfileData warns that its classes lack __module__; Python 3.12 crashes if warnings are errors
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield (ProfileData.from_file(str(file)) for file in files)
 
 
 def operations_of(plane: Any) -> Iterator[tuple[str, list[TracedEvent]]]:
-    """Yield the name of a device and its operations, for each line of a plane (a table of the trace) with operations.
+    """Yield the name of a device and a list of its operations, for each line of a plane that has operations.
 
-    A TPU's plane has its operations, nested, in the line "XLA Ops"; a GPU's has a line per stream; the CPU's operations
-    are among the host's events, with the number of their device.
+    The plane of a TPU has all operations, some nested in others, in the line "XLA Ops". The plane of a GPU has a line
+    for each stream. The operations of CPU devices are among the host's events, and each holds its device's number.
     """
     for line in plane.lines:
-        is_tpu = plane.name.startswith("/device:TPU") and line.name == "XLA Ops"
-        is_gpu = plane.name.startswith("/device:GPU") and line.name.startswith("Stream")
-        if is_tpu or is_gpu:
+        is_tpu_line = plane.name.startswith("/device:TPU") and line.name == "XLA Ops"
+        is_gpu_line = plane.name.startswith("/device:GPU") and line.name.startswith("Stream")
+        if is_tpu_line or is_gpu_line:
             yield plane.name.removeprefix("/device:"), [traced_event(event) for event in line.events]
         elif plane.name == "/host:CPU":
             operations_by_device: dict[int, list[TracedEvent]] = collections.defaultdict(list)
             for operation in map(traced_event, line.events):
                 if "hlo_op" in operation.stats:
                     operations_by_device[int(operation.stats.get("device_ordinal", 0))].append(operation)
-            for device, operations in operations_by_device.items():
-                yield f"CPU:{device}", operations
+            for device_number, operations in operations_by_device.items():
+                yield f"CPU:{device_number}", operations
 
 
 def traced_event(event: Any) -> TracedEvent:
-    """An event of `ProfileData` as a `TracedEvent`, whose name is cut from the whole line of HLO that a TPU records."""
+    """Convert an event of `ProfileData` to a `TracedEvent`."""
+    # on a TPU the event's name is a whole line of HLO, "%NAME = ..."
     name = str(event.name).split(" = ")[0].lstrip("%")
     return TracedEvent(name, dict(event.stats), event.start_ns, event.start_ns + event.duration_ns)
 
 
 def device_times(planes: Iterable[Any]) -> list[DeviceTime]:
-    """The times of the devices of a trace.
+    """Return the times of each device of a trace, sorted by the devices' names.
 
     Args:
-        planes: `ProfileData.planes`, the tables of a trace.
+        planes: `ProfileData.planes`.
     """
     lines_by_device: dict[str, list[list[TracedEvent]]] = collections.defaultdict(list)
     for plane in planes:
@@ -225,7 +230,7 @@ def device_times(planes: Iterable[Any]) -> list[DeviceTime]:
 
 
 def kind_of(name: str) -> OperationKind:
-    """The kind of an operation, by the words of its name.
+    """Return the kind of an operation, by the words of its name.
 
     Example:
         >>> kind_of("all-gather-start.3"), kind_of("loop_convert_fusion"), kind_of("gemm_fusion_dot_1")
@@ -239,47 +244,50 @@ def kind_of(name: str) -> OperationKind:
 
 
 def _device_time(device: str, lines: list[list[TracedEvent]]) -> DeviceTime:
-    """The time of one device, from the operations of each of its lines."""
-    self_seconds: dict[tuple[str, OperationKind], float] = collections.defaultdict(float)
-    counts: collections.Counter[tuple[str, OperationKind]] = collections.Counter()
+    """Return the times of one device; `lines` holds the operations of each of its lines."""
+    seconds_by_operation: dict[tuple[str, OperationKind], float] = collections.defaultdict(float)
+    count_by_operation: collections.Counter[tuple[str, OperationKind]] = collections.Counter()
     for line in lines:
-        for event, self_nanoseconds in _self_times(line):
-            self_seconds[event.name, event.kind] += self_nanoseconds * 1e-9
-            counts[event.name, event.kind] += 1
-    busy, longest_gap, end = 0.0, 0.0, None
+        for event, self_ns in _self_times(line):
+            seconds_by_operation[event.name, event.kind] += self_ns * 1e-9
+            count_by_operation[event.name, event.kind] += 1
+    # in nanoseconds, like the events
+    busy, longest_gap, latest_end = 0.0, 0.0, None
     events = sorted((event for line in lines for event in line), key=lambda event: event.start)
     for event in events:
-        if end is None:
-            end = event.start
-        longest_gap = max(longest_gap, event.start - end)
-        busy += max(0.0, event.end - max(end, event.start))
-        end = max(end, event.end)
-    span = (end or 0.0) - events[0].start
+        if latest_end is None:
+            latest_end = event.start
+        longest_gap = max(longest_gap, event.start - latest_end)
+        busy += max(0.0, event.end - max(latest_end, event.start))
+        latest_end = max(latest_end, event.end)
+    span = (latest_end or 0.0) - events[0].start
     operations = [
-        DeviceOperation(name, kind, seconds, counts[name, kind]) for (name, kind), seconds in self_seconds.items()
+        DeviceOperation(name, kind, seconds, count_by_operation[name, kind])
+        for (name, kind), seconds in seconds_by_operation.items()
     ]
     operations.sort(key=lambda operation: (-operation.seconds, operation.name))
     return DeviceTime(device, span * 1e-9, busy * 1e-9, longest_gap * 1e-9, tuple(operations))
 
 
 def _self_times(line: list[TracedEvent]) -> Iterator[tuple[TracedEvent, float]]:
-    """Each event of a line, with its nanoseconds outside nested events."""
-    nested_times: dict[int, float] = collections.defaultdict(float)
+    """Yield each event of a line with its self time in nanoseconds, which leaves out the events nested in it."""
+    nested_ns: dict[int, float] = collections.defaultdict(float)
     events = sorted(line, key=lambda event: (event.start, -event.end))
-    open_indices: list[int] = []
+    # indices of the events that are still running when the next event starts, the innermost last
+    enclosing_indices: list[int] = []
     for i, event in enumerate(events):
-        while open_indices and events[open_indices[-1]].end <= event.start:
-            open_indices.pop()
-        if open_indices:
-            nested_times[open_indices[-1]] += min(event.end, events[open_indices[-1]].end) - event.start
-        open_indices.append(i)
+        while enclosing_indices and events[enclosing_indices[-1]].end <= event.start:
+            enclosing_indices.pop()
+        if enclosing_indices:
+            nested_ns[enclosing_indices[-1]] += min(event.end, events[enclosing_indices[-1]].end) - event.start
+        enclosing_indices.append(i)
     for i, event in enumerate(events):
-        yield event, max(0.0, event.end - event.start - nested_times[i])
+        yield event, max(0.0, event.end - event.start - nested_ns[i])
 
 
-def _seconds(seconds: float) -> str:
-    """Seconds with four digits and a unit."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.4g} {unit}"
+def _time_text(seconds: float) -> str:
+    """Format seconds with four digits and a unit."""
+    for unit, unit_seconds in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= unit_seconds:
+            return f"{seconds / unit_seconds:.4g} {unit}"
     return f"{seconds * 1e9:.3g} ns"

@@ -1,4 +1,4 @@
-"""The progress of a run on the screen: one live line in a terminal or a notebook, a line every 20 s in a file.
+"""The progress of a run on the screen: one live line in a terminal or a notebook, or a line every 20 s in a file.
 
 The display receives every step and shows a few per second, so that it costs a fast step only microseconds.
 """
@@ -32,7 +32,7 @@ class Display:
         self._is_notebook = "ipykernel" in sys.modules
         self.live = self._is_notebook or sys.stdout.isatty()
         self._interval = _LIVE_SECONDS if self.live else _FILE_SECONDS
-        self._shown_at = 0.0
+        self._last_shown = 0.0
         self._has_open_line = False
 
     def say(self, text: str) -> None:
@@ -46,27 +46,27 @@ class Display:
         print(text, flush=True)
 
     def show(self, step: int, row: Mapping[str, Any]) -> None:
-        """Update the live line; in a file, print a line if the last one is old enough.
+        """Update the live line, or print a line to a file; do nothing if the last update was too recent.
 
         Args:
             step: number of updates so far.
             row: metrics of the step, as in metrics.jsonl.
         """
-        if self._quiet or (time.monotonic() - self._shown_at < self._interval and step < self._steps):
+        if self._quiet or (time.monotonic() - self._last_shown < self._interval and step < self._steps):
             return
-        self._shown_at = time.monotonic()
-        text = f"loss {row['loss']:.4f}  {count(row.get('tokens_per_second', 0.0))} tokens/s"
+        self._last_shown = time.monotonic()
+        metrics_text = f"loss {row['loss']:.4f}  {count(row.get('tokens_per_second', 0.0))} tokens/s"
         if "mfu" in row:
-            text += f"  mfu {row['mfu']:.1%}"
+            metrics_text += f"  mfu {row['mfu']:.1%}"
         if self._is_notebook:
             seconds = round((self._steps - step) * row.get("step_seconds", 0.0))
             time_left = datetime.timedelta(seconds=seconds)
-            print(f"\rstep {step}/{self._steps}  {text}  {time_left} left ", end="", flush=True)
+            print(f"\rstep {step}/{self._steps}  {metrics_text}  {time_left} left ", end="", flush=True)
             self._has_open_line = True
         elif self.live:
-            self._start().update(self._task, completed=step, text=text)
+            self._start_live_line().update(self._task, completed=step, text=metrics_text)
         else:
-            print(f"step {step}/{self._steps}  {text}", flush=True)
+            print(f"step {step}/{self._steps}  {metrics_text}", flush=True)
 
     def close(self) -> None:
         """End the live line and restore the terminal."""
@@ -75,8 +75,8 @@ class Display:
             self._progress.stop()
             self._progress = None
 
-    def _start(self) -> Any:
-        """Start the live line of a terminal at the first call, and return it."""
+    def _start_live_line(self) -> Any:
+        """Return the progress bar of a terminal, which the first call starts."""
         if self._progress is None:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

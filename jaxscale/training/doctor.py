@@ -20,6 +20,7 @@ from jaxscale.recipe.kernels import KNOWN
 from jaxscale.values.units import rate, size
 
 FindingState = Literal["ok", "note", "missing"]
+# by state: the printed mark, and its colour
 MARKS: Mapping[FindingState, tuple[str, str]] = {
     "ok": ("✓", "green"),
     "note": ("·", "yellow"),
@@ -32,12 +33,13 @@ OPTIONAL: Mapping[str, tuple[tuple[str, ...], str]] = {
     "notebook": (("ipykernel", "matplotlib", "nbclient"), "plots and notebooks"),
     "remote": (("fsspec", "gcsfs", "s3fs"), "data and runs on gs:// and s3://"),
 }
-# jax/_src/hardware_utils.py: Google's PCI vendor number, and its device numbers of TPUs (others are network cards)
-_GOOGLE = "0x1ae0"
-_TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
+# jax/_src/hardware_utils.py: Google's PCI vendor number, and the device numbers of its TPUs (others are network cards)
+_GOOGLE_NUMBER = "0x1ae0"
+_TPU_NUMBERS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
 # jax/_src/hardware_utils.py: device files of the driver, of containers, of WSL2
-_NVIDIA = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
-_DISK_MARGIN = 5 * 10**9  # bytes: a checkpoint of a 0.3 B model with AdamW's moments takes 3.6e9
+_NVIDIA_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
+# free bytes below which a note is given: a checkpoint of a 0.3 B model with AdamW's moments takes 3.6e9
+_DISK_MARGIN = 5 * 10**9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Rows under a common title."""
+    """The rows of the report under one title."""
 
     title: str
     rows: tuple[Finding, ...]
@@ -161,41 +163,43 @@ def examine() -> Machine:
     from jaxscale.platforms.detect import detect, host_memory
     from jaxscale.training.backend import cores
 
-    platform, failure, processes, jax_platforms, cache = None, "", 1, os.environ.get("JAX_PLATFORMS", ""), None
+    jax_platforms = os.environ.get("JAX_PLATFORMS", "")
+    platform, failure, process_count, cache = None, "", 1, None
     try:
         import jax
 
         config: Any = jax.config
         jax_platforms, cache = config.jax_platforms or "", config.jax_compilation_cache_dir
-        platform, processes = detect(), jax.process_count()
+        platform, process_count = detect(), jax.process_count()
     except (ImportError, RuntimeError) as error:
         failure = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    folders = {"working directory": Path.cwd(), "temporary files": Path(tempfile.gettempdir())}
+    folders_by_label = {"working directory": Path.cwd(), "temporary files": Path(tempfile.gettempdir())}
     if cache is not None and Path(cache).exists():
-        folders["compile cache"] = Path(cache)
+        folders_by_label["compile cache"] = Path(cache)
     optional_names = [package for packages, _ in OPTIONAL.values() for package in packages]
     return Machine(
         python=python_platform.python_version(),
-        versions={name: version for name in ("jaxscale", *REQUIRED, *PLUGINS) if (version := _version(name))},
+        versions={name: version for name in ("jaxscale", *REQUIRED, *PLUGINS) if (version := _installed_version(name))},
         platform=platform,
         failure=failure,
-        processes=processes,
-        nvidia=any(Path(path).exists() for path in _NVIDIA),
+        processes=process_count,
+        nvidia=any(Path(path).exists() for path in _NVIDIA_FILES),
         tpu=sees_tpu(),
         jax_platforms=jax_platforms,
         cores=cores(),
         host_memory=host_memory(),
-        disks={(label, str(path)): shutil.disk_usage(path).free for label, path in folders.items()},
+        disks={(label, str(path)): shutil.disk_usage(path).free for label, path in folders_by_label.items()},
         cache=cache,
         modules=frozenset(name for name in optional_names if importlib.util.find_spec(name) is not None),
     )
 
 
 def sees_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
-    """Whether a TPU is on the PCI bus, by the folder of its devices."""
-    for vendor in devices.glob("*/vendor"):
+    """Return whether a TPU is on the PCI bus; `devices` is the folder with one subfolder for each device of the bus."""
+    for folder in devices.glob("*"):
         try:
-            if vendor.read_text().strip() == _GOOGLE and (vendor.parent / "device").read_text().strip() in _TPUS:
+            vendor, number = ((folder / name).read_text().strip() for name in ("vendor", "device"))
+            if vendor == _GOOGLE_NUMBER and number in _TPU_NUMBERS:
                 return True
         except OSError:
             continue
@@ -203,21 +207,21 @@ def sees_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
 
 
 def diagnose(machine: Machine) -> Diagnosis:
-    """The report on a machine, as a pure function of its facts."""
+    """Return the report on a machine, as a pure function of its facts."""
     return Diagnosis(
         (
-            Section("versions", tuple(_versions(machine))),
-            Section("devices", tuple(_devices(machine))),
-            Section("kernels", tuple(_kernels(machine))),
-            Section("memory", tuple(_memory(machine))),
-            Section("disk", tuple(_disk(machine))),
-            Section("optional", tuple(_optional(machine))),
+            Section("versions", tuple(_version_findings(machine))),
+            Section("devices", tuple(_device_findings(machine))),
+            Section("kernels", tuple(_kernel_findings(machine))),
+            Section("memory", tuple(_memory_findings(machine))),
+            Section("disk", tuple(_disk_findings(machine))),
+            Section("optional", tuple(_optional_findings(machine))),
         )
     )
 
 
-def _versions(machine: Machine) -> Iterator[Finding]:
-    """Findings about the versions of Python and of the packages, and about versions that do not match."""
+def _version_findings(machine: Machine) -> Iterator[Finding]:
+    """Yield findings about the versions of Python and of the packages, and about versions that do not match."""
     yield Finding("python", machine.python)
     for name in ("jaxscale", *REQUIRED):
         version = machine.versions.get(name)
@@ -226,53 +230,50 @@ def _versions(machine: Machine) -> Iterator[Finding]:
         elif name != "jaxscale":
             yield Finding(name, "not installed", "missing", f"pip install {name}")
     jax, jaxlib = (machine.versions.get(name) for name in ("jax", "jaxlib"))
-    if jax and jaxlib and _release(jax) != _release(jaxlib):
+    if jax and jaxlib and _release_numbers(jax) != _release_numbers(jaxlib):
         yield Finding("jax and jaxlib", f"{jax} and {jaxlib} differ", "note", f"pip install 'jaxlib=={jax}'")
     for name in PLUGINS[1:]:
         version = machine.versions.get(name)
-        if version and jax and _release(version) != _release(jax):
-            yield Finding(name, f"{version} beside jax {jax}", "missing", f"pip install '{name}=={jax}'")
+        if version and jax and _release_numbers(version) != _release_numbers(jax):
+            yield Finding(name, f"{version}, but jax is {jax}", "missing", f"pip install '{name}=={jax}'")
 
 
-def _devices(machine: Machine) -> Iterator[Finding]:
-    """Findings about the devices that JAX found, and about accelerators that it does not use."""
+def _device_findings(machine: Machine) -> Iterator[Finding]:
+    """Yield findings about the devices that JAX found, and about accelerators that it does not use."""
     platform = machine.platform
     if platform is None:
         yield Finding("devices", f"none: {machine.failure}", "missing", "unset JAX_PLATFORMS, or set JAX_PLATFORMS=cpu")
     else:
-        yield from _chip(platform)
+        yield from _chip_findings(platform)
         if machine.processes > 1:
             yield Finding("processes", str(machine.processes))
         if platform.chip.kind == "cpu" and platform.chips < machine.cores:
-            yield Finding(
-                "cores",
-                f"{machine.cores}, but {platform.chips} device(s)",
-                "note",
-                "by default, a run uses one device per core",
-            )
-    kind = None if platform is None else platform.chip.kind
+            text = f"{machine.cores}, but {platform.chips} device(s)"
+            yield Finding("cores", text, "note", "by default, a run uses one device per core")
+    chip_kind = None if platform is None else platform.chip.kind
     setting = f" (jax_platforms is {machine.jax_platforms!r})" if machine.jax_platforms else ""
-    for name, is_present, extra, plugin_names in (
+    # the kind of accelerator, the package's extra for it, and the packages with which JAX uses it
+    for name, is_present, extra, plugins in (
         ("gpu", machine.nvidia, "cuda", ("jax-cuda13-plugin", "jax-cuda12-plugin")),
         ("tpu", machine.tpu, "tpu", ("libtpu",)),
     ):
-        versions = [f"{plugin} {machine.versions[plugin]}" for plugin in plugin_names if plugin in machine.versions]
-        if is_present and kind != name and not versions:
-            text = f"a {name.upper()} is here, but the installed jaxlib cannot use it"
+        plugin_texts = [f"{plugin} {machine.versions[plugin]}" for plugin in plugins if plugin in machine.versions]
+        if is_present and chip_kind != name and not plugin_texts:
+            text = f"this machine has a {name.upper()}, but the installed jaxlib cannot use it"
             yield Finding(f"{name} support", text, "missing", f"pip install 'jaxscale[{extra}]'")
-        elif is_present and kind != name:
-            text = f"a {name.upper()} is here, but JAX does not use it{setting}"
-            to_do = "unset JAX_PLATFORMS" if setting else f"look at its driver, then pip install -U 'jaxscale[{extra}]'"
+        elif is_present and chip_kind != name:
+            text = f"this machine has a {name.upper()}, but JAX does not use it{setting}"
+            to_do = "unset JAX_PLATFORMS" if setting else f"check its driver, then pip install -U 'jaxscale[{extra}]'"
             yield Finding(f"{name} support", text, "missing", to_do)
-        elif versions and not is_present and kind != name:
-            text = f"{', '.join(versions)}, but no {name.upper()} is here: good for compiling ahead of time"
+        elif plugin_texts and not is_present and chip_kind != name:
+            text = f"{', '.join(plugin_texts)} for compiling ahead of time, because no {name.upper()} is here"
             yield Finding(f"{name} support", text, "note", "set JAX_PLATFORMS=cpu in programs of your own")
-        elif versions:
-            yield Finding(f"{name} support", ", ".join(versions))
+        elif plugin_texts:
+            yield Finding(f"{name} support", ", ".join(plugin_texts))
 
 
-def _chip(platform: Platform) -> Iterator[Finding]:
-    """Findings about the chip, about its peak FLOP/s, and about bfloat16."""
+def _chip_findings(platform: Platform) -> Iterator[Finding]:
+    """Yield findings about the chip, about its peak FLOP/s, and about bfloat16."""
     chip = platform.chip
     yield Finding("devices", f"{platform.devices} x {chip.device_kinds[0]} ({platform})")
     peak = platform.chip.peak("bfloat16") or platform.chip.peak("float16")
@@ -283,41 +284,40 @@ def _chip(platform: Platform) -> Iterator[Finding]:
         text = f"unknown for {chip.device_kinds[0]!r}: runs train, but report no mfu"
         yield Finding("peak", text, "note", f"add a row to jaxscale/platforms/{chip.kind}.py, with its source")
     if chip.kind == "gpu" and chip.peak("bfloat16") is None and peak is not None:
-        yield Finding(
-            "bfloat16", "this chip has no fast bfloat16", "note", "prefer float32: precision bfloat16 will be slow"
-        )
+        to_do = "prefer float32: precision bfloat16 will be slow"
+        yield Finding("bfloat16", "this chip has no fast bfloat16", "note", to_do)
 
 
-def _kernels(machine: Machine) -> Iterator[Finding]:
-    """Findings about the implementation of each kernel of `pallas_kernels`, for a shape of everyday size."""
+def _kernel_findings(machine: Machine) -> Iterator[Finding]:
+    """Yield findings about the implementation of each kernel of `pallas_kernels`, for a shape of everyday size."""
     platform = machine.platform
     if platform is None or platform.chip.kind == "cpu":
         yield Finding("all", "plain JAX: kernels are for TPUs and for H100 and H200")
         return
     from pallas_kernels.overview import overview
 
-    kind = platform.chip.kind
-    for entry in overview(f"{kind} {platform.chip.device_kinds[0]}"):
-        reason = entry.reasons.get(kind)
+    chip_kind = platform.chip.kind
+    for entry in overview(f"{chip_kind} {platform.chip.device_kinds[0]}"):
+        reason = entry.reasons.get(chip_kind)
         choice = entry.chosen if entry.kernel in KNOWN else f"{entry.chosen} (for your own layers; ours do not use it)"
-        yield Finding(entry.kernel, choice if reason is None else f"{choice}; not {kind}: {reason}")
+        yield Finding(entry.kernel, choice if reason is None else f"{choice}; not {chip_kind}: {reason}")
 
 
-def _memory(machine: Machine) -> Iterator[Finding]:
-    """Findings about main memory, and about the memory of each device."""
+def _memory_findings(machine: Machine) -> Iterator[Finding]:
+    """Yield findings about main memory, and about the memory of each device."""
     if machine.host_memory is not None:
         yield Finding("host", size(machine.host_memory))
     platform = machine.platform
     if platform is not None and platform.chip.kind != "cpu" and platform.device_memory is not None:
-        row = Finding("device", f"{size(platform.device_memory)} usable on each of {platform.devices}")
+        finding = Finding("device", f"{size(platform.device_memory)} usable on each of {platform.devices}")
         if platform.chip.kind == "gpu":
             to_do = "JAX takes 75 % of it; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 for more"
-            row = dataclasses.replace(row, state="note", to_do=to_do)
-        yield row
+            finding = dataclasses.replace(finding, state="note", to_do=to_do)
+        yield finding
 
 
-def _disk(machine: Machine) -> Iterator[Finding]:
-    """Findings about the free bytes of the folders that a run writes to."""
+def _disk_findings(machine: Machine) -> Iterator[Finding]:
+    """Yield findings about the free bytes of the folders that a run writes to, and about the compile cache."""
     for (label, path), free_bytes in machine.disks.items():
         is_scarce = free_bytes < _DISK_MARGIN
         to_do = "checkpoints and caches may not fit: free some space, or use --out on another disk" if is_scarce else ""
@@ -327,25 +327,25 @@ def _disk(machine: Machine) -> Iterator[Finding]:
         yield Finding("compile cache", text, "note", "set JAXSCALE_CACHE or JAX_COMPILATION_CACHE_DIR to a folder")
 
 
-def _optional(machine: Machine) -> Iterator[Finding]:
-    """Findings about the extras of this package, and about the packages that each lacks."""
+def _optional_findings(machine: Machine) -> Iterator[Finding]:
+    """Yield findings about the extras of this package, and about the packages that each lacks."""
     for extra, (packages, purpose) in OPTIONAL.items():
-        missing = [name for name in packages if name not in machine.modules]
-        if missing:
-            text = f"{', '.join(missing)} not installed: {purpose}"
+        missing_packages = [name for name in packages if name not in machine.modules]
+        if missing_packages:
+            text = f"{', '.join(missing_packages)} not installed: {purpose}"
             yield Finding(extra, text, "note", f"pip install 'jaxscale[{extra}]'")
         else:
             yield Finding(extra, f"{', '.join(packages)}: {purpose}")
 
 
-def _version(name: str) -> str | None:
-    """Version of a package; `None` if it is not installed."""
+def _installed_version(name: str) -> str | None:
+    """Return the version of a package; `None` if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _release(version: str) -> tuple[str, ...]:
-    """The first three numbers of a version: jax 0.12.0.1 matches jaxlib 0.12.0."""
+def _release_numbers(version: str) -> tuple[str, ...]:
+    """Return the first three numbers of a version: jax 0.12.0.1 matches jaxlib 0.12.0."""
     return tuple(version.split("."))[:3]

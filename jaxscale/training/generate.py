@@ -1,8 +1,8 @@
-"""Text from a trained model, by a KV cache and one compiled program that decodes a window in a scan.
+"""Generate text with a trained model, by a KV cache and one compiled program that decodes a window in a scan.
 
-A window has as many positions as the model, or fewer if they suffice. When it is full and tokens are missing, its
-newer half becomes the prompt of the next window: every token is drawn from at least half a window of preceding text,
-and the model never sees a position that it was not trained on.
+A window has as many positions as the model, or fewer if they suffice. When it is full and more tokens are to be drawn,
+its newer half becomes the prompt of the next window. So every later token is drawn from at least half a window of
+preceding text, and the model never sees a position that it was not trained on.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ import numpy as np
 from jaxscale.errors import UserError
 from jaxscale.recipe.experiment import Experiment
 
-_PREFILL = 16
-"""Prompts up to this length are fed token by token; of a longer prompt, a power of two of tokens is fed at once."""
+_LONGEST_STEPWISE = 16
+"""A prompt of up to this many tokens is fed token by token; of a longer one, the first 2**i tokens are fed at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ def generate(
     seed: int = 0,
     best: bool = False,
 ) -> Any:
-    """Text that a run's model generates after a prompt.
+    """Generate text after a prompt with the model of a run.
 
     Args:
         run: the run directory.
@@ -70,13 +70,13 @@ def generate(
     from jaxscale.checkpoint.restore import read_tokenizer, restore_parameters
 
     sampling = Sampling(tokens, temperature, seed)
-    trained = restore_parameters(run, best=best)
-    module = trained.step.module(trained.state)
-    return continuations(module, trained.experiment.model, read_tokenizer(run), prompt, sampling)
+    trained_run = restore_parameters(run, best=best)
+    module = trained_run.step.module(trained_run.state)
+    return continuations(module, trained_run.experiment.model, read_tokenizer(run), prompt, sampling)
 
 
 def can_generate(model: Any, tokenizer: Any) -> bool:
-    """Whether the model has a cache for decoding, and its data has a tokenizer."""
+    """Return whether the model has a cache for decoding, and its data has a tokenizer."""
     return tokenizer is not None and hasattr(model, "init_cache")
 
 
@@ -91,12 +91,12 @@ def check_generates(model: Any, tokenizer: Any) -> None:
 def continuations(
     module: Any, model: Any, tokenizer: Any, prompt: str | Sequence[str], sampling: Sampling
 ) -> str | list[str]:
-    """The continuation of a prompt, or of each of several prompts, which are decoded together.
+    """Return the continuation of a prompt, or of each of several prompts, which are decoded together.
 
     Args:
         module: the model's module with its parameters.
         model: the model value.
-        tokenizer: tokenizer of its training data; `None` if they are not text.
+        tokenizer: tokenizer of the training data; `None` if the data is not text.
         prompt: the text to continue, or several texts, each of at least one token.
         sampling: number of tokens, temperature and seed.
 
@@ -104,128 +104,147 @@ def continuations(
         UserError: the model does not generate, or a prompt is empty.
     """
     check_generates(model, tokenizer)
-    sequences = []
-    for text in (prompt,) if isinstance(prompt, str) else prompt:
-        ids = np.asarray(tokenizer.encode(text), np.int32)
-        if not len(ids):
-            raise UserError(f"prompt {text!r} has no token: give at least one character, such as a line break")
-        sequences.append(ids)
-    texts = [tokenizer.decode(ids) for ids in decode(module, model, sequences, sampling, choices=tokenizer.size)]
+    encoded_prompts = []
+    for prompt_text in (prompt,) if isinstance(prompt, str) else prompt:
+        prompt_ids = np.asarray(tokenizer.encode(prompt_text), np.int32)
+        if not len(prompt_ids):
+            raise UserError(f"prompt {prompt_text!r} has no tokens: give at least one character, such as a line break")
+        encoded_prompts.append(prompt_ids)
+    id_lists = decode(module, model, encoded_prompts, sampling, choice_count=tokenizer.size)
+    texts = [tokenizer.decode(ids) for ids in id_lists]
     return texts[0] if isinstance(prompt, str) else texts
 
 
-def draw_samples(experiment: Experiment, tokenizer: Any, module: Callable[[], Any]) -> list[tuple[str, str]]:
+def draw_samples(experiment: Experiment, tokenizer: Any, get_module: Callable[[], Any]) -> list[tuple[str, str]]:
     """Draw the samples that an experiment specifies, and return pairs of a prompt and its continuation.
 
     Args:
         experiment: the experiment, of which `model`, `seed` and `samples` are used.
         tokenizer: tokenizer of its data.
-        module: function that returns the model's module with its parameters; called only if there is a sample to draw.
+        get_module: returns the model's module with its parameters; called only if there is a sample to draw.
     """
     samples = experiment.samples
     if not samples.prompts or not can_generate(experiment.model, tokenizer):
         return []
     sampling = Sampling(samples.tokens, samples.temperature, experiment.seed)
-    texts = continuations(module(), experiment.model, tokenizer, samples.prompts, sampling)
-    return list(zip(samples.prompts, texts, strict=True))
+    continuation_texts = continuations(get_module(), experiment.model, tokenizer, samples.prompts, sampling)
+    return list(zip(samples.prompts, continuation_texts, strict=True))
 
 
 def decode(
-    module: Any, model: Any, prompts: Sequence[np.ndarray], sampling: Sampling, *, choices: int | None = None
+    module: Any, model: Any, prompts: Sequence[np.ndarray], sampling: Sampling, *, choice_count: int | None = None
 ) -> list[np.ndarray]:
     """Draw tokens after each prompt.
 
     Args:
         module: the model's module with its parameters.
         model: the model value, with `context` and `init_cache`.
-        prompts: int32 ids of each prompt, of any lengths above 0.
+        prompts: int32 ids [length] of each prompt; lengths may differ, and are above 0.
         sampling: number of tokens, temperature and seed.
-        choices: number of ids that may be drawn, from 0 on; all by default.
+        choice_count: number of ids that may be drawn, from 0 on; all by default.
 
     Returns:
-        int32 ids [tokens] for each prompt.
+        The drawn int32 ids [sampling.tokens] for each prompt.
     """
     import jax
     from flax import nnx
 
     longest_length = max(len(prompt) for prompt in prompts)
-    # positions of a window: the least power of two that suffices
+    # number of positions of a window: the least power of two that suffices
     width = min(model.context, 1 << (longest_length + sampling.tokens - 2).bit_length())
+    # ids of each prompt and of the tokens drawn so far; they end up a little too long
     sequences = [np.asarray(prompt, np.int32) for prompt in prompts]
     final_lengths = [len(ids) + sampling.tokens for ids in sequences]
     graphdef, state = nnx.split(module)
     keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(sampling.seed), row))(np.arange(len(sequences)))
-    temperature = float(sampling.temperature)
-    while any(len(ids) < end for ids, end in zip(sequences, final_lengths, strict=True)):
+    temperature, choice_count = float(sampling.temperature), choice_count or model.vocab
+    while any(len(ids) < length for ids, length in zip(sequences, final_lengths, strict=True)):
         # a full window keeps its newer half
-        prefixes = [ids if len(ids) < width else ids[-max(width // 2, 1) :] for ids in sequences]
-        window = np.zeros((len(prefixes), width), np.int32)
-        for row, ids in zip(window, prefixes, strict=True):
-            row[: len(ids)] = ids
-        lengths = np.array([len(ids) for ids in prefixes], np.int32)
+        window_prompts = [ids if len(ids) < width else ids[-max(width // 2, 1) :] for ids in sequences]
+        window = np.zeros((len(window_prompts), width), np.int32)
+        for window_row, ids in zip(window, window_prompts, strict=True):
+            window_row[: len(ids)] = ids
+        lengths = np.array([len(ids) for ids in window_prompts], np.int32)
         offsets = np.array([len(ids) for ids in sequences], np.int32) - lengths
-        shortest = int(lengths.min())
-        prefill = 0 if shortest <= _PREFILL else 1 << ((shortest - 1).bit_length() - 1)
-        draws = _program()(
-            graphdef, state, model, window, lengths, offsets, keys, temperature, prefill, choices or model.vocab
-        )
+        shortest_length = int(lengths.min())
+        prefill = 0 if shortest_length <= _LONGEST_STEPWISE else 1 << ((shortest_length - 1).bit_length() - 1)
+        inputs = (graphdef, state, model, window, lengths, offsets, keys, temperature, prefill, choice_count)
+        draws = _window_program()(*inputs)
         if jax.process_count() > 1:
             from jax.experimental import multihost_utils
 
             draws = multihost_utils.process_allgather(draws, tiled=True)
         rows = zip(sequences, np.asarray(draws), lengths, strict=True)
-        sequences = [np.concatenate([ids, row[length - 1 :]]) for ids, row, length in rows]
-    return [ids[end - sampling.tokens : end] for ids, end in zip(sequences, final_lengths, strict=True)]
+        sequences = [np.concatenate([ids, row_draws[length - 1 :]]) for ids, row_draws, length in rows]
+    return [ids[length - sampling.tokens : length] for ids, length in zip(sequences, final_lengths, strict=True)]
 
 
 @functools.cache
-def _program() -> Any:
-    """The compiled program that decodes a window."""
+def _window_program() -> Any:
+    """Return the compiled function `decode_window`."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
 
     from jaxscale.blocks import Context
 
-    def draw(logits: Any, keys: Any, temperature: Any, choices: int) -> Any:
-        """Tokens drawn for each row from the first `choices` ids."""
-        logits = logits[:, :choices].astype(jnp.float32)
+    def draw(logits: Any, keys: Any, temperature: Any, choice_count: int) -> Any:
+        """Draw an int32 token [rows] from the first `choice_count` ids of logits [rows, V] by keys [rows]."""
+        logits = logits[:, :choice_count].astype(jnp.float32)
         top_tokens = jnp.argmax(logits, axis=-1)
-        draws = jax.vmap(jax.random.categorical)(keys, logits / jnp.maximum(temperature, 1e-6))
-        return jnp.where(temperature > 0, draws, top_tokens).astype(jnp.int32)
+        random_tokens = jax.vmap(jax.random.categorical)(keys, logits / jnp.maximum(temperature, 1e-6))
+        return jnp.where(temperature > 0, random_tokens, top_tokens).astype(jnp.int32)
 
     @functools.partial(jax.jit, static_argnums=(0, 2, 8, 9))
     def decode_window(
         graphdef: Any,
         state: Any,
         model: Any,
-        prompts: Any,
+        window: Any,
         lengths: Any,
         offsets: Any,
         keys: Any,
         temperature: Any,
         prefill: int,
-        choices: int,
+        choice_count: int,
     ) -> Any:
-        """int32 [rows, width]: in row i at position t, the token drawn for t + 1, of use if t + 1 >= lengths[i]."""
+        """Draw the tokens of a window after its prompts.
+
+        Args:
+            graphdef: definition of the module, by `nnx.split`.
+            state: the module's parameters, by `nnx.split`.
+            model: the model value.
+            window: int32 [rows, width], the ids of a prompt at the start of each row.
+            lengths: int32 [rows], number of ids of each prompt in the window.
+            offsets: int32 [rows], number of ids of each sequence before the window.
+            keys: [rows], a random key for each row.
+            temperature: number that logits are divided by; 0 draws the most likely token.
+            prefill: number of first positions that are fed at once.
+            choice_count: number of ids that may be drawn.
+
+        Returns:
+            int32 [rows, width]: at position t, the token drawn for position t + 1. The caller uses it only if the
+            prompt does not reach position t + 1.
+        """
         module = nnx.merge(graphdef, state, copy=True)
-        rows, width = prompts.shape
+        row_count, width = window.shape
         context = Context()
-        cache = model.init_cache(rows, width, jax.tree.leaves(nnx.state(module, nnx.Param))[0].dtype)
+        cache = model.init_cache(row_count, width, jax.tree.leaves(nnx.state(module, nnx.Param))[0].dtype)
         if prefill:
-            _, cache = module(prompts[:, :prefill], cache=cache, context=context)
+            _, cache = module(window[:, :prefill], cache=cache, context=context)
 
         def decode_position(carry: Any, position: Any) -> Any:
-            """Feed the token at a position, and draw the next one."""
-            cache, previous = carry
-            token = jnp.where(position < lengths, prompts[:, position], previous)
-            logits, cache = module(token[:, None], cache=cache, context=context)
-            row_keys = jax.vmap(jax.random.fold_in)(keys, offsets + position)
-            next_token = draw(logits[:, -1], row_keys, temperature, choices)
-            return (cache, next_token), next_token
+            """Feed the tokens [rows] at a position, and draw the next ones; the carry is the cache and drawn tokens."""
+            cache, drawn_tokens = carry
+            tokens = jnp.where(position < lengths, window[:, position], drawn_tokens)
+            logits, cache = module(tokens[:, None], cache=cache, context=context)
+            position_keys = jax.vmap(jax.random.fold_in)(keys, offsets + position)
+            next_tokens = draw(logits[:, -1], position_keys, temperature, choice_count)
+            return (cache, next_tokens), next_tokens
 
-        _, draws = jax.lax.scan(decode_position, (cache, jnp.zeros(rows, jnp.int32)), jnp.arange(prefill, width))
-        draws = jnp.concatenate([jnp.zeros((prefill, rows), jnp.int32), draws])
+        first_carry = cache, jnp.zeros(row_count, jnp.int32)
+        _, draws = jax.lax.scan(decode_position, first_carry, jnp.arange(prefill, width))
+        draws = jnp.concatenate([jnp.zeros((prefill, row_count), jnp.int32), draws])
         return draws.T
 
     return decode_window

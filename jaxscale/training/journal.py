@@ -1,6 +1,6 @@
-"""Journal: the output of a run in progress, on the screen and to metrics.jsonl, samples.txt and the report.
+"""The journal of a run in progress: its output on the screen and to metrics.jsonl, samples.txt and the report.
 
-Of several processes, only the first has output.
+Of several processes, only the first writes output.
 """
 
 import contextlib
@@ -26,70 +26,70 @@ class Journal:
         self._log: MetricsLog | None = None
 
     def open(self) -> None:
-        """Open metrics.jsonl; output before this call is shown, but not logged."""
-        with run_files.writing(self.folder):
+        """Open metrics.jsonl. Output before this call is shown on the screen, but not logged."""
+        with run_files.explain_write_errors(self.folder):
             self._log = MetricsLog(self.folder) if is_first() else None
 
     def close(self) -> None:
-        """Write out everything, and close the files and the display."""
+        """Close the display and metrics.jsonl, after writing out its buffered lines."""
         self._display.close()
         if self._log is not None:
             with contextlib.suppress(OSError):
                 self._log.close()
 
     def say(self, text: str) -> None:
-        """Show a line."""
+        """Show a line on the screen."""
         self._display.say(text)
 
     def _append(self, step: int, kind: RowKind, **fields: Any) -> None:
-        """Log a row for a step."""
+        """Append a row for a step to metrics.jsonl."""
         if self._log is not None:
-            with run_files.writing(self.folder):
+            with run_files.explain_write_errors(self.folder):
                 self._log.append(step, kind, **fields)
 
-    def event(self, step: int, name: str, **fields: Any) -> None:
+    def log_event(self, step: int, name: str, **fields: Any) -> None:
         """Log an event after a step."""
         self._append(step, "event", name=name, **fields)
 
-    def step(self, step: int, row: Mapping[str, Any]) -> None:
+    def log_step(self, step: int, row: Mapping[str, Any]) -> None:
         """Log and show the metrics of a step."""
         self._append(step, "train", **row)
         self._display.show(step, row)
 
-    def evaluated(self, step: int, metrics: Mapping[str, float], *, is_best: bool) -> None:
+    def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_best: bool) -> None:
         """Log and show the held-out metrics after a step; `is_best` if the loss is the least so far."""
         self._append(step, "eval", **metrics)
-        accuracy = f", accuracy {metrics['accuracy']:.4f}" if "accuracy" in metrics else ""
-        self.say(f"step {step}: held-out loss {metrics['loss']:.4f}{accuracy}{' (best)' if is_best else ''}")
+        accuracy_text = f", accuracy {metrics['accuracy']:.4f}" if "accuracy" in metrics else ""
+        self.say(f"step {step}: held-out loss {metrics['loss']:.4f}{accuracy_text}{' (best)' if is_best else ''}")
 
-    def sampled(self, step: int, prompt: str, text: str) -> None:
+    def log_sample(self, step: int, prompt: str, continuation: str) -> None:
         """Store and show a text that was drawn after a step."""
         from jaxscale.records.samples import append_sample
 
         if is_first():
-            with run_files.writing(self.folder):
-                append_sample(self.folder, step, prompt, text)
-        self.say(f"--- step {step}\n{prompt}{text}\n---")
+            with run_files.explain_write_errors(self.folder):
+                append_sample(self.folder, step, prompt, continuation)
+        self.say(f"--- step {step}\n{prompt}{continuation}\n---")
 
     def flush(self) -> None:
-        """Write out buffered lines; in a bucket they are buffered."""
+        """Write out the lines of metrics.jsonl that are buffered, as they are for a run in a bucket."""
         if self._log is not None:
-            with run_files.writing(self.folder):
+            with run_files.explain_write_errors(self.folder):
                 self._log.flush()
 
-    def report(self) -> None:
-        """Write the run's report; show a line if that fails."""
+    def write_report(self) -> None:
+        """Write the run's report, or show a line with the error if that fails."""
         if not is_first():
             return
-        from jaxscale.report.page import write_report
+        from jaxscale.report import page
 
         if self._log is not None:
             with contextlib.suppress(OSError):
                 self._log.flush()
         try:
-            write_report(self.folder)
+            page.write_report(self.folder)
         except OSError as error:
-            self.say(f"the report was not written: {error}")
+            self.say(f"the report could not be written: {error}")
 
     def conclude(self) -> None:
         """Close the display, and show the summary of a run that has ended."""

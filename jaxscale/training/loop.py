@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from jaxscale.checkpoint.restore import write_tokenizer
 from jaxscale.checkpoint.store import Checkpoints, save_memory_warning
-from jaxscale.compiler.kept_programs import left_out
+from jaxscale.compiler.kept_programs import count_excluded
 from jaxscale.errors import Preempted, UserError
 from jaxscale.planning.automatic_choices import resolve_choices
 from jaxscale.recipe.experiment import Experiment
@@ -31,7 +31,7 @@ from jaxscale.training.journal import Journal
 from jaxscale.training.meter import Meter, peak_of
 from jaxscale.training.pauses import Pauses
 from jaxscale.training.profile import Profiler, ProfileRange
-from jaxscale.training.resume import Earlier
+from jaxscale.training.resume import EarlierRun
 from jaxscale.training.run import Run
 from jaxscale.training.signals import Agreement, Stop
 from jaxscale.training.traced_actions import trace_files
@@ -58,16 +58,16 @@ def train(
     Args:
         experiment: the experiment to train.
         plan: the plan to train by; the experiment's by default.
-        steps: number of updates, in place of the experiment's. The schedule ends with the last update, so a run that is
-            continued with another number changes its learning rate, and prints and logs that change.
+        steps: number of updates, instead of the experiment's. The learning rate's schedule ends with the last update.
+            So a run that is continued with another number changes its learning rate, and prints and logs the change.
         out: the run directory, a local, gs:// or s3:// path; `runs/NAME` by default.
         limit: bytes of device memory that the plans `memory="fit"` and `pipeline="auto:P"` must fit in, or a text such
             as "12GiB"; by default the bytes that programs may use.
-        resume: "auto" continues the run in the directory, whose experiment may differ in steps, evaluation, samples,
-            checkpoint and plan; "never" renames that directory and starts a new run.
-        log_every: number of steps per line of the log; a line's tokens and seconds are those of all its steps.
+        resume: "auto" continues the run in the directory; its experiment may differ from this one in steps, evaluation,
+            samples, checkpoint and plan. "never" renames that directory and starts a new run.
+        log_every: number of steps per line of the log; a line holds the tokens and seconds of all its steps.
         profile: range of steps to trace, such as "10:13" (the three from 10 to 12).
-        source: origin of the experiment, so that commands can rebuild it.
+        source: origin of the experiment, which is stored so that commands can rebuild the experiment.
         quiet: print nothing.
         devices: devices to run on; all by default.
 
@@ -75,11 +75,10 @@ def train(
         The run, with its metrics and its last state.
 
     Raises:
-        UserError: an argument is not valid, which is checked before anything is traced; or the disk failed, and older
-            checkpoints are intact.
-        Preempted: a signal stopped the run, after which it saved, or before its first step with older checkpoints
-            intact.
-        KeyboardInterrupt: a signal stopped the run before its first step, with no checkpoint saved.
+        UserError: an argument is not valid, which is checked before anything is traced; or a file could not be written,
+            and older checkpoints are intact.
+        Preempted: a signal stopped the run, and the run has a checkpoint to continue from.
+        KeyboardInterrupt: a signal stopped a new run before its first step, so it has no checkpoint.
         Diverged: too many steps in a row were skipped; the message names the last good checkpoint.
     """
     if steps is not None:
@@ -107,12 +106,15 @@ class _Training:
     """A run in progress: the arguments of `train`, and the counts so far.
 
     Args:
-        n: number of updates made.
+        updates: number of updates made.
         tokens: number of target tokens seen.
-        skipped: number of updates that the guard skipped.
-        best: the least held-out loss so far; `None` before the first.
+        skip_count: number of updates that the guard skipped.
+        best_loss: the least held-out loss so far; `None` before the first.
         data_state: state of the iterator over batches, after the newest batch that was taken.
-        earlier: the run that this one continues; `None` for a new one.
+        earlier: the record of the run that this one continues; `None` for a new run.
+
+    Further attributes are set while the run is prepared: `step` (the train step), `data` (the opened data),
+    `checkpoints`, `agreement`, `meter`, and `is_cpu` (whether the devices are CPU devices).
     """
 
     experiment: Experiment
@@ -123,12 +125,12 @@ class _Training:
     profiler: Profiler
     source: Source | None
     devices: Sequence[Any] | None
-    n: int = 0
+    updates: int = 0
     tokens: int = 0
-    skipped: int = 0
-    best: float | None = None
+    skip_count: int = 0
+    best_loss: float | None = None
     data_state: Any = None
-    earlier: Earlier | None = None
+    earlier: EarlierRun | None = None
 
     @property
     def folder(self) -> Any:
@@ -138,23 +140,23 @@ class _Training:
     # -- before the first step -----------------------------------------------------------------------------------------
 
     def run(self) -> Run:
-        """Check, train and return the result."""
+        """Check the run, train it, and return it."""
         run_exists = (self.folder / run_files.EXPERIMENT).exists()
         if run_exists and self.resume == "never":
             if is_first():
-                with run_files.claimed(self.folder):
-                    self.journal.say(f"the run that was in {self.folder} is now {run_files.set_aside(self.folder)}")
+                with run_files.lock_run(self.folder):
+                    self.journal.say(f"the earlier run in {self.folder} is now in {run_files.set_aside(self.folder)}")
             run_exists = False
         wait_for_all("the directory is set")
         if not run_exists:
             self._prepare()  # reports mistakes before the directory is made
-        with run_files.claimed(self.folder) if is_first() else contextlib.nullcontext():
+        with run_files.lock_run(self.folder) if is_first() else contextlib.nullcontext():
             policy = self.experiment.checkpoint
-            self.earlier = Earlier.read(self.folder, self.experiment)
+            self.earlier = EarlierRun.read(self.folder, self.experiment)
             if self.earlier is not None:
-                steps = Checkpoints(self.folder / run_files.CHECKPOINTS, write=False).steps()
-                if steps and steps[-1] >= self.experiment.steps:
-                    return self._finished_before(steps[-1])
+                checkpoint_steps = Checkpoints(self.folder / run_files.CHECKPOINTS, write=False).steps()
+                if checkpoint_steps and checkpoint_steps[-1] >= self.experiment.steps:
+                    return self._show_finished(checkpoint_steps[-1])
             wait_for_all("the directory is checked")
             if run_exists:
                 self._prepare()
@@ -169,28 +171,31 @@ class _Training:
                 self.profiler.close()
 
     def _write_values(self) -> None:
-        """Write experiment, plan, tokenizer and source; a continued run does so once state and data are restored."""
+        """Write the files of the experiment, plan, tokenizer and source.
+
+        A continued run calls this only after its state and data are restored.
+        """
         if not is_first():
             return
-        with run_files.writing(self.folder):
+        with run_files.explain_write_errors(self.folder):
             run_files.write_values(self.folder, self.experiment, self.step.plan)
             write_tokenizer(self.folder, self.data.tokenizer)
             source = self.source or Source(name=self.experiment.name, seed=self.experiment.seed)
             source.write(self.folder)
 
-    def _finished_before(self, step: int) -> Run:
+    def _show_finished(self, step: int) -> Run:
         """Show the summary of a run that already has a checkpoint of its last step, and return the run."""
         run = Run(self.folder, self.experiment, self.plan, devices=self.devices)
         if is_first() and not (self.folder / "report.html").exists():
-            self.journal.report()
+            self.journal.write_report()
         self.journal.conclude()
         self.journal.say(
-            f"the run is complete: raise steps beyond {step} to train on, or give another directory (--out)"
+            f"the run is complete: raise steps beyond {step} to continue it, or choose another directory with --out"
         )
         return run
 
     def _prepare(self) -> None:
-        """Build the step and open the data, with every check that needs no compilation."""
+        """Build the train step and open the data, with every check that needs no compilation."""
         import jax
 
         from jaxscale.state.layout import check_model
@@ -200,56 +205,58 @@ class _Training:
         devices = list(jax.devices() if self.devices is None else self.devices)
         plan, _ = resolve_mesh(self.plan, self.experiment.batch, devices)
         check_model(plan, self.experiment.model)
-        single_process = jax.process_count() == 1
-        if single_process:  # a mistake in the data shows before the step is built
+        is_single_process = jax.process_count() == 1
+        if is_single_process:  # report a mistake in the data before the step is built
             self._open_data(0, 1)
         self.step = build(self.experiment, self.plan, devices=self.devices)
-        if not single_process:
+        if not is_single_process:
             self._open_data(*self.step.data_shard())
-        # on the CPU, steps in flight starve each other's collectives: wait for each step
-        self.one_at_a_time = devices[0].platform == "cpu"
+        # on the CPU, steps in flight starve each other's collectives, so `_run_steps` waits for each step
+        self.is_cpu = devices[0].platform == "cpu"
 
     def _open_data(self, process: int, processes: int) -> None:
-        """Open this process's shard of the data, and check that the model can take it."""
+        """Open the shard of the data for one of several processes, and check that the model can take it."""
         experiment = self.experiment
         self.data = experiment.data.open(experiment.batch, experiment.seed, process=process, processes=processes)
         check_data(experiment, self.data)
 
-    def _start(self) -> Any:
-        """Restore the newest checkpoint that is not damaged, and log that; returns its state, or the initial state."""
+    def _restore_state(self) -> Any:
+        """Restore the newest undamaged checkpoint, and log that; return its state, or the initial state without one."""
         restored = self.checkpoints.restore_arrays(self.step.canonical_abstract(), set_aside=True, say=self.journal.say)
         if restored is None:
             return self.step.init()
         description = restored.description
-        self.n, self.tokens, self.best = description.step, description.tokens, description.best
+        self.updates, self.tokens, self.best_loss = description.step, description.tokens, description.best
         self.data_state = description.data
         state = self.step.from_canonical(restored.arrays)
-        self.skipped = int(state.watch.skipped)
+        self.skip_count = int(state.watch.skipped)
         resume_fields: dict[str, Any] = {}
         if restored.damaged:
             resume_fields["damaged"] = {str(step): reason for step, reason in restored.damaged.items()}
         if restored.converted:
             resume_fields["converted"] = list(restored.converted)
-        self.journal.say(f"continuing {self.folder} after step {self.n}{self.step.describe_restored(restored.arrays)}")
+        extras_note = self.step.describe_restored(restored.arrays)
+        self.journal.say(f"continuing {self.folder} after step {self.updates}{extras_note}")
         for line in restored.converted:
             self.journal.say(line)
         assert self.earlier is not None
-        for line, change_fields in self.earlier.changes(self.experiment, self.source, self.n):
+        for line, change_fields in self.earlier.changes(self.experiment, self.source, self.updates):
             self.journal.say(line)
             resume_fields |= change_fields
-        self.event("resume", tokens=self.tokens, **resume_fields)
-        if self.profiler.missed(self.n):
+        self.log_event("resume", tokens=self.tokens, **resume_fields)
+        if self.profiler.has_missed(self.updates):
             self.journal.say(
-                f"profile {self.profiler.steps}: the run continues after step {self.n}, so these steps are not traced"
+                f"profile {self.profiler.step_range}: the run continues after step {self.updates}, "
+                "so these steps are not traced"
             )
         return state
 
     # -- the steps -----------------------------------------------------------------------------------------------------
 
     def _train(self) -> Run:
-        """Train from the newest checkpoint, or from the initial state, to the last step."""
+        """Train from the newest checkpoint, or from the initial state, to the last step, and return the run."""
         with Stop() as stop:
-            state = self._start()
+            state = self._restore_state()
             self.agreement = Agreement(self.step.mesh)
             self._stop_before_the_first_step(stop)  # compiling takes longer than a platform's grace period
             batches = self.data.train(self.data_state)
@@ -264,10 +271,10 @@ class _Training:
                 self._stop_before_the_first_step(stop)
                 start = time.monotonic()
                 pauses = Pauses(
-                    self.experiment, self.step, self.data, self.checkpoints, self.journal, self.best, self.one_at_a_time
+                    self.experiment, self.step, self.data, self.checkpoints, self.journal, self.best_loss, self.is_cpu
                 )
                 try:
-                    state = self._steps(state, batches, batch, stop, pauses)
+                    state = self._run_steps(state, batches, batch, stop, pauses)
                 except (UserError, Preempted):
                     raise
                 except Exception:
@@ -275,49 +282,50 @@ class _Training:
                     with contextlib.suppress(Exception):
                         self.checkpoints.wait()
                     raise
-        self.event("finished", loss=pauses.held_out, best=pauses.best, seconds=time.monotonic() - start)
-        self.journal.report()
+        self.log_event("finished", loss=pauses.held_out_loss, best=pauses.best_loss, seconds=time.monotonic() - start)
+        self.journal.write_report()
         self.journal.conclude()
         live_state = {"train_step": self.step, "state": state, "data": self.data}
         return Run(self.folder, self.experiment, self.plan, devices=self.devices, **live_state)
 
-    def _steps(self, state: Any, batches: Any, batch: Any, stop: Stop, pauses: Pauses) -> Any:
-        """Run all steps from a state and the first batch; returns the last state.
+    def _run_steps(self, state: Any, batches: Any, batch: Any, stop: Stop, pauses: Pauses) -> Any:
+        """Run all steps from a train state and the first batch, and return the last train state.
 
-        Except on the CPU, the metrics of a step are read once the next one is dispatched; `pending_step` is the step
-        in flight.
+        Except on the CPU, the metrics of a step are read only after the next one is dispatched. `pending_step` is the
+        step whose metrics are not read yet: its number, its metrics on the devices, and its question to `agreement`.
         """
         pending_step: tuple[int, Any, Any] | None = None
         self.meter.resume()
-        while self.n < self.experiment.steps:
-            self.profiler.before(self.n + 1, self.folder)
+        while self.updates < self.experiment.steps:
+            self.profiler.start_before(self.updates + 1, self.folder)
             state, metrics = self.step.run(state, batch)
-            self.n += 1
+            self.updates += 1
             data_state = self.data_state
-            if self.n < self.experiment.steps:
+            if self.updates < self.experiment.steps:
                 batch = self.step.place(next(batches))
                 self.data_state = batches.get_state()
-            if self.one_at_a_time:
-                self._settle(self.n, metrics)
-                stop_now, save_now = self.agreement.answer(self.agreement.ask(bool(stop.signal_name), pauses.late()))
+            if self.is_cpu:
+                self._settle(self.updates, metrics)
+                stop_now, save_now = self.agreement.answer(self.agreement.ask(bool(stop.signal_name), pauses.is_late()))
             else:
-                question = self.agreement.ask(bool(stop.signal_name), pauses.late())
-                previous_step, pending_step = pending_step, (self.n, metrics, question)
+                question = self.agreement.ask(bool(stop.signal_name), pauses.is_late())
+                previous_step, pending_step = pending_step, (self.updates, metrics, question)
                 stop_now, save_now = self._settle_pending(previous_step)
-            is_last = self.n == self.experiment.steps
-            pause_due = is_last or stop_now or save_now or pauses.due(self.n)
-            if pause_due and pending_step is not None:
+            is_last = self.updates == self.experiment.steps
+            is_pause_due = is_last or stop_now or save_now or pauses.is_due(self.updates)
+            if is_pause_due and pending_step is not None:
                 pending_answer = self._settle_pending(pending_step)
                 stop_now, pending_step = stop_now or pending_answer[0], None
-            if self.profiler.running and (is_last or stop_now or self.profiler.ends(self.n)):
-                self.profiler.after(self.n, self.folder, state, self.event, self.journal.say, trace_files(self.step))
+            if self.profiler.is_running and (is_last or stop_now or self.profiler.ends_after(self.updates)):
+                files, say = trace_files(self.step), self.journal.say
+                self.profiler.stop_after(self.updates, self.folder, state, self.log_event, say, extra_files=files)
                 self.meter.resume()
-            if pause_due:
+            if is_pause_due:
                 stop_early = stop_now and not is_last
-                pauses(self.n, self.tokens, state, data_state, stopping=stop_early, save_now=save_now)
+                pauses(self.updates, self.tokens, state, data_state, stopping=stop_early, save_now=save_now)
                 self.meter.resume()
                 if stop_early:
-                    endings.preempted(self.journal, self.n, stop.signal_name, saved=True)
+                    endings.stop_preempted(self.journal, self.updates, stop.signal_name, is_saved=True)
             pauses.poll()
         return state
 
@@ -325,70 +333,75 @@ class _Training:
         """Compile the step; show and log its memory, FLOP and kernels."""
         for line in self.step.describe():
             self.journal.say(line)
-        excluded_count = left_out()
+        excluded_count = count_excluded()  # number of programs so far that the compile cache does not keep
         facts = self.step.compile(batch)
-        self.event("compile", **dataclasses.asdict(facts))
+        self.log_event("compile", **dataclasses.asdict(facts))
         for line in lines_of(self.step.kernels):
             self.journal.say(line)
-            self.event("kernels", **fields_of(self.step.kernels))
-        flop = int(self.step.model_flop(batch))
-        memory = self.step.memory(batch)
-        host_memory = self.step.host_memory()
+            self.log_event("kernels", **fields_of(self.step.kernels))
+        model_flop = int(self.step.model_flop(batch))
+        # the next two are dicts of bytes by kind of tensor
+        device_bytes = self.step.memory(batch)
+        host_bytes = self.step.host_memory()
         copy_bytes = self.step.canonical_copy_bytes
-        bytes_by_name = memory | {f"host {kind}": kind_bytes for kind, kind_bytes in host_memory.items()}
+        bytes_by_name = device_bytes | {f"host {kind}": kind_bytes for kind, kind_bytes in host_bytes.items()}
         bytes_by_name["checkpoint copy"] = copy_bytes
-        prediction = {f"{kind.replace(' ', '_')}_bytes": kind_bytes for kind, kind_bytes in bytes_by_name.items()}
-        self.event("predicted", model_flop=flop, parameters=self.step.parameters, **prediction)
+        predicted_bytes = {f"{kind.replace(' ', '_')}_bytes": kind_bytes for kind, kind_bytes in bytes_by_name.items()}
+        self.log_event("predicted", model_flop=model_flop, parameters=self.step.parameters, **predicted_bytes)
         if is_first():
-            bytes_by_kind = {**memory, "gradients and activations": facts.temp_bytes}
-            with run_files.writing(self.folder):
-                layout = {**self.step.layout.table(), "memory": bytes_by_kind, "host_memory": host_memory}
+            bytes_by_kind = {**device_bytes, "gradients and activations": facts.temp_bytes}
+            with run_files.explain_write_errors(self.folder):
+                layout = {**self.step.layout.table(), "memory": bytes_by_kind, "host_memory": host_bytes}
                 run_files.write_json(self.folder / "layout.json", layout)
                 if self.step.decision is not None:
                     run_files.write_json(self.folder / "memory.json", to_json(self.step.decision))
-        device = None if self.one_at_a_time else self.step.mesh.local_devices[0]  # pyright: ignore[reportOptionalSubscript]
-        self.meter = Meter(flop, peak_of(self.step), device)
-        if (warning := save_memory_warning(sum(memory.values()), copy_bytes, device)) is not None:
+        device = None if self.is_cpu else self.step.mesh.local_devices[0]  # pyright: ignore[reportOptionalSubscript]
+        self.meter = Meter(model_flop, peak_of(self.step), device)
+        if (warning := save_memory_warning(sum(device_bytes.values()), copy_bytes, device)) is not None:
             self.journal.say(warning)
         self.journal.say(f"{self.step.parameters:,} parameters, compiled in {facts.seconds:.1f} s")
-        if left_out() > excluded_count:
+        if count_excluded() > excluded_count:
             self.journal.say(
-                f"the step is compiled at every start ({facts.seconds:.1f} s) and not kept: it has collectives in a "
-                "loop, and on several CPU devices such a program may hang once it is loaded from the compile cache"
+                f"the step is compiled at every start ({facts.seconds:.1f} s) and not kept in the compile cache: on "
+                "several CPU devices, a program with collectives in a loop may hang after it is loaded from the cache"
             )
 
     def _settle_pending(self, pending_step: tuple[int, Any, Any] | None) -> tuple[bool, bool]:
-        """Settle a step in flight (number, metrics, question); returns whether to stop, and whether to save."""
+        """Wait for a step in flight and log it; return whether to stop, and whether to save.
+
+        Args:
+            pending_step: number, metrics and question of the step; `None` for no step.
+        """
         if pending_step is None:
             return False, False
         self._settle(pending_step[0], pending_step[1])
         return self.agreement.answer(pending_step[2])
 
-    def _settle(self, n: int, metrics: Mapping[str, Any]) -> None:
-        """Wait for the metrics of step `n`, and log them."""
+    def _settle(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Wait for the metrics of a step, and log them; stop the run if too many steps in a row were skipped."""
         import jax
 
         scalars = {name: scalar.item() for name, scalar in jax.device_get(dict(metrics)).items()}
         self.tokens += (tokens := round(scalars["weight"]))
         self.meter.add(tokens)
-        if scalars["skipped"] > self.skipped:
-            self.skipped = scalars["skipped"]
-            skip_fields = {"loss": scalars["loss"], "grad_norm": scalars["grad_norm"], "skipped": self.skipped}
-            self.journal.event(n, "skipped", **skip_fields)
-        if n % self.log_every == 0 or n == self.experiment.steps:
-            # the last two are metrics of a codec
+        if scalars["skipped"] > self.skip_count:
+            self.skip_count = scalars["skipped"]
+            skip_fields = {"loss": scalars["loss"], "grad_norm": scalars["grad_norm"], "skipped": self.skip_count}
+            self.journal.log_event(step, "skipped", **skip_fields)
+        if step % self.log_every == 0 or step == self.experiment.steps:
+            # the last two are metrics of a codec for gradients
             names = ("loss", "grad_norm", "learning_rate", "residual_norm", "wire_bytes")
             row = {name: scalars[name] for name in names if name in scalars}
-            self.journal.step(n, row | {"tokens": self.tokens, **self.meter.row()})
+            self.journal.log_step(step, row | {"tokens": self.tokens, **self.meter.row()})
         if scalars["skipped_in_row"] >= self.experiment.guard.patience:
-            endings.diverged(self.journal, self.checkpoints, n, scalars)
+            endings.stop_diverged(self.journal, self.checkpoints, step, scalars)
 
     def _stop_before_the_first_step(self, stop: Stop) -> None:
-        """Stop the run if any process received a signal."""
+        """Stop the run if any process has received a signal."""
         stop_now, _ = self.agreement.answer(self.agreement.ask(bool(stop.signal_name), False))
         if stop_now:
-            endings.preempted(self.journal, self.n, stop.signal_name, saved=False)
+            endings.stop_preempted(self.journal, self.updates, stop.signal_name, is_saved=False)
 
-    def event(self, name: str, **fields: Any) -> None:
+    def log_event(self, name: str, **fields: Any) -> None:
         """Log an event after the newest step."""
-        self.journal.event(self.n, name, **fields)
+        self.journal.log_event(self.updates, name, **fields)

@@ -1,4 +1,4 @@
-"""The speed of steps for the log: seconds, tokens per second, FLOP/s and the share of the chips' peak."""
+"""Measure the speed of steps for the log: seconds, tokens per second, FLOP/s, and the share of the chips' peak."""
 
 import time
 from typing import Any
@@ -19,19 +19,19 @@ class Meter:
         self.resume()
 
     def resume(self) -> None:
-        """Start the clock of the next step now, which leaves out the time since the last step."""
-        self._since = time.perf_counter()
+        """Start the clock of the next step now, so that the time since the last step does not count."""
+        self._step_start = time.perf_counter()
 
     def add(self, tokens: int) -> None:
         """Count a step of `tokens` target tokens that ends now."""
         now = time.perf_counter()
-        self._seconds += now - self._since
-        self._since = now
+        self._seconds += now - self._step_start
+        self._step_start = now
         self._steps += 1
         self._tokens += tokens
 
     def row(self) -> dict[str, float]:
-        """The mean figures of the steps since the last row."""
+        """Return the mean figures of the steps since the last row, and start the next row."""
         seconds = self._seconds / self._steps
         row: dict[str, float] = {
             "step_seconds": seconds,
@@ -42,14 +42,14 @@ class Meter:
             row["mfu"] = row["flop_per_second"] / self._peak
         if self._device is not None:
             statistics = self._device.memory_stats() or {}
-            statistic_of = {"memory_bytes": "bytes_in_use", "peak_memory_bytes": "peak_bytes_in_use"}
-            row |= {field: statistics[key] for field, key in statistic_of.items() if key in statistics}
+            statistic_by_field = {"memory_bytes": "bytes_in_use", "peak_memory_bytes": "peak_bytes_in_use"}
+            row |= {field: statistics[name] for field, name in statistic_by_field.items() if name in statistics}
         self._seconds, self._steps, self._tokens = 0.0, 0, 0
         return row
 
 
 def peak_of(step: Any) -> float | None:
-    """Peak FLOP/s of all chips of a step's mesh at the plan's precision; `None` if the tables have no peak."""
+    """Return the peak FLOP/s of all chips of a step's mesh at the plan's precision; `None` if the tables have none."""
     from jaxscale.platforms.detect import detect
 
     if step.plan.matmul != "default":

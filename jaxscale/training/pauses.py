@@ -21,9 +21,9 @@ class Pauses:
         data: the opened data.
         checkpoints: the run's checkpoints.
         journal: the run's journal.
-        best: the least held-out loss so far; `None` before the first.
-        one_at_a_time: wait for each batch of the held-out data before the next, which the CPU platform requires.
-        held_out: held-out loss of the last pause; `None` if it measured none.
+        best_loss: the least held-out loss so far; `None` before the first.
+        one_at_a_time: wait for each batch of the held-out data before the next one, which the CPU platform requires.
+        held_out_loss: held-out loss of the last pause; `None` if it measured none.
     """
 
     experiment: Experiment
@@ -31,20 +31,20 @@ class Pauses:
     data: Any
     checkpoints: Checkpoints
     journal: Journal
-    best: float | None
+    best_loss: float | None
     one_at_a_time: bool
-    held_out: float | None = None
+    held_out_loss: float | None = None
 
     def __post_init__(self) -> None:
         self._saved_at = time.monotonic()
 
-    def late(self) -> bool:
-        """Whether a checkpoint is due by the clock."""
+    def is_late(self) -> bool:
+        """Return whether a checkpoint is due by the clock."""
         minutes = self.experiment.checkpoint.minutes
         return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 
-    def due(self, updates: int) -> bool:
-        """Whether a pause is due after this number of updates."""
+    def is_due(self, updates: int) -> bool:
+        """Return whether a pause is due after this number of updates."""
         intervals = self.experiment.evaluation.every, self.experiment.samples.every, self.experiment.checkpoint.every
         return any(_is_due(updates, interval) for interval in intervals)
 
@@ -54,16 +54,16 @@ class Pauses:
         """After a step, evaluate, sample and save if they are due.
 
         Args:
-            updates: number of updates so far; all three are due after the last.
+            updates: number of updates so far; after the run's last update all three are due.
             tokens: number of target tokens so far.
             state: the train state.
-            data_state: state of the iterator over batches.
-            stopping: whether the run stops early, after this step.
+            data_state: state of the iterator over batches after this step's batch.
+            stopping: whether the run stops early, after this step; if so, the checkpoint is waited for.
             save_now: whether a checkpoint is due by the clock.
         """
         is_last = updates == self.experiment.steps
         checkpoint, is_best = self.experiment.checkpoint, False
-        self.held_out = None
+        self.held_out_loss = None
         if is_last or _is_due(updates, self.experiment.evaluation.every):
             is_best = self._evaluate(updates, state)
         if is_last or _is_due(updates, self.experiment.samples.every):
@@ -72,20 +72,20 @@ class Pauses:
             self._save(updates, tokens, state, data_state, wait=is_last or stopping)
 
     def poll(self) -> None:
-        """Log a checkpoint that was committed since the last call."""
-        self._log(self.checkpoints.poll())
+        """Log the checkpoint that was committed since the last call, if there is one."""
+        self._log_commit(self.checkpoints.poll())
 
     def _evaluate(self, updates: int, state: Any) -> bool:
-        """Measure and log the held-out loss; returns whether it is the least so far."""
-        batches = self.experiment.evaluation.batches
-        metrics = held_out_means(self.step, self.data, state, batches, one_at_a_time=self.one_at_a_time)
+        """Measure and log the held-out loss, and return whether it is the least so far."""
+        batch_count = self.experiment.evaluation.batches
+        metrics = held_out_means(self.step, self.data, state, batch_count, one_at_a_time=self.one_at_a_time)
         if metrics is None:
             return False
-        self.held_out = metrics["loss"]
-        is_best = self.best is None or metrics["loss"] < self.best
+        self.held_out_loss = metrics["loss"]
+        is_best = self.best_loss is None or metrics["loss"] < self.best_loss
         if is_best:
-            self.best = metrics["loss"]
-        self.journal.evaluated(updates, metrics, is_best=is_best)
+            self.best_loss = metrics["loss"]
+        self.journal.log_evaluation(updates, metrics, is_best=is_best)
         return is_best
 
     def _sample(self, updates: int, state: Any) -> None:
@@ -93,33 +93,33 @@ class Pauses:
         from jaxscale.training.generate import draw_samples
 
         for prompt, text in draw_samples(self.experiment, self.data.tokenizer, lambda: self.step.module(state)):
-            self.journal.sampled(updates, prompt, text)
+            self.journal.log_sample(updates, prompt, text)
 
     def _save(self, updates: int, tokens: int, state: Any, data_state: Any, *, wait: bool) -> None:
-        """Save a checkpoint in the background; with `wait`, return once it is committed."""
-        self._log(self.checkpoints.wait())
-        self._save_began = time.perf_counter()
+        """Save a checkpoint in the background; with `wait`, return only after it is committed."""
+        self._log_commit(self.checkpoints.wait())
+        self._save_start = time.perf_counter()
         description = Description(
             step=updates,
             tokens=tokens,
             data=data_state,
             experiment=self.experiment.name,
-            loss=self.held_out,
-            best=self.best,
+            loss=self.held_out_loss,
+            best=self.best_loss,
             versions=versions(),
         )
-        self.journal.flush()  # in a bucket lines are buffered; they must be written before the checkpoint
+        self.journal.flush()  # a bucket's lines are buffered, and must be written before the checkpoint
         self.checkpoints.save_arrays(self.step.to_canonical(state), description)
         self._saved_at = time.monotonic()
         if wait:
-            self._log(self.checkpoints.wait())
+            self._log_commit(self.checkpoints.wait())
 
-    def _log(self, description: Description | None) -> None:
+    def _log_commit(self, description: Description | None) -> None:
         """Log that a checkpoint was committed; `None` logs nothing."""
         if description is not None:
-            self.journal.event(description.step, "checkpoint", seconds=time.perf_counter() - self._save_began)
+            self.journal.log_event(description.step, "checkpoint", seconds=time.perf_counter() - self._save_start)
 
 
 def _is_due(step: int, interval: int) -> bool:
-    """Whether work of this interval is due after a step; never for an interval of 0."""
+    """Return whether work of this interval is due after a step; never for an interval of 0."""
     return interval > 0 and step % interval == 0

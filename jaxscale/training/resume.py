@@ -1,6 +1,6 @@
-"""Changes of a continued run since it was last started: its learning rate and its code.
+"""Find changes of a continued run since it was last started: of its learning rate and of its code.
 
-Both are allowed, so they are printed and logged. Code of modules beside the experiment file is left out.
+Both are allowed, so they are printed and logged. Only the code in the experiment file is compared.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jaxscale.records.source import Source, written_sha256
 
 
 @dataclasses.dataclass(frozen=True)
-class Earlier:
+class EarlierRun:
     """The record in the directory of a run, read before the run is continued.
 
     Args:
@@ -27,8 +27,11 @@ class Earlier:
     sha256: str | None
 
     @classmethod
-    def read(cls, run_dir: Any, experiment: Experiment) -> "Earlier | None":
-        """Read the record of the run in a directory, before anything is written there; `None` if it holds no run.
+    def read(cls, run_dir: Any, experiment: Experiment) -> "EarlierRun | None":
+        """Read the record of the run in a directory, before anything is written there.
+
+        Returns:
+            The record; `None` if the directory holds no run.
 
         Raises:
             UserError: the directory holds a run of another experiment, or its experiment.json is damaged.
@@ -39,19 +42,19 @@ class Earlier:
     def changes(
         self, experiment: Experiment, source: Source | None, step: int
     ) -> Iterator[tuple[str, dict[str, int | float | str]]]:
-        """The changes of a run that continues after `step`, as pairs of a line to print and fields for the log.
+        """Yield the changes of a run that continues after `step`, as pairs of a line to print and fields for the log.
 
-        The schedule falls until the last step, so another number of steps changes the learning rate at once. If the
-        experiment holds code (functions, or classes of its file), its values do not show an edit, and the hash of the
-        file does not distinguish an edited loss from an edited comment or variant. So a change is reported, but raises
-        no error.
+        The learning rate's schedule falls until the last step, so another number of steps changes it at once. If the
+        experiment holds code (functions, or classes that its file defines), an edit of the file may change the results.
+        The hash of the file cannot tell an edited loss from an edited comment. So a change of the hash is reported, but
+        raises no error.
         """
         if experiment.steps != self.steps:
             old_steps, new_steps = self.steps, experiment.steps
             old_lr, new_lr = (experiment.optimizer.learning_rate_at(step, steps) for steps in (old_steps, new_steps))
-            effect = f"stays at {new_lr:.4g}" if old_lr == new_lr else f"goes from {old_lr:.4g} to {new_lr:.4g}"
+            effect_text = f"stays at {new_lr:.4g}" if old_lr == new_lr else f"goes from {old_lr:.4g} to {new_lr:.4g}"
             yield (
-                f"steps were {old_steps:,} and are {new_steps:,}: the learning rate of step {step + 1:,} {effect}",
+                f"steps were {old_steps:,} and are {new_steps:,}: the learning rate of step {step + 1:,} {effect_text}",
                 {"old_steps": old_steps, "steps": new_steps, "old_learning_rate": old_lr, "learning_rate": new_lr},
             )
         if source is None or source.path is None or None in (self.sha256, source.sha256):
@@ -65,6 +68,6 @@ class Earlier:
 
 
 def _holds_code(experiment: Experiment, source: Source) -> bool:
-    """Whether the experiment holds functions, or classes that its file defines."""
-    content = values.to_json(experiment)
-    return values.has_code(content) or f'"{source.module}:' in json.dumps(content)
+    """Return whether the experiment holds functions, or classes that its file defines."""
+    experiment_json = values.to_json(experiment)
+    return values.has_code(experiment_json) or f'"{source.module}:' in json.dumps(experiment_json)

@@ -13,7 +13,7 @@ from jaxscale.records.storage import run_path
 
 
 class Run:
-    """A run directory, and its live state if there is one.
+    """A run directory and, if the run was trained in this process, its live state.
 
     Args:
         directory: the run directory.
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def metrics(self) -> MetricsRows:
-        """Rows of the train steps: a list of dicts, with `column(name)` as an array."""
+        """Rows of the train steps: a list of dicts, whose method `column(name)` returns an array."""
         return read_metrics(self.dir, "train")
 
     @property
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def loss(self) -> float:
-        """Loss of the last step in nats per target."""
+        """Loss of the last step in nats per target; NaN before the first step."""
         rows = self.metrics
         return rows[-1]["loss"] if rows else float("nan")
 
@@ -122,7 +122,7 @@ class Run:
     def generate(
         self, prompt: str | Sequence[str] = "\n", tokens: int = 200, *, temperature: float = 0.8, seed: int = 0
     ) -> Any:
-        """The model's continuation of a prompt, or of each of several prompts, as by `training.generate.generate`."""
+        """Return the model's continuation of a prompt, or of each of several; see `training.generate.generate`."""
         from jaxscale.checkpoint.restore import read_tokenizer
         from jaxscale.training.generate import Sampling, check_generates, continuations
 
@@ -144,30 +144,30 @@ class Run:
     # -- for people ----------------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """The most important figures in a few lines, by `report.summary.summary`."""
+        """Return the most important figures of the run in a few lines, from `report.summary.summary`."""
         from jaxscale.report.summary import summary
 
         return summary(self.dir)
 
     def plot(self) -> Any:
-        """Loss and held-out loss, learning rate, gradient norm and tokens per second, as a matplotlib figure."""
+        """Plot the losses, learning rate, gradient norm and tokens per second; return the matplotlib figure."""
         try:
             from matplotlib.figure import Figure
         except ImportError:
             raise UserError(
-                "plot needs matplotlib: pip install 'jaxscale[notebook]'; report.html shows the same"
+                "plot needs matplotlib: pip install 'jaxscale[notebook]', or open report.html, which has these charts"
             ) from None
         rows, held_out = self.metrics, self.evaluations
         figure = Figure(figsize=(10, 6), layout="constrained")
-        titles = {
+        title_by_metric = {
             "loss": "loss (nats per target)",
             "learning_rate": "learning rate",
             "grad_norm": "gradient norm",
             "tokens_per_second": "tokens per second",
         }
-        for axes, (name, title) in zip(figure.subplots(2, 2).flat, titles.items(), strict=True):
-            axes.plot(rows.column("step"), rows.column(name), linewidth=1, label="train")
-            if name == "loss" and held_out:
+        for axes, (metric, title) in zip(figure.subplots(2, 2).flat, title_by_metric.items(), strict=True):
+            axes.plot(rows.column("step"), rows.column(metric), linewidth=1, label="train")
+            if metric == "loss" and held_out:
                 axes.plot(held_out.column("step"), held_out.column("loss"), marker="o", markersize=3, label="held out")
                 axes.legend()
             axes.set_title(title)

@@ -38,7 +38,7 @@ _ONE_WAY = ("callable", "object")
 
 
 def to_json(value: Any) -> Any:
-    """The value as JSON values: dicts, lists, text, numbers.
+    """Return a value as JSON values: dicts, lists, text, numbers.
 
     Example:
         >>> import dataclasses
@@ -53,13 +53,13 @@ def to_json(value: Any) -> Any:
     return _dump(value, type(value))
 
 
-def from_json(cls: type[T], data: Any, where: str = "the JSON") -> T:
-    """The value of class `cls` from JSON of `to_json`; missing fields get their defaults.
+def from_json(cls: type[T], data: Any, source_name: str = "the JSON") -> T:
+    """Return the value of class `cls` from JSON of `to_json`; missing fields get their defaults.
 
     Args:
         cls: a dataclass, or any other supported type.
         data: JSON data, as `json.loads` returns it.
-        where: name of the file, for messages.
+        source_name: name of the file, for messages.
 
     Raises:
         UserError: an unknown field, a wrong type, or an invalid value; the message has the file and dotted path.
@@ -67,18 +67,18 @@ def from_json(cls: type[T], data: Any, where: str = "the JSON") -> T:
     try:
         return load(data, cls, "")
     except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+        raise UserError(f"{source_name}: {error}") from None
 
 
 def has_code(data: Any) -> bool:
-    """Whether JSON of `to_json` contains a function, class or other object that cannot be read back."""
+    """Return whether JSON of `to_json` contains a function, class or other object that cannot be read back."""
     if isinstance(data, dict):
         return any(key in data for key in _ONE_WAY) or any(map(has_code, data.values()))
     return isinstance(data, list) and any(map(has_code, data))
 
 
 def read_json(path: Any) -> Any:
-    """The content of the JSON file at `path` (local, or in a bucket).
+    """Read the JSON file at `path` (local, or in a bucket); return its content.
 
     Raises:
         UserError: there is no such file, or it is not JSON (cut short, binary).
@@ -92,7 +92,7 @@ def read_json(path: Any) -> Any:
 
 
 def _dump(value: Any, hint: Any) -> Any:
-    """The JSON of a value in a field of a declared type."""
+    """Return the JSON of a value in a field of this declared type."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -113,14 +113,14 @@ def _dump(value: Any, hint: Any) -> Any:
     if isinstance(value, Mapping):
         item_hint = ([get_args(member)[1] for member in members(hint) if len(get_args(member)) == 2] or [Any])[0]
         return {str(key): _dump(item, item_hint) for key, item in value.items()}
-    scalar: Any = value
+    scalar: Any = value  # possibly an array of rank 0
     if getattr(scalar, "shape", None) == ():
         return scalar.item()
     return {"object": _code_name(type(value))}
 
 
 def _code_name(code: Any) -> str:
-    """Module and name of a function, class or object, which do not change between runs.
+    """Return the module and the name of a function, class or object, which do not change between runs.
 
     Example:
         >>> _code_name(functools.partial(json.dumps, default=len, indent=2))
@@ -135,37 +135,37 @@ def _code_name(code: Any) -> str:
 
 
 def _arguments(positional: Iterable[Any], named: Mapping[str, Any]) -> list[str]:
-    """Arguments of a call as text."""
+    """Return the positional arguments of a call, then its named ones, each as text."""
     return [*map(_argument, positional), *(f"{name}={_argument(value)}" for name, value in named.items())]
 
 
 def _argument(value: Any) -> str:
-    """An argument as text, without memory addresses."""
+    """Return an argument as text, without memory addresses."""
     if isinstance(value, type | functools.partial) or (callable(value) and not is_record(value)):
         return _code_name(value)
     if is_record(value):
-        fields = {name: getattr(value, name) for name in field_types(type(value))}
-        return f"{_code_name(type(value))}({', '.join(_arguments((), fields))})"
+        value_by_field = {name: getattr(value, name) for name in field_types(type(value))}
+        return f"{_code_name(type(value))}({', '.join(_arguments((), value_by_field))})"
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_argument, value))}]"
     if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(map(_argument, value)))}}}"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key!r}: {_argument(item)}' for key, item in value.items())}}}"
-    text = repr(value)
-    return _code_name(type(value)) if re.search(r" at 0x[0-9a-fA-F]+", text) else text
+    argument_text = repr(value)
+    return _code_name(type(value)) if re.search(r" at 0x[0-9a-fA-F]+", argument_text) else argument_text
 
 
 def load(data: Any, hint: Any, path: str) -> Any:
-    """The value of a declared type from JSON data; `path` is its dotted path, for messages."""
+    """Return the value of a declared type from JSON data; `path` is its dotted path, for messages."""
     if isinstance(data, dict) and any(key in data for key in _ONE_WAY):
         code = next(data[key] for key in _ONE_WAY if key in data)
         raise UserError(
             f"{path}: {code} is code, which cannot be read from JSON: rebuild the value from the file that defines it"
         )
     if isinstance(data, dict) and _TYPE in data and names_its_class(hint):
-        fields = {key: item for key, item in data.items() if key != _TYPE}
-        return _load_record(fields, type_of(str(data[_TYPE]), path), path)
+        json_by_field = {key: item for key, item in data.items() if key != _TYPE}
+        return _load_record(json_by_field, type_of(str(data[_TYPE]), path), path)
     if len(members(hint)) > 1:
         return first_that_accepts(lambda member: load(data, member, path), hint, path, data)
     origin = get_origin(hint) or hint
@@ -191,12 +191,12 @@ def load(data: Any, hint: Any, path: str) -> Any:
     if hint is Any:
         return tuple(load(item, Any, path) for item in data) if isinstance(data, list) else data
     check(data, hint, path)
-    scalar: Any = data
-    return float(scalar) if hint is float else scalar
+    number: Any = data
+    return float(number) if hint is float else number
 
 
 def _load_record(data: Any, cls: type, path: str) -> Any:
-    """The value of a dataclass from a JSON object."""
+    """Return the value of a dataclass from a JSON object; `path` is its dotted path, for messages."""
     hints = field_types(cls)
     upgrade = getattr(cls, "upgraded_json", None)  # for classes whose earlier versions had other fields
     data = data if upgrade is None else upgrade(data)
@@ -204,8 +204,9 @@ def _load_record(data: Any, cls: type, path: str) -> Any:
         raise wrong(path, data, cls)
     for name in data:
         if name not in hints:
-            path = f"{path}.{name}" if path else name
-            raise UserError(f"unknown field {path!r}: {cls.__name__} has {', '.join(hints)}{near_miss(name, hints)}")
+            user_path = f"{path}.{name}" if path else name
+            fields_text = f"{cls.__name__} has {', '.join(hints)}"
+            raise UserError(f"unknown field {user_path!r}: {fields_text}{near_miss(name, hints)}")
     field_values = {name: load(item, hints[name], f"{path}.{name}" if path else name) for name, item in data.items()}
     for field in dataclasses.fields(cls):
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
@@ -218,7 +219,7 @@ def _load_record(data: Any, cls: type, path: str) -> Any:
 
 
 def first_that_accepts(load_as: Callable[[Any], Any], hint: Any, path: str, data: Any) -> Any:
-    """The value of some data, loaded as the first alternative of a union that accepts the data.
+    """Load data as the first alternative of a union that accepts it; return the value.
 
     Args:
         load_as: returns the value of the data as the given alternative, or raises a `UserError`.
@@ -231,7 +232,7 @@ def first_that_accepts(load_as: Callable[[Any], Any], hint: Any, path: str, data
             this alternative raised.
     """
     alternatives = [member for member in members(hint) if member is not types.NoneType]
-    alternatives.sort(key=lambda member: member is str)  # text would swallow every other alternative
+    alternatives.sort(key=lambda member: member is str)  # last, because a field of text accepts any text
     if accepts_none(hint):
         if data is None or (isinstance(data, str) and data.strip().lower() == "none"):
             return None
@@ -239,9 +240,9 @@ def first_that_accepts(load_as: Callable[[Any], Any], hint: Any, path: str, data
             try:
                 return load_as(alternatives[0])
             except UserError as error:
-                text = str(error)
-                start, middle, end = text.partition(f", expected {describe(alternatives[0])}")
-                raise UserError(f"{start}{middle}, or none{end}" if middle else text) from None
+                message = str(error)
+                start, middle, end = message.partition(f", expected {describe(alternatives[0])}")
+                raise UserError(f"{start}{middle}, or none{end}" if middle else message) from None
     form_error: UserError | None = None
     for member in alternatives:
         try:
@@ -257,7 +258,7 @@ def first_that_accepts(load_as: Callable[[Any], Any], hint: Any, path: str, data
 
 
 def parse_form(text: str, cls: Any, path: str) -> Any:
-    """The value of a class that has a text form."""
+    """Return the value of a class that has a text form; `path` is its dotted path, for messages."""
     try:
         return cls.parse(text)
     except UserError as error:

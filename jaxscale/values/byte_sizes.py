@@ -14,7 +14,7 @@ UNITS = {
 
 
 def parse_bytes(text: str, quantity: str = "bytes") -> int:
-    """The number of bytes of a text such as "1.5GiB".
+    """Read a number of bytes from a text such as "1.5GiB".
 
     Args:
         text: a number and a unit; "0" alone needs no unit.
@@ -42,7 +42,7 @@ def parse_bytes(text: str, quantity: str = "bytes") -> int:
         raise UserError(f"{quantity} {text!r}: unknown unit {unit!r}{suggestion} (B, KiB to PiB, KB to PB)")
     count = number * UNITS[unit or "B"]
     if unit in ("", "B") and count != int(count):
-        raise UserError(f"{quantity} {text!r}: a fraction of a byte; write a whole number of bytes")
+        raise UserError(f"{quantity} {text!r}: expected a whole number of bytes, got a fraction of a byte")
     return int(count)
 
 
@@ -67,7 +67,7 @@ def limit_bytes(limit: int | str | None, name: str) -> int | None:
 
 
 def bytes_text(count: int) -> str:
-    """The shortest text that `parse_bytes` reads back as exactly this number.
+    """Return the shortest text that `parse_bytes` reads back as exactly this number.
 
     Example:
         >>> bytes_text(1610612736), bytes_text(200_000_000), bytes_text(1001), bytes_text(0)
@@ -76,14 +76,14 @@ def bytes_text(count: int) -> str:
     exact_texts = [f"{count}B"]
     for unit, scale in UNITS.items():
         if count >= scale > 1:
-            text = f"{(Decimal(count) / scale).normalize():f}"
-            if parse_bytes(text + unit) == count:
-                exact_texts.append(text + unit)
+            number_text = f"{(Decimal(count) / scale).normalize():f}"
+            if parse_bytes(number_text + unit) == count:
+                exact_texts.append(number_text + unit)
     return min(exact_texts, key=len)
 
 
 def bytes_at_least(count: int) -> str:
-    """A readable text of a number of bytes from `count` to 1 % more: a budget that suffices.
+    """Return a readable text of a budget of at least `count` bytes, and of at most 1 % more.
 
     Example:
         >>> bytes_at_least(5_308_186_624), bytes_at_least(27136), bytes_at_least(12)
@@ -95,7 +95,7 @@ def bytes_at_least(count: int) -> str:
 
 
 def short_budget(count: int) -> int:
-    """A number of bytes from `count` to 0.8 % more, with a short `bytes_text`.
+    """Return a budget of at least `count` bytes, and of at most 0.8 % more, whose `bytes_text` is short.
 
     Example:
         >>> bytes_text(1_215_968_048), bytes_text(short_budget(1_215_968_048)), short_budget(96)

@@ -11,7 +11,7 @@ from jaxscale.values.annotations import field_types, is_record, item_hints, lite
 def check(value: Any, hint: Any, path: str) -> None:
     """Check the value at a dotted path, and the values inside it, against a declared type."""
     if len(members(hint)) > 1:
-        # skip members that clearly do not match, without building an error
+        # alternatives that clearly do not match are skipped, because building an error takes long
         for member in members(hint):
             if isinstance(member, type) and not isinstance(value, (member, int) if member is float else member):
                 continue

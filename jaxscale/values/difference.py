@@ -17,34 +17,34 @@ ABSENT: Final = Absent.ABSENT
 
 
 class Difference(NamedTuple):
-    """One dotted path at which two JSON values differ.
+    """A dotted path at which two JSON values differ, and the two values.
 
     Args:
         path: the dotted path.
-        here: value at this path in the first JSON value; `ABSENT` if there is none.
-        there: value at this path in the second JSON value; `ABSENT` if there is none.
+        first: value at this path in the first JSON value; `ABSENT` if there is none.
+        second: value at this path in the second JSON value; `ABSENT` if there is none.
     """
 
     path: str
-    here: Any
-    there: Any
+    first: Any
+    second: Any
 
     def __str__(self) -> str:
-        return f"{self.path} ({self.here} here, {self.there} there)"
+        return f"{self.path} ({self.first} here, {self.second} there)"
 
 
-def difference(here: Any, there: Any, path: str = "") -> list[Difference]:
-    """Differences between two JSON values, leaf by leaf; `path` is put in front of their paths.
+def difference(first: Any, second: Any, path: str = "") -> list[Difference]:
+    """Return the differences between two JSON values, leaf by leaf; `path` is put in front of their paths.
 
     Example:
         >>> [str(change) for change in difference({"model": {"embed": 256}}, {"model": {"embed": 128}})]
         ['model.embed (256 here, 128 there)']
     """
-    if isinstance(here, dict) and isinstance(there, dict):
+    if isinstance(first, dict) and isinstance(second, dict):
         differences = []
-        for name in [*here, *(name for name in there if name not in here)]:
+        for name in [*first, *(name for name in second if name not in first)]:
             entry_path = f"{path}.{name}" if path else str(name)
-            differences += difference(here.get(name, ABSENT), there.get(name, ABSENT), entry_path)
+            differences += difference(first.get(name, ABSENT), second.get(name, ABSENT), entry_path)
         return differences
-    is_equal = here == there and isinstance(here, bool) == isinstance(there, bool)
-    return [] if is_equal else [Difference(path, here, there)]
+    is_equal = first == second and isinstance(first, bool) == isinstance(second, bool)
+    return [] if is_equal else [Difference(path, first, second)]

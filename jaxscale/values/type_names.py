@@ -9,7 +9,7 @@ import importlib
 
 from jaxscale.errors import UserError, near_miss
 
-_WHERE = {
+_MODULE_BY_NAME = {
     "data.Images": "jaxscale.data.images",
     "data.Mixture": "jaxscale.data.text",
     "data.Text": "jaxscale.data.text",
@@ -22,7 +22,7 @@ _WHERE = {
     "models.ViT": "jaxscale.models.vit",
 }
 """Module of the class with each public name."""
-_PUBLIC = {f"{module}:{name.rpartition('.')[2]}": name for name, module in _WHERE.items()}
+_PUBLIC = {f"{module}:{name.rpartition('.')[2]}": name for name, module in _MODULE_BY_NAME.items()}
 """Public name of each MODULE:CLASS of today."""
 _EARLIER = {
     "jaxscale.data.images:Images": "data.Images",
@@ -40,7 +40,7 @@ _EARLIER = {
 
 
 def type_name(path: str) -> str:
-    """Public name of a class, or `path` itself if the class has none.
+    """Return the public name of a class, or `path` itself if the class has none.
 
     Args:
         path: MODULE:CLASS of today, a name in an earlier file, or a public name.
@@ -53,7 +53,7 @@ def type_name(path: str) -> str:
 
 
 def type_of(name: str, path: str) -> type:
-    """The dataclass that JSON names under "type".
+    """Return the dataclass that JSON names under "type".
 
     Args:
         name: a public name, MODULE:CLASS, or a name in an earlier file.
@@ -63,18 +63,18 @@ def type_of(name: str, path: str) -> type:
         UserError: there is no such dataclass.
     """
     public_name = type_name(name)
-    if public_name in _WHERE:
-        return getattr(importlib.import_module(_WHERE[public_name]), public_name.rpartition(".")[2])
+    if public_name in _MODULE_BY_NAME:
+        return getattr(importlib.import_module(_MODULE_BY_NAME[public_name]), public_name.rpartition(".")[2])
     module, colon, qualname = public_name.partition(":")
     try:
-        cls = importlib.import_module(module) if colon else None
+        member = importlib.import_module(module) if colon else None  # the module, then what it contains
         for attribute in qualname.split("."):
-            cls = getattr(cls, attribute)
+            member = getattr(member, attribute)
     except (ImportError, AttributeError, ValueError):
-        cls = None
-    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        member = None
+    if not (isinstance(member, type) and dataclasses.is_dataclass(member)):
         raise UserError(
             f"{path}.type: got {name!r}, expected MODULE:CLASS of a dataclass that can be imported here, or one of "
-            f"{', '.join(_WHERE)}{near_miss(name, _WHERE)}"
+            f"{', '.join(_MODULE_BY_NAME)}{near_miss(name, _MODULE_BY_NAME)}"
         )
-    return cls
+    return member

@@ -9,7 +9,7 @@ _DECIMAL = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3,
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A measured number with `digits` significant digits.
+    """Return a measured number as text, with `digits` significant digits.
 
     Example:
         >>> number(1.46872), number(0.000123456), number(float("nan")), number(None), number(1234567.0)
@@ -31,7 +31,7 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def count(value: float) -> str:
-    """A count: exact below 100,000, otherwise rounded and with a decimal prefix.
+    """Return a count as text: exact below 100,000, from there on rounded and with a decimal prefix.
 
     Example:
         >>> count(12), count(98765), count(1_536_000), count(8.03e9)
@@ -44,7 +44,7 @@ def count(value: float) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes with a binary prefix.
+    """Return a number of bytes as text, with a binary prefix.
 
     Example:
         >>> size(512), size(1_572_864), size(80 * 2**30)
@@ -55,7 +55,7 @@ def size(value: float) -> str:
 
 
 def round_size(value: float) -> str:
-    """A round number of bytes, for the ticks of an axis.
+    """Return a round number of bytes as text, for the ticks of an axis.
 
     Example:
         >>> round_size(20 * 2**30), round_size(0)
@@ -66,7 +66,7 @@ def round_size(value: float) -> str:
 
 
 def rate(value: float, unit: str) -> str:
-    """A rate with a decimal prefix.
+    """Return a rate as text, with a decimal prefix.
 
     Example:
         >>> rate(3.21e12, "FLOP/s")
@@ -77,7 +77,7 @@ def rate(value: float, unit: str) -> str:
 
 
 def short(value: float) -> str:
-    """A round number with a decimal prefix, for the ticks of an axis.
+    """Return a round number as text with a decimal prefix, for the ticks of an axis.
 
     Example:
         >>> short(20_000), short(2.5e9), short(0)
@@ -88,7 +88,7 @@ def short(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A span of time.
+    """Return a span of time as text.
 
     Example:
         >>> duration(0.0042), duration(3.25), duration(75), duration(8000), duration(200_000)
@@ -98,18 +98,16 @@ def duration(seconds: float) -> str:
         return "unknown"
     if seconds < 60:
         return f"{_three_digits(seconds * 1e3)} ms" if seconds < 0.1 else f"{_three_digits(seconds)} s"
-    for unit_seconds, part_seconds, units in (
-        (86400, 3600, ("d", "h")),
-        (3600, 60, ("h", "min")),
-        (60, 1, ("min", "s")),
-    ):
+    scales = ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s"))
+    for unit_seconds, part_seconds, unit, part_unit in scales:
         if seconds >= unit_seconds:
-            return f"{int(seconds // unit_seconds)} {units[0]} {int(seconds % unit_seconds // part_seconds)} {units[1]}"
+            part_count = int(seconds % unit_seconds // part_seconds)
+            return f"{int(seconds // unit_seconds)} {unit} {part_count} {part_unit}"
     raise AssertionError(seconds)
 
 
 def field(name: str, value: object) -> str:
-    """The value of a metric's field as text, in the unit with which the field's name ends.
+    """Return the value of a metric's field as text, in the unit with which the field's name ends.
 
     Example:
         >>> field("step_seconds", 0.25), field("temp_bytes", 2048), field("path", "checkpoints/500")
@@ -127,17 +125,17 @@ def field(name: str, value: object) -> str:
 
 
 def _scaled(value: float, scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """A value in the largest unit that it reaches, and the unit; the value itself and "" below all units."""
+    """Return a value in the largest unit that it reaches, and the unit; below all units, the value itself and ""."""
     return next(((value / scale, unit) for scale, unit in scales if abs(value) >= scale), (value, ""))
 
 
 def _three_digits(value: float) -> str:
-    """A number with three significant digits, and no power of ten."""
+    """Return a number as text with three significant digits, and without a power of ten."""
     if value == 0:
         return "0"
     return f"{value:.{max(0, 2 - max(0, math.floor(math.log10(abs(value)))))}f}"
 
 
 def _with_minus(text: str) -> str:
-    """The text with minus signs in place of hyphens."""
+    """Return a text with minus signs instead of hyphens."""
     return text.replace("-", "\N{MINUS SIGN}")

@@ -219,7 +219,7 @@ def test_a_newer_format_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "FORMAT", 7)
     saved(tmp_path / "c", 1)
     monkeypatch.undo()
-    with pytest.raises(UserError, match="format 7, but this version of jaxscale reads up to 1"):
+    with pytest.raises(UserError, match="format 7, but this version of jaxscale reads only formats up to 1"):
         Checkpoints(tmp_path / "c").restore_arrays(abstract())
 
 
@@ -290,6 +290,6 @@ def test_a_copy_that_does_not_fit_is_told():
 
     assert module.save_memory_warning(6_000_000_000, 4_000_000_000, Small()) is None
     told = module.save_memory_warning(6_000_000_000, 5_000_000_000, Small())
-    assert "both need 11.0 GB, but the device has 10.0 GB" in told
+    assert "The state and its copy need 11.0 GB, but the device has 10.0 GB" in told
     assert module.save_memory_warning(6_000_000_000, 5_000_000_000, jax.devices()[0]) is None, "a CPU does not tell"
     assert module.save_memory_warning(6_000_000_000, 5_000_000_000, None) is None

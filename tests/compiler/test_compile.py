@@ -79,7 +79,7 @@ def test_a_compiler_that_dies_is_a_report(number, says):
 
 def test_a_compiler_that_takes_too_long_is_a_report():
     report = compile_report(ProgramRecipe(PROGRAMS + "sleeps"), "cpu", timeout=0.5)
-    assert report.crashed == "not done in 0.5 s: pass a longer timeout"
+    assert report.crashed == "still running after 0.5 s: pass a longer timeout"
 
 
 def test_a_recipes_own_error_comes_back_with_its_traceback():
@@ -171,7 +171,7 @@ def test_a_script_sends_its_own_functions_and_a_cache_that_cannot_be_written_is_
 
 def test_a_function_of_the_prompt_has_no_file_to_send(monkeypatch):
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
-    with pytest.raises(UserError, match="put it in a module"):
+    with pytest.raises(UserError, match="define it in a module"):
         compile_report(ProgramRecipe("__main__:mine"), "cpu")
 
 

@@ -120,7 +120,7 @@ def test_a_kernel_too_large_for_the_chip():
 
 @pytest.mark.slow
 def test_mistakes():
-    with pytest.raises(ValueError, match=r"for other devices .cpu. than it was given .TPU v5 lite"):
+    with pytest.raises(ValueError, match=r"for other devices .cpu. than it received .TPU v5 lite"):
         compile_report(programs.elsewhere, "tpu v5e:1x1")
     with pytest.raises(ValueError, match="has no option 'xla_tpu_nothing'"):
         compile_report(programs.zero, "tpu v5e:2x2", options={"xla_tpu_nothing": True})

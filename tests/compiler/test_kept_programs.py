@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from kept_programs import kept
 
-from jaxscale.compiler.kept_programs import keep_ordered_programs, left_out, stays_ordered
+from jaxscale.compiler.kept_programs import count_excluded, keep_ordered_programs, stays_ordered
 
 LOOP = """HloModule jit_step
 %body (x: f32[4]) -> f32[4] {
@@ -49,7 +49,7 @@ def sums(devices: int, looped: bool):
 
 def compiled(folder: Path, devices: int, looped: bool) -> tuple[int, int, int]:
     """Entries of the cache for the program, loads of one, and programs left out, of compiling it."""
-    loads, before = [], left_out()
+    loads, before = [], count_excluded()
     listener = lambda event, **_: loads.append(event) if event.endswith("/cache_hits") else None  # noqa: E731
     program, x = sums(devices, looped)
     with kept(folder):
@@ -58,7 +58,7 @@ def compiled(folder: Path, devices: int, looped: bool) -> tuple[int, int, int]:
             program.lower(x).compile()
         finally:
             jax.monitoring.unregister_event_listener(listener)
-    return len(list(folder.glob("jit_program-*-cache"))), len(loads), left_out() - before
+    return len(list(folder.glob("jit_program-*-cache"))), len(loads), count_excluded() - before
 
 
 @pytest.mark.parametrize(("devices", "looped"), [(1, True), (2, False)])

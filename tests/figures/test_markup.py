@@ -48,7 +48,9 @@ def test_children_and_attributes():
 
 
 def test_a_table_has_heads_names_numbers_and_a_rest():
-    read = table([("1", "a")], ("how many", "what"), numeric=(0,), names=1, rest=[("2", "others")], class_="facts")
+    read = table(
+        [("1", "a")], ("how many", "what"), numeric=(0,), name_column=1, extra_rows=[("2", "others")], class_="facts"
+    )
     assert read == (
         '<table class="facts"><thead><tr><th class="n">how many</th><th>what</th></tr></thead>'
         '<tbody><tr><td class="n">1</td><th scope="row">a</th></tr>'

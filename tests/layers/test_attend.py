@@ -338,7 +338,7 @@ def test_what_splash_cannot_do_is_refused_by_name():
     ("settings", "message"),
     [
         ({"implementation": "chunkd"}, "did you mean 'chunked'"),
-        ({"q_segments": SEGMENTS}, "give segments of both"),
+        ({"q_segments": SEGMENTS}, "pass segments of both"),
         ({"window": 2, "causal": False}, "drop one"),
         ({"window": 0}, "at least 1"),
         ({"chunk": 0}, "at least 1"),

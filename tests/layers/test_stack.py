@@ -292,9 +292,9 @@ TREATMENTS = {
     "segments of one cycle": Treatment(_remat, segment=1),
     "one segment": Treatment(segment=9),
     "segments, unrolled": Treatment(_remat, unroll=2, segment=4),
-    "groups": Treatment(groups=((5, _remat), (2, blocks.as_it_is))),
-    "three groups, one of a layer": Treatment(groups=((3, blocks.as_it_is), (1, _remat), (3, _remat))),
-    "groups in segments": Treatment(groups=((5, _remat), (2, blocks.as_it_is)), segment=2),
+    "groups": Treatment(groups=((5, _remat), (2, blocks.identity))),
+    "three groups, one of a layer": Treatment(groups=((3, blocks.identity), (1, _remat), (3, _remat))),
+    "groups in segments": Treatment(groups=((5, _remat), (2, blocks.identity)), segment=2),
 }
 
 
@@ -362,7 +362,7 @@ def test_a_stack_built_in_groups_is_never_cut():
     with blocks.grouping((5, 2)):
         stack = _stack(7)
     graphdef, state = nnx.split(stack)
-    treatment = Treatment(groups=((5, _remat), (2, blocks.as_it_is)))
+    treatment = Treatment(groups=((5, _remat), (2, blocks.identity)))
 
     def run(params, x):
         with blocks.treating(treatment):

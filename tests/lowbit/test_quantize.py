@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from jaxscale.errors import UserError
 from jaxscale.lowbit.codebooks import MAPS, encode_by_table
-from jaxscale.lowbit.quantize import LEAST, Quantized, block_of, codes, decode, encode, scales, zeros
+from jaxscale.lowbit.quantize import LEAST, Quantized, block_of, compute_codes, compute_scales, decode, encode, zeros
 
 GOLDEN = Path(__file__).parent.parent / "golden/quantize/bitsandbytes.safetensors"
 encoded = jax.jit(encode, static_argnums=(1, 2))
@@ -71,7 +71,7 @@ def test_the_error_of_a_block_is_a_share_of_its_largest_number_and_zeros_stay(na
     assert (q.codes.dtype, q.scale.shape, q.scale.dtype) == (m.dtype, (2, 2, 6), jnp.float32)
     largest = np.abs(x).reshape(2, 2, 32, 6).max(2)
     np.testing.assert_array_equal(q.scale, largest)
-    np.testing.assert_array_equal(scales(jnp.asarray(x), name, 32, by_rows=True), largest)
+    np.testing.assert_array_equal(compute_scales(jnp.asarray(x), name, 32, by_rows=True), largest)
     widest = np.diff(m.table).max()
     error = np.abs(np.asarray(decoded(q)) - x).reshape(2, 2, 32, 6)
     assert (error <= widest * (1 + 1e-5) * largest[:, :, None]).all()
@@ -117,12 +117,12 @@ def test_stochastic_rounding_gives_the_number_on_average(name: str) -> None:
     @jax.jit
     def mean(x: jax.Array, scale: jax.Array) -> jax.Array:
         def one(key: jax.Array) -> jax.Array:
-            return decode(Quantized(codes(x, scale, name, 32, key), scale, name, 32))
+            return decode(Quantized(compute_codes(x, scale, name, 32, key), scale, name, 32))
 
         return jnp.mean(jax.vmap(one)(jax.random.split(jax.random.key(0), draws)), 0)
 
     x[0] = 1
-    found = np.asarray(mean(x, scales(jnp.asarray(x), name, 32)))
+    found = np.asarray(mean(x, compute_scales(jnp.asarray(x), name, 32)))
     above = np.searchsorted(m.table, x).clip(1, m.table.size - 1)
     step = m.table[above] - m.table[above - 1]
     assert (np.abs(found - x) <= 5 * 0.5 * step / np.sqrt(draws) + 1e-6).all()

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.errors import UserError
-from jaxscale.lowbit.in_blocks import views_of
+from jaxscale.lowbit.in_blocks import find_reshaper
 from jaxscale.lowbit.quantize import decode, is_quantized
 from jaxscale.lowbit.quantized import StatePolicy, dequantize, placed, quantize_state, state_bytes
 
@@ -143,7 +143,7 @@ def _scaled(function: Any) -> Any:
 )
 def test_a_rule_that_looks_at_shapes_is_not_run_in_blocks(rule: Any, expected: bool) -> None:
     state = quantize_state(rule, "int8", StatePolicy(block=32)).init(PARAMS)
-    assert (views_of(rule, PARAMS, state) is not None) == expected
+    assert (find_reshaper(rule, PARAMS, state) is not None) == expected
 
 
 def test_a_state_without_zero_levels_starts_from_zero_and_other_starts_are_kept() -> None:
@@ -184,7 +184,7 @@ def test_blocks_divide_every_shard_and_never_lie_along_layers() -> None:
 
 def test_what_is_refused_says_why() -> None:
     large = {"w": jnp.ones((256, 256))}
-    with pytest.raises(UserError, match=r"would quantize no leaf.*Adafactor's factors.*use states='float32'"):
+    with pytest.raises(UserError, match=r"would quantize no leaf.*Adafactor's factors.*Use states='float32'"):
         quantize_state(optax.adafactor(1e-3, multiply_by_parameter_scale=False), "int8").init(large)
     with pytest.raises(UserError, match="would quantize no leaf"):
         quantize_state(optax.sgd(0.1), "int8").init(large)
@@ -192,7 +192,7 @@ def test_what_is_refused_says_why() -> None:
         quantize_state(optax.adamw(1e-3), "int8").init({"w": jnp.ones((8, 8))})
     with pytest.raises(UserError, match="unknown states 'int9'"):
         inspect.unwrap(quantize_state)(optax.sgd(0.1), "int9")  # as without run-time type checks
-    with pytest.raises(UserError, match="'acc_grads' must never be quantized: a sum of gradients"):
+    with pytest.raises(UserError, match="'acc_grads' must stay float32, because it holds a sum of gradients"):
         StatePolicy(signed=("acc_grads",))
     with pytest.raises(UserError, match="both signed and unsigned"):
         StatePolicy(unsigned=("mu",))

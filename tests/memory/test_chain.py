@@ -165,7 +165,7 @@ def test_a_plan_of_another_chain_is_refused(nodes, match):
     [
         (lambda: Stage(1.0, 1.0, -1), "output_bytes: got -1"),
         (lambda: Stage(1.0, 1.0, 1, passed_bytes=2), "passed_bytes: got 2, expected at most the 1"),
-        (lambda: Stage(1.0, 1.0, 1, ()), "without options"),
+        (lambda: Stage(1.0, 1.0, 1, ()), "stage: got no options, expected at least one `Option`"),
         (lambda: Option(-5), "kept_bytes: got -5"),
         (lambda: Option(1.5), "kept_bytes"),
         (lambda: Save(-1), "stage: got -1"),

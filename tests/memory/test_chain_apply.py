@@ -112,7 +112,7 @@ def plain():
 @pytest.mark.parametrize("name", PLANS)
 def test_gradients_are_bitwise_the_same_and_blocks_run_as_simulated(plain, name):
     nodes = PLANS[name]
-    options = [[blocks.as_it_is, blocks.as_it_is]] * 9
+    options = [[blocks.identity, blocks.identity]] * 9
     found, runs = gradient(chain_of(9), chain_treatment(nodes, options))
     equal(found, plain)
     assert runs == simulate(nodes, costs(9), 1).forwards

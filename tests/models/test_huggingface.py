@@ -145,7 +145,7 @@ def test_a_model_is_not_written_over(tmp_path):
     with pytest.raises(UserError, match="holds a model already"):
         save(tmp_path, model, params)
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="or is no folder"):
+    with pytest.raises(UserError, match="or is not a folder"):
         save(tmp_path / "file", model, params)
     with pytest.raises(UserError, match="unknown dtype 'float31'"):
         save(tmp_path / "new", model, params, "float31")

@@ -235,9 +235,9 @@ def test_no_folder_no_file_no_json(tmp_path):
 
 
 def test_a_model_of_no_family_is_refused_with_the_nearest():
-    with pytest.raises(UserError, match=r"nearest, LlamaForCausalLM, has no final_soft_cap=30\.0"):
+    with pytest.raises(UserError, match=r"nearest, LlamaForCausalLM, lacks final_soft_cap=30\.0"):
         describe(Decoder(vocab=8, final_soft_cap=30.0))
-    with pytest.raises(UserError, match="nearest, GPT2LMHeadModel, has no qk_norm=True"):
+    with pytest.raises(UserError, match="nearest, GPT2LMHeadModel, lacks qk_norm=True"):
         describe(Decoder(vocab=8, norm="layer", positions="learned", mlp_kind="gelu", qk_norm=True))
 
 

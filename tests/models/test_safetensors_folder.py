@@ -89,7 +89,7 @@ def test_a_bent_header_is_refused(tmp_path, entry, message):
 
 def test_a_header_that_is_no_json_is_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes((4).to_bytes(8, "little") + b"\xff{[}")
-    with pytest.raises(UserError, match="header is no JSON object"):
+    with pytest.raises(UserError, match="header is not a JSON object"):
         safetensors_folder.read(tmp_path)
 
 
@@ -109,7 +109,7 @@ def change(folder, edit):
 def test_an_absent_shard_is_named(sharded):
     (sharded / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(
-        UserError, match=r"tensor model\.layers\.0\S+ lies in model-00002-of-00003\.safetensors, which is not"
+        UserError, match=r"tensor model\.layers\.0\S+ lies in model-00002-of-00003\.safetensors, which is missing"
     ):
         safetensors_folder.read(sharded)
 

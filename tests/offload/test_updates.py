@@ -20,7 +20,7 @@ from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.lowbit.quantized import placed
 from jaxscale.lowbit.split_weights import split_weights
 from jaxscale.offload.slices import SliceCut, cut
-from jaxscale.offload.updates import by_host_cpu, cuts_of, global_norm, on_host, plainly, streamed
+from jaxscale.offload.updates import cuts_of, global_norm, on_host, plainly, run_on_host_cpu, streamed
 from jaxscale.optim import offload_state, quantize_state
 from jaxscale.optim.leaves import leaf_of
 from jaxscale.optim.optimizer import Optimizer
@@ -268,9 +268,9 @@ def test_a_state_is_made_beside_its_parameters():
         (optax.adam(0.1), {"pattern": "("}, r"pattern '\(' is not a regular expression"),
         (optax.adam(0.1), {"pattern": "trace"}, r"'trace' matches no path of the state's arrays \(0/mu/bias, "),
         (optax.sgd(0.1), {}, "state has no arrays that could lie on the host"),
-        (optax.lamb(0.1), {}, r'mixes elements of a tensor \(reduce_sum\).* use run="host"'),
-        (optax.adam(0.1), {"shardings": None}, r"bias lies on a mesh \{'fsdp': 8\}.* give shardings="),
-        (optax.adam(0.1), {"shardings": {"bias": None}}, "no sharding of bias; expected a tree like the parameters"),
+        (optax.lamb(0.1), {}, r'mixes elements of a tensor \(reduce_sum\).* Use run="host"'),
+        (optax.adam(0.1), {"shardings": None}, r"bias lies on a mesh \{'fsdp': 8\}.* Pass shardings="),
+        (optax.adam(0.1), {"shardings": {"bias": None}}, "no sharding of bias: expected a tree like the parameters"),
     ],
 )
 def test_what_a_wrapper_refuses(rule, options, says):
@@ -283,9 +283,9 @@ def test_machines_that_a_wrapper_refuses(monkeypatch):
     places, params, _ = wide()
     with pytest.raises(UserError, match="unknown run 'device'"):
         inspect.unwrap(offload_state)(optax.adam(0.1), run="device")  # as without run-time type checks
-    with pytest.raises(UserError, match=r"a CPU of one device.* leave offload_state out"):
+    with pytest.raises(UserError, match=r"a CPU of one device.* Leave offload_state out"):
         offload_state(optax.adam(0.1)).init(jax.device_put(params, jax.devices()[0]))
-    with pytest.raises(UserError, match=r"0/mu/bias of the state lies on the device: put it back.* under a plan"):
+    with pytest.raises(UserError, match=r"0/mu/bias of the state lies on the device. Put it back.* Under a plan"):
         offload_state(optax.adam(0.1), shardings=places).update(params, optax.adam(0.1).init(params), params)
     monkeypatch.setattr("jaxscale.sharding.memory_space.HOST_KIND", "attic")
     with pytest.raises(UserError, match=r"offload_state: cpu \(cpu\) has no memory of kind attic"):
@@ -361,7 +361,7 @@ def doubled_by_the_host(devices, dtype, shape):
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,), devices=devices[:1])
     place = NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
     x = jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-    return jax.jit(lambda x: by_host_cpu(lambda x: x + x, (x,), x), out_shardings=place).lower(x)
+    return jax.jit(lambda x: run_on_host_cpu(lambda x: x + x, (x,), x), out_shardings=place).lower(x)
 
 
 @tpu_compiler

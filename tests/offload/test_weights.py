@@ -43,7 +43,7 @@ def treatment(memory, kind="stack"):
         calls = collect(functools.partial(loss, graphdef), params, jnp.ones((2, 4, WIDTH)))
         return treatment_for(decide(MemoryPlan.parse(memory), calls))
     made = wrapper(MemoryPlan.parse(memory))
-    return blocks.Treatment(blocks.as_it_is if memory == "none" else made)
+    return blocks.Treatment(blocks.identity if memory == "none" else made)
 
 
 @pytest.mark.parametrize("kind", ["stack", "chain"])

@@ -71,10 +71,19 @@ def test_a_growing_batch_takes_every_row_once():
     ("call", "says"),
     [
         (lambda: scaled(Optimizer(), 2, "squre"), "unknown scaling rule 'squre': expected one of linear, sqrt"),
-        (lambda: scaled(Optimizer(), 0), "ratio: got 0, expected the new batch size divided by the old"),
+        (
+            lambda: scaled(Optimizer(), 0),
+            "ratio: got 0, expected a number above 0, the new batch size divided by the old",
+        ),
         (lambda: ramp_up(100, 8, 24, over=10), "expected end to be start times a power of 2"),
-        (lambda: ramp_up(100, 8, 16, over=100), "expected 0 or more and fewer than all 100 rows"),
-        (lambda: ramp_up(100, 0, 16, over=10), "expected at least 1, 1 and 2"),
+        (
+            lambda: ramp_up(100, 8, 16, over=100),
+            "got over=100 of 100 rows, expected 0 or more, and fewer than all rows",
+        ),
+        (
+            lambda: ramp_up(100, 0, 16, over=10),
+            "got rows=100, start=0 and factor=2, expected rows and start of at least 1",
+        ),
     ],
 )
 def test_mistakes(call, says):

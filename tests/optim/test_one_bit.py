@@ -221,9 +221,9 @@ def test_a_freeze_step_is_a_share_or_a_number():
     assert Optimizer().messages(400) is None
     state = Optimizer(name="one_bit_lamb").build(400, leaves_of(PARAMS)).init(PARAMS)
     assert state[1][0].factor["w"].shape == (1, 1)
-    with pytest.raises(UserError, match="a whole number, or a share"):
+    with pytest.raises(UserError, match="expected a whole number of updates or a share"):
         Optimizer(name="one_bit_adam", freeze=1.5)
     with pytest.raises(UserError, match="adamw has no such option"):
         Optimizer(freeze=3.0)
-    with pytest.raises(UserError, match="update 1 gives the first variance"):
+    with pytest.raises(UserError, match="because the first update estimates the variance"):
         one_bit_adam(0.1, 0)

@@ -314,7 +314,7 @@ def inside_branches(jaxpr, inside=False):
 
 def test_mistakes_are_named():
     with pytest.raises(
-        UserError, match=r"pipedream: got a correction .* expected none: .* only pipemare takes a correction"
+        UserError, match=r"pipedream: got a correction .* expected none: .* Only pipemare takes a correction"
     ):
         executor("pipedream", remedies=Remedies(correction=0.1))
     with pytest.raises(UserError, match=r"a correction of 1\.5, expected more than 0 and less than 1"):

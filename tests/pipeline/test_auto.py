@@ -62,7 +62,7 @@ def test_the_table_tells_all() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(TooLarge, match=r"auto:4: no candidate fits; the nearest is .* needs .* on rank"):
+    with pytest.raises(TooLarge, match=r"auto:4: no candidate fits\. The nearest is .* needs .* on rank"):
         choose(BATCH.share, 4, [4, 8], [PipelineDevice(memory_bytes=20)] * 4, names=NAMES)
     with pytest.raises(UserError, match="unknown synchronous schedule 'pipedream'"):
         choose(BATCH.share, 4, [4], names=["pipedream"])

@@ -159,7 +159,7 @@ def changed(rows: list[list[str]], *changes: tuple[int, int, str | None]) -> str
 
 WRONG = {
     "rank 1: lacks 1F1, the forward": changed(GOOD, (1, 2, "")),
-    r"rank 0: lacks 0B2 \(or 0I2 and 0W2\)": changed(GOOD, (0, 7, "")),
+    "rank 0: lacks the backward of 0F2: 0B2, or 0I2 and 0W2": changed(GOOD, (0, 7, "")),
     "rank 1, cell 5: 1B0 occurs twice, first in cell 4": changed(GOOD, (1, 5, "1B0")),
     "rank 1, cell 0: 0F0 occurs twice|rank 1, cell 0: 0F0 belongs on rank 0": changed(GOOD, (1, 0, "0F0")),
     "rank 0, cell 4: 1F2 belongs on rank 1": changed(GOOD, (1, 3, ""), (0, 4, "1F2")),

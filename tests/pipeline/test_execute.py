@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.compat import varying_axes
-from jaxscale.compiler.hlo_program import HloProgram, called
+from jaxscale.compiler.hlo_program import HloProgram, callees
 from jaxscale.errors import UserError
 from jaxscale.pipeline.run.execute import Lowering, execute
 from jaxscale.pipeline.run.held import held
@@ -186,13 +186,13 @@ def test_the_compiled_program_has_no_reduction_and_branches_on_devices_without_e
 
     def opcodes(name):
         ops = parsed.computations[name].instructions.values()
-        return {op.opcode for op in ops}.union(*(opcodes(inner) for op in ops for inner in called(op.attributes)))
+        return {op.opcode for op in ops}.union(*(opcodes(inner) for op in ops for inner in callees(op.attributes)))
 
     branches = 0
     for computation in parsed.computations.values():
         for op in computation.instructions.values():
             if op.opcode == "conditional":
-                found = [opcodes(name) for name in called(op.attributes)]
+                found = [opcodes(name) for name in callees(op.attributes)]
                 works = any("dot" in branch for branch in found)
                 branches += works
                 assert not (works and any("collective-permute" in branch for branch in found))

@@ -52,5 +52,5 @@ def test_traces_of_something_else_are_refused():
     lines = {rank: [traced(ran, 0.0, rank)] for rank in range(2)}
     with pytest.raises(UserError, match="no device of rank 1 of 1f1b"):
         measured(schedule, OPERATIONS, {0: lines[0]}, 1)
-    with pytest.raises(UserError, match="shows F of 1f1b on rank 0 another number of times than 8, 4 a step"):
+    with pytest.raises(UserError, match="does not show F of 1f1b on rank 0 8 times, 4 times in each step"):
         measured(schedule, OPERATIONS, lines, 2)

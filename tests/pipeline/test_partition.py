@@ -279,7 +279,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(UserError, match=r"kind of device 'nwe'.*did you mean 'new'"):
         partition({"new": model}, two, [PipelineDevice(kind="nwe"), PipelineDevice(kind="new")])
     unlike = {"a": model, "b": ModelPrices((ALIKE,) * 2)}
-    with pytest.raises(UserError, match="2 blocks on 'b', but 3 on 'a'"):
+    with pytest.raises(UserError, match="got prices of 2 blocks on devices of kind 'b', but of 3 blocks on kind 'a'"):
         partition(unlike, two, [PipelineDevice(kind="a"), PipelineDevice(kind="b")])
     with pytest.raises(UserError, match="chimera runs every stage on several devices"):
         partition(

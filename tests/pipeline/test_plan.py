@@ -56,14 +56,16 @@ BAD = {
     "1f1b:-4x8": "got '-4x8', expected 1f1b:PxM",
     "1f1b:0x8": "got 0 devices, expected 1 or more",
     "1f1b:4x0": "got 0 microbatches, expected 1 or more",
-    "1f1b:4x8,v=2": "got v=2, but a device holds one stage; interleaved and lockstep take v",
+    "1f1b:4x8,v=2": "got v=2, but a device holds one stage; only interleaved and lockstep take v",
     "zb-v:4x8,v=4": "got v=4, but each device holds 2 of its stages",
     "interleaved:4x8,v=1": "got v=1, expected 2 or more; 1f1b has one stage for each device",
     "interleaved:4x8,v=0": "got 0 stages a device",
     "interleaved:4x8,v=two": "v: got 'two', expected a whole number",
     "interleaved:4x8,w=2": "got 'w=2', expected interleaved",
     "interleaved:4x8,v=2,v=3": r"got 'v=3', expected interleaved:PxM\[,v=V\], with stages, .* each once$",
-    "pipedream:4x8": "pipedream takes no microbatches: write pipedream:P; each microbatch is an update, 2bw takes more",
+    "pipedream:4x8": (
+        "pipedream takes no microbatches: write pipedream:P. Each microbatch is an update; only 2bw takes several"
+    ),
     "2bw:4": "2bw needs microbatches: write 2bw:PxM",
     "2bw:4x3": "got 3 microbatches per update, expected at least the 4 devices",
     "chimera:3x6": "got 3 devices, expected an even number",

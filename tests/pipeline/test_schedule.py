@@ -96,7 +96,7 @@ def test_accepts_the_orders_that_run_and_no_others():
 
 FAULTS = {
     "rank 1: lacks 1F1, the forward of microbatch 1 on stage 1": ("0F0 0F1 0B0 0B1", "1F0 1B0 1B1"),
-    "rank 1: lacks 1B1 (or 1I1 and 1W1), its backward": ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1"),
+    "rank 1: lacks the backward of 1F1: 1B1, or 1I1 and 1W1": ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1"),
     "rank 1, cell 2: 1F0 occurs twice, first in cell 0": ("0F0 0F1 0B0 0B1", "1F0 1B0 1F0 1F1 1B1"),
     "rank 0, cell 2: 1B0 belongs on rank 1": ("0F0 0F1 1B0 0B0 0B1", "1F0 1F1 1B1"),
     "rank 1, cell 4: 1F2 is of an unknown microbatch, expected 0 to 1": (
@@ -138,7 +138,7 @@ def test_the_stash_bound():
     assert plain(*rows, bound=(2, 1)).bound == (2, 1)
     with pytest.raises(Fault, match="rank 0: holds 2 activations, expected at most 1"):
         plain(*rows, bound=(1, 1))
-    with pytest.raises(Fault, match="bounds the activations of 1 ranks, expected 2"):
+    with pytest.raises(Fault, match="has bounds of activations for 1 ranks, expected 2"):
         plain(*rows, bound=(1,))
 
 
@@ -150,8 +150,8 @@ def test_ticks_of_kinds_that_the_cycle_lacks():
 SHAPES = {
     "got 2 ranks, 2 stages, 0 microbatches": {"microbatches": 0, "route": ()},
     "got routes for 1 microbatches, expected 2": {"route": (0,)},
-    "route 0 names the ranks of 3 stages, expected 2": {"routes": ((0, 1, 1),)},
-    "stage 1 is on rank 2, expected 0 to 1": {"routes": ((0, 2),)},
+    "route 0 has the ranks of 3 stages, expected 2": {"routes": ((0, 1, 1),)},
+    "stage 1 is on rank 2, expected a rank from 0 to 1": {"routes": ((0, 2),)},
     "microbatch 1 is on route 1, expected 0 to 0": {"route": (0, 1)},
     "rank 1: holds no stage, expected one or more": {"routes": ((0, 0),)},
 }
@@ -166,10 +166,10 @@ def test_numbers_that_do_not_fit(message, fields):
 
 UPDATES = {
     "rank 0: lacks 0U1, the update of stage 0": "0F0 0B0 0U0 0F1 0B1",
-    "rank 0, cell 2: 0U1 stands where 1 microbatches are done, expected 0U0 after the backward of microbatch 0": (
+    "rank 0, cell 2: 0U1 stands after 1 backwards, expected 0U0 after the backward of microbatch 0": (
         "0F0 0B0 0U1 0F1 0B1 0U0"
     ),
-    "rank 0, cell 1: 0U0 stands where 0 microbatches are done": "0F0 0U0 0B0 0F1 0B1 0U1",
+    "rank 0, cell 1: 0U0 stands after 0 backwards, expected": "0F0 0U0 0B0 0F1 0B1 0U1",
     "rank 0, cell 3: 0B1 belongs to update 1, expected 0": "0F0 0F1 0B0 0B1 0U0 0U1",
 }
 

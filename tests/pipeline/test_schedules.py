@@ -228,7 +228,7 @@ def test_2bw_is_one_group_behind_everywhere_and_two_versions_suffice(p, m):
 
 
 def test_updates_are_counted_by_asynchronous_schedules_alone():
-    with pytest.raises(UserError, match="schedule 1f1b: got 3 updates, expected 1: it is synchronous"):
+    with pytest.raises(UserError, match="schedule 1f1b: got 3 updates, expected 1, because it is synchronous"):
         METHODS["1f1b"].schedule(4, 8, updates=3)
     with pytest.raises(UserError, match="schedule pipedream: got 8 microbatches per update, expected 1"):
         METHODS["pipedream"].schedule(4, 8)
@@ -242,7 +242,9 @@ def test_stages_a_device():
     assert METHODS["lockstep"].schedule(4, 8).chunks == 1
     with pytest.raises(UserError, match="interleaved: got v=1, expected 2 or more; 1f1b"):
         METHODS["interleaved"].schedule(4, 8, 1)
-    with pytest.raises(UserError, match="1f1b: got v=2, but a device holds one stage; interleaved and lockstep take v"):
+    with pytest.raises(
+        UserError, match="1f1b: got v=2, but a device holds one stage; only interleaved and lockstep take v"
+    ):
         METHODS["1f1b"].schedule(4, 8, 2)
     with pytest.raises(UserError, match="zb-v: got v=3, but each device holds 2 of its stages"):
         METHODS["zb-v"].schedule(4, 8, 3)

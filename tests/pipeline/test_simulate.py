@@ -233,9 +233,9 @@ def test_a_single_update_is_a_period_of_its_own():
 
 def test_refusals():
     schedule = METHODS["gpipe"].schedule(2, 2)
-    with pytest.raises(UserError, match="costs of 3 stages for gpipe, which has 2"):
+    with pytest.raises(UserError, match="got costs of 3 stages for gpipe, expected 2 stages"):
         simulate(schedule, Costs((1.0,) * 3, (1.0,) * 3, (1.0,) * 3))
-    with pytest.raises(UserError, match="costs of 3 links for gpipe, which has 2 ranks"):
+    with pytest.raises(UserError, match="got costs of 3 links for gpipe, expected 2"):
         simulate(schedule, Costs((1.0,) * 2, (1.0,) * 2, (1.0,) * 2, links=(0.0,) * 3))
     with pytest.raises(UserError, match=r"costs: forward is -1\.0, expected 0 or more"):
         Costs((-1.0,), (1.0,), (1.0,))

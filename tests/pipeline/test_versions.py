@@ -10,7 +10,7 @@ from jaxscale.pipeline.action import Action, Kind
 from jaxscale.pipeline.run.stream import COLUMNS, stream
 from jaxscale.pipeline.run.tables import CODES
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.pipeline.versions import lives, ring, uses
+from jaxscale.pipeline.versions import lives, ring_slots, uses
 
 RANKS = 1, 2, 3, 4, 6
 CASES = [(name, p, m) for name in ("pipedream", "pipemare") for p in RANKS for m in (1,)]
@@ -56,7 +56,7 @@ def test_a_stage_further_down_keeps_fewer_versions():
         for order in schedule.orders
         for action in order
     }
-    assert [ring(found) for found in lives(schedule, at).values()] == [4, 3, 2, 1]
+    assert [ring_slots(found) for found in lives(schedule, at).values()] == [4, 3, 2, 1]
 
 
 @pytest.mark.parametrize("stash", ["input", "residuals"])
@@ -111,7 +111,7 @@ def test_slots_hold_what_is_read(name, ranks, group, stash):
 def test_what_cannot_stream_is_refused():
     with pytest.raises(UserError, match="1f1b is synchronous"):
         stream(METHODS["1f1b"], 4, 8)
-    with pytest.raises(UserError, match="has no versions of weights, expected an asynchronous one"):
+    with pytest.raises(UserError, match="has no versions of weights, expected an asynchronous schedule"):
         uses(METHODS["1f1b"].schedule(2, 2))
     mine = METHODS["pipedream"].schedule(2, 1, updates=4)
     late = [list(order) for order in mine.orders]

@@ -140,7 +140,7 @@ def test_the_cheapest_plan_that_fits(planned):
         plan = cheapest_fit(experiment, platform, taken[rule], menu=tuple(taken))
         assert plan.memory.rule == rule
         assert dataclasses.replace(plan, memory=experiment.plan.memory) == experiment.plan
-    with pytest.raises(UserError, match=r"takes at least .* under any of none, dots, full"):
+    with pytest.raises(UserError, match=r"takes at least .* under each of the memory plans none, dots, full"):
         cheapest_fit(experiment, platform, taken["full"] - 1, menu=tuple(taken))
 
 

@@ -161,7 +161,7 @@ def test_the_compiler_corrects_the_estimate(experiment, model, limit, off):
 
 
 def test_what_a_compiler_never_lets_fit(experiment, model):
-    with pytest.raises(UserError, match=r"takes at least .* under any of none, dots, .*; the limit is 300"):
+    with pytest.raises(UserError, match=r"at least .* under each of the memory plans none, dots, .*; the limit is 300"):
         cheapest_fit(experiment, V5E, 300 * MIB, measure=lambda *_: 2**40)
 
 

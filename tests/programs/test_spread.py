@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.programs.dims import parts
+from jaxscale.programs.dims import part_counts
 from jaxscale.programs.inline import inline
 from jaxscale.programs.spread import propagate
 from jaxscale.sharding.partition import dim_axes
@@ -53,7 +53,7 @@ def test_an_axis_lies_along_one_dim_and_no_dim_is_cut_finer_than_it_is_long():
     made, _ = spread_of(lambda x, w: x @ w, (4, 8), (8, 4), given={0: P("tensor"), 1: P(None, "tensor")})
     assert sorted(map(len, made)) == [0, 1]
     made, _ = spread_of(lambda x: x[:, :2] * 1, (4, 2), given={0: P(None, "tensor")})
-    assert parts(made, SIZES) == (1, 1)
+    assert part_counts(made, SIZES) == (1, 1)
 
 
 def constrain(x, spec):

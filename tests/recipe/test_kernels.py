@@ -149,7 +149,7 @@ def test_choices_are_those_of_the_platform_traced_for(platform, kernel, why):
     }
     assert took(platform, kernels="cross_entropy=chunked")["cross_entropy"] == ("chunked", None)
     largest = took(platform, mesh="replica:2,fsdp:2", reduce="topk:0.05,block=none")["top_k"]
-    assert largest == ("reference", "kernels are of blocks, and this is a whole leaf")
+    assert largest == ("reference", "a kernel selects in blocks, not in a whole leaf")
     largest = took(platform, mesh="replica:2,fsdp:2", reduce="topk:0.05")["top_k"]
     assert largest == (kernel or "reference", why), "in every fraction of its warm-up"
     fp8 = took(platform, state="fp8")["adam8"]
@@ -244,8 +244,8 @@ def test_estimates_tell_what_a_meeting_takes():
 @pytest.mark.parametrize(
     ("kernels", "codec", "why"),
     [
-        ("quantize=gpu", "qsgd:8", "and this rounds at random"),
-        ("top_k=gpu", "topk:0.05,block=none", "kernels are of blocks, and this is a whole leaf"),
+        ("quantize=gpu", "qsgd:8", "but this codec rounds at random"),
+        ("top_k=gpu", "topk:0.05,block=none", "a kernel selects in blocks, not in a whole leaf"),
     ],
 )
 def test_a_codec_that_no_kernel_knows_says_why(kernels, codec, why):

@@ -115,9 +115,9 @@ def failing(problem):
 def test_processes_go_on_together_or_not_at_all(monkeypatch, mine, other, expected, message):
     other_process(monkeypatch, other)
     with pytest.raises(expected, match=message):
-        processes.on_all(lambda: 3 if mine is None else failing(mine), LookupError)
+        processes.call_on_all(lambda: 3 if mine is None else failing(mine), LookupError)
 
 
 def test_all_went_well(monkeypatch):
     other_process(monkeypatch, 0)
-    assert processes.on_all(lambda: 3, LookupError) == 3
+    assert processes.call_on_all(lambda: 3, LookupError) == 3

@@ -238,5 +238,5 @@ def test_outline_reads_without_running(tmp_path: Path):
     file.write_text("experiment: int = 3\nVARIANTS = {**others}")
     assert outline(file).variants is None
     file.write_text("def experiment(): ...")
-    with pytest.raises(UserError, match="no variant 'x': it has no VARIANTS; leave the name out"):
+    with pytest.raises(UserError, match="no variant 'x': it has no VARIANTS; omit the name"):
         outline(file, "x")

@@ -70,7 +70,7 @@ def test_an_upload_that_breaks_off_is_no_checkpoint(buckets, monkeypatch):
 
     monkeypatch.setattr(mirror, "_copy", copy)
     checkpoints.save_arrays({"x": jnp.zeros(3)}, checkpoint.Description(2, 2, None, "toy"))
-    with pytest.raises(UserError, match="the line is dead; the checkpoint of step 1 is intact"):
+    with pytest.raises(UserError, match=r"the line is dead\. The checkpoint of step 1 is intact"):
         checkpoints.wait()
     assert checkpoints.steps() == [1]
     assert not list(Path(tempfile.gettempdir()).glob("jaxscale-checkpoint-*"))

@@ -111,7 +111,7 @@ def test_parts_meet_by_turns_and_are_about_as_large() -> None:
     ("text", "message"),
     [
         ("every=0", "got 0, expected 1 step or more"),
-        ("every=10,lr=0", "the paper's is 0.7"),
+        ("every=10,lr=0", "such as the paper's 0.7"),
         ("every=10,momentum=1", "less than 1"),
         ("every=2,fragments=3", "expected 1 to 2"),
         ("evry=2", "did you mean 'every'"),

@@ -401,7 +401,7 @@ def test_odd_layouts_do_not_break_the_table():
 def test_the_plan_in_words_names_what_it_does_not_know():
     words = dict(plan_in_words({"zero": 0, "mesh": None, "hologram": 3, "memory": "dots"}, {}, {}))
     assert words["Also"] == "hologram = 3"
-    assert words["Memory: dots"].startswith("The backward pass keeps the results of matrix products")
+    assert words["Memory: dots"].startswith("The results of matrix products are kept; the backward pass recomputes")
     assert words["Mesh"] == "A single device. The plan named no mesh: these are the devices of the machine."
     assert plan_in_words({}, {}, {}) == []
 

@@ -3,7 +3,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
-from jaxscale.sharding.zero import Placement, over, placement, split
+from jaxscale.sharding.zero import Placement, placement, split, split_further
 
 MESH = MeshSpec(fsdp=4, tensor=2).build()
 
@@ -53,6 +53,6 @@ def test_the_stages_of_zero(copied):
 def test_what_stages_share_nests(shape, found, expected):
     """A part of the finest placement lies within a part of each other, so that an update exchanges nothing."""
     mesh = MeshSpec(pipe=2, fsdp=2).build()
-    after = over(found, "pipe", shape, mesh)
+    after = split_further(found, "pipe", shape, mesh)
     assert (after.master, after.state, after.gradient) == expected
     assert after.compute == found.compute

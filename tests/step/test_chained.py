@@ -92,7 +92,7 @@ def test_it_trains() -> None:
         ({"stash": "input", "mesh": "tensor:2"}, "which nothing splits over tensor"),
         ({"stash": "input", "mesh": "fsdp:2", "zero": "3"}, "take zero 2"),
         ({"stash": "input", "memory": "sqrt"}, "take none, dots or full"),
-        ({"pipeline": "pipedream:2"}, "take a synchronous one"),
+        ({"pipeline": "pipedream:2"}, "cannot update their weights at different times; take a synchronous pipeline"),
         ({"pipeline": "1f1b:8x8"}, "8 stages, but the model has 4 layers"),
         ({"stages": "3,2"}, "its stages have 5 blocks in total, but the model has 4"),
     ],

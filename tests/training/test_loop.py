@@ -252,7 +252,7 @@ def test_a_signal_before_the_first_step_of_a_continued_run_loses_nothing(toy, wh
     before = exact(whole)
     drop_checkpoint(whole, 12)
     compiled = signal_within(monkeypatch, when)
-    with pytest.raises(Preempted, match="stopped by SIGTERM before step 11; the checkpoint of step 10 is intact"):
+    with pytest.raises(Preempted, match=r"stopped by SIGTERM before step 11\. The checkpoint of step 10 is intact"):
         train(toy(), out=whole, quiet=True)
     assert len(compiled) == (when == "compile")
     monkeypatch.undo()

@@ -31,11 +31,11 @@ def test_a_range_beyond_the_run_is_refused():
 
 def test_a_range_behind_the_run_is_missed():
     profiler = Profiler(ProfileRange(10, 13))
-    assert [profiler.missed(step) for step in (9, 11, 12, 13)] == [False, False, True, True]
+    assert [profiler.has_missed(step) for step in (9, 11, 12, 13)] == [False, False, True, True]
 
 
 def train_steps(profiler: Profiler, folder, first: int, last: int):
-    """A loop of steps with one product and one all-reduce on two devices; what `after` returned, and what it told."""
+    """A loop of steps with one product and one all-reduce on two devices; what `stop_after` returned and told."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 
     def place(spec):
@@ -47,16 +47,16 @@ def train_steps(profiler: Profiler, folder, first: int, last: int):
     w = jax.block_until_ready(step(w, x))
     told, found = [], []
     for n in range(first, last + 1):
-        profiler.before(n, folder)
+        profiler.start_before(n, folder)
         w = step(w, x)
         # collectives of steps in flight may starve each other on CPU
         jax.block_until_ready(w)
-        if profiler.ends(n):
+        if profiler.ends_after(n):
 
             def event(name, **fields):
                 told.append((name, fields))
 
-            found.append(profiler.after(n, folder, w, event, lambda text: told.append(text)))
+            found.append(profiler.stop_after(n, folder, w, event, lambda text: told.append(text)))
     return found, told
 
 

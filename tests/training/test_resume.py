@@ -16,7 +16,7 @@ from jaxscale.recipe.experiment import Guard
 from jaxscale.records.metrics import read_metrics
 from jaxscale.records.source import Source, load
 from jaxscale.training.loop import train
-from jaxscale.training.resume import Earlier
+from jaxscale.training.resume import EarlierRun
 from jaxscale.training.run import Run
 from jaxscale.values import changes, to_json
 
@@ -45,12 +45,12 @@ def test_other_steps_say_where_the_learning_rate_goes(toy, tmp_path, capsys):
 
 def test_a_constant_rate_stays(toy):
     constant = toy(optimizer=Optimizer(learning_rate=0.01, schedule="constant"))
-    ((line, _),) = Earlier(steps=7, sha256=None).changes(constant, None, 7)
+    ((line, _),) = EarlierRun(steps=7, sha256=None).changes(constant, None, 7)
     assert line == "steps were 7 and are 12: the learning rate of step 8 stays at 0.01"
 
 
 def test_the_same_steps_say_nothing(toy):
-    assert list(Earlier(steps=12, sha256="a").changes(toy(), Source("toy", text="b", path="/toy.py"), 7)) == []
+    assert list(EarlierRun(steps=12, sha256="a").changes(toy(), Source("toy", text="b", path="/toy.py"), 7)) == []
 
 
 FILE = """
@@ -88,7 +88,7 @@ def test_an_edited_file_is_said_where_the_experiment_holds_code(tmp_path, monkey
     (tmp_path / "coded_elsewhere.py").write_text(FILE)
     file.write_text(FILE)
     experiment, source = load(file, variant)
-    earlier = Earlier(experiment.steps, source.sha256)
+    earlier = EarlierRun(experiment.steps, source.sha256)
     assert list(earlier.changes(experiment, source, 5)) == []
     file.write_text(FILE.replace("return 1", "return 2"))
     experiment, edited = load(file, variant)
@@ -125,10 +125,10 @@ def test_an_experiment_from_before_a_field_existed_is_the_same(toy, whole, field
         inner = inner[parent]
     del inner[name]
     file.write_text(json.dumps(data))
-    assert Earlier.read(whole, toy()) is not None
+    assert EarlierRun.read(whole, toy()) is not None
     if field == "guard.patience":
         with pytest.raises(UserError, match=r"another experiment: guard\.patience \(3 here, 20 there\)"):
-            Earlier.read(whole, toy(guard=Guard(patience=3)))
+            EarlierRun.read(whole, toy(guard=Guard(patience=3)))
 
 
 def test_moved_files_are_the_same_and_others_are_not(toy, whole, tmp_path):

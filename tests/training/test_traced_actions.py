@@ -30,11 +30,11 @@ def test_a_run_is_drawn_as_it_was(tmp_path, capsys):
     assert set(actions_of(step.program or "")) == {"F", "B"}
     state, profiler = step.init(), Profiler(ProfileRange(2, 4))
     for n in range(1, 4):
-        profiler.before(n, tmp_path)
+        profiler.start_before(n, tmp_path)
         state, metrics = step.run(state, step.place(batch))
         float(metrics["loss"])
-        if profiler.ends(n):
-            profiler.after(n, tmp_path, state, extra_files=trace_files(step))
+        if profiler.ends_after(n):
+            profiler.stop_after(n, tmp_path, state, extra_files=trace_files(step))
     (tmp_path / "plan.json").write_text(json.dumps({"version": 1, **to_json(step.plan)}))
     plan, found, steps = measured_run(tmp_path)
     assert str(plan.pipeline) == "1f1b:2x2"
@@ -53,13 +53,13 @@ def test_a_run_is_drawn_as_it_was(tmp_path, capsys):
     assert main(["draw", "pipeline", "--measured", str(tmp_path)]) == 0
     assert "1f1b:2x2 measured, mean of 2 steps" in capsys.readouterr().out
     assert main(["draw", "pipeline", "gpipe:2x2", "--measured", str(tmp_path)]) == 2
-    assert "got schedule beside --measured" in capsys.readouterr().err
+    assert "got schedule, which the run of --measured specifies" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("plan", "told", "message"),
     [
-        (None, None, "is no run: it has no plan.json"),
+        (None, None, "is not a run: it has no plan.json"),
         ({}, None, "was trained without a pipeline"),
         ({"pipeline": "pipedream:2"}, None, "never drains, and a step works on several batches"),
         ({"pipeline": "1f1b:2x2"}, None, "train it with --profile FIRST:STOP"),

@@ -71,8 +71,8 @@ def test_a_lacking_field_that_is_not_at_its_default_is_a_change():
     rate, parts = changes(WHOLE, data)
     assert tuple(rate) == ("part.rate", 2.0, 1.0)
     assert parts.path == "parts"
-    assert [part["word"] for part in parts.here] == ["a", "b"]
-    assert [part["word"] for part in parts.there] == ["a", "plain"]
+    assert [part["word"] for part in parts.first] == ["a", "b"]
+    assert [part["word"] for part in parts.second] == ["a", "plain"]
 
 
 def test_a_field_without_default_or_of_another_class_or_too_many_is_a_change():
@@ -80,7 +80,7 @@ def test_a_field_without_default_or_of_another_class_or_too_many_is_a_change():
     del data["name"]
     data["part"]["type"] = "elsewhere:Part"
     data["part"]["more"] = 1
-    found = {change.path: change.there for change in changes(WHOLE, data)}
+    found = {change.path: change.second for change in changes(WHOLE, data)}
     assert found == {"name": ABSENT, "part.type": "elsewhere:Part", "part.more": 1}
 
 

@@ -12,7 +12,7 @@ from jaxscale.errors import UserError
 from jaxscale.models import Decoder
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.values import changes, from_json, to_json
-from jaxscale.values.type_names import _EARLIER, _PUBLIC, _WHERE, type_name, type_of
+from jaxscale.values.type_names import _EARLIER, _MODULE_BY_NAME, _PUBLIC, type_name, type_of
 
 INNER = {"HeldOut", "Llama3Scaling", "Opened"}
 """Public dataclasses of which only fields of their own class, and results, are made."""
@@ -26,11 +26,11 @@ def test_every_public_class_has_a_name_and_every_name_a_class():
                 public = f"{package.__name__.removeprefix('jaxscale.')}.{name}"
                 assert type_of(public, "model") is item
                 assert type_name(f"{item.__module__}:{name}") == public
-    for name, module in _WHERE.items():
+    for name, module in _MODULE_BY_NAME.items():
         cls = getattr(importlib.import_module(module), name.rpartition(".")[2])
         assert cls.__module__ == module
         assert dataclasses.is_dataclass(cls)
-    assert set(_EARLIER.values()) == set(_PUBLIC.values()) == set(_WHERE)
+    assert set(_EARLIER.values()) == set(_PUBLIC.values()) == set(_MODULE_BY_NAME)
 
 
 def test_an_experiment_of_an_earlier_version_is_the_same():

@@ -25,10 +25,12 @@ def capuchin(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
     kept_values, offloaded_values = list(values), []
 
     def set_of(kept_values: list[Idle], offloaded_values: list[Idle]) -> SaveSet:
+        """The save set that keeps and offloads these values."""
         names = [[name for value in group for name in value.names] for group in (kept_values, offloaded_values)]
         return save_set(graph, names[0], names[1], host)
 
     def kept_without(value: Idle) -> list[Idle]:
+        """The values kept so far, without this one."""
         return [candidate for candidate in kept_values if candidate is not value]
 
     if full_set := everything(graph, budget):

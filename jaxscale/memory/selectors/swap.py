@@ -1,4 +1,4 @@
-"""The common part of the rules that move values to the host: the values, their idle times, and budgets too small.
+"""Common functions of the rules that move values to the host: idle times of values, and the choice of values to move.
 
 Times are those of the block alone, by the roofline model: the forward pass runs the equations in order; the backward
 pass runs them in reverse and takes twice as long.
@@ -19,7 +19,7 @@ SMALL = 256 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class Idle:
-    """Values that are kept or moved together, idle between the forward and the backward pass.
+    """A value, or several that are kept or moved together, idle between its reads in the forward and backward pass.
 
     Args:
         names: names of the values.
@@ -44,34 +44,33 @@ class Idle:
 def idle_values(graph: BlockGraph) -> tuple[Idle, ...]:
     """The values to keep or move so that the backward pass recomputes no product, in order of computation.
 
-    They are the named values that the backward pass reads. A value inside an operation has no name, and is recomputed
-    from the result of a product before it.
+    These are the named values that the backward pass reads. A value inside an operation has no name; it is recomputed
+    from the result of an earlier product.
 
     Raises:
         UserError: the graph has no seconds.
     """
     if graph.equations and not graph.seconds:
         raise UserError("offload needs modelled seconds, and so a chip whose rates are known: specify a platform")
-    clock, end_seconds = 0.0, []
+    clock, end_times = 0.0, []
     for equation in graph.equations:
         clock += equation.seconds
-        end_seconds.append(clock)
+        end_times.append(clock)
     last_read: dict[int, float] = {}
     read_by_products: set[int] = set()
-    for equation, end in zip(graph.equations, end_seconds, strict=True):
+    for equation, end_time in zip(graph.equations, end_times, strict=True):
         for index in (*equation.inputs, *equation.outputs):
-            last_read[index] = end
+            last_read[index] = end_time
         read_by_products |= set(equation.inputs) if equation.flop else set()
     indices_by_mark: dict[str, list[int]] = {}
     indices_to_keep = {index for index in graph.needed if graph.values[index].mark is not None}
     while True:
         products = [graph.equations[e] for e in recompute(graph, indices_to_keep).equations if graph.equations[e].flop]
-        unkept_products = {
-            i for product in products for i in product.outputs if graph.values[i].mark is not None
-        } - indices_to_keep
-        if not unkept_products:
+        named_results = {i for product in products for i in product.outputs if graph.values[i].mark is not None}
+        unkept_results = named_results - indices_to_keep
+        if not unkept_results:
             break
-        indices_to_keep |= unkept_products
+        indices_to_keep |= unkept_results
     for index in sorted(indices_to_keep):
         indices_by_mark.setdefault(str(graph.values[index].mark), []).append(index)
     values = []
@@ -79,11 +78,11 @@ def idle_values(graph: BlockGraph) -> tuple[Idle, ...]:
         start = max(last_read[index] for index in indices)
         values.append(
             Idle(
-                tuple(graph.values[index].name for index in indices),
-                sum(graph.values[index].bytes for index in indices),
-                start,
-                clock + 2 * (clock - start),
-                bool(read_by_products & set(indices)),
+                names=tuple(graph.values[index].name for index in indices),
+                bytes=sum(graph.values[index].bytes for index in indices),
+                start=start,
+                stop=clock + 2 * (clock - start),
+                read_by_products=bool(read_by_products & set(indices)),
             )
         )
     return tuple(values)
@@ -107,11 +106,11 @@ def swap(graph: BlockGraph, budget: int, host: Host, order: Callable[[Idle], flo
         UserError: the host's budget is too small.
     """
     values = sorted(idle_values(graph), key=order)
-    return everything(graph, budget) or set_without(graph, host, values, moved_to_fit(budget, host, values))
+    return everything(graph, budget) or set_without(graph, host, values, values_to_move(budget, host, values))
 
 
-def moved_to_fit(budget: int, host: Host, values: Sequence[Idle]) -> list[Idle]:
-    """The first of these values whose move makes the others fit the budget; small values come last.
+def values_to_move(budget: int, host: Host, values: Sequence[Idle]) -> list[Idle]:
+    """The first values in order, small ones last, whose move to the host makes the others fit the budget.
 
     Raises:
         UserError: the host's budget is too small.
@@ -132,7 +131,7 @@ def moved_to_fit(budget: int, host: Host, values: Sequence[Idle]) -> list[Idle]:
 
 
 def set_without(graph: BlockGraph, host: Host, values: Iterable[Idle], moved_values: Iterable[Idle]) -> SaveSet:
-    """The save set that keeps all values but the moved ones."""
+    """The save set that keeps all values except the moved ones, which go to the host."""
     moved_set = set(moved_values)
     return save_set(
         graph,

@@ -9,7 +9,7 @@ import random
 
 from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.save_set import Host
-from jaxscale.memory.selectors.swap import everything, idle_values, moved_to_fit, set_without
+from jaxscale.memory.selectors.swap import everything, idle_values, set_without, values_to_move
 from jaxscale.programs.block import BlockGraph
 
 POPULATION, GENERATIONS, MUTATION = 32, 40, 0.05
@@ -25,13 +25,14 @@ def swapadvisor(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
         host: host memory for the other values.
     """
     values = idle_values(graph)
-    moved_values = moved_to_fit(budget, host, values)  # a first solution, which raises if there is none
+    moved_values = values_to_move(budget, host, values)  # a first solution, which raises if there is none
     if not moved_values:
         return everything(graph, budget) or set_without(graph, host, values, ())
     rng = random.Random(0)
     Genes = tuple[bool, ...]  # whether each value moves
 
     def evaluate(genes: Genes) -> tuple[float, SaveSet]:
+        """Seconds of the save set of these genes, with a penalty beyond a budget; and the save set."""
         save = set_without(graph, host, values, [v for v, moves in zip(values, genes, strict=True) if moves])
         excess_bytes = max(0, save.bytes - budget) + max(0, save.host_bytes - host.budget)
         return save.seconds + (graph.seconds * (1 + excess_bytes / max(budget, 1)) * 1e3 if excess_bytes else 0.0), save
@@ -39,11 +40,13 @@ def swapadvisor(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
     evaluations: dict[Genes, tuple[float, SaveSet]] = {}
 
     def score(genes: Genes) -> tuple[float, int]:
+        """Sort key of genes, the best first: seconds with penalty, then bytes in host memory."""
         if genes not in evaluations:
             evaluations[genes] = evaluate(genes)
         return evaluations[genes][0], evaluations[genes][1].host_bytes
 
     def child(mother: Genes, father: Genes) -> Genes:
+        """Genes of one parent or the other at random, some of them changed."""
         mixed_genes = (rng.choice(pair) for pair in zip(mother, father, strict=True))
         return tuple(gene ^ (rng.random() < MUTATION) for gene in mixed_genes)
 

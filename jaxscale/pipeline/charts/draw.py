@@ -1,4 +1,4 @@
-"""The chart of one schedule or several, on one scale and with numbers: for a terminal, as SVG, as a page."""
+"""The chart of one schedule or several, on one scale and with numbers: as text, as SVG, or as an HTML page."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from jaxscale.pipeline.csv import to_csv
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.ticks import ticks
-from jaxscale.pipeline.versions import lives, ring
+from jaxscale.pipeline.versions import lives, ring_slots
 from jaxscale.values.units import duration, size
 
 ENDINGS = (".svg", ".html", ".csv")
@@ -28,7 +28,7 @@ class Chart:
 
     Args:
         simulations: name and simulation of each schedule.
-        timed: whether costs are seconds; otherwise they have any unit.
+        timed: whether costs are in seconds; otherwise they are in any unit.
 
     Example:
         >>> from jaxscale.pipeline.clock.costs import Costs
@@ -49,12 +49,12 @@ class Chart:
         return duration if self.timed else "{:.5g}".format
 
     def text(self, width: int = 100, *, color: bool = False, unicode: bool = True) -> str:
-        """Charts and numbers, for a terminal.
+        """Return charts and numbers as text, for a terminal.
 
         Args:
             width: columns of the terminal.
-            color: whether it shows colors.
-            unicode: whether it shows letters beyond ASCII.
+            color: whether the terminal shows colors.
+            unicode: whether the terminal shows letters beyond ASCII.
         """
         scale = columns_per_second([simulation for _, simulation in self.simulations], width)
         sections = []
@@ -66,7 +66,7 @@ class Chart:
         return text if unicode else text.translate(PLAIN)
 
     def table(self) -> str:
-        """The numbers of each schedule, in columns."""
+        """Return the numbers of each schedule as text, in columns."""
         heads, rows = self._columns()
         cells = [heads, *rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -75,13 +75,13 @@ class Chart:
         )
 
     def legend(self) -> str:
-        """The meaning of the table's columns."""
-        steady = any(simulation.period is not None for _, simulation in self.simulations)
-        state = "; asynchronous: in the steady state" if steady else ""
+        """Return the meanings of the table's columns, one in each line."""
+        has_steady_state = any(simulation.period is not None for _, simulation in self.simulations)
+        suffix = "; asynchronous: in the steady state" if has_steady_state else ""
         return "\n".join(
             (
-                f"each: time for each microbatch{state}",
-                f"bubble: idle share of all devices' time{state}",
+                f"each: time for each microbatch{suffix}",
+                f"bubble: idle share of all devices' time{suffix}",
                 "own span: idle share of the time between each device's first action and its last",
                 "live: activations that the fullest device holds, in microbatches of its part of the model",
                 "weights: how often the fullest device holds the weights of its part of the model",
@@ -90,12 +90,12 @@ class Chart:
         )
 
     def svg(self) -> Markup:
-        """The chart alone, as an image."""
+        """Return the chart alone, as an SVG image."""
         panels = [(self._heading(name, simulation), simulation) for name, simulation in self.simulations]
         return svg_chart(panels, clock=self.clock)
 
     def html(self) -> str:
-        """A page: chart, numbers, and the action under the pointer, with its microbatch highlighted."""
+        """Return an HTML page: chart, numbers, and the action under the pointer, with its microbatch highlighted."""
         title = ", ".join(name for name, _ in self.simulations)
         return page(title, joined([self.svg(), self.html_table(), self.html_legend()]))
 
@@ -103,16 +103,16 @@ class Chart:
         return joined([self.svg(), self.html_table()])
 
     def html_table(self) -> Markup:
-        """The numbers of each schedule, as a table of a page."""
+        """Return the numbers of each schedule, as an HTML table."""
         heads, rows = self._columns()
         return markup.table(rows, heads, numeric=range(1, len(heads)))
 
     def html_legend(self) -> Markup:
-        """The legend as paragraphs of a page."""
+        """Return the legend as HTML paragraphs."""
         return joined([element("p", line) for line in self.legend().splitlines()])
 
     def write(self, path: str | Path) -> None:
-        """Write a file of the type of its suffix.
+        """Write the chart to a file, whose suffix sets the format.
 
         Raises:
             UserError: the suffix is not .svg, .html or .csv, a CSV has several schedules, or writing fails.
@@ -124,18 +124,18 @@ class Chart:
             write_figure(path, lambda: self.svg() + "\n", self.html)
 
     def _heading(self, name: str, simulation: Simulation) -> str:
-        """The line above a schedule's panel."""
-        state = "" if simulation.period is None else " in the steady state"
+        """Return the heading of a schedule's panel."""
+        suffix = "" if simulation.period is None else " in the steady state"
         live = max(simulation.live_shares)
-        return f"{name}: {self.clock(simulation.seconds)}, bubble {simulation.bubble:.1%}{state}, {live:g} live"
+        return f"{name}: {self.clock(simulation.seconds)}, bubble {simulation.bubble:.1%}{suffix}, {live:g} live"
 
     def _columns(self) -> tuple[list[str], list[list[str]]]:
-        """Heads of the table, and a row for each schedule."""
+        """Return the heads of the table, and a row for each schedule."""
         rows = [self._numbers(simulation) for _, simulation in self.simulations]
         return ["", *rows[0]], [[name, *row.values()] for (name, _), row in zip(self.simulations, rows, strict=True)]
 
     def _numbers(self, simulation: Simulation) -> dict[str, str]:
-        """The numbers of a schedule by the heads of their columns."""
+        """Return the numbers of a schedule as text, by the heads of their columns."""
         has_bytes = any(any(charted.live_bytes) for _, charted in self.simulations)
         return {
             "time": self.clock(simulation.seconds),
@@ -150,7 +150,7 @@ class Chart:
 
 
 def drawable(plan: PipelinePlan, updates: int | None = None) -> Schedule:
-    """The schedule of a plan, long enough, if asynchronous, that most of it is neither filling nor draining.
+    """Make the schedule of a plan; an asynchronous one is so long that most of it is neither filling nor draining.
 
     Args:
         plan: the request for a schedule.
@@ -167,7 +167,7 @@ def drawable(plan: PipelinePlan, updates: int | None = None) -> Schedule:
 
 
 def page(title: str, body: str) -> str:
-    """A self-contained HTML page that shows the action under the pointer at its top.
+    """Return a self-contained HTML page that shows, at its top, the action under the pointer.
 
     Args:
         title: title of the page, plain text.
@@ -178,7 +178,7 @@ def page(title: str, body: str) -> str:
 
 
 def check_file(path: str | Path, schedules: Sequence[Schedule]) -> None:
-    """Refuse a file that could not be written, before anything is drawn.
+    """Raise an error if a file could not be written, before anything is drawn.
 
     Args:
         path: path of the file.
@@ -203,13 +203,13 @@ def check_file(path: str | Path, schedules: Sequence[Schedule]) -> None:
 
 
 def _weights(schedule: Schedule) -> float:
-    """Weights on the fullest rank, with all copies and versions, in units of a rank's share of the model."""
+    """Return the weights on the fullest rank, with all copies and versions, in units of a rank's share of the model."""
     lifetimes = lives(schedule, ticks(schedule)) if schedule.versions else {}
-    copies = (
-        sum(ring(lifetimes[stage]) if lifetimes else 1 for stage in schedule.stages_of(rank))
+    copy_counts = (
+        sum(ring_slots(lifetimes[stage]) if lifetimes else 1 for stage in schedule.stages_of(rank))
         for rank in range(schedule.ranks)
     )
-    return max(copies) * schedule.ranks / schedule.stages
+    return max(copy_counts) * schedule.ranks / schedule.stages
 
 
 _STYLE = markup.STYLE + (

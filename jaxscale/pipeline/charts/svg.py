@@ -12,6 +12,7 @@ from jaxscale.pipeline.clock.simulate import Simulation
 from jaxscale.pipeline.schedule import Action, Kind
 
 WIDTH, LEFT, RIGHT = 1000, 64, 12
+"""Width of the image and of its margins, in pixels."""
 HEADING, AXIS = 26, 26
 """Heights of a panel's heading and of its axis, in pixels."""
 COLORS = {Kind.F: "#4e79a7", Kind.B: "#59a14f", Kind.I: "#76b7b2", Kind.W: "#f28e2b", Kind.U: "#b07aa1"}
@@ -25,7 +26,7 @@ WORDS = {
 
 
 def svg_chart(panels: Sequence[tuple[str, Simulation]], *, clock: Callable[[float], str] = "{:.4g}".format) -> Markup:
-    """The chart of one schedule, or of several, one below the other.
+    """Draw the chart of one schedule, or of several, one below the other.
 
     Args:
         panels: heading and simulation of each panel.
@@ -39,10 +40,10 @@ def svg_chart(panels: Sequence[tuple[str, Simulation]], *, clock: Callable[[floa
         >>> svg_chart([("gpipe", simulate(schedule, Costs.alike(schedule)))]).count("<rect")
         15
     """
-    per_second = (WIDTH - LEFT - RIGHT) / max(simulation.seconds for _, simulation in panels)
+    pixels_per_second = (WIDTH - LEFT - RIGHT) / max(simulation.seconds for _, simulation in panels)
     panel_elements, top = [], 0.0
     for heading, simulation in panels:
-        elements, height = _panel(heading, simulation, top, per_second, clock)
+        elements, height = _panel(heading, simulation, top, pixels_per_second, clock)
         panel_elements += elements
         top += height
     schedules = [simulation.schedule for _, simulation in panels]
@@ -55,9 +56,17 @@ def svg_chart(panels: Sequence[tuple[str, Simulation]], *, clock: Callable[[floa
 
 
 def _panel(
-    heading: str, simulation: Simulation, top: float, per_second: float, clock: Callable[[float], str]
+    heading: str, simulation: Simulation, top: float, pixels_per_second: float, clock: Callable[[float], str]
 ) -> tuple[list[Markup], float]:
-    """The elements of one schedule, and their height."""
+    """Return the elements of one schedule, and their height in pixels.
+
+    Args:
+        heading: text above the panel.
+        simulation: the simulation to be drawn.
+        top: distance of the panel from the top of the image, in pixels.
+        pixels_per_second: scale of the time.
+        clock: function that formats a time.
+    """
     schedule, seconds = simulation.schedule, simulation.seconds
     row_height = 24 if schedule.ranks <= 8 else 16
     number_width = PER_LETTER * len(str(schedule.microbatches - 1)) + 2
@@ -65,14 +74,14 @@ def _panel(
     bottom = plot_top + plot_height
     panel_elements = [
         svg_text(LEFT, top + 18, heading, class_="h"),
-        element("rect", class_="n", x=LEFT, y=plot_top, width=seconds * per_second, height=plot_height),
+        element("rect", class_="n", x=LEFT, y=plot_top, width=seconds * pixels_per_second, height=plot_height),
     ]
     for rank, (order, spans) in enumerate(zip(schedule.orders, simulation.spans, strict=True)):
         y, first_stage = plot_top + row_height * rank, schedule.stages_of(rank)[0]
         panel_elements.append(svg_text(LEFT - 8, y + row_height / 2 + 4, f"rank {rank}", "end"))
         for action, (start, end) in zip(order, spans, strict=True):
-            x, width = LEFT + start * per_second, (end - start) * per_second
-            is_later = action.stage != first_stage
+            x, width = LEFT + start * pixels_per_second, (end - start) * pixels_per_second
+            is_later = action.stage != first_stage  # whether the stage is a later one of its rank
             box_width = max(width - 0.8, width / 2)  # a gap between neighbours
             css_classes = action.kind.value + " l" * is_later
             content = [
@@ -85,14 +94,14 @@ def _panel(
                 )
             panel_elements.append(element("g", content, data_m=action.microbatch))
     for time in ticks(0.0, seconds, 10):
-        x = LEFT + time * per_second
+        x = LEFT + time * pixels_per_second
         panel_elements.append(element("path", class_="t", d=f"M{x:.2f} {bottom:.0f}v4"))
         panel_elements.append(svg_text(x, bottom + 16, clock(time) if time else "0", "middle"))
     return panel_elements, HEADING + plot_height + AXIS
 
 
 def _description(action: Action, rank: int) -> str:
-    """An action in words."""
+    """Describe an action in words."""
     return f"{action}: {WORDS[action.kind]} of microbatch {action.microbatch}, stage {action.stage}, rank {rank}"
 
 

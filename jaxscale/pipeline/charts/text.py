@@ -1,8 +1,8 @@
 """A simulated schedule as lines of text: one for each rank, time to the right.
 
 A cell is the letter of its kind and, if there is room, the number of its microbatch, filled up to its width; small
-letters are a rank's later stages. If actions are narrower than a column, the column shows the one that fills most of
-it.
+letters are a rank's later stages. If actions are narrower than a column, the column shows the action that
+fills most of it.
 """
 
 import math
@@ -14,7 +14,7 @@ from jaxscale.pipeline.schedule import Action, Kind
 
 FILL = {Kind.F: "─", Kind.B: "═", Kind.I: "─", Kind.W: "┄", Kind.U: "*"}
 PLAIN = str.maketrans({"─": "-", "═": "=", "┄": ".", "│": "|"})
-"""Replacements for terminals without these letters."""
+"""The letters that replace others in terminals without Unicode, for `str.translate`."""
 COLORS = {Kind.F: (75, 67), Kind.B: (114, 71), Kind.I: (80, 37), Kind.W: (215, 172), Kind.U: (176, 133)}
 """Numbers of two of the 256 terminal colors: one for a rank's first stage, one for its later stages."""
 LEAST_COLUMNS = 24
@@ -32,7 +32,7 @@ def text_chart(
     color: bool = False,
     clock: Callable[[float], str] = "{:.4g}".format,
 ) -> str:
-    """The chart of a simulation, with the most live activations at the right of each rank.
+    """Draw the chart of a simulation, with the most live activations at the right of each rank.
 
     Args:
         simulation: the simulation to be drawn.
@@ -53,7 +53,7 @@ def text_chart(
     """
     schedule = simulation.schedule
     per_second = columns_per_second([simulation], width) if per_second is None else per_second
-    columns = max(1, round(simulation.seconds * per_second))
+    column_count = max(1, round(simulation.seconds * per_second))
     is_numbered = all(
         round(end * per_second) - round(start * per_second) >= len(_label(action))
         for action, start, end in _actions(simulation)
@@ -61,20 +61,21 @@ def text_chart(
     )
     lines = []
     for rank, (order, spans) in enumerate(zip(schedule.orders, simulation.spans, strict=True)):
-        cells = _cells(order, spans, schedule.stages_of(rank)[0], columns, per_second, is_numbered)
+        cells = _cells(order, spans, schedule.stages_of(rank)[0], column_count, per_second, is_numbered)
         body = _colored(cells) if color else "".join(letter for letter, _, _ in cells)
-        lines.append(f"{_name(simulation, rank)}│{body}│ {simulation.live_shares[rank]:g} live")
-    return "\n".join([*lines, " " * len(_name(simulation, 0)) + axis(per_second, columns, clock)])
+        lines.append(f"{_rank_label(simulation, rank)}│{body}│ {simulation.live_shares[rank]:g} live")
+    return "\n".join([*lines, " " * len(_rank_label(simulation, 0)) + axis(per_second, column_count, clock)])
 
 
 def columns_per_second(simulations: Sequence[Simulation], width: int) -> float:
-    """The scale on which the longest of some simulations fills a terminal.
+    """Return the scale on which the longest of some simulations fills a terminal.
 
-    Every action gets a whole number of columns if all can, though some of the width stays unused.
+    If a scale exists on which every action has a whole number of columns, it is taken, although some of the width stays
+    unused.
     """
-    columns = min(width - len(_name(run, 0)) - len(f"││ {max(run.live_shares):g} live") for run in simulations)
-    per_second = max(columns, LEAST_COLUMNS) / max(run.seconds for run in simulations)
-    durations = {end - start for run in simulations for _, start, end in _actions(run) if end - start > 1e-9 * end}
+    plot_width = min(width - len(_rank_label(sim, 0)) - len(f"││ {max(sim.live_shares):g} live") for sim in simulations)
+    per_second = max(plot_width, LEAST_COLUMNS) / max(sim.seconds for sim in simulations)
+    durations = {end - start for sim in simulations for _, start, end in _actions(sim) if end - start > 1e-9 * end}
     shortest = min(durations)
     shortest_columns = per_second * shortest
     are_whole = all(abs(duration / shortest - round(duration / shortest)) < 1e-6 for duration in durations)
@@ -82,7 +83,7 @@ def columns_per_second(simulations: Sequence[Simulation], width: int) -> float:
 
 
 def axis(per_second: float, columns: int, clock: Callable[[float], str]) -> str:
-    """Times below a chart, at round numbers.
+    """Return the line of times below a chart, at round numbers.
 
     Args:
         per_second: number of columns per second.
@@ -101,13 +102,13 @@ def axis(per_second: float, columns: int, clock: Callable[[float], str]) -> str:
     return line
 
 
-def _name(simulation: Simulation, rank: int) -> str:
-    """A rank's name at the left of its line, as wide as the longest."""
+def _rank_label(simulation: Simulation, rank: int) -> str:
+    """Return a rank's name for the left of its line, padded to the width of the longest."""
     return f"rank {rank:<{len(str(simulation.schedule.ranks - 1))}} "
 
 
 def _actions(simulation: Simulation) -> list[tuple[Action, float, float]]:
-    """Every action with its start and end."""
+    """Return every action with its start and end in seconds."""
     rows = zip(simulation.schedule.orders, simulation.spans, strict=True)
     return [(action, *span) for order, spans in rows for action, span in zip(order, spans, strict=True)]
 
@@ -115,7 +116,7 @@ def _actions(simulation: Simulation) -> list[tuple[Action, float, float]]:
 def _cells(
     order: Sequence[Action], spans: Sequence[Span], first_stage: int, columns: int, per_second: float, is_numbered: bool
 ) -> list[Cell]:
-    """A rank's line, letter by letter."""
+    """Return the cells of a rank's line, one for each column."""
     cells: list[Cell] = [(" ", None, False)] * columns
     shown_lengths = [0.0] * columns
     for action, (start, end) in zip(order, spans, strict=True):
@@ -133,16 +134,16 @@ def _cells(
 
 
 def _label(action: Action) -> str:
-    """The letter of an action's kind and the number of its microbatch."""
+    """Return the letter of an action's kind and the number of its microbatch."""
     return f"{action.kind.value}{action.microbatch}"
 
 
 def _colored(cells: Sequence[Cell]) -> str:
-    """The cells with escape sequences around runs of one kind; fill characters become colored blanks."""
-    text, current = "", (None, False)
+    """Return the text of cells, with escape sequences around each kind; fill characters become colored blanks."""
+    text, current_style = "", (None, False)
     for letter, kind, is_later in cells:
-        if (kind, is_later) != current:
-            current = kind, is_later
+        if (kind, is_later) != current_style:
+            current_style = kind, is_later
             text += "\x1b[0m" if kind is None else f"\x1b[0;30;48;5;{COLORS[kind][is_later]}m"
         text += " " if letter in FILL.values() else letter
     return text + "\x1b[0m"

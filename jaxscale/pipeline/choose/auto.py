@@ -1,10 +1,10 @@
 """Auto: the choice of schedule, microbatches, stash and partition by simulation (`auto:P`).
 
 Every named synchronous schedule is made for every number of microbatches, and its blocks are cut into stages
-(`partition.py`) within the devices' memory. The candidate of the fewest seconds on the neighbour machine for the same
-batch wins; among equals, the one that holds least. More microbatches shorten the bubble, but a small microbatch may
-take more than its share of the batch's time: measured prices show this. Candidates that cannot be faster, even without
-a bubble, are skipped.
+(`partition.py`) within the devices' memory. The candidate with the fewest seconds on the neighbour machine for the same
+batch wins; of candidates with equal seconds, the one that needs the least memory. More microbatches shorten the bubble,
+but a small microbatch may take more than its share of the batch's time: measured prices show this. Candidates that
+cannot be faster, even without a bubble, are skipped.
 
 Left out: asynchronous schedules, which train differently, and searched ones (`search.py`), which are made for one
 partition.
@@ -22,7 +22,7 @@ from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
 
 Prices = ModelPrices | Mapping[str, ModelPrices]
-_CLOSE = 1e-9
+_CLOSE = 1e-9  # relative difference at which seconds count as equal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +58,13 @@ class PipelineCandidate:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The best candidate, and the others.
+    """The best candidate of a choice, and all other candidates.
 
     Args:
         best: the fastest candidate.
         partition: the partition of the fastest candidate.
         candidates: all candidates that were priced or refused, the fastest first.
-        skipped: number of candidates that cannot be faster, whatever their bubble.
+        skipped: number of candidates that were not priced, because they cannot be faster even without a bubble.
 
     Example:
         >>> from jaxscale.pipeline.choose.price import Price
@@ -83,14 +83,14 @@ class Choice:
         width = max(len(str(candidate)) for candidate in self.candidates)
         lines = []
         for candidate in self.candidates:
-            cut = candidate.partition
-            outcome = f"{candidate.seconds:.6g} s, {max(cut.bytes)} bytes" if cut else candidate.reason
+            solution = candidate.partition
+            outcome = f"{candidate.seconds:.6g} s, {max(solution.bytes)} bytes" if solution else candidate.reason
             lines.append(f"{str(candidate).ljust(width)}  {candidate.stash.ljust(9)}  {outcome}")
         return "\n".join([*lines, f"{self.skipped} more cannot be faster"])
 
 
 def choose(
-    prices: Callable[[int], Prices],
+    prices_of: Callable[[int], Prices],
     ranks: int,
     microbatches: Sequence[int],
     devices: Sequence[PipelineDevice] | None = None,
@@ -100,10 +100,10 @@ def choose(
     stashes: Sequence[Stash] = ("residuals", "input"),
     width: int = 64,
 ) -> Choice:
-    """The fastest schedule, microbatches, stash and partition within the memory.
+    """Choose the fastest schedule, microbatches, stash and partition within the memory.
 
     Args:
-        prices: function from a number of microbatches to the prices of a model for one of them, such as
+        prices_of: function from a number of microbatches to the prices of a model for one microbatch, such as
             `ModelPrices.share` of the prices for a whole batch.
         ranks: p, number of devices on the pipe axis.
         microbatches: the numbers of microbatches to try.
@@ -117,59 +117,59 @@ def choose(
         TooLarge: no candidate fits; the message has the bytes of the one that needs least.
         UserError: a schedule is unknown or asynchronous, or no schedule is defined for these numbers.
     """
-    synchronous = [name for name, method in METHODS.items() if not method.steps and name != NAME]
+    synchronous_names = [name for name, method in METHODS.items() if not method.steps and name != NAME]
     for name in names or ():
-        if name not in synchronous:
-            raise unknown("synchronous schedule", name, synchronous)
+        if name not in synchronous_names:
+            raise unknown("synchronous schedule", name, synchronous_names)
     refusals: list[PipelineCandidate] = []
-    feasible: list[PipelineCandidate] = []
-    nearest: TooLarge | None = None
+    feasible_candidates: list[PipelineCandidate] = []
+    least_error: TooLarge | None = None  # that of the least ratio
     skipped, best_seconds = 0, float("inf")
-    for candidate in _candidates(names or synchronous, ranks, microbatches, chunks, stashes):
-        model = prices(candidate.microbatches)
+    for candidate in _candidates(names or synchronous_names, ranks, microbatches, chunks, stashes):
+        prices = prices_of(candidate.microbatches)
         try:
             schedule = METHODS[candidate.name].schedule(ranks, candidate.microbatches, candidate.chunks)
-            if _least_seconds(model, schedule, candidate.stash) >= best_seconds:
+            if _least_seconds(prices, schedule, candidate.stash) >= best_seconds:
                 skipped += 1
                 continue
-            solution = partition(model, schedule, devices, stash=candidate.stash, width=width)
+            solution = partition(prices, schedule, devices, stash=candidate.stash, width=width)
         except UserError as error:
-            if isinstance(error, TooLarge) and (nearest is None or error.ratio < nearest.ratio):
-                nearest = error
+            if isinstance(error, TooLarge) and (least_error is None or error.ratio < least_error.ratio):
+                least_error = error
             refusals.append(dataclasses.replace(candidate, reason=str(error)))
         else:
-            feasible.append(dataclasses.replace(candidate, partition=solution))
+            feasible_candidates.append(dataclasses.replace(candidate, partition=solution))
             best_seconds = min(best_seconds, solution.seconds)
-    ranking = sorted(feasible, key=lambda candidate: candidate.seconds)
-    if not ranking:
-        if nearest is not None:
-            raise TooLarge(f"pipeline auto:{ranks}: no candidate fits; the nearest is {nearest}", nearest.ratio)
+    ranked_candidates = sorted(feasible_candidates, key=lambda candidate: candidate.seconds)
+    if not ranked_candidates:
+        if least_error is not None:
+            raise TooLarge(f"pipeline auto:{ranks}: no candidate fits. The nearest is {least_error}", least_error.ratio)
         reasons = sorted({candidate.reason for candidate in refusals})
         raise UserError(f"pipeline auto:{ranks}: no schedule can run: {'; '.join(reasons) or 'none was named'}")
-    ties = [candidate for candidate in ranking if candidate.seconds <= best_seconds * (1 + _CLOSE)]
-    winner = min(ties, key=lambda candidate: max(candidate.partition.bytes) if candidate.partition else 0)
+    tied_candidates = [candidate for candidate in ranked_candidates if candidate.seconds <= best_seconds * (1 + _CLOSE)]
+    winner = min(tied_candidates, key=lambda candidate: max(candidate.partition.bytes) if candidate.partition else 0)
     assert winner.partition is not None
-    slower_candidates = [candidate for candidate in ranking if candidate is not winner]
+    slower_candidates = [candidate for candidate in ranked_candidates if candidate is not winner]
     return Choice(winner, winner.partition, (winner, *slower_candidates, *refusals), skipped)
 
 
 def _candidates(
     names: Sequence[str], ranks: int, microbatches: Sequence[int], chunks: Sequence[int], stashes: Sequence[Stash]
 ) -> Iterator[PipelineCandidate]:
-    """The candidates to try; those likely to be fast come first, so that most others are skipped."""
-    priority = {name: place for place, name in enumerate(("zb-v", "zb-h1", "zb-h2", "dualpipe-v", "lockstep"))}
+    """Yield the candidates to try; those likely to be fast come first, so that most others are skipped."""
+    priority_of = {name: place for place, name in enumerate(("zb-v", "zb-h1", "zb-h2", "dualpipe-v", "lockstep"))}
     for stash in stashes:
         for microbatch_count in sorted(microbatches, reverse=True):
-            for name in sorted(names, key=lambda name: priority.get(name, len(priority))):
+            for name in sorted(names, key=lambda name: priority_of.get(name, len(priority_of))):
                 for v in sorted({1, *chunks}) if METHODS[name].interleaves else (None,):
                     yield PipelineCandidate(name, ranks, microbatch_count, v, stash)
 
 
 def _least_seconds(prices: Prices, schedule: Schedule, stash: Stash) -> float:
-    """Seconds if no rank ever idled and every block ran on its fastest kind of device."""
+    """Return the seconds if no rank ever idled and every block ran on its fastest kind of device."""
     models = [prices] if isinstance(prices, ModelPrices) else list(prices.values())
-    forwards = 2 if stash == "input" else 1
+    forward_runs = 2 if stash == "input" else 1
     seconds = 0.0
     for blocks in zip(*(model.blocks for model in models), strict=True):
-        seconds += min(forwards * block.forward + block.input_gradient + block.weight_gradient for block in blocks)
+        seconds += min(forward_runs * block.forward + block.input_gradient + block.weight_gradient for block in blocks)
     return schedule.microbatches * seconds / schedule.ranks

@@ -3,8 +3,9 @@
 A *linear* is float[stage, feature], the coefficients of a linear function of the features of `chain_cut.py`. A rank
 holds its stages' weights (of an asynchronous schedule: several versions), the activations that wait for a
 backward, the messages at its stages' ends, and the working bytes of the running stage. The waiting activations depend
-on the schedule: at some moments many of one stage, at others of another. Each moment that no other covers (with at
-least as many of every stage) is one function; the rank needs their maximum.
+on the schedule: at some moments many of one stage, at others of another. A moment
+covers another if it has at least as many activations of every stage. Each moment that no other covers is one function,
+and the rank needs their maximum.
 """
 
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 from jaxscale.pipeline.choose.chain_cut import FEATURES, INDEX
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.ticks import ticks
-from jaxscale.pipeline.versions import lives, ring
+from jaxscale.pipeline.versions import lives, ring_slots
 
 END_MESSAGES = 2
 """Messages at each end of a stage: one sent, one received."""
@@ -33,32 +34,32 @@ class Footprint(NamedTuple):
 
 
 def footprints(schedule: Schedule) -> list[Footprint]:
-    """Every moment of every rank that may be its fullest.
+    """Return the footprint of every moment of every rank that may be its fullest.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
-        >>> moments = footprints(METHODS["1f1b"].schedule(4, 8))
-        >>> [float(linear[rank, INDEX["stash_bytes"]]) for rank, linear in moments]
+        >>> rank_footprints = footprints(METHODS["1f1b"].schedule(4, 8))
+        >>> [float(linear[rank, INDEX["stash_bytes"]]) for rank, linear in rank_footprints]
         [4.0, 3.0, 2.0, 1.0]
     """
-    moments = []
+    footprint_list = []
     lifetimes = lives(schedule, ticks(schedule)) if schedule.versions else {}
     for rank in range(schedule.ranks):
         stages = schedule.stages_of(rank)
         constant_linear = np.zeros((schedule.stages, len(FEATURES)))
         for stage in stages:
             constant_linear[stage, INDEX["weight_bytes"]] = 1
-            constant_linear[stage, INDEX["version_bytes"]] = ring(lifetimes[stage]) - 1 if lifetimes else 0
+            constant_linear[stage, INDEX["version_bytes"]] = ring_slots(lifetimes[stage]) - 1 if lifetimes else 0
             constant_linear[stage, [INDEX["enters"], INDEX["leaves"]]] = END_MESSAGES
         fullest_moments: list[tuple[int, ...]] = []  # moments that no other moment of the rank covers
         for moment in sorted(schedule.activation_counts(rank), reverse=True):
-            if not any(all(a <= b for a, b in zip(moment, larger, strict=True)) for larger in fullest_moments):
+            if not any(all(a <= b for a, b in zip(moment, cover, strict=True)) for cover in fullest_moments):
                 fullest_moments.append(moment)
         for counts in fullest_moments:
-            for running in stages:
+            for running_stage in stages:
                 linear = constant_linear.copy()
                 linear[list(stages), INDEX["stash_bytes"]] = counts[: len(stages)]
                 linear[list(stages), INDEX["between_bytes"]] = counts[len(stages) :]
-                linear[running, INDEX["working_bytes"]] = 1
-                moments.append(Footprint(rank, linear))
-    return moments
+                linear[running_stage, INDEX["working_bytes"]] = 1
+                footprint_list.append(Footprint(rank, linear))
+    return footprint_list

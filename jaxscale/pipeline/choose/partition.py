@@ -3,15 +3,16 @@
 The objective is the executor's time: the schedule's seconds on the neighbour machine, with devices in the given order.
 These are the longest path through the schedule's table, a maximum of linear functions of the stages' costs. Dynamic
 programming over (stage, block) minimises one function, as in PipeDream and Pipe-torch, with a price list for each
-device and a rate for each link. The maximum is minimised by a game between the dynamic program and the clock (the
-program answers the mean of the paths so far, the clock the mean of the partitions so far), by moving boundaries, and by
-branch and bound. No partition is faster than `Partition.bound`; a partition whose seconds meet it is optimal.
+device and a rate for each link. Three methods minimise the maximum: moving boundaries, branch and bound, and a game
+between the dynamic program and the clock. In each turn of the game the program finds the best partition for the mean of
+the paths so far, and the clock finds the longest path for the mean costs of the partitions so far. No partition is
+faster than `Partition.bound`; a partition whose seconds meet it is optimal.
 
 Memory is a maximum of linear functions too (`footprint.py`), and as in MadPipe and DAPPLE it depends on the schedule:
 stage 0 of 1f1b holds p activations, the last stage one. Stages that exceed the memory by themselves are excluded.
 
 Devices may be unlike (a price list for each kind), as may links. HetPipe runs several pipelines of unlike devices side
-by side; in one program they share their partition, so at each place the slowest of them counts (`virtual_workers.py`).
+by side. In one program they share their partition, so the slowest device at each place counts (`virtual_workers.py`).
 
 Left out: the order of devices, replicated stages, and stages of no block; the reduction of gradients and the update
 after the last tick.
@@ -39,14 +40,14 @@ from jaxscale.values.byte_sizes import bytes_at_least
 
 _TURNS = 24  # of the game between program and clock
 _BLUR = 0.002  # share of the seconds: paths so near the longest count too, so the clock's answers change little
-_POWERS = (2, 4, 8)
+_POWERS = (2, 4, 8)  # exponents of the stage bounds whose least sums give starts of the search
 _REFINED = 2  # starts that are refined by moving boundaries
 _FUNCTIONS = 4  # memory functions that branch and bound looks ahead for; all are checked in the end
 _CLOSE = 1e-9  # relative distance at which a bound meets the seconds
 
 
 class TooLarge(UserError):
-    """The error that no partition fits the memory.
+    """No partition fits the memory.
 
     Args:
         message: error message for the user.
@@ -108,8 +109,8 @@ class Partition:
         ranges = [f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"{blocks[0]}" for blocks in self.stages]
         width = max(map(len, ranges))
         stage_rows = zip(ranges, self.costs.forward, self.costs.input, self.costs.weight, strict=True)
-        for stage, (text, f, i, w) in enumerate(stage_rows):
-            lines.append(f"  stage {stage}  blocks {text.ljust(width)}  F {f:.4g}  I {i:.4g}  W {w:.4g}")
+        for stage, (range_text, f, i, w) in enumerate(stage_rows):
+            lines.append(f"  stage {stage}  blocks {range_text.ljust(width)}  F {f:.4g}  I {i:.4g}  W {w:.4g}")
         lines += [f"  rank {rank}  {bytes_at_least(count)}" for rank, count in enumerate(self.bytes)]
         return "\n".join(lines)
 
@@ -122,22 +123,22 @@ def partition(
     stash: Stash = "residuals",
     width: int | None = None,
 ) -> Partition:
-    """The fastest partition of a model that fits its devices.
+    """Find the fastest partition of a model that fits its devices.
 
     Args:
         model: prices of the model; for unlike devices, its prices by kind of device.
         schedule: the actions of each rank, in order.
         devices: the device of each rank, in order; `None`: equal devices without a memory bound, on links that take no
             time.
-        stash: what waits for a backward: the residuals, or the stage's input, from which the backward runs the forward
+        stash: what a stage keeps for a backward: the residuals, or its input, from which the backward runs the forward
             again.
         width: number of partial partitions that branch and bound keeps; with more it is slower and comes nearer to the
             best. `None`: 65536 / stages^2, at least 256, which solves 32 blocks on 4 devices exactly.
 
     Raises:
         TooLarge: no partition fits; the message has the least memory that suffices and ways to lower it.
-        UserError: there are more stages than blocks, the number of devices is not that of ranks, or a kind of device
-            has no prices.
+        UserError: there are more stages than blocks, the number of devices is not the number of ranks, or a kind of
+            device has no prices.
 
     Example:
         >>> from jaxscale.pipeline.choose.price import Price
@@ -186,41 +187,40 @@ class _Search:
             raise self._too_large(self.smallest, least_ratio)
         for linear in memory_ratios:
             if (linear.any(1)).sum() == 1:
-                self.problem.chain.allow(linear, 1.0)
+                self.problem.chain.exclude_above(linear, 1.0)
             else:
                 self.problem.memory_functions.append(linear)
 
     def _least_memory(self, ratios: list[np.ndarray]) -> tuple[np.ndarray, float]:
-        """A cut and its ratio of bytes to memory: at most 1 if any cut has such a ratio, otherwise the least.
+        """Return a cut and its ratio of bytes to memory: at most 1 if the search finds such a cut, otherwise the least.
 
-        `ratios` are linears: the bytes of a rank at some moment, divided by its memory.
+        `ratios` are linears, each the bytes of a rank at some moment divided by the memory of the rank.
         """
         chain = self.problem.chain
-        largest = chain.largest(ratios)
-        least, cut = chain.shortest(largest, most=True)
+        largest_ratios = chain.largest(ratios)
+        least_ratio, cut = chain.shortest(largest_ratios, use_max=True)
         if all(linear.any(1).sum() == 1 for linear in ratios):
-            return cut, least
-        functions = np.stack(ratios)
-        functions = functions.reshape(len(functions), -1)
-        peaks = functions @ chain.stage_features(cut[None]).ravel()
-        least, active_indices = float(peaks.max()), [int(peaks.argmax())]
-        while least > 1:
+            return cut, least_ratio
+        ratio_functions = np.stack(ratios).reshape(len(ratios), -1)
+        peaks = ratio_functions @ chain.stage_features(cut[None]).ravel()
+        least_ratio, active_indices = float(peaks.max()), [int(peaks.argmax())]
+        while least_ratio > 1:
             active_ratios = [ratios[index] for index in active_indices]
-            cuts = chain.branch(active_ratios, (), largest, least * (1 - 1e-12), self.width).cuts
+            cuts = chain.branch(active_ratios, (), largest_ratios, least_ratio * (1 - 1e-12), self.width).cuts
             if not len(cuts):
-                return cut, least
-            cut_ratios = chain.stage_features(cuts).reshape(len(cuts), -1) @ functions.T
+                return cut, least_ratio
+            cut_ratios = chain.stage_features(cuts).reshape(len(cuts), -1) @ ratio_functions.T
             lowest_index = int(cut_ratios.max(1).argmin())
             binding_index = int(cut_ratios[lowest_index].argmax())
-            if cut_ratios[lowest_index, binding_index] < least:
-                least, cut = float(cut_ratios[lowest_index, binding_index]), cuts[lowest_index]
+            if cut_ratios[lowest_index, binding_index] < least_ratio:
+                least_ratio, cut = float(cut_ratios[lowest_index, binding_index]), cuts[lowest_index]
             elif binding_index in active_indices or len(active_indices) >= _FUNCTIONS:
-                return cut, least
+                return cut, least_ratio
             active_indices.append(binding_index)
-        return cut, least
+        return cut, least_ratio
 
     def _too_large(self, cut: np.ndarray, ratio: float) -> TooLarge:
-        """The error for a model whose smallest partition needs `ratio` times the memory."""
+        """Make the error for a model whose smallest partition needs `ratio` times the memory."""
         problem, schedule = self.problem, self.problem.schedule
         needed_bytes = problem.bytes(cut)
         limits = [device.memory_bytes for device in problem.devices]
@@ -232,29 +232,29 @@ class _Search:
             hints.append("a schedule with fewer activations alive (1f1b)")
         hints.append("more devices on the pipe axis, or weights sharded over data (ZeRO)")
         return TooLarge(
-            f"{schedule.name}: no partition of {problem.blocks} blocks into {schedule.stages} stages fits; the "
+            f"{schedule.name}: no partition of {problem.blocks} blocks into {schedule.stages} stages fits. The "
             f"smallest needs {bytes_at_least(needed_bytes[rank])} on rank {rank}, which has "
-            f"{bytes_at_least(int(limits[rank] or 0))} (a ratio of {ratio:.2f}); ways to lower it: "
+            f"{bytes_at_least(int(limits[rank] or 0))} (a ratio of {ratio:.2f}). Ways to lower it: "
             f"{'; '.join(hints)}",
             ratio,
         )
 
     def solve(self) -> Partition:
-        """The fastest partition of the search, with the bound."""
+        """Return the fastest partition of the search, with its bound."""
         chain, stage_bounds = self.problem.chain, self.problem.stage_bounds()
         scaled_bounds = stage_bounds / stage_bounds[np.isfinite(stage_bounds)].max()
-        start_cuts = [chain.shortest(scaled_bounds, most=True)[1]]
+        start_cuts = [chain.shortest(scaled_bounds, use_max=True)[1]]
         start_cuts += [chain.shortest(scaled_bounds**power)[1] for power in _POWERS]  # flatter than the least maximum
         start_cuts += [] if self.smallest is None else [self.smallest]
         cuts = np.unique(np.stack(start_cuts), axis=0)
         cut_seconds = self.problem.seconds(cuts)
-        fastest = cut_seconds.argsort(kind="stable")[:_REFINED]
-        refinements = [self._refine(float(cut_seconds[index]), cuts[index]) for index in fastest]
-        best, cut = min(refinements, key=lambda pair: pair[0])
+        fastest_indices = cut_seconds.argsort(kind="stable")[:_REFINED]
+        refinements = [self._refine(float(cut_seconds[index]), cuts[index]) for index in fastest_indices]
+        best, cut = min(refinements, key=lambda pair: pair[0])  # the fewest seconds, and the partition that takes them
         chain.possible &= stage_bounds <= best * (1 + _CLOSE)
         best, cut, bound = self._branch_and_bound(best, cut, -np.inf, [], stage_bounds)
         if best > bound * (1 + _CLOSE):
-            game_bound, linear, game_cuts = self._play(cut, best)
+            game_bound, linear, game_cuts = self._play_game(cut, best)
             cut_seconds = self.problem.seconds(game_cuts)
             if cut_seconds.min() < best:
                 best, cut = self._refine(float(cut_seconds.min()), game_cuts[cut_seconds.argmin()])
@@ -264,8 +264,16 @@ class _Search:
     def _branch_and_bound(
         self, best: float, cut: np.ndarray, bound: float, paths: list[np.ndarray], stage_bounds: np.ndarray
     ) -> tuple[float, np.ndarray, float]:
-        """(seconds, cut, bound) after branch and bound, which is repeated while it finds a faster partition."""
-        limits = self._tightest(cut)
+        """Return (seconds, cut, bound) after branch and bound, which is repeated while it finds a faster partition.
+
+        Args:
+            best: seconds of `cut`.
+            cut: int[stages + 1], the fastest partition so far.
+            bound: a lower bound on the seconds of every partition.
+            paths: linears that are never above the seconds.
+            stage_bounds: float[stage, begin, end], a lower bound on the seconds of every partition with that stage.
+        """
+        limits = self._tightest_functions(cut)
         while best > bound * (1 + _CLOSE):
             paths = [*paths, self.problem.path(cut)]
             survivors = self.problem.chain.branch(paths, limits, stage_bounds, best, self.width)
@@ -273,33 +281,35 @@ class _Search:
                 return best, cut, max(bound, min(best, survivors.bound))
             seconds = self.problem.seconds(survivors.cuts)
             lowest_index = int(seconds.argmin())
-            least = float(seconds[lowest_index])
-            bound = max(bound, min(best, least, survivors.bound))
-            is_faster = least < best * (1 - _CLOSE)
-            if least < best:
-                best, cut = least, survivors.cuts[lowest_index]
+            least_seconds = float(seconds[lowest_index])
+            bound = max(bound, min(best, least_seconds, survivors.bound))
+            is_faster = least_seconds < best * (1 - _CLOSE)
+            if least_seconds < best:
+                best, cut = least_seconds, survivors.cuts[lowest_index]
             if np.isinf(survivors.bound) or not is_faster:
                 break
             best, cut = self._refine(best, cut)
         return best, cut, bound
 
-    def _tightest(self, cut: np.ndarray) -> list[np.ndarray]:
-        """The memory functions that are nearest their limit."""
+    def _tightest_functions(self, cut: np.ndarray) -> list[np.ndarray]:
+        """Return the memory functions whose values for a cut are nearest their limit, at most `_FUNCTIONS`."""
         stage_features = self.problem.chain.stage_features(cut[None])[0]
         return sorted(self.problem.memory_functions, key=lambda linear: -(stage_features * linear).sum())[:_FUNCTIONS]
 
-    def _play(self, cut: np.ndarray, best: float) -> tuple[float, np.ndarray, np.ndarray]:
-        """A game between dynamic program and clock: a lower bound, its linear function, and the cuts that were tried.
+    def _play_game(self, cut: np.ndarray, best: float) -> tuple[float, np.ndarray, np.ndarray]:
+        """Play a game between the dynamic program and the clock, from a cut whose seconds are `best`.
 
-        The clock answers the mean of the costs so far, the program the mean of the clock's paths so far.
+        The clock finds the longest path for the mean of the costs so far. The program finds the shortest cut for the
+        mean of the clock's paths so far. Return a lower bound on the seconds, the linear function that gives it, and
+        the cuts that were tried, int[turn, stages + 1].
         """
         problem = self.problem
         blur = _BLUR * best
-        passes, links = (costs[0] for costs in problem.costs(cut[None]))
+        pass_seconds, link_seconds = (costs[0] for costs in problem.costs(cut[None]))
         mean_path = np.zeros((problem.schedule.stages, len(FEATURES)))
         bound, best_linear, cuts = -np.inf, mean_path, []
         for turn in range(_TURNS):
-            path = problem.linear(cut, problem.clock.path(passes, links, blur))
+            path = problem.linear(cut, problem.clock.path(pass_seconds, link_seconds, blur))
             mean_path = mean_path + (path - mean_path) * (2 / (turn + 2))
             lower_bound, cut = problem.chain.shortest(problem.chain.values(mean_path))
             if lower_bound > bound:
@@ -308,19 +318,24 @@ class _Search:
             if best <= bound * (1 + _CLOSE):
                 break
             costs = problem.costs(cut[None])
-            passes = passes + (costs[0][0] - passes) / (turn + 4)
-            links = links + (costs[1][0] - links) / (turn + 4)
+            pass_seconds = pass_seconds + (costs[0][0] - pass_seconds) / (turn + 4)
+            link_seconds = link_seconds + (costs[1][0] - link_seconds) / (turn + 4)
         return bound, best_linear, np.stack(cuts)
 
     def _refine(self, best: float, cut: np.ndarray) -> tuple[float, np.ndarray]:
-        """(seconds, cut) after moving one boundary, or several neighbours together, while that makes the cut faster."""
+        """Move one boundary, or several neighbours together, while that makes a cut faster; return (seconds, cut).
+
+        `best` is the seconds of the given cut.
+        """
         inner_count = self.problem.schedule.stages - 1
         if not inner_count:
             return best, cut
+        # each move shifts the inner boundaries begin to end by one block or two, left or right
         begin, end = np.triu_indices(inner_count)
-        selection = (end - begin < 3) | (begin == 0) | (end == inner_count - 1)
-        begin, end = begin[selection], end[selection]
+        is_tried = (end - begin < 3) | (begin == 0) | (end == inner_count - 1)
+        begin, end = begin[is_tried], end[is_tried]
         boundary = np.arange(inner_count)
+        # int[move, boundary]: the change of each inner boundary
         moves = ((boundary >= begin[:, None]) & (boundary <= end[:, None])).astype(int)
         moves = np.concatenate([moves, -moves, 2 * moves[begin == end], -2 * moves[begin == end]])
         while True:
@@ -335,7 +350,7 @@ class _Search:
             best, cut = float(seconds.min()), cuts[seconds.argmin()]
 
     def _partition(self, cut: np.ndarray, seconds: float, bound: float) -> Partition:
-        """The `Partition` with the boundaries of a cut."""
+        """Make the `Partition` with the boundaries of a cut."""
         columns = dict(zip(FEATURES, self.problem.chain.stage_features(cut[None])[0].T.tolist(), strict=True))
         return Partition(
             boundaries=tuple(map(int, cut)),

@@ -18,8 +18,9 @@ class Price:
         version_bytes: bytes of one more version of its weights (asynchronous schedules).
         stash_bytes: bytes kept from the forward of a microbatch to its backward (or W).
         between_bytes: further bytes kept from I to W, if the backward is split.
-        message_bytes: bytes sent to the next block; the gradient that comes back has as many.
-        working_bytes: bytes that are alive only while it runs. Of neighbouring blocks the largest number counts.
+        message_bytes: bytes sent to the next block, and bytes of the gradient that comes back.
+        working_bytes: bytes that are alive only while the block runs. Of the blocks of a stage the largest number
+            counts.
 
     Raises:
         UserError: a price is negative or not finite.
@@ -50,12 +51,12 @@ class Price:
                 raise UserError(f"price of a block: {field.name} is {price}, expected a finite number >= 0")
 
     def times(self, factor: float) -> "Price":
-        """The same block on a device that takes `factor` times the seconds."""
+        """Return the price of the block on a device that takes `factor` times the seconds."""
         seconds = ("forward", "input_gradient", "weight_gradient")
         return dataclasses.replace(self, **{name: getattr(self, name) * factor for name in seconds})
 
     def share(self, parts: float) -> "Price":
-        """One of `parts` equal parts of the work and the stash: a smaller microbatch. Weights stay whole."""
+        """Return the price for a smaller microbatch: work and stash divided by `parts`, weights unchanged."""
         weight_fields = ("weight_bytes", "version_bytes")
         names = (field.name for field in dataclasses.fields(self) if field.name not in weight_fields)
         return dataclasses.replace(self, **{name: getattr(self, name) / parts for name in names})
@@ -78,14 +79,17 @@ class ModelPrices:
     shared_bytes: float = 0
 
     def share(self, parts: float) -> "ModelPrices":
-        """The prices for one of `parts` microbatches, from those for a whole batch, if seconds are proportional."""
+        """Return the prices for one of `parts` microbatches, if these prices are for a whole batch.
+
+        Seconds are taken as proportional to the size of the microbatch.
+        """
         first, last = (price and price.share(parts) for price in (self.first, self.last))
         return ModelPrices(tuple(block.share(parts) for block in self.blocks), first, last, self.shared_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineDevice:
-    """A place on the pipe axis, and the link from it to the next place (from the last to the first).
+    """A device on the pipe axis, and its link to the next device; the last one's link leads to the first.
 
     Args:
         memory_bytes: bytes available to this program; `None`: no bound.

@@ -15,7 +15,7 @@ from jaxscale.pipeline.clock.clock import Clock, LongestPath
 from jaxscale.pipeline.run.lifetimes import Stash
 from jaxscale.pipeline.schedule import Kind, Schedule
 
-_TIMED = 3  # number of the first features, which are seconds
+_TIMED = 3  # number of features that are seconds; they come first
 _SECONDS: dict[Kind, tuple[str, ...]] = {
     Kind.F: ("forward",),
     Kind.I: ("input_gradient",),
@@ -23,11 +23,11 @@ _SECONDS: dict[Kind, tuple[str, ...]] = {
     Kind.B: ("input_gradient", "weight_gradient"),
     Kind.U: (),
 }
-"""The features whose sum is the seconds of a pass."""
+"""For each kind of pass, the features whose sum is its seconds."""
 
 
 class Problem:
-    """One model, schedule and list of devices, as linear functions; its arguments are those of `partition`.
+    """The linear functions of one model, schedule and list of devices; its arguments are those of `partition`.
 
     A linear is float[stage, feature]: the coefficients of a linear function of the stages' features.
     """
@@ -54,16 +54,19 @@ class Problem:
         self.blocks = len(self.models[0].blocks)
         for kind, prices in zip(kinds, self.models, strict=True):
             if len(prices.blocks) != self.blocks:
-                raise UserError(f"prices of {len(prices.blocks)} blocks on {kind!r}, but {self.blocks} on {kinds[0]!r}")
+                raise UserError(
+                    f"got prices of {len(prices.blocks)} blocks on devices of kind {kind!r}, but of {self.blocks} "
+                    f"blocks on kind {kinds[0]!r}: each kind needs a price for every block of the model"
+                )
         if schedule.stages > self.blocks:
             raise UserError(
                 f"{schedule.name} of {schedule.ranks} ranks has {schedule.stages} stages, but the model has "
-                f"{self.blocks} blocks: each stage needs one; use fewer devices on the pipe axis, or fewer chunks (v)"
+                f"{self.blocks} blocks. Each stage needs one: use fewer devices on the pipe axis, or fewer chunks (v)"
             )
         if len(kinds) > 1 and len(schedule.routes) > 1:
             raise UserError(
-                f"{schedule.name} runs every stage on several devices, but they are unlike ({', '.join(kinds)}): "
-                "use a schedule of one route, such as 1f1b"
+                f"{schedule.name} runs every stage on several devices, but their kinds differ ({', '.join(kinds)}): "
+                "use a schedule that runs each stage on one device, such as 1f1b"
             )
         kind_of_rank = [kinds.index(device.kind) for device in self.devices]
         tables = [features(prices.blocks, prices.first, prices.last, stash == "input") for prices in self.models]
@@ -73,9 +76,11 @@ class Problem:
         self._pass_features = np.array([[name in _SECONDS[kind] for name in FEATURES] for kind, _ in self.clock.passes])
         self._pass_features = self._pass_features.astype(float)
         passes = np.arange(len(self._pass_stages))
+        # float[stage * timed feature, pass]: the coefficients of each pass
         self._pass_weights = np.zeros((schedule.stages, _TIMED, len(passes)))
         self._pass_weights[self._pass_stages, :, passes] = self._pass_features[:, :_TIMED]
         self._pass_weights = self._pass_weights.reshape(-1, len(passes))
+        # int[message, 2]: the stage that sends, and the link
         self._crossings = np.array(self.clock.crossings, int).reshape(-1, 2)
         self._message_features = np.zeros((len(self._crossings), len(FEATURES)))
         for row, link in zip(self._message_features, self._crossings[:, 1], strict=True):
@@ -85,23 +90,23 @@ class Problem:
         self.memory_functions: list[np.ndarray] = []
 
     def costs(self, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of the clock's passes, float[cut, pass], and of messages on each link, float[cut, rank]."""
+        """Return seconds of the clock's passes, float[cut, pass], and of a message on each link, float[cut, rank]."""
         stage_features = self.chain.stage_features(cuts)
-        passes = stage_features[:, :, :_TIMED].reshape(len(cuts), -1) @ self._pass_weights
-        links = np.zeros((len(cuts), self.schedule.ranks))
+        pass_seconds = stage_features[:, :, :_TIMED].reshape(len(cuts), -1) @ self._pass_weights
+        link_seconds = np.zeros((len(cuts), self.schedule.ranks))
         for stage, link in self._crossings:
             device = self.devices[link]
             seconds = stage_features[:, stage, INDEX["leaves"]] / device.link + device.latency
-            np.maximum(links[:, link], seconds, out=links[:, link])
-        return passes, links
+            np.maximum(link_seconds[:, link], seconds, out=link_seconds[:, link])
+        return pass_seconds, link_seconds
 
     def seconds(self, cuts: np.ndarray) -> np.ndarray:
-        """Seconds of each of a batch of partitions, infinite for those that do not fit the memory."""
-        seconds = [self.clock.seconds(*self.costs(cuts[at : at + 1024])) for at in range(0, len(cuts), 1024)]
-        return np.where(self.fits(cuts), np.concatenate(seconds), np.inf)
+        """Return float[cut]: seconds of each of a batch of partitions, infinite for one that exceeds the memory."""
+        seconds_of_batches = [self.clock.seconds(*self.costs(cuts[i : i + 1024])) for i in range(0, len(cuts), 1024)]
+        return np.where(self.fits(cuts), np.concatenate(seconds_of_batches), np.inf)
 
     def fits(self, cuts: np.ndarray) -> np.ndarray:
-        """bool[cut]: whether each of a batch of partitions fits every device's memory."""
+        """Return bool[cut]: whether each of a batch of partitions fits every device's memory."""
         stages = np.arange(self.schedule.stages)
         is_feasible = np.all(self.chain.possible[stages, cuts[:, :-1], cuts[:, 1:]], axis=1)
         if self.memory_functions:
@@ -111,25 +116,25 @@ class Problem:
         return is_feasible
 
     def path(self, cut: np.ndarray) -> np.ndarray:
-        """float[stage, feature]: the linear function whose value is the seconds of a partition."""
-        passes, links = self.costs(cut[None])
-        return self.linear(cut, self.clock.path(passes[0], links[0]))
+        """Return float[stage, feature]: the linear function whose value is the seconds of a partition."""
+        pass_seconds, link_seconds = self.costs(cut[None])
+        return self.linear(cut, self.clock.path(pass_seconds[0], link_seconds[0]))
 
     def linear(self, cut: np.ndarray, path: LongestPath) -> np.ndarray:
-        """float[stage, feature]: a path as a linear function; on each link the longest message counts."""
+        """Return float[stage, feature]: a path as a linear function; on each link the longest message counts."""
         linear = np.zeros((self.schedule.stages, len(FEATURES)))
         np.add.at(linear, self._pass_stages, path.passes[:, None] * self._pass_features)
         if len(self._crossings):
-            seconds = (self.chain.stage_features(cut[None])[0, self._crossings[:, 0]] * self._message_features).sum(1)
+            durations = (self.chain.stage_features(cut[None])[0, self._crossings[:, 0]] * self._message_features).sum(1)
             for link in np.flatnonzero(path.links):
                 messages = np.flatnonzero(self._crossings[:, 1] == link)
                 if len(messages):
-                    index = messages[seconds[messages].argmax()]
+                    index = messages[durations[messages].argmax()]
                     linear[self._crossings[index, 0]] += path.links[link] * self._message_features[index]
         return linear
 
     def bytes(self, cut: np.ndarray) -> tuple[int, ...]:
-        """The most bytes that each rank holds."""
+        """Return the most bytes that each rank holds."""
         stage_features = self.chain.stage_features(cut[None])[0]
         peaks = [0.0] * self.schedule.ranks
         for rank, linear in self.footprints:
@@ -137,7 +142,8 @@ class Problem:
         return tuple(int(np.ceil(count - 1e-6)) for count in peaks)
 
     def stage_bounds(self) -> np.ndarray:
-        """float[stage, begin, end]: a lower bound on the seconds: all passes of a stage on its busiest rank."""
+        """Return float[stage, begin, end], a lower bound on the seconds: all passes of a stage on its busiest rank."""
+        # the work of each stage on the rank that does most of it
         linear = np.zeros((self.schedule.stages, len(FEATURES)))
         pass_number = {key: index for index, key in enumerate(self.clock.passes)}
         for order in self.schedule.orders:

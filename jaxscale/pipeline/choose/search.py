@@ -1,16 +1,17 @@
 """Search: an order of passes that is faster than any named schedule, for given costs and memory.
 
-The search starts from the named schedules within the memory and from list scheduling (each rank runs the ready pass of
-highest priority; 48 lists of priorities), all timed on the neighbour machine. Then it changes orders at random, in
-batches: it moves a pass, splits a backward, or joins one. The best of a batch is accepted if it is faster, or, less and
-less often, if it is a little slower (simulated annealing). The search is seeded, so equal arguments give equal results.
-The result is never slower than the best named schedule. For very small pipelines (`exhaustive.are_few`) all orders are
-timed.
+The search starts from the named schedules within the memory and from 48 list schedules, in which each rank runs the
+ready pass of highest priority in a random list. All are timed on the neighbour machine. Then the search changes orders
+at random, in batches: it moves a pass, splits a backward, or joins the halves of one. It accepts the best of a batch if
+that is faster or, less and less often, if it is a little slower (simulated annealing). The search is seeded, so equal
+arguments give equal results. The result is never slower than the best named schedule. For very small pipelines
+(`exhaustive.are_few`) all orders are timed.
 
 All microbatches take equally long, so every rank runs the passes of one kind and stage in the order of microbatches: no
-other order is faster. The lower bound on the seconds: a rank cannot start before its first input arrives, and it ends
-with its own passes, or with the gradients of the ranks before it; before its first gradient it runs at most as many
-forwards as it may hold (so memory buys time). The largest of these times over the ranks bounds every order.
+other order is faster. A lower bound on the seconds follows from three facts. A rank cannot start before its first input
+arrives. Before its first gradient it runs at most as many forwards as it may hold, so memory buys time. It ends with
+its own passes, or with the gradients of the ranks before it. The largest of these times over the ranks bounds every
+order.
 
 Left out: Chimera's two routes (a named schedule, but not changed), asynchronous schedules, idling on purpose.
 
@@ -43,7 +44,8 @@ _HEAT = 0.01  # share of the seconds that a change may cost at first
 
 _F, _B, _I, _W = range(4)  # as in KINDS
 Word = list[int]
-"""The passes of a rank in order. Each is a letter, kind * stages + stage; its microbatch follows by counting."""
+"""The passes of a rank in order. Each is a letter, kind * stages + stage. Its microbatch is the number of equal letters
+before it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +93,7 @@ def search(
     changes: int = 4000,
     seed: int = 0,
 ) -> Searched:
-    """The fastest schedule that the search finds within a memory.
+    """Search for the fastest schedule within a memory.
 
     Args:
         costs: costs of the stages, with one stage per rank; or costs by the number of stages per rank,
@@ -117,7 +119,7 @@ def search(
     for chunks, stage_costs in costs_by_chunks.items():
         if stage_costs.stages != chunks * ranks:
             raise UserError(
-                f"costs of {stage_costs.stages} stages, expected {chunks * ranks}: {chunks} for each of {ranks} ranks"
+                f"got costs of {stage_costs.stages} stages, expected {chunks * ranks}: {chunks} for each rank"
             )
     activations = float(ranks) if activations is None else float(activations)
     floor = min(
@@ -127,30 +129,30 @@ def search(
     named_schedules = []
     for pair in _named_schedules(costs_by_chunks, ranks, microbatches, activations, copies):
         named_schedules.append(pair)
-        if pair[0] <= floor * (1 + _CLOSE):  # none is faster
+        if pair[0] <= floor * (1 + _CLOSE):  # no schedule is faster
             break
     if not named_schedules:
         raise UserError(f"search: no named schedule holds at most {activations:g} activations; 1f1b holds {ranks}")
     named_schedules.sort(key=lambda pair: pair[0])
-    named_seconds, named = named_schedules[0]
-    best_seconds, schedule = named_seconds, named
-    for routes in dict.fromkeys(named.routes for _, named in named_schedules):
+    named_seconds, named_schedule = named_schedules[0]
+    best_seconds, schedule = named_seconds, named_schedule
+    for routes in dict.fromkeys(named_schedule.routes for _, named_schedule in named_schedules):
         if len(routes) > 1 or best_seconds <= floor * (1 + _CLOSE):
             continue
         stage_costs = costs_by_chunks[len(routes[0]) // ranks]
-        starts = [named.orders for _, named in named_schedules if named.routes == routes][:3]
+        starts = [named_schedule.orders for _, named_schedule in named_schedules if named_schedule.routes == routes][:3]
         route_search = _RouteSearch(stage_costs, routes[0], ranks, microbatches, activations, seed)
         seconds, orders = route_search.run(starts, changes, floor)
         if seconds < best_seconds * (1 - 1e-12):
             schedule = Schedule(NAME, orders, len(routes[0]), microbatches, routes, (0,) * microbatches)
             best_seconds = simulate(schedule, stage_costs).seconds
-    return Searched(schedule, best_seconds, min(floor, best_seconds), named.name, named_seconds)
+    return Searched(schedule, best_seconds, min(floor, best_seconds), named_schedule.name, named_seconds)
 
 
 def _named_schedules(
     costs: Mapping[int, Costs], ranks: int, microbatches: int, activations: float, copies: int
 ) -> Iterator[tuple[float, Schedule]]:
-    """The named synchronous schedules within the memory, with their seconds."""
+    """Yield (seconds, schedule) of the named synchronous schedules within the memory."""
     from jaxscale.pipeline.schedules import METHODS  # one of them is the search itself
 
     # zb-h1 first, which is the likeliest to meet the bound
@@ -170,7 +172,7 @@ def _named_schedules(
 
 
 def bound(costs: Costs, ranks: int, microbatches: int, activations: float, *, one_route: bool = True) -> float:
-    """A lower bound on the seconds of every schedule, whatever its order, on either machine.
+    """Return a lower bound on the seconds of every schedule, whatever its order, on either machine.
 
     For the stage s of a rank, with forwards F, input gradients I, weight gradients W and m microbatches, the
     last two lines are lower bounds; the largest of them over all stages is the result:
@@ -181,8 +183,8 @@ def bound(costs: Costs, ranks: int, microbatches: int, activations: float, *, on
         start + idle + m (F + I + W) of s
         start + idle + m (F + I) of s + I of all stages before s + W of stage 0
 
-    If a rank may have several stages, or a stage several ranks, the stages of a rank depend on the route. Then the
-    bound is the larger of two times: the work of all stages in equal parts for the ranks, and the round trip of one
+    If a rank may have several stages, or a stage several ranks, the stages of a rank depend on the route. In that case
+    the bound is the larger of two times: the work of all stages in equal parts for the ranks, and the round trip of one
     microbatch through all stages.
 
     Args:
@@ -225,40 +227,41 @@ class _RouteSearch:
     def run(
         self, starts: Sequence[Sequence[Sequence[Action]]], changes: int, floor: float
     ) -> tuple[float, tuple[tuple[Action, ...], ...]]:
-        """The seconds and the orders of the fastest schedule.
+        """Return the seconds and the orders of the fastest schedule.
 
         Args:
-            starts: orders of the named schedules from which the search starts.
+            starts: the named schedules that the search starts from, each as the actions of each rank.
             changes: number of changed orders to try.
             floor: a lower bound on the seconds, at which the search stops.
         """
-        one_stage_each = self.route == tuple(range(self.ranks))
-        if one_stage_each and are_few(self.ranks, self.microbatches, self.limit):
+        has_one_stage_each = self.route == tuple(range(self.ranks))
+        if has_one_stage_each and are_few(self.ranks, self.microbatches, self.limit):
             return fastest(self.costs, self.microbatches, self.limit)
-        candidates = [[self._word(order) for order in orders] for orders in starts]
-        candidates += [listed_words for _ in range(_LISTS) if (listed_words := self._list_schedule()) is not None]
-        numbers = np.stack([np.stack([self._row(self._passes(word)) for word in words]) for words in candidates])
+        word_lists = [[self._word(order) for order in orders] for orders in starts]
+        word_lists += [random_words for _ in range(_LISTS) if (random_words := self._list_schedule()) is not None]
+        numbers = np.stack([np.stack([self._row(self._passes(word)) for word in words]) for words in word_lists])
         seconds = self.clock.seconds(numbers)
         ranking = np.argsort(seconds, kind="stable")
-        best, best_words = float(seconds[ranking[0]]), candidates[ranking[0]]
+        best_seconds, best_words = float(seconds[ranking[0]]), word_lists[ranking[0]]
         # half of the changes from the best start, a quarter from each of the next two
-        for index, share in zip(ranking[:3], (2, 1, 1), strict=False):
-            if best <= floor * (1 + _CLOSE):
+        for i, quarters in zip(ranking[:3], (2, 1, 1), strict=False):
+            if best_seconds <= floor * (1 + _CLOSE):
                 break
-            lowest, words = self._anneal(float(seconds[index]), candidates[index], numbers[index], changes * share // 4)
-            if lowest < best:
-                best, best_words = lowest, words
-        return best, tuple(tuple(map(self._action, self._passes(word) or ())) for word in best_words)
+            lowest_seconds, words = self._anneal(float(seconds[i]), word_lists[i], numbers[i], changes * quarters // 4)
+            if lowest_seconds < best_seconds:
+                best_seconds, best_words = lowest_seconds, words
+        return best_seconds, tuple(tuple(map(self._action, self._passes(word) or ())) for word in best_words)
 
     def _anneal(self, current: float, words: list[Word], numbers: np.ndarray, changes: int) -> tuple[float, list[Word]]:
         """Change orders at random, and return the seconds and the words of the best orders.
 
         `current` is the seconds of the orders that `words` and `numbers`, their rows of `BatchClock`, describe.
         """
-        best, best_words = current, words
+        best_seconds, best_words = current, words
         rounds = max(1, changes // _BATCH)
-        for turn in range(rounds):
-            heat = _HEAT * best * (1 - turn / rounds) ** 2
+        for round_number in range(rounds):
+            heat = _HEAT * best_seconds * (1 - round_number / rounds) ** 2
+            # (rank, changed word) of each proposal, and the numbers of its orders
             proposals, proposed_numbers = [], np.repeat(numbers[None], _BATCH, 0)
             for index in range(_BATCH):
                 rank = self.rng.randrange(self.ranks)
@@ -267,17 +270,18 @@ class _RouteSearch:
                 proposed_numbers[index, rank] = self._row(passes)
             seconds = self.clock.seconds(proposed_numbers)
             # the fastest proposal, ties broken at random
-            choice = int((seconds + np.array([self.rng.random() * 1e-9 * best for _ in range(_BATCH)])).argmin())
-            if seconds[choice] <= current - heat * math.log(1 - self.rng.random()):
-                rank, word = proposals[choice]
+            tie_breaks = [self.rng.random() * 1e-9 * best_seconds for _ in range(_BATCH)]
+            fastest_index = int((seconds + np.array(tie_breaks)).argmin())
+            if seconds[fastest_index] <= current - heat * math.log(1 - self.rng.random()):
+                rank, word = proposals[fastest_index]
                 words = [*words[:rank], word, *words[rank + 1 :]]
-                numbers, current = proposed_numbers[choice], float(seconds[choice])
-                if current < best:
-                    best, best_words = current, words
-        return best, best_words
+                numbers, current = proposed_numbers[fastest_index], float(seconds[fastest_index])
+                if current < best_seconds:
+                    best_seconds, best_words = current, words
+        return best_seconds, best_words
 
     def _neighbour(self, word: Word) -> tuple[Word, list[int] | None]:
-        """A valid word that differs a little, and its passes."""
+        """Return a valid word that differs a little from `word`, and its pass numbers as `_passes` gives them."""
         for _ in range(50):
             neighbour = list(word)
             for _ in range(self.rng.choice((1, 1, 2))):
@@ -304,13 +308,13 @@ class _RouteSearch:
             word.insert(max(0, min(len(word), index + rng.randint(-distance, distance))), letter)
 
     def _word(self, order: Sequence[Action]) -> Word:
-        """The letters of an order."""
+        """Return the letters of an order."""
         return [KINDS.index(action.kind) * self.clock.stages + action.stage for action in order]
 
     def _passes(self, word: Word) -> list[int] | None:
-        """The pass numbers of `BatchClock`: microbatches of each kind and stage in order, W in the order of I.
+        """Return the pass numbers of `BatchClock`: microbatches of each kind and stage in order, W in the order of I.
 
-        `None` for an invalid word: a gradient before its forward, W before its I, or more activations than the limit.
+        Return `None` for an invalid word: a gradient before its forward, W before its I, or too many activations.
         """
         stages, waiting = self.clock.stages, 0
         forwards, gradients = [0] * stages, [0] * stages
@@ -342,55 +346,56 @@ class _RouteSearch:
         return numbers
 
     def _action(self, number: int) -> Action:
-        """The action of a pass number of `BatchClock`."""
+        """Return the action of a pass number of `BatchClock`."""
         letter, microbatch = divmod(number, self.microbatches)
         kind, stage = divmod(letter, self.clock.stages)
         return Action(KINDS[kind], stage, microbatch)
 
     def _row(self, passes: list[int] | None) -> np.ndarray:
-        """The passes of a valid word as a row of `BatchClock`."""
+        """Return int[length + 1]: the pass numbers of a valid word as a row of `BatchClock`."""
         assert passes is not None
         return np.array(passes + [self.clock.end] * (self.clock.length + 1 - len(passes)))
 
     def _list_schedule(self) -> list[Word] | None:
-        """The words of all ranks by a random list of priorities; `None` if the ranks get stuck at the memory limit."""
+        """Return the words of all ranks by a random list of priorities; `None` if ranks get stuck at the limit."""
         rng, stages, m = self.rng, self.clock.stages, self.microbatches
-        priority = [rng.random() + rng.random(), 0.0, rng.random() + rng.random(), rng.random()]
+        priorities = [rng.random() + rng.random(), 0.0, rng.random() + rng.random(), rng.random()]
         depth_weight = rng.choice((0.0, 1.0, -1.0))  # whether later stages of a rank go before earlier ones
         length_weight = rng.random() * rng.choice((0, 1))  # how much a pass longer than its tick so far is put off
-        gradient = _B if rng.random() < 0.3 else _I
-        priority[gradient] = priority[_I]
+        gradient_kind = _B if rng.random() < 0.3 else _I
+        priorities[gradient_kind] = priorities[_I]
+        # for each rank, the most forwards by which a stage may be ahead of its gradients
         warmups = [self.limit if rng.random() < 0.3 else max(1, self.limit - rank) for rank in range(self.ranks)]
         seconds = [[self.costs.seconds(kind, stage) for stage in range(stages)] for kind in KINDS]
-        unit = max(self.costs.forward) or 1.0
+        unit_seconds = max(self.costs.forward) or 1.0
         # passes that have run, by kind and stage
-        count = [[0] * stages for _ in KINDS]
-        waiting = [0] * self.ranks
+        run_counts = [[0] * stages for _ in KINDS]
+        waiting = [0] * self.ranks  # activations that wait for B or W, by rank
         words: list[Word] = [[] for _ in range(self.ranks)]
-        remaining = stages * m * (2 if gradient == _B else 3)
-        while remaining:
-            passes: list[tuple[int, int, int]] = []
+        remaining_passes = stages * m * (2 if gradient_kind == _B else 3)
+        while remaining_passes:
+            passes: list[tuple[int, int, int]] = []  # (rank, kind, stage) of the passes in this tick
             tick_seconds = 0.0
             for rank, rank_stages in enumerate(self.stages):
-                ready = []
+                ready = []  # (kind, stage) of the passes whose inputs have arrived
                 warmup = warmups[rank] if len(rank_stages) == 1 else self.limit
                 for stage in rank_stages:
-                    f, g, w = count[_F][stage], count[gradient][stage], count[_W][stage]
-                    arrived_inputs = count[_F][stage - 1] if stage else m
-                    arrived_gradients = count[gradient][stage + 1] if stage + 1 < stages else m
+                    f, g, w = run_counts[_F][stage], run_counts[gradient_kind][stage], run_counts[_W][stage]
+                    arrived_inputs = run_counts[_F][stage - 1] if stage else m
+                    arrived_gradients = run_counts[gradient_kind][stage + 1] if stage + 1 < stages else m
                     if f < arrived_inputs and waiting[rank] < self.limit and f - g < warmup:
                         ready.append((_F, stage))
                     if g < min(f, arrived_gradients):
-                        ready.append((gradient, stage))
-                    if gradient == _I and w < g:
+                        ready.append((gradient_kind, stage))
+                    if gradient_kind == _I and w < g:
                         ready.append((_W, stage))
                 if not ready:
                     continue
                 scores = [
-                    priority[kind]
+                    priorities[kind]
                     + (kind == _W and waiting[rank] >= self.limit) * 0.5
                     + depth_weight * stage / stages
-                    - length_weight * max(0.0, seconds[kind][stage] - tick_seconds) / unit
+                    - length_weight * max(0.0, seconds[kind][stage] - tick_seconds) / unit_seconds
                     for kind, stage in ready
                 ]
                 kind, stage = ready[scores.index(max(scores))]
@@ -399,8 +404,8 @@ class _RouteSearch:
             if not passes:
                 return None
             for rank, kind, stage in passes:
-                count[kind][stage] += 1
+                run_counts[kind][stage] += 1
                 waiting[rank] += (1, -1, 0, -1)[kind]
                 words[rank].append(kind * stages + stage)
-            remaining -= len(passes)
+            remaining_passes -= len(passes)
         return words

@@ -15,7 +15,7 @@ from jaxscale.pipeline.choose.price import PipelineDevice
 def virtual_workers(
     devices: Sequence[PipelineDevice], slowness: Mapping[str, float], workers: int
 ) -> tuple[PipelineDevice, ...]:
-    """The places of pipelines of unlike devices that run side by side in one program (HetPipe).
+    """Return the places of pipelines of unlike devices that run side by side in one program (HetPipe).
 
     Devices are sorted by speed, and each group of `workers` devices gives one to every worker (HetPipe's equal
     distribution), so all workers are alike, place by place. A place has the slowest kind, the least memory and the
@@ -42,11 +42,11 @@ def virtual_workers(
     for device in devices:
         if device.kind not in slowness:
             raise unknown("kind of device", device.kind, slowness)
-    by_speed = sorted(devices, key=lambda device: slowness[device.kind])
+    sorted_devices = sorted(devices, key=lambda device: slowness[device.kind])
     places = []
-    for start in range(0, len(by_speed), workers):
-        group = by_speed[start : start + workers]
-        memory = min((device.memory_bytes for device in group if device.memory_bytes is not None), default=None)
+    for start in range(0, len(sorted_devices), workers):
+        group = sorted_devices[start : start + workers]
+        memory_bytes = min((device.memory_bytes for device in group if device.memory_bytes is not None), default=None)
         link, latency = min(device.link for device in group), max(device.latency for device in group)
-        places.append(PipelineDevice(memory, group[-1].kind, link, latency))
+        places.append(PipelineDevice(memory_bytes, group[-1].kind, link, latency))
     return tuple(places)

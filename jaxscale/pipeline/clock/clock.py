@@ -53,67 +53,68 @@ class Clock:
         table = TickTable(schedule)
         self.passes, self.crossings = table.passes, table.crossings
         self._table, self._sends = np.array(table.rows), table.sends
-        ranks = np.arange(schedule.ranks)
+        ranks = np.arange(schedule.ranks)  # the left and the right neighbour of each rank follow
         self._neighbours = np.roll(ranks, 1), np.roll(ranks, -1)
 
-    def seconds(self, passes: np.ndarray, links: np.ndarray) -> np.ndarray:
-        """float[batch]: seconds of the schedule under each of a batch of costs.
+    def seconds(self, pass_seconds: np.ndarray, link_seconds: np.ndarray) -> np.ndarray:
+        """Return float[batch]: seconds of the schedule under each of a batch of costs.
 
         Args:
-            passes: float[batch, passes], seconds of each of `passes`.
-            links: float[batch, ranks], seconds of a message between ranks r and r + 1.
+            pass_seconds: float[batch, passes], seconds of each of `self.passes`.
+            link_seconds: float[batch, ranks], seconds of a message between ranks r and r + 1.
         """
-        return collections.deque(self._run(passes, links), maxlen=1)[0].max(0)
+        # of all moments that `_run` yields, only the last is kept
+        return collections.deque(self._run(pass_seconds, link_seconds), maxlen=1)[0].max(0)
 
-    def path(self, passes: np.ndarray, links: np.ndarray, blur: float = 0.0) -> LongestPath:
-        """The longest path under one set of costs.
+    def path(self, pass_seconds: np.ndarray, link_seconds: np.ndarray, blur: float = 0.0) -> LongestPath:
+        """Return the longest path under one set of costs.
 
         Args:
-            passes: float[passes], seconds of each of `passes`.
-            links: float[ranks], seconds of a message between ranks r and r + 1.
-            blur: difference in seconds; paths that are shorter than the longest by about this much enter a mean of
-                paths. The mean changes less from one set of costs to the next, and is never above the true seconds
-                either. 0: the longest path alone.
+            pass_seconds: float[passes], seconds of each of `self.passes`.
+            link_seconds: float[ranks], seconds of a message between ranks r and r + 1.
+            blur: difference in seconds; 0: the longest path alone. Otherwise the result is a mean of the paths that
+                are shorter than the longest by about this much or less. The mean changes less from one set of costs
+                to the next, and it is never above the true seconds either.
         """
-        times = np.stack([moment[:, 0] for moment in self._run(passes[None], links[None])])
+        times = np.stack([moment[:, 0] for moment in self._run(pass_seconds[None], link_seconds[None])])
         left, right = self._neighbours
         # times[2 r + 1] is the end of row r, times[2 r + 2] the end of its exchange
         ends = times[1::2]
-        arrivals = np.stack([ends, ends[:, left] + links[left], ends[:, right] + links])
-        from_self, from_left, from_right = _shares(arrivals, blur)
-        # from the last row to the first: the share of the paths that runs through each rank
-        shares, crossings = np.empty(ends.shape), np.zeros(self.schedule.ranks)
-        share = _shares(times[-1][:, None], blur)[:, 0]
+        arrivals = np.stack([ends, ends[:, left] + link_seconds[left], ends[:, right] + link_seconds])
+        self_shares, left_shares, right_shares = _shares(arrivals, blur)
+        # from the last row to the first: the share of the paths that runs through each rank, and that crosses each link
+        row_shares, link_shares = np.empty(ends.shape), np.zeros(self.schedule.ranks)
+        rank_shares = _shares(times[-1][:, None], blur)[:, 0]
         for row in range(len(ends) - 1, -1, -1):
             if self._sends[row]:
-                to_left, to_right = (from_left[row] * share)[right], from_right[row] * share
-                crossings += to_left + to_right
-                share = from_self[row] * share + to_left + to_right[left]
-            shares[row] = share
-        pass_counts = np.bincount(self._table.ravel(), shares.ravel(), len(self.passes) + 1)
-        return LongestPath(float(times[-1].max()), pass_counts[:-1], crossings)
+                across_left, across_right = (left_shares[row] * rank_shares)[right], right_shares[row] * rank_shares
+                link_shares += across_left + across_right
+                rank_shares = self_shares[row] * rank_shares + across_left + across_right[left]
+            row_shares[row] = rank_shares
+        pass_counts = np.bincount(self._table.ravel(), row_shares.ravel(), len(self.passes) + 1)
+        return LongestPath(float(times[-1].max()), pass_counts[:-1], link_shares)
 
-    def _run(self, passes: np.ndarray, links: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield float[rank, batch], times of the ranks: at the start, after each row's passes, after its exchange."""
-        pass_seconds = np.concatenate([passes.T, np.zeros((1, len(passes)))])
+    def _run(self, pass_seconds: np.ndarray, link_seconds: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield float[rank, batch], times of the ranks: at the start, after each row, after each row's exchange."""
+        seconds_by_pass = np.concatenate([pass_seconds.T, np.zeros((1, len(pass_seconds)))])
         left, right = self._neighbours
-        links = np.ascontiguousarray(links.T)
-        left_links = links[left]
-        times = np.zeros(links.shape)
+        link_seconds = np.ascontiguousarray(link_seconds.T)
+        left_seconds = link_seconds[left]
+        times = np.zeros(link_seconds.shape)
         yield times
         for row, sends in zip(self._table, self._sends, strict=True):
-            times = times + pass_seconds[row]
+            times = times + seconds_by_pass[row]
             yield times
             if sends:
-                arrivals = times[left] + left_links
+                arrivals = times[left] + left_seconds
                 np.maximum(arrivals, times, out=arrivals)
-                times = np.maximum(arrivals, times[right] + links, out=arrivals)
+                times = np.maximum(arrivals, times[right] + link_seconds, out=arrivals)
             yield times
 
 
 def _shares(times: np.ndarray, blur: float) -> np.ndarray:
-    """Weights along the first dim, which add up to 1; without a blur, the latest time has all the weight."""
-    if not blur:
+    """Return weights like `times` that add up to 1 along the first dim: the later the time, the larger the weight."""
+    if not blur:  # the latest time has all the weight
         return np.moveaxis(np.eye(len(times))[times.argmax(0)], -1, 0)
     weights = np.exp((times - times.max(0)) / blur)
     return weights / weights.sum(0)

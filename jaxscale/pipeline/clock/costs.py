@@ -49,7 +49,7 @@ class Costs:
                     raise UserError(f"costs: {field.name} is {cost}, expected 0 or more")
             is_required = field.name in ("forward", "input", "weight")
             if field.name != "links" and (field_costs or is_required) and len(field_costs) != self.stages:
-                raise UserError(f"costs: got {field.name} of {len(field_costs)} stages, expected {self.stages}")
+                raise UserError(f"costs: got {field.name} of {len(field_costs)} stages, expected {self.stages} stages")
 
     @classmethod
     def alike(
@@ -65,7 +65,9 @@ class Costs:
         stash: float = 0,
         pending: float = 0,
     ) -> "Costs":
-        """Costs of ranks that all take equally long: the costs of one rank's layers, in equal parts for its stages.
+        """Make costs of ranks that all take equally long, from the costs of one rank's layers.
+
+        The costs of a rank are split evenly over its stages.
 
         Args:
             schedule: schedule whose ranks and stages the costs are for.
@@ -76,7 +78,7 @@ class Costs:
             update: seconds of U of one rank's layers.
             link: seconds of a message.
             stash: bytes that one rank's layers keep from F until B or W is done.
-            pending: further bytes that they keep from I until W is done.
+            pending: further bytes that one rank's layers keep from I until W is done.
 
         Example:
             >>> from jaxscale.pipeline.schedules import METHODS
@@ -85,7 +87,7 @@ class Costs:
         """
 
         def shares(rank_cost: float) -> tuple[float, ...]:
-            """A rank's cost in equal parts, one for every stage of the schedule."""
+            """Return the costs of all stages, if a rank's cost is divided evenly among its stages."""
             return (rank_cost * (schedule.ranks / schedule.stages),) * schedule.stages
 
         return cls(
@@ -103,7 +105,7 @@ class Costs:
         return len(self.forward)
 
     def seconds(self, kind: Kind, stage: int) -> float:
-        """Seconds of a pass of this kind through a stage."""
+        """Return the seconds of a pass of this kind through a stage."""
         if kind is Kind.B and not self.backward:
             return self.input[stage] + self.weight[stage]
         if kind is Kind.U and not self.update:
@@ -122,6 +124,6 @@ class Costs:
             UserError: a number differs; the message has both numbers.
         """
         if self.stages != schedule.stages:
-            raise UserError(f"costs of {self.stages} stages for {schedule.name}, which has {schedule.stages} stages")
+            raise UserError(f"got costs of {self.stages} stages for {schedule.name}, expected {schedule.stages} stages")
         if self.links and len(self.links) != schedule.ranks:
-            raise UserError(f"costs of {len(self.links)} links for {schedule.name}, which has {schedule.ranks} ranks")
+            raise UserError(f"got costs of {len(self.links)} links for {schedule.name}, expected {schedule.ranks}")

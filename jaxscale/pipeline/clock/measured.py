@@ -1,9 +1,10 @@
 """A synchronous schedule with the times of a real run: start and end of each action on its device, from a trace.
 
-A trace has operations, not actions. The branch of a kind runs each of its own operations once per action, and a device
-runs its actions one after the other in the schedule's order. So the n-th run of such an operation belongs to the n-th
-action of that kind, and an action lasts from its first operation to its last. Left out: messages, which lie between
-actions, and schedules that never drain, whose steps hold parts of several batches.
+A trace has operations, not actions. In the program, the branch of a kind of action has operations of its own and runs
+each of them once per action. A device runs its actions one after the other in the schedule's order. So the n-th run of
+such an operation belongs to the n-th action of that kind, and an action lasts from its first operation to its last.
+Left out: messages, which lie between actions, and schedules that never drain, whose steps hold parts of several
+batches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.action import Kind
+from jaxscale.pipeline.action import KINDS, Kind
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import Simulation, Span
 from jaxscale.pipeline.schedule import Schedule
@@ -26,7 +27,7 @@ def measured(
     timelines: Mapping[int, Sequence[MeasuredSpans]],
     steps: int,
 ) -> Simulation:
-    """A schedule with measured times: the means over the traced steps and over the devices of each rank.
+    """Make a simulation with measured times: the means over the traced steps and over the devices of each rank.
 
     Args:
         schedule: a synchronous schedule.
@@ -47,12 +48,12 @@ def measured(
         >>> run.spans, run.costs.forward, run.costs.backward
         ((((0.0, 1.0), (1.0, 3.0)),), (1.0,), (2.0,))
     """
-    spans_by_rank = []
+    spans_by_rank = []  # for each rank, device and step, the spans of the actions
     for rank in range(schedule.ranks):
         if not timelines.get(rank):
             raise UserError(
                 f"the trace has no device of rank {rank} of {schedule.name}: it is of a run on other devices, or of "
-                "one process of several; trace a run of one process"
+                "one process of several. Trace a run of one process"
             )
         spans_by_rank.append([_spans(schedule, rank, operations, timeline, steps) for timeline in timelines[rank]])
     step_starts = [min(spans[step][0][0] for devices in spans_by_rank for spans in devices) for step in range(steps)]
@@ -65,39 +66,39 @@ def measured(
 def _spans(
     schedule: Schedule, rank: int, operations: Mapping[str, Sequence[str]], timeline: MeasuredSpans, steps: int
 ) -> list[list[Span]]:
-    """One device's actions, step by step, in the order of the schedule."""
+    """Return, for each step, the spans of one device's actions in the order of the schedule."""
     order = schedule.orders[rank]
     spans_by_kind: dict[Kind, list[Span]] = {}
     for kind in dict.fromkeys(action.kind for action in order):
         count = steps * sum(action.kind is kind for action in order)
-        run_lists = [timeline[name] for name in operations.get(kind.value, ()) if len(timeline.get(name, ())) == count]
-        if not run_lists:
+        span_lists = [timeline[name] for name in operations.get(kind.value, ()) if len(timeline.get(name, ())) == count]
+        if not span_lists:
             raise UserError(
-                f"the trace shows {kind.value} of {schedule.name} on rank {rank} another number of times than "
-                f"{count}, {count // steps} a step: it is of another plan, or was cut short; trace the run again"
+                f"the trace does not show {kind.value} of {schedule.name} on rank {rank} {count} times, "
+                f"{count // steps} times in each step: it is of another plan or was cut short. Trace the run again"
             )
-        for runs in zip(*run_lists, strict=True):  # the runs of one action's operations
-            spans_by_kind.setdefault(kind, []).append((min(start for start, _ in runs), max(end for _, end in runs)))
+        for spans in zip(*span_lists, strict=True):  # the spans of one action's operations
+            spans_by_kind.setdefault(kind, []).append((min(start for start, _ in spans), max(end for _, end in spans)))
     # the spans of a kind, of all steps, are consumed step by step
     remaining_spans = {kind: iter(kind_spans) for kind, kind_spans in spans_by_kind.items()}
     return [[next(remaining_spans[action.kind]) for action in order] for _ in range(steps)]
 
 
 def _costs(schedule: Schedule, rank_spans: Sequence[Sequence[Span]]) -> Costs:
-    """Mean seconds of each kind and stage; half of a fused backward counts for each gradient."""
+    """Return the mean seconds of each kind and stage; half of a backward in one action counts for each gradient."""
     durations: dict[tuple[Kind, int], list[float]] = {}
     for order, spans in zip(schedule.orders, rank_spans, strict=True):
         for action, (start, end) in zip(order, spans, strict=True):
             durations.setdefault((action.kind, action.stage), []).append(end - start)
 
-    def mean(kind: Kind) -> tuple[float | None, ...]:
-        """Mean seconds of a kind on each stage, `None` without such actions."""
+    def mean_seconds(kind: Kind) -> tuple[float | None, ...]:
+        """Return the mean seconds of a kind on each stage, `None` for a stage without such actions."""
         stage_durations = [durations.get((kind, stage)) for stage in range(schedule.stages)]
         return tuple(None if times is None else sum(times) / len(times) for times in stage_durations)
 
-    forward, backward, inputs_alone, weights_alone = (mean(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
-    halves = [(b or 0.0) / 2 for b in backward]
-    inputs = [i or half for i, half in zip(inputs_alone, halves, strict=True)]
-    weights = [w or half for w, half in zip(weights_alone, halves, strict=True)]
-    backwards = [i + w if b is None else b for b, i, w in zip(backward, inputs, weights, strict=True)]
-    return Costs(tuple(time or 0.0 for time in forward), tuple(inputs), tuple(weights), tuple(backwards))
+    forward_means, backward_means, input_means, weight_means = map(mean_seconds, KINDS)
+    half_means = [(b or 0.0) / 2 for b in backward_means]
+    inputs = [i or half for i, half in zip(input_means, half_means, strict=True)]
+    weights = [w or half for w, half in zip(weight_means, half_means, strict=True)]
+    backwards = [i + w if b is None else b for b, i, w in zip(backward_means, inputs, weights, strict=True)]
+    return Costs(tuple(time or 0.0 for time in forward_means), tuple(inputs), tuple(weights), tuple(backwards))

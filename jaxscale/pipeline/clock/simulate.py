@@ -5,7 +5,7 @@ messages to one another; the formulas in the papers are for this machine.
 
 `neighbour`: one program on all ranks (SPMD), in ticks (`pipeline/ticks.py`): `pipeline/run/execute.py`. At the end of a
 tick with any message, a rank exchanges messages with both neighbours on the ring and waits for them; a tick without
-messages has no exchange. Where forwards share ticks with backwards, all ranks wait for the longer.
+messages has no exchange. If forwards and backwards share a tick, all ranks wait for the longer of the two.
 
 Left out: the slowdown of computations by messages beside them, the gradient reduction and the update at the end of a
 synchronous step, and differences between microbatches.
@@ -60,15 +60,15 @@ class Simulation:
 
     @functools.cached_property
     def busy(self) -> tuple[float, ...]:
-        """Seconds that each rank works."""
+        """Seconds that each rank computes."""
         return tuple(sum(end - start for start, end in rank_spans) for rank_spans in self.spans)
 
     @functools.cached_property
     def period(self) -> float | None:
         """Seconds from one update to the next in the steady state of an asynchronous schedule, otherwise `None`.
 
-        Measured between the first stage's forwards in the second half of the schedule: they do not depend on later
-        actions, so neither filling nor draining counts.
+        It is measured between the first stage's forwards in the second half of the schedule. They do not depend on
+        later actions, so neither filling nor draining counts.
         """
         versions = self.schedule.versions
         if versions is None:
@@ -80,11 +80,11 @@ class Simulation:
             for action, (start, _) in zip(order, spans, strict=True)
             if action.kind is Kind.F and action.stage == 0
         }
-        update_count = updates // 2
-        if not update_count:
+        late_updates = updates // 2  # number of updates that the period is measured over
+        if not late_updates:
             return self.seconds / updates
-        first_of_last_update = (updates - 1) * group
-        seconds = (starts[first_of_last_update] - starts[first_of_last_update - update_count * group]) / update_count
+        last_group_start = (updates - 1) * group  # the first microbatch of the last update
+        seconds = (starts[last_group_start] - starts[last_group_start - late_updates * group]) / late_updates
         # a period shorter than a rank's busy time per update: too few updates to reach the steady state
         return seconds if seconds * updates >= max(self.busy) * (1 - 1e-9) else self.seconds / updates
 
@@ -111,7 +111,8 @@ class Simulation:
     def bubble_own_span(self) -> float:
         """Share of idle time between each rank's first start and last end: the zero-bubble papers' definition.
 
-        Ranks begin and end at different times; a step that follows at once would fill the time before and after.
+        Ranks begin and end at different times; the next step, if it follows at once, would fill the time before and
+        after.
         """
         own_seconds = sum(rank_spans[-1][1] - rank_spans[0][0] for rank_spans in self.spans)
         return 1 - sum(self.busy) / own_seconds
@@ -134,15 +135,15 @@ class Simulation:
 
     @functools.cached_property
     def live_bytes(self) -> tuple[float, ...]:
-        """The most bytes that each rank holds for its backwards, those from I to W included."""
-        stash = self.costs.stash or (0,) * self.schedule.stages
-        pending = self.costs.pending or (0,) * self.schedule.stages
+        """The most bytes that each rank holds for its backwards, including the bytes kept from I to W."""
+        stash_bytes = self.costs.stash or (0,) * self.schedule.stages
+        pending_bytes = self.costs.pending or (0,) * self.schedule.stages
         peaks = []
         for rank in range(self.schedule.ranks):
             stages = self.schedule.stages_of(rank)
-            activation_bytes = [stash[stage] for stage in stages] + [pending[stage] for stage in stages]
-            moments = self.schedule.activation_counts(rank)
-            peaks.append(max(sum(map(operator.mul, counts, activation_bytes), 0.0) for counts in moments))
+            activation_bytes = [stash_bytes[stage] for stage in stages] + [pending_bytes[stage] for stage in stages]
+            count_tuples = self.schedule.activation_counts(rank)
+            peaks.append(max(sum(map(operator.mul, counts, activation_bytes), 0.0) for counts in count_tuples))
         return tuple(peaks)
 
     def __str__(self) -> str:
@@ -162,7 +163,7 @@ def simulate(schedule: Schedule, costs: Costs, machine: MachineModel = "neighbou
             that is not a neighbour.
     """
     costs.check(schedule)
-    starts = {"dataflow": _dataflow, "neighbour": _neighbour}[machine](schedule, costs)
+    starts = {"dataflow": _dataflow_starts, "neighbour": _neighbour_starts}[machine](schedule, costs)
     spans_by_rank = []
     for order in schedule.orders:
         spans = ((starts[action], starts[action] + costs.seconds(action.kind, action.stage)) for action in order)
@@ -170,8 +171,8 @@ def simulate(schedule: Schedule, costs: Costs, machine: MachineModel = "neighbou
     return Simulation(schedule, costs, machine, tuple(spans_by_rank))
 
 
-def _dataflow(schedule: Schedule, costs: Costs) -> dict[Action, float]:
-    """The second at which each action starts if ranks wait for their inputs alone."""
+def _dataflow_starts(schedule: Schedule, costs: Costs) -> dict[Action, float]:
+    """Return the second at which each action starts if ranks wait for their inputs alone."""
     free_at = [0.0] * schedule.ranks
     starts, ends = {}, {}
     for action in ticks(schedule):  # in the order of ticks, inputs come first
@@ -185,8 +186,8 @@ def _dataflow(schedule: Schedule, costs: Costs) -> dict[Action, float]:
     return starts
 
 
-def _neighbour(schedule: Schedule, costs: Costs) -> dict[Action, float]:
-    """The second at which each action starts if ranks exchange messages with both neighbours."""
+def _neighbour_starts(schedule: Schedule, costs: Costs) -> dict[Action, float]:
+    """Return the second at which each action starts if ranks exchange messages with both neighbours."""
     table = TickTable(schedule)
     seconds = [costs.seconds(*key) for key in table.passes]
     starts = table.starts(seconds, costs.links or (0.0,) * schedule.ranks)

@@ -1,4 +1,4 @@
-"""The table of a schedule on the neighbour machine: a row for each tick, and another behind it for its updates.
+"""The table of a schedule on the neighbour machine: a row for each tick, followed by a row for its updates.
 
 This module needs no numpy, so that charts are drawn at once; `clock.py` times the same table under many costs together.
 """
@@ -42,7 +42,7 @@ class TickTable:
         self.schedule = schedule
         self.passes = tuple(sorted({(action.kind, action.stage) for order in schedule.orders for action in order}))
         tick_of = ticks(schedule)
-        # for each action, (tick, how many updates its rank has done in that tick)
+        # for each action, (tick, number of updates that its rank has done in that tick)
         place_of_action: dict[Action, tuple[int, int]] = {}
         for order in schedule.orders:
             update_count = 0
@@ -64,9 +64,9 @@ class TickTable:
                     if len(links) > 1:
                         raise UserError(
                             f"schedule {schedule.name}: {action} on rank {rank} needs {source} of rank "
-                            f"{schedule.rank(source)}, which is no neighbour on the ring of {schedule.ranks} ranks, "
-                            "but the executor sends to neighbours alone: place neighbouring stages on neighbouring "
-                            "ranks (the dataflow machine, of separate programs, sends to any rank)"
+                            f"{schedule.rank(source)}, which is no neighbour on the ring of {schedule.ranks} ranks. "
+                            "The executor sends to neighbours alone: place neighbouring stages on neighbouring ranks. "
+                            "The simulator's dataflow machine sends to any rank"
                         )
                     if links:
                         self.sends[last_row_of_tick[tick_of[source]]] = True
@@ -74,18 +74,18 @@ class TickTable:
                             crossings.add((source.stage, *links))
         self.crossings = tuple(sorted(crossings))
 
-    def starts(self, passes: Sequence[float], links: Sequence[float]) -> list[list[float]]:
-        """The seconds at which each rank begins each row, row by row.
+    def starts(self, pass_seconds: Sequence[float], links: Sequence[float]) -> list[list[float]]:
+        """Return, for each row, the second at which each rank begins it.
 
         Args:
-            passes: seconds of each of `passes`.
+            pass_seconds: seconds of each of `self.passes`.
             links: seconds of a message between ranks r and r + 1.
         """
-        seconds, ranks = [*passes, 0.0], self.schedule.ranks
+        padded_seconds, ranks = [*pass_seconds, 0.0], self.schedule.ranks  # an idle rank takes 0 seconds
         times, starts = [0.0] * ranks, []
         for row, sends in zip(self.rows, self.sends, strict=True):
             starts.append(times)
-            times = [time + seconds[number] for time, number in zip(times, row, strict=True)]
+            times = [time + padded_seconds[number] for time, number in zip(times, row, strict=True)]
             if sends:
                 times = [
                     max(times[rank], times[rank - 1] + links[rank - 1], times[(rank + 1) % ranks] + links[rank])
@@ -96,13 +96,13 @@ class TickTable:
 
 @functools.cache
 def links_between(source: int, target: int, ranks: int) -> tuple[int, ...]:
-    """The links that a message crosses on the shorter way around the ring; equal ways avoid the closing link.
+    """Return the links that a message crosses on the shorter way around the ring; equal ways avoid the closing link.
 
     Example:
         >>> links_between(0, 2, 6), links_between(0, 4, 6), links_between(3, 3, 6)
         ((0, 1), (5, 4), ())
     """
-    right, left = (target - source) % ranks, (source - target) % ranks
-    if right < left or (right == left and source < target):
-        return tuple((source + step) % ranks for step in range(right))
-    return tuple((source - 1 - step) % ranks for step in range(left))
+    right_steps, left_steps = (target - source) % ranks, (source - target) % ranks
+    if right_steps < left_steps or (right_steps == left_steps and source < target):
+        return tuple((source + step) % ranks for step in range(right_steps))
+    return tuple((source - 1 - step) % ranks for step in range(left_steps))

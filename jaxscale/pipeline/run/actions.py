@@ -1,4 +1,4 @@
-"""The actions of a device in a tick: forward, backward, or a half of one, on its weights, slots and sums."""
+"""The actions of a device in a tick: a forward, a backward or half of a backward, on its weights, slots and sums."""
 
 import dataclasses
 import functools
@@ -12,18 +12,21 @@ from jax import lax
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import KINDS, Kind
 from jaxscale.pipeline.run.passes import At, FromInput, FromResiduals, StageContext, StageFunction
-from jaxscale.pipeline.run.pools import differentiable, empty, read, read_in_place, vary, where, write, zeros
+from jaxscale.pipeline.run.pools import empty_pool, is_differentiable, read, read_in_place, vary, where, write, zeros
 from jaxscale.pipeline.run.tables import IDLE, Tables
 
 TableRow = dict[str, Any]
-"""A device's row of the table: int32 scalars by column."""
+"""A device's row of the table: int32 scalars by name of the column, which is one of `Tables.columns`."""
 CarriedState = dict[str, Any]
-"""The values that actions change: `kept` and `cut` (pools), `weights` and `shared` (gradients), `sums`."""
+"""The values that actions change, by name: `kept` and `cut` (pools), `weights` and `shared` (gradients), `sums`."""
 
 
 @dataclasses.dataclass(eq=False)
 class Actions:
     """The actions of a table for one stage function.
+
+    In the methods, x is the message to the stage from the previous one, and g the gradient from the next one. `is_live`
+    is a traced boolean, whether the device works in this tick; `None`: it always works.
 
     Args:
         tables: the schedule, with the number of slots.
@@ -32,10 +35,10 @@ class Actions:
         shared: weights that every stage may read, marked as varying.
         batch: microbatches, leaves (m, ...), marked as varying.
         key: random key for the stage, marked as varying.
-        x: shapes of the message between stages.
+        x: shapes and types of the message between stages.
         manual: the manual axes.
         readers: stages that read `shared`; `None`: all may.
-        hosted: names of residuals whose slots lie on the host.
+        hosted: names of residuals whose slots are in host memory.
         frozen: weights without gradients, leaves (v, ...), as in `execute`.
     """
 
@@ -65,13 +68,13 @@ class Actions:
             self._passes = FromInput(self.stage, self._vary)
 
     def start(self) -> CarriedState:
-        """Empty pools and zero sums."""
+        """Return the state with empty pools and zero sums."""
         state: CarriedState = {"sums": zeros(self._sums, jnp.float32)}
         if self.tables.backward:
             state["weights"] = zeros(self.weights, jnp.float32)
             state["shared"] = zeros(self.shared, jnp.float32)
-            state["kept"] = empty(self._passes.kept, self.tables.residuals, self._passes.hosted)
-            state["cut"] = empty(self._passes.cut, self.tables.cuts)
+            state["kept"] = empty_pool(self._passes.kept, self.tables.residuals, self._passes.hosted)
+            state["cut"] = empty_pool(self._passes.cut, self.tables.cuts)
         return state
 
     def run_kind(self, kind: int, state: CarriedState, row: TableRow, x: Any, g: Any) -> tuple[CarriedState, Any]:
@@ -81,8 +84,8 @@ class Actions:
             kind: code of the tick's kind.
             state: state of this device.
             row: row of this device.
-            x: the message in slot `x`.
-            g: the message in slot `g`.
+            x: the message in the slot of column `x`.
+            g: the message in the slot of column `g`.
 
         Returns:
             The state, and the message to send.
@@ -107,6 +110,7 @@ class Actions:
         """
 
         def branch(kind: int, state: CarriedState, messages: Any) -> tuple[CarriedState, Any]:
+            """Run the action of one kind, and return the state and the message to send."""
             x, g = (read(messages, row[name]) for name in ("x", "g"))
             return self._vary(self._action(kind, state, row, x, g, None))
 
@@ -115,14 +119,14 @@ class Actions:
         return lax.switch(jnp.asarray(branch_of_kind)[row["kind"]], branches, state, messages)
 
     def _action(
-        self, kind: int, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any
+        self, code: int, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any
     ) -> tuple[CarriedState, Any]:
-        """Run the action of one kind; `is_live` is whether the device works in this tick, `None` if it always does."""
-        if kind == IDLE:
+        """Run an action of the kind with this code, and return the state and the message to send."""
+        if code == IDLE:
             return state, jax.tree.map(jnp.zeros_like, x)
-        name, last_stage = KINDS[kind - 1], self.tables.schedule.stages - 1
-        run = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._i_half, Kind.W: self._w_half}[name]
-        with jax.named_scope(f"pipeline_{name.value}"):
+        kind, last_stage = KINDS[code - 1], self.tables.schedule.stages - 1
+        run = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._i_half, Kind.W: self._w_half}[kind]
+        with jax.named_scope(f"pipeline_{kind.value}"):
             return run(state, row, where(row["stage"] > 0, x), where(row["stage"] < last_stage, g), is_live)
 
     def _forward(self, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any) -> tuple[CarriedState, Any]:
@@ -139,7 +143,7 @@ class Actions:
         stash = read(state["kept"], row["residual"])
 
         def run(sums: CarriedState, reads: bool) -> tuple[CarriedState, Any]:
-            """The sums with the gradients added, those of `shared` only if `reads`, and the gradient of the input."""
+            """Return sums with gradients added, those of `shared` only if `reads`, and the gradient of the input."""
             weight_gradients, shared_gradients, dx = self._passes.backward(self._context(row), x, stash, g)
             sums = self._add_weights(sums, row, weight_gradients, is_live)
             return (self._add_shared(sums, shared_gradients, is_live) if reads else sums), dx
@@ -152,7 +156,7 @@ class Actions:
         stash = read(state["kept"], row["residual"])
 
         def run(sums: CarriedState, reads: bool) -> tuple[CarriedState, Any]:
-            """The sums, with gradients of `shared` added only if `reads`, the gradient of the input, and the cut."""
+            """Return sums, with gradients of `shared` added only if `reads`, and (gradient of the input, cut)."""
             shared_gradients, dx, cut = self._passes.input_half(self._context(row), x, stash, g)
             return (self._add_shared(sums, shared_gradients, is_live) if reads else sums), (dx, cut)
 
@@ -162,10 +166,10 @@ class Actions:
     def _with_shared(
         self, run: Callable[[CarriedState, bool], Any], sums: CarriedState, row: TableRow, is_live: Any
     ) -> Any:
-        """Call `run` on the sums; it adds gradients of `shared` only on stages that read `shared`.
+        """Call `run(sums, reads)` with `reads` true only on stages that read `shared`, and return its result.
 
-        On other stages these gradients are zeros as large as embedding and head, and would take longer to make and add
-        than the stage. In a program without branches (`run_kind`) they are added on every stage.
+        On other stages the gradients of `shared` are zeros as large as embedding and head, which would take longer to
+        make and add than the stage. In a program without branches (`run_kind`) `reads` is true on every stage.
         """
         if all(self._reads_shared) or is_live is not None:
             return run(sums, True)
@@ -179,10 +183,11 @@ class Actions:
         return self._add_weights(state, row, weight_gradients, is_live), jax.tree.map(jnp.zeros_like, x)
 
     def _add_weights(self, state: CarriedState, row: TableRow, gradients: Any, is_live: Any) -> CarriedState:
-        """The state with gradients added to the sums of their chunk."""
+        """Return the state with gradients of the weights added to the sums of their chunk."""
 
         def add(total: Any, gradient: Any, primal: Any) -> Any:
-            if not differentiable(primal):
+            """Return a leaf of the sums with a gradient added at the chunk, if the weight `primal` has gradients."""
+            if not is_differentiable(primal):
                 return total
             if total.shape[0] == 1:
                 return _add(total, gradient[None])
@@ -191,54 +196,55 @@ class Actions:
         return {**state, "weights": jax.tree.map(add, state["weights"], _masked(is_live, gradients), self.weights)}
 
     def _add_shared(self, state: CarriedState, gradients: Any, is_live: Any) -> CarriedState:
-        """The state with gradients of the shared weights added to their sums."""
+        """Return the state with gradients of the shared weights added to their sums."""
 
         def add(total: Any, gradient: Any, primal: Any) -> Any:
-            return _add(total, gradient) if differentiable(primal) else total
+            return _add(total, gradient) if is_differentiable(primal) else total
 
         return {**state, "shared": jax.tree.map(add, state["shared"], _masked(is_live, gradients), self.shared)}
 
     def _write(self, pool: Any, slot: Any, value: Any, is_live: Any) -> Any:
-        """The pool with a value in a slot; an idle device writes back the old value."""
+        """Return the pool with a value in a slot; an idle device writes back the old value."""
         if is_live is not None:
             value = jax.tree.map(lambda new, old: jnp.where(is_live, new, old), value, read(pool, slot))
         return write(pool, slot, value)
 
     def _context(self, row: TableRow) -> StageContext:
-        """The arguments of the stage in this row."""
+        """Return the arguments of the stage in this row."""
         at = At(row["stage"], row["microbatch"], read_in_place(self.frozen, row["chunk"]))
         microbatch, weights = read(self.batch, row["microbatch"]), read(self.weights, row["chunk"])
         return StageContext(weights, self.shared, microbatch, at, self.key)
 
     def _vary(self, tree: Any) -> Any:
-        """A tree marked as varying over the manual axes."""
+        """Mark a tree as varying over the manual axes."""
         return vary(tree, self.manual)
 
 
 def _add(total: Any, value: Any) -> Any:
-    """A sum and an addend of any type, added in the type of the sum."""
+    """Add a value of any type to a sum, in the type of the sum."""
     return total + value.astype(total.dtype)
 
 
 def _masked(is_live: Any, tree: Any) -> Any:
-    """The tree, or zeros if the device is idle; with `is_live` `None` it is never idle."""
+    """Return the tree, or zeros if the device is idle; with `is_live` `None` it is never idle."""
     if is_live is None:
         return tree
     return jax.tree.map(lambda leaf: leaf if leaf.dtype == jax.dtypes.float0 else jnp.where(is_live, leaf, 0), tree)
 
 
 def _check(message: Any, objective: Any, x: Any) -> None:
-    """Refuse a stage whose message or objective has another shape or type than expected."""
+    """Raise an error if a stage's message or objective has another shape or type than expected."""
 
-    def shapes(tree: Any) -> Any:
+    def describe(tree: Any) -> Any:
+        """Return the tree with a text for each leaf, such as float32[2, 8]."""
         return jax.tree.map(lambda leaf: f"{leaf.dtype.name}{list(leaf.shape)}", tree)
 
-    if shapes(message) != shapes(x):
+    if describe(message) != describe(x):
         raise UserError(
-            f"the stage sends {shapes(message)}, but messages between stages are {shapes(x)}: a stage must return the "
-            "shapes and types that it takes; cast inside the stage"
+            f"the stage sends {describe(message)}, but messages between stages are {describe(x)}: a stage must return "
+            "the shapes and types that it takes; cast inside the stage"
         )
     if objective.shape or objective.dtype != jnp.float32:
         raise UserError(
-            f"the stage's objective is {shapes(objective)}, expected a float32 scalar, to be summed over microbatches"
+            f"the stage's objective is {describe(objective)}, expected a float32 scalar, to be summed over microbatches"
         )

@@ -3,11 +3,11 @@
 Like `execute.py`, it is one scan over the ticks of a table. This table has no end (`stream.py`); each call runs the
 ticks in which its microbatches enter. A stage updates its own weights right after the backward that completes a group
 of microbatches; slots keep the older weights that actions still need. A call returns the state between ticks
-(`in_flight`) and the next call takes it, so nothing drains between training steps, and a checkpoint of it restores
-exactly.
+(`in_flight`) and the next call takes it, so nothing drains between training steps. A checkpoint of that state restores
+the run exactly.
 
 Every stage has its own copy of the shared weights (embedding, head) and updates it: only the first stage's embedding
-and the last stage's head matter. So tied weights and norms over all stages (clipping) have no meaning here: the caller
+and the last stage's head matter. So tied weights and norms over all stages (clipping) have no meaning, and the caller
 refuses them.
 
 References:
@@ -28,7 +28,7 @@ from jax import lax
 from jaxscale.errors import UserError
 from jaxscale.pipeline.run.passes import At, FromInput, FromResiduals, StageContext, StageFunction
 from jaxscale.pipeline.run.pipemare import Remedies, delay_of
-from jaxscale.pipeline.run.pools import WAYS, empty, exchange, gradients, read, vary, where, write, zeros
+from jaxscale.pipeline.run.pools import WAYS, empty_pool, exchange, gradients, read, vary, where, write, zeros
 from jaxscale.pipeline.run.stream import COLUMNS, Stream
 
 InFlightArrays = dict[str, Any]
@@ -40,7 +40,7 @@ class UpdateAt(NamedTuple):
 
     Args:
         stage: number of the stage, int32, traced.
-        number: number of updates of this stage before it, since the pipe was filled, int32, traced.
+        number: number of earlier updates of the stage since the pipe was filled, int32, traced.
     """
 
     stage: Any
@@ -72,16 +72,19 @@ class Advanced(NamedTuple):
 class Asynchronous:
     """A stream, ready to run; its methods are called inside a `jax.shard_map` that is manual over `manual`.
 
-    Parameters are a pair (weights, shared) of this device's stage, leaves (1, ...), and so are gradients.
+    Parameters are a pair (weights, shared) of this device's stage, leaves (1, ...), and so are gradients. In the
+    private methods, `row` is a device's row of the table, int32 scalars by names in `COLUMNS`; x is the message from
+    the previous stage, and g the gradient from the next one.
 
     Args:
         stream: the schedule.
         stage: stage function, as in `execute`; its weights and shared weights have no first dim, and `at.microbatch`
             counts within a call.
         update: update of one stage.
-        x: shapes of the message between stages.
-        compute: function from parameters to the weights that stages compute with (a cast); `None`: they are the same.
-        remedies: remedies of PipeMare.
+        x: shapes and types of the message between stages.
+        compute: function from parameters to the weights that stages compute with, such as a cast; `None`: stages
+            compute with the parameters themselves.
+        remedies: PipeMare's remedies against stale weights.
         axis: the mesh axis of the stages.
         manual: all manual axes.
 
@@ -102,7 +105,7 @@ class Asynchronous:
         if self.remedies.correction is not None and not self.stream.newest:
             raise UserError(
                 f"schedule {self.stream.name}: got a correction of the weights of backwards, expected none: its "
-                "backwards use the weights of their forwards; only pipemare takes a correction"
+                "backwards use the weights of their forwards. Only pipemare takes a correction"
             )
 
     def fill(self, parameters: Any, batch: Any, key: Any) -> InFlightArrays:
@@ -115,15 +118,15 @@ class Asynchronous:
         """
         parameters, batch, key = self._vary((parameters, batch, key))
         microbatch = jax.tree.map(lambda leaf: leaf[0], batch)
-        slots = self.stream.carried + _microbatches(batch)
+        slot_count = self.stream.carried + _microbatches(batch)
         state: InFlightArrays = {
             "tick": jnp.int32(0),
-            "messages": empty(self.x, self.stream.messages + 1),
+            "messages": empty_pool(self.x, self.stream.messages + 1),
             # messages that have arrived, and enter their slots in the next tick
             "boxes": {way: zeros(self.x) for way in WAYS},
-            "kept": empty(self._stage_passes(parameters, microbatch, key).kept, self.stream.kept),
-            "batch": empty(microbatch, slots),
-            "key": jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (slots, *leaf.shape)), key),
+            "kept": empty_pool(self._stage_passes(parameters, microbatch, key).kept, self.stream.kept),
+            "batch": empty_pool(microbatch, slot_count),
+            "key": jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (slot_count, *leaf.shape)), key),
             "versions": self._copies(parameters),
             "gradients": zeros(parameters, jnp.float32) if self.stream.group > 1 else (),
             "change": () if self.remedies.correction is None else zeros(parameters, jnp.float32),
@@ -143,19 +146,22 @@ class Asynchronous:
         Raises:
             UserError: the number of microbatches differs from that of `fill`.
         """
-        microbatches, expected = _microbatches(batch), self._microbatches(in_flight)
-        if microbatches != expected:
-            raise UserError(f"got {microbatches} microbatches, expected {expected} as when the pipe was filled")
+        microbatches, expected_count = _microbatches(batch), self._microbatches(in_flight)
+        if microbatches != expected_count:
+            raise UserError(f"got {microbatches} microbatches, expected {expected_count}, as when the pipe was filled")
         state = jax.tree.map(lambda leaf: leaf[0], in_flight)
         batch, key = self._vary((batch, key))
-        numbers = state["tick"] // self.stream.pace + jnp.arange(microbatches)
-        slots = numbers % (self.stream.carried + microbatches)
+        microbatch_numbers = state["tick"] // self.stream.pace + jnp.arange(microbatches)
+        batch_slots = microbatch_numbers % (self.stream.carried + microbatches)
         for name, arrivals in (("batch", batch), ("key", key)):
-            state[name] = jax.tree.map(lambda pool, new: pool.at[slots].set(new), state[name], arrivals)
+            state[name] = jax.tree.map(lambda pool, new: pool.at[batch_slots].set(new), state[name], arrivals)
         return self._run(parameters, optimizer, state, microbatches, ticks=self.stream.pace * microbatches, enters=True)
 
     def drain(self, parameters: Any, optimizer: Any, in_flight: InFlightArrays) -> Advanced:
-        """Run all microbatches in the pipe to their end; to go on, `fill` it again. Arguments as in `advance`."""
+        """Run all microbatches in the pipe to their end; `fill` it again before the next `advance`.
+
+        The arguments are those of `advance`.
+        """
         state = jax.tree.map(lambda leaf: leaf[0], in_flight)
         ticks = self.stream.tail - self.stream.pace
         return self._run(parameters, optimizer, state, self._microbatches(in_flight), ticks=ticks, enters=False)
@@ -163,7 +169,7 @@ class Asynchronous:
     def _run(
         self, parameters: Any, optimizer: Any, state: InFlightArrays, microbatches: int, *, ticks: int, enters: bool
     ) -> Advanced:
-        """Run the ticks of a call; with `enters`, its microbatches are already in the state."""
+        """Run `ticks` ticks; if `enters`, a call's `microbatches` new microbatches are already in the state."""
         stream = self.stream
         state = self._vary({**state, "parameters": parameters, "optimizer": optimizer})
         rows = lax.dynamic_index_in_dim(jnp.asarray(stream.rows), lax.axis_index(self.axis), 2, keepdims=False)
@@ -177,6 +183,7 @@ class Asynchronous:
         state["sums"] = self._vary(zeros(sums, jnp.float32))
 
         def tick(state: dict[str, Any], _: None) -> tuple[dict[str, Any], None]:
+            """Run one tick: store the messages that arrived, run the action, and exchange messages."""
             now = state["tick"]
             steady_ticks = jnp.maximum(now - stream.beginning, 0)
             row_index = jnp.where(now < stream.beginning, now, stream.beginning + steady_ticks % period)
@@ -257,47 +264,47 @@ class Asynchronous:
         return self.stream.versions > 1 or self.compute is not None
 
     def _compute_weights(self, parameters: Any) -> Any:
-        """The weights that stages compute with, of these parameters."""
+        """Return the weights that stages compute with, made from these parameters."""
         return parameters if self.compute is None else self.compute(parameters)
 
     def _copies(self, parameters: Any) -> Any:
-        """A pool with as many copies of the weights as there are versions."""
+        """Make a pool with as many copies of the weights as there are versions; empty if stages need no copies."""
         if not self._has_copies:
             return ()
         return jax.tree.map(lambda leaf: jnp.repeat(leaf, self.stream.versions, 0), self._compute_weights(parameters))
 
     def _weights_of(self, state: dict[str, Any], row: dict[str, Any]) -> Any:
-        """The weights (weights, shared) for the action of this row."""
+        """Return the pair (weights, shared) for the action of this row."""
         if self._has_copies:
             return read(state["versions"], row["reads"])
         return jax.tree.map(lambda leaf: leaf[0], state["parameters"])
 
     def _stage_passes(self, parameters: Any, microbatch: Any, key: Any) -> Any:
-        """Forward and backward of the stage for the stream's stash."""
+        """Make the forward and backward of the stage for the stream's stash, `FromInput` or `FromResiduals`."""
         if self.stream.stash == "input":
             return FromInput(self.stage, self._vary)
         context = self._sample_context(parameters, microbatch, key)
         return FromResiduals(self.stage, self._vary, context, self._vary(zeros(self.x)), split=False)
 
     def _sample_context(self, parameters: Any, microbatch: Any, key: Any) -> StageContext:
-        """The context of a sample action, for its shapes."""
+        """Return the context of a sample action, for its shapes."""
         weights, shared = jax.tree.map(lambda leaf: leaf[0], self._compute_weights(parameters))
         return self._vary(StageContext(weights, shared, microbatch, At(jnp.int32(0), jnp.int32(0)), key))
 
     def _row_context(self, state: dict[str, Any], row: dict[str, Any], weight_pair: Any) -> StageContext:
-        """The context of the action of this row, from its weights (weights, shared)."""
-        slots = jax.tree.leaves(state["batch"])[0].shape[0]
-        microbatch, key = (read(state[name], row["microbatch"] % slots) for name in ("batch", "key"))
-        at = At(lax.axis_index(self.axis), row["microbatch"] % (slots - self.stream.carried))
+        """Return the context of the action of this row, from its pair (weights, shared)."""
+        slot_count = jax.tree.leaves(state["batch"])[0].shape[0]
+        microbatch, key = (read(state[name], row["microbatch"] % slot_count) for name in ("batch", "key"))
+        at = At(lax.axis_index(self.axis), row["microbatch"] % (slot_count - self.stream.carried))
         weights, shared = weight_pair
         return self._vary(StageContext(weights, shared, microbatch, at, key))
 
     def _microbatches(self, in_flight: InFlightArrays) -> int:
-        """Number of microbatches that enter with each call."""
+        """Return the number of microbatches that enter with each call."""
         return jax.tree.leaves(in_flight["batch"])[0].shape[1] - self.stream.carried
 
     def _vary(self, tree: Any) -> Any:
-        """A tree marked as varying over the manual axes."""
+        """Mark a tree as varying over the manual axes."""
         return vary(tree, self.manual)
 
 
@@ -308,5 +315,5 @@ def _idle(passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: An
 
 
 def _microbatches(batch: Any) -> int:
-    """Number of microbatches of a batch."""
+    """Return the number of microbatches of a batch."""
     return jax.tree.leaves(batch)[0].shape[0]

@@ -1,10 +1,11 @@
 """The executor of all synchronous schedules: it follows tables (`tables.py`).
 
-It is a `lax.scan` over ticks; in each, a `lax.switch` over the kinds of actions (idle among them), then messages to
-both neighbours (`ppermute`). The model is differentiated inside the actions, per stage and microbatch, and no
-`jax.grad` goes through the scan: only slots keep values from a forward to its backward, so 1F1B's memory stays flat as
-microbatches grow, in one program for all devices.
+It is a `lax.scan` over ticks. Each tick is a `lax.switch` over the kinds of actions, with idle as one of them, followed
+by messages to both neighbours (`ppermute`). The model is differentiated inside the actions, per stage and microbatch,
+and no `jax.grad` goes through the scan. So only slots keep values from a forward to its backward, and the memory of
+1F1B stays flat as the number of microbatches grows. All devices run one program.
 
+References:
     Huang et al., "GPipe", 2019 (https://arxiv.org/abs/1811.06965); Narayanan et al., "Efficient Large-Scale Language
     Model Training", 2021 (https://arxiv.org/abs/2104.04473) for 1F1B and interleaving.
 
@@ -24,7 +25,7 @@ from jaxscale.errors import UserError
 from jaxscale.pipeline.run.actions import Actions
 from jaxscale.pipeline.run.passes import At, StageFunction
 from jaxscale.pipeline.run.phases import phases
-from jaxscale.pipeline.run.pools import empty, exchange, read, vary, write, zeros
+from jaxscale.pipeline.run.pools import empty_pool, exchange, read, vary, write, zeros
 from jaxscale.pipeline.run.tables import MESSAGES, Tables
 from jaxscale.trees import named_leaves
 
@@ -73,18 +74,18 @@ def execute(
             device: `at.stage` and `at.microbatch` are traced. `x` is zeros on the first stage, and the last stage's `y`
             goes nowhere. `objective` is a float32 scalar, differentiated with cotangent 1 and summed over all stages
             and microbatches; `sums` a tree of float32 scalars.
-        weights: weights of this device's chunks, leaves (v, ...); chunk c holds the stage that `Schedule.place` puts
-            there.
+        weights: weights of this device's chunks, leaves (v, ...); `Schedule.place` maps each stage to its rank and
+            chunk.
         shared: weights that every stage may read (embedding, head), gathered by the caller.
         batch: microbatches, leaves (m, ...); a stage gets the leaves of its microbatch.
         key: random key, handed to the stage unchanged; if the stage folds microbatch and layer into it, every schedule
             draws the same numbers.
-        x: the message from stage to stage, a tree of `jax.ShapeDtypeStruct`.
+        x: shapes and types of the message from stage to stage, a tree of `jax.ShapeDtypeStruct`.
         axis: name of the mesh axis along which the stages lie.
         manual: all axes over which the surrounding `jax.shard_map` is manual.
         lowering: "phased", for lock-step tables only: no branches, idle devices compute on zeros and drop the results.
-        readers: stages that read anything of `shared`; only their backwards add to its gradients. `None`: all may.
-        hosted: names (`checkpoint_name`) of residuals that lie on the host between a forward and its backward.
+        readers: stages that read any leaf of `shared`; only their backwards add to its gradients. `None`: all may.
+        hosted: names (`checkpoint_name`) of residuals that stay in host memory between a forward and its backward.
         frozen: weights without gradients, leaves (v, ...), such as weights on the host; a stage gets those of its chunk
             as `at.frozen`, in the memory where they are.
 
@@ -92,8 +93,8 @@ def execute(
         This device's sums; reduce them over the axes that share the parameters.
 
     Raises:
-        UserError: the batch has not m microbatches, the weights have a wrong number of chunks, the stage returns a
-            message unlike `x`, or the lowering is "phased" and a tick of the table has several kinds.
+        UserError: the batch does not have m microbatches, the weights have a wrong number of chunks, the stage returns
+            a message unlike `x`, or the lowering is "phased" and a tick of the table has several kinds.
     """
     _check(tables, weights, batch, lowering)
     weights, shared, batch, key, frozen = vary((weights, shared, batch, key, frozen), manual)
@@ -102,7 +103,7 @@ def execute(
     rows = lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(axis), 2, keepdims=False)
     no_message = zeros(x)
     state = {
-        "messages": empty(x, tables.messages + 1),
+        "messages": empty_pool(x, tables.messages + 1),
         # messages that have arrived, and enter their slots in the next tick
         "boxes": {way: no_message for way in MESSAGES if tables.meets(way)},
         "sums": actions.start(),
@@ -115,8 +116,8 @@ def execute(
 def _tick(tables: Tables, actions: Actions, axis: str, manual: Sequence[str]) -> _Tick:
     """Make the function of one tick, `tick(state, row, travels, kinds) -> state`.
 
-    `travels` has, for each direction with messages, whether one travels at the end of the tick; `kinds` the codes of
-    the kinds that the tick may have.
+    `travels` has, for each direction with messages, whether a message travels at the end of the tick. `kinds` has the
+    codes of the kinds that the tick may have.
     """
 
     def send(message: Any, way: str, travels: Any) -> Any:
@@ -130,6 +131,7 @@ def _tick(tables: Tables, actions: Actions, axis: str, manual: Sequence[str]) ->
         return lax.cond(travels, exchange_tree, lambda tree: tree, message)
 
     def tick(state: Any, row: Any, travels: Mapping[str, Any], kinds: Sequence[int]) -> Any:
+        """Run one tick: store the messages that arrived, run the action, and send its message."""
         messages = state["messages"]
         row = {name: row[column] for column, name in enumerate(tables.columns)}
         for way, box in state["boxes"].items():
@@ -154,6 +156,7 @@ def _one_loop(tables: Tables, tick: _Tick, rows: Any, state: Any) -> Any:
     gates = {way: jnp.asarray(flags) for way, flags in tables.travels.items() if not flags.all()}
 
     def step(state: Any, xs: Any) -> tuple[Any, None]:
+        """Run one tick; `xs` is its (row, gate)."""
         row, gate = xs
         return tick(state, row, {way: gate.get(way, True) for way in tables.travels}, tables.kinds), None
 
@@ -165,14 +168,16 @@ def _few_loops(tables: Tables, tick: _Tick, rows: Any, state: Any) -> Any:
     start = 0
     for motif, repeats in phases(tables):
         span = slice(start, start + repeats * len(motif))
+        # for each tick of the motif, whether messages of a direction travel at its end
         gates = [
             {way: bool(flags[span][turn :: len(motif)].any()) for way, flags in tables.travels.items()}
             for turn in range(len(motif))
         ]
 
-        def step(state: Any, turns: Any, motif: Any = motif, gates: Any = gates) -> tuple[Any, None]:
+        def step(state: Any, motif_rows: Any, motif: Any = motif, gates: Any = gates) -> tuple[Any, None]:
+            """Run the ticks of one repetition of a motif; `motif_rows` has the row of each."""
             for turn, kind in enumerate(motif):
-                state = tick(state, turns[turn], gates[turn], (kind,))
+                state = tick(state, motif_rows[turn], gates[turn], (kind,))
             return state, None
 
         state, _ = lax.scan(step, state, rows[span].reshape(repeats, len(motif), -1))
@@ -181,7 +186,7 @@ def _few_loops(tables: Tables, tick: _Tick, rows: Any, state: Any) -> Any:
 
 
 def _check(tables: Tables, weights: Any, batch: Any, lowering: Lowering) -> None:
-    """Refuse arguments whose first dims do not fit the schedule, and a lowering that the table does not have."""
+    """Raise an error if first dims do not fit the schedule, or the table cannot have this lowering."""
     schedule = tables.schedule
     for label, tree, count in (("batch", batch, schedule.microbatches), ("weights", weights, schedule.chunks)):
         for name, leaf in named_leaves(tree).items():
@@ -189,6 +194,6 @@ def _check(tables: Tables, weights: Any, batch: Any, lowering: Lowering) -> None
                 raise UserError(f"{label} {name} is {leaf.shape}, expected a first dim of {count} for {schedule.name}")
     if lowering == "phased" and not tables.lockstep:
         raise UserError(
-            f"schedule {schedule.name} has ticks in which some devices go forward and others backward: expected one "
-            "kind a tick for the lowering 'phased'; use lockstep or gpipe, or the lowering 'switch'"
+            f"schedule {schedule.name} has ticks in which some devices go forward and others backward, but the "
+            "lowering 'phased' needs one kind in each tick: use lockstep or gpipe, or the lowering 'switch'"
         )

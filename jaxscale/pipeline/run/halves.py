@@ -1,8 +1,13 @@
 """A program in two halves: the equations of each half, and the values that cross between them (see `split.py`).
 
-The first half runs what its results need. The second half runs the other equations, except sums (of a bias, of a gain)
-that would make something larger cross. It also runs cheap equations again (moves, casts, comparisons) where that takes
-no more bytes across. The values that cross are a small cut, not always the smallest.
+The first half runs the equations that its results need. The second half runs the other equations, except sums, such as
+the gradient of a bias, whose operands would take more bytes across than the sum. It also runs cheap equations again
+(moves, casts, comparisons) if that takes no more bytes across. The values that cross are a small cut, not always the
+smallest.
+
+A step is an equation of the program without nested calls (`programs/inline.py`). An atom is an input of a step: the
+number of a value, or a constant. Sets of values are sets of their numbers. The functions in `RULES` take the flags
+`first`, `second` and `unready` of `program_halves`, for the outputs and inputs of one step.
 """
 
 import functools
@@ -27,6 +32,7 @@ KEYS = {"random_fold_in", "random_split", "random_unwrap", "random_wrap"}
 CHEAP = frozenset(ARITHMETIC | COMPARISON | SHAPE | ALIAS | KEYS)
 """Primitives that may run in either half, or in both."""
 SUM = "reduce_sum"
+"""The primitive whose result may be made by the first half although only the second half needs it."""
 
 
 class Crossing(NamedTuple):
@@ -43,7 +49,7 @@ class Halves(NamedTuple):
     Args:
         cut: the arrays that cross.
         reads_first: for each input, whether the first half reads it.
-        reads_second: the same for the second half.
+        reads_second: for each input, whether the second half reads it.
         first: function from the inputs to (outputs, crossing values); an output that the second half makes is `None`.
         second: function from the inputs and the crossing values to the outputs; one that the first half makes is
             `None`.
@@ -57,7 +63,7 @@ class Halves(NamedTuple):
 
 
 class _Placement(NamedTuple):
-    """A step, the halves it runs in and, if it is divided, its own halves and the numbers of its crossing values."""
+    """A step, whether each half runs it and, if it is divided, its halves and the numbers of its crossing values."""
 
     step: Step
     in_first: bool
@@ -73,12 +79,12 @@ def program_halves(
     hidden: Sequence[bool] | None = None,
     unready: Sequence[bool] | None = None,
 ) -> Halves:
-    """Divide a jaxpr into its halves.
+    """Divide a jaxpr into two halves.
 
     Args:
         jaxpr: a closed jaxpr, or an open one without constants.
         first: for each output, whether the first half makes it.
-        second: for each output, whether the second half makes it; an output of neither half is not computed.
+        second: for each output, whether the second half makes it. If neither does, the output is not computed.
         hidden: for each input, whether the second half cannot read it.
         unready: for each input, whether the first half cannot read it.
     """
@@ -102,28 +108,29 @@ def program_halves(
     second_values, placements = set(second_outputs), []
     fresh_numbers = itertools.count(len(program.avals))
     cut: dict[int, Crossing] = {}
-    # from the last step to the first: early outputs are made by the first half, late ones are needed by the second
+    # from the last step to the first; flags per output: early, made by the first half; late, needed by the second
     for step in reversed(program.steps):
         early_flags, late_flags = _membership(step.outputs, first_values), _membership(step.outputs, second_values)
-        only_late = [needed and not made for needed, made in zip(late_flags, early_flags, strict=True)]
-        if not any(early_flags) and not any(only_late):
+        only_late_flags = [needed and not made for needed, made in zip(late_flags, early_flags, strict=True)]
+        if not any(early_flags) and not any(only_late_flags):
             continue
         halves, step_cut = None, ()
-        if step.primitive in RULES and not all(early_flags) and not all(only_late):
+        if step.primitive in RULES and not all(early_flags) and not all(only_late_flags):
             unready_flags = [isinstance(atom, int) and atom not in ready_values for atom in step.inputs]
-            halves = RULES[step.primitive](step, early_flags, only_late, unready_flags)
+            halves = RULES[step.primitive](step, early_flags, only_late_flags, unready_flags)
         if halves is not None:
             step_cut = tuple(next(fresh_numbers) for _ in halves.cut)
             cut |= zip(step_cut, halves.cut, strict=True)
             second_values |= _selected(step.inputs, halves.reads_second)
-            in_second = any(only_late)
-        elif any(only_late) and any(early_flags):
+            in_second = any(only_late_flags)
+        elif any(only_late_flags) and any(early_flags):
             in_second = False
             early_flags = [number is not None for number in step.outputs]
-        elif any(only_late):
+        elif any(only_late_flags):
             in_second = True
             second_values |= _inputs(step)
         else:
+            # outputs that the second half needs, and operands that would cross if it makes them
             needed = [number for number in _outputs(step) if number in second_values]
             missing = _inputs(step) - cheap_values - second_values
             in_second = bool(needed) and step.primitive in CHEAP and _bytes(program, missing) <= _bytes(program, needed)
@@ -139,7 +146,7 @@ def program_halves(
     placements.reverse()
 
     def run(half: int, arguments: Sequence[Any], crossed: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
-        """Run a half, and return its outputs and all its values by number."""
+        """Run half 0 or 1, and return its outputs and all its values by number."""
         values = dict(zip(program.inputs, [*consts, *arguments], strict=True))
         values |= dict(zip(cut if half else (), crossed, strict=True))
         for placement in placements:
@@ -175,60 +182,68 @@ def program_halves(
 def _early_sums(
     program: InlinedProgram, first_values: set[int], second_values: set[int], cheap: set[int], unready: set[int]
 ) -> set[int]:
-    """Sums for the second half that the first half should make, since more bytes would cross for them alone."""
-    needed = _closure(program, second_values) - first_values
+    """Return the sums of the second half that the first half should make, because more bytes would cross for them.
+
+    Args:
+        program: the program.
+        first_values: values that the first half makes.
+        second_values: outputs of the second half.
+        cheap: values that the second half can make from its inputs by cheap steps.
+        unready: inputs that the first half cannot read.
+    """
+    needed_values = _closure(program, second_values) - first_values
     # for each value the first half can make: the values that cross if the second half makes it by cheap steps
-    bases = {
+    base_of = {
         number: set() if number in cheap else {number} for number in first_values | (set(program.inputs) - unready)
     }
-    candidates: dict[int, set[int]] = {}
-    crossing: set[int] = set()  # values that cross for other steps
+    base_of_sum: dict[int, set[int]] = {}
+    other_cut: set[int] = set()  # values that cross for other steps
     for step in program.steps:
-        if not any(_membership(step.outputs, needed)) or any(_membership(step.outputs, first_values)):
+        if not any(_membership(step.outputs, needed_values)) or any(_membership(step.outputs, first_values)):
             continue
-        is_available = all(atom in bases for atom in _inputs(step))
-        base: set[int] = set().union(*(bases.get(atom, ()) for atom in _inputs(step)))
+        is_available = all(atom in base_of for atom in _inputs(step))
+        base: set[int] = set().union(*(base_of.get(atom, ()) for atom in _inputs(step)))
         if is_available and step.primitive == SUM:
-            bases[_outputs(step)[0]] = set()
-            candidates[_outputs(step)[0]] = base
+            base_of[_outputs(step)[0]] = set()
+            base_of_sum[_outputs(step)[0]] = base
         elif is_available and step.primitive in CHEAP:
-            bases |= dict.fromkeys(_outputs(step), base)
+            base_of |= dict.fromkeys(_outputs(step), base)
         else:
-            crossing |= base
-    crossing = crossing.union(*(bases.get(number, ()) for number in second_values))
+            other_cut |= base
+    other_cut = other_cut.union(*(base_of.get(number, ()) for number in second_values))
     return {
-        number for number, base in candidates.items() if _bytes(program, base - crossing) > _bytes(program, {number})
+        number for number, base in base_of_sum.items() if _bytes(program, base - other_cut) > _bytes(program, {number})
     }
 
 
 def _closure(program: InlinedProgram, targets: Iterable[int]) -> set[int]:
-    """The target values and every value that they depend on."""
-    needed = set(targets)
+    """Return the target values and every value that they depend on."""
+    needed_values = set(targets)
     for step in reversed(program.steps):
-        output_flags = _membership(step.outputs, needed)
+        output_flags = _membership(step.outputs, needed_values)
         if not any(output_flags):
             continue
         halves = None
         if step.primitive in RULES and not all(output_flags):
             halves = RULES[step.primitive](step, output_flags, [False] * len(output_flags), [False] * len(step.inputs))
-        needed |= _inputs(step) if halves is None else _selected(step.inputs, halves.reads_first)
-    return needed
+        needed_values |= _inputs(step) if halves is None else _selected(step.inputs, halves.reads_first)
+    return needed_values
 
 
-def _scan(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
-    """A scan as two scans, over the halves of its body; crossing values are stacked over the iterations."""
+def _divide_scan(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
+    """Divide a scan into two scans over the halves of its body; crossing values are stacked over the iterations."""
     params = step.eqn.params
     consts, carried = scan_counts(params)
     body = params["jaxpr"]
     carry_span = consts, consts + carried
     no_outputs = [False] * len(first)
     early_carry, late_carry = list(first[:carried]), list(second[:carried])
-    # carries of the first half: those of its outputs, and until no new one is found, those that it reads for them
+    # carries of the first half: those of its outputs, and, until no new one is found, those that it reads for others
     while True:
         reads = program_halves(body, [*early_carry, *first[carried:]], no_outputs).reads_first[slice(*carry_span)]
         if early_carry == (early_carry := [a or b for a, b in zip(early_carry, reads, strict=True)]):
             break
-    # the same for the second half, among the other carries
+    # carries of the second half, found the same way among the other carries
     while True:
         late_carry = [a and not b for a, b in zip(late_carry, early_carry, strict=True)]
         halves = program_halves(
@@ -251,7 +266,15 @@ def _scan(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
         operands: Sequence[Any],
         crossed: Sequence[Any],
     ) -> tuple[list[Any], list[Any]]:
-        """Run one of the two scans, and return its outputs and the stacked values that cross."""
+        """Run one of the two scans, and return its outputs and the stacked values that cross.
+
+        Args:
+            half: function from (inputs of the body, values that cross) to (outputs of the body, values that cross).
+            reads: for each operand, whether the half reads it.
+            carry: for each carry, whether the half has it.
+            operands: inputs of the scan.
+            crossed: values that cross to this half, stacked.
+        """
         readable = _masked(operands, reads)
 
         def run_body(state: list[Any], xs: Any) -> Any:
@@ -265,10 +288,12 @@ def _scan(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
         return [*end, *stacked], cut
 
     def run_first(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Run the first scan, and return its outputs and the stacked values that cross."""
         outputs, cut = loop(lambda values, _: halves.first(values), halves.reads_first, early_carry, operands, ())
         return _masked(outputs, first), cut
 
     def run_second(operands: Sequence[Any], cut: Sequence[Any]) -> list[Any]:
+        """Run the second scan, and return its outputs."""
         outputs, _ = loop(lambda *args: (halves.second(*args), []), halves.reads_second, late_carry, operands, cut)
         return _masked(outputs, second)
 
@@ -278,24 +303,27 @@ def _scan(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
     return Halves(cut, tuple(reads_first), tuple(reads_second), run_first, run_second)
 
 
-def _cond(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves | None:
-    """A `cond` as two `cond`s with the same index; crossing values of different branches share slots."""
+def _divide_cond(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves | None:
+    """Divide a `cond` into two with the same index; crossing values of different branches share slots.
+
+    Return `None`, for a step that is not divided, if its branches are of different platforms.
+    """
     params = step.eqn.params
     if params.get("branches_platforms") is not None:
         return None
     branch_halves = [program_halves(branch, first, second, None, unready[1:]) for branch in params["branches"]]
     cut: list[Crossing] = []
-    slot_lists = []
+    slot_lists = []  # for each branch, the index in `cut` of each of its crossing values
     for halves in branch_halves:
-        unused = list(range(len(cut)))
+        unused_slots = list(range(len(cut)))
         slots = []
         for crossing in halves.cut:
-            slot = next((i for i in unused if cut[i][:2] == crossing[:2]), None)
+            slot = next((i for i in unused_slots if cut[i][:2] == crossing[:2]), None)
             if slot is None:
                 slot = len(cut)
                 cut.append(crossing)
             else:
-                unused.remove(slot)
+                unused_slots.remove(slot)
                 cut[slot] = cut[slot]._replace(varying=cut[slot].varying | crossing.varying)
             slots.append(slot)
         slot_lists.append(slots)
@@ -303,17 +331,22 @@ def _cond(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
     reads_second = tuple(map(any, zip(*(halves.reads_second for halves in branch_halves), strict=True)))
 
     def run_first(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Run the first `cond`, and return its outputs and the values that cross."""
+
         def branch(halves: Halves, slots: list[int], values: list[Any]) -> tuple[list[Any], list[Any]]:
+            """Run the first half of one branch, and return its outputs and an array for every slot of `cut`."""
             outputs, crossed = halves.first(values)
-            by_slot = dict(zip(slots, crossed, strict=True))
+            crossed_of = dict(zip(slots, crossed, strict=True))
             # other branches' slots are filled with zeros
-            arrays = [by_slot[i] if i in by_slot else jnp.zeros(*crossing[:2]) for i, crossing in enumerate(cut)]
+            arrays = [crossed_of[i] if i in crossed_of else jnp.zeros(*crossing[:2]) for i, crossing in enumerate(cut)]
             return outputs, [vary(array, tuple(crossing.varying)) for array, crossing in zip(arrays, cut, strict=True)]
 
         branches = [functools.partial(branch, *pair) for pair in zip(branch_halves, slot_lists, strict=True)]
         return jax.lax.switch(operands[0], branches, _masked(operands[1:], reads_first))
 
     def run_second(operands: Sequence[Any], crossed: Sequence[Any]) -> list[Any]:
+        """Run the second `cond`, and return its outputs."""
+
         def branch(halves: Halves, slots: list[int], values: list[Any], crossed: list[Any]) -> list[Any]:
             return halves.second(values, [crossed[slot] for slot in slots])
 
@@ -324,8 +357,8 @@ def _cond(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Se
     return Halves(tuple(cut), *reads, run_first, run_second)
 
 
-def _checkpoint(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
-    """A checkpointed program as two checkpointed programs with the policy of the whole."""
+def _divide_checkpoint(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
+    """Divide a checkpointed program into two checkpointed programs with the same policy."""
     halves = program_halves(step.eqn.params["jaxpr"], first, second, None, unready)
 
     def run(half: Callable[..., Any], operands: Sequence[Any], reads: Sequence[bool], crossed: Sequence[Any]) -> Any:
@@ -333,6 +366,7 @@ def _checkpoint(step: Step, first: Sequence[bool], second: Sequence[bool], unrea
         readable = [value for value, flag in zip(operands, reads, strict=True) if flag]
 
         def run_half(*arrays: Any) -> Any:
+            """Run the half on the operands that it reads, followed by the values that cross."""
             values = iter(arrays[: len(readable)])
             return half([next(values) if flag else None for flag in reads], arrays[len(readable) :])
 
@@ -344,11 +378,11 @@ def _checkpoint(step: Step, first: Sequence[bool], second: Sequence[bool], unrea
     )
 
 
-def _barrier(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
-    """An optimization barrier as two, around the values of each half."""
+def _divide_barrier(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
+    """Divide an optimization barrier into two, around the values of each half."""
 
     def run(operands: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
-        """The flagged operands behind a barrier, `None` for the others."""
+        """Return the flagged operands behind a barrier, `None` for the others."""
         values = iter(jax.lax.optimization_barrier([v for v, flag in zip(operands, flags, strict=True) if flag]))
         return [next(values) if flag else None for flag in flags]
 
@@ -356,51 +390,54 @@ def _barrier(step: Step, first: Sequence[bool], second: Sequence[bool], unready:
 
 
 RULES = {
-    "scan": _scan,
-    "cond": _cond,
-    "checkpoint": _checkpoint,
-    "remat": _checkpoint,
-    "remat2": _checkpoint,
-    "optimization_barrier": _barrier,
+    "scan": _divide_scan,
+    "cond": _divide_cond,
+    "checkpoint": _divide_checkpoint,
+    "remat": _divide_checkpoint,
+    "remat2": _divide_checkpoint,
+    "optimization_barrier": _divide_barrier,
 }
-"""How to divide a primitive: (step, outputs of the first half, outputs of the second, unready inputs) -> Halves."""
+"""For each primitive that is divided, the function that divides a step, with the arguments
+
+(step, outputs of the first half, outputs of the second half, inputs that the first half cannot read), all flags.
+"""
 
 
 def _read(values: dict[int, Any], atom: int | Constant) -> Any:
-    """The value of an atom; `None` if it has not been computed."""
+    """Return the value of an atom; `None` if it has not been computed."""
     return atom.value if isinstance(atom, Constant) else values.get(atom)
 
 
 def _masked(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
-    """The flagged values, `None` for the others."""
+    """Return the flagged values, `None` for the others."""
     return [value if flag else None for value, flag in zip(values, flags, strict=True)]
 
 
 def _inputs(step: Step) -> set[int]:
-    """Numbers of the values that a step reads."""
+    """Return the numbers of the values that a step reads."""
     return {atom for atom in step.inputs if isinstance(atom, int)}
 
 
 def _outputs(step: Step) -> list[int]:
-    """Numbers of the results of a step that are read later."""
+    """Return the numbers of the results of a step that are read later."""
     return [number for number in step.outputs if number is not None]
 
 
 def _membership(numbers: Sequence[int | None], members: set[int]) -> list[bool]:
-    """For each number, whether it is among the members."""
+    """Return, for each number, whether it is among the members."""
     return [number in members for number in numbers]
 
 
 def _selected(atoms: Sequence[int | Constant], flags: Sequence[bool]) -> set[int]:
-    """Numbers of the flagged atoms, without constants."""
+    """Return the numbers of the flagged atoms, without constants."""
     return {atom for atom, flag in zip(atoms, flags, strict=True) if flag and isinstance(atom, int)}
 
 
 def _bytes(program: InlinedProgram, numbers: Iterable[int]) -> int:
-    """Bytes of these values."""
+    """Return the bytes of the values with these numbers."""
     return sum(leaf_bytes(program.avals[number]) for number in numbers)
 
 
 def _crossing(aval: Any) -> Crossing:
-    """A value of this shape and type that crosses."""
+    """Return the `Crossing` of a value with this shape and type."""
     return Crossing(aval.shape, aval.dtype, varying_axes(aval))

@@ -6,19 +6,21 @@ import jax
 
 from jaxscale.pipeline.run.actions import Actions
 from jaxscale.pipeline.run.passes import StageFunction
-from jaxscale.pipeline.run.pools import empty
+from jaxscale.pipeline.run.pools import empty_pool
 from jaxscale.pipeline.run.tables import MESSAGES, Tables
 from jaxscale.trees import tree_bytes
 
 
 class Held(NamedTuple):
-    """Trees of `jax.ShapeDtypeStruct`, the same on all devices: each has the slots of the device that needs most.
+    """The shapes of the values that a device holds: trees of `jax.ShapeDtypeStruct`.
+
+    They are the same on all devices, because each device has as many slots as the one that needs most.
 
     Args:
-        messages: slots of messages, and a spare one.
+        messages: slots of messages, and one more for no message.
         links: the message at each end of the device's links.
         kept: slots of the residuals of forwards (stash "residuals").
-        cut: slots of the values from I to W.
+        cut: slots of the values that I leaves for W.
         gradients: float32 sums for this device's weights and for the shared weights.
     """
 
@@ -35,7 +37,7 @@ class Held(NamedTuple):
 
 
 def held(tables: Tables, stage: StageFunction, weights: Any, shared: Any, batch: Any, key: Any, x: Any) -> Held:
-    """The values that `execute` holds with the same arguments.
+    """Return the shapes of the values that `execute` holds with the same arguments.
 
     Args:
         tables, stage, x: as in `execute`.
@@ -55,12 +57,12 @@ def held(tables: Tables, stage: StageFunction, weights: Any, shared: Any, batch:
     """
 
     def start(weights: Any, shared: Any, batch: Any, key: Any) -> Any:
-        """The pools and sums at the start of the schedule."""
+        """Make the pools and sums at the start of the schedule."""
         return Actions(tables, stage, weights, shared, batch, key, x, ()).start()
 
     state = jax.eval_shape(start, weights, shared, batch, key)
     return Held(
-        messages=jax.eval_shape(lambda: empty(x, tables.messages + 1)),
+        messages=jax.eval_shape(lambda: empty_pool(x, tables.messages + 1)),
         links=[x for way in MESSAGES if tables.meets(way)],
         kept=state.get("kept", ()),
         cut=state.get("cut", ()),

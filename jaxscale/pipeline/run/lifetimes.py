@@ -1,8 +1,8 @@
 """Lifetimes: how long each value of a schedule is held on its rank, and slots for them, allocated ahead of time.
 
-Rules of a tick: (1) messages of the tick before enter their slots, (2) operands are read, (3) the action runs, (4) its
-message leaves. So a message sent in tick t lives from tick t+1, and a slot read for the last time in tick t is free in
-tick t+1. Memory follows the schedule: 1F1B holds p-s messages, GPipe m.
+A tick has four steps: (1) messages of the tick before enter their slots, (2) operands are read, (3) the action runs,
+(4) its message leaves. So a message sent in tick t lives from tick t+1, and a slot read for the last time in tick t is
+free in tick t+1. Memory follows the schedule: stage s of 1F1B holds p-s messages, a stage of GPipe m.
 """
 
 from collections import defaultdict
@@ -43,12 +43,12 @@ class Life(NamedTuple):
 
     @property
     def interval(self) -> Interval:
-        """Its ticks and its name, for `allocate`."""
+        """(first tick, tick after the last, name), for `allocate`."""
         return self.first, self.last + 1, self.name
 
 
 def lifetimes(schedule: Schedule, tick_of: Mapping[Action, int], stash: Stash) -> list[Life]:
-    """The lifetimes of all values, in the order of `tick_of`.
+    """Return the lifetimes of all values of a schedule, in the order of `tick_of`.
 
     The first stage has no input message, the last stage no incoming gradient.
 
@@ -63,18 +63,18 @@ def lifetimes(schedule: Schedule, tick_of: Mapping[Action, int], stash: Stash) -
         if kind not in (Kind.F, *GRADIENT):
             continue
         backwards = schedule.gradient(stage, microbatch), Action(Kind.W, stage, microbatch)
-        last = max(tick_of.get(backward, tick) for backward in backwards)
+        last_tick = max(tick_of.get(backward, tick) for backward in backwards)
         if kind is Kind.F:
-            lives.append(Life("residual", stage, microbatch, tick, last))
+            lives.append(Life("residual", stage, microbatch, tick, last_tick))
         elif kind is Kind.I:
-            lives.append(Life("cut", stage, microbatch, tick, last))
-        last_read = last if stash == "input" else tick
+            lives.append(Life("cut", stage, microbatch, tick, last_tick))
+        last_read_tick = last_tick if stash == "input" else tick
         if kind is Kind.F and stage > 0:
             sent_tick = tick_of[Action(Kind.F, stage - 1, microbatch)]
-            lives.append(Life("x", stage, microbatch, sent_tick + 1, last_read))
+            lives.append(Life("x", stage, microbatch, sent_tick + 1, last_read_tick))
         elif kind in GRADIENT and stage + 1 < schedule.stages:
             sent_tick = tick_of[schedule.gradient(stage + 1, microbatch)]
-            lives.append(Life("g", stage, microbatch, sent_tick + 1, last_read))
+            lives.append(Life("g", stage, microbatch, sent_tick + 1, last_read_tick))
     return lives
 
 
@@ -94,22 +94,22 @@ def allocate(intervals: Iterable[Interval]) -> tuple[Mapping[Hashable, int], int
         ({'a': 0, 'b': 1, 'c': 0}, 2)
     """
     slot_ends: list[int] = []
-    slots: dict[Hashable, int] = {}
+    slot_of: dict[Hashable, int] = {}
     for first, end, name in sorted(intervals, key=lambda interval: interval[:2]):
         free_slot = next((slot for slot, slot_end in enumerate(slot_ends) if slot_end <= first), len(slot_ends))
         if free_slot == len(slot_ends):
             slot_ends.append(end)
         slot_ends[free_slot] = end
-        slots[name] = free_slot
-    return slots, len(slot_ends)
+        slot_of[name] = free_slot
+    return slot_of, len(slot_ends)
 
 
 def allocate_by_rank(schedule: Schedule, lives: Sequence[Life]) -> tuple[Mapping[Hashable, int], int]:
-    """The slot of each value on its rank, by name, and the number of slots of the rank that needs most."""
-    intervals: defaultdict[int, list[Interval]] = defaultdict(list)
+    """Return the slot of each value on its rank, by name, and the number of slots of the rank that needs most."""
+    intervals_by_rank: defaultdict[int, list[Interval]] = defaultdict(list)
     for life in lives:
         rank = schedule.rank(Action(Kind.F, life.stage, life.microbatch))
-        intervals[rank].append(life.interval)
-    allocations = [allocate(rank_intervals) for rank_intervals in intervals.values()]
-    slots = {name: slot for slot_of, _ in allocations for name, slot in slot_of.items()}
-    return slots, max((count for _, count in allocations), default=0)
+        intervals_by_rank[rank].append(life.interval)
+    allocations = [allocate(rank_intervals) for rank_intervals in intervals_by_rank.values()]
+    slot_by_name = {name: slot for slot_of, _ in allocations for name, slot in slot_of.items()}
+    return slot_by_name, max((count for _, count in allocations), default=0)

@@ -5,11 +5,11 @@ from typing import Any
 from jax.extend.core import Literal
 
 _SAME = {"convert_element_type", "copy", "device_put", "pvary", "reduce_precision", "sharding_constraint"}
-"""Primitives whose result is their operand, in another place or type."""
+"""Primitives whose result is their operand, in another memory, sharding or type."""
 
 
 def names_of(program: Any, number: int) -> set[str]:
-    """The names of a result: in a loop those that one iteration gives it, in a `cond` those that any branch gives it.
+    """Return the names of a result: in a loop those from one iteration, in a `cond` those from any branch.
 
     Args:
         program: a jaxpr, closed or open.

@@ -1,6 +1,6 @@
 """Phases: the ticks of a lock-step table as few loops, so that a program without branches stays short.
 
-A phase repeats a motif, a short sequence of kinds.
+A phase repeats a motif, a short sequence of codes of kinds, such as a forward and a backward.
 """
 
 from jaxscale.pipeline.run.tables import Tables
@@ -10,7 +10,7 @@ _LONGEST = 6
 
 
 def phases(tables: Tables) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """The phases as (motif, number of repetitions), in order: FFFF BFBFBF BB is ((F), 4), ((B, F), 3), ((B), 2).
+    """Return the phases in order, as (motif, number of repetitions): FFFF BFBFBF BB is ((F), 4), ((B, F), 3), ((B), 2).
 
     Args:
         tables: tables whose ticks are of one kind each.
@@ -26,7 +26,7 @@ def phases(tables: Tables) -> tuple[tuple[tuple[int, ...], int], ...]:
     while start < len(kinds):
         # the motif that covers most ticks by repetition; if none repeats, a single kind
         motif, repeats = max(
-            ((kinds[start : start + width], _repeats(kinds, start, width)) for width in range(1, _LONGEST + 1)),
+            ((kinds[start : start + width], _count_repeats(kinds, start, width)) for width in range(1, _LONGEST + 1)),
             key=lambda phase: len(phase[0]) * phase[1] if phase[1] > 1 else len(phase[0]) == 1,
         )
         motifs_and_repeats.append((motif, repeats))
@@ -34,8 +34,8 @@ def phases(tables: Tables) -> tuple[tuple[tuple[int, ...], int], ...]:
     return tuple(motifs_and_repeats)
 
 
-def _repeats(kinds: tuple[int, ...], start: int, width: int) -> int:
-    """How often the motif of `width` kinds at `start` occurs in a row."""
+def _count_repeats(kinds: tuple[int, ...], start: int, width: int) -> int:
+    """Return how often the motif of `width` kinds at `start` occurs in a row."""
     motif, repeats = kinds[start : start + width], 1
     while kinds[start + repeats * width : start + (repeats + 1) * width] == motif:
         repeats += 1

@@ -47,35 +47,35 @@ class Remedies:
 
     def __post_init__(self) -> None:
         if self.anneal < 0:
-            raise UserError(f"rescheduling over {self.anneal} updates, expected 0 (none) or more")
+            raise UserError(f"got rescheduling over {self.anneal} updates, expected 0 (none) or more")
         if self.correction is not None and not 0 < self.correction < 1:
-            raise UserError(f"a correction of {self.correction}, expected more than 0 and less than 1, such as 0.135")
+            raise UserError(f"got a correction of {self.correction}, expected more than 0 and less than 1")
 
     def scale(self, delay: Any, update: Any) -> Any:
-        """The factor of update number `update` of a stage, like a factor of its learning rate."""
+        """Return the float32 factor of update number `update` of a stage, which acts like a learning rate."""
         if not self.anneal:
             return jnp.float32(1)
         exponent = 1 - jnp.minimum(jnp.float32(update) / self.anneal, 1)
         return jnp.float32(1 + delay) ** -exponent
 
     def rescheduled(self, old: Any, new: Any, delay: Any, update: Any) -> Any:
-        """The weights after rescheduling: `old`, plus the change from `old` to `new` scaled by `scale`."""
+        """Return the weights after rescheduling: `old`, plus the change from `old` to `new` scaled by `scale`."""
         if not self.anneal:
             return new
         scale = self.scale(delay, update)
         return jax.tree.map(lambda a, b: (a + scale * (b.astype(jnp.float32) - a)).astype(b.dtype), old, new)
 
     def followed(self, change: Any, old: Any, new: Any, delay: Any) -> Any:
-        """The moving average of the weights' changes, after the change from `old` to `new`."""
+        """Return the moving average `change` of the weights' changes after one more change, from `old` to `new`."""
         assert self.correction is not None
         decay = jnp.exp(math.log(self.correction) / jnp.maximum(jnp.float32(delay), 1))
         return jax.tree.map(lambda c, a, b: decay * c + (1 - decay) * (b.astype(jnp.float32) - a), change, old, new)
 
     def corrected(self, weights: Any, change: Any, delay: Any) -> Any:
-        """The corrected weights, which a backward linearises at."""
+        """Return the corrected weights, which a backward linearises at, from the moving average `change`."""
         return jax.tree.map(lambda w, c: (w - jnp.float32(delay) * c).astype(w.dtype), weights, change)
 
 
 def delay_of(delays: Sequence[int], stage: Any) -> Any:
-    """The delay of a stage, which may be traced."""
+    """Return the delay of a stage, whose number may be traced."""
     return jnp.asarray(delays, jnp.int32)[stage]

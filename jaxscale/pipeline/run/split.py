@@ -1,14 +1,14 @@
 """A function in two halves: the first computes its first results, the second the others.
 
 Zero-bubble schedules run the backward of a stage as two actions: I, the gradient of its input, which the previous
-stage waits for, and W, the gradients of its weights, which no stage waits for. Here the equations of the backward are
-divided: those that the first results need run in the first half, the others in the second. The values that cross from
-one to the other (mainly the gradient of each product's output) are handed over, so no product runs twice and the
-results are the same. A scan is divided like its body, with crossing values stacked over the iterations, so a stage may
+stage waits for, and W, the gradients of its weights, which no stage waits for. This module divides the equations of the
+backward: those that the first results need run in the first half, the others in the second. The first half hands over
+values that the second needs, mainly the gradient of each product's output. So no product runs twice, and the results
+are the same. A scan is divided like its body, with crossing values stacked over the iterations, so a stage may
 scan its layers; a `cond` is divided like its branches; a checkpointed block like its program, with the recomputation in
 the first half.
 
-Equations that only move or compare numbers run again in the second half where that hands over no more bytes.
+Equations that only move or compare numbers run again in the second half if that hands over no more bytes.
 
 Left out: other calls that hold programs (`while`, `shard_map`, kernels). Each runs whole, in the first half if one of
 its results is needed there. Effects (`jax.debug.print`) on which no result depends are dropped.
@@ -34,8 +34,8 @@ class Division:
     Args:
         cut: shape and type of each array that crosses.
         reads_first: for each leaf of the arguments, whether the first half reads it; other leaves may be anything.
-        reads_second: the same for the second half.
-        halves: the programs.
+        reads_second: for each leaf of the arguments, whether the second half reads it.
+        halves: the programs of the halves.
         trees: structures of the arguments, the first results and the second results.
     """
 
@@ -61,7 +61,7 @@ class Division:
         return jax.tree.unflatten(self.trees[2], outputs[self.trees[1].num_leaves :])
 
     def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
-        """The leaves of arguments like those that the function was divided for."""
+        """Return the leaves of arguments like those that the function was divided for."""
         leaves, tree = jax.tree.flatten(args)
         assert tree == self.trees[0], "the arguments are not those that the function was divided for"
         return leaves
@@ -74,8 +74,8 @@ def divide(function: Callable[..., tuple[Any, Any]], *args: Any, kept: Any = Tru
         function: function of arrays that JAX can trace. For the backward of a stage, `first` is the gradient of its
             input and `second` that of its weights.
         args: trees of arrays, tracers or `jax.ShapeDtypeStruct`s, as in the program that will call the halves.
-        kept: whether the second half may read an argument itself: one boolean for all, or a tuple like `args` of
-            booleans or trees of booleans. Other arguments cross if the second half needs them.
+        kept: whether the second half may read an argument: one boolean for all, or a tuple like `args` of
+            booleans or trees of booleans. Arguments that it may not read cross if it needs them.
 
     Example:
         >>> import jax.numpy as jnp
@@ -88,11 +88,11 @@ def divide(function: Callable[..., tuple[Any, Any]], *args: Any, kept: Any = Tru
         >>> halves.reads_first, halves.reads_second
         ((True, False, True), (False, True, False))
     """
-    tree = jax.tree.structure(args)
+    arguments_tree = jax.tree.structure(args)
     closed_jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     first_tree, second_tree = (jax.tree.structure(result_shapes) for result_shapes in shapes)
     is_first = [True] * first_tree.num_leaves + [False] * second_tree.num_leaves
     is_hidden = [not flag for flag in jax.tree.leaves(jax.tree.broadcast(kept, args))]
     halves = program_halves(closed_jaxpr, is_first, [not flag for flag in is_first], is_hidden)
     cut = tuple(jax.ShapeDtypeStruct(crossing.shape, crossing.dtype) for crossing in halves.cut)
-    return Division(cut, halves.reads_first, halves.reads_second, halves, (tree, first_tree, second_tree))
+    return Division(cut, halves.reads_first, halves.reads_second, halves, (arguments_tree, first_tree, second_tree))

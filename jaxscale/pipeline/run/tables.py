@@ -1,7 +1,7 @@
-"""Tables: a schedule as integers, one row a tick and one column a rank, for the executor.
+"""Tables: a schedule as arrays of integers, with a row for each tick and a column for each rank, for the executor.
 
-The rules of a tick (`lifetimes.py`) are the same for every table and every executor: one with other rules is silently
-wrong. An action's message leaves for both neighbours, or stays if the next stage is on the same rank.
+The steps of a tick (`lifetimes.py`) must be the same for every table and every executor: with other steps, results are
+silently wrong. An action's message goes to both neighbours, or stays if the next stage is on the same rank.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from jaxscale.pipeline.run.lifetimes import Stash, allocate_by_rank, lifetimes
 from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.ticks import ticks
 
-IDLE = 0
+IDLE = 0  # in place of the code of a kind
 CODES = {kind: code for code, kind in enumerate(KINDS, start=1)}
-"""The integer of each kind in a table; 0 is idle."""
+"""The integer that stands for each kind in a table; 0 stands for idle."""
 
 MESSAGES = ("from_left", "from_right", "to_self")
-"""Origins of a message: the rank before, the rank after, this rank's own last action."""
+"""Origins of a message: the rank before, the rank after, and this rank itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +30,12 @@ class Tables:
     Args:
         schedule: the schedule that the tables follow.
         stash: what a stage keeps from a forward to its backward; the lifetimes of slots depend on it.
-        columns: int32 arrays (ticks, ranks). `kind`, `stage`, `chunk`, `microbatch` of the action; the slots it reads
-            or writes: `x` the input message, `g` the incoming gradient, `residual` the stash of its forward, `cut` the
-            values from I to W; the slots that messages enter at the start of the tick: `from_left`, `from_right`,
-            `to_self` (`messages`, one past the last, stands for none).
-        travels: for each direction with any message, bool (ticks,): whether one travels at the end of the tick.
+        columns: int32 arrays (ticks, ranks) by name. `kind`, `stage`, `chunk` and `microbatch` describe the action.
+            `x`, `g`, `residual` and `cut` are the slots of its input message, its incoming gradient, its forward's
+            stash, and the values from I to W. `from_left`, `from_right` and `to_self` are the slots that messages
+            from these origins enter at the start of the tick; the number `messages` stands for no message.
+        travels: for each origin of messages from other ranks, bool (ticks,): whether any rank receives such a message
+            at the end of the tick. Origins without messages are left out.
         messages: number of slots for messages.
         residuals: number of slots for the stashes of forwards.
         cuts: number of slots for the values from I to W.
@@ -71,16 +72,16 @@ class Tables:
 
     @property
     def kinds(self) -> tuple[int, ...]:
-        """The codes that occur, idle among them, in order."""
+        """The codes of kinds that occur, including that of idle, in ascending order."""
         return tuple(np.unique(self.columns["kind"]).tolist())
 
     def meets(self, way: str) -> bool:
-        """Whether any message has this origin."""
+        """Return whether any message has this origin."""
         return bool((self.columns[way] < self.messages).any())
 
 
 def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool = False) -> Tables:
-    """The tables of a synchronous schedule.
+    """Make the tables of a synchronous schedule.
 
     Args:
         schedule: a synchronous schedule.
@@ -92,18 +93,18 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
     """
     if schedule.versions is not None:
         raise UserError(
-            f"schedule {schedule.name} updates weights inside the schedule; expected one that updates at the end"
+            f"schedule {schedule.name} updates weights inside the schedule, expected one that updates at the end"
         )
     tick_of = ticks(schedule, forward_only=forward_only)
     lives = lifetimes(schedule, tick_of, stash)
     message_lives = [life for life in lives if life.column in ("x", "g")]
-    message_slots, messages = allocate_by_rank(schedule, message_lives)
-    residual_slots, residuals = allocate_by_rank(schedule, [life for life in lives if life.column == "residual"])
-    cut_slots, cuts = allocate_by_rank(schedule, [life for life in lives if life.column == "cut"])
-    rows, ranks = 1 + max(tick_of.values()), schedule.ranks
-    names = ("kind", "stage", "chunk", "microbatch", "x", "g", "residual", "cut")
-    columns = {name: np.zeros((rows, ranks), np.int32) for name in names}
-    columns |= {way: np.full((rows, ranks), messages, np.int32) for way in MESSAGES}
+    message_slots, message_count = allocate_by_rank(schedule, message_lives)
+    residual_slots, residual_count = allocate_by_rank(schedule, [life for life in lives if life.column == "residual"])
+    cut_slots, cut_count = allocate_by_rank(schedule, [life for life in lives if life.column == "cut"])
+    row_count, ranks = 1 + max(tick_of.values()), schedule.ranks
+    column_names = ("kind", "stage", "chunk", "microbatch", "x", "g", "residual", "cut")
+    columns = {name: np.zeros((row_count, ranks), np.int32) for name in column_names}
+    columns |= {way: np.full((row_count, ranks), message_count, np.int32) for way in MESSAGES}
     for action, tick in tick_of.items():
         stage, microbatch = action.stage, action.microbatch
         rank, chunk = schedule.place(schedule.route[microbatch], stage)
@@ -119,22 +120,23 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
         }
         for name, number in cell.items():
             columns[name][tick, rank] = number
-    travels = {way: np.zeros(rows, bool) for way in MESSAGES}
+    travels = {way: np.zeros(row_count, bool) for way in MESSAGES}
     for life in message_lives:
         route = schedule.routes[schedule.route[life.microbatch]]
         rank, sender = route[life.stage], route[life.stage + (-1 if life.column == "x" else 1)]
-        way = _way(schedule, sender, rank, goes_right=life.column == "x")
-        assert columns[way][life.first, rank] == messages, (schedule.name, way, life.first, rank)
+        way = _find_way(schedule, sender, rank, goes_right=life.column == "x")
+        assert columns[way][life.first, rank] == message_count, (schedule.name, way, life.first, rank)
         columns[way][life.first, rank] = message_slots[life.name]
         travels[way][life.first - 1] = way != "to_self"
     travels = {way: flags for way, flags in travels.items() if flags.any()}
-    return Tables(schedule, stash, columns, travels, messages, residuals, cuts)
+    return Tables(schedule, stash, columns, travels, message_count, residual_count, cut_count)
 
 
-def _way(schedule: Schedule, sender: int, rank: int, *, goes_right: bool) -> str:
-    """The origin of a message, seen from the rank that receives it.
+def _find_way(schedule: Schedule, sender: int, rank: int, *, goes_right: bool) -> str:
+    """Return the origin of a message, seen from the rank that receives it.
 
-    Of two ranks each is left and right of the other: then `goes_right`, true for messages to the next stage, decides.
+    On a ring of two ranks, each is left and right of the other. In that case `goes_right` decides, which is true for
+    messages to the next stage.
     """
     if sender == rank:
         return "to_self"
@@ -142,7 +144,7 @@ def _way(schedule: Schedule, sender: int, rank: int, *, goes_right: bool) -> str
     if not (is_after or is_before):
         raise UserError(
             f"schedule {schedule.name} sends from rank {sender} to rank {rank}: expected neighbours on a ring of "
-            f"{schedule.ranks}; place neighbouring stages on neighbouring ranks"
+            f"{schedule.ranks}. Place neighbouring stages on neighbouring ranks"
         )
     if is_after and is_before:
         return "from_left" if goes_right else "from_right"

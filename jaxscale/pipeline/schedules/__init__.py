@@ -8,8 +8,8 @@ from jaxscale.pipeline.method import Method
 
 
 def _methods() -> dict[str, Method]:
-    """Every `Method` in the files of this folder, by name."""
-    modules = (importlib.import_module(f"{__name__}.{file.name}") for file in pkgutil.iter_modules(__path__))
+    """Import the files of this folder, and return every `Method` in them by its name."""
+    modules = (importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
     methods = [attribute for module in modules for attribute in vars(module).values() if isinstance(attribute, Method)]
     return {method.name: method for method in sorted(methods, key=lambda method: method.name)}
 

@@ -1,9 +1,9 @@
 """Chimera: two pipelines through the same devices, in opposite directions (Li and Hoefler, 2021, arXiv:2107.06925).
 
 Every rank holds two stages, s and p-1-s: two copies of the model. Of every p microbatches the first half goes down the
-ranks and the second half up, in slots that never meet. Bubble (p-2)/(2m+p-2) if a backward takes as long as a forward,
-and (k+1)(p-2)/(k(4p-2)+p-2) for m = kp if it takes twice as long; p/2+1 to p activations. Left out: the paper's
-variants for large m (forward doubling, backward halving).
+ranks and the second half up, and no slot of a rank is taken twice. Bubble (p-2)/(2m+p-2) if a backward takes as long as
+a forward, and (k+1)(p-2)/(k(4p-2)+p-2) for m = kp if it takes twice as long. A rank holds p/2+1 to p activations. Left
+out: the paper's variants for large m (forward doubling, backward halving).
 """
 
 from collections.abc import Iterator
@@ -16,19 +16,19 @@ from jaxscale.pipeline.schedule import Schedule
 
 
 def _cells(ranks: int, microbatches: int) -> Iterator[tuple[int, int, Action]]:
-    """(rank, slot, action) of every action."""
-    for i in range(microbatches):
-        unit, place_in_unit = divmod(i, ranks)
-        goes_up, place_in_half = divmod(place_in_unit, ranks // 2)
-        start = 2 * ranks * unit + 2 * place_in_half
+    """Yield (rank, slot, action) of every action."""
+    for microbatch in range(microbatches):
+        unit, place_in_unit = divmod(microbatch, ranks)
+        half, place_in_half = divmod(place_in_unit, ranks // 2)
+        first_slot = 2 * ranks * unit + 2 * place_in_half
         for stage in range(ranks):
-            rank = ranks - 1 - stage if goes_up else stage
-            yield rank, start + stage, Action(Kind.F, stage, i)
-            yield rank, start + 2 * ranks - 1 - stage, Action(Kind.B, stage, i)
+            rank = ranks - 1 - stage if half else stage
+            yield rank, first_slot + stage, Action(Kind.F, stage, microbatch)
+            yield rank, first_slot + 2 * ranks - 1 - stage, Action(Kind.B, stage, microbatch)
 
 
 def chimera(ranks: int, microbatches: int) -> Schedule:
-    """Two pipelines in opposite directions, in units of p microbatches.
+    """Make the schedule of two pipelines in opposite directions, in units of p microbatches.
 
     Args:
         ranks: p, number of ranks, even; each has two stages.
@@ -40,17 +40,17 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     if ranks % 2:
         raise UserError(f"schedule chimera: got {ranks} devices, expected an even number: two directions share them")
     if microbatches % ranks:
-        rule = f"expected a multiple of the {ranks} devices"
-        raise UserError(f"schedule chimera: got {microbatches} microbatches, {rule}, so that its units are whole")
-    down = tuple(range(ranks))
+        expectation = f"expected a multiple of the {ranks} devices, because it runs {ranks} at a time"
+        raise UserError(f"schedule chimera: got {microbatches} microbatches, {expectation}")
+    down_route = tuple(range(ranks))
     return Schedule(
         name="chimera",
         orders=by_slot(ranks, _cells(ranks, microbatches)),
         stages=ranks,
         microbatches=microbatches,
-        routes=(down, down[::-1]),
+        routes=(down_route, down_route[::-1]),
         route=tuple(2 * (i % ranks) // ranks for i in range(microbatches)),
-        bound=tuple(ranks // 2 + 1 + min(rank, ranks - 1 - rank) for rank in down),
+        bound=tuple(ranks // 2 + 1 + min(rank, ranks - 1 - rank) for rank in down_route),
     )
 
 

@@ -15,20 +15,20 @@ from jaxscale.pipeline.schedule import Schedule
 
 
 def groups(ranks: int, microbatches: int) -> list[range]:
-    """The microbatches in groups that pass together: as many groups of p or more as possible, larger ones first.
+    """Return the groups of microbatches that pass together: as many groups of p or more as possible, larger ones first.
 
     Example:
         >>> groups(4, 10), groups(4, 3)
         ([range(0, 5), range(5, 10)], [range(0, 3)])
     """
-    count = max(1, microbatches // ranks)
-    size, extra = divmod(microbatches, count)
-    starts = [size * i + min(i, extra) for i in range(count + 1)]
+    group_count = max(1, microbatches // ranks)
+    base_size, larger_groups = divmod(microbatches, group_count)
+    starts = [base_size * i + min(i, larger_groups) for i in range(group_count + 1)]
     return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """1F1B with v stages a rank.
+    """Make the schedule of 1F1B with v stages a rank.
 
     Args:
         ranks: p, number of ranks.
@@ -40,16 +40,16 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """
     if chunks < 2:
         raise UserError(f"schedule interleaved: got v={chunks}, expected 2 or more; 1f1b has one stage for each device")
-    microbatch_groups, passes = groups(ranks, microbatches), chunks * microbatches
+    microbatch_groups, pass_count = groups(ranks, microbatches), chunks * microbatches
     orders, bound = [], []
     for rank in range(ranks):
         stages = range(rank, chunks * ranks, ranks)
         forwards = [(stage, i) for group in microbatch_groups for stage in stages for i in group]
         backwards = [(stage, i) for group in microbatch_groups for stage in reversed(stages) for i in group]
-        warmup = min((chunks - 1) * len(microbatch_groups[0]) + 2 * (ranks - 1 - rank), passes)
-        phases = ("F", warmup), ("F B", passes - warmup), ("B", warmup)
+        warmup = min((chunks - 1) * len(microbatch_groups[0]) + 2 * (ranks - 1 - rank), pass_count)
+        phases = ("F", warmup), ("F B", pass_count - warmup), ("B", warmup)
         orders.append(weave(Lane(tuple(forwards), tuple(backwards)), *phases))
-        bound.append(min(warmup + 1, passes))
+        bound.append(min(warmup + 1, pass_count))
     return single_route("interleaved", orders, microbatches, bound, route=(*range(ranks),) * chunks)
 
 

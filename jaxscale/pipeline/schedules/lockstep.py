@@ -2,8 +2,8 @@
 
 One program on many devices ends each tick with an exchange, so 1F1B, whose ticks mix the two, makes forwards wait for
 backwards: 40 % bubble at p=4, m=8, B=2F where GPipe has 27 %. With turns of one kind the bubble is (p-1)/(vm+p-1) again
-for m >= p (and any m if v = 1), for more memory: 2p-1-2s activations on stage s instead of p-s. As ticks are of one
-kind, it needs no conditional.
+for m >= p (and any m if v = 1). It takes more memory: 2p-1-2s activations on stage s instead of p-s. As ticks are of
+one kind, the program needs no conditional.
 """
 
 from collections.abc import Iterator
@@ -16,24 +16,24 @@ from jaxscale.pipeline.schedules.interleaved import groups
 
 
 def _cells(ranks: int, microbatches: int, chunks: int) -> Iterator[tuple[int, int, Action]]:
-    """(rank, slot, action) of every action; forwards take even slots, backwards odd ones."""
+    """Yield (rank, slot, action) of every action; forwards take even slots, backwards odd ones."""
     microbatch_groups = groups(ranks, microbatches)
     # turns until the last stage has its first microbatch
-    ramp = (chunks - 1) * max(ranks, len(microbatch_groups[0])) + ranks - 1
+    ramp_turns = (chunks - 1) * max(ranks, len(microbatch_groups[0])) + ranks - 1
     for group in microbatch_groups:
-        pace = max(ranks, len(group))  # turns of a group per chunk: one trip around the ranks
-        for place_in_group, i in enumerate(group):
+        pace_turns = max(ranks, len(group))  # turns of a group per chunk: one trip around the ranks
+        for place_in_group, microbatch in enumerate(group):
             for stage in range(chunks * ranks):
                 chunk, rank = divmod(stage, ranks)
                 turn = chunks * group.start + place_in_group
-                forward = turn + chunk * pace + rank
-                backward = turn + (chunks - 1 - chunk) * pace + ranks - 1 - rank + ramp
-                yield rank, 2 * forward, Action(Kind.F, stage, i)
-                yield rank, 2 * backward + 1, Action(Kind.B, stage, i)
+                forward_turn = turn + chunk * pace_turns + rank
+                backward_turn = turn + (chunks - 1 - chunk) * pace_turns + ranks - 1 - rank + ramp_turns
+                yield rank, 2 * forward_turn, Action(Kind.F, stage, microbatch)
+                yield rank, 2 * backward_turn + 1, Action(Kind.B, stage, microbatch)
 
 
 def lockstep(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """1F1B in turns of one kind.
+    """Make the schedule of 1F1B in turns of one kind.
 
     Args:
         ranks: p, number of ranks.

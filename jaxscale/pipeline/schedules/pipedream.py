@@ -1,28 +1,28 @@
 """PipeDream: 1F1B that never drains; a stage updates after every backward (Narayanan et al., 2019, arXiv:1806.03377).
 
-No bubble after the ramp. A backward linearises at the weights its forward read (weight stashing), which on stage s have
-missed p-1-s updates: p-s versions live there. Left out: vertical sync, which nobody used.
+There is no bubble after the ramp. A backward linearises at the weights its forward read (weight stashing), which on
+stage s have missed p-1-s updates: p-s versions live there. Left out: vertical sync, which nobody used.
 """
 
 from jaxscale.pipeline.builders import single_route, with_updates
 from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.schedule import Schedule, Versions
-from jaxscale.pipeline.schedules.one_f_one_b import alternating
+from jaxscale.pipeline.schedules.one_f_one_b import alternating_orders
 
 
 def pipedream(ranks: int, microbatches: int, updates: int) -> Schedule:
-    """A stream of updates, one for each microbatch.
+    """Make the schedule of a stream of updates, one for each group of microbatches.
 
     Args:
         ranks: p, number of ranks, with one stage each.
         microbatches: number of microbatches per update: 1 in PipeDream, more in 2BW.
         updates: number of updates.
     """
-    count = microbatches * updates
-    orders = with_updates(alternating(ranks, count), microbatches)
-    bound = (min(ranks - stage, count) for stage in range(ranks))
+    microbatch_count = microbatches * updates
+    orders = with_updates(alternating_orders(ranks, microbatch_count), microbatches)
+    bound = (min(ranks - stage, microbatch_count) for stage in range(ranks))
     versions = Versions(group=microbatches, backward="forward")
-    return single_route("pipedream", orders, count, bound, versions=versions)
+    return single_route("pipedream", orders, microbatch_count, bound, versions=versions)
 
 
 METHOD = Method("pipedream", "1F1B without end, an update per microbatch", pipedream, steps=True, streams=True)

@@ -1,8 +1,8 @@
 """PipeMare: PipeDream without weight stashing (Yang et al., 2021, arXiv:1910.05124).
 
-The order of PipeDream, but one version of the weights: a backward linearises at the newest weights, not at those that
-its forward read. The executor adds what makes this converge: learning rates that depend on the delay, and a correction
-of the weights that backwards read.
+The order is that of PipeDream, with one version of the weights: a backward linearises at the newest weights, not at
+those that its forward read. The executor adds what makes this converge: learning rates that depend on the delay, and a
+correction of the weights that backwards read.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from jaxscale.pipeline.schedules.pipedream import pipedream
 
 
 def pipemare(ranks: int, microbatches: int, updates: int) -> Schedule:
-    """A stream of updates, one for each microbatch, with the arguments of `pipedream`."""
+    """Make the schedule of a stream of updates; the arguments are those of `pipedream`."""
     versions = Versions(group=microbatches, backward="newest")
     return dataclasses.replace(pipedream(ranks, microbatches, updates), name="pipemare", versions=versions)
 

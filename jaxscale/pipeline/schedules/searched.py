@@ -2,8 +2,8 @@
 
 For such stages no order with one stage per rank is faster: this one meets the bound of `search.py` for every m (ZB-H1
 does for m >= p). The search is meant for measured costs and other memory limits: call `search.search` with them, and
-keep its schedule as CSV. It needs numpy and is imported at the call, so that plans can name schedules before heavy
-imports.
+keep its schedule as CSV. `search.py` needs numpy and is imported inside `searched`, so that plans can name
+schedules before heavy imports.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ NAME = "search"
 
 
 def searched(ranks: int, microbatches: int) -> Schedule:
-    """The fastest order of the search.
+    """Search for the schedule of the fastest order.
 
     Args:
         ranks: p, number of ranks, with one stage each.

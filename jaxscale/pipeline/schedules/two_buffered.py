@@ -1,8 +1,8 @@
 """PipeDream-2BW: 1F1B that never drains, an update per M microbatches (Narayanan et al., 2021, arXiv:2006.09503).
 
-Two versions of the weights: every stage computes the microbatches of group g with the weights after g-1 updates, one
-group late on all stages: W(t+1) = update(W(t), grad at W(t-1)). That takes M >= p, so that the update of group
-g-2 is done everywhere in time.
+Two versions of the weights live at once: every stage computes the microbatches of group g with the weights after g-1
+updates. So all stages are one group late, W(t+1) = update(W(t), grad at W(t-1)). This needs M >= p, so that all stages
+have done the update of group g-2 in time.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jaxscale.pipeline.schedules.pipedream import pipedream
 
 
 def two_buffered(ranks: int, microbatches: int, updates: int) -> Schedule:
-    """A stream of updates, one for each M microbatches.
+    """Make the schedule of a stream of updates, one for each M microbatches.
 
     Args:
         ranks: p, number of ranks, with one stage each.
@@ -26,7 +26,7 @@ def two_buffered(ranks: int, microbatches: int, updates: int) -> Schedule:
     """
     if microbatches < ranks:
         reason = f"got {microbatches} microbatches per update, expected at least the {ranks} devices"
-        raise UserError(f"schedule 2bw: {reason}: with fewer, two versions of the weights do not suffice")
+        raise UserError(f"schedule 2bw: {reason}, because two versions of the weights suffice only then")
     versions = Versions(group=microbatches, backward="forward", lag=1)
     return dataclasses.replace(pipedream(ranks, microbatches, updates), name="2bw", versions=versions)
 

@@ -11,13 +11,13 @@ from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.schedule import Schedule
 
 
-def delayed(ranks: int, microbatches: int, reach: int) -> tuple[tuple[Action, ...], ...]:
-    """Orders in which stage s does reach*(p-1-s) forwards first, and its weight gradients reach*s microbatches late.
+def delayed_orders(ranks: int, microbatches: int, reach: int) -> tuple[tuple[Action, ...], ...]:
+    """Return orders in which stage s does reach*(p-1-s) forwards first, and each W reach*s microbatches after its I.
 
     Args:
         ranks: p, number of ranks.
         microbatches: m, number of microbatches.
-        reach: number of forwards before the first backward, for each later stage: 1 (ZB-H1) or 2 (ZB-H2).
+        reach: number of forwards before the first backward for each later stage: 1 in ZB-H1, 2 in ZB-H2.
     """
     orders = []
     for stage in range(ranks):
@@ -37,14 +37,14 @@ def delayed(ranks: int, microbatches: int, reach: int) -> tuple[tuple[Action, ..
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """Zero bubble within the memory of 1F1B.
+    """Make the schedule of zero bubble within the memory of 1F1B.
 
     Args:
         ranks: p, number of ranks, with one stage each.
         microbatches: m, any number of microbatches.
     """
     bound = (min(ranks, microbatches),) * ranks
-    return single_route("zb-h1", delayed(ranks, microbatches, reach=1), microbatches, bound)
+    return single_route("zb-h1", delayed_orders(ranks, microbatches, reach=1), microbatches, bound)
 
 
 METHOD = Method("zb-h1", "1F1B with weight gradients in the bubble", zb_h1)

@@ -7,18 +7,18 @@ idles between its first and last action; the makespan has the ramp of ZB-H1 stil
 from jaxscale.pipeline.builders import single_route
 from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.schedule import Schedule
-from jaxscale.pipeline.schedules.zb_h1 import delayed
+from jaxscale.pipeline.schedules.zb_h1 import delayed_orders
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
-    """Zero bubble for twice the memory of 1F1B.
+    """Make the schedule of zero bubble for twice the memory of 1F1B.
 
     Args:
         ranks: p, number of ranks, with one stage each.
         microbatches: m, any number of microbatches; there is no bubble from 2p-1 on.
     """
     bound = (min(2 * ranks - 1, microbatches),) * ranks
-    return single_route("zb-h2", delayed(ranks, microbatches, reach=2), microbatches, bound)
+    return single_route("zb-h2", delayed_orders(ranks, microbatches, reach=2), microbatches, bound)
 
 
 METHOD = Method("zb-h2", "zero bubble for twice the memory of 1F1B", zb_h2)

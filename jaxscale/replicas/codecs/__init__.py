@@ -1,4 +1,4 @@
-"""All codecs, by name: those that the modules of this package define are discovered by import."""
+"""All codecs, by name. They are discovered by importing the modules of this package."""
 
 import importlib
 import inspect
@@ -9,11 +9,11 @@ from jaxscale.replicas.codec import Codec
 
 
 def _discover() -> dict[str, type[Codec]]:
-    """The classes of codecs with a name of their own in the modules of this package."""
+    """Find the codec classes that the modules of this package define and that set `name`; return them by this name."""
     modules = (importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
-    classes = [value for module in modules for value in vars(module).values() if inspect.isclass(value)]
-    codecs = [cls for cls in classes if issubclass(cls, Codec) and "name" in vars(cls)]
-    return {codec.name: codec for codec in sorted(codecs, key=lambda codec: codec.name)}
+    classes = [member for module in modules for member in vars(module).values() if inspect.isclass(member)]
+    codec_classes = [cls for cls in classes if issubclass(cls, Codec) and "name" in vars(cls)]
+    return {cls.name: cls for cls in sorted(codec_classes, key=lambda cls: cls.name)}
 
 
 CODECS: Mapping[str, type[Codec]] = _discover()

@@ -1,6 +1,7 @@
-"""Codecs of eight or four bits an element, which send 3.9 or 7.7 times fewer bytes: a two-phase mean of block-wise
-integers (the scheme of 1-bit Adam and ZeRO++, arXiv:2306.10209, with error feedback in both phases). QSGD rounds to the
-same integers at random.
+"""Codecs of eight or four bits an element, which send 3.9 or 7.7 times fewer bytes than float32.
+
+They compute a two-phase mean of block-wise integers, which is the scheme of 1-bit Adam and ZeRO++ (arXiv:2306.10209),
+with error feedback in both phases. QSGD rounds to the same integers at random.
 """
 
 import dataclasses
@@ -15,10 +16,10 @@ from jaxscale.typing import Array, Key
 
 @dataclasses.dataclass(frozen=True)
 class BlockCodes(TwoPhase):
-    """Integers of `width` bits with a scale for each block.
+    """A codec whose messages are integers of `width` bits, with a scale for each block.
 
     Args:
-        block: number of elements that share a float32 scale; a smaller chunk has one scale.
+        block: number of elements that share a float32 scale; a chunk shorter than a block has one scale.
     """
 
     width: ClassVar[int]
@@ -31,7 +32,10 @@ class BlockCodes(TwoPhase):
             raise UserError(f"block: got {self.block}, expected an even number of elements >= 2")
 
     def divisor(self, elements: int) -> int:
-        """The length of a block; for a shorter chunk, its own length, made even so that codes fill whole bytes."""
+        """The length of a block; for a shorter chunk, the chunk's length rounded up to an even number.
+
+        An even number of 4-bit codes fills whole bytes.
+        """
         return min(self.block, elements + elements % 2)
 
     def _bits(self) -> int:
@@ -49,7 +53,7 @@ class BlockCodes(TwoPhase):
 
 @dataclasses.dataclass(frozen=True)
 class Int8(BlockCodes):
-    """Rounds to the nearest of 255 levels, with a float32 scale for each block.
+    """A codec that rounds to the nearest of 255 levels, with a float32 scale for each block.
 
     Args:
         block: number of elements that share a scale.
@@ -65,7 +69,7 @@ class Int8(BlockCodes):
 
 @dataclasses.dataclass(frozen=True)
 class Int4(BlockCodes):
-    """Rounds to the nearest of 15 levels, with a float32 scale for each block.
+    """A codec that rounds to the nearest of 15 levels, with a float32 scale for each block.
 
     Args:
         block: number of elements that share a scale.

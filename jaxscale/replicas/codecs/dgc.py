@@ -1,14 +1,15 @@
-"""Deep gradient compression: top-k that carries its own momentum (Lin et al., 2018, arXiv:1712.01887).
+"""Deep gradient compression: top-k with momentum inside the codec (Lin et al., 2018, arXiv:1712.01887).
 
     u = m u + g,  v = v + u
 
-with the gradient g, the momentum u and the accumulated momentum v. The largest elements of v are sent; at their
-positions u and v are reset to zero.
+with the gradient g, the momentum u and the accumulated momentum v. The largest elements of v are sent, and u and v are
+reset to zero at their positions.
 
-Momentum is summed before elements are held back, not after (momentum correction), and reset where elements are sent
-(momentum factor masking), so the optimizer itself should have no momentum. Sending 1 % then costs SGD nothing in 400
-steps (`benchmarks/convergence.py`), and 0.22 nats without the warm-up. The paper clips each replica's gradient by its
-norm over all leaves; here each leaf on a device is clipped by its own norm. Left out: Nesterov's momentum.
+Momentum is added up before elements are held back, not after (momentum correction), and is reset for the elements that
+are sent (momentum factor masking). So the optimizer itself should have no momentum. If 1 % of the elements are sent,
+SGD then loses nothing in 400 steps (`benchmarks/convergence.py`), and 0.22 nats without the warm-up. The paper clips
+each replica's gradient by its norm over all leaves; here each leaf on a device is clipped by its own norm. Left out:
+Nesterov's momentum.
 """
 
 import dataclasses
@@ -25,11 +26,11 @@ from jaxscale.typing import Array, Key
 
 @dataclasses.dataclass(frozen=True)
 class DGC(TopK):
-    """The elements of largest accumulated momentum.
+    """A codec that sends the elements of largest accumulated momentum.
 
     Args:
         fraction: fraction of the elements that are sent, in (0, 1].
-        momentum: m in [0, 1), instead of momentum in the optimizer.
+        momentum: m in [0, 1), which replaces the optimizer's momentum.
         clip: largest norm of a leaf's mean gradient: each of n replicas clips its own gradient to clip / sqrt(n).
             `None` does not clip.
 
@@ -46,7 +47,7 @@ class DGC(TopK):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.feedback:
-            raise UserError("feedback: got false, expected true: DGC needs its residual; topk works without feedback")
+            raise UserError("feedback: got false, expected true, because DGC needs its residual: use topk instead")
         if not 0 <= self.momentum < 1:
             raise UserError(f"momentum: got {self.momentum}, expected a number in [0, 1)")
         if self.clip is not None and self.clip <= 0:
@@ -62,7 +63,7 @@ class DGC(TopK):
         momentum = self.momentum * state["momentum"] + gradient
         accumulated_momentum = state["residual"] + momentum  # v of the module's docstring; momentum is u
         message = compute_once(self.encode(accumulated_momentum.reshape(-1), None))
-        sent_ones = message._replace(values=jnp.ones_like(message.values))
+        mask_message = message._replace(values=jnp.ones_like(message.values))  # 1 for each sent element
         mean = self.exchange(message, gradient.size, axis).reshape(gradient.shape)
-        unsent_mask = 1.0 - self.decode(sent_ones, gradient.size).reshape(gradient.shape)
+        unsent_mask = 1.0 - self.decode(mask_message, gradient.size).reshape(gradient.shape)
         return mean, {"residual": accumulated_momentum * unsent_mask, "momentum": momentum * unsent_mask}

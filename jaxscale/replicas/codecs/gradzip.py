@@ -1,12 +1,14 @@
-"""GradZip: one step of alternating least squares for each gradient, from the last factors (Cho et al., 2019, "GradZip:
-Gradient Compression using Alternating Matrix Factorization for Large-scale Deep Learning").
+"""GradZip: one step of alternating least squares for each gradient, which starts from the factors of the last step.
+
+Source: Cho et al., 2019, "GradZip: Gradient Compression using Alternating Matrix Factorization for Large-scale Deep
+Learning".
 
     P = mean(M Q) (Q^T Q + r I)^-1,  Q = mean(M^T P) (P^T P + r I)^-1
 
 M is the gradient plus residual of one replica, and the means are over replicas.
 
-The paper's text was not available: the order of the updates and the ridge are ours. The factors span the same space as
-PowerSGD's and need no orthogonal columns; the ridge shrinks the weakest directions.
+The paper's text was not available, so the order of the updates and the ridge r are our choice. The factors span the
+same space as PowerSGD's and need no orthogonal columns. The ridge shrinks the weakest directions.
 """
 
 import dataclasses
@@ -16,19 +18,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxscale.compat import one_by_one
+from jaxscale.compat import sequential_on_cpu
 from jaxscale.errors import UserError
-from jaxscale.replicas.low_rank import LowRank, times
+from jaxscale.replicas.low_rank import LowRank, multiply
 from jaxscale.typing import Array, Float
 
 
 @dataclasses.dataclass(frozen=True)
 class GradZip(LowRank):
-    """Sends factors of least squared error, each computed for the other one.
+    """A codec that sends two factors, each of which is the least-squares solution for the other factor.
 
     Args:
         rank: number of columns of P and Q, at most the smaller dim of every matrix.
-        ridge: r, relative to the mean of the columns' squared norms.
+        ridge: r, as a fraction of the mean of the columns' squared norms.
 
     Example:
         >>> GradZip(4).wire_bytes((576, 128), 2) == 4 * 4 * (576 + 128)
@@ -43,28 +45,28 @@ class GradZip(LowRank):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1e-6 <= self.ridge <= 1:
-            raise UserError(f"ridge: got {self.ridge}, expected 1e-6 (below it float32 is too inexact) to 1")
+            raise UserError(f"ridge: got {self.ridge}, expected 1e-6 to 1 (float32 is too inexact for less)")
 
     def left(self, product: Float[Array, "rows rank"], q: Float[Array, "columns rank"], axis: str) -> Array:
-        """Solve for P, given Q, by this device's least squares, and return its mean over the axis."""
+        """Compute this device's least-squares solution P, given Q, and return the mean of P over the axis."""
         return lax.pmean(self._least_squares(product, q), axis)
 
     def right(self, product: Float[Array, "columns rank"], p: Float[Array, "rows rank"], axis: str) -> Array:
-        """Solve for Q, given P, by this device's least squares, and return its mean over the axis."""
+        """Compute this device's least-squares solution Q, given P, and return the mean of Q over the axis."""
         return lax.pmean(self._least_squares(product, p), axis)
 
     def _least_squares(self, product: Array, factor: Array) -> Array:
-        """The least-squares solution with the ridge r: product (factor^T factor + r I)^-1."""
-        gram = times(factor.T, factor)
+        """Return the least-squares solution with the ridge r: product (factor^T factor + r I)^-1."""
+        gram = multiply(factor.T, factor)
         mean_squared_norm = jnp.trace(gram) / self.rank
         # scaled to a mean of 1, so that gradients of any magnitude stay within the range of float32
         scaled_gram = gram / jnp.maximum(mean_squared_norm, 2.0**-100) + self.ridge * jnp.eye(self.rank)
-        solution = _solved(scaled_gram, product.T).T
+        solution = _solve(scaled_gram, product.T).T
         return solution / jnp.maximum(mean_squared_norm, 2.0**-100)
 
 
-@one_by_one
-def _solved(matrix: Array, right_side: Array) -> Array:
-    """The solution X of `matrix @ X = right_side`, for a symmetric positive definite matrix."""
-    lower = jnp.linalg.cholesky(matrix, symmetrize_input=False)
-    return jax.scipy.linalg.cho_solve((lower, True), right_side)
+@sequential_on_cpu
+def _solve(matrix: Array, right_side: Array) -> Array:
+    """Return the solution X of `matrix @ X = right_side`, for a symmetric positive definite matrix."""
+    lower_factor = jnp.linalg.cholesky(matrix, symmetrize_input=False)
+    return jax.scipy.linalg.cho_solve((lower_factor, True), right_side)

@@ -1,8 +1,8 @@
-"""A codec of one bit an element, the signs and one scale, which sends 31 times fewer bytes (the mean of 1-bit Adam:
-Tang et al., 2021, arXiv:2102.02888).
+"""A codec that sends the sign of each element and one scale for each chunk, 31 times fewer bytes than float32.
 
-The scale of a chunk is its root mean square, as in DeepSpeed's code; zero counts as positive. The codec is meant for
-the momentum of 1-bit Adam, whose variance is frozen: gradients in this form train Adam badly.
+It computes the mean of 1-bit Adam (Tang et al., 2021, arXiv:2102.02888). The scale of a chunk is its root mean square,
+as in DeepSpeed's code, and zero counts as positive. The codec is meant for the momentum of 1-bit Adam, whose variance
+is frozen. Adam trains badly with gradients in this form.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ BYTE = 8
 
 
 class Signs(NamedTuple):
-    """Chunks as signs.
+    """Chunks encoded as signs.
 
     Args:
         bits: uint8; bit i of byte j is the sign of element i * (elements / 8) + j, so that signs are packed without
@@ -32,7 +32,7 @@ class Signs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OneBit(TwoPhase):
-    """The sign of each element, times the root mean square of its chunk.
+    """A codec that sends each element as its sign times the root mean square of its chunk.
 
     Example:
         >>> from jaxscale.replicas import wire
@@ -49,8 +49,8 @@ class OneBit(TwoPhase):
     def encode(self, chunks: Array, filled_counts: Array, key: Key | None) -> Signs:
         """Encode chunks as signs, eight to a byte, and a scale for each chunk."""
         scale = jnp.sqrt(jnp.sum(jnp.square(chunks), -1) / jnp.maximum(filled_counts, 1))
-        bits = (chunks >= 0).astype(jnp.uint8).reshape(len(chunks), BYTE, -1)
-        return Signs(jnp.sum(bits << _bit_positions(), 1, dtype=jnp.uint8), scale)
+        unpacked_bits = (chunks >= 0).astype(jnp.uint8).reshape(len(chunks), BYTE, -1)
+        return Signs(jnp.sum(unpacked_bits << _bit_positions(), 1, dtype=jnp.uint8), scale)
 
     def decode(self, message: Signs, elements: int) -> Array:
         """Decode a message to chunks, float32 (chunks, elements): plus or minus the chunk's scale."""

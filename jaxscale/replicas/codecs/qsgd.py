@@ -1,8 +1,7 @@
-"""QSGD: integers rounded at random, so that the mean is right on average and no residual is needed
-(Alistarh et al., 2017, arXiv:1610.02132).
+"""QSGD rounds at random, so that the expected mean is exact and no residual is needed.
 
-Blocks are scaled by their largest magnitude, as in the paper's code, not by their norm. Codes have a fixed width
-instead of Elias coding. Both phases round at random.
+Source: Alistarh et al., 2017, arXiv:1610.02132. Blocks are scaled by their largest magnitude, as in the paper's code,
+not by their norm. Codes have a fixed width; the paper uses Elias coding. Both phases round at random.
 """
 
 import dataclasses
@@ -14,7 +13,7 @@ from jaxscale.replicas.codecs.block_codes import BlockCodes
 
 @dataclasses.dataclass(frozen=True)
 class QSGD(BlockCodes):
-    """Integers rounded at random, with a float32 scale for each block.
+    """A codec that rounds at random to integers, with a float32 scale for each block.
 
     Args:
         bits: number of bits of each code, 4 or 8.
@@ -36,7 +35,7 @@ class QSGD(BlockCodes):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bits not in (4, 8):
-            raise UserError(f"bits: got {self.bits}, expected 4 or 8: other widths save no bytes")
+            raise UserError(f"bits: got {self.bits}, expected 4 or 8, because codes of other widths save no bytes")
 
     def _bits(self) -> int:
         return self.bits

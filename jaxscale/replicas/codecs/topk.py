@@ -1,23 +1,23 @@
-"""Top-k sends the largest elements of each gradient now and the others later (Aji and Heafield, 2017,
-arXiv:1704.05021).
+"""Top-k sends the largest elements of each gradient now and the other elements in later steps.
 
-At 1 %, it sends 68 times fewer bytes between two replicas and 17 times fewer between eight, because each replica
-receives from all others. An element is sent about every hundredth step, with its accumulated residual. That delay
-requires two things (`benchmarks/convergence.py`; the numbers are nats after 400 steps, relative to exact runs):
+Source: Aji and Heafield, 2017, arXiv:1704.05021. If 1 % of the elements are sent, it sends 68 times fewer bytes between
+two replicas, but only 17 times fewer between eight, because each replica receives messages from all others. An element
+is sent about every hundredth step, with its accumulated residual. That delay requires two things
+(`benchmarks/convergence.py`; the numbers are nats after 400 steps, relative to exact runs):
 
-- *No momentum in the optimizer.* It would apply late elements for ten more steps: 1 % costs nothing with Adam whose b1
-  is 0 and with SGD without momentum (-0.001, -0.05), but +0.22 and +0.15 with momentum 0.9. Momentum that is summed
-  before elements are held back, and reset where they are sent, does no harm (`dgc`).
-- *A warm-up.* The first gradients are large while the learning rate is still small. Elements held back then arrive at
-  its peak, and feedback is worse than no feedback (+0.50 and +0.15 with momentum). So the fraction falls to its final
-  value in `warmup` steps, as in deep gradient compression (Lin et al., 2018, arXiv:1712.01887). A program contains a
-  message for each fraction.
+- *No momentum in the optimizer.* Momentum would apply late elements for ten more steps. At 1 %, Adam with a b1 of 0 and
+  SGD without momentum lose nothing (-0.001, -0.05), but with momentum 0.9 they lose 0.22 and 0.15. Momentum that is
+  added up before elements are held back, and reset for the elements that are sent, does no harm (`dgc`).
+- *A warm-up.* The first gradients are large while the learning rate is still small. Elements that are held back then
+  are sent at the peak of the learning rate, and feedback is worse than no feedback (+0.50 and +0.15 with momentum). So
+  the fraction falls to its final value in `warmup` steps, as in deep gradient compression (Lin et al., 2018,
+  arXiv:1712.01887). The compiled step contains a message for each fraction.
 
 The delay also bounds the learning rate (Stich et al., 2018, arXiv:1809.07599; `tests/replicas/test_feedback.py`).
 
-Every block sends the same number of elements, so that no leaf is sorted as a whole and an offset takes two bytes. If a
-block is the whole leaf, its largest elements are sent. In smaller blocks a kernel selects the elements if the chip has
-one (`pallas_kernels.top_k`); XLA would sort. Left out: values in fewer bits.
+A leaf is divided into blocks, each of which sends the same number of elements. So no leaf is sorted as a whole, and an
+offset takes two bytes. A kernel selects the elements of a block if the chip has one (`pallas_kernels.top_k`); XLA would
+sort the block. With `block=None`, one block is the whole leaf. Left out: values in fewer bits.
 """
 
 import dataclasses
@@ -35,17 +35,17 @@ from pallas_kernels.target import target
 from pallas_kernels.top_k.api import top_k
 
 FIRST_FRACTION = 0.25
-"""First fraction of the warm-up; the next are its powers, 6.25, 1.56 and 0.39 % (arXiv:1712.01887, section 3.3)."""
+"""First fraction of the warm-up; later ones are its powers: 6.25, 1.56 and 0.39 % (arXiv:1712.01887, section 3.3)."""
 
-MOST = 128
-"""Most elements that kernels select in a block (`pallas_kernels.top_k`)."""
+MAX_K = 128
+"""Largest number of elements that kernels select in a block (`pallas_kernels.top_k`)."""
 
-OFFSETS = 2**16
+MAX_BLOCK = 2**16
 """Number of elements of the largest block whose offsets fit uint16."""
 
 
 class Kept(NamedTuple):
-    """The largest elements of each block.
+    """The largest elements of each block, which are sent.
 
     Args:
         values: values of the elements, float32.
@@ -58,11 +58,11 @@ class Kept(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TopK(OnePhase):
-    """Sends the elements of largest magnitude as float32 values and their offsets.
+    """A codec that sends the elements of largest magnitude, as float32 values and offsets.
 
     Args:
         fraction: fraction of the elements that are sent, in (0, 1].
-        block: number of elements of a block; each block sends its largest elements. `None` sorts the whole leaf as one
+        block: number of elements of a block; each block sends its largest elements. With `None`, the whole leaf is one
             block.
         warmup: number of steps in which the fraction falls to `fraction`, by a factor of four at a time; 0 skips the
             warm-up.
@@ -77,7 +77,7 @@ class TopK(OnePhase):
         Array([ 0. , -5. ,  0. ,  2. ,  0.1], dtype=float32)
         >>> TopK(0.0001)
         Traceback (most recent call last):
-        jaxscale.errors.UserError: fraction 0.0001 of 1024 elements rounds to no element: use block=16384
+        jaxscale.errors.UserError: fraction: got 0.0001, which selects 0 of 1024 elements: use block=16384
     """
 
     name: ClassVar[str] = "topk"
@@ -92,41 +92,45 @@ class TopK(OnePhase):
         super().__post_init__()
         if not 0 < self.fraction <= 1:
             raise UserError(f"fraction: got {self.fraction}, expected a number in (0, 1], such as 0.01")
-        if self.block is not None and not 1 <= self.block <= OFFSETS:
-            raise UserError(f"block: got {self.block}, expected 1 to {OFFSETS} elements, or none for the whole leaf")
+        if self.block is not None and not 1 <= self.block <= MAX_BLOCK:
+            raise UserError(f"block: got {self.block}, expected 1 to {MAX_BLOCK} elements, or none for the whole leaf")
         if self.block is not None and round(self.fraction * self.block) < 1:
             least_block = 2 ** math.ceil(math.log2(1 / self.fraction))
-            remedy = f"block={least_block}" if least_block <= OFFSETS else "block=none"
-            raise UserError(f"fraction {self.fraction} of {self.block} elements rounds to no element: use {remedy}")
+            remedy = f"block={least_block}" if least_block <= MAX_BLOCK else "block=none"
+            raise UserError(f"fraction: got {self.fraction}, which selects 0 of {self.block} elements: use {remedy}")
         if self.warmup < 0:
             raise UserError(f"warmup: got {self.warmup}, expected a number of steps >= 0")
 
     def sizes(self, elements: int) -> tuple[int, int, int]:
-        """(number of blocks, elements of a block, elements that a block sends) for a leaf of `elements`."""
+        """Return the number of blocks of a leaf, the elements of a block, and the elements that a block sends.
+
+        Args:
+            elements: number of elements of the leaf.
+        """
         block = elements if self.block is None else min(self.block, elements)
         return math.ceil(elements / block), block, max(1, round(self.fraction * block))
 
     def encode(self, flat: Float[Array, "elements"], key: Key | None) -> Kept:
-        """The elements of largest magnitude of each block, and their offsets."""
-        block_count, block, count = self.sizes(flat.size)
-        rows = jnp.pad(flat, (0, block_count * block - flat.size)).reshape(block_count, block)
+        """Select the elements of largest magnitude of each block, and return them with their offsets."""
+        block_count, block, sent_count = self.sizes(flat.size)
+        blocks = jnp.pad(flat, (0, block_count * block - flat.size)).reshape(block_count, block)
         if self.block is None:
             if listening():
-                note(Explanation("top_k", target(), "reference", {}, "kernels are of blocks, and this is a whole leaf"))
-            _, offsets = lax.top_k(jnp.abs(rows), count)
-            return Kept(jnp.take_along_axis(rows, offsets, -1), offsets)
-        values, offsets = top_k(rows, count, block=block, axis=-1)
+                note(Explanation("top_k", target(), "reference", {}, "a kernel selects in blocks, not in a whole leaf"))
+            _, offsets = lax.top_k(jnp.abs(blocks), sent_count)
+            return Kept(jnp.take_along_axis(blocks, offsets, -1), offsets)
+        values, offsets = top_k(blocks, sent_count, block=block, axis=-1)
         return Kept(values, offsets.astype(jnp.uint16))
 
     def decode(self, message: Kept, elements: int) -> Float[Array, "elements"]:
-        """The leaf with the elements of a message, and zeros elsewhere."""
+        """Return the elements of a leaf: those of the message at their positions, and zeros at all others."""
         block_count, block, _ = self.sizes(elements)
         positions = jnp.arange(block_count)[:, None] * block + message.offsets.astype(jnp.int32)
         flat = jnp.zeros(block_count * block, jnp.float32)
         return flat.at[positions].set(message.values, unique_indices=True, mode="promise_in_bounds")[:elements]
 
     def fractions(self) -> tuple[float, ...]:
-        """The fractions of the warm-up, each used for the same number of steps, and the final fraction.
+        """Return the fractions of the warm-up, each used for the same number of steps, and the final fraction.
 
         Example:
             >>> TopK(0.001, warmup=400).fractions()
@@ -139,18 +143,16 @@ class TopK(OnePhase):
 
     def _timetable(self) -> tuple[tuple[int, "TopK"], ...]:
         fractions = self.fractions()
-        intervals = max(len(fractions) - 1, 1)
-        fraction_by_step = {
-            math.ceil(number * self.warmup / intervals): fraction for number, fraction in enumerate(fractions)
-        }
+        phase_count = max(len(fractions) - 1, 1)
+        fraction_by_step = {math.ceil(i * self.warmup / phase_count): fraction for i, fraction in enumerate(fractions)}
         return tuple(
             (step, dataclasses.replace(self, fraction=fraction, block=self._block(fraction), warmup=0, start=0))
             for step, fraction in fraction_by_step.items()
         )
 
     def _block(self, fraction: float) -> int | None:
-        """The block length for a fraction of the warm-up, halved until a kernel can select its elements."""
+        """The block length for a fraction of the warm-up: `block`, halved until a kernel can select the elements."""
         block = self.block
-        while block is not None and fraction > self.fraction and block % 2 == 0 and round(fraction * block) > MOST:
+        while block is not None and fraction > self.fraction and block % 2 == 0 and round(fraction * block) > MAX_K:
             block //= 2
         return block

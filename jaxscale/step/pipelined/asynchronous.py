@@ -218,7 +218,7 @@ class AsyncPipeline:
         The kernels of a codec need a region that is manual over all mesh axes.
         """
         return jax.shard_map(
-            lambda gradients, states, updates: codec.inside(gradients, states, updates, (REPLICA_AXIS,)),
+            lambda gradients, states, updates: codec.average_on_device(gradients, states, updates, (REPLICA_AXIS,)),
             mesh=jax.sharding.get_abstract_mesh(),
             in_specs=PartitionSpec(),
             out_specs=PartitionSpec(),
