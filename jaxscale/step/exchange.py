@@ -195,24 +195,24 @@ class CodecResiduals:
     label: str = dataclasses.field(default="residuals", init=False)
 
     def placed(self, layout: Layout) -> Layout:
-        """As of `StateExtra`."""
+        """As in `StateExtra`."""
         return layout.with_extra(self.name, self.stage.abstract())
 
     def init(self, state: TrainState) -> CodecStates:
-        """As of `StateExtra`."""
+        """As in `StateExtra`."""
         return self.stage.init()
 
     def saved(self, state: TrainState) -> TrainState:
-        """As of `StateExtra`: the states of every replica, and the states of a single replica in place of all."""
+        """As in `StateExtra`: the states of every replica, and the states of a single replica in place of all."""
         states = state.extra[self.name]
         return _with(state, self.name, {ALL: states, ONE: self.stage.merge(states)})
 
     def saved_abstract(self, abstract: TrainState) -> TrainState:
-        """As of `StateExtra`."""
+        """As in `StateExtra`."""
         return _with(abstract, self.name, {ALL: self.stage.abstract(), ONE: self.stage.abstract(merged=True)})
 
     def loaded(self, state: TrainState) -> TrainState:
-        """As of `StateExtra`.
+        """As in `StateExtra`.
 
         If the number of replicas has changed, each starts from the saved state of a single replica. An array that is
         missing there too starts from its initial value.
@@ -229,7 +229,7 @@ class CodecResiduals:
         return _with(state, self.name, states)
 
     def parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
-        """As of `StateExtra`: a residual is taken apart like its parameter, behind the dim of replicas.
+        """As in `StateExtra`: a residual is taken apart like its parameter, behind the dim of replicas.
 
         Arrays of one name must have one shape. So an array whose shape is not its gradient's has the codec and a hash
         of the shards in its name too.
@@ -255,7 +255,7 @@ class CodecResiduals:
         return jax.tree_util.tree_map_with_path(part, abstract.extra[self.name])
 
     def notes(self, names: Container[str], wanted: Iterable[str]) -> str:
-        """As of `StateExtra`."""
+        """As in `StateExtra`."""
         wanted_words = [name.split("/") for name in wanted if name.startswith(f"{self.name}/")]
         missing_words = [words for words in wanted_words if "/".join(words) not in names]
         if not any(words[1] != ONE for words in missing_words):
@@ -268,11 +268,11 @@ class CodecResiduals:
         return note + f"; other state of reduce {self.stage.codec} starts from its initial value" * bool(lost_states)
 
     def describe(self) -> list[str]:
-        """As of `StateExtra`; `Replicas.describe` covers a codec that runs when replicas meet."""
+        """As in `StateExtra`; `Replicas.describe` covers a codec that runs when replicas meet."""
         return describe_codec(self.stage, self.optimizer) if self.each_step else []
 
     def check(self, program: CompiledProgram) -> None:
-        """As of `StateExtra`: compare what is sent over the codec's axis."""
+        """As in `StateExtra`: compare what is sent over the codec's axis."""
         if self.each_step:
             stage, slices = self.stage, program.slices
             check_codec(

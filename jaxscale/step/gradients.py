@@ -116,14 +116,14 @@ class Whole:
     stages_here: int = dataclasses.field(default=1, init=False)
 
     def gradients(self, state: TrainState, batch: Batch) -> LossAndGradients:
-        """As of `Objective`."""
+        """As in `Objective`."""
         with self.planned.tracing():
             weights, params_of = self.planned.differentiated(state.params)
             key, examples = self.planned.key(state), self.planned.examples(batch)
             return self._gradients(weights, params_of, state.rest, batch, key, examples)
 
     def gradients_apart(self, state: TrainState, batch: Batch, weights: Params | None = None) -> LossAndGradients:
-        """As of `Objective`: the replica axis is manual here, and the compiler handles all other axes."""
+        """As in `Objective`: the replica axis is manual here, and the compiler handles all other axes."""
         planned, replicas = self.planned, self.planned.layout.mesh.shape[REPLICA_AXIS]
         whole, by_replica = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
 
@@ -210,7 +210,7 @@ class Whole:
         return objective, (Loss(loss.total, loss.weight), self.planned.pure_model.rest_of(module))
 
     def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
-        """As of `Objective`. Under a codec or DiLoCo, whose replicas have their own gradients, the loss of one."""
+        """As in `Objective`. Under a codec or DiLoCo, whose replicas have their own gradients, the loss of one."""
         planned = self.planned
         copies = planned.copies(params)
         if not isinstance(planned.plan.reduce, NamedCodec) and planned.plan.diloco is None:
@@ -226,7 +226,7 @@ class Whole:
         )
 
     def sums(self, score: Callable[[nnx.Module, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
-        """As of `Objective`."""
+        """As in `Objective`."""
         planned = self.planned
         with planned.tracing(plainly=True):
             weights, params_of = planned.differentiated(state.params)

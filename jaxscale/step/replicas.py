@@ -108,7 +108,7 @@ class Replicas:
         return self.exact_bytes(fragment) if stage is None else stage.wire_bytes
 
     def describe(self) -> list[str]:
-        """As of `StateExtra`: a line on how many bytes are sent, and how often."""
+        """As in `StateExtra`: a line on how many bytes are sent, and how often."""
         count, diloco = len(self.fragments), self.diloco
         byte_texts = [bytes_at_least(self.wire_bytes(fragment)) for fragment in range(count)]
         ratio = sum(map(self.exact_bytes, range(count))) / sum(map(self.wire_bytes, range(count)))
@@ -122,7 +122,7 @@ class Replicas:
     # -- the state -----------------------------------------------------------------------------------------------------
 
     def placed(self, layout: Layout) -> Layout:
-        """As of `StateExtra`; the optimizer's state has a dim of replicas too."""
+        """As in `StateExtra`; the optimizer's state has a dim of replicas too."""
         optimizer = self._abstract_apart(layout.abstract.optimizer)
         state = dataclasses.replace(layout.state, optimizer=shardings_of(optimizer))
         abstract = dataclasses.replace(layout.abstract, optimizer=optimizer)
@@ -162,7 +162,7 @@ class Replicas:
         return self._spread(self.optimizer.init(params))
 
     def init(self, state: TrainState) -> dict[str, Params]:
-        """As of `StateExtra`: all replicas begin with the shared weights."""
+        """As in `StateExtra`: all replicas begin with the shared weights."""
         outer_state = {WEIGHTS: self._spread(state.params)}
         if self.diloco.momentum:
             outer_state[MOMENTUM] = _zeros(state.params)
@@ -282,11 +282,11 @@ class Replicas:
     # -- in checkpoints ------------------------------------------------------------------------------------------------
 
     def saved(self, state: TrainState) -> TrainState:
-        """As of `StateExtra`: the optimizer state is that of a single replica; the extra has those of all replicas."""
+        """As in `StateExtra`: the optimizer state is that of a single replica; the extra has those of all replicas."""
         return self._saved(state, _mean(state.extra[self.name][WEIGHTS]), _mean(state.optimizer))
 
     def saved_abstract(self, abstract: TrainState) -> TrainState:
-        """As of `StateExtra`."""
+        """As in `StateExtra`."""
         return self._saved(abstract, self.plain.abstract.params, self.plain.abstract.optimizer)
 
     def _saved(self, state: TrainState, weights: Params, optimizer: optax.OptState) -> TrainState:
@@ -303,7 +303,7 @@ class Replicas:
         return dataclasses.replace(state, optimizer=optimizer, extra={**state.extra, self.name: saved})
 
     def loaded(self, state: TrainState) -> TrainState:
-        """As of `StateExtra`.
+        """As in `StateExtra`.
 
         If the number of replicas has changed, each starts from the mean of the saved replicas. If the run had no DiLoCo
         before, each starts from the weights of that run.
@@ -325,7 +325,7 @@ class Replicas:
         return dataclasses.replace(state, optimizer=optimizer, extra={**state.extra, self.name: outer_state})
 
     def parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
-        """As of `StateExtra`: arrays are named by their parameter; those of all replicas have a first dim for them."""
+        """As in `StateExtra`: arrays are named by their parameter; those of all replicas have a first dim for them."""
         saved = abstract.extra[self.name]
         structure = jax.tree.structure(abstract.optimizer)
         trees = jax.tree.unflatten(structure, self.plain.owners(self.optimizer)), roles(abstract.optimizer)
@@ -347,7 +347,7 @@ class Replicas:
         return jax.tree_util.tree_map_with_path(part, saved, owners, kinds)
 
     def notes(self, names: Container[str], wanted: Iterable[str]) -> str:
-        """As of `StateExtra`."""
+        """As in `StateExtra`."""
         missing = [name for name in wanted if name.startswith(f"{self.name}/") and name not in names]
         if any(name.startswith(f"{self.name}/{ONE}/") for name in missing):
             return f"; it was trained without diloco, so {self.replicas} replicas start from its weights"
@@ -358,7 +358,7 @@ class Replicas:
         return ""
 
     def check(self, program: CompiledProgram) -> None:
-        """As of `StateExtra`: check that a step sends only single numbers over the replica axis."""
+        """As in `StateExtra`: check that a step sends only single numbers over the replica axis."""
         sent_bytes = bytes_over(program.collectives, REPLICA_AXIS, self.replicas, slices=program.slices)
         check_alone(self.diloco, sent_bytes)
 

@@ -141,7 +141,7 @@ class AsyncPipeline:
         planned = self.planned
         if not isinstance(planned.plan.reduce, Codec):
             return None
-        stacked, shared = self.synchronous.divided(named_leaves(planned.pure_model.params))
+        stacked, shared = self.synchronous.divide(named_leaves(planned.pure_model.params))
         leaves = {
             name: GradientLeaf((self.stages.depth, *leaf.shape[1:]), PartitionSpec(), layers=True)
             for name, leaf in stacked.items()
@@ -158,7 +158,7 @@ class AsyncPipeline:
 
     def _pipe(self, parameters: Parameters, batch: Scaled, key: Key) -> Asynchronous:
         """The executor of the pipeline's ticks, inside the region that is manual over `MANUAL`."""
-        stage = self.synchronous.stage(self.synchronous.loss, lambda loss: loss.total + loss.penalty)
+        stage = self.synchronous.stage_fn(self.synchronous.loss, lambda loss: loss.total + loss.penalty)
 
         def scaled_stage(
             stacked: Named, shared: Named, x: PyTree, microbatch: Scaled, at: At, key: Key
@@ -189,13 +189,13 @@ class AsyncPipeline:
         del at
         unsummed = {PIPE_AXIS} if self.codec is None else {PIPE_AXIS, REPLICA_AXIS}
         axes = [axis for axis in MANUAL if axis not in unsummed]  # a codec sums the gradients of replicas
-        stacked, shared = jax.tree.map(lambda leaf: self.synchronous.reduced(leaf[0], axes, PartitionSpec()), gradients)
+        stacked, shared = jax.tree.map(lambda leaf: self.synchronous.reduce(leaf[0], axes, PartitionSpec()), gradients)
         codec, codes, states = self.codec, carry["codes"], {}
         if codec is not None:
             sums = jax.tree.map(lambda leaf: leaf * codec.replicas, {**stacked, **shared})
             reduced, states = self._reduced(codec, sums, codes["states"], codes["updates"])
             stacked, shared = ({name: reduced[name] for name in names} for names in (stacked, shared))
-        means = self.synchronous.joined(stacked, shared)
+        means = self.synchronous.join(stacked, shared)
         norm = optax.tree.norm(means)
         is_good, watch = carry["watch"].judge(norm, norm, self.planned.experiment.guard)
         if codec is not None:
@@ -203,7 +203,7 @@ class AsyncPipeline:
             codes = {"states": states, "updates": codes["updates"] + 1}
             carry = {**carry, "sent": carry["sent"] + codec.wire_bytes_at(carry["codes"]["updates"])}
         state_leaves = [carry["owned" if owner else "free"][i] for i, owner in enumerate(self._owners)]
-        params = self.synchronous.joined(*jax.tree.map(lambda leaf: leaf[0], parameters))
+        params = self.synchronous.join(*jax.tree.map(lambda leaf: leaf[0], parameters))
         params, state = self.advance(means, self._optimizer.unflatten(state_leaves), params, norm, is_good)
         owned, free = self._divided(jax.tree.leaves(state))
         squares = carry["squares"] + jnp.square(norm)
@@ -291,7 +291,7 @@ class AsyncPipeline:
         """The state of a synchronous pipeline with the newest weights, for passes that read no optimizer state."""
         stacked, shared = self.synchronous.split(state.params)
         newest = {name: leaf[self.held.copies[name].index(0)] for name, leaf in shared.items()}
-        return dataclasses.replace(state, params=self.synchronous.joined(stacked, newest), extra={})
+        return dataclasses.replace(state, params=self.synchronous.join(stacked, newest), extra={})
 
     def _streamed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run the ticks of one batch, in which stages make their updates; return the next state and the metrics."""
@@ -336,7 +336,7 @@ class AsyncPipeline:
         norms = jnp.sqrt(jnp.square(watch.norm).sum())
         after = TrainState(
             step=state.step + 1,
-            params=self.synchronous.joined(weights, shared),
+            params=self.synchronous.join(weights, shared),
             optimizer=self._optimizer.unflatten([state_leaves[i] for i in range(len(state_leaves))]),
             rest=state.rest,
             watch=dataclasses.replace(jax.tree.map(jnp.max, watch), norm=norms),
@@ -359,7 +359,7 @@ class InFlight:
     label: str = dataclasses.field(default="in flight", init=False)
 
     def placed(self, layout: Layout) -> Layout:
-        """As of `StateExtra`: the first dim of each array has an entry for each device."""
+        """As in `StateExtra`: the first dim of each array has an entry for each device."""
         sharding = NamedSharding(layout.mesh, OWN)
         flight = jax.eval_shape(self.pipeline.in_flight, layout.abstract)
         return layout.with_extra(
@@ -368,19 +368,19 @@ class InFlight:
         )
 
     def init(self, state: TrainState) -> Flight:
-        """As of `StateExtra`."""
+        """As in `StateExtra`."""
         return self.pipeline.in_flight(state)
 
     def saved(self, state: TrainState) -> TrainState:
-        """As of `StateExtra`."""
+        """As in `StateExtra`."""
         return state
 
     def saved_abstract(self, abstract: TrainState) -> TrainState:
-        """As of `StateExtra`."""
+        """As in `StateExtra`."""
         return abstract
 
     def loaded(self, state: TrainState) -> TrainState:
-        """As of `StateExtra`: if any array is missing, the pipeline starts empty."""
+        """As in `StateExtra`: if any array is missing, the pipeline starts empty."""
         if not lacks(state.extra[self.name]):
             return state
         extra = {name: tree for name, tree in state.extra.items() if name != self.name}
@@ -389,7 +389,7 @@ class InFlight:
         return dataclasses.replace(state, extra={**extra, self.name: flight})
 
     def parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
-        """As of `StateExtra`: names contain a hash of all that the arrays depend on, so no other plan reads them."""
+        """As in `StateExtra`: names contain a hash of all that the arrays depend on, so no other plan reads them."""
         pipeline, flight = self.pipeline, abstract.extra[self.name]
         shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(flight)]
         planned = pipeline.planned
@@ -399,16 +399,16 @@ class InFlight:
         return jax.tree_util.tree_map_with_path(lambda path, leaf: plain(f"{prefix}/{path_name(path)}", leaf), flight)
 
     def notes(self, names: Container[str], wanted: Iterable[str]) -> str:
-        """As of `StateExtra`."""
+        """As in `StateExtra`."""
         if all(name in names for name in wanted if name.startswith(f"{self.name}/")):
             return ""
         return f"; it has nothing in flight for {self.pipeline.asked}, which starts empty"
 
     def describe(self) -> list[str]:
-        """As of `StateExtra`."""
+        """As in `StateExtra`."""
         optimizer = self.pipeline.planned.experiment.optimizer
         codec = [] if self.pipeline.codec is None else describe_codec(self.pipeline.codec, optimizer)
         return [str(self.pipeline), *codec]
 
     def check(self, program: CompiledProgram) -> None:
-        """As of `StateExtra`: nothing is checked, because the program's text does not show how often stages update."""
+        """As in `StateExtra`: nothing is checked, because the program's text does not show how often stages update."""

@@ -324,7 +324,7 @@ class ChainForm:
         return places
 
     def is_staged(self, name: str) -> bool:
-        """As of `StackForm`."""
+        """As in `StackForm`."""
         return name.startswith(self._prefix)
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ class ChainForm:
     # -- the model in parts --------------------------------------------------------------------------------------------
 
     def parts(self, score: Scored) -> Parts:
-        """As of `StackForm`; messages are packed."""
+        """As in `StackForm`; messages are packed."""
         ends = [0, *itertools.accumulate(self.stages.layers)]
 
         def traced(

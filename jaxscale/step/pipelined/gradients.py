@@ -45,7 +45,7 @@ from jaxscale.typing import Array, Batch, Key, Params, PyTree
 
 MANUAL = (PIPE_AXIS, *BATCH_AXES)
 """Axes that are manual inside of the `shard_map`: the pipe axis, and those that rows are split over."""
-SpecsOfBoth = tuple[dict[str, PartitionSpec], dict[str, PartitionSpec]]
+StageAndSharedSpecs = tuple[dict[str, PartitionSpec], dict[str, PartitionSpec]]
 """Placements of the parameters of stages, and of the shared parameters, by name."""
 R = TypeVar("R")
 T = TypeVar("T")
@@ -78,42 +78,43 @@ class Pipelined:
     # -- the model in parts --------------------------------------------------------------------------------------------
 
     def split(self, params: Params) -> tuple[Named, Named]:
-        """The parameters of stages, and the shared parameters, by name."""
-        return self.divided(named_leaves(params))
+        """Divide the parameters; return those of stages, and the shared ones, each by name."""
+        return self.divide(named_leaves(params))
 
-    def divided(self, by_name: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
-        """The entries of the parameters of stages, and those of the shared parameters, by parameter name."""
-        staged = {name: leaf for name, leaf in by_name.items() if self.form.is_staged(name)}
-        return staged, {name: leaf for name, leaf in by_name.items() if name not in staged}
+    def divide(self, entry_of_name: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
+        """Divide a dict by parameter name; return the entries of stages' parameters, and those of shared parameters."""
+        stage_entries = {name: entry for name, entry in entry_of_name.items() if self.form.is_staged(name)}
+        return stage_entries, {name: entry for name, entry in entry_of_name.items() if name not in stage_entries}
 
-    def joined(self, staged: Named, shared: Named) -> Params:
-        """The inverse of `split`."""
-        return filled(self.planned.pure_model.params, {**staged, **shared})
+    def join(self, stage_params: Named, shared_params: Named) -> Params:
+        """Return all parameters as one nested dict: the inverse of `split`."""
+        return filled(self.planned.pure_model.params, {**stage_params, **shared_params})
 
-    def stage(self, score: Scored, objective: Callable[[PyTree], Array]) -> StageFunction:
-        """The function of a stage that `pipeline.execute` calls.
+    def stage_fn(self, score: Scored, objective: Callable[[PyTree], Array]) -> StageFunction:
+        """Return the function of a stage that `pipeline.execute` calls.
 
         Args:
             score: function from the module, a microbatch and the settings of the pass to sums.
             objective: function from the sums to the number that is differentiated.
         """
-        parts, last = self.form.parts(score), self.stages.schedule.stages - 1
+        parts, last_stage = self.form.parts(score), self.stages.schedule.stages - 1
 
-        def stage(
-            staged: Named, shared: Named, x: PyTree, microbatch: Microbatch, at: At, key: Key
+        def run_stage(
+            stage_params: Named, shared_params: Named, x: PyTree, microbatch: Microbatch, at: At, key: Key
         ) -> tuple[PyTree, Array, PyTree]:
-            weights: Weights = staged
-            if at.frozen is not None:
+            """Run one stage on the message `x`; return the next message, the number to differentiate, and the sums."""
+            weights: Weights = stage_params
+            if at.frozen is not None:  # the weights are on the host, and zeros on the device receive their gradients
                 plan = self.planned.plan
-                weights = {name: streamed_weight(plan, at.frozen[name], tie) for name, tie in staged.items()}
-            args = (weights, shared, microbatch, key, at.stage)
+                weights = {name: streamed_weight(plan, at.frozen[name], zeros) for name, zeros in stage_params.items()}
+            args = (weights, shared_params, microbatch, key, at.stage)
             # recomputed in the backward pass, because otherwise every stage would need slots for their residuals
             before, behind = jax.checkpoint(parts.before), jax.checkpoint(parts.behind)
             x = jax.lax.cond(at.stage == 0, lambda x, *args: before(*args), lambda x, *args: x, x, *args)
             y = parts.inside(x, *args)
             sum_shapes = jax.eval_shape(parts.behind, y, *args)
             sums = jax.lax.cond(
-                at.stage == last,
+                at.stage == last_stage,
                 behind,
                 lambda *_: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sum_shapes),
                 y,
@@ -121,12 +122,12 @@ class Pipelined:
             )
             return y, objective(sums), sums
 
-        return stage
+        return run_stage
 
     # -- one batch -----------------------------------------------------------------------------------------------------
 
     def microbatches(self, batch: Batch) -> tuple[Batch, Array]:
-        """Every array of a batch as (microbatches, rows, ...), and the index of every row in the global batch."""
+        """Return each array of a batch as (microbatches, rows, ...), and the index of each row in the global batch."""
         return microbatches((dict(batch), self.planned.examples(batch)), parts=self.stages.schedule.microbatches)
 
     def _run(
@@ -136,47 +137,49 @@ class Pipelined:
         state: TrainState,
         batch: Batch,
         finish: Callable[[Executed], R],
-        outputs: Specs,
+        output_specs: Specs,
         weights: Params | None = None,
     ) -> R:
-        """Run `pipeline.execute` inside of the `shard_map`, and return what `finish` makes of it.
+        """Run `pipeline.execute` inside of the `shard_map`, and return the results of `finish`.
 
         Args:
             tables: actions of each tick.
-            stage: the function of a stage, from `self.stage`.
+            stage: function that runs a stage, from `self.stage_fn`.
             state: the train state.
             batch: the global batch.
             finish: function from the value that `execute` returns to this device's results.
-            outputs: placements of these results.
+            output_specs: placements of these results.
             weights: weights of each replica along a first dim; by default all replicas use the state's.
         """
         has_own_weights, specs = weights is not None, self._specs("compute")
         if weights is None:
             copies = self._copies(state.params)
         else:
-            copies, specs = jax.vmap(self._copies, spmd_axis_name=REPLICA_AXIS)(weights), _of_replicas(specs)
-        staged, shared = self.split(copies)
+            copies, specs = jax.vmap(self._copies, spmd_axis_name=REPLICA_AXIS)(weights), _with_replica_dim(specs)
+        stage_params, shared_params = self.split(copies)
         pipeline = self.planned.plan.pipeline
         assert pipeline is not None
         frozen = self.split(state.params)[0] if self._streams else None
         by_rows = PartitionSpec(None, BATCH_AXES)
 
-        def body(staged: Named, frozen: Named | None, shared: Named, batch: Microbatch, key: Key) -> R:
+        def body(stage_params: Named, frozen: Named | None, shared_params: Named, batch: Microbatch, key: Key) -> R:
+            """Run the pipeline on this device's shards, and return the results of `finish`."""
             if has_own_weights:
-                staged, shared = jax.tree.map(lambda leaf: leaf[0], (staged, shared))
-            chunks = self.form.chunks(staged)
+                stage_params, shared_params = jax.tree.map(lambda leaf: leaf[0], (stage_params, shared_params))
+            chunks = self.form.chunks(stage_params)
             frozen = None if frozen is None else self.form.chunks(frozen)
             chunk, microbatch = jax.tree.map(lambda leaf: leaf[0], (chunks, batch))
-            x = jax.eval_shape(self.form.parts(self.loss).before, chunk, shared, microbatch, key, jnp.int32(0))
-            readers = self._readers(x, chunk, shared, microbatch, key) if tables.backward else None
+            form, stage_number = self.form, jnp.int32(0)
+            message = jax.eval_shape(form.parts(self.loss).before, chunk, shared_params, microbatch, key, stage_number)
+            readers = self._readers(message, chunk, shared_params, microbatch, key) if tables.backward else None
             executed = execute(
                 tables,
                 stage,
                 chunks,
-                shared,
+                shared_params,
                 batch,
                 key,
-                x,
+                message,
                 axis=PIPE_AXIS,
                 manual=MANUAL,
                 lowering=pipeline.lowering,
@@ -186,53 +189,54 @@ class Pipelined:
             )
             return finish(executed)
 
-        inputs = (specs[0], None if frozen is None else specs[0], specs[1], by_rows, PartitionSpec())
-        return self.planned.mapped(body, MANUAL, inputs, outputs)(
-            staged, frozen, shared, self.microbatches(batch), self.planned.key(state)
+        input_specs = (specs[0], None if frozen is None else specs[0], specs[1], by_rows, PartitionSpec())
+        return self.planned.mapped(body, MANUAL, input_specs, output_specs)(
+            stage_params, frozen, shared_params, self.microbatches(batch), self.planned.key(state)
         )
 
     def _readers(
-        self, x: PyTree, chunk: Named, shared: Named, microbatch: Microbatch, key: Key
+        self, message: PyTree, chunk: Named, shared_params: Named, microbatch: Microbatch, key: Key
     ) -> tuple[int, ...] | None:
-        """The stages that read shared parameters: the first and the last, or `None` (all) if blocks read some."""
-        inside = self.form.parts(self.loss).inside
-        used = leaves_read(inside, x, chunk, shared, microbatch, key, jnp.int32(0))
-        before = len(jax.tree.leaves((x, chunk)))
-        return None if any(used[before : before + len(shared)]) else (0, self.stages.schedule.stages - 1)
+        """Return the stages that read shared parameters: first and last, or `None` for all if blocks read any."""
+        run_blocks = self.form.parts(self.loss).inside
+        is_read = find_leaves_read(run_blocks, message, chunk, shared_params, microbatch, key, jnp.int32(0))
+        start = len(jax.tree.leaves((message, chunk)))  # index of the first leaf of the shared parameters
+        return None if any(is_read[start : start + len(shared_params)]) else (0, self.stages.schedule.stages - 1)
 
     def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
-        """Sums of the model's loss, with the penalty as an array too."""
+        """Return the sums of the model's loss, with the penalty also as an array."""
         loss = self.planned.loss(module, batch, context)
         return Loss(loss.total, loss.weight, jnp.asarray(loss.penalty, jnp.float32))
 
     def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
-        """As of `Objective`, with only the blocks of one stage, as a device runs them; for a chain, with all blocks."""
+        """As in `Objective`, but with the blocks of a single stage. A chain has all its blocks."""
         if self.stage_depth is None:
             return Whole(self.planned).loss_of_masters(params, rest, batch, key, examples)
-        staged, shared = self.split(self._copies(self.planned.pure_model.in_rows(params)))
+        stage_params, shared_params = self.split(self._copies(self.planned.pure_model.in_rows(params)))
         parts, specs, by_rows = self.form.parts(self.loss), self._specs("compute"), PartitionSpec(BATCH_AXES)
 
-        def body(staged: Named, shared: Named, batch: Batch, examples: Array, key: Key) -> Array:
-            chunk = jax.tree.map(lambda leaf: leaf[0], self.form.chunks(staged))
-            args = (chunk, shared, (batch, examples), key, jnp.int32(0))
+        def body(stage_params: Named, shared_params: Named, batch: Batch, examples: Array, key: Key) -> Array:
+            """Return the total loss of this device's rows, with the blocks of its first chunk."""
+            chunk = jax.tree.map(lambda leaf: leaf[0], self.form.chunks(stage_params))
+            args = (chunk, shared_params, (batch, examples), key, jnp.int32(0))
             return parts.behind(parts.inside(parts.before(*args), *args), *args).total
 
-        inputs = (specs[0], specs[1], by_rows, by_rows, PartitionSpec())
-        return self.planned.mapped(body, MANUAL, inputs, PartitionSpec())(staged, shared, batch, examples, key)
+        run = self.planned.mapped(body, MANUAL, (*specs, by_rows, by_rows, PartitionSpec()), PartitionSpec())
+        return run(stage_params, shared_params, batch, examples, key)
 
     def gradients(self, state: TrainState, batch: Batch) -> LossAndGradients:
-        """As of `Objective`."""
+        """As in `Objective`."""
         loss, gradients = self._gradients(state, batch)
         return loss, self.planned.placed(gradients), state.rest
 
     def gradients_apart(self, state: TrainState, batch: Batch, weights: Params | None = None) -> LossAndGradients:
-        """As of `Objective`."""
+        """As in `Objective`."""
         return *self._gradients(state, batch, per_replica=True, weights=weights), state.rest
 
     def _gradients(
         self, state: TrainState, batch: Batch, *, per_replica: bool = False, weights: Params | None = None
     ) -> tuple[Loss, Params]:
-        """Sums of the loss, and gradients.
+        """Compute the sums of the loss, and the gradients; return both in this order.
 
         Args:
             state: the train state.
@@ -240,43 +244,43 @@ class Pipelined:
             per_replica: whether to return each replica's gradients along a first dim, instead of their mean.
             weights: weights of each replica along a first dim; by default all replicas use the state's.
         """
-        stage = self.stage(self.loss, lambda loss: loss.total + loss.penalty)
+        stage = self.stage_fn(self.loss, lambda loss: loss.total + loss.penalty)
         specs = self._specs("gradient")
         mesh = self.planned.layout.mesh
-        replicas, apart_axes = (mesh.shape[REPLICA_AXIS], (REPLICA_AXIS,)) if per_replica else (1.0, ())
+        # the mean of the replicas' gradients is then the mean over all targets of the global batch
+        replica_factor, apart_axes = (mesh.shape[REPLICA_AXIS], (REPLICA_AXIS,)) if per_replica else (1.0, ())
 
         def finish(executed: Executed) -> tuple[Loss, Named, Named]:
+            """Return the sums of the loss, and the gradients of stages' and of shared parameters, by name."""
             loss = jax.lax.psum(executed.sums, MANUAL)
-            staged = self.form.home(executed.weight_gradients)
-            reduced = [
+            gradients = self.form.home(executed.weight_gradients), executed.shared_gradients
+            summed_gradients = [
                 {
-                    name: self.reduced(leaf, self._summed_over(name, apart_axes), spec_of_name[name])
-                    for name, leaf in by_name.items()
+                    name: self.reduce(gradient, self._axes_to_sum(name, apart_axes), spec_of_name[name])
+                    for name, gradient in gradient_of_name.items()
                 }
-                for by_name, spec_of_name in zip((staged, executed.shared_gradients), specs, strict=True)
+                for gradient_of_name, spec_of_name in zip(gradients, specs, strict=True)
             ]
-            scale = replicas / positive(loss.weight)
-            return loss, *jax.tree.map(lambda g: (g * scale)[None] if per_replica else g * scale, reduced)
+            scale = replica_factor / positive(loss.weight)
+            return loss, *jax.tree.map(lambda g: (g * scale)[None] if per_replica else g * scale, summed_gradients)
 
-        outputs = (PartitionSpec(), *specs)
-        if per_replica:
-            outputs = (outputs[0], *_of_replicas(specs))
+        output_specs = (PartitionSpec(), *(_with_replica_dim(specs) if per_replica else specs))
         with self.planned.tracing():
             tables = tabulate(self.schedule, self.planned.plan.stages_keep)
-            loss, staged, shared = self._run(tables, stage, state, batch, finish, outputs, weights)
-            gradients = self.joined(staged, shared)
+            loss, *gradients_of_both = self._run(tables, stage, state, batch, finish, output_specs, weights)
+            gradients = self.join(*gradients_of_both)
         return Loss(loss.total, loss.weight), gradients
 
     def sums(self, score: Callable[[nnx.Module, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
-        """As of `Objective`."""
-        stage = self.stage(lambda module, microbatch, context: score(module, microbatch), lambda sums: jnp.zeros(()))
+        """As in `Objective`."""
+        stage = self.stage_fn(lambda module, microbatch, context: score(module, microbatch), lambda sums: jnp.zeros(()))
 
         def finish(executed: Executed) -> Sums:
             return jax.lax.psum(executed.sums, MANUAL)
 
-        scoring = tabulate(self.schedule, forward_only=True)
+        forward_tables = tabulate(self.schedule, forward_only=True)
         with self.planned.tracing(plainly=True):
-            return self._run(scoring, stage, state, batch, finish, PartitionSpec())
+            return self._run(forward_tables, stage, state, batch, finish, PartitionSpec())
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -286,9 +290,10 @@ class Pipelined:
         return self.planned.plan.offload.weights == "host"
 
     def _copies(self, params: Params) -> Params:
-        """The weights that stages read, in the dtype of `plan.precision`, with shared ones gathered over the pipe axis.
+        """Return the weights that stages read, in the dtype of `plan.precision`.
 
-        Weights of stages that lie on the host are replaced by zeros on the device, which receive their gradients.
+        Shared weights are gathered over the pipe axis. Weights of stages that lie on the host are replaced by zeros on
+        the device, which receive their gradients.
         """
         layout, dtype = self.planned.layout, jnp.dtype(self.planned.plan.precision)
 
@@ -306,7 +311,7 @@ class Pipelined:
 
         return jax.tree_util.tree_map_with_path(copy, to_device(params), layout.masters)
 
-    def _specs(self, kind: str) -> SpecsOfBoth:
+    def _specs(self, kind: str) -> StageAndSharedSpecs:
         """The placements of all parameters, with their manual axes alone.
 
         Args:
@@ -315,18 +320,19 @@ class Pipelined:
         specs = {}
         for name, placement in self.planned.layout.placements.items():
             # gradients of weights on the host are scattered when a pass computes them
-            like_read = kind == "compute" or (self._streams and self.form.is_staged(name))
-            specs[name] = _manual_axes(self.planned.read_spec(name) if like_read else getattr(placement, kind))
-        return self.divided(specs)
+            has_read_spec = kind == "compute" or (self._streams and self.form.is_staged(name))
+            specs[name] = _manual_spec(self.planned.read_spec(name) if has_read_spec else getattr(placement, kind))
+        return self.divide(specs)
 
-    def _summed_over(self, name: str, apart_axes: Sequence[str]) -> list[str]:
-        """The manual axes over which the gradient of a parameter must still be summed; `apart_axes` are left out."""
+    def _axes_to_sum(self, name: str, apart_axes: Sequence[str]) -> list[str]:
+        """Return the manual axes over which a gradient is summed after the loop, without `apart_axes`."""
         if not self.planned.pure_model.stacked(name):
             return [axis for axis in MANUAL if axis not in apart_axes]
-        summed = {PIPE_AXIS, *apart_axes, *({"fsdp"} & set(axes_of(self.planned.read_spec(name))))}
-        return [axis for axis in MANUAL if axis not in summed]
+        # a pass has already scattered the gradients of weights that it gathered over fsdp
+        left_out_axes = {PIPE_AXIS, *apart_axes, *({"fsdp"} & set(axes_of(self.planned.read_spec(name))))}
+        return [axis for axis in MANUAL if axis not in left_out_axes]
 
-    def reduced(self, gradient: Array, axes: Sequence[str], spec: PartitionSpec) -> Array:
+    def reduce(self, gradient: Array, axes: Sequence[str], spec: PartitionSpec) -> Array:
         """Sum one gradient over the devices along some axes, scatter it to its placement, and return it.
 
         Args:
@@ -345,19 +351,19 @@ class Pipelined:
         return (jax.lax.psum(gradient, axes) if axes else gradient).astype(jnp.float32)
 
 
-def leaves_read(function: Callable[..., PyTree], *arguments: PyTree) -> list[bool]:
-    """For each leaf of a function's arguments, whether the function reads it."""
+def find_leaves_read(function: Callable[..., PyTree], *arguments: PyTree) -> list[bool]:
+    """Trace a function, and return for each leaf of its arguments whether the function reads it."""
     program = jax.make_jaxpr(function)(*arguments)
     return list(prune(program, [True] * len(program.jaxpr.outvars))[1])
 
 
-def _manual_axes(spec: PartitionSpec) -> PartitionSpec:
-    """A placement without the axes that are not in `MANUAL`, as `shard_map` requires."""
+def _manual_spec(spec: PartitionSpec) -> PartitionSpec:
+    """Return a placement without the axes that are not in `MANUAL`, as `shard_map` requires."""
     return spec_of([tuple(axis for axis in axes if axis in MANUAL) for axes in dim_axes(spec)])
 
 
-def _of_replicas(specs: SpecsOfBoth) -> SpecsOfBoth:
-    """Placements of arrays that have a first dim for the replicas."""
+def _with_replica_dim(specs: StageAndSharedSpecs) -> StageAndSharedSpecs:
+    """Return the placements of arrays that have a first dim for the replicas before the dims of `specs`."""
     return jax.tree.map(
         lambda spec: PartitionSpec(REPLICA_AXIS, *spec), specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec)
     )

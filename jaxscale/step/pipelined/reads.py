@@ -1,4 +1,4 @@
-"""What an asynchronous pipeline learns from a trace of the model: who reads shared parameters, and a batch's weight.
+"""A trace of the model tells an asynchronous pipeline which stages read shared parameters, and a batch's weight.
 
 Shared parameters are those outside of the blocks, such as embedding and head. The weight of a batch is the number of
 its targets, or their summed weights, by which the loss is divided.
@@ -12,14 +12,16 @@ from jax.extend import core as jex
 
 from jaxscale.compat import prune
 from jaxscale.errors import UserError
-from jaxscale.step.pipelined.gradients import Pipelined, leaves_read
+from jaxscale.step.pipelined.gradients import Pipelined, find_leaves_read
 from jaxscale.step.planned_model import PlannedModel
 from jaxscale.trees import named_leaves
 from jaxscale.typing import Array, Batch, Float, Params, PyTree
 
 
 def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...]]:
-    """For each shared parameter and each rank, 0 if the rank's stage reads the parameter, -1 if its copy stays zero.
+    """Return, by the name of each shared parameter, a number for each rank: 0 if the rank's stage reads it, else -1.
+
+    The copy of a rank with -1 stays zero.
 
     Args:
         pipeline: the pipeline of the model, with one stage on each rank.
@@ -30,26 +32,29 @@ def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...
     """
     planned, stages = pipeline.planned, pipeline.stages
     pipeline_text = f"pipeline {planned.plan.pipeline}"
-    stacked, shared = pipeline.divided(named_leaves(planned.pure_model.params))
-    stacked = {
-        name: jax.ShapeDtypeStruct((stages.depth, *leaf.shape[1:]), leaf.dtype) for name, leaf in stacked.items()
+    stage_params, shared_params = pipeline.divide(named_leaves(planned.pure_model.params))
+    stage_params = {
+        name: jax.ShapeDtypeStruct((stages.depth, *leaf.shape[1:]), leaf.dtype) for name, leaf in stage_params.items()
     }
-    rows = planned.experiment.batch // stages.schedule.microbatches
-    microbatch = {name: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()}
+    row_count = planned.experiment.batch // stages.schedule.microbatches
+    microbatch = {name: jax.ShapeDtypeStruct((row_count, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()}
     stage, key = jax.eval_shape(lambda: (jnp.int32(0), jax.random.key(0)))
-    args = (stacked, shared, (microbatch, jax.ShapeDtypeStruct((rows,), jnp.int32)), key, stage)
-    names = jax.tree.leaves(({**dict.fromkeys(stacked, "")}, {name: name for name in shared}))
+    args = (stage_params, shared_params, (microbatch, jax.ShapeDtypeStruct((row_count,), jnp.int32)), key, stage)
+    # "" for a parameter of the stages; the leaves of the other arguments follow and have no entry
+    name_of_leaf = jax.tree.leaves(({**dict.fromkeys(stage_params, "")}, {name: name for name in shared_params}))
     parts = pipeline.form.parts(pipeline.loss)
 
-    def read(function: Callable[..., PyTree], *x: PyTree) -> set[str]:
-        is_read = leaves_read(function, *x, *args)
-        first = len(jax.tree.leaves(x))
-        return {name for name, reads in zip(names, is_read[first:], strict=False) if name and reads}
+    def names_read_by(function: Callable[..., PyTree], *message: PyTree) -> set[str]:
+        """Return the names of the shared parameters that one part of the model reads."""
+        is_read = find_leaves_read(function, *message, *args)
+        start = len(jax.tree.leaves(message))
+        return {name for name, reads in zip(name_of_leaf, is_read[start:], strict=False) if name and reads}
 
-    # without the memory rule's decision, which is for the rows of one device
+    # without the treatment of blocks, because the memory rule decided on it for the rows of one device
     with planned.tracing(plainly=True):
-        x = jax.eval_shape(parts.before, *args)
-        read_before, read_inside, read_behind = read(parts.before), read(parts.inside, x), read(parts.behind, x)
+        message = jax.eval_shape(parts.before, *args)
+        read_before, read_inside = names_read_by(parts.before), names_read_by(parts.inside, message)
+        read_behind = names_read_by(parts.behind, message)
     if read_inside:
         raise UserError(
             f"{pipeline_text}: all blocks of this model read {', '.join(sorted(read_inside))}, and each stage would "
@@ -62,12 +67,12 @@ def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...
             "untie the weights (tied=False), or take a synchronous pipeline"
         )
     ranks = stages.schedule.ranks
-    home_of_name = {name: ranks - 1 if name in read_behind else 0 for name in shared}
-    return {name: tuple(0 if rank == home else -1 for rank in range(ranks)) for name, home in home_of_name.items()}
+    rank_of_name = {name: ranks - 1 if name in read_behind else 0 for name in shared_params}
+    return {name: tuple(0 if rank == home else -1 for rank in range(ranks)) for name, home in rank_of_name.items()}
 
 
 def weight_program(planned: PlannedModel, batch: Batch) -> Callable[[Batch], Float[Array, ""]]:
-    """A function from a batch to the weight of its targets.
+    """Return a function from a batch to the weight of its targets.
 
     Args:
         planned: the model under its plan.
@@ -84,16 +89,17 @@ def weight_program(planned: PlannedModel, batch: Batch) -> Callable[[Batch], Flo
     with planned.tracing(plainly=True):
         program = jax.make_jaxpr(weight)(planned.pure_model.whole, planned.pure_model.rest, dict(batch))
     pruned, is_read = prune(program, [True])
-    of_model = len(is_read) - len(batch)
-    if any(is_read[:of_model]):
+    model_leaf_count = len(is_read) - len(batch)
+    if any(is_read[:model_leaf_count]):
         raise UserError(
             f"pipeline {planned.plan.pipeline}: the weight of this model's loss depends on its parameters, but the "
             "first update of a batch needs the weight before the last forward pass; take a synchronous pipeline"
         )
 
-    def run(batch: Batch) -> Float[Array, ""]:
-        leaves = zip(jax.tree.leaves(dict(batch)), is_read[of_model:], strict=True)
-        (sum_of_weights,) = jex.jaxpr_as_fun(pruned)(*[leaf for leaf, reads in leaves if reads])
+    def compute_weight(batch: Batch) -> Float[Array, ""]:
+        """Return the weight of a batch, computed from those of its arrays that the weight depends on."""
+        leaves_and_reads = zip(jax.tree.leaves(dict(batch)), is_read[model_leaf_count:], strict=True)
+        (sum_of_weights,) = jex.jaxpr_as_fun(pruned)(*[leaf for leaf, reads in leaves_and_reads if reads])
         return jnp.asarray(sum_of_weights)  # it is a NumPy number if it depends only on shapes
 
-    return run
+    return compute_weight
