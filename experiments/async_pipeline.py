@@ -132,7 +132,7 @@ class Trained:
 
         def step(state: TrainState, number: int, batch: Any) -> tuple[TrainState, Any]:
             del number
-            state, metrics = self.plain.run(state, batch)
+            state, metrics = self.plain(state, batch)
             return state, metrics["loss"]
 
         return self._through(step, state, first, last)
@@ -228,7 +228,7 @@ def check(given: argparse.Namespace) -> None:
         step = build(recipe(0, given.steps, given.tiny, way.plan(given.steps)), devices=jax.devices()[:STAGES])
         state = step.init()
         for batch in chosen:
-            state, metrics = step.run(state, step.place(batch))
+            state, metrics = step(state, step.place(batch))
             jax.block_until_ready(metrics)  # or calls that wait for each other could take all threads
         # what entered last is still under way: each stage has made its own number of updates
         updates = [int(count) for count in np.asarray(state.extra["in_flight"]["watch"].good).reshape(STAGES, -1)[:, 0]]

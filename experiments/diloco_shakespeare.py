@@ -37,7 +37,7 @@ from jaxscale.models import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.experiment import Evaluation, Samples
 from jaxscale.replicas import Codec
-from jaxscale.replicas.diloco import Diloco
+from jaxscale.replicas.low_communication import Diloco
 from jaxscale.sharding.mesh import MeshSpec
 
 TEXT = Path(__file__).parent / "data" / "shakespeare.txt"

@@ -37,8 +37,8 @@ from jaxscale.figures.markup import element
 from jaxscale.pipeline.charts.draw import Chart, drawable, page
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import Simulation, simulate
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.plan import PipelinePlan
-from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
 
 Pricing = Callable[[PipelinePlan, Schedule], Costs]

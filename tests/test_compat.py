@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxscale.compat import sequential_on_cpu
-from jaxscale.optim.soap import _eigenvectors, _orthogonal
+from jaxscale.optim.matrix.soap import _eigenvectors, _orthogonal
 from jaxscale.replicas.codecs.gradzip import _solved
 
 OPERANDS = r"@(lapack_\w+|blas_\w+)\(.*: \(tensor<([\dx]+)xf32>"

@@ -213,7 +213,7 @@ def trains_one_step(drawn: Drawn, packed: bool) -> None:
     batch = batch_of(vocab, packed)
     state, placed = step.init(), step.place(batch)
     step.compile(placed)
-    state, metrics = step.run(state, placed)
+    state, metrics = step(state, placed)
     found = {name: value.item() for name, value in metrics.items()}
     assert found["weight"] == (BATCH * 6 if packed else BATCH * CONTEXT)
     assert (found["skipped"], int(state.step)) == (0, 1)

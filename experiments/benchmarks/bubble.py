@@ -33,9 +33,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import MachineModel, Simulation, simulate
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.run.execute import At, execute
 from jaxscale.pipeline.run.tables import tabulate
-from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
 
 RATIOS = ((1.0, 1.0, 1.0), (1.0, 1.3, 0.6), (0.7, 0.8, 1.1))

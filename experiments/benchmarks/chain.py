@@ -21,7 +21,7 @@ from collections.abc import Callable
 from figures import Figure, show
 
 from jaxscale.memory.chain import Option, Stage, keep_all, periodic, revolve, simulate, square_root
-from jaxscale.memory.rotor import least_budget, rotor
+from jaxscale.memory.rotor_table import least_budget, rotor
 
 
 def unlike(rng: random.Random, count: int, scale: int) -> tuple[list[Stage], int]:

@@ -126,11 +126,11 @@ import optax
 from figures import Figure, show
 
 from jaxscale.lowbit.quantized import quantize_state
-from jaxscale.optim.muon import muon
+from jaxscale.optim.matrix.muon import muon
 from jaxscale.optim.one_bit import Messages, one_bit_adam
 from jaxscale.optim.replica_updates import over_replicas
 from jaxscale.replicas import Codec, OneBit
-from jaxscale.replicas.diloco import diloco
+from jaxscale.replicas.low_communication import diloco
 
 STEPS, BATCH, WINDOW, REPLICAS = 400, 16, 48, 8
 SHIPPED = Path(__file__).parents[1] / "data" / "shakespeare.txt"

@@ -69,7 +69,7 @@ def trained(name: str, seed: int, *, tiny: bool = False) -> float:
         data, state = given.data.open(given.batch, seed), step.init()
         with data.train() as batches:
             for _ in range(given.steps):
-                state, _ = step.run(state, step.place(next(batches)))
+                state, _ = step(state, step.place(next(batches)))
         total = weight = 0.0
         for _, batch in zip(range(2 if tiny else BATCHES), data.evaluation(), strict=False):
             loss = step.evaluate(state, step.place(batch))

@@ -28,7 +28,7 @@ from jaxscale.compiler.collectives import Collective
 from jaxscale.compiler.compile import compile_report
 from jaxscale.compiler.report import CompileReport
 from jaxscale.optim.leaves import leaf_of
-from jaxscale.optim.muon import muon
+from jaxscale.optim.matrix.muon import muon
 
 MiB = 2**20
 RATE = 0.02

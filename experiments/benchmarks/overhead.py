@@ -66,7 +66,7 @@ class Ours:
 
     def __call__(self) -> Any:
         """One step."""
-        self.state, metrics = self.step.run(self.state, self.batch)
+        self.state, metrics = self.step(self.state, self.batch)
         return metrics
 
 
@@ -120,7 +120,7 @@ def host_figures(steps: int, rounds: int) -> list[Figure]:
             bare = []
             for _ in range(steps):
                 start = time.perf_counter()
-                state, metrics = step.run(state, placed)
+                state, metrics = step(state, placed)
                 jax.block_until_ready(metrics)
                 bare.append(time.perf_counter() - start)
             added.append(1e3 * (statistics.median(looped[5:]) - statistics.median(bare[5:])))

@@ -21,7 +21,7 @@ from figures import Figure, show
 from jaxscale.pipeline.choose.partition import ModelPrices, Partition, partition
 from jaxscale.pipeline.choose.price import PipelineDevice, Price
 from jaxscale.pipeline.clock.simulate import simulate
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.schedules import METHODS
 
 NAMES = ("1f1b", "gpipe", "lockstep", "zb-h1", "zb-h2", "chimera", "interleaved", "zb-v", "dualpipe-v")

@@ -29,10 +29,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.compiler.hlo_program import HloProgram
 from jaxscale.errors import UserError
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.run.execute import At, Lowering, StageFunction, execute
 from jaxscale.pipeline.run.lifetimes import Stash
 from jaxscale.pipeline.run.tables import tabulate
-from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
 
 RANKS = 4

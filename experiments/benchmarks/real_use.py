@@ -61,7 +61,7 @@ def losses(experiment: Experiment, plan: Plan) -> list[float]:
     state, found = step.init(), []
     batches = iter(experiment.data.open(experiment.batch, experiment.seed).train())
     for _ in range(STEPS):
-        state, metrics = step.run(state, step.place(next(batches)))
+        state, metrics = step(state, step.place(next(batches)))
         found.append(float(metrics["loss"]))
     return found
 

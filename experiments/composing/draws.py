@@ -26,7 +26,7 @@ from jaxscale.recipe.kernels import KNOWN, PLATFORMS, Kernels
 from jaxscale.recipe.plan import Plan
 from jaxscale.replicas.codec import Codec
 from jaxscale.replicas.codecs import CODECS
-from jaxscale.replicas.diloco import Diloco
+from jaxscale.replicas.low_communication import Diloco
 from jaxscale.replicas.named import NamedCodec
 from jaxscale.sharding.mesh import AXES
 from jaxscale.values import parse

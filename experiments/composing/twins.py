@@ -25,7 +25,7 @@ from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
-from jaxscale.replicas.diloco import Diloco
+from jaxscale.replicas.low_communication import Diloco
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.state.batches import batch_shapes
 from jaxscale.state.train_state import TrainState
@@ -284,7 +284,7 @@ def train(
     losses, norms = [], []
     waiting, shown = steps or steps_of(draw)
     for number in range(waiting + shown):
-        state, metrics = step.run(state, step.place(batch_of(draw, experiment.batch, number)))
+        state, metrics = step(state, step.place(batch_of(draw, experiment.batch, number)))
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
     ended = time.perf_counter()

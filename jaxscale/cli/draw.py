@@ -14,8 +14,8 @@ from jaxscale.errors import UserError, near_miss, unknown
 if TYPE_CHECKING:
     from jaxscale.pipeline.clock.costs import Costs
     from jaxscale.pipeline.clock.simulate import Simulation
+    from jaxscale.pipeline.orders import Schedule
     from jaxscale.pipeline.plan import PipelinePlan
-    from jaxscale.pipeline.schedule import Schedule
     from jaxscale.recipe.experiment import Experiment
 
 PICTURES = ("pipeline",)

@@ -7,7 +7,7 @@
 | embedding | `Embedding`, `PositionTable` |
 | rotary | `Rotary` |
 | attention | `Attention` |
-| attend, attention_chunked, attention_kernel, attention_splash | `attend`, and its implementations on a mesh |
+| attend_on_mesh, attention_chunked, attention_kernel, attention_splash | `attend`, and its implementations on a mesh |
 | cache | `KVCache` |
 | mlp | `MLP` |
 | dropout | `Dropout` |
@@ -19,6 +19,71 @@
 Parameters are `nnx.Param`s with logical axis names, created in float32, on no mesh: the train step places them.
 """
 
+from typing import TYPE_CHECKING
+
 from flax import nnx
+
+from jaxscale.lazy import lazy_names
+
+_MODULE_BY_NAME = {
+    "Attention": "jaxscale.layers.attention",
+    "BatchNorm": "jaxscale.layers.conv",
+    "Chain": "jaxscale.layers.stack",
+    "Conv": "jaxscale.layers.conv",
+    "Dropout": "jaxscale.layers.dropout",
+    "Embedding": "jaxscale.layers.embedding",
+    "KVCache": "jaxscale.layers.cache",
+    "LayerNorm": "jaxscale.layers.norm",
+    "Linear": "jaxscale.layers.linear",
+    "MLP": "jaxscale.layers.mlp",
+    "PositionTable": "jaxscale.layers.embedding",
+    "RMSNorm": "jaxscale.layers.norm",
+    "Rotary": "jaxscale.layers.rotary",
+    "Stack": "jaxscale.layers.stack",
+    "attend": "jaxscale.layers.attend_on_mesh",
+    "cross_entropy": "jaxscale.layers.loss",
+    "logits": "jaxscale.layers.loss",
+    "matmul": "jaxscale.layers.linear",
+    "max_pool": "jaxscale.layers.conv",
+}
+"""Module of each public name, from which it loads at its first use."""
+
+if TYPE_CHECKING:
+    from jaxscale.layers.attend_on_mesh import attend
+    from jaxscale.layers.attention import Attention
+    from jaxscale.layers.cache import KVCache
+    from jaxscale.layers.conv import BatchNorm, Conv, max_pool
+    from jaxscale.layers.dropout import Dropout
+    from jaxscale.layers.embedding import Embedding, PositionTable
+    from jaxscale.layers.linear import Linear, matmul
+    from jaxscale.layers.loss import cross_entropy, logits
+    from jaxscale.layers.mlp import MLP
+    from jaxscale.layers.norm import LayerNorm, RMSNorm
+    from jaxscale.layers.rotary import Rotary
+    from jaxscale.layers.stack import Chain, Stack
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "BatchNorm",
+    "Chain",
+    "Conv",
+    "Dropout",
+    "Embedding",
+    "KVCache",
+    "LayerNorm",
+    "Linear",
+    "PositionTable",
+    "RMSNorm",
+    "Rotary",
+    "Stack",
+    "attend",
+    "cross_entropy",
+    "logits",
+    "matmul",
+    "max_pool",
+]  # fmt: skip
+
+__getattr__ = lazy_names(__name__, _MODULE_BY_NAME)
 
 nnx.use_eager_sharding(False)

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.blocks import Context
 from jaxscale.errors import UserError
-from jaxscale.layers.attend import attend
+from jaxscale.layers.attend_on_mesh import attend
 from jaxscale.layers.cache import KVCache
 from jaxscale.layers.dropout import Dropout
 from jaxscale.layers.linear import Initializer, Linear

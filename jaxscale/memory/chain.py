@@ -5,7 +5,7 @@ pass; `Remat(nodes)` runs its stages, keeps only the input of the first, and run
 backward pass. `simulate` walks a plan and returns its seconds, bytes and number of forward runs; the solvers are tested
 against it. This module has the plans that need no costs: `revolve`, optimal for identical stages and a number of slots
 (stage inputs kept at a time; Griewank and Walther 2000, Algorithm 799), and `periodic` (Chen et al. 2016,
-arXiv:1604.06174). The plan for different stages and a budget in bytes is in `memory/rotor.py`.
+arXiv:1604.06174). The plan for different stages and a budget in bytes is in `memory/rotor_table.py`.
 
 Left out: plans that keep a value beyond the segment that computes it (non-persistent schedules), which nested
 `jax.checkpoint` cannot express.

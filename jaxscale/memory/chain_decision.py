@@ -24,7 +24,7 @@ from jaxscale.memory.chain import (
 from jaxscale.memory.decision import ChainDecision, Decision, SaveSet
 from jaxscale.memory.graph import menu
 from jaxscale.memory.plan import MemoryPlan, SaveSetObjective
-from jaxscale.memory.rotor import rotor
+from jaxscale.memory.rotor_table import rotor
 from jaxscale.memory.save_set import EVERYTHING, cost_of, save_set
 from jaxscale.memory.stack_plan import hull
 from jaxscale.platforms.platform import Chip

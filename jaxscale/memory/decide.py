@@ -11,7 +11,7 @@ from jaxscale.errors import UserError
 from jaxscale.memory.chain import square_root
 from jaxscale.memory.chain_decision import decide_chain, default_objective
 from jaxscale.memory.decision import Decision, Group, SaveSet, StackDecision, read_decision
-from jaxscale.memory.greedy import greedy
+from jaxscale.memory.greedy_sets import greedy
 from jaxscale.memory.plan import FORMS, MemoryPlan, SaveSetObjective
 from jaxscale.memory.save_set import EVERYTHING, Host, policy_set, save_set
 from jaxscale.memory.selectors import SELECTORS

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from jaxscale.lazy import lazy_names
 
-_MODULES = {
+_MODULE_BY_NAME = {
     "CrossEntropy": "jaxscale.models.foreign",
     "Decoder": "jaxscale.models.decoder",
     "ForeignModel": "jaxscale.models.foreign",
@@ -27,28 +27,23 @@ _MODULES = {
     "ResNet": "jaxscale.models.resnet",
     "ViT": "jaxscale.models.vit",
     "classification": "jaxscale.models.foreign",
+    "describe": "jaxscale.models.huggingface",
     "language_model": "jaxscale.models.foreign",
     "linen_model": "jaxscale.models.foreign",
+    "read_config": "jaxscale.models.huggingface",
 }
+"""Module of each public name, from which it loads at its first use."""
 
 if TYPE_CHECKING:
     from jaxscale.models.decoder import Decoder, Llama3Scaling
     from jaxscale.models.foreign import CrossEntropy, ForeignModel, classification, language_model, linen_model
-    from jaxscale.models.huggingface import Pretrained
+    from jaxscale.models.huggingface import Pretrained, describe, read_config
     from jaxscale.models.resnet import ResNet
     from jaxscale.models.vit import ViT
 
 __all__ = [
-    "CrossEntropy",
-    "Decoder",
-    "ForeignModel",
-    "Llama3Scaling",
-    "Pretrained",
-    "ResNet",
-    "ViT",
-    "classification",
-    "language_model",
-    "linen_model",
-]
+    "CrossEntropy", "Decoder", "ForeignModel", "Llama3Scaling", "Pretrained", "ResNet", "ViT", "classification",
+    "describe", "language_model", "linen_model", "read_config",
+]  # fmt: skip
 
-__getattr__ = lazy_names(__name__, _MODULES)
+__getattr__ = lazy_names(__name__, _MODULE_BY_NAME)

@@ -1,1 +1,27 @@
 """Host memory: weights streamed to the device, and optimizer state updated there or slice by slice."""
+
+from typing import TYPE_CHECKING
+
+from jaxscale.lazy import lazy_names
+
+_MODULE_BY_NAME = {
+    "Streamed": "jaxscale.offload.weights",
+    "cut": "jaxscale.offload.slices",
+    "offload_state": "jaxscale.offload.wrapper",
+    "on_host": "jaxscale.offload.updates",
+    "plainly": "jaxscale.offload.updates",
+    "streamed": "jaxscale.offload.updates",
+}
+"""Module of each public name, from which it loads at its first use."""
+
+if TYPE_CHECKING:
+    from jaxscale.offload.slices import cut
+    from jaxscale.offload.updates import on_host, plainly, streamed
+    from jaxscale.offload.weights import Streamed
+    from jaxscale.offload.wrapper import offload_state
+
+__all__ = [
+    "Streamed", "cut", "offload_state", "on_host", "plainly", "streamed",
+]  # fmt: skip
+
+__getattr__ = lazy_names(__name__, _MODULE_BY_NAME)

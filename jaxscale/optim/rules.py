@@ -117,7 +117,7 @@ def _build_schedule_free(settings: RuleSettings) -> Any:
 
 def _build_by_layer(settings: RuleSettings) -> Any:
     """Build a rule of this package that treats each layer of a stack by itself."""
-    module_name = "large_batch" if settings.name in ("lars", "lamb") else settings.name
+    module_name = "large_batch" if settings.name in ("lars", "lamb") else f"matrix.{settings.name}"
     rule = getattr(importlib.import_module(f"jaxscale.optim.{module_name}"), settings.name)
     return rule(settings.rate, leaves=settings.leaves, mask=settings.mask, **settings.options)
 

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jaxscale.pipeline.action import Action, Kind
-from jaxscale.pipeline.schedule import Schedule, Versions
+from jaxscale.pipeline.orders import Schedule, Versions
 
 Pass = tuple[int, int]
 """(stage, microbatch)."""

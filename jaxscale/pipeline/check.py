@@ -7,7 +7,7 @@ from jaxscale.errors import UserError
 from jaxscale.pipeline.action import KINDS, Action, Kind
 
 if TYPE_CHECKING:
-    from jaxscale.pipeline.schedule import Schedule
+    from jaxscale.pipeline.orders import Schedule
 
 
 Place = tuple[int, int]

@@ -20,7 +20,7 @@ from jaxscale.pipeline.action import Action, Kind
 from jaxscale.pipeline.check import Fault
 from jaxscale.pipeline.infer_routes import count_microbatches, infer_routes
 from jaxscale.pipeline.messages import Message, check_messages, lowered_cells
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.ticks import rows, ticks
 
 _PASS = re.compile(r"\d+[FBIW]\d+", re.ASCII)

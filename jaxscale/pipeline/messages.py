@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from jaxscale.pipeline.action import GRADIENT, Action, Kind
 from jaxscale.pipeline.check import Fault
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.ticks import ticks
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from jaxscale.errors import UserError, near_miss, unknown
 from jaxscale.pipeline.csv import read_csv
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.schedules import METHODS
 from jaxscale.values import check_types, parse
 from jaxscale.values.annotations import field_types

@@ -9,7 +9,7 @@ update inside a schedule belongs to the tick of the backward before it.
 from collections import deque
 
 from jaxscale.pipeline.action import Action, Kind
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 
 
 def ticks(schedule: Schedule, *, forward_only: bool = False, pace: int = 0) -> dict[Action, int]:

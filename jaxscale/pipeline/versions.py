@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Action, Kind
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from jaxscale.compiler.usable import usable_bytes
 from jaxscale.errors import UserError
-from jaxscale.pipeline.choose.auto import PipelineCandidate, choose
+from jaxscale.pipeline.choose.auto import PipelineCandidate, choose_pipeline
 from jaxscale.pipeline.choose.partition import ModelPrices, Partition
 from jaxscale.pipeline.choose.price import PipelineDevice, Price
 from jaxscale.pipeline.plan import PipelinePlan
@@ -84,7 +84,7 @@ def pipeline_choice(
     if limit is not None:
         fixed_bytes = _fixed_bytes(experiment, platform, plan, ranks, microbatch_counts[0])
         pipe_devices = [PipelineDevice(memory_bytes=max(1, limit - fixed_bytes))] * ranks
-    choice = choose(prices_of, ranks, microbatch_counts, pipe_devices)
+    choice = choose_pipeline(prices_of, ranks, microbatch_counts, pipe_devices)
 
     def with_pipeline(candidate: PipelineCandidate) -> Plan:
         """The plan with the pipeline of a candidate."""

@@ -24,8 +24,8 @@ from jaxscale.pipeline.choose.partition import ModelPrices
 from jaxscale.pipeline.choose.price import Price
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import Simulation, simulate
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.plan import PipelinePlan
-from jaxscale.pipeline.schedule import Schedule
 from jaxscale.planning.fusion import PRODUCTS
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform

@@ -20,8 +20,8 @@ from jaxscale.errors import UserError
 from jaxscale.pipeline.choose.partition import ModelPrices, Partition, partition
 from jaxscale.pipeline.choose.price import PipelineDevice
 from jaxscale.pipeline.choose.virtual_workers import virtual_workers
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.plan import PipelinePlan
-from jaxscale.pipeline.schedule import Schedule
 from jaxscale.planning.pipeline_choice import in_periods, layers_of
 from jaxscale.planning.stage_prices import model_prices
 from jaxscale.platforms.platform import Platform

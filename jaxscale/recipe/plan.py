@@ -14,7 +14,7 @@ from jaxscale.recipe.combinations import check
 from jaxscale.recipe.kernels import AUTO, Kernels
 from jaxscale.recipe.plan_json import MOVED, OF_PIPELINE, upgraded
 from jaxscale.recipe.requests import Facts
-from jaxscale.replicas.diloco import Diloco
+from jaxscale.replicas.low_communication import Diloco
 from jaxscale.replicas.named import NamedCodec
 from jaxscale.scoped import scoped
 from jaxscale.sharding.mesh import MeshSpec

@@ -30,7 +30,7 @@ class Coded(NamedTuple):
     scale: Float[Array, "*rows"]
 
 
-def encode(x: Float[Array, "... elements"], bits: int, block: int, key: Key | None) -> Coded:
+def encode_integers(x: Float[Array, "... elements"], bits: int, block: int, key: Key | None) -> Coded:
     """Encode each block of the last dim as integer codes and a scale.
 
     Args:
@@ -41,7 +41,7 @@ def encode(x: Float[Array, "... elements"], bits: int, block: int, key: Key | No
             expected value is exact; `None` rounds to the nearest.
 
     Example:
-        >>> decode(encode(jnp.array([7.0, -3.4, 0.0, 1.0]), 4, 4, None), 4)
+        >>> decode_integers(encode_integers(jnp.array([7.0, -3.4, 0.0, 1.0]), 4, 4, None), 4)
         Array([ 7., -3.,  0.,  1.], dtype=float32)
     """
     assert 2 <= bits <= 8
@@ -63,7 +63,7 @@ def encode(x: Float[Array, "... elements"], bits: int, block: int, key: Key | No
     return Coded(_pack_nibbles(codes) if bits <= 4 else codes, scale)
 
 
-def decode(coded: Coded, bits: int) -> Float[Array, "... elements"]:
+def decode_integers(coded: Coded, bits: int) -> Float[Array, "... elements"]:
     """Decode blocks, whose codes have `bits` bits each, to a float32 array whose last dim joins all blocks."""
     codes = _unpack_nibbles(coded.codes) if bits <= 4 else coded.codes
     blocks = codes.astype(jnp.float32) * (coded.scale / levels(bits))[..., None]

@@ -17,8 +17,8 @@ from flax import nnx
 from jaxscale.blocks import Model
 from jaxscale.errors import UserError
 from jaxscale.layers.stack import Chain
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.run.tables import tabulate
-from jaxscale.pipeline.schedule import Schedule
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.pure_model import PureModel

@@ -21,7 +21,7 @@ from jaxscale.offload.slices import cut
 from jaxscale.offload.weights import belongs_to_block
 from jaxscale.recipe.plan import Plan
 from jaxscale.replicas import Codec, wire
-from jaxscale.replicas.diloco import Diloco
+from jaxscale.replicas.low_communication import Diloco
 from jaxscale.replicas.reduce import GradientExchange
 from jaxscale.sharding.memory_space import HOST_KIND, rehearses
 from jaxscale.state.extra import CompiledProgram, StateExtra, Unreadable

@@ -25,7 +25,7 @@ from jax.tree_util import KeyPath
 from jaxscale.lowbit.quantize import Quantized, is_quantized
 from jaxscale.offload.updates import Advance
 from jaxscale.replicas import wire
-from jaxscale.replicas.diloco import Diloco, fragments_of
+from jaxscale.replicas.low_communication import Diloco, fragments_of
 from jaxscale.replicas.reduce import GradientExchange, GradientLeaf
 from jaxscale.sharding.memory_space import in_memory_of
 from jaxscale.state.extra import CompiledProgram, lacks

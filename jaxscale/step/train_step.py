@@ -313,7 +313,7 @@ class TrainStep:
             self.meetings.trace()
         check_taken(self.plan, self.kernels)
 
-    def run(self, state: TrainState, batch: Mapping[str, Array]) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, batch: Mapping[str, Array]) -> tuple[TrainState, Metrics]:
         """Run one step, and the meetings that are due after it. The state is donated: use the one that is returned.
 
         Args:

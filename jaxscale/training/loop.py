@@ -298,7 +298,7 @@ class _Training:
         self.meter.resume()
         while self.updates < self.experiment.steps:
             self.profiler.start_before(self.updates + 1, self.folder)
-            state, metrics = self.step.run(state, batch)
+            state, metrics = self.step(state, batch)
             self.updates += 1
             data_state = self.data_state
             if self.updates < self.experiment.steps:

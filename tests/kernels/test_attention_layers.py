@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractDevice, PartitionSpec
 
 from jaxscale.errors import UserError
-from jaxscale.layers.attend import attend
+from jaxscale.layers.attend_on_mesh import attend
 from jaxscale.layers.attention_kernel import attend_kernel
 from jaxscale.layers.attention_splash import attend_splash
 from jaxscale.sharding.mesh import MeshSpec

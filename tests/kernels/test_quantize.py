@@ -72,11 +72,11 @@ def test_the_definition_is_the_codecs(bits):
     case = Case("", 16, 64, bits, 64, -1, "float32")
     (x,) = array(case, jax.random.key(0))
     codes, scale = quantize(x, bits=bits, block=64, axis=-1, implementation="reference")
-    theirs = integers.encode(x, bits, 64, None)
+    theirs = integers.encode_integers(x, bits, 64, None)
     np.testing.assert_array_equal(codes[:, None], theirs.codes)
     np.testing.assert_array_equal(scale, theirs.scale)
     ours = dequantize(codes, scale, bits=bits, block=64, axis=-1)
-    np.testing.assert_array_equal(ours, integers.decode(integers.Coded(codes[:, None], scale), bits))
+    np.testing.assert_array_equal(ours, integers.decode_integers(integers.Coded(codes[:, None], scale), bits))
 
 
 @pytest.mark.parametrize(("bits", "axis"), [(8, -2), (4, -2), (8, -1), (4, -1)])

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.blocks import Context
 from jaxscale.compiler.collectives import collectives
 from jaxscale.errors import UserError
-from jaxscale.layers.attend import attend
+from jaxscale.layers.attend_on_mesh import attend
 from jaxscale.layers.attention import Attention
 from jaxscale.layers.cache import KVCache
 from jaxscale.layers.rotary import Rotary

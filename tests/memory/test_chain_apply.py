@@ -19,7 +19,7 @@ from jaxscale.memory.apply import chain_treatment
 from jaxscale.memory.chain import Option, Remat, Save, Stage, keep_all, periodic, revolve, simulate
 from jaxscale.memory.chain_decision import CHAIN_RULES, chain_nodes
 from jaxscale.memory.plan import MemoryPlan
-from jaxscale.memory.rotor import rotor
+from jaxscale.memory.rotor_table import rotor
 from jaxscale.programs.flop import count_flop
 
 SIZE = 8

@@ -10,7 +10,7 @@ from programs.blocks import decoder_block
 
 from jaxscale.errors import UserError
 from jaxscale.memory.graph import menu, smallest, solve
-from jaxscale.memory.greedy import greedy
+from jaxscale.memory.greedy_sets import greedy
 from jaxscale.memory.plan import POLICIES
 from jaxscale.memory.save_set import EVERYTHING, Host, exposed_seconds, policy_set, recompute, save_set
 from jaxscale.platforms.platform import Platform

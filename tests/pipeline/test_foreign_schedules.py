@@ -10,7 +10,7 @@ from jaxscale.pipeline.charts.text import text_chart
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.csv import parse_csv, read_csv
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 from tests.pipeline.tiny_stages import Model, distance, run
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "pipeline"

@@ -16,7 +16,7 @@ from jaxscale.pipeline.choose.virtual_workers import virtual_workers
 from jaxscale.pipeline.clock.clock import Clock
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import simulate
-from jaxscale.pipeline.schedule import Kind, Schedule
+from jaxscale.pipeline.orders import Kind, Schedule
 from jaxscale.pipeline.schedules import METHODS
 from jaxscale.pipeline.ticks import rows
 

@@ -12,7 +12,7 @@ from jaxscale.pipeline import schedules
 from jaxscale.pipeline.action import Action, Kind
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import simulate
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.schedules import METHODS
 from jaxscale.pipeline.ticks import rows, ticks
 

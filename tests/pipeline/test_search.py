@@ -11,7 +11,7 @@ from jaxscale.pipeline.choose.search import bound, search
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.many_orders import BatchClock
 from jaxscale.pipeline.clock.simulate import simulate
-from jaxscale.pipeline.schedule import Action, Kind, Schedule
+from jaxscale.pipeline.orders import Action, Kind, Schedule
 from jaxscale.pipeline.schedules import METHODS
 
 

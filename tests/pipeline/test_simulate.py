@@ -9,7 +9,7 @@ import pytest
 from jaxscale.errors import UserError
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import simulate
-from jaxscale.pipeline.schedule import Action, Schedule
+from jaxscale.pipeline.orders import Action, Schedule
 from jaxscale.pipeline.schedules import METHODS
 
 RANKS = (2, 4, 8, 16)

@@ -4,9 +4,9 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import KINDS, Action, Kind
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.run.phases import phases
 from jaxscale.pipeline.run.tables import CODES, IDLE, MESSAGES, tabulate
-from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
 
 SYNCHRONOUS = sorted(name for name, method in METHODS.items() if not method.steps)

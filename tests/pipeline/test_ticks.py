@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from jaxscale.pipeline.action import Action, Kind
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.schedules import METHODS
 from jaxscale.pipeline.ticks import rows, ticks
 

@@ -15,9 +15,9 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.run.execute import At, Executed, execute
 from jaxscale.pipeline.run.tables import tabulate
-from jaxscale.pipeline.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)

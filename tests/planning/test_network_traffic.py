@@ -13,7 +13,7 @@ from jaxscale.planning.network_traffic import sent_by_axes, slow_axis_traffic, s
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.replicas import Codec
-from jaxscale.replicas.diloco import Diloco
+from jaxscale.replicas.low_communication import Diloco
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.state.batches import batch_shapes
 from jaxscale.step.build import build

@@ -81,14 +81,14 @@ def test_an_upload_that_breaks_off_is_no_checkpoint(buckets, monkeypatch):
 def test_a_run_in_a_bucket_stops_and_continues_and_is_used(toy, whole, buckets, scheme, monkeypatch):
     root, seen = buckets
     out, folder = f"{scheme}://bucket-{scheme}/runs/toy", root / f"bucket-{scheme}" / "runs" / "toy"
-    real = TrainStep.run
+    real = TrainStep.__call__
 
     def run(self, state, batch):
         if int(state.step) == 6:
             os.kill(os.getpid(), 15)
         return real(self, state, batch)
 
-    monkeypatch.setattr(TrainStep, "run", run)
+    monkeypatch.setattr(TrainStep, "__call__", run)
     with pytest.raises(Preempted, match="after step 7"):
         loop.train(toy(), out=out, quiet=True)
     monkeypatch.undo()

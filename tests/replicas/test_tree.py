@@ -61,7 +61,7 @@ def test_a_bad_number_changes_no_state():
 
 
 def test_refusals():
-    with pytest.raises(UserError, match="applies to none of this model's gradients"):
+    with pytest.raises(UserError, match="supports none of this model's gradients"):
         start_reduction("int8", {"bias": jnp.ones(8)}, REPLICAS)
     with pytest.raises(UserError, match="did you mean 'int8'"):
         start_reduction("int9", {"kernel": jnp.ones((64, 64))}, REPLICAS)

@@ -188,7 +188,7 @@ def bits(arrays):
 def losses(step, state, count=2):
     batch, found = step.place(batch_of(step)), []
     for _ in range(count):
-        state, metrics = step.run(state, batch)
+        state, metrics = step(state, batch)
         found.append([float(metrics[k]) for k in ("loss", "grad_norm", "learning_rate")])
     return np.array(found)
 
@@ -196,7 +196,7 @@ def losses(step, state, count=2):
 def trained(step):
     state = step.init()
     for _ in range(2):
-        state, _ = step.run(state, step.place(batch_of(step)))
+        state, _ = step(state, step.place(batch_of(step)))
     return state
 
 

@@ -27,7 +27,7 @@ def main() -> None:
     rows = {k: np.split(v, parts)[part] for k, v in packed().items()}
     state, batch, numbers, first = step.init(), step.place(rows), [], {}
     for i in range(STEPS):
-        state, metrics = step.run(state, batch)
+        state, metrics = step(state, batch)
         numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
         if i == 0:
             arrays = {k: v for k, v in step.to_canonical(state).items() if k.startswith("params/")}

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -164,7 +165,7 @@ def test_metrics_and_the_rate_of_the_schedule():
     state, rates = step.init(), []
     for i in range(3):
         before = step.evaluate(state, batch)
-        state, metrics = step.run(state, batch)
+        state, metrics = step(state, batch)
         assert set(metrics) == {"loss", "grad_norm", "learning_rate", "weight", "skipped", "skipped_in_row"}
         assert all(value.shape == () for value in metrics.values())
         assert float(metrics["weight"]) == float(before.weight) == ROWS * (LENGTH - 3)
@@ -204,20 +205,20 @@ def test_a_bad_step_leaves_everything_as_it_was_and_counts():
     nan = {**good, "images": np.where(np.arange(4)[None, :] == 1, np.nan, good["images"]).astype(np.float32)}
     infinite = {**good, "weights": np.array([np.inf] + [1] * 7, np.float32)}
     for _ in range(3):
-        state, metrics = step.run(state, step.place({**good, "weights": np.ones(ROWS, np.float32)}))
+        state, metrics = step(state, step.place({**good, "weights": np.ones(ROWS, np.float32)}))
     assert (int(metrics["skipped"]), int(metrics["skipped_in_row"])) == (0, 0)
     for count, batch in enumerate([nan, infinite, nan], 1):
         batch = {"weights": np.ones(ROWS, np.float32), **batch}
         kept = (numbers((state.params, state.optimizer, state.rest)), float(state.watch.norm))
         at = int(state.step)
-        state, metrics = step.run(state, step.place(batch))
+        state, metrics = step(state, step.place(batch))
         for before, after in zip(kept[0], numbers((state.params, state.optimizer, state.rest)), strict=True):
             np.testing.assert_array_equal(before, after)
         assert float(state.watch.norm) == kept[1]
         assert (int(metrics["skipped"]), int(metrics["skipped_in_row"])) == (count, count)
         assert int(state.step) == at + 1, "the next step draws another dropout"
     before = numbers((state.params, state.rest))
-    state, metrics = step.run(state, step.place({**good, "weights": np.ones(ROWS, np.float32)}))
+    state, metrics = step(state, step.place({**good, "weights": np.ones(ROWS, np.float32)}))
     assert (int(metrics["skipped"]), int(metrics["skipped_in_row"])) == (3, 0)
     assert all(np.isfinite(a).all() for a in numbers(state))
     assert any((a != b).any() for a, b in zip(before, numbers((state.params, state.rest)), strict=True))
@@ -242,7 +243,7 @@ def test_a_spike_is_skipped():
     )
     state, skipped = step.init(), []
     for size in (9.0, 1.0, 1.0, 30.0, 1.0, 8.0):
-        state, metrics = step.run(state, step.place({"images": np.full(ROWS, size, np.float32)}))
+        state, metrics = step(state, step.place({"images": np.full(ROWS, size, np.float32)}))
         skipped.append((int(metrics["skipped"]), int(metrics["skipped_in_row"])))
         assert float(metrics["grad_norm"]) == pytest.approx(size)
     assert skipped == [(0, 0), (0, 0), (0, 0), (1, 1), (1, 0), (1, 0)]
@@ -255,3 +256,13 @@ def test_building_a_step_filters_the_compile_cache(monkeypatch):
     monkeypatch.setattr("jaxscale.step.build.keep_ordered_programs", lambda: calls.append(True))
     make(Decoder(**SIZES))
     assert calls
+
+
+def test_steps_of_one_shape_are_traced_once():
+    step = make(Decoder(**SIZES))
+    chex.clear_trace_counter()
+    step.step_fn = jax.jit(chex.assert_max_traces(step._step, n=1))
+    state, batch = step.init(), step.place(text())
+    for _ in range(3):
+        state, _ = step(state, batch)
+    assert int(state.step) == 3

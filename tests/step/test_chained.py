@@ -80,7 +80,7 @@ def test_it_trains() -> None:
         step.compile(batch())
         state = step.init()
         for _ in range(2):
-            state, metrics = step.run(state, step.place(batch()))
+            state, metrics = step(state, step.place(batch()))
             losses.append(float(metrics["loss"]))
     np.testing.assert_allclose(losses[2:], losses[:2], rtol=1e-5)
 

@@ -84,7 +84,7 @@ def run(changes: dict[str, str]) -> tuple[TrainStep, Any, list[list[float]]]:
     step.compile(BATCH)
     state, found = step.init(), []
     for _ in range(3):
-        state, metrics = step.run(state, step.place(BATCH))
+        state, metrics = step(state, step.place(BATCH))
         found.append([float(metrics[name]) for name in ("loss", "grad_norm")])
     return step, state, found
 
@@ -175,7 +175,7 @@ def main(cases: list[str]) -> None:
         step.compile(sentences(32, 0))
         state, losses = step.init(), []
         for number in range(60):
-            state, metrics = step.run(state, step.place(sentences(32, number)))
+            state, metrics = step(state, step.place(sentences(32, number)))
             losses.append(float(metrics["loss"]))
         held = step.evaluate(state, step.place(sentences(256, 1000)))
         sent = [c for c in collectives(step.program or "", step.mesh) if c.axes is None or "replica" in c.axes]

@@ -13,7 +13,7 @@ from jaxscale.models.decoder import Decoder
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
-from jaxscale.replicas.diloco import Diloco
+from jaxscale.replicas.low_communication import Diloco
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
 from jaxscale.step.compiled_checks import SCALARS, NoEffect, bytes_over, check_alone
@@ -34,7 +34,7 @@ def experiment(optimizer: Optimizer = ADAMW, *, steps: int = 6, batch: int = 8, 
 def run(step: Any, state: Any, batches: Any) -> tuple[Any, list[dict[str, float]]]:
     found = []
     for batch in batches:
-        state, metrics = step.run(state, step.place(batch))
+        state, metrics = step(state, step.place(batch))
         found.append({name: float(value) for name, value in metrics.items()})
     return state, found
 
@@ -48,7 +48,7 @@ def put(step: Any, saved: Any) -> Any:
     return step.from_canonical({n: jax.device_put(a, abstract[n].sharding) for n, a in saved.items() if n in abstract})
 
 
-@pytest.mark.slow  # tests/replicas/test_diloco.py has it without a mesh
+@pytest.mark.slow  # tests/replicas/test_low_communication.py has it without a mesh
 @pytest.mark.parametrize("alike", [True, False])
 def test_meeting_after_every_step_is_data_parallel_training_with_plain_sgd_alone(alike: bool) -> None:
     rows = BATCHES[:2]
@@ -107,7 +107,7 @@ def test_replicas_train_alone_and_meet_as_the_paper_has_it(plan: dict[str, str],
         losses = []
         for i in range(2):
             rows = {name: part[4 * i : 4 * i + 4] for name, part in batch.items()}
-            own[i], metrics = alone.run(own[i], alone.place(rows))
+            own[i], metrics = alone(own[i], alone.place(rows))
             losses.append(float(metrics["loss"]))
         due = range(diloco.fragments) if number == 5 else diloco.due(number)
         taken = [{n: np.asarray(a) for n, a in alone.to_canonical(mine).items()} for mine in own]

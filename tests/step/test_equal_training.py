@@ -74,7 +74,7 @@ def trajectory(experiment, plan, batch):
     placed = step.place(batch)
     numbers, first = [], None
     for i in range(STEPS):
-        state, metrics = step.run(state, placed)
+        state, metrics = step(state, placed)
         numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
         if i == 0:
             canonical = step.to_canonical(state)

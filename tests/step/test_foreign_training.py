@@ -110,7 +110,7 @@ def trajectory(model, plan):
     step.compile(batches()[0])
     state, numbers = step.init(), []
     for batch in batches():
-        state, metrics = step.run(state, step.place(batch))
+        state, metrics = step(state, step.place(batch))
         numbers.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     statistics = {k: np.asarray(v) for k, v in step.to_canonical(state).items() if is_statistic(k)}
     return np.array(numbers), statistics, step, state
@@ -182,7 +182,7 @@ def test_dropout_is_reproducible_and_does_not_depend_on_the_mesh():
     step = expected[2]
     state, losses = step.init(), []
     for batch in batches():
-        state, metrics = step.run(state, step.place(batch))
+        state, metrics = step(state, step.place(batch))
         losses.append(float(metrics["loss"]))
     assert losses == expected[0][:, 0].tolist()
     assert_equal(trajectory(nnx_net(0.3), layout("fsdp:4", zero=3)), expected)

@@ -37,7 +37,7 @@ def trained(step, steps=3):
     state, told = step.init(), []
     step.compile(BATCH)
     for _ in range(steps):
-        state, metrics = step.run(state, step.place(BATCH))
+        state, metrics = step(state, step.place(BATCH))
         told.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     evaluated = step.evaluate(state, step.place(BATCH))
     return np.array([*told, (float(evaluated.total), float(evaluated.weight))]), jax.device_get(state), state
@@ -120,7 +120,7 @@ def test_a_bad_step_leaves_what_is_on_the_host_as_it_was():
     state = step.init()
     before = jax.device_get((state.params, state.optimizer))
     poisoned = jax.tree.map(lambda x: jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding), state.params)
-    state, metrics = step.run(dataclasses.replace(state, params=poisoned), step.place(BATCH))
+    state, metrics = step(dataclasses.replace(state, params=poisoned), step.place(BATCH))
     assert int(metrics["skipped"]) == 1
     after = jax.device_get((state.params, state.optimizer))
     assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(after[0]))

@@ -54,7 +54,7 @@ def step_of(memory, **plan):
 
 
 def trained(step: TrainStep):
-    state, metrics = step.run(step.init(), step.place(BATCH))
+    state, metrics = step(step.init(), step.place(BATCH))
     arrays = {name: np.asarray(leaf) for name, leaf in step.to_canonical(state).items() if name.startswith("params")}
     return float(metrics["loss"]), float(metrics["grad_norm"]), arrays
 
@@ -242,7 +242,7 @@ def test_a_chain_of_unlike_blocks_keeps_its_gradients():
     found = []
     for memory in ("none", "chain:1KiB", "revolve:2", "save:4KiB"):
         step = build(experiment, Plan(memory=MemoryPlan.parse(memory), mesh=MeshSpec()))
-        state, metrics = step.run(step.init(), step.place(batch))
+        state, metrics = step(step.init(), step.place(batch))
         found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
         assert nnx.state(step.module(state))
     np.testing.assert_allclose(found[1:], [found[0]] * 3, rtol=1e-6)

@@ -33,7 +33,7 @@ def experiment(name: Any, **changes: Any) -> Experiment:
 def run(step: Any, state: Any, batches: Any = BATCHES) -> tuple[Any, list[dict[str, float]]]:
     found = []
     for batch in batches:
-        state, metrics = step.run(state, step.place(batch))
+        state, metrics = step(state, step.place(batch))
         found.append({name: float(value) for name, value in metrics.items()})
     return state, found
 

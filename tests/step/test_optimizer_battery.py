@@ -86,7 +86,7 @@ def make(name, state="float32", mesh="1", where="device"):
 def trained(step, state, count):
     losses = []
     for _ in range(count):
-        state, metrics = step.run(state, step.place(BATCH))
+        state, metrics = step(state, step.place(BATCH))
         losses.append(float(metrics["loss"]))
     return state, losses
 

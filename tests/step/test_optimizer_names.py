@@ -35,7 +35,7 @@ def trained(name, mesh, zero):
     step.compile(batch)
     losses = []
     for _ in range(STEPS):
-        state, metrics = step.run(state, batch)
+        state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     assert int(state.watch.good) == STEPS
     return losses

@@ -91,7 +91,7 @@ def test_a_checkpoint_is_of_the_model_and_not_of_the_schedule(reference: Any) ->
     uneven = build(EXPERIMENT, override(Plan(), {"pipeline": "1f1b:3x4", "zero": "1", "mesh": "fsdp:2"}))
     alone = build(EXPERIMENT, ONE)
     state = alone.init()
-    state, _ = alone.run(state, alone.place(batch()))
+    state, _ = alone(state, alone.place(batch()))
     saved = {name: np.asarray(leaf) for name, leaf in alone.to_canonical(state).items()}
     for step in (interleaved, uneven):
         placed = {name: jax.device_put(leaf, step.canonical_abstract()[name].sharding) for name, leaf in saved.items()}
@@ -131,7 +131,7 @@ def test_a_step_trains(changes: dict[str, str], reference: Any) -> None:
         state = step.init()
         found = []
         for _ in range(3):
-            state, metrics = step.run(state, step.place(batch()))
+            state, metrics = step(state, step.place(batch()))
             found.append([float(metrics[name]) for name in ("loss", "grad_norm", "weight", "skipped")])
         losses.append(found)
         assert step.parameters == build(experiment, ONE).parameters

@@ -59,8 +59,8 @@ def batch(length: int = LENGTH) -> dict[str, np.ndarray]:
 
 def trained(step: TrainStep, length: int = LENGTH) -> list[float]:
     state, placed = step.init(), step.place(batch(length))
-    state, first = step.run(state, placed)
-    state, second = step.run(state, placed)
+    state, first = step(state, placed)
+    state, second = step(state, placed)
     loss = step.evaluate(state, placed)
     return [float(x) for x in (first["loss"], first["grad_norm"], second["loss"], loss.total / loss.weight)]
 

@@ -231,7 +231,7 @@ def trained():
     compiled = step.compile(BATCH)
     state, told = step.init(), []
     for _ in range(3):
-        state, metrics = step.run(state, step.place(BATCH))
+        state, metrics = step(state, step.place(BATCH))
         told.append(float(metrics["loss"]))
     return types.SimpleNamespace(step=step, compiled=compiled, state=state, losses=told)
 
@@ -257,7 +257,7 @@ def test_it_learns_takes_the_bytes_it_says_and_a_skipped_step_leaves_every_bit()
     bad = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), found.state.params)
     state = dataclasses.replace(found.state, params=bad)
     state = jax.tree.map(lambda x: jax.device_put(np.array(x), x.sharding), state)
-    after, metrics = found.step.run(state, found.step.place(BATCH))
+    after, metrics = found.step(state, found.step.place(BATCH))
     assert int(metrics["skipped"]) == 1
     for old, new in zip(kept, jax.tree.leaves(after.optimizer), strict=True):
         np.testing.assert_array_equal(old, np.array(new))
@@ -289,7 +289,7 @@ def test_split_weights_train_as_float32_masters_do_at_three_bytes_each():
         step.compile(BATCH)
         state, losses = step.init(), []
         for _ in range(6):
-            state, metrics = step.run(state, step.place(BATCH))
+            state, metrics = step(state, step.place(BATCH))
             losses.append(float(metrics["loss"]))
         told.append(losses)
     np.testing.assert_allclose(told[1], told[0], atol=0.02)

@@ -93,7 +93,7 @@ def test_a_step_trains_and_goes_on_from_its_checkpoint(expected: Any) -> None:
     step.compile(batch())
     state = step.init()
     start = jax.tree.map(np.asarray, state.params)
-    state, metrics = step.run(state, step.place(batch()))
+    state, metrics = step(state, step.place(batch()))
     # one step of plain descent is the gradient: it is near the exact one, and is not it
     for was, now, exact in zip(*map(jax.tree.leaves, (start, state.params, expected)), strict=True):
         gradient = (was - np.asarray(now)) / float(metrics["learning_rate"])
@@ -106,17 +106,17 @@ def test_a_step_trains_and_goes_on_from_its_checkpoint(expected: Any) -> None:
                 np.asarray(shard.data).tobytes()
             )
     saved = {name: np.asarray(leaf) for name, leaf in step.to_canonical(state).items()}
-    after = [step.run(state, step.place(batch()))[0]]
+    after = [step(state, step.place(batch()))[0]]
     abstract = step.canonical_abstract()
     again = step.from_canonical({n: jax.device_put(a, abstract[n].sharding) for n, a in saved.items()})
-    after.append(step.run(again, step.place(batch()))[0])
+    after.append(step(again, step.place(batch()))[0])
     for a, b in zip(*map(jax.tree.leaves, after), strict=True):
         assert np.array_equal(np.asarray(a), np.asarray(b))
     # a batch that makes one replica's loss NaN: skipped, and residuals stay as they were in every bit
     kept = jax.tree.map(np.asarray, after[1].extra["reduce"])
     poisoned = batch()
     poisoned["weights"][0, 0] = np.nan
-    state, metrics = step.run(after[1], step.place(poisoned))
+    state, metrics = step(after[1], step.place(poisoned))
     assert int(metrics["skipped"]) == 1
     jax.tree.map(np.testing.assert_array_equal, kept, jax.tree.map(np.asarray, state.extra["reduce"]))
 
@@ -167,7 +167,7 @@ def test_a_warm_up_trains() -> None:
     step.compile(batch())
     state, sent = step.init(), []
     for _ in range(5):
-        state, metrics = step.run(state, step.place(batch()))
+        state, metrics = step(state, step.place(batch()))
         sent.append(float(metrics["wire_bytes"]))
         assert np.isfinite(float(metrics["loss"]))
     assert sent[0] == sent[1] > sent[2] == sent[3] > sent[4] == step.codec.wire_bytes
@@ -268,7 +268,7 @@ def test_an_exact_codec_trains_as_none_does() -> None:
         step = build(EXPERIMENT, Plan(mesh=MeshSpec(replica=2, fsdp=2), zero=2, reduce=reduce))
         state, found = step.init(), []
         for _ in range(4):
-            state, metrics = step.run(state, step.place(batch()))
+            state, metrics = step(state, step.place(batch()))
             found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
         rows.append(found)
     np.testing.assert_allclose(rows[1], rows[0], rtol=1e-6)

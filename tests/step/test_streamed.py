@@ -58,7 +58,7 @@ def step_of(text: str, experiment: Experiment = EXPERIMENT) -> TrainStep:
 def fed(step: TrainStep, state: Any, numbers: range) -> tuple[Any, list[dict[str, float]]]:
     told = []
     for number in numbers:
-        state, metrics = jax.block_until_ready(step.run(state, step.place(batch(number))))
+        state, metrics = jax.block_until_ready(step(state, step.place(batch(number))))
         told.append({name: float(value) for name, value in metrics.items()})
     return state, told
 
@@ -196,7 +196,7 @@ def test_a_bad_gradient_skips_the_update_of_each_stage(pipedream: TrainStep) -> 
     state, _ = fed(pipedream, pipedream.init(), range(3))
     bad = batch(3)
     bad["weights"] = np.where(bad["weights"] > 0, np.nan, bad["weights"]).astype(np.float32)
-    state, _ = pipedream.run(state, pipedream.place(bad))
+    state, _ = pipedream(state, pipedream.place(bad))
     state, told = fed(pipedream, state, range(4, 7))
     assert told[-1]["skipped"] == 1
     assert told[-1]["skipped_in_row"] == 0

@@ -181,14 +181,14 @@ def stop_after(monkeypatch, step, act):
     """`act` while step number `step` runs."""
     from jaxscale.step.train_step import TrainStep
 
-    real, count = TrainStep.run, iter(range(1, 1000))
+    real, count = TrainStep.__call__, iter(range(1, 1000))
 
     def run(self, state, batch):
         if next(count) == step:
             act()
         return real(self, state, batch)
 
-    monkeypatch.setattr(TrainStep, "run", run)
+    monkeypatch.setattr(TrainStep, "__call__", run)
 
 
 def same_checkpoint(a, b, step):
@@ -221,7 +221,7 @@ def spoil(monkeypatch, steps):
     """Parameters that are not numbers after so many steps; a step on them is skipped, and keeps those it was given."""
     from jaxscale.step.train_step import TrainStep
 
-    real = TrainStep.run
+    real = TrainStep.__call__
 
     def run(self, state, batch):
         if int(state.step) not in steps:
@@ -231,7 +231,7 @@ def spoil(monkeypatch, steps):
         after, metrics = real(self, dataclasses.replace(state, params=bad), batch)
         return dataclasses.replace(after, params=good), metrics
 
-    monkeypatch.setattr(TrainStep, "run", run)
+    monkeypatch.setattr(TrainStep, "__call__", run)
 
 
 @pytest.mark.parametrize("when", ["init", "compile"])

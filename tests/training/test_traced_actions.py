@@ -31,7 +31,7 @@ def test_a_run_is_drawn_as_it_was(tmp_path, capsys):
     state, profiler = step.init(), Profiler(ProfileRange(2, 4))
     for n in range(1, 4):
         profiler.start_before(n, tmp_path)
-        state, metrics = step.run(state, step.place(batch))
+        state, metrics = step(state, step.place(batch))
         float(metrics["loss"])
         if profiler.ends_after(n):
             profiler.stop_after(n, tmp_path, state, extra_files=trace_files(step))

@@ -85,7 +85,7 @@ def own_loop(folder: Path, steps: int) -> None:
     batch = step.place({"tokens": tokens, "targets": tokens})
     state, losses = step.init(), []
     for _ in range(35 * steps):
-        state, _ = step.run(state, batch)
+        state, _ = step(state, batch)
     for _ in range(35 * steps):
         losses.append(step.evaluate(state, batch))
     jax.block_until_ready((state, losses))

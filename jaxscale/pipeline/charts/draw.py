@@ -12,8 +12,8 @@ from jaxscale.pipeline.charts.svg import svg_chart
 from jaxscale.pipeline.charts.text import PLAIN, columns_per_second, text_chart
 from jaxscale.pipeline.clock.simulate import Simulation, simulate
 from jaxscale.pipeline.csv import to_csv
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.plan import PipelinePlan
-from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.ticks import ticks
 from jaxscale.pipeline.versions import lives, ring_slots
 from jaxscale.values.units import duration, size

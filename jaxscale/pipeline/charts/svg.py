@@ -9,7 +9,7 @@ from jaxscale.figures.axes import ticks
 from jaxscale.figures.frame import PER_LETTER, legend, svg, svg_text
 from jaxscale.figures.markup import Markup, element
 from jaxscale.pipeline.clock.simulate import Simulation
-from jaxscale.pipeline.schedule import Action, Kind
+from jaxscale.pipeline.orders import Action, Kind
 
 WIDTH, LEFT, RIGHT = 1000, 64, 12
 """Width of the image and of its margins, in pixels."""

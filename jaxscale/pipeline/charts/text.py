@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from jaxscale.figures.axes import ticks
 from jaxscale.pipeline.clock.simulate import Simulation, Span
-from jaxscale.pipeline.schedule import Action, Kind
+from jaxscale.pipeline.orders import Action, Kind
 
 FILL = {Kind.F: "─", Kind.B: "═", Kind.I: "─", Kind.W: "┄", Kind.U: "*"}
 PLAIN = str.maketrans({"─": "-", "═": "=", "┄": ".", "│": "|"})

@@ -17,8 +17,8 @@ from jaxscale.errors import UserError, unknown
 from jaxscale.pipeline.choose.partition import ModelPrices, Partition, TooLarge, partition
 from jaxscale.pipeline.choose.price import PipelineDevice
 from jaxscale.pipeline.choose.search import NAME
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.run.lifetimes import Stash
-from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.schedules import METHODS
 
 Prices = ModelPrices | Mapping[str, ModelPrices]
@@ -69,7 +69,7 @@ class Choice:
     Example:
         >>> from jaxscale.pipeline.choose.price import Price
         >>> batch = ModelPrices((Price(8.0, 8.0, 8.0, stash_bytes=80),) * 8)
-        >>> choice = choose(batch.share, 2, [4, 8], [PipelineDevice(memory_bytes=160)] * 2)
+        >>> choice = choose_pipeline(batch.share, 2, [4, 8], [PipelineDevice(memory_bytes=160)] * 2)
         >>> str(choice.best), choice.partition.boundaries, choice.partition.seconds
         ('chimera:2x8', (0, 4, 8), 96.0)
     """
@@ -89,7 +89,7 @@ class Choice:
         return "\n".join([*lines, f"{self.skipped} more cannot be faster"])
 
 
-def choose(
+def choose_pipeline(
     prices_of: Callable[[int], Prices],
     ranks: int,
     microbatches: Sequence[int],

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.many_orders import BatchClock
-from jaxscale.pipeline.schedule import Action, Kind
+from jaxscale.pipeline.orders import Action, Kind
 
 _BATCH = 20_000  # schedules that are timed at once
 _FEW = 30_000  # schedules that are timed in a tenth of a second

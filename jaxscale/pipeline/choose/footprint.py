@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxscale.pipeline.choose.chain_cut import FEATURES, INDEX
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.ticks import ticks
 from jaxscale.pipeline.versions import lives, ring_slots
 

@@ -34,8 +34,8 @@ from jaxscale.pipeline.choose.chain_cut import FEATURES, INDEX
 from jaxscale.pipeline.choose.price import ModelPrices, PipelineDevice
 from jaxscale.pipeline.choose.problem import Problem
 from jaxscale.pipeline.clock.costs import Costs
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.run.lifetimes import Stash
-from jaxscale.pipeline.schedule import Schedule
 from jaxscale.values.byte_sizes import bytes_at_least
 
 _TURNS = 24  # of the game between program and clock

@@ -12,8 +12,8 @@ from jaxscale.pipeline.choose.chain_cut import FEATURES, INDEX, BlockChain, feat
 from jaxscale.pipeline.choose.footprint import footprints
 from jaxscale.pipeline.choose.price import ModelPrices, PipelineDevice
 from jaxscale.pipeline.clock.clock import Clock, LongestPath
+from jaxscale.pipeline.orders import Kind, Schedule
 from jaxscale.pipeline.run.lifetimes import Stash
-from jaxscale.pipeline.schedule import Kind, Schedule
 
 _TIMED = 3  # number of features that are seconds; they come first
 _SECONDS: dict[Kind, tuple[str, ...]] = {

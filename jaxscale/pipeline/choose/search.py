@@ -34,7 +34,7 @@ from jaxscale.pipeline.choose.exhaustive import are_few, fastest
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.many_orders import BatchClock
 from jaxscale.pipeline.clock.simulate import simulate
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.schedules.searched import NAME
 
 _BATCH = 48  # changed orders that are timed at once

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxscale.pipeline.clock.table import TickTable
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 
 
 class LongestPath(NamedTuple):

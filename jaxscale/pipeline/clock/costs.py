@@ -7,7 +7,7 @@ import dataclasses
 import math
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.schedule import Kind, Schedule
+from jaxscale.pipeline.orders import Kind, Schedule
 
 _FIELDS = {Kind.F: "forward", Kind.I: "input", Kind.W: "weight", Kind.B: "backward", Kind.U: "update"}
 

@@ -15,7 +15,7 @@ from jaxscale.errors import UserError
 from jaxscale.pipeline.action import KINDS, Kind
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import Simulation, Span
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 
 MeasuredSpans = Mapping[str, Sequence[Span]]
 """The spans of each operation on one device, in order and in seconds."""

@@ -21,7 +21,7 @@ from typing import Literal
 
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.table import TickTable, links_between
-from jaxscale.pipeline.schedule import Action, Kind, Schedule
+from jaxscale.pipeline.orders import Action, Kind, Schedule
 from jaxscale.pipeline.ticks import ticks
 
 MachineModel = Literal["neighbour", "dataflow"]

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.schedule import Action, Kind, Schedule
+from jaxscale.pipeline.orders import Action, Kind, Schedule
 from jaxscale.pipeline.ticks import ticks
 
 

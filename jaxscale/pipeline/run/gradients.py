@@ -10,10 +10,10 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxscale.errors import UserError
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.run.execute import At, execute
 from jaxscale.pipeline.run.lifetimes import Stash
 from jaxscale.pipeline.run.tables import tabulate
-from jaxscale.pipeline.schedule import Schedule
 from jaxscale.trees import named_leaves
 from jaxscale.typing import Array, Int, PyTree
 

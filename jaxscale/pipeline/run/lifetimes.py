@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from jaxscale.pipeline.action import GRADIENT, Action, Kind
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 
 Stash = Literal["input", "residuals"]
 """What a stage keeps from a forward to its backward: its input, or the residuals that the backward reads."""

@@ -17,9 +17,9 @@ import numpy as np
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Action, Kind
 from jaxscale.pipeline.method import Method
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.run.lifetimes import Interval, Stash, lifetimes
 from jaxscale.pipeline.run.tables import CODES
-from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.ticks import ticks
 from jaxscale.pipeline.versions import lives, ring_slots, uses
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import KINDS, Kind
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.run.lifetimes import Stash, allocate_by_rank, lifetimes
-from jaxscale.pipeline.schedule import Schedule
 from jaxscale.pipeline.ticks import ticks
 
 IDLE = 0  # in place of the code of a kind

@@ -12,7 +12,7 @@ from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Action, Kind
 from jaxscale.pipeline.builders import by_slot
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 
 
 def _cells(ranks: int, microbatches: int) -> Iterator[tuple[int, int, Action]]:

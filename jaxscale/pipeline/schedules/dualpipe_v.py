@@ -8,7 +8,7 @@ microbatches it is the order for 2p without the missing ones.
 
 from jaxscale.pipeline.builders import MotifPhase, vee
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:

@@ -6,7 +6,7 @@ although nothing enforces it.
 
 from jaxscale.pipeline.builders import Lane, single_route, weave
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.schedule import Kind, Schedule
+from jaxscale.pipeline.orders import Kind, Schedule
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:

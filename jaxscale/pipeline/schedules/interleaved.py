@@ -11,7 +11,7 @@ import itertools
 from jaxscale.errors import UserError
 from jaxscale.pipeline.builders import Lane, single_route, weave
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 
 
 def groups(ranks: int, microbatches: int) -> list[range]:

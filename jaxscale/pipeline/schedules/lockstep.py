@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from jaxscale.pipeline.action import Action, Kind
 from jaxscale.pipeline.builders import by_slot, single_route
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.schedules.interleaved import groups
 
 

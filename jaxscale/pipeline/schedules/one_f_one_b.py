@@ -7,7 +7,7 @@ forwards and backwards share a tick, every rank waits for the backward; `lockste
 from jaxscale.pipeline.action import Action
 from jaxscale.pipeline.builders import Lane, single_route, weave
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 
 
 def alternating_orders(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:

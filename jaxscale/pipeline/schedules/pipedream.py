@@ -6,7 +6,7 @@ stage s have missed p-1-s updates: p-s versions live there. Left out: vertical s
 
 from jaxscale.pipeline.builders import single_route, with_updates
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.schedule import Schedule, Versions
+from jaxscale.pipeline.orders import Schedule, Versions
 from jaxscale.pipeline.schedules.one_f_one_b import alternating_orders
 
 

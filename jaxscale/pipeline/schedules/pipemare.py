@@ -8,7 +8,7 @@ correction of the weights that backwards read.
 import dataclasses
 
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.schedule import Schedule, Versions
+from jaxscale.pipeline.orders import Schedule, Versions
 from jaxscale.pipeline.schedules.pipedream import pipedream
 
 

@@ -10,7 +10,7 @@ import dataclasses
 
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 
 NAME = "search"
 

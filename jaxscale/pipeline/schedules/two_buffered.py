@@ -9,7 +9,7 @@ import dataclasses
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.schedule import Schedule, Versions
+from jaxscale.pipeline.orders import Schedule, Versions
 from jaxscale.pipeline.schedules.pipedream import pipedream
 
 

@@ -8,7 +8,7 @@ F = I = W.
 from jaxscale.pipeline.action import Action
 from jaxscale.pipeline.builders import Lane, single_route, weave
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 
 
 def delayed_orders(ranks: int, microbatches: int, reach: int) -> tuple[tuple[Action, ...], ...]:

@@ -6,7 +6,7 @@ idles between its first and last action; the makespan has the ramp of ZB-H1 stil
 
 from jaxscale.pipeline.builders import single_route
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.schedules.zb_h1 import delayed_orders
 
 

@@ -8,7 +8,7 @@ missing microbatches.
 
 from jaxscale.pipeline.builders import MotifPhase, vee
 from jaxscale.pipeline.method import Method
-from jaxscale.pipeline.schedule import Schedule
+from jaxscale.pipeline.orders import Schedule
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:

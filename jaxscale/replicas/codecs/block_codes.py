@@ -44,11 +44,13 @@ class BlockCodes(TwoPhase):
 
     def encode(self, chunks: Array, filled_counts: Array, key: Key | None) -> Coded:
         """Encode chunks as codes and scales."""
-        return integers.encode(chunks, self._bits(), min(self.block, chunks.shape[-1]), key if self.random else None)
+        return integers.encode_integers(
+            chunks, self._bits(), min(self.block, chunks.shape[-1]), key if self.random else None
+        )
 
     def decode(self, message: Coded, elements: int) -> Array:
         """Decode a message to chunks, float32 (chunks, elements)."""
-        return integers.decode(message, self._bits())
+        return integers.decode_integers(message, self._bits())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,10 +26,10 @@ from jax.tree_util import KeyPath
 from jaxscale import blocks
 from jaxscale.blocks import Context, Loss
 from jaxscale.compat import prune
+from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.run.execute import Executed, execute
 from jaxscale.pipeline.run.passes import At, StageFunction
 from jaxscale.pipeline.run.tables import Tables, tabulate
-from jaxscale.pipeline.schedule import Schedule
 from jaxscale.sharding.memory_space import to_device
 from jaxscale.sharding.partition import axes_of, dim_axes, spec_of
 from jaxscale.state.batches import microbatches

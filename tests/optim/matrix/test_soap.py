@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxscale.optim.soap import scale_by_soap, soap
+from jaxscale.optim.matrix.soap import scale_by_soap, soap
 
 B1, B2, EPS = 0.9, 0.8, 1e-8
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale.compiler.collectives import collectives
 from jaxscale.compiler.hlo_program import HloProgram
 from jaxscale.errors import UserError
-from jaxscale.layers.attend import attend
+from jaxscale.layers.attend_on_mesh import attend
 from jaxscale.layers.attention_splash import attend_splash
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.place import layout

@@ -11,7 +11,7 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.replicas import Int8
-from jaxscale.replicas.diloco import Diloco, diloco, fragments_of
+from jaxscale.replicas.low_communication import Diloco, diloco, fragments_of
 
 N, STEPS = 4, 6
 RNG = np.random.default_rng(0)

@@ -14,7 +14,7 @@ from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Action, Kind
 from jaxscale.pipeline.check import Fault
 from jaxscale.pipeline.csv import parse_csv, to_csv
-from jaxscale.pipeline.schedule import Schedule, Versions
+from jaxscale.pipeline.orders import Schedule, Versions
 from jaxscale.pipeline.schedules import METHODS
 
 Orders = tuple[tuple[Action, ...], ...]

@@ -8,7 +8,7 @@ from optax import contrib
 
 from jaxscale.compiler.collectives import collectives
 from jaxscale.optim.leaves import leaf_of
-from jaxscale.optim.muon import COEFFICIENTS, factor, muon, newton_schulz, scale_by_muon
+from jaxscale.optim.matrix.muon import COEFFICIENTS, factor, muon, newton_schulz, scale_by_muon
 
 AXES = ("layers", "embed", "mlp")
 

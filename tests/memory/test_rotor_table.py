@@ -8,7 +8,7 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.memory.chain import Option, Remat, Save, Stage, keep_all, periodic, revolve, simulate
-from jaxscale.memory.rotor import Bound, least_budget, rotor
+from jaxscale.memory.rotor_table import Bound, least_budget, rotor
 
 
 def chain(rng, count, *, options=3, scale=1000, passes=False):
