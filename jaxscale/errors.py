@@ -9,7 +9,15 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """A mistake of the user: the command line prints the message alone and exits with 2."""
+    """A mistake of the user: the command line prints the message alone and exits with 2.
+
+    Args:
+        message: what was given, what was expected, and what to do.
+        page: name of the page of the documentation that helps, which `jaxscale docs` shows; it follows the message.
+    """
+
+    def __init__(self, message: str = "", *, page: str | None = None) -> None:
+        super().__init__(message if page is None else f"{message} (jaxscale docs {page})")
 
 
 class Diverged(RuntimeError):

@@ -37,7 +37,8 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
     if not calls:
         raise UserError(
             f"memory {plan}: no blocks were found in this model; build it of layers.Stack or layers.Chain, wrap it "
-            "in a ForeignModel, or set no memory plan"
+            "in a ForeignModel, or set no memory plan",
+            page="start/own_model",
         )
     graph_by_kind = kinds_of(calls)
     objective = plan.objective or default_objective(chip)

@@ -145,7 +145,8 @@ def _matching_save(program: InlinedProgram, save_by_block: Mapping[str, SaveSet]
         expected = ", ".join(sorted(save_by_block)) or "(none)"
         raise StaleGraph(
             f"the memory plan was made for block {expected}, but this model has block {fingerprint}: the model, "
-            "its version or its shapes differ; make the plan again"
+            "its version or its shapes differ; make the plan again",
+            page="techniques/save_sets",
         )
     return save_by_block[fingerprint]
 

@@ -99,7 +99,8 @@ def too_small(budget: int, least_budget: int, alternatives: str = "") -> UserErr
     return UserError(
         f"a memory budget of {bytes_text(budget)} is below the least possible, {bytes_at_least(least_budget)}, which "
         f"the inputs of blocks take; to lower that, use {alternatives}more microbatches, a smaller batch, or a mesh "
-        "that splits batch or sequence further"
+        "that splits batch or sequence further",
+        page="choosing/memory",
     )
 
 

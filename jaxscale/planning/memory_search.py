@@ -78,7 +78,7 @@ class NothingFits(UserError):
     """
 
     def __init__(self, message: str, least: Plan) -> None:
-        super().__init__(message)
+        super().__init__(message, page="choosing/memory")
         self.least = least
 
 

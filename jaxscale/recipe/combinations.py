@@ -34,7 +34,7 @@ class Incompatible(UserError):
     """
 
     def __init__(self, text: str, rule: Rule) -> None:
-        super().__init__(text)
+        super().__init__(text, page="choosing/combinations")
         self.rule = rule
 
 

@@ -38,6 +38,6 @@ def test_an_unknown_page_is_reported_with_the_nearest(capsys: pytest.CaptureFixt
 def test_the_pages_that_messages_name_exist():
     named = set()
     for file in (ROOT / "jaxscale").rglob("*.py"):
-        named |= set(re.findall(r"`jaxscale docs ([\w/]+)`", file.read_text()))
+        named |= set(re.findall(r"\bpage=\"([\w/]+)\"", file.read_text()))
     assert named
     assert named <= set(page_files())
