@@ -9,7 +9,7 @@ import pytest
 
 from jaxscale.compat import sequential_on_cpu
 from jaxscale.optim.matrix.soap import _eigenvectors, _orthogonal
-from jaxscale.replicas.codecs.gradzip import _solved
+from jaxscale.replicas.codecs.gradzip import _solve
 
 OPERANDS = r"@(lapack_\w+|blas_\w+)\(.*: \(tensor<([\dx]+)xf32>"
 """Of each kernel of LAPACK in a lowered program, its name and the shape of its first operand."""
@@ -22,7 +22,7 @@ def symmetric(*shape):
 
 @pytest.mark.parametrize(
     ("function", "others"),
-    [(_eigenvectors, ()), (_orthogonal, ()), (_solved, (np.ones((2, 3, 4, 1), np.float32),))],
+    [(_eigenvectors, ()), (_orthogonal, ()), (_solve, (np.ones((2, 3, 4, 1), np.float32),))],
     ids=["eigenvectors of SOAP", "bases of SOAP", "factors of GradZip"],
 )
 def test_a_cpu_gets_matrices_of_a_batch_one_by_one(function, others):

@@ -106,7 +106,7 @@ class Export:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Write a run's report.html again, from nothing but the run's files.
+    """Write a run's report.html again, from the run's files alone.
 
     Args:
         run_dir: directory of a run.

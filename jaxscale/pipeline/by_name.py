@@ -45,8 +45,8 @@ def draw(schedule: Schedule, costs: Costs | None = None, *, width: int = 100) ->
 
     Example:
         >>> print(draw(schedule("gpipe", 2, 3), width=50))
-        rank 0 │F0F1F2    B0══B1══B2══│ 3 live
-        rank 1 │  F0F1F2B0══B1══B2══  │ 3 live
+        rank 0 │F0F1F2      B0══B1══B2══│ 3 live
+        rank 1 │  F0F1F2B0══B1══B2══    │ 3 live
                0   2   4   6   8   10  12
     """
     costs = Costs.alike(schedule) if costs is None else costs

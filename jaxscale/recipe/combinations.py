@@ -52,7 +52,7 @@ def check(facts: Facts) -> None:
         >>> Plan(offload=OffloadPlan(gradients="host"))
         Traceback (most recent call last):
         jaxscale.recipe.combinations.Incompatible: offload.gradients host: gradients go to the host only if \
-weights lie there too; add offload.weights host
+weights lie there too; add offload.weights host (jaxscale docs choosing/combinations)
     """
     for rule in RULES:
         request_text = rule.request(facts)

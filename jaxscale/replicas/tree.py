@@ -56,12 +56,10 @@ def reduce_gradients(
         UserError: the codec applies to none of the gradients.
 
     Example:
-        >>> import functools, jax, jax.numpy as jnp
-        >>> from jax.sharding import PartitionSpec as P
-        >>> mesh = jax.make_mesh((1,), ("replica",))
+        >>> import jax.numpy as jnp
         >>> gradients = {"kernel": jnp.ones((64, 64)), "bias": jnp.ones(64)}
         >>> start_reduction("int8", gradients, 2)["kernel"].keys()
-        dict_keys(['residual'])
+        dict_keys(['residual', 'server'])
 
     References:
         Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Karimireddy et al., "Error Feedback Fixes SignSGD",

@@ -147,7 +147,7 @@ def test_a_file_of_bytes(toy: Path, capsys):
         ('{"version": 1, "zeor": 3}', "plan.json: unknown field 'zeor'"),
         ('{"version": 99}', "plan.json has plan version 99, and this jaxscale reads versions up to 2"),
         ('{"version": 1, "ze', "plan.json is not JSON"),
-        ("[]", "plan.json: got a list, expected a plan"),
+        ("[]", "plan.json: got a list, expected a JSON object with the fields of a plan"),
         ('{"version": 1, "microbatches": 0}', "microbatches: got 0"),
     ],
 )
@@ -183,7 +183,8 @@ def test_train_gets_what_was_asked(toy: Path, trained: list):
     assert (experiment.steps, experiment.seed, experiment.batch) == (7, 5, 8)
     assert experiment.plan == Plan(zero=3, microbatches=2)
     source = options.pop("source")
-    assert options == {"out": "runs/toy-wide", "resume": "auto", "log_every": 2, "profile": "1:2"}
+    expected = {"out": "runs/toy-wide", "limit": None, "resume": "auto", "log_every": 2, "profile": "1:2"}
+    assert options == expected
     assert source.overrides == {"steps": "7", "seed": "5", "model.kind": "fancy", "plan.zero": "3"}
     assert (source.variant, source.seed, source.plan["zero"]) == ("wide", 5, 1)
 

@@ -313,7 +313,7 @@ def test_one_device_that_nobody_named_leaves_zero_out_and_says_so():
 
 
 def test_options_beside_a_rule_of_ones_own_are_refused():
-    with pytest.raises(UserError, match=r"optimizer.b1: got 0.9 with custom"):
+    with pytest.raises(UserError, match=r"optimizer.b1: got 0.9 together with optimizer.custom"):
         Optimizer(b1=0.9, custom=optax.sgd)
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.orders import Schedule
@@ -58,8 +58,8 @@ def value_and_grad(
         >>> f = jax.jit(value_and_grad(stage, METHODS["gpipe"].schedule(1, 2), mesh))
         >>> w, x, target = jnp.eye(2)[None], jnp.ones((2, 1, 2)), jnp.zeros((2, 1, 2))
         >>> loss, (gradients, _) = f(w, {}, x, target)
-        >>> float(loss), gradients.shape
-        (2.32010..., (1, 2, 2))
+        >>> round(float(loss), 3), gradients.shape
+        (2.32, (1, 2, 2))
 
     References:
         Huang et al., "GPipe", 2019 (https://arxiv.org/abs/1811.06965); Qi et al., "Zero Bubble Pipeline Parallelism",
@@ -71,6 +71,7 @@ def value_and_grad(
             f"schedule {schedule.name} has {schedule.ranks} ranks: expected a mesh axis {axis}:{schedule.ranks}, "
             f"got {axes}"
         )
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     tables = tabulate(schedule, stash)
     stages_by_rank = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
     # a rank with fewer stages than others repeats its first one, which no action of the rank then reads
