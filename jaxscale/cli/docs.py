@@ -18,8 +18,7 @@ _FOLDERS = (_PACKAGE / "_pages", _PACKAGE.parent / "docs")
 class Docs:
     """Show a page of the documentation, or list all pages.
 
-    Error messages name pages: jaxscale docs choosing/memory.
-    A word that names no page lists the pages that contain it.
+    Messages name pages; any other word lists the pages that contain it.
 
     Args:
         page: name of a page, or a word to search for.

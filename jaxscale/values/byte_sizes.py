@@ -62,7 +62,7 @@ def limit_bytes(limit: int | str | None, name: str) -> int | None:
     """
     count = parse_bytes(limit, name) if isinstance(limit, str) else limit
     if count is not None and count < 1:
-        raise UserError(f"{name}: got {limit}, expected at least one byte, or none for what programs may use")
+        raise UserError(f"{name}: got {count} bytes, expected at least 1; leave it out for what programs may use")
     return count
 
 
