@@ -228,7 +228,7 @@ class Whole:
     def sums(self, score: Callable[[nnx.Module, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
         """As in `Objective`."""
         planned = self.planned
-        with planned.tracing(plainly=True):
+        with planned.tracing(is_forward_only=True):
             weights, params_of = planned.differentiated(state.params)
             params = params_of(weights)
 
