@@ -194,6 +194,6 @@ def describe_state(plan: Plan, state: PyTree, parameters: int) -> list[str]:
     moment_bytes, moment_count = state_bytes(state)
     others = "the others in float32" + (", corrections of weights in int8" if plan.state.master == "split" else "")
     return [
-        f"state {plan.state.moments}: {tree_bytes(state) / parameters:.2f} bytes a parameter; {moment_count:,} moments in "
-        f"{moment_bytes / moment_count:.2f} bytes each, {others}"
+        f"state {plan.state.moments}: {tree_bytes(state) / parameters:.2f} bytes a parameter; {moment_count:,} moments "
+        f"in {moment_bytes / moment_count:.2f} bytes each, {others}"
     ]
