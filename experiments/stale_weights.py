@@ -162,7 +162,7 @@ class StaleWeights:
         """The stages after update `number` from 0, each by the gradients of its own weights, and the batch's loss."""
         x: Any = ()
         forwards, loss = [], jnp.zeros(())
-        with self.plain.objective.planned.tracing(plainly=True), blocks.treating(blocks.Treatment()):
+        with self.plain.objective.planned.tracing(is_forward_only=True), blocks.treating(blocks.Treatment()):
             for s, stage in enumerate(stages):
                 passes = self._passes(s, batch, stage.versions[-1], x)
                 y, sums, kept = passes.forward(self._context(stage.versions[-1], batch), x)

@@ -211,7 +211,7 @@ def _head_price(step: TrainStep, calls: Sequence[BlockCall], platform: Platform)
     # shapes of a random key and of the indices of the batch's rows
     key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(row_count, dtype="int32")))
     pure_model = step.pure_model
-    with objective.planned.tracing(plainly=True):
+    with objective.planned.tracing(is_forward_only=True):
         loss_jaxpr = jax.make_jaxpr(lambda *args: objective.loss_of_masters(*args))(
             pure_model.whole, pure_model.rest, batch, key, examples
         )

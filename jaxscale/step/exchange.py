@@ -162,7 +162,7 @@ def describe_codec(stage: GradientExchange, optimizer: Optimizer) -> list[str]:
     """Lines for the user on a codec, before the first step."""
     lines, codec, (last_change, _) = [], stage.codec, stage.codec.timetable[-1]
     if last_change:
-        lines.append(f"reduce {codec}: more bytes than that are sent before step {last_change}")
+        lines.append(f"reduce {codec}: more bytes are sent in each step before step {last_change}")
     if codec.late and codec.feedback and (momentum := optimizer.momentum_after()):
         name, decay = momentum
         lines.append(
@@ -242,9 +242,9 @@ class CodecResiduals:
             if key == RESIDUAL:
                 prefix = f"{self.name}/{replica_prefix}/{key}/{name}"
                 return naming.behind_replicas(group == ALL, leaf, lambda one: naming.of_param(prefix, (), name, one))
-            gradient = stage.leaves[name]
+            gradient_leaf = stage.leaves[name]
             fields = ", ".join(
-                f"{field.name}={getattr(gradient, field.name)!r}" for field in dataclasses.fields(gradient)
+                f"{field.name}={getattr(gradient_leaf, field.name)!r}" for field in dataclasses.fields(gradient_leaf)
             )
             # checkpoints hold the hash: a class may get another name, and this text keeps its own
             facts = f"({str(stage.codec)!r}, Leaf({fields}), {tuple(stage.mesh.shape.items())[1:]!r})"

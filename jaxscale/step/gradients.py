@@ -98,9 +98,9 @@ def evaluate(objective: Objective, state: TrainState, batch: Batch) -> Loss:
 def accuracy(objective: Objective, state: TrainState, batch: Batch) -> tuple[Array, Array]:
     """Numbers of correct targets and of all targets in a batch, for a model that has `accuracy`: a classifier."""
     planned = objective.planned
-    count = getattr(planned.experiment.model, "accuracy", None)
-    assert count is not None
-    return objective.sums(lambda module, microbatch: count(module, microbatch, planned.context(None)), state, batch)
+    count_correct = getattr(planned.experiment.model, "accuracy", None)
+    assert count_correct is not None
+    return objective.sums(lambda module, rows: count_correct(module, rows, planned.context(None)), state, batch)
 
 
 @dataclasses.dataclass(eq=False)
@@ -188,9 +188,9 @@ class Whole:
             return (*jax.tree.map(jnp.add, (carry[0], carry[1]), (loss, gradients)), rest), None
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), planned.pure_model.params)
-        start = (Loss(jnp.zeros(()), jnp.zeros(())), planned.placed(zeros, is_manual=is_manual), rest)
+        first_sums = (Loss(jnp.zeros(()), jnp.zeros(())), planned.placed(zeros, is_manual=is_manual), rest)
         stacked_microbatches = microbatches((dict(batch), examples), parts=planned.plan.microbatches)
-        (loss, gradients, rest), _ = jax.lax.scan(add, start, stacked_microbatches)
+        (loss, gradients, rest), _ = jax.lax.scan(add, first_sums, stacked_microbatches)
         scale = 1.0 / _divisor(loss.weight, replicas)
         return loss, jax.tree.map(lambda g: g * scale, gradients), rest
 
@@ -228,7 +228,7 @@ class Whole:
     def sums(self, score: Callable[[nnx.Module, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
         """As in `Objective`."""
         planned = self.planned
-        with planned.tracing(plainly=True):
+        with planned.tracing(is_forward_only=True):
             weights, params_of = planned.differentiated(state.params)
             params = params_of(weights)
 

@@ -102,7 +102,7 @@ def streamed_weights(
         copies: the copy of each weight that a pass on the device reads.
         gradients: `NamedSharding` of each gradient.
     """
-    by_path = jax.tree_util.tree_map_with_path
+    map_with_path = jax.tree_util.tree_map_with_path
     gradients_on_host = plan.offload.gradients == "host"
 
     def differentiated_leaf(path: KeyPath, param: Array, copy: Array, sharding: NamedSharding) -> Array:
@@ -117,9 +117,9 @@ def streamed_weights(
                 return leaf
             return streamed_weight(plan, leaf) if gradients_on_host else streamed_weight(plan, param, leaf)
 
-        return by_path(param_of, leaves, params)
+        return map_with_path(param_of, leaves, params)
 
-    return by_path(differentiated_leaf, params, copies, gradients), params_of
+    return map_with_path(differentiated_leaf, params, copies, gradients), params_of
 
 
 def streamed_weight(plan: Plan, weight: Array, tie: Array | None = None) -> Streamed:

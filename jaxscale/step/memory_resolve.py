@@ -122,7 +122,7 @@ def traced_blocks(objective: Objective, chip: Chip | None = None) -> tuple[Block
     pure_model, row_count = objective.planned.pure_model, next(iter(batch.values())).shape[0]
     # arguments rather than constants, so that a block is traced as in the step
     key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(row_count, dtype="int32")))
-    with objective.planned.tracing(plainly=True):
+    with objective.planned.tracing(is_forward_only=True):
         calls = collect(objective.loss_of_masters, pure_model.whole, pure_model.rest, batch, key, examples, chip=chip)
     depth = objective.stage_depth
     return calls if depth is None else tuple(dataclasses.replace(call, count=depth) for call in calls)

@@ -55,23 +55,23 @@ class PlannedModel:
     treatment: blocks.Treatment | None = None
 
     @contextlib.contextmanager
-    def tracing(self, *, plainly: bool = False) -> Iterator[None]:
-        """A context that applies the plan's placements, treatment of blocks and matrix precision to a trace.
+    def tracing(self, *, is_forward_only: bool = False) -> Iterator[None]:
+        """Open a context that applies the plan's placements, treatment of blocks and matrix precision to a trace.
 
         Args:
-            plainly: whether no backward pass follows, so that blocks keep nothing for one.
+            is_forward_only: whether no backward pass follows, so that blocks keep nothing for one.
         """
         matmul = self.plan.matmul if self.plan.matmul in ("high", "highest") else None
         with (
             jax.default_matmul_precision(matmul) if matmul else contextlib.nullcontext(),
             place.layout(self.layout.mesh, self.layout.rules),
-            blocks.treating(self._treatment(plainly)),
+            blocks.treating(self._treatment(is_forward_only)),
         ):
             yield
 
-    def _treatment(self, plainly: bool) -> blocks.Treatment:
-        """How blocks run, with weights and residuals on the host as the plan places them."""
-        is_plain = plainly or self.treatment is None
+    def _treatment(self, is_forward_only: bool) -> blocks.Treatment:
+        """Return how blocks run, with their weights and residuals on the host if the plan places them there."""
+        is_plain = is_forward_only or self.treatment is None
         treatment = blocks.Treatment(unroll=self.plan.unroll) if is_plain else self.treatment
         assert treatment is not None
         if self.plan.offload.weights == "host":
@@ -80,13 +80,14 @@ class PlannedModel:
         return offloading_later(treatment) if has_pipeline and self.plan.stages_keep == "residuals" else treatment
 
     def mapped(self, body: Callable[..., R], manual: Sequence[str], inputs: Specs, outputs: Specs) -> Callable[..., R]:
-        """A function that runs `body` on every device, in a region that is manual over some mesh axes.
+        """Return a function that runs `body` on every device, in a region that is manual over some mesh axes.
 
         In the region `body` computes on this device's shards, and sends along the manual axes by itself. The compiler
-        handles the other axes, by which `constrain` places arrays.
+        handles the other axes, and `constrain` places arrays along those only.
 
         Args:
-            body: function of this device's shards; gradients of weights that it receives whole are not summed.
+            body: function of this device's shards. If it receives weights whole, their gradients are not summed over
+                the manual axes.
             manual: names of the manual mesh axes.
             inputs, outputs: placements of the arguments and of the results of `body`, by the manual axes.
         """
@@ -96,6 +97,7 @@ class PlannedModel:
         }
 
         def body_in_layout(*arguments: PyTree) -> R:
+            """Run `body` with a layout in which `constrain` uses the automatic axes only."""
             with place.layout(jax.sharding.get_abstract_mesh(), AxisRules(**automatic_axes)):
                 return body(*arguments)
 
@@ -138,7 +140,7 @@ class PlannedModel:
         return jax.random.fold_in(jax.random.key(self.experiment.seed), state.step)
 
     def read_spec(self, name: str) -> PartitionSpec:
-        """The placement in which the loop of a pipeline reads a parameter; one that all stages share is whole."""
+        """Return the placement in which a pipeline's loop reads a parameter; one that all stages share is not split."""
         placement = self.layout.placements[name]
         if not self.pure_model.stacked(name):
             return without_axis(placement.compute, "fsdp")
@@ -147,7 +149,7 @@ class PlannedModel:
     # -- weights and gradients -----------------------------------------------------------------------------------------
 
     def placed(self, gradients: Params, *, is_manual: bool = False) -> Params:
-        """Gradients in float32, placed by the plan.
+        """Return the gradients in float32, placed by the plan.
 
         Args:
             gradients: the gradient of every parameter.
@@ -155,6 +157,7 @@ class PlannedModel:
         """
 
         def place_gradient(gradient: Array, sharding: NamedSharding) -> Array:
+            """Constrain one gradient to its sharding and cast it to float32; one on the host stays unchanged."""
             if on_host(gradient):
                 return gradient
             mesh = jax.sharding.get_abstract_mesh() if is_manual else sharding.mesh
@@ -163,7 +166,7 @@ class PlannedModel:
         return jax.tree.map(place_gradient, gradients, self.layout.gradients)
 
     def copies(self, params: Params) -> Params:
-        """The copy of the parameters that the forward and backward passes read, and that is differentiated."""
+        """Return the copy of the parameters that the forward and backward passes read. It is what is differentiated."""
         if self.plan.precision == "float32":
             return params
         is_split, dtype = self.plan.zero in (1, 2), jnp.dtype(self.plan.precision)
@@ -171,12 +174,13 @@ class PlannedModel:
             return params  # the layers cast at the point of use, and return float32 gradients
 
         def copy(param: Array, master: NamedSharding, compute: NamedSharding) -> Array:
-            master = NamedSharding(master.mesh, master.spec)  # on the device, although masters may lie on the host
+            """Copy a parameter from the sharding of its master to the one that the passes read, in few bits."""
+            master_on_device = NamedSharding(master.mesh, master.spec)  # masters themselves may lie on the host
             if not jnp.issubdtype(param.dtype, jnp.floating):
                 return param
             narrow_param = param.astype(dtype)
             if is_split:
-                narrow_param = jax.lax.with_sharding_constraint(narrow_param, master)
+                narrow_param = jax.lax.with_sharding_constraint(narrow_param, master_on_device)
                 # without the barrier XLA:GPU would gather first and cast later, at twice the bytes
                 narrow_param = jax.lax.optimization_barrier(narrow_param)
                 narrow_param = jax.lax.with_sharding_constraint(narrow_param, compute)
@@ -187,11 +191,11 @@ class PlannedModel:
     def differentiated(
         self, params: Params, copies: Params | None = None, *, is_manual: bool = False
     ) -> tuple[Params, FromWeights]:
-        """The differentiated leaves, and a function from them to the module's parameters.
+        """Return the differentiated leaves, and a function from them to the module's parameters.
 
         Args:
             params: the float32 masters, on device or host.
-            copies: the copy of each parameter that a pass on the device reads; by default they are made here.
+            copies: the copy of each parameter that a pass on the device reads; by default this function makes it.
             is_manual: whether this is inside a region that is manual over replicas.
         """
         copies = self.copies(to_device(params)) if copies is None else copies
@@ -205,10 +209,10 @@ class PlannedModel:
 
 
 def unchanged(weights: Params) -> Params:
-    """The differentiated leaves, unchanged: the `FromWeights` of leaves that are the module's parameters already."""
+    """Return the leaves unchanged: the `FromWeights` if the module's parameters themselves are differentiated."""
     return weights
 
 
 def positive(weight: Float[Array, ""]) -> Float[Array, ""]:
-    """A sum of weights as a divisor: 1 in place of 0, so that a batch without targets has loss 0 and no gradient."""
+    """Return a sum of weights as a divisor: 1 instead of 0, so that a batch without targets has loss 0."""
     return jnp.where(weight > 0, weight, 1.0)

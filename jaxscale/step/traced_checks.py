@@ -92,8 +92,8 @@ class KernelTrace:
             return
         device = device_of(self._mesh)
         why = self._unfused or "no moment lies as the kernel takes it"
-        where = target(f"{device.platform} {device.device_kind}")
-        dispatch.note(dispatch.Explanation("adam8", where, "reference", {}, why))
+        device_target = target(f"{device.platform} {device.device_kind}")
+        dispatch.note(dispatch.Explanation("adam8", device_target, "reference", {}, why))
 
 
 def check_taken(plan: Plan, taken: Sequence[Taken]) -> None:

@@ -56,25 +56,27 @@ class Update:
 
     @classmethod
     def of(cls, experiment: Experiment, plan: Plan, pure_model: PureModel, mesh: Mesh | AbstractMesh) -> "Update":
-        """The optimizer of an experiment under a plan.
+        """Make the optimizer of an experiment under a plan.
 
         Raises:
-            UserError: moments of this rule cannot be kept in the plan's bits, or are to be updated on the host of a
-                TPU, whose compiler does not support such types there.
+            UserError: moments of this rule cannot be kept in the plan's bits, or the plan updates such moments on
+                the host of a TPU, which the compiler for TPU does not support.
         """
-        placements, by_path = placements_of(pure_model, plan, mesh), jax.tree_util.tree_map_with_path
-        shardings = by_path(lambda path, _: NamedSharding(mesh, placements[path_name(path)].state), pure_model.params)
-        leaves = by_path(
+        placements, map_with_path = placements_of(pure_model, plan, mesh), jax.tree_util.tree_map_with_path
+        shardings = map_with_path(
+            lambda path, _: NamedSharding(mesh, placements[path_name(path)].state), pure_model.params
+        )
+        leaf_descriptions = map_with_path(
             lambda path, leaf, sharding: leaf_of(
                 path_name(path), pure_model.names.get(path_name(path)), leaf.shape, sharding
             ),
             pure_model.params,
             shardings,
         )
-        plain = rule = experiment.optimizer.rule(experiment.steps, leaves)
+        plain = rule = experiment.optimizer.rule(experiment.steps, leaf_descriptions)
         fused = unfused = None
         if plan.state.moments != "float32":
-            layers = by_path(lambda path, _: pure_model.stacked(path_name(path)), pure_model.params)
+            is_stacked = map_with_path(lambda path, _: pure_model.stacked(path_name(path)), pure_model.params)
             device = device_of(mesh)
             if plan.offload.optimizer_state == "host" and device.platform == "tpu":
                 raise UserError(
@@ -83,11 +85,13 @@ class Update:
                     "mixes elements of a tensor, state.moments float32"
                 )
             platform = "cpu" if plan.offload.optimizer_state == "host" else device.platform
-            rule = quantize_state(rule, plan.state.moments, local=shardings, layers=layers, platform=platform)
+            rule = quantize_state(rule, plan.state.moments, local=shardings, layers=is_stacked, platform=platform)
             unfused = _why_unfused(experiment.optimizer, plan, platform)
             if unfused is None:
-                where = f"{platform} {device.device_kind}"
-                fused = _fused(experiment.optimizer, experiment.steps, rule, leaves, shardings, where)
+                device_name = f"{platform} {device.device_kind}"
+                fused = _fused_adamw(
+                    experiment.optimizer, experiment.steps, rule, leaf_descriptions, shardings, device_name
+                )
         if plan.state.master == "split":
             rule = split_weights(rule)
         clip, messages = experiment.optimizer.clip, experiment.optimizer.messages(experiment.steps)
@@ -95,8 +99,18 @@ class Update:
         if messages is not None:
             whole = clipped(rule, messages)
         is_known_rule = experiment.optimizer.custom is None
-        one_by_one = jax.tree.map(lambda leaf: leaf.stack > 0, leaves) if is_known_rule else None
-        return cls(plain, rule, whole, clip, plan.state.master == "split", messages, fused, unfused, one_by_one)
+        is_by_layer = jax.tree.map(lambda leaf: leaf.stack > 0, leaf_descriptions) if is_known_rule else None
+        return cls(
+            plain=plain,
+            rule=rule,
+            whole=whole,
+            clip=clip,
+            split=plan.state.master == "split",
+            messages=messages,
+            fused=fused,
+            unfused=unfused,
+            layers=is_by_layer,
+        )
 
     def start(self, params: Params) -> tuple[Params, optax.OptState]:
         """Split the weights, and create the state before the first update.
@@ -107,18 +121,19 @@ class Update:
         Returns:
             Weights in bfloat16, and the optimizer state with their rounding errors.
         """
-        pairs = jax.tree.map(
+        weights_with_corrections = jax.tree.map(
             lambda p: split(p) if jnp.issubdtype(p.dtype, jnp.floating) else (p, optax.MaskedNode()), params
         )
-        outer = jax.tree.structure(params)
-        weights, corrections = (outer.unflatten([pair[i] for pair in outer.flatten_up_to(pairs)]) for i in (0, 1))
+        structure = jax.tree.structure(params)
+        pairs = structure.flatten_up_to(weights_with_corrections)
+        weights, corrections = (structure.unflatten([pair[i] for pair in pairs]) for i in (0, 1))
         state: PyTree = self.rule.init(weights)
         state = state._replace(correction=corrections)
         return weights, state if self.clip is None else (optax.clip_by_global_norm(self.clip).init(weights), state)
 
 
 def _why_unfused(optimizer: Optimizer, plan: Plan, platform: str) -> str | None:
-    """The reason why the kernel of 8-bit AdamW cannot update a state in few bits; `None` if it can."""
+    """Return why the kernel of 8-bit AdamW cannot update a state in few bits; `None` if it can."""
     if plan.offload.optimizer_state != "device" or plan.offload.weights != "device":
         return "it needs weights and state on the device"
     if platform not in ("tpu", "gpu"):
@@ -128,35 +143,40 @@ def _why_unfused(optimizer: Optimizer, plan: Plan, platform: str) -> str | None:
     if plan.state.moments not in ("int8", "dynamic8"):
         return f"the kernel supports states int8 and dynamic8, not {plan.state.moments}"
     if optimizer.name != "adamw" or optimizer.custom is not None:
-        rule = "a rule of your own" if optimizer.custom is not None else optimizer.name
-        return f"the kernel supports AdamW, not {rule}"
+        rule_name = "a rule of your own" if optimizer.custom is not None else optimizer.name
+        return f"the kernel supports AdamW, not {rule_name}"
     if plan.state.master == "split":
         return "it needs float32 weights, not split ones"
     return "replicas under diloco are updated together by XLA's program" if plan.diloco is not None else None
 
 
-def _fused(
-    optimizer: Optimizer, steps: int, rule: optax.GradientTransformation, leaves: Params, places: Params, platform: str
+def _fused_adamw(
+    optimizer: Optimizer,
+    steps: int,
+    rule: optax.GradientTransformation,
+    leaf_descriptions: Params,
+    shardings: Params,
+    device_name: str,
 ) -> Advance:
-    """The update of AdamW by a fused kernel.
+    """Return the update of AdamW by a fused kernel.
 
     Args:
         optimizer: AdamW, with its options.
         steps: number of steps of the run, for the schedule of the learning rate.
         rule: the rule with its state in few bits, without clipping.
-        leaves: description of each parameter, with whether it decays.
-        places: sharding of each parameter's state.
-        platform: platform and kind of the device, such as "tpu TPU v5e".
+        leaf_descriptions: description of each parameter (`optim.leaves`), with whether it decays.
+        shardings: `NamedSharding` of each parameter's state.
+        device_name: platform and kind of the device, such as "tpu TPU v5e".
     """
     from jaxscale.optim.fused import AdamW, fused
 
-    mask = jax.tree.map(lambda leaf: leaf.decays, leaves) if optimizer.decay == "matrices" else None
+    mask = jax.tree.map(lambda leaf: leaf.decays, leaf_descriptions) if optimizer.decay == "matrices" else None
     adamw = AdamW(optimizer.schedule_fn(steps), **optimizer.options(), mask=mask)
-    return fused(rule, adamw, platform=platform, state_shardings=places, clip=optimizer.clip)
+    return fused(rule, adamw, platform=device_name, state_shardings=shardings, clip=optimizer.clip)
 
 
 def describe_state(plan: Plan, state: PyTree, parameters: int) -> list[str]:
-    """A line for the user on an optimizer state in few bits; no line for a float32 state.
+    """Return a line for the user on an optimizer state in few bits, or no line for a float32 state.
 
     Args:
         plan: the plan, which specifies the bits of a moment.
@@ -171,9 +191,9 @@ def describe_state(plan: Plan, state: PyTree, parameters: int) -> list[str]:
     """
     if plan.state.moments == "float32":
         return []
-    moment_bytes, moments = state_bytes(state)
+    moment_bytes, moment_count = state_bytes(state)
     others = "the others in float32" + (", corrections of weights in int8" if plan.state.master == "split" else "")
     return [
-        f"state {plan.state.moments}: {tree_bytes(state) / parameters:.2f} bytes a parameter; {moments:,} moments in "
-        f"{moment_bytes / moments:.2f} bytes each, {others}"
+        f"state {plan.state.moments}: {tree_bytes(state) / parameters:.2f} bytes a parameter; {moment_count:,} moments "
+        f"in {moment_bytes / moment_count:.2f} bytes each, {others}"
     ]

@@ -151,7 +151,7 @@ def test_momentum_after_late_gradients_is_said() -> None:
     def said(optimizer: Optimizer, codec: str) -> str:
         return "\n".join(describe_codec(dataclasses.replace(stage, codec=Codec.parse(codec)), optimizer))
 
-    assert "reduce topk:0.05: more bytes than that are sent before step 100" in said(sgd, "topk:0.05")
+    assert "reduce topk:0.05: more bytes are sent in each step before step 100" in said(sgd, "topk:0.05")
     assert f"with adamw, b1 0.9: {late}" in said(Optimizer(), "topk:0.05")
     assert f"with sgd, momentum 0.9: {late}" in said(dataclasses.replace(sgd, momentum=0.9), "dgc:0.05")
     for optimizer, codec in ((sgd, "topk:0.05"), (Optimizer(b1=0.0), "topk:0.05"), (Optimizer(), "int8")):

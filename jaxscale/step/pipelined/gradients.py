@@ -279,7 +279,7 @@ class Pipelined:
             return jax.lax.psum(executed.sums, MANUAL)
 
         forward_tables = tabulate(self.schedule, forward_only=True)
-        with self.planned.tracing(plainly=True):
+        with self.planned.tracing(is_forward_only=True):
             return self._run(forward_tables, stage, state, batch, finish, PartitionSpec())
 
     # -- weights -------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...
         return {name for name, reads in zip(name_of_leaf, is_read[start:], strict=False) if name and reads}
 
     # without the treatment of blocks, because the memory rule decided on it for the rows of one device
-    with planned.tracing(plainly=True):
+    with planned.tracing(is_forward_only=True):
         message = jax.eval_shape(parts.before, *args)
         read_before, read_inside = names_read_by(parts.before), names_read_by(parts.inside, message)
         read_behind = names_read_by(parts.behind, message)
@@ -86,7 +86,7 @@ def weight_program(planned: PlannedModel, batch: Batch) -> Callable[[Batch], Flo
         loss = planned.loss(planned.pure_model.module(params, rest), batch, planned.context(None))
         return jnp.asarray(loss.weight, jnp.float32)
 
-    with planned.tracing(plainly=True):
+    with planned.tracing(is_forward_only=True):
         program = jax.make_jaxpr(weight)(planned.pure_model.whole, planned.pure_model.rest, dict(batch))
     pruned, is_read = prune(program, [True])
     model_leaf_count = len(is_read) - len(batch)
