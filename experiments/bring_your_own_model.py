@@ -15,11 +15,9 @@ from pathlib import Path
 import jax
 from flax import linen, nnx
 
-from jaxscale import Experiment
+from jaxscale import Evaluation, Experiment, Optimizer
 from jaxscale.data import Images
 from jaxscale.models import ForeignModel, classification, linen_model
-from jaxscale.optim.optimizer import Optimizer
-from jaxscale.recipe.experiment import Evaluation
 
 DIGITS = Path(__file__).parent / "data" / "digits.npz"
 

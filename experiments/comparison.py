@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jaxscale import Experiment, Run, train
-from jaxscale.training.backend import start_backend
 
 WIRE = "bytes a step     fewer"
 """Columns of `wire`."""
@@ -33,7 +32,6 @@ def compare(
     parser.add_argument("--only", nargs="+", choices=list(variants), default=list(variants), metavar="VARIANT")
     parser.add_argument("-o", "--out", type=Path, help="where run directories go; nowhere by default")
     arguments = parser.parse_args()
-    start_backend()  # as many devices as a CPU has cores
     width = max(map(len, variants)) + 1
     print(f"{'':{width}} held-out loss  {columns}", flush=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -31,14 +31,10 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxscale import Experiment, Plan
+from jaxscale import Evaluation, Experiment, MeshSpec, Optimizer, Plan, Samples
 from jaxscale.data import Text
 from jaxscale.models import Decoder
-from jaxscale.optim.optimizer import Optimizer
-from jaxscale.recipe.experiment import Evaluation, Samples
-from jaxscale.replicas import Codec
-from jaxscale.replicas.low_communication import Diloco
-from jaxscale.sharding.mesh import MeshSpec
+from jaxscale.replicas import Codec, Diloco
 
 TEXT = Path(__file__).parent / "data" / "shakespeare.txt"
 CONTEXT = 64

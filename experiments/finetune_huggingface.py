@@ -16,11 +16,9 @@ batches of an evaluation on the way said 1.75 too). With a real folder, of any a
 
 from pathlib import Path
 
-from jaxscale import Experiment
+from jaxscale import Evaluation, Experiment, Optimizer, Samples
 from jaxscale.data import Text
 from jaxscale.models import Pretrained
-from jaxscale.optim.optimizer import Optimizer
-from jaxscale.recipe.experiment import Evaluation, Samples
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parent / "tests" / "golden" / "llama"

@@ -11,11 +11,9 @@ loss is 2.481 and 2.484 nats per character in int4, 2.333 and 2.342 in bfloat16 
 
 from pathlib import Path
 
-from jaxscale import Experiment, Plan
+from jaxscale import Evaluation, Experiment, Optimizer, Plan, Samples
 from jaxscale.data import Text
 from jaxscale.models import Decoder
-from jaxscale.optim.optimizer import Optimizer
-from jaxscale.recipe.experiment import Evaluation, Samples
 
 TEXT = Path(__file__).parent / "data" / "shakespeare.txt"
 CONTEXT = 48

@@ -41,10 +41,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxscale.optim.large_batch import scaled
-from jaxscale.optim.leaves import leaves_of
-from jaxscale.optim.optimizer import Optimizer
-from jaxscale.typing import Array, Params
+from jaxscale import Optimizer
+from jaxscale.optim import leaves_of, scaled
 
 DIGITS = Path(__file__).parent / "data" / "digits.npz"
 TRAINED = 1347
@@ -106,7 +104,7 @@ def images() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     return train, np.tile(y[:TRAINED], 9), x[TRAINED:].reshape(-1, 64), y[TRAINED:]
 
 
-def start(seed: int) -> Params:
+def start(seed: int) -> Any:
     """Weights with variance 2 / n, the last ones half as large, and zero biases."""
     params, keys = {}, jax.random.split(jax.random.key(seed), len(WIDTHS) - 1)
     for layer, (key, rows, columns) in enumerate(zip(keys, WIDTHS[:-1], WIDTHS[1:], strict=True)):
@@ -116,7 +114,7 @@ def start(seed: int) -> Params:
     return params
 
 
-def logits(params: Params, x: Array) -> Array:
+def logits(params: Any, x: jax.Array) -> jax.Array:
     """Of the perceptron."""
     x = (x - 0.3) * 2
     for layer in range(len(WIDTHS) - 1):
@@ -134,12 +132,12 @@ def train(way: Way, seed: int, epochs: int, data: Any) -> float:
     params = start(seed)
     rule = optimizer.build(steps, leaves_of(params))
 
-    def loss(params: Params, x: Array, y: Array) -> Array:
+    def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         return optax.softmax_cross_entropy_with_integer_labels(logits(params, x), y).mean()
 
     @jax.jit
-    def epoch(params: Params, state: Any, order: Array) -> Any:
-        def step(carry: Any, rows: Array) -> Any:
+    def epoch(params: Any, state: Any, order: jax.Array) -> Any:
+        def step(carry: Any, rows: jax.Array) -> Any:
             params, state = carry
             updates, state = rule.update(jax.grad(loss)(params, x[rows], y[rows]), state, params)
             return (optax.apply_updates(params, updates), state), None

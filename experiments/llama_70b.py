@@ -8,12 +8,9 @@ The data are bytes of Shakespeare: they stand for text of the same shape, and no
 
 from pathlib import Path
 
-from jaxscale import Experiment, Plan
+from jaxscale import Experiment, MemoryPlan, Optimizer, Plan
 from jaxscale.data import Text
-from jaxscale.memory.plan import MemoryPlan
-from jaxscale.models import Decoder
-from jaxscale.models.decoder import Llama3Scaling
-from jaxscale.optim.optimizer import Optimizer
+from jaxscale.models import Decoder, Llama3Scaling
 
 TEXT = Path(__file__).parent / "data" / "shakespeare.txt"
 CONTEXT = 4096

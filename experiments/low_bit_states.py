@@ -26,15 +26,11 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxscale import Experiment, Plan, Run
+import jax
+
+from jaxscale import Evaluation, Experiment, MeshSpec, Optimizer, Plan, Run, Samples, build, override
 from jaxscale.data import Text
 from jaxscale.models import Decoder
-from jaxscale.optim.optimizer import Optimizer
-from jaxscale.recipe.experiment import Evaluation, Samples
-from jaxscale.sharding.mesh import MeshSpec
-from jaxscale.step.build import build
-from jaxscale.trees import tree_bytes
-from jaxscale.values import override
 
 TEXT = Path(__file__).parent / "data" / "shakespeare.txt"
 CONTEXT = 64
@@ -103,7 +99,7 @@ VARIANTS = {name: _variant(name) for name in WAYS}
 
 def _bytes(made: Experiment, run: Run) -> str:
     step = build(made)
-    return f"{tree_bytes(step.layout.abstract.optimizer) / step.parameters:12.2f}"
+    return f"{sum(leaf.nbytes for leaf in jax.tree.leaves(step.init().optimizer)) / step.parameters:12.2f}"
 
 
 def main() -> None:

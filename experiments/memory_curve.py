@@ -39,11 +39,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxscale import Platform, menu
-from jaxscale.blocks import Context
-from jaxscale.models.decoder import Decoder
-from jaxscale.programs.block import BlockGraph
-from jaxscale.programs.collect import collect
+from jaxscale import Context, Platform, menu
+from jaxscale.memory import BlockGraph, collect
+from jaxscale.models import Decoder
 
 PLATFORM = Platform.parse("tpu v5p:2x2x1")
 LAYERS = 16

@@ -12,13 +12,10 @@ time and memory, and not in what is computed.
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxscale import Experiment, Plan
+from jaxscale import Evaluation, Experiment, Optimizer, Plan, Samples
 from jaxscale.data import Text
 from jaxscale.models import Decoder
-from jaxscale.optim.optimizer import Optimizer
-from jaxscale.pipeline.plan import PipelinePlan
-from jaxscale.pipeline.schedules import METHODS
-from jaxscale.recipe.experiment import Evaluation, Samples
+from jaxscale.pipeline import METHODS, PipelinePlan
 
 TEXT = Path(__file__).parent / "data" / "shakespeare.txt"
 CONTEXT = 64

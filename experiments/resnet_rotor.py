@@ -17,13 +17,9 @@ CPU backend runs blocks again and spares nothing, unless they are scanned).
 import dataclasses
 from pathlib import Path
 
-from jaxscale import Experiment, Plan
+from jaxscale import Evaluation, Experiment, MemoryPlan, MeshSpec, Optimizer, Plan
 from jaxscale.data import Images
-from jaxscale.memory.plan import MemoryPlan
 from jaxscale.models import ResNet
-from jaxscale.optim.optimizer import Optimizer
-from jaxscale.recipe.experiment import Evaluation
-from jaxscale.sharding.mesh import MeshSpec
 
 DIGITS = Path(__file__).parent / "data" / "digits.npz"
 

@@ -9,11 +9,9 @@ loss 1.924, 1.930 and 1.925 nats per character (seeds 0, 1, 2).
 
 from pathlib import Path
 
-from jaxscale import Experiment, Plan
+from jaxscale import Evaluation, Experiment, Optimizer, Plan, Samples
 from jaxscale.data import Text
 from jaxscale.models import Decoder
-from jaxscale.optim.optimizer import Optimizer
-from jaxscale.recipe.experiment import Evaluation, Samples
 
 TEXT = Path(__file__).parent / "data" / "shakespeare.txt"
 CONTEXT = 64

@@ -9,12 +9,9 @@ virtual device each and with some other work on them: 2 min 48 s, 7,400 tokens/s
 
 from pathlib import Path
 
-from jaxscale import Experiment, Plan
+from jaxscale import Evaluation, Experiment, Optimizer, Plan, Samples
 from jaxscale.data import Text
 from jaxscale.models import Decoder
-from jaxscale.optim.optimizer import Optimizer
-from jaxscale.recipe.experiment import Evaluation, Samples
-from jaxscale.recipe.kernels import Kernels
 
 DATA = Path(__file__).parent / "data"
 CONTEXT = 128
@@ -38,5 +35,5 @@ def experiment() -> Experiment:
         batch=8,
         evaluation=Evaluation(every=250),
         samples=Samples(every=500, prompts=("ROMEO\n",), tokens=80),
-        plan=Plan(kernels=Kernels(loss_chunk=32)),
+        plan=Plan(kernels="loss_chunk=32"),
     )

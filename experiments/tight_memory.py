@@ -10,11 +10,9 @@ however many cores there are, so that the bytes are the same everywhere.
 
 from pathlib import Path
 
-from jaxscale import Experiment, Plan
+from jaxscale import Experiment, MeshSpec, Optimizer, Plan
 from jaxscale.data import Text
 from jaxscale.models import Decoder
-from jaxscale.optim.optimizer import Optimizer
-from jaxscale.sharding.mesh import MeshSpec
 
 TEXT = Path(__file__).parent / "data" / "shakespeare.txt"
 CONTEXT = 128

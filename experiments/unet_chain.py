@@ -20,14 +20,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxscale import Experiment
-from jaxscale.blocks import Context, Loss
+from jaxscale import Context, Evaluation, Experiment, Loss, Optimizer
 from jaxscale.data import Images
-from jaxscale.layers.conv import Conv
-from jaxscale.layers.norm import LayerNorm
-from jaxscale.layers.stack import Chain
-from jaxscale.optim.optimizer import Optimizer
-from jaxscale.recipe.experiment import Evaluation
+from jaxscale.layers import Chain, Conv, LayerNorm
 
 DIGITS = Path(__file__).parent / "data" / "digits.npz"
 State = tuple[Any, ...]

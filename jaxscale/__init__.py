@@ -12,13 +12,14 @@ from jaxscale.lazy import lazy_names
 __version__ = "0.2.0"
 
 _WINGS = ("data", "layers", "lowbit", "memory", "models", "offload", "optim", "pipeline", "replicas", "sharding")
-_MODULE_OF_NAME = {
+_MODULE_BY_NAME = {
     "Checkpointing": "jaxscale.recipe.experiment",
     "Checkpoints": "jaxscale.checkpoint.store",
     "Context": "jaxscale.blocks",
     "Evaluation": "jaxscale.recipe.experiment",
     "Experiment": "jaxscale.recipe.experiment",
     "Guard": "jaxscale.recipe.experiment",
+    "Kernels": "jaxscale.recipe.kernels",
     "Loss": "jaxscale.blocks",
     "MemoryPlan": "jaxscale.memory.plan",
     "MeshSpec": "jaxscale.sharding.mesh",
@@ -35,7 +36,9 @@ _MODULE_OF_NAME = {
     "build": "jaxscale.step.build",
     "explain": "jaxscale.planning.explain",
     "fit": "jaxscale.planning.fit",
+    "load_file": "jaxscale.records.source",
     "menu": "jaxscale.planning.menu",
+    "override": "jaxscale.values",
     "train": "jaxscale.training.loop",
 }
 """Module of each public name."""
@@ -52,22 +55,25 @@ if TYPE_CHECKING:
     from jaxscale.planning.menu import menu
     from jaxscale.platforms.platform import Platform
     from jaxscale.recipe.experiment import Checkpointing, Evaluation, Experiment, Guard, Samples
+    from jaxscale.recipe.kernels import Kernels
     from jaxscale.recipe.plan import OffloadPlan, Plan, StatePlan
+    from jaxscale.records.source import load_file
     from jaxscale.sharding.mesh import MeshSpec
     from jaxscale.state.train_state import TrainState
     from jaxscale.step.build import build
     from jaxscale.step.train_step import TrainStep
     from jaxscale.training.loop import train
     from jaxscale.training.run import Run
+    from jaxscale.values import override
 
 __all__ = [
-    "Checkpointing", "Checkpoints", "Context", "Evaluation", "Experiment", "Guard", "Loss", "MemoryPlan",
+    "Checkpointing", "Checkpoints", "Context", "Evaluation", "Experiment", "Guard", "Kernels", "Loss", "MemoryPlan",
     "MeshSpec", "OffloadPlan", "Optimizer", "Plan", "Platform", "Run", "Samples", "StatePlan", "TrainState",
-    "TrainStep", "UserError", "__version__", "build", "data", "explain", "fit", "layers", "lowbit", "memory",
-    "menu", "models", "offload", "optim", "pipeline", "replicas", "sharding", "train",
+    "TrainStep", "UserError", "__version__", "build", "data", "explain", "fit", "layers", "load_file", "lowbit",
+    "memory", "menu", "models", "offload", "optim", "override", "pipeline", "replicas", "sharding", "train",
 ]  # fmt: skip
 
-__getattr__ = lazy_names(__name__, _MODULE_OF_NAME, _WINGS)
+__getattr__ = lazy_names(__name__, _MODULE_BY_NAME, _WINGS)
 
 
 def __dir__() -> list[str]:

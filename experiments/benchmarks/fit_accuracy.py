@@ -61,7 +61,7 @@ from jaxscale.planning.estimate import Estimate, of_step
 from jaxscale.planning.program import described_step, lowered_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.plan import Plan
-from jaxscale.records.source import load
+from jaxscale.records.source import load_file
 from jaxscale.state.batches import batch_shapes
 
 MODELS = Path(__file__).with_name("fit_models.py")
@@ -238,7 +238,7 @@ def record() -> None:
     """Compile what was not recorded yet; every program is written down as soon as it is compiled."""
     known = recorded()
     for case in CASES:
-        experiment, source = load(MODELS, case.model, case.overrides)
+        experiment, source = load_file(MODELS, case.model, case.overrides)
         if case not in known:
             report = compile_report(partial(lowered_step, make=source.remake), case.platform)
             if report.device_bytes is None or report.temp_bytes is None:
@@ -284,7 +284,7 @@ def write(rows: dict[Case, dict[str, Any]]) -> None:
 def judged(cases: dict[Case, dict[str, Any]]) -> Iterator[Judged]:
     """The estimates of recorded cases."""
     for case, row in cases.items():
-        experiment, _ = load(MODELS, case.model, case.overrides)
+        experiment, _ = load_file(MODELS, case.model, case.overrides)
         platform = Platform.parse(case.platform)
         step, batch = described_step(experiment, platform), batch_shapes(experiment)
         try:

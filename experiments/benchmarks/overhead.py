@@ -25,12 +25,12 @@ import plain_loop
 from figures import Figure, show
 
 from jaxscale.recipe.plan import Plan
-from jaxscale.records.source import load
+from jaxscale.records.source import load_file
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
 
 EXPERIMENTS = Path(__file__).resolve().parent.parent
-UNROLL = load(EXPERIMENTS / "shakespeare.py")[0].plan.unroll
+UNROLL = load_file(EXPERIMENTS / "shakespeare.py")[0].plan.unroll
 
 
 def timed(run: Callable[[], Any]) -> float:
@@ -58,7 +58,7 @@ class Ours:
     """jaxscale's step of the default experiment, compiled, with its state."""
 
     def __init__(self, plan: Plan, batch: dict[str, np.ndarray]) -> None:
-        experiment, _ = load(EXPERIMENTS / "shakespeare.py")
+        experiment, _ = load_file(EXPERIMENTS / "shakespeare.py")
         self.step = build(experiment, plan)
         self.step.compile(batch)
         self.compiled = self.step.step_fn.lower(self.step.layout.abstract, self.step.abstract_batch(batch)).compile()

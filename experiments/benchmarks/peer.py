@@ -31,7 +31,7 @@ import plain_loop
 from figures import Figure, show
 
 from jaxscale.recipe.experiment import Checkpointing, Evaluation, Samples
-from jaxscale.records.source import load
+from jaxscale.records.source import load_file
 from jaxscale.training.loop import train
 
 HERE = Path(__file__).resolve().parent
@@ -42,7 +42,7 @@ WARM = 20
 
 def ours(steps: int, seed: int, folder: Path, plain: bool = True) -> tuple[list[float], float]:
     """(tokens per second of each step, held-out loss) of the default experiment as a user runs it."""
-    experiment, _ = load(RECIPE)
+    experiment, _ = load_file(RECIPE)
     if plain:  # speed alone: nothing between the steps
         quiet = {"evaluation": Evaluation(every=0, batches=1), "samples": Samples(every=0, tokens=1)}
         experiment = dataclasses.replace(experiment, checkpoint=Checkpointing(every=0), **quiet)
@@ -57,7 +57,7 @@ def by_hand(steps: int) -> list[float]:
     index = np.zeros(256, np.int32)
     index[np.unique(text)] = np.arange(len(np.unique(text)))
     data, rng = index[text], np.random.default_rng(0)
-    start, step, rows = plain_loop.make_step(jax.devices(), load(RECIPE)[0].plan.unroll)
+    start, step, rows = plain_loop.make_step(jax.devices(), load_file(RECIPE)[0].plan.unroll)
     state, rates = start(), []
 
     def draw() -> dict[str, Any]:

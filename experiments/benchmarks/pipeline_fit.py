@@ -28,7 +28,7 @@ from jaxscale.compiler.compile import compile_report
 from jaxscale.planning.accuracy import MARGIN, PIPELINED_FILE
 from jaxscale.planning.estimate import estimate
 from jaxscale.planning.program import lowered_step
-from jaxscale.records.source import load
+from jaxscale.records.source import load_file
 
 MODELS = Path(__file__).with_name("fit_models.py")
 RECORDING = Path(__file__).with_name("pipeline_fit.jsonl")
@@ -55,7 +55,7 @@ class Case:
 
     def load(self) -> tuple[Experiment, Any]:
         """The experiment, and how to make it anew."""
-        return load(MODELS, self.model, self.overrides)
+        return load_file(MODELS, self.model, self.overrides)
 
 
 CASES = (

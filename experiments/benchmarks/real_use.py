@@ -36,7 +36,7 @@ from jaxscale.planning.program import compiled_bytes
 from jaxscale.platforms.detect import detect
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import Plan
-from jaxscale.records.source import load
+from jaxscale.records.source import load_file
 from jaxscale.state.batches import batch_shapes
 from jaxscale.step.build import build
 
@@ -71,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="few layers and tokens")
     tiny = parser.parse_args().tiny
-    experiment, _ = load(FILE)
+    experiment, _ = load_file(FILE)
     if tiny:
         assert isinstance(experiment.model, Decoder)
         model = dataclasses.replace(experiment.model, layers=4, embed=32)

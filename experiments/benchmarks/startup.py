@@ -110,7 +110,7 @@ def main() -> None:
             "import jax": (["-c", "import jax"], 0, ""),
             "import jaxscale and jax": (["-c", "import jaxscale, jax; jaxscale.Experiment, jaxscale.Plan"], 0, ""),
             "import the experiment": (
-                ["-c", f"from jaxscale.records.source import load; load({str(EXPERIMENT)!r})"],
+                ["-c", f"from jaxscale.records.source import load_file; load_file({str(EXPERIMENT)!r})"],
                 0,
                 "",
             ),

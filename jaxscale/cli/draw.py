@@ -186,9 +186,9 @@ class Draw:
             pairs: pairs of a plan and its schedule; if there are none, the experiment's own plan is used.
         """
         from jaxscale.planning.stage_prices import stage_costs
-        from jaxscale.records.source import load
+        from jaxscale.records.source import load_file
 
-        experiment, _ = load(file, self.variant, dict(fields))
+        experiment, _ = load_file(file, self.variant, dict(fields))
         if not pairs:
             if experiment.plan.pipeline is None:
                 raise UserError(f"draw pipeline: {file} has no pipeline in its plan; give a schedule, such as 1f1b:4x8")

@@ -217,12 +217,12 @@ def _check_page(path: str) -> None:
 def load_experiment(command: Train | Fit | Explain, fields: Mapping[str, str]) -> Any:
     """Return the experiment of a subcommand's file, with the fields set on the command line, and its `Source`."""
     from jaxscale.recipe.plan import read_plan
-    from jaxscale.records.source import load
+    from jaxscale.records.source import load_file
 
     flag_values = {name: getattr(command, name) for name in experiment_flags(type(command))}
     text_by_field = {name: str(value) for name, value in flag_values.items() if value is not None}
     plan = None if command.plan_file is None else read_plan(Path(command.plan_file))
-    return load(command.file, command.variant, {**text_by_field, **fields}, plan)
+    return load_file(command.file, command.variant, {**text_by_field, **fields}, plan)
 
 
 def experiment_flags(command: type) -> list[str]:

@@ -83,7 +83,7 @@ class Source:
 
         assert self.path is not None
         plan = None if self.plan is None else values.from_json(Plan, self.plan, "the plan")
-        return load(self.path, self.variant, self.overrides, plan)[0]
+        return load_file(self.path, self.variant, self.overrides, plan)[0]
 
     def write(self, run_dir: Any) -> None:
         """Write the copy of the experiment file, and source.json, into `source/` of a run directory."""
@@ -139,7 +139,7 @@ def versions() -> dict[str, str]:
     return version_by_name | {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")}
 
 
-def load(
+def load_file(
     path: str | Path,
     variant: str | None = None,
     overrides: Mapping[str, str] | None = None,

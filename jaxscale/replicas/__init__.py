@@ -32,6 +32,7 @@ _MODULE_BY_NAME = {
 """Module of each public name, from which it loads at its first use."""
 
 if TYPE_CHECKING:
+    from jaxscale.replicas import wire
     from jaxscale.replicas.codec import Codec, CodecState
     from jaxscale.replicas.codecs import CODECS
     from jaxscale.replicas.codecs.block_codes import Int4, Int8
@@ -68,7 +69,7 @@ __all__ = [
     "diloco",
     "encode_integers",
     "reduce_gradients",
-    "start_reduction",
+    "start_reduction", "wire",
 ]  # fmt: skip
 
-__getattr__ = lazy_names(__name__, _MODULE_BY_NAME)
+__getattr__ = lazy_names(__name__, _MODULE_BY_NAME, ("wire",))

@@ -8,7 +8,7 @@ import pytest
 from jaxscale.cli import main
 from jaxscale.cli.commands import COMMANDS
 from jaxscale.cli.usage import field_help
-from jaxscale.records.source import load
+from jaxscale.records.source import load_file
 from jaxscale.values import override, spell
 
 
@@ -58,7 +58,7 @@ def test_an_experiment_shows_its_fields_and_their_defaults(toy: Path, capsys, mo
 
 
 def test_what_the_help_spells_sets_the_same(toy: Path):
-    experiment, _ = load(toy)
+    experiment, _ = load_file(toy)
     for path, value in {"plan.mesh": experiment.plan.mesh, "plan.rules.seq": ("sequence", "tensor")}.items():
         again = override(experiment, {path: spell(value)})
         found = again

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-FILE = Path(__file__).parents[2] / "experiments" / "async_pipeline.py"
+FILE = Path(__file__).parents[2] / "experiments" / "benchmarks" / "async_pipeline.py"
 
 
 def ran(*options):

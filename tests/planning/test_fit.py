@@ -13,7 +13,7 @@ from jaxscale.planning.estimate import estimate
 from jaxscale.planning.fit import fit
 from jaxscale.planning.memory_search import cheapest_fit
 from jaxscale.platforms.platform import Platform
-from jaxscale.records.source import load
+from jaxscale.records.source import load_file
 
 V5E = "tpu v5e:2x2"
 
@@ -168,7 +168,7 @@ def test_what_was_measured_decides(planned):
 
 
 def test_the_compiler_s_word_beside_the_estimate(file):
-    experiment, source = load(file, overrides={"plan.mesh": "data:2", "plan.memory": "full"})
+    experiment, source = load_file(file, overrides={"plan.mesh": "data:2", "plan.memory": "full"})
     found = fit(experiment, "cpu x 2", limit=2**30, verify=True, make=source.remake)
     assert found.verified
     assert found.report is not None
@@ -186,7 +186,7 @@ def test_an_experiment_that_pickles_needs_no_maker(planned):
 def test_a_maker_pickles(file):
     import pickle
 
-    _, source = load(file, overrides={"plan.zero": "3"})
+    _, source = load_file(file, overrides={"plan.zero": "3"})
     again = pickle.loads(pickle.dumps(partial(source.remake)))()
     assert again.plan.zero == 3
 

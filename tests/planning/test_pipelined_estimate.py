@@ -19,7 +19,7 @@ from jaxscale.planning.fusion import Compiler
 from jaxscale.planning.timeline import timeline
 from jaxscale.programs.flat import flatten
 from jaxscale.programs.placements import place
-from jaxscale.records.source import load
+from jaxscale.records.source import load_file
 from tests.plans import plan_of
 
 V5E = "tpu v5e:2x2"
@@ -140,7 +140,7 @@ def test_recorded_programs():
         # recorded when the stash was a field of the plan; it is an option of the pipeline today
         texts |= {"mesh": case["mesh"], "pipeline": f"{case['pipeline']},stash={texts.pop('stash')}"}
         fields = {f"plan.{name}": text for name, text in texts.items()}
-        experiment, _ = load(BENCHMARKS / "fit_models.py", case["model"], fields)
+        experiment, _ = load_file(BENCHMARKS / "fit_models.py", case["model"], fields)
         offs.append(estimate(experiment, case["platform"]).device_bytes / row["device"] - 1)
     assert statistics.median(map(abs, offs)) <= 0.1
     assert min(offs) >= -0.1

@@ -15,7 +15,7 @@ from jaxscale.recipe.experiment import Experiment
 from jaxscale.recipe.plan import PLAN_VERSION, Plan
 from jaxscale.records.moved_modules import MOVED
 from jaxscale.records.outline import outline
-from jaxscale.records.source import Source, load, load_experiment, versions
+from jaxscale.records.source import Source, load_experiment, load_file, versions
 
 FILE = '''
 """Reads its text beside itself, and a neighbour."""
@@ -87,7 +87,7 @@ def run_of(experiment: Experiment, source: Source, folder: str = "runs/n") -> Pa
 
 def test_load(file: Path):
     path = list(sys.path)
-    experiment, source = load(file, "small", {"steps": "5", "plan.microbatches": "2"}, Plan(zero=1))
+    experiment, source = load_file(file, "small", {"steps": "5", "plan.microbatches": "2"}, Plan(zero=1))
     assert sys.path == path
     assert (experiment.model.embed, experiment.model.text, experiment.steps) == (2, "a text", 5)
     assert experiment.plan == Plan(zero=1, microbatches=2)
@@ -98,7 +98,7 @@ def test_load(file: Path):
 
 
 def test_source_round_trip(file: Path):
-    experiment, source = load(file, "small", {"steps": "5"}, Plan(zero=1))
+    experiment, source = load_file(file, "small", {"steps": "5"}, Plan(zero=1))
     run = run_of(experiment, source)
     assert Source.read(run) == source
     assert (run / "source" / "net.py").read_bytes() == file.read_bytes()
@@ -109,14 +109,14 @@ def test_source_round_trip(file: Path):
 
 @pytest.mark.parametrize("variant", [None, "small"])
 def test_rebuilt_is_what_ran(file: Path, variant):
-    experiment, source = load(file, variant, {"steps": "5", "plan.kernels": "loss_chunk=4"}, Plan(zero=1))
+    experiment, source = load_file(file, variant, {"steps": "5", "plan.kernels": "loss_chunk=4"}, Plan(zero=1))
     run = run_of(experiment, source)
     file.write_text("raise RuntimeError('the file has changed since')")
     assert values.to_json(load_experiment(run)) == values.to_json(experiment)
 
 
 def test_the_plan_that_ran_wins(file: Path):
-    experiment, source = load(file)
+    experiment, source = load_file(file)
     run = run_of(dataclasses.replace(experiment, plan=Plan(microbatches=3)), source)
     assert load_experiment(run).plan == Plan(microbatches=3)
 
@@ -128,14 +128,14 @@ def test_the_file_of_an_earlier_run_may_set_fields_that_have_moved(tmp_path: Pat
     text = text.replace("import Experiment\n", "import Experiment\nfrom jaxscale.recipe.plan import Plan\n", 1)
     path.write_text(text.replace("data=None)", "data=None, plan=Plan(zero=1))", 1))
     (tmp_path / "text.txt").write_text("x")
-    experiment, source = load(path)
+    experiment, source = load_file(path)
     old = path.read_text().replace("plan=Plan(zero=1)", plan)
     assert old != path.read_text()
     run = run_of(experiment, dataclasses.replace(source, text=old), str(tmp_path / "run"))
     assert load_experiment(run).plan == Plan(zero=1)
     path.write_text(old)
     with pytest.raises(UserError, match=r"has moved: set plan\.state"):
-        load(path)
+        load_file(path)
 
 
 def test_the_file_of_an_earlier_run_may_import_modules_that_have_moved(tmp_path: Path, monkeypatch):
@@ -143,12 +143,12 @@ def test_the_file_of_an_earlier_run_may_import_modules_that_have_moved(tmp_path:
     text = FILE.replace("import neighbour_of_source_test\n", "").replace("neighbour_of_source_test.EMBED", "16")
     path.write_text(text)
     (tmp_path / "text.txt").write_text("x")
-    experiment, source = load(path)
+    experiment, source = load_file(path)
     old = text.replace("jaxscale.recipe.experiment", "jaxscale.step.experiment")
     assert old != text
     path.write_text(old)
     with pytest.raises(UserError, match=r"line 6: jaxscale\.step\.experiment has moved: import jaxscale\.recipe\."):
-        load(path)
+        load_file(path)
     run = run_of(experiment, dataclasses.replace(source, text=old), str(tmp_path / "run"))
     monkeypatch.setitem(sys.modules, "jaxscale.step.experiment", None)
     assert values.to_json(load_experiment(run)) == values.to_json(experiment)
@@ -161,7 +161,7 @@ def test_moved_modules_are_where_the_table_has_them(earlier: str, now: str):
 
 
 def test_a_repository_moved_with_its_run(file: Path, tmp_path: Path, monkeypatch):
-    experiment, source = load(file)
+    experiment, source = load_file(file)
     run_of(experiment, source)
     monkeypatch.chdir(tmp_path)
     shutil.move(tmp_path / "repository", tmp_path / "elsewhere")
@@ -170,7 +170,7 @@ def test_a_repository_moved_with_its_run(file: Path, tmp_path: Path, monkeypatch
 
 
 def test_a_run_moved_away_from_its_data_says_so(file: Path, tmp_path: Path, monkeypatch):
-    experiment, source = load(file)
+    experiment, source = load_file(file)
     shutil.move(run_of(experiment, source), tmp_path / "alone")
     monkeypatch.chdir(tmp_path)
     shutil.rmtree(tmp_path / "repository")
@@ -185,7 +185,7 @@ def test_a_run_that_needs_nothing_beside_its_file_only_warns(tmp_path: Path, mon
     Path("a").mkdir()
     text = FILE.replace("import neighbour_of_source_test\n", "").replace("neighbour_of_source_test.EMBED", "4")
     Path("a/net.py").write_text(text.replace('(Path(__file__).parent / "text.txt").read_text()', '""'))
-    experiment, source = load("a/net.py")
+    experiment, source = load_file("a/net.py")
     run = run_of(experiment, source)
     shutil.rmtree("a")
     with pytest.warns(UserWarning, match=r"a/net\.py, which is no longer there"):
@@ -193,7 +193,7 @@ def test_a_run_that_needs_nothing_beside_its_file_only_warns(tmp_path: Path, mon
 
 
 def test_a_changed_copy_is_refused(file: Path):
-    experiment, source = load(file)
+    experiment, source = load_file(file)
     run = run_of(experiment, source)
     copy = run / "source" / "net.py"
     copy.write_text(copy.read_text() + "\n")

@@ -325,8 +325,8 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
 from jaxscale.state.batches import batch_shapes
-from jaxscale.records.source import load
-experiment, _ = load("experiments/shakespeare.py")
+from jaxscale.records.source import load_file
+experiment, _ = load_file("experiments/shakespeare.py")
 found = {}
 for rule in sys.argv[1:]:
     plan = dataclasses.replace(experiment.plan, mesh=MeshSpec(), memory=MemoryPlan.parse(rule))

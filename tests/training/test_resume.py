@@ -14,7 +14,7 @@ from jaxscale.models.huggingface import Pretrained
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.experiment import Guard
 from jaxscale.records.metrics import read_metrics
-from jaxscale.records.source import Source, load
+from jaxscale.records.source import Source, load_file
 from jaxscale.training.loop import train
 from jaxscale.training.resume import EarlierRun
 from jaxscale.training.run import Run
@@ -87,11 +87,11 @@ def test_an_edited_file_is_said_where_the_experiment_holds_code(tmp_path, monkey
     file = tmp_path / "net.py"
     (tmp_path / "coded_elsewhere.py").write_text(FILE)
     file.write_text(FILE)
-    experiment, source = load(file, variant)
+    experiment, source = load_file(file, variant)
     earlier = EarlierRun(experiment.steps, source.sha256)
     assert list(earlier.changes(experiment, source, 5)) == []
     file.write_text(FILE.replace("return 1", "return 2"))
-    experiment, edited = load(file, variant)
+    experiment, edited = load_file(file, variant)
     found = list(earlier.changes(experiment, edited, 5))
     assert len(found) == holds_code
     for line, fields in found:

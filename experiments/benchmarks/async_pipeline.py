@@ -1,8 +1,8 @@
 """Asynchronous pipelines beside synchronous training: what stale weights cost, and what mends it.
 
-    python experiments/async_pipeline.py [-o curves.html] [--steps 2000] [--seeds 0 1] [--rules 2bw pipedream ...]
-        [--halves 2bw ...] [--tiny]
-    python experiments/async_pipeline.py --check [--tiny]
+    python experiments/benchmarks/async_pipeline.py [-o curves.html] [--steps 2000] [--seeds 0 1]
+        [--rules 2bw pipedream ...] [--halves 2bw ...] [--tiny]
+    python experiments/benchmarks/async_pipeline.py --check [--tiny]
 
 The default recipe (`shakespeare.py`) without tied weights, its 4 layers on 4 stages, an update per batch of 12 rows.
 Each of `--rules` from the first step on, and each of `--halves` after a first half of synchronous steps. Learning
@@ -34,7 +34,6 @@ and 0.02, both together 0.30 and 0.31. (The cells were computed one by one, by t
 
 import argparse
 import dataclasses
-import importlib
 import json
 import time
 from pathlib import Path
@@ -45,12 +44,8 @@ import jax.numpy as jnp
 import numpy as np
 from stale_weights import Rule, StaleWeights
 
-from jaxscale import Experiment, Plan
-from jaxscale.pipeline.plan import PipelinePlan
-from jaxscale.pipeline.run.pipemare import Remedies
-from jaxscale.state.train_state import TrainState
-from jaxscale.step.build import build
-from jaxscale.step.train_step import TrainStep
+from jaxscale import Experiment, Plan, TrainState, TrainStep, build, load_file
+from jaxscale.pipeline import PipelinePlan, Remedies
 from jaxscale.typing import Params
 
 STAGES = 4
@@ -109,7 +104,7 @@ Curve = list[tuple[int, float]]
 
 def recipe(seed: int, steps: int, tiny: bool, plan: Plan | None = None) -> Experiment:
     """The default recipe, untied."""
-    found = importlib.import_module("shakespeare").experiment()
+    found, _ = load_file(Path(__file__).parents[1] / "shakespeare.py")
     model = dataclasses.replace(found.model, tied=False, **({"embed": 32, "context": 16} if tiny else {}))
     data = dataclasses.replace(found.data, context=model.context)
     plan = found.plan if plan is None else plan

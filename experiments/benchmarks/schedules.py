@@ -1,6 +1,6 @@
 """Every pipeline schedule beside every other: one page with charts, seconds, bubbles and what waits in memory.
 
-    python experiments/schedules.py [-o schedules.html] [--tiny]
+    python experiments/benchmarks/schedules.py [-o schedules.html] [--tiny]
 
 Simulated, on paper: nothing is compiled, no device is needed. Three things to compare on: equal stages, F = I = W;
 equal stages whose backward runs the forward again; and Llama 3.1 8B on a v5p:4x4x4, stages priced by roofline, with
@@ -34,12 +34,8 @@ from pathlib import Path
 from jaxscale.figures.axes import ticks
 from jaxscale.figures.frame import Frame, svg, svg_text
 from jaxscale.figures.markup import element
+from jaxscale.pipeline import METHODS, Costs, PipelinePlan, Schedule, Simulation, simulate
 from jaxscale.pipeline.charts.draw import Chart, drawable, page
-from jaxscale.pipeline.clock.costs import Costs
-from jaxscale.pipeline.clock.simulate import Simulation, simulate
-from jaxscale.pipeline.orders import Schedule
-from jaxscale.pipeline.plan import PipelinePlan
-from jaxscale.pipeline.schedules import METHODS
 
 Pricing = Callable[[PipelinePlan, Schedule], Costs]
 
@@ -81,8 +77,8 @@ def llama() -> Pricing:
     """Llama 3.1 8B on 64 chips of a v5p, a device's share of a stage and of a microbatch's rows."""
     from llama_8b import experiment
 
+    from jaxscale import Platform
     from jaxscale.planning.stage_prices import costs_of, link_seconds, model_prices
-    from jaxscale.platforms.platform import Platform
     from jaxscale.state.stages import Stages
 
     platform = Platform.parse("tpu v5p:4x4x4")

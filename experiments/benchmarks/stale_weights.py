@@ -23,12 +23,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale import blocks
-from jaxscale.offload.updates import plainly
+from jaxscale import TrainState, TrainStep, blocks
+from jaxscale.offload import plainly
+from jaxscale.pipeline import Remedies
 from jaxscale.pipeline.run.passes import At, FromResiduals, StageContext
-from jaxscale.pipeline.run.pipemare import Remedies
-from jaxscale.state.train_state import TrainState, Watch
-from jaxscale.step.train_step import TrainStep
+from jaxscale.state.train_state import Watch
 from jaxscale.trees import path_name
 from jaxscale.typing import Array, Batch, Float, Params
 
