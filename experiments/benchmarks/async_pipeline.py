@@ -104,7 +104,7 @@ Curve = list[tuple[int, float]]
 
 def recipe(seed: int, steps: int, tiny: bool, plan: Plan | None = None) -> Experiment:
     """The default recipe, untied."""
-    found, _ = load_file(Path(__file__).parents[1] / "shakespeare.py")
+    found: Any = load_file(Path(__file__).parents[1] / "shakespeare.py")[0]
     model = dataclasses.replace(found.model, tied=False, **({"embed": 32, "context": 16} if tiny else {}))
     data = dataclasses.replace(found.data, context=model.context)
     plan = found.plan if plan is None else plan

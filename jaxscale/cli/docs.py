@@ -52,7 +52,9 @@ def page_files() -> dict[str, Path]:
     """The file of each page, by the page's name."""
     for folder in _FOLDERS:
         if (folder / "index.md").exists():
-            files = sorted(file for file in folder.rglob("*.md") if "build" not in file.relative_to(folder).parts)
+            files = sorted(
+                file for file in folder.rglob("*.md") if file.relative_to(folder).parts[0] not in ("api", "build")
+            )
             return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
     raise UserError(f"the pages are not installed: expected them in {_FOLDERS[0]}; install jaxscale again")
 
