@@ -86,7 +86,7 @@ class TrainStep:
         planned = parts.objective.planned
         self.parts = parts
         self.experiment, self.plan = planned.experiment, planned.plan
-        self.pure_model = planned.pure_model if parts.stream is None else parts.stream.held
+        self.pure_model = planned.pure_model if parts.stream is None else parts.stream.model_with_copies
         self.objective, self.update = parts.objective, parts.optimizer
         self.optimizer = parts.optimizer.whole
         self.stages, self.decision, self.extras = parts.stages, parts.decision, parts.extras
@@ -372,7 +372,8 @@ class TrainStep:
         """
         if self.stream is not None:
             raise UserError(
-                f"{self.stream.asked}: a step has no gradients of its own; take a synchronous pipeline to compute them"
+                f"{self.stream.pipeline_text}: a step has no gradients of its own; take a synchronous pipeline to "
+                "compute them"
             )
         return self.objective.gradients(state, batch)[1]
 

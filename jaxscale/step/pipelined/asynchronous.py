@@ -59,7 +59,7 @@ from jaxscale.typing import Array, Batch, Key, PyTree
 
 IN_FLIGHT = "in_flight"
 """Name of this `StateExtra`. A saved one is ignored by a step with another plan, or under another version of JAX."""
-OWN = PartitionSpec(MANUAL)
+DEVICE_SPEC = PartitionSpec(MANUAL)
 """Placement of arrays whose first dim has an entry for each device."""
 Flight: TypeAlias = dict[str, PyTree]
 """The state in flight: "pipe", the state of the executor of ticks, and three entries of each stage.
@@ -86,8 +86,8 @@ ANNEAL = 4
 class AsyncPipeline:
     """The train step of an asynchronous pipeline.
 
-    Evaluation and synchronous steps use a synchronous pipeline of the same model. `held` and `layout` describe the
-    train state, in which each stage has its own copy of every shared parameter.
+    Evaluation and synchronous steps use a synchronous pipeline of the same model. `model_with_copies` and `layout`
+    describe the train state, in which each stage has its own copy of every shared parameter.
 
     Args:
         planned: the model under its plan.
@@ -102,20 +102,20 @@ class AsyncPipeline:
     def __init__(self, planned: PlannedModel, stages: Stages, optimizer: optax.GradientTransformation) -> None:
         assert planned.plan.pipeline is not None
         self.planned, self.stages, self.plan = planned, stages, planned.plan.pipeline
-        self.asked, self.method = f"pipeline {self.plan}", METHODS[self.plan.name]
+        self.pipeline_text, self.method = f"pipeline {self.plan}", METHODS[self.plan.name]
         self.ranks, self.group = stages.schedule.ranks, stages.schedule.microbatches
         self.synchronous = Pipelined(planned, stages, METHODS["1f1b"].schedule(self.ranks, self.group, None, 1))
         self.stream = stream(self.method, self.ranks, self.group, self.plan.stash)
         self.remedies = self._remedies()
         self.advance = plainly(optimizer)
-        self.batch = batch_shapes(planned.experiment)
-        self.held = planned.pure_model.copied(shared_copies(self.synchronous, self.batch))
-        self.layout = Layout.of(self.held, optimizer, planned.plan, planned.layout.mesh)
+        self.batch_shapes = batch_shapes(planned.experiment)
+        self.model_with_copies = planned.pure_model.copied(shared_copies(self.synchronous, self.batch_shapes))
+        self.layout = Layout.of(self.model_with_copies, optimizer, planned.plan, planned.layout.mesh)
         self.codec = self._codec_stage()
         self._owners = self.layout.owners(optimizer)
         self._row_shards = math.prod(self.layout.mesh.shape[axis] for axis in BATCH_AXES)
-        self._optimizer = jax.tree.structure(self.layout.abstract.optimizer)
-        self._weight = weight_program(planned, self.batch)
+        self._state_treedef = jax.tree.structure(self.layout.abstract.optimizer)
+        self._batch_weight = weight_program(planned, self.batch_shapes)
 
     def __str__(self) -> str:
         plan, delay = self.planned.plan, max(self.stream.delays)
@@ -127,56 +127,64 @@ class AsyncPipeline:
         copies_text = f"; every device along {axes} holds all that is in flight" if axes else ""
         if self.stream.newest and (plan.memory.rule != "none" or plan.stages_keep == "input"):
             age_text += ", and recomputation reads newer weights than the forward pass did"
-        return f"{self.asked}: {start_text}{age_text}; each stage{clip_text} skips bad updates by itself{copies_text}"
+        stages_text = f"each stage{clip_text} skips bad updates by itself{copies_text}"
+        return f"{self.pipeline_text}: {start_text}{age_text}; {stages_text}"
 
     def _remedies(self) -> Remedies:
-        """PipeMare's remedies for old gradients, as the plan sets them; by default as published, for PipeMare alone."""
-        plan, pipemare, steps = self.plan, self.stream.newest, self.planned.experiment.steps
-        anneal = steps // ANNEAL if pipemare and plan.anneal is None else plan.anneal or 0
-        correction = CORRECTION if pipemare and plan.correction is None else plan.correction
+        """Return PipeMare's remedies for old gradients, from the plan's settings.
+
+        Settings that the plan leaves out have their published values under PipeMare. Other methods then use no remedy.
+        """
+        plan, is_pipemare, steps = self.plan, self.stream.newest, self.planned.experiment.steps
+        anneal = steps // ANNEAL if is_pipemare and plan.anneal is None else plan.anneal or 0
+        correction = CORRECTION if is_pipemare and plan.correction is None else plan.correction
         return Remedies(anneal=anneal, correction=correction or None)
 
     def _codec_stage(self) -> GradientExchange | None:
-        """The exchange of one stage's gradients by the codec, whole on each device; `None` if XLA reduces them."""
+        """Return the exchange of one stage's gradients by the codec; `None` if the plan has no codec.
+
+        Each device has whole gradients of its stage.
+        """
         planned = self.planned
         if not isinstance(planned.plan.reduce, Codec):
             return None
-        stacked, shared = self.synchronous.divide(named_leaves(planned.pure_model.params))
+        stage_params, shared_params = self.synchronous.divide(named_leaves(planned.pure_model.params))
         leaves = {
             name: GradientLeaf((self.stages.depth, *leaf.shape[1:]), PartitionSpec(), layers=True)
-            for name, leaf in stacked.items()
+            for name, leaf in stage_params.items()
         }
-        leaves |= {name: GradientLeaf(leaf.shape, PartitionSpec()) for name, leaf in shared.items()}
+        leaves |= {name: GradientLeaf(leaf.shape, PartitionSpec()) for name, leaf in shared_params.items()}
         return GradientExchange(planned.plan.reduce, self.layout.mesh, leaves, REPLICA_AXIS, planned.pure_model.seed)
 
     # -- one stage -----------------------------------------------------------------------------------------------------
 
-    def _computed(self, parameters: Parameters) -> Parameters:
-        """Parameters in the dtype of `plan.precision`, in which passes compute."""
+    def _cast_for_passes(self, parameters: Parameters) -> Parameters:
+        """Cast parameters to the dtype of `plan.precision`, in which passes compute; integers are unchanged."""
         dtype = jnp.dtype(self.planned.plan.precision)
         return jax.tree.map(lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, parameters)
 
     def _pipe(self, parameters: Parameters, batch: Scaled, key: Key) -> Asynchronous:
-        """The executor of the pipeline's ticks, inside the region that is manual over `MANUAL`."""
-        stage = self.synchronous.stage_fn(self.synchronous.loss, lambda loss: loss.total + loss.penalty)
+        """Return the executor of the pipeline's ticks, for use inside a region that is manual over `MANUAL`."""
+        run_stage = self.synchronous.stage_fn(self.synchronous.loss, lambda loss: loss.total + loss.penalty)
 
-        def scaled_stage(
-            stacked: Named, shared: Named, x: PyTree, microbatch: Scaled, at: At, key: Key
+        def run_scaled_stage(
+            stage_params: Named, shared_params: Named, x: PyTree, microbatch: Scaled, at: At, key: Key
         ) -> tuple[PyTree, Array, PyTree]:
+            """Run a stage on a message `x`; return (message to the next stage, scaled objective, sums of the loss)."""
             rows, scale = microbatch
-            y, objective, sums = stage(stacked, shared, x, rows, at, key)
+            y, objective, sums = run_stage(stage_params, shared_params, x, rows, at, key)
             return y, objective * scale, sums
 
-        stacked, shared = self._computed(jax.tree.map(lambda leaf: leaf[0], parameters))
+        stage_params, shared_params = self._cast_for_passes(jax.tree.map(lambda leaf: leaf[0], parameters))
         rows, _ = jax.tree.map(lambda leaf: leaf[0], batch)
-        before = self.synchronous.form.parts(self.synchronous.loss).before
-        x = jax.eval_shape(before, stacked, shared, rows, key, jnp.int32(0))
+        run_before_blocks = self.synchronous.form.parts(self.synchronous.loss).before
+        message_shape = jax.eval_shape(run_before_blocks, stage_params, shared_params, rows, key, jnp.int32(0))
         return Asynchronous(
             self.stream,
-            scaled_stage,
+            run_scaled_stage,
             self._update,
-            x,
-            compute=None if self.planned.plan.precision == "float32" else self._computed,
+            message_shape,
+            compute=None if self.planned.plan.precision == "float32" else self._cast_for_passes,
             remedies=self.remedies,
             axis=PIPE_AXIS,
             manual=MANUAL,
@@ -185,32 +193,37 @@ class AsyncPipeline:
     def _update(
         self, parameters: Parameters, gradients: Parameters, carry: Carry, at: UpdateAt
     ) -> tuple[Parameters, Carry]:
-        """Sum one stage's gradients over the data axes, check, clip and apply them; return the new values."""
+        """Sum one stage's gradients over the data axes, check, clip and apply them; return new parameters and carry."""
         del at
-        unsummed = {PIPE_AXIS} if self.codec is None else {PIPE_AXIS, REPLICA_AXIS}
-        axes = [axis for axis in MANUAL if axis not in unsummed]  # a codec sums the gradients of replicas
-        stacked, shared = jax.tree.map(lambda leaf: self.synchronous.reduce(leaf[0], axes, PartitionSpec()), gradients)
-        codec, codes, states = self.codec, carry["codes"], {}
+        axes_left_out = {PIPE_AXIS} if self.codec is None else {PIPE_AXIS, REPLICA_AXIS}
+        axes = [axis for axis in MANUAL if axis not in axes_left_out]  # a codec sums the gradients of replicas
+        stage_gradients, shared_gradients = jax.tree.map(
+            lambda leaf: self.synchronous.reduce(leaf[0], axes, PartitionSpec()), gradients
+        )
+        codec, codes, codec_states = self.codec, carry["codes"], {}
         if codec is not None:
-            sums = jax.tree.map(lambda leaf: leaf * codec.replicas, {**stacked, **shared})
-            reduced, states = self._reduced(codec, sums, codes["states"], codes["updates"])
-            stacked, shared = ({name: reduced[name] for name in names} for names in (stacked, shared))
-        means = self.synchronous.join(stacked, shared)
+            sums = jax.tree.map(lambda leaf: leaf * codec.replicas, {**stage_gradients, **shared_gradients})
+            averages, codec_states = self._average_over_replicas(codec, sums, codes["states"], codes["updates"])
+            stage_gradients = {name: averages[name] for name in stage_gradients}
+            shared_gradients = {name: averages[name] for name in shared_gradients}
+        means = self.synchronous.join(stage_gradients, shared_gradients)
         norm = optax.tree.norm(means)
         is_good, watch = carry["watch"].judge(norm, norm, self.planned.experiment.guard)
         if codec is not None:
-            states = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), states, codes["states"])
-            codes = {"states": states, "updates": codes["updates"] + 1}
+            codec_states = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), codec_states, codes["states"])
+            codes = {"states": codec_states, "updates": codes["updates"] + 1}
             carry = {**carry, "sent": carry["sent"] + codec.wire_bytes_at(carry["codes"]["updates"])}
         state_leaves = [carry["owned" if owner else "free"][i] for i, owner in enumerate(self._owners)]
         params = self.synchronous.join(*jax.tree.map(lambda leaf: leaf[0], parameters))
-        params, state = self.advance(means, self._optimizer.unflatten(state_leaves), params, norm, is_good)
-        owned, free = self._divided(jax.tree.leaves(state))
+        params, optimizer_state = self.advance(
+            means, self._state_treedef.unflatten(state_leaves), params, norm, is_good
+        )
+        owned, free = self._divide_state(jax.tree.leaves(optimizer_state))
         squares = carry["squares"] + jnp.square(norm)
         carry |= {"owned": owned, "free": free, "watch": watch, "codes": codes, "squares": squares}
         return jax.tree.map(lambda leaf: leaf[None], self.synchronous.split(params)), carry
 
-    def _reduced(
+    def _average_over_replicas(
         self, codec: GradientExchange, gradients: Named, states: PyTree, updates: Array
     ) -> tuple[Named, PyTree]:
         """Average one stage's gradients over the replicas by the codec; return the means and the codec's new states.
@@ -226,26 +239,36 @@ class AsyncPipeline:
             check_vma=False,
         )(gradients, states, updates)
 
-    def _divided(self, leaves: list[Array]) -> tuple[dict[int, Array], dict[int, Array]]:
-        """Leaves of the optimizer's state that have a parameter's shape, and the others, by their index in the list."""
+    def _divide_state(self, leaves: list[Array]) -> tuple[dict[int, Array], dict[int, Array]]:
+        """Divide the leaves of the optimizer's state; return those that have a parameter's shape, and the others.
+
+        Both are dicts by the index of the leaf in the list.
+        """
         owned = {i: leaf for i, leaf in enumerate(leaves) if self._owners[i]}
         return owned, {i: leaf for i, leaf in enumerate(leaves) if not self._owners[i]}
 
     # -- the state -----------------------------------------------------------------------------------------------------
 
     def in_flight(self, state: TrainState) -> Flight:
-        """The state in flight of an empty pipeline, whose stages have made as many updates as `state` has steps."""
+        """Return the state in flight of an empty pipeline.
 
-        def body(stacked: Named, shared: Named, free: dict[int, Array], watch: Watch, updates: Array) -> Flight:
-            parameters = jax.tree.map(lambda leaf: leaf[None], stacked), shared
+        The number of updates that each stage has made is the number of steps of `state`.
+        """
+
+        def fill_stage(
+            stage_params: Named, shared_params: Named, free: dict[int, Array], watch: Watch, updates: Array
+        ) -> Flight:
+            """Return this device's state in flight, each array with a first dim of 1."""
+            parameters = jax.tree.map(lambda leaf: leaf[None], stage_params), shared_params
             rows = self.planned.experiment.batch // self.group // self._row_shards
             zeros = {
-                name: jnp.zeros((self.group, rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in self.batch.items()
+                name: jnp.zeros((self.group, rows, *leaf.shape[1:]), leaf.dtype)
+                for name, leaf in self.batch_shapes.items()
             }
             batch = ((zeros, jnp.zeros((self.group, rows), jnp.int32)), jnp.zeros((self.group,), jnp.float32))
             key = jax.random.key(self.planned.experiment.seed)
             pipe = self._pipe(parameters, batch, key).fill(parameters, batch, key)
-            # each stage's share of the norm, if all stages had the same
+            # each stage's norm, on the assumption that all stages have equal norms
             watch = dataclasses.replace(watch, norm=watch.norm / self.ranks**0.5)
             codes = {}
             if self.codec is not None:
@@ -253,10 +276,11 @@ class AsyncPipeline:
             stage_state = {"free": free, "watch": watch, "codes": codes}
             return {"pipe": pipe, **jax.tree.map(lambda leaf: leaf[None], stage_state)}
 
-        _, free = self._divided(jax.tree.leaves(state.optimizer))
-        by_stage, whole = PartitionSpec(PIPE_AXIS), PartitionSpec()
+        _, free = self._divide_state(jax.tree.leaves(state.optimizer))
+        stage_spec, whole_spec = PartitionSpec(PIPE_AXIS), PartitionSpec()
         with self.planned.tracing():
-            return self.planned.mapped(body, MANUAL, (by_stage, by_stage, whole, whole, whole), OWN)(
+            in_specs = (stage_spec, stage_spec, whole_spec, whole_spec, whole_spec)
+            return self.planned.mapped(fill_stage, MANUAL, in_specs, DEVICE_SPEC)(
                 *self.synchronous.split(state.params), free, state.watch, state.step
             )
 
@@ -270,80 +294,94 @@ class AsyncPipeline:
         """
         synchronous_steps = self.plan.synchronous_steps
         if not synchronous_steps:
-            return self._streamed(state, batch)
-        return jax.lax.cond(state.step < synchronous_steps, self._waiting, self._streamed, state, dict(batch))
+            return self._step_in_stream(state, batch)
+        return jax.lax.cond(
+            state.step < synchronous_steps, self._step_synchronously, self._step_in_stream, state, dict(batch)
+        )
 
-    def _waiting(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def _step_synchronously(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Take a synchronous step, after which the pipeline is empty; return the next state and the metrics."""
         loss, gradients, _ = self.synchronous.gradients(self.newest(state), batch)
-        gradients = self.held.in_rows(self.planned.pure_model.in_layers(gradients))
+        gradients = self.model_with_copies.in_rows(self.planned.pure_model.in_layers(gradients))
         gradients = jax.lax.with_sharding_constraint(gradients, self.layout.masters)
         mean_loss, norm = loss.total / positive(loss.weight), optax.tree.norm(gradients)
-        good, watch = state.watch.judge(mean_loss, norm, self.planned.experiment.guard)
-        params, optimizer = self.advance(gradients, state.optimizer, state.params, norm, good)
-        next_state = dataclasses.replace(state, step=state.step + 1, params=params, optimizer=optimizer, watch=watch)
+        is_good, watch = state.watch.judge(mean_loss, norm, self.planned.experiment.guard)
+        params, optimizer_state = self.advance(gradients, state.optimizer, state.params, norm, is_good)
+        next_state = dataclasses.replace(
+            state, step=state.step + 1, params=params, optimizer=optimizer_state, watch=watch
+        )
         metrics: Metrics = {"loss": mean_loss, "grad_norm": norm, "weight": loss.weight}
         if self.codec is not None:  # synchronous steps send float32, without the codec
             metrics |= {"residual_norm": jnp.zeros(()), "wire_bytes": jnp.float32(self.codec.exact_bytes)}
         return dataclasses.replace(next_state, extra={IN_FLIGHT: self.in_flight(next_state)}), metrics
 
     def newest(self, state: TrainState) -> TrainState:
-        """The state of a synchronous pipeline with the newest weights, for passes that read no optimizer state."""
-        stacked, shared = self.synchronous.split(state.params)
-        newest = {name: leaf[self.held.copies[name].index(0)] for name, leaf in shared.items()}
-        return dataclasses.replace(state, params=self.synchronous.join(stacked, newest), extra={})
+        """Return the state of a synchronous pipeline with the newest weights.
 
-    def _streamed(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        Its optimizer state is that of `state`, so it serves only passes that read no optimizer state.
+        """
+        stage_params, copies_by_name = self.synchronous.split(state.params)
+        copy_indices = {name: copies.index(0) for name, copies in self.model_with_copies.copies.items()}
+        shared_params = {name: copies[copy_indices[name]] for name, copies in copies_by_name.items()}
+        return dataclasses.replace(state, params=self.synchronous.join(stage_params, shared_params), extra={})
+
+    def _step_in_stream(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run the ticks of one batch, in which stages make their updates; return the next state and the metrics."""
-        owned, _ = self._divided(jax.tree.leaves(state.optimizer))
-        stacked = {i: not owner or self.planned.pure_model.stacked(owner) for i, owner in enumerate(self._owners)}
-        by_stage, whole, by_rows = PartitionSpec(PIPE_AXIS), PartitionSpec(), PartitionSpec(None, BATCH_AXES)
+        owned, _ = self._divide_state(jax.tree.leaves(state.optimizer))
+        has_layers = {i: not owner or self.planned.pure_model.stacked(owner) for i, owner in enumerate(self._owners)}
+        stage_spec, whole_spec, rows_spec = PartitionSpec(PIPE_AXIS), PartitionSpec(), PartitionSpec(None, BATCH_AXES)
 
-        def body(
-            weights: Named, shared: Named, owned: dict[int, Array], flight: Flight, batch: Scaled, key: Key
+        def advance_stage(
+            stage_params: Named, shared_params: Named, owned: dict[int, Array], flight: Flight, batch: Scaled, key: Key
         ) -> tuple[Named, Named, dict[int, Array], Flight, tuple[Loss, Array, dict[str, Array]]]:
-            parameters = jax.tree.map(lambda leaf: leaf[None], weights), shared
+            """Run the ticks on one device; return new values of the first four arguments, and the metrics.
+
+            The metrics are the sums of the loss, the gradient norm, and metrics of the codec by name.
+            """
+            parameters = jax.tree.map(lambda leaf: leaf[None], stage_params), shared_params
             stage_state = {name: jax.tree.map(lambda x: x[0], flight[name]) for name in ("free", "watch", "codes")}
-            owned = {i: leaf if stacked[i] else leaf[0] for i, leaf in owned.items()}
+            owned = {i: leaf if has_layers[i] else leaf[0] for i, leaf in owned.items()}
             carry = {"owned": owned, **stage_state, "squares": jnp.zeros(()), "sent": jnp.zeros(())}
             pipe = self._pipe(parameters, batch, key)
-            after = pipe.advance(parameters, carry, flight["pipe"], batch, key)
-            weights, shared = after.parameters
-            weights, carry = jax.tree.map(lambda leaf: leaf[0], weights), after.optimizer
-            owned = {i: leaf if stacked[i] else leaf[None] for i, leaf in carry["owned"].items()}
+            advanced = pipe.advance(parameters, carry, flight["pipe"], batch, key)
+            stage_params, shared_params = advanced.parameters
+            stage_params, carry = jax.tree.map(lambda leaf: leaf[0], stage_params), advanced.optimizer
+            owned = {i: leaf if has_layers[i] else leaf[None] for i, leaf in carry["owned"].items()}
             stage_state = jax.tree.map(lambda leaf: leaf[None], {name: carry[name] for name in stage_state})
             norm = jnp.sqrt(jax.lax.psum(carry["squares"], PIPE_AXIS))
-            sums = jax.lax.psum(after.sums, MANUAL)
+            loss_sums = jax.lax.psum(advanced.sums, MANUAL)
             codec_metrics = {}
             if self.codec is not None:
-                squares = jax.lax.psum(squared_residuals(carry["codes"]["states"]), MANUAL) / self._row_shards
+                residual_squares = jax.lax.psum(squared_residuals(carry["codes"]["states"]), MANUAL) / self._row_shards
                 sent_bytes = jax.lax.pmax(carry["sent"], MANUAL)
-                codec_metrics = {"residual_norm": jnp.sqrt(squares), "wire_bytes": sent_bytes}
-            return weights, shared, owned, {"pipe": after.in_flight, **stage_state}, (sums, norm, codec_metrics)
+                codec_metrics = {"residual_norm": jnp.sqrt(residual_squares), "wire_bytes": sent_bytes}
+            flight = {"pipe": advanced.in_flight, **stage_state}
+            return stage_params, shared_params, owned, flight, (loss_sums, norm, codec_metrics)
 
-        scale = jnp.broadcast_to(1.0 / positive(self._weight(batch)), (self.group,))
+        scale = jnp.broadcast_to(1.0 / positive(self._batch_weight(batch)), (self.group,))
         with self.planned.tracing():
             key = self.planned.key(state)
-            outputs = (by_stage, by_stage, by_stage, OWN, whole)
-            run = self.planned.mapped(body, MANUAL, (*outputs[:4], (by_rows, whole), whole), outputs)
+            out_specs = (stage_spec, stage_spec, stage_spec, DEVICE_SPEC, whole_spec)
+            in_specs = (*out_specs[:4], (rows_spec, whole_spec), whole_spec)
+            advance_stages = self.planned.mapped(advance_stage, MANUAL, in_specs, out_specs)
             microbatches = (self.synchronous.microbatches(batch), scale)
-            weights, shared, owned, flight, (loss, norm, codec_metrics) = run(
+            stage_params, shared_params, owned, flight, (loss, norm, codec_metrics) = advance_stages(
                 *self.synchronous.split(state.params), owned, state.extra[IN_FLIGHT], microbatches, key
             )
         # devices of a stage hold the same free state and watch: take one device of each stage
         free, watch = jax.tree.map(lambda leaf: leaf.reshape(self.ranks, -1)[:, 0], (flight["free"], flight["watch"]))
         state_leaves = {**owned, **jax.tree.map(lambda leaf: leaf[-1], free)}
-        norms = jnp.sqrt(jnp.square(watch.norm).sum())
-        after = TrainState(
+        watch_norm = jnp.sqrt(jnp.square(watch.norm).sum())
+        next_state = TrainState(
             step=state.step + 1,
-            params=self.synchronous.join(weights, shared),
-            optimizer=self._optimizer.unflatten([state_leaves[i] for i in range(len(state_leaves))]),
+            params=self.synchronous.join(stage_params, shared_params),
+            optimizer=self._state_treedef.unflatten([state_leaves[i] for i in range(len(state_leaves))]),
             rest=state.rest,
-            watch=dataclasses.replace(jax.tree.map(jnp.max, watch), norm=norms),
+            watch=dataclasses.replace(jax.tree.map(jnp.max, watch), norm=watch_norm),
             extra={IN_FLIGHT: flight},
         )
-        mean = jnp.where(loss.weight > 0, loss.total / positive(loss.weight), jnp.nan)
-        return after, {"loss": mean, "grad_norm": norm, "weight": loss.weight, **codec_metrics}
+        mean_loss = jnp.where(loss.weight > 0, loss.total / positive(loss.weight), jnp.nan)
+        return next_state, {"loss": mean_loss, "grad_norm": norm, "weight": loss.weight, **codec_metrics}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -359,8 +397,8 @@ class InFlight:
     label: str = dataclasses.field(default="in flight", init=False)
 
     def placed(self, layout: Layout) -> Layout:
-        """As in `StateExtra`: the first dim of each array has an entry for each device."""
-        sharding = NamedSharding(layout.mesh, OWN)
+        """Return the layout of the train state with this extra; each array has a first dim over the devices."""
+        sharding = NamedSharding(layout.mesh, DEVICE_SPEC)
         flight = jax.eval_shape(self.pipeline.in_flight, layout.abstract)
         return layout.with_extra(
             self.name,
@@ -368,47 +406,55 @@ class InFlight:
         )
 
     def init(self, state: TrainState) -> Flight:
-        """As in `StateExtra`."""
+        """Return the state in flight of an empty pipeline."""
         return self.pipeline.in_flight(state)
 
     def saved(self, state: TrainState) -> TrainState:
-        """As in `StateExtra`."""
+        """Return the state itself, because a checkpoint holds this extra unchanged."""
         return state
 
     def saved_abstract(self, abstract: TrainState) -> TrainState:
-        """As in `StateExtra`."""
+        """Return the abstract state itself, because a checkpoint holds this extra unchanged."""
         return abstract
 
     def loaded(self, state: TrainState) -> TrainState:
-        """As in `StateExtra`: if any array is missing, the pipeline starts empty."""
+        """Return the state that a checkpoint gives; the pipeline starts empty if any array of this extra is missing."""
         if not lacks(state.extra[self.name]):
             return state
-        extra = {name: tree for name, tree in state.extra.items() if name != self.name}
+        other_extras = {name: tree for name, tree in state.extra.items() if name != self.name}
         shardings = self.placed(self.pipeline.layout).state.extra[self.name]
-        flight = jax.jit(self.pipeline.in_flight, out_shardings=shardings)(dataclasses.replace(state, extra=extra))
-        return dataclasses.replace(state, extra={**extra, self.name: flight})
+        flight = jax.jit(self.pipeline.in_flight, out_shardings=shardings)(
+            dataclasses.replace(state, extra=other_extras)
+        )
+        return dataclasses.replace(state, extra={**other_extras, self.name: flight})
 
     def parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
-        """As in `StateExtra`: names contain a hash of all that the arrays depend on, so no other plan reads them."""
+        """Return the names of the arrays; they contain a hash of the plan, so a step with another plan ignores them."""
         pipeline, flight = self.pipeline, abstract.extra[self.name]
         shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(flight)]
         planned = pipeline.planned
-        facts = [version_1(planned.plan), pipeline.stages.layers, planned.experiment.batch, jax.__version__, shapes]
-        mark = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
-        prefix = f"{self.name}/{pipeline.method.name}-{mark}"
+        dependencies = [
+            version_1(planned.plan),
+            pipeline.stages.layers,
+            planned.experiment.batch,
+            jax.__version__,
+            shapes,
+        ]
+        plan_hash = hashlib.sha256(json.dumps(dependencies, sort_keys=True).encode()).hexdigest()[:12]
+        prefix = f"{self.name}/{pipeline.method.name}-{plan_hash}"
         return jax.tree_util.tree_map_with_path(lambda path, leaf: plain(f"{prefix}/{path_name(path)}", leaf), flight)
 
     def notes(self, names: Container[str], wanted: Iterable[str]) -> str:
-        """As in `StateExtra`."""
+        """Return a note for the user if the checkpoint lacks arrays of this extra, otherwise ""."""
         if all(name in names for name in wanted if name.startswith(f"{self.name}/")):
             return ""
-        return f"; it has nothing in flight for {self.pipeline.asked}, which starts empty"
+        return f"; it has nothing in flight for {self.pipeline.pipeline_text}, which starts empty"
 
     def describe(self) -> list[str]:
-        """As in `StateExtra`."""
+        """Return lines for the user on the pipeline and on its codec."""
         optimizer = self.pipeline.planned.experiment.optimizer
-        codec = [] if self.pipeline.codec is None else describe_codec(self.pipeline.codec, optimizer)
-        return [str(self.pipeline), *codec]
+        codec_lines = [] if self.pipeline.codec is None else describe_codec(self.pipeline.codec, optimizer)
+        return [str(self.pipeline), *codec_lines]
 
     def check(self, program: CompiledProgram) -> None:
-        """As in `StateExtra`: nothing is checked, because the program's text does not show how often stages update."""
+        """Check nothing, because the program's text does not show how often stages update."""
