@@ -116,7 +116,9 @@ CASES = (
     Case("mixture", "tpu v5p:2x2x1", "fsdp:2,expert:2", "memory=dots kernels=attention=splash"),
     Case("wide", "tpu v6e:2x2", "fsdp:2,tensor:2", "memory=full kernels=attention=splash"),
     Case("vit", "tpu v5p:2x2x1", "fsdp:2,tensor:2", "memory=dots kernels=attention=reference"),
-    Case("wide", "tpu v5p:2x2x1", "fsdp:4", "memory=full zero=2 microbatches=2 kernels=attention=splash,loss_chunk=512"),
+    Case(
+        "wide", "tpu v5p:2x2x1", "fsdp:4", "memory=full zero=2 microbatches=2 kernels=attention=splash,loss_chunk=512"
+    ),
     Case("vit", "tpu v5p:2x2x1", "data:4", "memory=full zero=0 kernels=attention=reference"),
     # recorded when what estimates know of compilers was settled
     Case("vit", "gpu h100 x 8", "fsdp:4,tensor:2", "memory=full kernels=attention=reference"),

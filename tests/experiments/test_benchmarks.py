@@ -12,7 +12,7 @@ BENCHMARKS = sorted(path.stem for path in FOLDER.glob("*.py") if '"--tiny"' in p
 
 
 def test_every_benchmark_has_a_small_size():
-    parts = {"figures", "plain_loop", "many_leaves", "nanogpt_torch", "fit_models", "update_program"}
+    parts = {"figures", "results", "page", "plain_loop", "many_leaves", "nanogpt_torch", "fit_models", "update_program"}
     assert {path.stem for path in FOLDER.glob("*.py")} - parts == set(BENCHMARKS)
 
 
