@@ -1,10 +1,16 @@
-"""How every benchmark shows what it measured: a table for people, one line of JSON for programs."""
+"""How every benchmark shows what it measured: a table for people, one line of JSON for programs.
+
+With `BENCHMARK_RESULTS=append` in the environment the figures also go to `results.jsonl`, as `results.py` describes.
+"""
 
 import dataclasses
 import json
 import operator
+import sys
 from collections.abc import Iterable
 from typing import Literal
+
+import results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,19 +43,22 @@ class Figure:
         holds = {"<=": operator.le, ">=": operator.ge, ">": operator.gt}
         return holds[self.compare](self.value, self.bar)
 
+    def columns(self) -> tuple[str, str, str, str, str]:
+        """Name, value, unit, bar and verdict as a table shows them."""
+        if self.bar is None:
+            return self.name, _short(self.value), self.unit, "", ""
+        bar = f"{self.compare} {_short(self.bar)}"
+        return self.name, _short(self.value), self.unit, bar, "holds" if self.holds else "FAILS"
+
 
 def show(figures: Iterable[Figure], title: str) -> bool:
-    """Print the table and, as the last line, the JSON object `{name: {value, unit, bar, holds}}`.
+    """Print the table and, as the last line, the JSON object `{name: {value, unit, bar, holds}}`; append if asked to.
 
     Returns:
         Whether every figure reaches its bar.
     """
     figures = list(figures)
-    cells = [("figure", "value", "unit", "bar", "")]
-    for figure in figures:
-        bar = "" if figure.bar is None else f"{figure.compare} {_short(figure.bar)}"
-        verdict = "" if figure.bar is None else "holds" if figure.holds else "FAILS"
-        cells.append((figure.name, _short(figure.value), figure.unit, bar, verdict))
+    cells = [("figure", "value", "unit", "bar", ""), *(figure.columns() for figure in figures)]
     widths = [max(len(row[column]) for row in cells) for column in range(5)]
     print(f"\n{title}\n")
     for number, (name, value, *others) in enumerate(cells):
@@ -60,6 +69,9 @@ def show(figures: Iterable[Figure], title: str) -> bool:
     print()
     told = {f.name: {"value": f.value, "unit": f.unit, "bar": f.bar, "holds": f.holds} for f in figures}
     print(json.dumps(told), flush=True)
+    if results.asked():
+        records = [{**dataclasses.asdict(figure), "holds": figure.holds} for figure in figures]
+        results.append(results.FILE, title, records, sys.argv)
     return all(figure.holds for figure in figures)
 
 
