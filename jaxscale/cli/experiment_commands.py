@@ -38,7 +38,7 @@ class Train:
         batch: rows of the global batch.
         seed: seed of parameters, data order, dropout and samples.
         name: name of the run's folder.
-        limit: device memory that --plan.memory fit plans for, such as 14GiB.
+        limit: device memory that the step may need, such as 14GiB; --plan.memory fit chooses what fits.
     """
 
     file: str = word("FILE")
@@ -64,10 +64,6 @@ class Train:
 
             ProfileRange.parse(self.profile)
         experiment, source = load_experiment(self, fields)
-        pipeline = experiment.plan.pipeline
-        is_auto_pipeline = pipeline is not None and pipeline.name == "auto"
-        if self.limit is not None and experiment.plan.memory.rule != "fit" and not is_auto_pipeline:
-            raise UserError("--limit applies only to --plan.memory fit: add --plan.memory fit, or omit --limit")
         from jaxscale.training.loop import train
 
         run_dir = self.out or str(Path("runs") / "-".join(filter(None, (experiment.name, self.variant))))

@@ -37,6 +37,7 @@ from jaxscale.training.signals import Agreement, Stop
 from jaxscale.training.traced_actions import trace_files
 from jaxscale.values import to_json
 from jaxscale.values.byte_sizes import limit_bytes
+from jaxscale.values.units import size
 
 
 def train(
@@ -61,8 +62,8 @@ def train(
         steps: number of updates, instead of the experiment's. The learning rate's schedule ends with the last update.
             So a run that is continued with another number changes its learning rate, and prints and logs the change.
         out: the run directory, a local, gs:// or s3:// path; `runs/NAME` by default.
-        limit: bytes of device memory that the plans `memory="fit"` and `pipeline="auto:P"` must fit in, or a text such
-            as "12GiB"; by default the bytes that programs may use.
+        limit: bytes of device memory, or a text such as "12GiB". A step that needs more is refused once it is compiled;
+            the plans `memory="fit"` and `pipeline="auto:P"` choose what fits. By default what programs may use.
         resume: "auto" continues the run in the directory; its experiment may differ from this one in steps, evaluation,
             samples, checkpoint and plan. "never" renames that directory and starts a new run.
         log_every: number of steps per line of the log; a line holds the tokens and seconds of all its steps.
@@ -90,15 +91,12 @@ def train(
     profiler = Profiler(None if profile is None else ProfileRange.parse(profile).within(experiment.steps))
     plan = experiment.plan if plan is None else plan
     device_limit = limit_bytes(limit, "limit")
-    is_automatic = plan.memory.rule == "fit" or (plan.pipeline is not None and plan.pipeline.name == "auto")
-    if device_limit is not None and not is_automatic:
-        raise UserError('limit applies only to Plan(memory="fit") and pipeline="auto:P": set one, or leave limit out')
     start_backend()
     plan = resolve_choices(experiment, plan, device_limit)
     folder = run_path(run_files.default_directory(experiment) if out is None else out)
     display = Display(experiment.steps, quiet=quiet or not is_first(), name=experiment.name)
     journal = Journal(folder, display)
-    return _Training(experiment, plan, journal, resume, log_every, profiler, source, devices).run()
+    return _Training(experiment, plan, journal, resume, log_every, profiler, source, devices, device_limit).run()
 
 
 @dataclasses.dataclass
@@ -106,6 +104,7 @@ class _Training:
     """A run in progress: the arguments of `train`, and the counts so far.
 
     Args:
+        device_limit: bytes of device memory that the compiled step may need; `None` for any.
         updates: number of updates made.
         tokens: number of target tokens seen.
         skip_count: number of updates that the guard skipped.
@@ -125,6 +124,7 @@ class _Training:
     profiler: Profiler
     source: Source | None
     devices: Sequence[Any] | None
+    device_limit: int | None
     updates: int = 0
     tokens: int = 0
     skip_count: int = 0
@@ -336,6 +336,13 @@ class _Training:
         excluded_count = count_excluded()  # number of programs so far that the compile cache does not keep
         facts = self.step.compile(batch)
         self.log_event("compile", **dataclasses.asdict(facts))
+        step_bytes = facts.argument_bytes + facts.output_bytes - facts.alias_bytes + facts.temp_bytes
+        if self.device_limit is not None and step_bytes > self.device_limit:
+            raise UserError(
+                f"the compiled step needs {size(step_bytes)} per device, but the limit is {size(self.device_limit)}: "
+                "set memory fit, or use more devices, ZeRO 3, more microbatches or a smaller batch",
+                page="choosing/memory",
+            )
         for line in lines_of(self.step.kernels):
             self.journal.say(line)
             self.log_event("kernels", **fields_of(self.step.kernels))

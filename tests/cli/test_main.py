@@ -54,7 +54,6 @@ def refused(capsys: pytest.CaptureFixture[str], words: str | list[str], *message
             "explain experiments/toy.py -o nowhere/memory.html",
             "--out nowhere/memory.html cannot be written: No such file",
         ),
-        ("train experiments/toy.py --limit 1GiB", "--limit applies only to --plan.memory fit: add --plan.memory fit"),
         ("train experiments/toy.py --stpes 3", "unknown flag '--stpes' of train; did you mean '--steps'?"),
         ("train experiments/toy.py --resume nver", "did you mean 'never'?"),
         ("train experiments/toy.py --log-every 0", "--log-every: got 0, expected a whole number >= 1"),

@@ -88,6 +88,14 @@ def test_log_every_counts_all_steps(toy, tmp_path):
     assert run.metrics.column("tokens").tolist() == [320, 640, 768]
 
 
+def test_a_step_over_the_limit_is_refused_once_it_is_compiled(toy, tmp_path):
+    with pytest.raises(
+        UserError, match=r"the compiled step needs .*B per device, but the limit is 1.00 KiB: set memory"
+    ):
+        train(toy(), limit="1KiB", out=tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run" / "checkpoints" / "00000001").exists()
+
+
 def test_a_finished_run_says_so_and_trains_no_more(toy, whole, capsys):
     before = (whole / "metrics.jsonl").read_bytes()
     run = train(toy(), out=whole)
