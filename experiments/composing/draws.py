@@ -18,9 +18,9 @@ from jaxscale.errors import UserError
 from jaxscale.memory.plan import FORMS as MEMORY_FORMS
 from jaxscale.memory.plan import POLICIES, MemoryPlan, Selector
 from jaxscale.optim.optimizer import Optimizer
-from jaxscale.pipeline.plan import FORMS as PIPELINE_FORMS
 from jaxscale.pipeline.plan import OPTIONS as PIPELINE_OPTIONS
 from jaxscale.pipeline.plan import PipelinePlan
+from jaxscale.pipeline.plan import forms as pipeline_forms
 from jaxscale.pipeline.schedules import METHODS
 from jaxscale.recipe.kernels import KNOWN, PLATFORMS, Kernels
 from jaxscale.recipe.plan import Plan
@@ -321,7 +321,7 @@ def _parts(rng: random.Random, total: int, count: int) -> list[int]:
 
 def drawn_pipeline(rng: random.Random) -> str:
     """The text of a schedule on 2 or 4 devices."""
-    name = rng.choice([name for name in PIPELINE_FORMS if name not in EXCLUDED])
+    name = rng.choice([name for name in pipeline_forms() if name not in EXCLUDED])
     ranks = rng.choice((2, 2, 4))
     if name not in METHODS:
         return f"{name}:{ranks}"

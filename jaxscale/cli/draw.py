@@ -113,9 +113,9 @@ class Draw:
         if self.schedule is not None and self.compare is not None:
             raise UserError(f"draw pipeline: got {self.schedule} and --compare: put all of them after --compare")
         if self.schedule is None and self.compare is None and self.experiment is None:
-            from jaxscale.pipeline.plan import FORMS
+            from jaxscale.pipeline.plan import forms
 
-            forms_text = ", ".join(form for name, form in FORMS.items() if name != "auto")
+            forms_text = ", ".join(form for name, form in forms().items() if name != "auto")
             raise UserError(f"draw pipeline: got no schedule, expected one such as 1f1b:4x8; there are {forms_text}")
         if self.updates is not None and self.updates < 1:
             raise UserError(f"--updates: got {self.updates}, expected a whole number >= 1")

@@ -34,6 +34,7 @@ _MODULE_BY_NAME = {
     "parse_csv": "jaxscale.pipeline.csv",
     "partition": "jaxscale.pipeline.choose.partition",
     "read_csv": "jaxscale.pipeline.csv",
+    "register": "jaxscale.pipeline.schedules",
     "schedule": "jaxscale.pipeline.by_name",
     "search": "jaxscale.pipeline.choose.search",
     "simulate": "jaxscale.pipeline.clock.simulate",
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from jaxscale.pipeline.plan import PipelinePlan
     from jaxscale.pipeline.run.gradients import value_and_grad
     from jaxscale.pipeline.run.pipemare import Remedies
-    from jaxscale.pipeline.schedules import METHODS
+    from jaxscale.pipeline.schedules import METHODS, register
     from jaxscale.pipeline.versions import uses
 
 __all__ = [
@@ -81,7 +82,7 @@ __all__ = [
     "parse_csv",
     "partition",
     "read_csv",
-    "schedule",
+    "register", "schedule",
     "search",
     "simulate",
     "to_csv",

@@ -20,8 +20,10 @@ def _form(method: Method) -> str:
     return f"{method.name}:{size_form}" + ("[,v=V]" if method.interleaves else "")
 
 
-FORMS = {**{name: _form(method) for name, method in METHODS.items()}, "auto": "auto:P", "file": "file:PATH"}
-"""The text form of a plan, by name of its schedule."""
+def forms() -> dict[str, str]:
+    """The text form of a plan, by name of its schedule."""
+    return {**{name: _form(method) for name, method in METHODS.items()}, "auto": "auto:P", "file": "file:PATH"}
+
 
 OPTIONS = ("v", "stages", "stash", "lowering", "anneal", "correction", "synchronous_steps")
 """Options of the text form: v, the number of stages per device, and fields of `PipelinePlan`."""
@@ -98,8 +100,8 @@ class PipelinePlan:
                 raise UserError(f"pipeline {name}: got {getattr(self, name)}, expected 0 or more")
         if self.correction is not None and not 0 <= self.correction < 1:
             raise UserError(f"pipeline correction: got {self.correction}, expected 0 (none) or more, and less than 1")
-        if self.name not in FORMS:
-            raise unknown("pipeline schedule", self.name, FORMS)
+        if self.name not in forms():
+            raise unknown("pipeline schedule", self.name, forms())
         method = METHODS.get(self.name)
         field_needs = {
             "ranks": self.name != "file",
@@ -110,11 +112,11 @@ class PipelinePlan:
             if (getattr(self, field) is not None) != is_needed:
                 verb = "needs" if is_needed else "takes no"
                 hint = ". Each microbatch is an update; only 2bw takes several" if method and method.streams else ""
-                raise UserError(f"pipeline {self.name} {verb} {field}: write {FORMS[self.name]}{hint}")
+                raise UserError(f"pipeline {self.name} {verb} {field}: write {forms()[self.name]}{hint}")
         if method is not None:
             self.schedule()  # raises an error if no schedule has these numbers
         elif self.chunks is not None:
-            raise UserError(f"pipeline {self.name} takes no v: write {FORMS[self.name]}")
+            raise UserError(f"pipeline {self.name} takes no v: write {forms()[self.name]}")
         elif self.ranks is not None and self.ranks < 1:
             raise UserError(f"pipeline {self.name}: got {self.ranks} devices, expected 1 or more")
 
@@ -128,8 +130,8 @@ class PipelinePlan:
         """
         name_text, colon, arguments = text.strip().partition(":")
         name = name_text.lower()
-        if name not in FORMS:
-            raise unknown("pipeline schedule", name, FORMS)
+        if name not in forms():
+            raise unknown("pipeline schedule", name, forms())
         size_text, *option_words = arguments.split(",")
         if name == "file":  # its text is a path, which may have commas
             while option_words and option_words[0].partition("=")[0].strip() not in OPTIONS:
@@ -140,7 +142,7 @@ class PipelinePlan:
             if option in options or option not in OPTIONS:
                 hint = "" if option in options else near_miss(option, OPTIONS)
                 raise UserError(
-                    f"pipeline {text!r}: got {option_word.strip()!r}, expected {FORMS[name]}, with "
+                    f"pipeline {text!r}: got {option_word.strip()!r}, expected {forms()[name]}, with "
                     f"{', '.join(OPTIONS[1:])} as options, each once{hint}"
                 )
             option_type = int | None if option == "v" else field_types(cls)[option]
@@ -151,7 +153,7 @@ class PipelinePlan:
         size_match = _SIZE.fullmatch(size_text.strip().lower())
         if not size_match:
             reason = f"got {size_text!r}" if colon else "got no numbers"
-            raise UserError(f"pipeline {text!r}: {reason}, expected {FORMS[name]}: P devices, M microbatches")
+            raise UserError(f"pipeline {text!r}: {reason}, expected {forms()[name]}: P devices, M microbatches")
         ranks, microbatches = size_match.groups()
         return cls(name, int(ranks), None if microbatches is None else int(microbatches), chunks, **options)
 

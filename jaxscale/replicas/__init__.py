@@ -26,6 +26,7 @@ _MODULE_BY_NAME = {
     "decode_integers": "jaxscale.replicas.integers",
     "diloco": "jaxscale.replicas.low_communication",
     "encode_integers": "jaxscale.replicas.integers",
+    "register": "jaxscale.replicas.codecs",
     "reduce_gradients": "jaxscale.replicas.tree",
     "start_reduction": "jaxscale.replicas.tree",
 }
@@ -34,7 +35,7 @@ _MODULE_BY_NAME = {
 if TYPE_CHECKING:
     from jaxscale.replicas import wire
     from jaxscale.replicas.codec import Codec, CodecState
-    from jaxscale.replicas.codecs import CODECS
+    from jaxscale.replicas.codecs import CODECS, register
     from jaxscale.replicas.codecs.block_codes import Int4, Int8
     from jaxscale.replicas.codecs.dgc import DGC
     from jaxscale.replicas.codecs.gradzip import GradZip
@@ -68,7 +69,7 @@ __all__ = [
     "decode_integers",
     "diloco",
     "encode_integers",
-    "reduce_gradients",
+    "reduce_gradients", "register",
     "start_reduction", "wire",
 ]  # fmt: skip
 

@@ -9,7 +9,9 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.optim.optimizer import Optimizer
+from jaxscale.pipeline import METHODS
 from jaxscale.recipe.plan import Plan
+from jaxscale.replicas import CODECS
 from jaxscale.values import override
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +35,17 @@ def run_blocks(page: Path, *, slow: bool) -> None:
             exec(compile(source, str(page), "exec"), namespace)
             expected = re.findall(r"^(?:print\(.*\)|\))  # (.*)$", source, re.MULTILINE)
             assert not expected or printed == expected
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    """Forget the codecs and schedules that a page registers."""
+    registries = (CODECS, METHODS)
+    copies = [dict(registry) for registry in registries]
+    yield
+    for registry, copy in zip(registries, copies, strict=True):
+        registry.clear()
+        registry.update(copy)
 
 
 @pytest.mark.parametrize("page", named([page for page in PAGES if BLOCK.search(page.read_text())]))

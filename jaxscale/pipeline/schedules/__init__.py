@@ -2,8 +2,8 @@
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
 
+from jaxscale.errors import UserError
 from jaxscale.pipeline.method import Method
 
 
@@ -14,5 +14,31 @@ def _methods() -> dict[str, Method]:
     return {method.name: method for method in sorted(methods, key=lambda method: method.name)}
 
 
-METHODS: Mapping[str, Method] = _methods()
+METHODS: dict[str, Method] = _methods()
 """Every method by its name."""
+_OURS = frozenset(METHODS)
+
+
+def register(method: Method) -> Method:
+    """Make a schedule of one's own known by its name, so that plans may name it by text: `--plan.pipeline NAME:4x8`.
+
+    Call it in the file that defines the experiment. A resumed run executes that file again, and the method that it then
+    defines replaces the earlier one.
+
+    Args:
+        method: the method, whose `make` returns a valid `Schedule` for its numbers of ranks and microbatches.
+
+    Returns:
+        The method.
+
+    Raises:
+        UserError: one of jaxscale's methods has the name.
+
+    Example:
+        >>> register(METHODS["gpipe"]).name
+        'gpipe'
+    """
+    if method.name in _OURS and METHODS[method.name] is not method:
+        raise UserError(f"schedule {method.name}: one of jaxscale's schedules has this name; choose another")
+    METHODS[method.name] = method
+    return method
