@@ -36,10 +36,9 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxscale import Evaluation, Experiment, MeshSpec, Optimizer, Plan, Samples
+from jaxscale import Evaluation, Experiment, Optimizer, Plan, Samples
 from jaxscale.data import Text
 from jaxscale.models import Decoder
-from jaxscale.replicas import Codec
 
 TEXT = Path(__file__).parent / "data" / "shakespeare.txt"
 CONTEXT = 64
@@ -69,7 +68,7 @@ def by(name: str, codec: str | None, optimizer: Optimizer = ADAMW) -> Experiment
         batch=12,
         evaluation=Evaluation(every=500, batches=64),
         samples=Samples(every=500, prompts=("\n",), tokens=300, temperature=0.8),
-        plan=Plan(mesh=MeshSpec(replica=2), reduce=Codec.parse(codec) if codec else None),
+        plan=Plan(mesh="replica:2", reduce=codec or None),
     )
 
 

@@ -31,10 +31,10 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxscale import Evaluation, Experiment, MeshSpec, Optimizer, Plan, Samples
+from jaxscale import Evaluation, Experiment, Optimizer, Plan, Samples
 from jaxscale.data import Text
 from jaxscale.models import Decoder
-from jaxscale.replicas import Codec, Diloco
+from jaxscale.replicas import Diloco
 
 TEXT = Path(__file__).parent / "data" / "shakespeare.txt"
 CONTEXT = 64
@@ -65,7 +65,7 @@ def by(name: str, diloco: Diloco | None = None, codec: str | None = None, optimi
         batch=12,
         evaluation=Evaluation(every=500, batches=64),
         samples=Samples(every=0, prompts=()),
-        plan=Plan(mesh=MeshSpec(replica=2), diloco=diloco, reduce=Codec.parse(codec) if codec else None),
+        plan=Plan(mesh="replica:2", diloco=diloco, reduce=codec or None),
     )
 
 

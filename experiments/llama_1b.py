@@ -8,7 +8,7 @@ The data are bytes of Shakespeare: they stand for text of the same shape, and no
 
 from pathlib import Path
 
-from jaxscale import Experiment, MemoryPlan, Optimizer, Plan
+from jaxscale import Experiment, Optimizer, Plan
 from jaxscale.data import Text
 from jaxscale.models import Decoder, Llama3Scaling
 
@@ -38,5 +38,5 @@ def experiment() -> Experiment:
         optimizer=Optimizer(learning_rate=3e-4, warmup=2000),
         steps=100_000,
         batch=64,
-        plan=Plan(zero=3, precision="bfloat16", memory=MemoryPlan("full")),
+        plan=Plan(zero=3, precision="bfloat16", memory="full"),
     )

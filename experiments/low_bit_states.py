@@ -28,7 +28,7 @@ from pathlib import Path
 
 import jax
 
-from jaxscale import Evaluation, Experiment, MeshSpec, Optimizer, Plan, Run, Samples, build, override
+from jaxscale import Evaluation, Experiment, Optimizer, Plan, Run, Samples, build, override
 from jaxscale.data import Text
 from jaxscale.models import Decoder
 
@@ -77,7 +77,7 @@ def by(name: str) -> Experiment:
         batch=12,
         evaluation=Evaluation(every=500, batches=64),
         samples=Samples(every=0, prompts=()),
-        plan=override(Plan(mesh=MeshSpec()), changes),
+        plan=override(Plan(mesh="1"), changes),
     )
 
 

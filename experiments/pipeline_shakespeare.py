@@ -15,7 +15,7 @@ from pathlib import Path
 from jaxscale import Evaluation, Experiment, Optimizer, Plan, Samples
 from jaxscale.data import Text
 from jaxscale.models import Decoder
-from jaxscale.pipeline import METHODS, PipelinePlan
+from jaxscale.pipeline import METHODS
 
 TEXT = Path(__file__).parent / "data" / "shakespeare.txt"
 CONTEXT = 64
@@ -42,7 +42,7 @@ def by(schedule: str) -> Experiment:
         batch=12,
         evaluation=Evaluation(every=500),
         samples=Samples(every=500, prompts=("\n",), tokens=300, temperature=0.8),
-        plan=Plan(pipeline=PipelinePlan.parse(schedule)),
+        plan=Plan(pipeline=schedule),
     )
 
 

@@ -17,7 +17,7 @@ CPU backend runs blocks again and spares nothing, unless they are scanned).
 import dataclasses
 from pathlib import Path
 
-from jaxscale import Evaluation, Experiment, MemoryPlan, MeshSpec, Optimizer, Plan
+from jaxscale import Evaluation, Experiment, Optimizer, Plan
 from jaxscale.data import Images
 from jaxscale.models import ResNet
 
@@ -34,14 +34,14 @@ def experiment() -> Experiment:
         steps=200,
         batch=64,
         evaluation=Evaluation(every=100),
-        plan=Plan(mesh=MeshSpec(), memory=MemoryPlan.parse("chain:4MB")),
+        plan=Plan(mesh="1", memory="chain:4MB"),
     )
 
 
 def keep_all() -> Experiment:
     """The same, keeping everything."""
     given = experiment()
-    return dataclasses.replace(given, plan=dataclasses.replace(given.plan, memory=MemoryPlan()))
+    return dataclasses.replace(given, plan=dataclasses.replace(given.plan, memory="none"))
 
 
 VARIANTS = {"keep_all": keep_all}

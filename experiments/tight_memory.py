@@ -10,7 +10,7 @@ however many cores there are, so that the bytes are the same everywhere.
 
 from pathlib import Path
 
-from jaxscale import Experiment, MeshSpec, Optimizer, Plan
+from jaxscale import Experiment, Optimizer, Plan
 from jaxscale.data import Text
 from jaxscale.models import Decoder
 
@@ -27,5 +27,5 @@ def experiment() -> Experiment:
         optimizer=Optimizer(learning_rate=1e-3, final_learning_rate=1e-4, warmup=20),
         steps=200,
         batch=16,
-        plan=Plan(mesh=MeshSpec(data=1)),
+        plan=Plan(mesh="1"),
     )
