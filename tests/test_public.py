@@ -5,6 +5,7 @@ CHANGELOG.md.
 """
 
 import dataclasses
+import enum
 import importlib
 import inspect
 import os
@@ -41,6 +42,9 @@ def lines_of(name: str, value: object) -> Iterator[str]:
     """The line of a name, and below that of a class those of its public methods and properties."""
     if not inspect.isclass(value):
         yield name + (parameters(value) if callable(value) else f": {type(value).__name__}")
+        return
+    if issubclass(value, enum.Enum):
+        yield f"class {name}: {', '.join(value.__members__)}"
         return
     yield f"class {name}{parameters(value)}"
     fields = {field.name for field in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
