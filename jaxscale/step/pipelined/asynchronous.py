@@ -429,7 +429,10 @@ class InFlight:
         return dataclasses.replace(state, extra={**other_extras, self.name: flight})
 
     def parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
-        """Return the names of the arrays; they contain a hash of the plan, so a step with another plan ignores them."""
+        """Return a tree with a `Part` for each array. Names have a hash, so a step with another plan ignores them.
+
+        The hash is of the plan, the layers of each stage, the batch size, the version of JAX, and the arrays' shapes.
+        """
         pipeline, flight = self.pipeline, abstract.extra[self.name]
         shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(flight)]
         planned = pipeline.planned
