@@ -36,6 +36,10 @@ def test_a_schedule_is_named_by_text_and_read_back(monkeypatch: pytest.MonkeyPat
     assert plan.pipeline is not None
     assert plan.pipeline.name == "mine"
     assert from_json(Plan, to_json(plan)) == plan
+    assert plan.pipeline.schedule().live == (4, 4)
+    # a file that is executed again may define the method otherwise: plans of the name then have the new schedule
+    register_method(dataclasses.replace(METHODS["1f1b"], name="mine"))
+    assert plan.pipeline.schedule().live == (2, 1)
 
 
 def test_names_of_ours_are_refused():

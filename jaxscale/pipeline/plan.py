@@ -31,9 +31,9 @@ _SIZE = re.compile(r"(\d+)(?:x(\d+))?")
 
 
 @functools.lru_cache(maxsize=128)
-def _schedule(name: str, ranks: int, microbatches: int, chunks: int | None, updates: int) -> Schedule:
+def _schedule(method: Method, ranks: int, microbatches: int, chunks: int | None, updates: int) -> Schedule:
     """Return the schedule of a method, from a cache."""
-    return METHODS[name].schedule(ranks, microbatches, chunks, updates)
+    return method.schedule(ranks, microbatches, chunks, updates)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +211,7 @@ class PipelinePlan:
         else:
             assert self.ranks is not None
             microbatches = 1 if self.microbatches is None else self.microbatches
-            schedule = _schedule(self.name, self.ranks, microbatches, self.chunks, updates)
+            schedule = _schedule(METHODS[self.name], self.ranks, microbatches, self.chunks, updates)
         if ranks not in (None, schedule.ranks):
             raise UserError(
                 f"pipeline {self} is a schedule for {schedule.ranks} devices, but the pipe axis has {ranks}. "
