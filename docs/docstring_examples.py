@@ -7,7 +7,7 @@ import griffe
 
 
 class ExampleSections(griffe.Extension):
-    """Give the section `Example:` the name that griffe's parser knows."""
+    """Rename the section `Example:` to `Examples:`, which griffe's parser reads."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
         """Rename the section in the docstring of an object."""

@@ -58,7 +58,7 @@ from jaxscale.memory.graph import solve
 from jaxscale.memory.keep_named import keeping
 from jaxscale.memory.save_set import Host, save_set
 from jaxscale.memory.selectors import SELECTORS
-from jaxscale.offload.updates import Advance, global_norm, on_host, plainly, streamed
+from jaxscale.offload.updates import Advance, global_norm, update_in_slices, update_on_device, update_on_host
 from jaxscale.offload.weights import Streamed
 from jaxscale.platforms.platform import Platform
 from jaxscale.programs.block import block_graph
@@ -116,11 +116,11 @@ def state_step(devices: Sequence[Any], sizes: Sizes, place: str) -> Any:
         again = jax.checkpoint(body, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
         return jnp.sum(jax.lax.scan(again, x, given)[0].astype(jnp.float32) ** 2)
 
-    advance: Advance = plainly(optimizer)
+    advance: Advance = update_on_device(optimizer)
     if place in ("streamed", "all on the host"):
-        advance = streamed(RULE, shapes(params, device), clip=1.0)
+        advance = update_in_slices(RULE, shapes(params, device), clip=1.0)
     elif place == "host":
-        advance = on_host(RULE, clip=1.0)
+        advance = update_on_host(RULE, clip=1.0)
 
     def step(params: Any, state: Any, x: Any) -> Any:
         gradients = jax.grad(loss)(to_device(params) if place == "host" else params, x)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale import TrainState, TrainStep, blocks
-from jaxscale.offload import plainly
+from jaxscale.offload import update_on_device
 from jaxscale.pipeline import Remedies
 from jaxscale.pipeline.run.passes import At, FromResiduals, StageContext
 from jaxscale.state.train_state import Watch
@@ -89,7 +89,7 @@ class StaleWeights:
 
     def __init__(self, plain: TrainStep, rule: Rule) -> None:
         self.plain, self.rule, self.count = plain, rule, len(rule.delays)
-        self._advance = plainly(plain.optimizer)
+        self._advance = update_on_device(plain.optimizer)
         self.update = jax.jit(self._update)
 
     def begin(self, state: TrainState) -> tuple[Stage, ...]:

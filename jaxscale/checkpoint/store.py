@@ -65,6 +65,8 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Any, *, keep: int = 3, best: bool = True, write: bool = True) -> None:
+        if keep < 1:
+            raise UserError(f"keep: got {keep}, expected at least 1, the newest checkpoint")
         self.folder = _path(folder)
         self._keep, self._keeps_best = keep, best
         self._running_save: tuple[Description, Any] | None = None
@@ -130,6 +132,12 @@ class Checkpoints:
         Raises:
             UserError: this save (with `wait`) or the previous one failed; older checkpoints are intact.
         """
+        try:
+            json.dumps(data)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"data: got {type(data).__name__}, expected what JSON holds, such as a dict of numbers: {error}"
+            ) from None
         name = step.experiment.name
         description = Description(int(state.step), 0, {"loop": data}, name, loss=loss, versions=versions())
         return self.save_arrays(step.to_canonical(state), description, wait=wait)
@@ -161,6 +169,9 @@ class Checkpoints:
             >>> checkpoints.restore(step).data
             {'row': 40}
         """
+        steps = self.steps()
+        if number is not None and number not in steps:
+            raise UserError(f"number: got {number}, but {self.folder} has checkpoints of {steps or 'no'} updates")
         restored = self.restore_arrays(step.canonical_abstract(), step=number, set_aside=number is None)
         if restored is None:
             return None

@@ -31,8 +31,8 @@ class Docs:
         pages = page_files()
         if self.page is None:
             listed = list(pages)
-        elif self.page in pages or f"{self.page}/index" in pages:
-            return _show(pages.get(self.page) or pages[f"{self.page}/index"])
+        elif self.page in pages:
+            return _show(pages[self.page])
         else:
             needle = self.page.lower()
             in_name = [name for name in pages if needle in name.lower()]
@@ -66,7 +66,7 @@ def _title(file: Path) -> str:
 
 
 def _show(file: Path) -> int:
-    """Print a page: formatted in a terminal, as it is elsewhere; returns the exit code."""
+    """Print a page, formatted if the output is a terminal; returns the exit code."""
     text = file.read_text("utf-8")
     if not sys.stdout.isatty():
         print(text, end="")

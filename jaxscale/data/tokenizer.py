@@ -168,7 +168,8 @@ class Characters:
             unknown_characters = sorted({text[i] for i in np.flatnonzero(ids < 0).tolist()})
             raise UserError(
                 f"the text contains {', '.join(map(repr, unknown_characters[:5]))}, unknown to this alphabet of "
-                f"{self.size} characters: remove them from the text, or train with a byte tokenizer, which knows all"
+                f"{self.size} characters: remove them from the text, or train with a byte tokenizer, which has a token "
+                "for every character"
             )
         return ids
 

@@ -53,7 +53,7 @@ def wrapper(plan: MemoryPlan) -> Wrapper:
     assert policy is not None, f"{plan} needs a decision, not a policy"
 
     def wrap_block(block: BlockFunction, rolled: bool) -> BlockFunction:
-        """The block under the policy; `rolled` tells whether it runs in a scan."""
+        """The block under the policy; `rolled` is true in a scan."""
         return run_again(block, rolled=rolled, policy=policy)
 
     return wrap_block

@@ -91,7 +91,7 @@ class Keeping:
         return frozenset({_LATER + name for name in names} | {_residual_name(name) for name in names})
 
     def __call__(self, block: BlockFunction, rolled: bool) -> BlockFunction:
-        """The block under the policy of its save set; `rolled` tells whether it runs in a scan."""
+        """The block under the policy of its save set; `rolled` is true in a scan."""
 
         def keeping_block(*args: Any) -> Any:
             """Trace the block, name the values of its save set, and run it under a policy that keeps these names."""

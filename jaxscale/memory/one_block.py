@@ -1,10 +1,14 @@
 """Rematerialization of one function, in code that uses nothing else of jaxscale."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
-from jaxscale.blocks import run_again
+import jax
+
+from jaxscale.blocks import run_again, treating, treatment
+from jaxscale.compat import runs_recomputation_early
 from jaxscale.errors import UserError
 from jaxscale.memory.apply import policy_of
 from jaxscale.memory.decide import decide
@@ -37,7 +41,7 @@ def remat(
         platform: platform whose roofline gives the cost in seconds, such as "tpu v5e:1x1"; without one it is in FLOP.
 
     Returns:
-        The function, to be called like `block`, differentiated, compiled, and mapped or scanned.
+        The function, to be called like `block` with positional arguments, differentiated, compiled, mapped or scanned.
 
     Raises:
         UserError: the plan is for several blocks or is automatic, the budget is too small, or `args` are missing.
@@ -56,6 +60,10 @@ def remat(
     References:
         Checkpointing by integer program: Jain et al., "Checkmate", 2020 (https://arxiv.org/abs/1910.02653).
     """
+    if not callable(block):
+        raise UserError(f"remat: got {block!r}, expected a function of arrays, then the memory plan")
+    if not isinstance(plan, MemoryPlan | str):
+        raise UserError(f"remat: got {plan!r}, expected a memory plan such as 'full' or 'save:136MiB'")
     plan = MemoryPlan.parse(plan) if isinstance(plan, str) else plan
     if plan.rule == "fit":
         raise UserError("remat: the plan fit chooses for a whole model: set it in a Plan, or give a budget, save:BYTES")
@@ -68,7 +76,7 @@ def remat(
         return block
     policy = policy_of(plan)
     if policy is not None:
-        return functools.wraps(block)(run_again(block, rolled=False, policy=policy))
+        return _wrap(block, lambda: run_again(block, rolled=False, policy=policy))
     if not args:
         raise UserError(
             f"remat: the plan {plan} is solved for the shapes of a block's arguments: give them, as in "
@@ -82,5 +90,18 @@ def remat(
         )
     graph = block_graph(block, *args, chip=chip)
     call = BlockCall(graph.fingerprint, graph, args, 1, rolled=False, order=0)
-    decision = decide(plan, [call], chip)
-    return functools.wraps(block)(keeping(decision.saves)(block, False))
+    keep = keeping(decide(plan, [call], chip).saves)
+    return _wrap(block, lambda: keep(block, False))
+
+
+def _wrap(block: Callable[..., Any], make_lean: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """Return a function like `block` that runs the one that `make_lean` returns while it is traced."""
+
+    @functools.wraps(block)
+    def lean(*args: Any) -> Any:
+        """Run the block; its recomputation waits for the gradient on a backend that would run it early."""
+        is_early = jax.default_backend() == "cpu" and runs_recomputation_early()
+        with treating(dataclasses.replace(treatment(), held=is_early)):
+            return make_lean()(*args)
+
+    return lean

@@ -8,20 +8,20 @@ _MODULE_BY_NAME = {
     "Streamed": "jaxscale.offload.weights",
     "cut": "jaxscale.offload.slices",
     "offload_state": "jaxscale.offload.wrapper",
-    "on_host": "jaxscale.offload.updates",
-    "plainly": "jaxscale.offload.updates",
-    "streamed": "jaxscale.offload.updates",
+    "update_on_host": "jaxscale.offload.updates",
+    "update_on_device": "jaxscale.offload.updates",
+    "update_in_slices": "jaxscale.offload.updates",
 }
 """Module of each public name, from which it loads at its first use."""
 
 if TYPE_CHECKING:
     from jaxscale.offload.slices import cut
-    from jaxscale.offload.updates import on_host, plainly, streamed
+    from jaxscale.offload.updates import update_in_slices, update_on_device, update_on_host
     from jaxscale.offload.weights import Streamed
     from jaxscale.offload.wrapper import offload_state
 
 __all__ = [
-    "Streamed", "cut", "offload_state", "on_host", "plainly", "streamed",
+    "Streamed", "cut", "offload_state", "update_in_slices", "update_on_device", "update_on_host",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, _MODULE_BY_NAME)

@@ -2,14 +2,15 @@
 
 Two functions return the step of an optimizer, with at most a slice of its state on the device:
 
-* `streamed`: slices of state and weights come to the device, are updated there, and go back (ZeRO-Infinity, Rajbhandari
-  et al. 2021, arXiv 2104.07857, without its NVMe; L2L, Pudipeddi et al. 2020, arXiv 2002.05645). For rules that treat
-  each number by itself.
-* `on_host`: gradients go to the host, whose CPU updates state and weights (ZeRO-Offload, Ren et al. 2021, arXiv
+* `update_in_slices`: slices of state and weights come to the device, are updated there, and go back (ZeRO-Infinity,
+  Rajbhandari et al. 2021, arXiv 2104.07857, without its NVMe; L2L, Pudipeddi et al. 2020, arXiv 2002.05645). For rules
+  that treat each number by itself.
+* `update_on_host`: gradients go to the host, whose CPU updates state and weights (ZeRO-Offload, Ren et al. 2021, arXiv
   2101.06840, without its delay of one step). For any rule.
 
-`plainly` returns the step without offload. All three steps also take the gradients' norm, for clipping, and whether the
-step is good (its gradients are finite). A later `where` over old and new state would need both whole on the device.
+`update_on_device` returns the step without offload. All three steps also take the gradients' norm, for clipping, and
+whether the step is good (its gradients are finite). A later `where` over old and new state would need both whole on the
+device.
 
 Plans use these functions. For custom training loops `wrapper.offload_state` wraps a rule.
 """
@@ -27,8 +28,7 @@ from jaxscale.compat import compute_on_host, rebind, scan_counts
 from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.offload.slices import SLICE_BYTES, SliceCut, cut, sweep
 from jaxscale.programs.elementwise import check_elementwise
-from jaxscale.sharding.memory_space import on_host as lies_on_host
-from jaxscale.sharding.memory_space import to_device, to_host
+from jaxscale.sharding.memory_space import on_host, to_device, to_host
 from jaxscale.trees import shapes_of
 from jaxscale.typing import Array, Float, Params
 
@@ -40,7 +40,7 @@ global norm of the gradients. If `good` is false, state and parameters are retur
 """
 
 
-def plainly(optimizer: optax.GradientTransformation) -> Advance:
+def update_on_device(optimizer: optax.GradientTransformation) -> Advance:
     """Return the step that applies an optax transformation to whole trees on the device.
 
     Args:
@@ -53,7 +53,7 @@ def plainly(optimizer: optax.GradientTransformation) -> Advance:
     return advance
 
 
-def streamed(
+def update_in_slices(
     rule: optax.GradientTransformation,
     params: Params,
     *,
@@ -81,7 +81,7 @@ def streamed(
     Example:
         >>> params = {"w": jnp.ones((4, 2))}
         >>> rule = optax.sgd(0.5)
-        >>> advance = streamed(rule, params, slice_bytes=8)
+        >>> advance = update_in_slices(rule, params, slice_bytes=8)
         >>> after, _ = jax.jit(advance)(params, rule.init(params), params, jnp.ones(()), jnp.array(True))
         >>> after["w"].shape, float(after["w"][3, 1])
         ((4, 2), 0.5)
@@ -101,7 +101,7 @@ def streamed(
     return advance
 
 
-def on_host(rule: optax.GradientTransformation, *, clip: float | None = None) -> Advance:
+def update_on_host(rule: optax.GradientTransformation, *, clip: float | None = None) -> Advance:
     """Return the step that applies a rule on the host's CPU: it sends gradients there and updates in place.
 
     Do not use it with a TPU and a state in few bits. If the host's CPU reads an array of 8 or 4 bits and two dims or
@@ -117,7 +117,7 @@ def on_host(rule: optax.GradientTransformation, *, clip: float | None = None) ->
         old_trees = (params, state if clip is None else state[1])
         step = with_host_constants(functools.partial(_step, rule, clip=clip))
         results = run_on_host_cpu(step, (gradients, old_trees, norm, good), old_trees)
-        weights, new_state = jax.tree.map(lambda x, old: x if lies_on_host(old) else to_device(x), results, old_trees)
+        weights, new_state = jax.tree.map(lambda x, old: x if on_host(old) else to_device(x), results, old_trees)
         return weights, new_state if clip is None else (state[0], new_state)
 
     return advance
@@ -155,7 +155,7 @@ def with_host_constants(function: Callable[..., Any]) -> Callable[..., Any]:
             elif eqn.primitive.name == "scan":
                 outputs = run_scan(eqn.params, operands)
             else:
-                if any(lies_on_host(x) for x in operands):
+                if any(on_host(x) for x in operands):
                     operands = [x if jax.numpy.ndim(x) == 0 else to_host(x) for x in operands]
                 outputs = rebind(eqn, operands)
             value_of_variable |= dict(zip(eqn.outvars, outputs, strict=True))
@@ -197,7 +197,7 @@ def cuts_of(
         params: shapes of the parameters.
         shardings: sharding of each parameter, in the order of its leaves; `None` for one device.
         slice_bytes: bytes of the largest slice on each device.
-        layers: for each parameter, whether its first dim is stacked layers, as in `streamed`.
+        layers: for each parameter, whether its first dim is stacked layers, as in `update_in_slices`.
     """
     leaves, units = jax.tree.leaves(params), _units(rule, params)
     if layers is not None:
@@ -283,7 +283,7 @@ def global_norm(gradients: Params, shardings: Params | None = None) -> Float[Arr
         shardings: tree of `NamedSharding` like the gradients; `None` for one device.
     """
     leaves, treedef = jax.tree.flatten(gradients)
-    if not any(lies_on_host(g) for g in leaves):
+    if not any(on_host(g) for g in leaves):
         return optax.tree.norm(gradients)
     leaf_shardings = [None] * len(leaves) if shardings is None else treedef.flatten_up_to(shardings)
     square_sum = jnp.zeros((), jnp.float32)

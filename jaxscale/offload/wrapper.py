@@ -1,9 +1,9 @@
 """A wrapper of any optax rule whose state lies in host memory between steps.
 
 An optax update returns the updates of all weights, so they lie on the device, in the memory of the gradients. The state
-is moved in slices to the device and back, as in `updates.streamed` (ZeRO-Infinity, Rajbhandari et al. 2021, arXiv
-2104.07857). Moving the whole state at once would save nothing: the compiler keeps it on the device while the update
-runs.
+is moved in slices to the device and back, as in `updates.update_in_slices` (ZeRO-Infinity, Rajbhandari et al. 2021,
+arXiv 2104.07857). Moving the whole state at once would save nothing: the compiler keeps it on the device while the
+update runs.
 
 The table is for a step of AdamW over 192 MiB of weights, with its gradients, compiled for one chip (JAX 0.12.0.1,
 2026-11-22): MiB on the device + MiB on the host. The wrapped step is compiled by `tests/offload/test_updates.py -m

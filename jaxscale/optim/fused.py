@@ -20,7 +20,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from jaxscale.lowbit.quantize import Quantized, is_quantized
-from jaxscale.offload.updates import Advance, plainly
+from jaxscale.offload.updates import Advance, update_on_device
 from jaxscale.typing import Array, Params
 from pallas_kernels.adam8.api import Settings, adam8, hyper, runs
 
@@ -82,7 +82,7 @@ def fused(
         0.5
     """
 
-    advance_by_rule = plainly(rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule))
+    advance_by_rule = update_on_device(rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule))
 
     def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
         """Return the new parameters and the new state."""

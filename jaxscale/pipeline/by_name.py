@@ -5,6 +5,7 @@ from jaxscale.pipeline.charts.text import text_chart
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.orders import Schedule
+from jaxscale.pipeline.plan import schedule_of
 from jaxscale.pipeline.schedules import METHODS
 
 
@@ -35,19 +36,20 @@ interleaved, lockstep, pipedream, pipemare, search, zb-h1, zb-h2, zb-v; did you 
     return METHODS[name].schedule(ranks, microbatches, chunks, updates)
 
 
-def draw(schedule: Schedule, costs: Costs | None = None, *, width: int = 100) -> str:
+def draw(schedule: Schedule | str, costs: Costs | None = None, *, width: int = 100) -> str:
     """Draw a schedule as text: a line for each device, time to the right.
 
     Args:
-        schedule: any schedule.
+        schedule: any schedule, or a text such as "1f1b:4x8".
         costs: seconds of the passes of each stage; by default a forward takes 1, and a backward 2.
         width: number of columns.
 
     Example:
-        >>> print(draw(schedule("gpipe", 2, 3), width=50))
+        >>> print(draw("gpipe:2x3", width=50))
         rank 0 │F0F1F2      B0══B1══B2══│ 3 live
         rank 1 │  F0F1F2B0══B1══B2══    │ 3 live
                0   2   4   6   8   10  12
     """
+    schedule = schedule_of(schedule)
     costs = Costs.alike(schedule) if costs is None else costs
     return text_chart(simulate(schedule, costs), width)

@@ -218,3 +218,16 @@ class PipelinePlan:
                 f"Give the axis {schedule.ranks} devices, or choose another schedule"
             )
         return schedule
+
+
+def schedule_of(schedule: Schedule | str) -> Schedule:
+    """Return a schedule as it is, and the schedule of a text such as "1f1b:4x8".
+
+    Raises:
+        UserError: the text is not that of a plan with a schedule; the message suggests the nearest name.
+
+    Example:
+        >>> schedule_of("1f1b:2x4").live
+        (2, 1)
+    """
+    return PipelinePlan.parse(schedule).schedule() if isinstance(schedule, str) else schedule

@@ -69,6 +69,8 @@ class MeshSpec:
     @classmethod
     def parse(cls, text: str) -> "MeshSpec":
         """Read a mesh from a text such as "data:2,fsdp:4"; "1" is a single device."""
+        if not text.strip():
+            raise UserError("mesh: got an empty text, expected AXIS:DEVICES such as data:2,fsdp:4, or 1 for one device")
         sizes: dict[str, int] = {}
         for entry in filter(None, (part.strip() for part in text.split(","))):
             if entry == "1":

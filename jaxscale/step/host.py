@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.tree_util import KeyPath
 
 from jaxscale.errors import UserError
-from jaxscale.offload.updates import Advance, on_host, plainly, streamed
+from jaxscale.offload.updates import Advance, update_in_slices, update_on_device, update_on_host
 from jaxscale.offload.weights import Streamed, belongs_to_block
 from jaxscale.programs.elementwise import first_mixing
 from jaxscale.recipe.plan import Plan
@@ -73,9 +73,9 @@ def advance_of(plan: Plan, update: Update, layout: Layout) -> Advance:
         layout: placements of parameters and optimizer state.
     """
     if plan.offload.optimizer_state == "host":
-        return on_host(update.rule, clip=update.clip)
+        return update_on_host(update.rule, clip=update.clip)
     if not plan.offload.any:
-        return update.fused or plainly(update.whole)
+        return update.fused or update_on_device(update.whole)
 
     def placed(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(layout.mesh, layout.placements[path_name(path)].state)
@@ -84,7 +84,7 @@ def advance_of(plan: Plan, update: Update, layout: Layout) -> Advance:
     params = jax.tree_util.tree_map_with_path(placed, layout.abstract.params)
     mixes = first_mixing(update.plain, layout.abstract.params) is not None
     layers = update.layers if mixes else None
-    return streamed(update.rule, params, clip=update.clip, elementwise=update.plain, layers=layers)
+    return update_in_slices(update.rule, params, clip=update.clip, elementwise=update.plain, layers=layers)
 
 
 def streamed_weights(

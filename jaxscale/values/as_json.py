@@ -8,7 +8,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from jaxscale.errors import UserError, near_miss
 from jaxscale.values.annotations import (
@@ -248,13 +248,15 @@ def first_that_accepts(load_as: Callable[[Any], Any], hint: Any, path: str, data
         try:
             return load_as(member)
         except UserError as error:
-            # the error of a class with a text form is the most specific for a text of more than a word
-            if has_text_form(member) and isinstance(data, str) and not data.strip().isalnum():
+            # the error of a class with a text form is the most specific for a text
+            if has_text_form(member) and isinstance(data, str):
                 form_error = error
     suggestion = literal_near(data, hint)
-    if form_error is not None and not suggestion:
-        raise form_error
-    raise wrong(path, data, hint, suggestion)
+    if form_error is None or suggestion:
+        raise wrong(path, data, hint, suggestion)
+    literal_text = ", or ".join(describe(member) for member in alternatives if get_origin(member) is Literal)
+    is_word = isinstance(data, str) and data.strip().isalnum()
+    raise UserError(f"{form_error}; or set {literal_text}") if is_word and literal_text else form_error
 
 
 def parse_form(text: str, cls: Any, path: str) -> Any:

@@ -60,6 +60,8 @@ def limit_bytes(limit: int | str | None, name: str) -> int | None:
         >>> limit_bytes("12GiB", "limit"), limit_bytes(4096, "limit"), limit_bytes(None, "limit")
         (12884901888, 4096, None)
     """
+    if limit is not None and not isinstance(limit, int | str):
+        raise UserError(f"{name}: got {limit!r}, expected a whole number of bytes, or a text such as 12GiB")
     count = parse_bytes(limit, name) if isinstance(limit, str) else limit
     if count is not None and count < 1:
         raise UserError(f"{name}: got {count} bytes, expected at least 1; leave it out for what programs may use")

@@ -5,6 +5,7 @@ import os
 import chex
 import jax
 import numpy as np
+import pytest
 
 import jaxscale as jx
 
@@ -47,3 +48,14 @@ def test_a_resumed_loop_is_the_loop_that_never_stopped(tmp_path):
     )
     assert resumed_checkpoints.restore(step).step == 4
     assert resumed_checkpoints.restore(step, number=3).data == {"next": 3}
+
+
+def test_what_cannot_be_saved_or_restored_is_refused(tmp_path):
+    step = jx.build(EXPERIMENT, jx.Plan(mesh="data:2"), devices=jax.devices()[:2])
+    with pytest.raises(jx.UserError, match="keep: got 0, expected at least 1"):
+        jx.Checkpoints(tmp_path, keep=0)
+    checkpoints = jx.Checkpoints(tmp_path)
+    with pytest.raises(jx.UserError, match="data: got set, expected what JSON holds"):
+        checkpoints.save(step, step.init(), data={1, 2})
+    with pytest.raises(jx.UserError, match="number: got 7, but .* has checkpoints of no updates"):
+        checkpoints.restore(step, number=7)

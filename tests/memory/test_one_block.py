@@ -60,3 +60,39 @@ def test_refusals(plan, args, message):
 def test_another_shape_is_refused():
     with pytest.raises(StaleGraph, match="make the plan again"):
         remat(block, "save:24KiB", WEIGHT, X)(WEIGHT, X[:3])
+
+
+def test_calls_in_a_row_keep_less_than_the_function():
+    """A compiler that recomputed early would keep the values of every call."""
+
+    def temporary_bytes(function):
+        def loss(weight):
+            x = X
+            for _ in range(8):
+                x = function(weight, x)
+            return x.sum()
+
+        return jax.jit(jax.grad(loss)).lower(WEIGHT).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(remat(block, "full")) < 0.8 * temporary_bytes(block)
+
+
+@pytest.mark.parametrize("plan", ["full", "save:24KiB"])
+def test_scanned_and_mapped_gradients_are_those_of_the_function(plan):
+    lean = remat(block, plan, WEIGHT, X)
+
+    def loss(function, weight):
+        y = jax.lax.scan(lambda x, _: (function(weight, x), None), X, length=3)[0]
+        return y.sum() + jax.vmap(function, (None, 0))(weight, jnp.stack([X, 2 * X])).sum()
+
+    result, expected = (jax.jit(jax.grad(lambda w, f=f: loss(f, w)))(WEIGHT) for f in (lean, block))
+    np.testing.assert_allclose(result, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("block", "plan", "message"),
+    [("full", "full", "expected a function of arrays"), (block, X, "expected a memory plan such as 'full'")],
+)
+def test_arguments_of_another_type_are_refused(block, plan, message):
+    with pytest.raises(UserError, match=message):
+        remat(block, plan)

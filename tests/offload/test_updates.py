@@ -20,7 +20,14 @@ from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.lowbit.quantized import placed
 from jaxscale.lowbit.split_weights import split_weights
 from jaxscale.offload.slices import SliceCut, cut
-from jaxscale.offload.updates import cuts_of, global_norm, on_host, plainly, run_on_host_cpu, streamed
+from jaxscale.offload.updates import (
+    cuts_of,
+    global_norm,
+    run_on_host_cpu,
+    update_in_slices,
+    update_on_device,
+    update_on_host,
+)
 from jaxscale.optim import offload_state, quantize_state
 from jaxscale.optim.leaves import leaf_of
 from jaxscale.optim.optimizer import Optimizer
@@ -96,14 +103,17 @@ def run(advance, optimizer, places, *, hosted, weights, clip=None):
 @pytest.mark.parametrize("weights", [False, True], ids=["weights on the device", "weights on the host"])
 def test_every_way_gives_the_same(name, weights):
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), RULES[name])
-    expected = run(plainly(optimizer), optimizer, sharded(), hosted=False, weights=False)
+    expected = run(update_on_device(optimizer), optimizer, sharded(), hosted=False, weights=False)
     shapes = jax.tree.map(
         lambda shape, s: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=s),
         SHAPES,
         sharded(),
         is_leaf=lambda x: isinstance(x, tuple),
     )
-    for advance in (streamed(RULES[name], shapes, clip=1.0, slice_bytes=64), on_host(RULES[name], clip=1.0)):
+    for advance in (
+        update_in_slices(RULES[name], shapes, clip=1.0, slice_bytes=64),
+        update_on_host(RULES[name], clip=1.0),
+    ):
         found = run(advance, optimizer, sharded(), hosted=True, weights=weights)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), found, expected)
 
@@ -130,8 +140,8 @@ def test_a_rule_that_treats_layers_one_by_one_is_cut_between_layers(name, weight
     pieces = [c.pieces for c in cuts_of(rule, shapes, places, 64, layers)]
     assert pieces == [1, 3, 6, 1]  # bias, norm, w, table
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), rule)
-    expected = run(plainly(optimizer), optimizer, sharded(), hosted=False, weights=False)
-    advance = streamed(rule, shapes, clip=1.0, slice_bytes=64, layers=layers)
+    expected = run(update_on_device(optimizer), optimizer, sharded(), hosted=False, weights=False)
+    advance = update_in_slices(rule, shapes, clip=1.0, slice_bytes=64, layers=layers)
     after = run(advance, optimizer, sharded(), hosted=True, weights=weights)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), after, expected)
 
@@ -160,7 +170,7 @@ def test_a_rule_that_mixes_elements_is_known_by_its_program(rule, culprit):
     assert (found is None) == (culprit is None), found
     if culprit is not None:
         with pytest.raises(UserError, match="mixes elements"):
-            streamed(rule, params)
+            update_in_slices(rule, params)
 
 
 def test_slices_are_cut_along_a_dim_that_is_whole_on_each_device():

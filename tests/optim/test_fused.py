@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.lowbit.quantized import quantize_state
-from jaxscale.offload.updates import plainly
+from jaxscale.offload.updates import update_on_device
 from jaxscale.optim import fused as module
 from jaxscale.optim.fused import AdamW, fused
 
@@ -41,7 +41,7 @@ def test_steps_are_the_rules(states, clip, mesh, monkeypatch):
         optax.adamw(NUMBERS.rate, 0.9, 0.95, weight_decay=0.1, mask=MASK), states, local=places, platform="cpu"
     )
     whole = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
-    ways = [plainly(whole), fused(rule, NUMBERS, platform="cpu", state_shardings=places, clip=clip)]
+    ways = [update_on_device(whole), fused(rule, NUMBERS, platform="cpu", state_shardings=places, clip=clip)]
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(way, params, state, grads, good):

@@ -76,3 +76,20 @@ def test_refusals(name, ranks, first_dim, message):
         jax.eval_shape(
             value_and_grad(stage, schedule, pipe(ranks)), jax.tree.map(lambda leaf: leaf[:first_dim], weights), *others
         )
+
+
+def test_a_schedule_by_its_text():
+    result = jax.jit(value_and_grad(stage, f"gpipe:{STAGES}x{MICROBATCHES}", pipe(STAGES)))(*arguments())
+    chex.assert_trees_all_close(result, reference(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_typo_names_the_near_miss():
+    with pytest.raises(UserError, match="did you mean 'residuals'"):
+        value_and_grad(stage, "gpipe:4x4", pipe(4), stash="residual")
+    with pytest.raises(UserError, match="did you mean 'gpipe'"):
+        value_and_grad(stage, "gpip:4x4", pipe(4))
+
+
+def test_a_stage_that_returns_no_pair_is_refused():
+    with pytest.raises(UserError, match=r"expected \(y, loss\)"):
+        jax.eval_shape(value_and_grad(lambda *given: given[2], "gpipe:4x4", pipe(4)), *arguments())

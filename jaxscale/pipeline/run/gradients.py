@@ -1,7 +1,7 @@
 """Loss and gradients of a function of stages under any synchronous schedule, in a training loop of one's own."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxscale.errors import UserError
+from jaxscale.errors import UserError, unknown
 from jaxscale.pipeline.orders import Schedule
+from jaxscale.pipeline.plan import schedule_of
 from jaxscale.pipeline.run.execute import At, execute
 from jaxscale.pipeline.run.lifetimes import Stash
 from jaxscale.pipeline.run.tables import tabulate
@@ -22,7 +23,7 @@ OneStage: TypeAlias = Callable[[Any, Any, Any, Any, Int[Array, ""]], tuple[Any, 
 
 
 def value_and_grad(
-    stage: OneStage, schedule: Schedule, mesh: Mesh, *, axis: str = "pipe", stash: Stash = "residuals"
+    stage: OneStage, schedule: Schedule | str, mesh: Mesh, *, axis: str = "pipe", stash: Stash = "residuals"
 ) -> Callable[..., tuple[Any, tuple[Any, Any]]]:
     """The loss of a sequence of stages and its gradients, computed on the devices of a mesh axis under a schedule.
 
@@ -34,7 +35,7 @@ def value_and_grad(
         stage: `stage(weights, shared, x, microbatch, number) -> (y, loss)`, the same function for every stage. `number`
             is the stage's, int32 and traced. `y` has the shapes and dtypes of `x`; `loss` is a scalar, such as 0 for
             all stages but the last.
-        schedule: a synchronous schedule, such as `schedule("zb-h1", 4, 8)`.
+        schedule: a synchronous schedule, such as `schedule("zb-h1", 4, 8)`, or its text "zb-h1:4x8".
         mesh: the devices; `axis` has one for each rank of the schedule.
         axis: name of the mesh axis along which the stages lie.
         stash: what a stage keeps from its forward to its backward: its residuals, or its input alone.
@@ -50,12 +51,11 @@ def value_and_grad(
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from jaxscale.pipeline.schedules import METHODS
         >>> def stage(w, shared, x, target, number):
         ...     y = jnp.tanh(x @ w)
         ...     return y, jnp.where(number == 0, jnp.square(y - target).sum(), 0.0)
         >>> mesh = jax.make_mesh((1,), ("pipe",))
-        >>> f = jax.jit(value_and_grad(stage, METHODS["gpipe"].schedule(1, 2), mesh))
+        >>> f = jax.jit(value_and_grad(stage, "gpipe:1x2", mesh))
         >>> w, x, target = jnp.eye(2)[None], jnp.ones((2, 1, 2)), jnp.zeros((2, 1, 2))
         >>> loss, (gradients, _) = f(w, {}, x, target)
         >>> round(float(loss), 3), gradients.shape
@@ -65,6 +65,9 @@ def value_and_grad(
         Huang et al., "GPipe", 2019 (https://arxiv.org/abs/1811.06965); Qi et al., "Zero Bubble Pipeline Parallelism",
         2023 (https://arxiv.org/abs/2401.10241).
     """
+    schedule = schedule_of(schedule)
+    if stash not in get_args(Stash):
+        raise unknown("stash", stash, get_args(Stash))
     if mesh.shape.get(axis) != schedule.ranks:
         axes = ", ".join(f"{name}:{size}" for name, size in mesh.shape.items())
         raise UserError(
@@ -101,7 +104,10 @@ def value_and_grad(
             """The stage as the executor calls it; the first one reads `x` instead of a message."""
             first_input, extras = microbatch
             x = jax.tree.map(lambda first, other: jnp.where(at.stage == 0, first, other), first_input, y)
-            y, loss = stage(weights, shared, x, extras, at.stage)
+            results = stage(weights, shared, x, extras, at.stage)
+            if not isinstance(results, tuple) or len(results) != 2:
+                raise UserError("the stage returns no pair: expected (y, loss), the x of the next stage and a scalar")
+            y, loss = results
             loss = jnp.asarray(loss, jnp.float32)
             return y, loss, loss
 

@@ -34,7 +34,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.blocks import Loss
-from jaxscale.offload.updates import plainly
+from jaxscale.offload.updates import update_on_device
 from jaxscale.pipeline.run.asynchronous import Asynchronous, UpdateAt
 from jaxscale.pipeline.run.passes import At
 from jaxscale.pipeline.run.pipemare import Remedies
@@ -107,7 +107,7 @@ class AsyncPipeline:
         self.synchronous = Pipelined(planned, stages, METHODS["1f1b"].schedule(self.ranks, self.group, None, 1))
         self.stream = stream(self.method, self.ranks, self.group, self.plan.stash)
         self.remedies = self._remedies()
-        self.advance = plainly(optimizer)
+        self.advance = update_on_device(optimizer)
         self.batch_shapes = batch_shapes(planned.experiment)
         self.model_with_copies = planned.pure_model.copied(shared_copies(self.synchronous, self.batch_shapes))
         self.layout = Layout.of(self.model_with_copies, optimizer, planned.plan, planned.layout.mesh)

@@ -1,4 +1,4 @@
-"""A trace of the model tells an asynchronous pipeline which stages read shared parameters, and a batch's weight.
+"""For an asynchronous pipeline: which stages read shared parameters, and the weight of a batch, by traces of the model.
 
 Shared parameters are those outside of the blocks, such as embedding and head. The weight of a batch is the number of
 its targets, or their summed weights, by which the loss is divided.
