@@ -57,5 +57,5 @@ def test_what_cannot_be_saved_or_restored_is_refused(tmp_path):
     checkpoints = jx.Checkpoints(tmp_path)
     with pytest.raises(jx.UserError, match="data: got set, expected what JSON holds"):
         checkpoints.save(step, step.init(), data={1, 2})
-    with pytest.raises(jx.UserError, match="number: got 7, but .* has checkpoints of no updates"):
+    with pytest.raises(jx.UserError, match=r"number: got 7, but .* has checkpoints of no updates"):
         checkpoints.restore(step, number=7)
