@@ -23,6 +23,7 @@ _MODULE_BY_NAME = {
     "Loss": "jaxscale.blocks",
     "MemoryPlan": "jaxscale.memory.plan",
     "MeshSpec": "jaxscale.sharding.mesh",
+    "ModelTraits": "jaxscale.model_traits",
     "OffloadPlan": "jaxscale.recipe.plan",
     "Optimizer": "jaxscale.optim.optimizer",
     "Plan": "jaxscale.recipe.plan",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from jaxscale.checkpoint.store import Checkpoints
     from jaxscale.errors import UserError
     from jaxscale.memory.plan import MemoryPlan
+    from jaxscale.model_traits import ModelTraits
     from jaxscale.optim.optimizer import Optimizer
     from jaxscale.planning.explain import explain
     from jaxscale.planning.fit import fit
@@ -68,9 +70,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpointing", "Checkpoints", "Context", "Evaluation", "Experiment", "Guard", "Kernels", "Loss", "MemoryPlan",
-    "MeshSpec", "OffloadPlan", "Optimizer", "Plan", "Platform", "Run", "Samples", "StatePlan", "TrainState",
-    "TrainStep", "UserError", "__version__", "build", "data", "explain", "fit", "layers", "load_file", "lowbit",
-    "memory", "menu", "models", "offload", "optim", "override", "pipeline", "replicas", "sharding", "train",
+    "MeshSpec", "ModelTraits", "OffloadPlan", "Optimizer", "Plan", "Platform", "Run", "Samples", "StatePlan",
+    "TrainState", "TrainStep", "UserError", "__version__", "build", "data", "explain", "fit", "layers", "load_file",
+    "lowbit", "memory", "menu", "models", "offload", "optim", "override", "pipeline", "replicas", "sharding", "train",
 ]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, _MODULE_BY_NAME, _WINGS)

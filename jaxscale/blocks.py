@@ -80,7 +80,11 @@ class Loss(NamedTuple):
 
 @runtime_checkable
 class Model(Protocol):
-    """A model as a value: a frozen dataclass that builds the module and scores a batch with it."""
+    """A model as a value: a frozen dataclass that builds the module and scores a batch with it.
+
+    A model may also have `traits()` (`ModelTraits`), `accuracy(module, batch, context)` for the share of correct
+    targets, and `initial_params()` for weights that are loaded instead of drawn.
+    """
 
     def build(self, rngs: Any, *, vocab_multiple: int = 1) -> Any:
         """Build the NNX module, with the vocabulary dim of its parameters padded to a multiple of `vocab_multiple`."""

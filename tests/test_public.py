@@ -17,7 +17,7 @@ import pytest
 
 import jaxscale
 
-WINGS = ("data", "layers", "lowbit", "memory", "models", "offload", "optim", "pipeline", "replicas", "sharding")
+WINGS = jaxscale._WINGS
 MODULES = ("jaxscale", *(f"jaxscale.{wing}" for wing in WINGS))
 SNAPSHOT = Path(__file__).with_name("public_names.txt")
 ROOT = Path(__file__).parents[1]

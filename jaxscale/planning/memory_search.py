@@ -19,6 +19,7 @@ from typing import Any
 from jaxscale.compiler.usable import host_share, usable_bytes
 from jaxscale.errors import UserError
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.model_traits import ModelTraits
 from jaxscale.planning.accuracy import MARGIN
 from jaxscale.planning.estimate import of_step
 from jaxscale.planning.memory_costs import MemoryCosts
@@ -154,7 +155,7 @@ def valid_menu(experiment: Experiment, plan: Plan) -> tuple[str, ...]:
     if plan.unroll > 1:
         return ("none", "dots", "full")
     # segments of blocks need a model that exposes its blocks, and weights on the device
-    is_unsegmented = getattr(experiment.model, "foreign", False) or plan.offload.weights == "host"
+    is_unsegmented = ModelTraits.of(experiment.model).foreign or plan.offload.weights == "host"
     return tuple(text for text in MENU if text != "sqrt" or not is_unsegmented)
 
 
@@ -163,7 +164,7 @@ def searched_rules(experiment: Experiment, plan: Plan, costs: MemoryCosts) -> tu
     if plan.unroll > 1 or not costs.calls:
         return ()
     is_chain = len(costs.calls) > 1 and all(call.count == 1 for call in costs.calls)
-    is_chain = is_chain and not getattr(experiment.model, "foreign", False) and plan.offload.weights == "device"
+    is_chain = is_chain and not ModelTraits.of(experiment.model).foreign and plan.offload.weights == "device"
     return ("save", "chain") if is_chain else ("save",)
 
 

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
+from jaxscale.model_traits import ModelTraits
 from jaxscale.replicas.named import NamedCodec
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ copied = when(PIPELINE, lambda facts: facts.has_copies)
 """A pipeline in which two devices have the same stage."""
 one_bit = when("optimizer {experiment.optimizer.name}", lambda facts: facts.messages is not None)
 """An optimizer whose replicas send momenta."""
-foreign = when(FOREIGN, lambda facts: getattr(getattr(facts.experiment, "model", None), "foreign", False))
+foreign = when(FOREIGN, lambda facts: facts.experiment is not None and ModelTraits.of(facts.experiment.model).foreign)
 """A model that was not built of this package's layers."""
 foreign_over_tensor = when(
     f"{FOREIGN} and tensor:{{plan.mesh.tensor}}",

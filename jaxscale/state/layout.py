@@ -17,6 +17,7 @@ from jaxscale.blocks import Model
 from jaxscale.errors import UserError
 from jaxscale.lowbit.products import RECIPES
 from jaxscale.lowbit.quantize import is_quantized
+from jaxscale.model_traits import ModelTraits
 from jaxscale.offload.weights import belongs_to_block
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.memory_space import HOST_KIND
@@ -95,8 +96,8 @@ def check_model(plan: Plan, model: Model) -> None:
                 f"{name}: {size} cannot be split evenly over {axis_text}; change the mesh or the model, "
                 f"or keep {name} whole with --plan.rules.{name.replace('_', '-')} none"
             )
-    kernels = plan.kernels
-    if getattr(model, "foreign", False):
+    kernels, traits = plan.kernels, ModelTraits.of(model)
+    if traits.foreign:
         if plan.matmul in RECIPES:
             raise UserError(
                 f"matmul {plan.matmul}: this model has its own layers, and only jaxscale.layers support this recipe; "
@@ -119,7 +120,7 @@ def check_model(plan: Plan, model: Model) -> None:
             raise UserError(f"attention {kernels.attends}: this model has its own layers; leave attention out")
         if plan.unroll > 1:
             raise UserError(f"unroll {plan.unroll}: this model runs its own layers without a scan; leave unroll out")
-    length = getattr(model, "context", None)
+    length = traits.context
     if length is not None:
         shards = math.prod(sizes[axis] for axis in rules.seq)
         if length % shards:
@@ -243,7 +244,7 @@ class Layout:
         """Refuse a mesh axis over which nothing is split, a request without effect."""
         used_axes = {axis for p in self.placements.values() for axis in axes_of(p.compute)} | set(BATCH_AXES)
         used_axes |= set() if self.plan.pipeline is None else {PIPE_AXIS}
-        if getattr(model, "context", None) is not None:
+        if ModelTraits.of(model).context is not None:
             used_axes |= set(self.rules.seq)
         for axis, count in self.mesh.shape.items():
             if count > 1 and axis not in used_axes:

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxscale.blocks import Model
 from jaxscale.errors import UserError
 from jaxscale.layers.stack import Chain
+from jaxscale.model_traits import ModelTraits
 from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.run.tables import tabulate
 from jaxscale.recipe.experiment import Experiment
@@ -226,4 +227,4 @@ def period_of(model: Model) -> int:
         >>> period_of(Decoder(vocab=8, context=8, layers=4, embed=8, heads=2, windows=(4, None)))
         2
     """
-    return len(getattr(model, "windows", ()) or (None,))
+    return len(ModelTraits.of(model).windows) or 1

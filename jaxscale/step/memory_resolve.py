@@ -16,6 +16,7 @@ from jaxscale.memory.apply import treatment_for, wrapper
 from jaxscale.memory.decide import decide, kinds_of
 from jaxscale.memory.decision import Decision, read_decision
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.model_traits import ModelTraits
 from jaxscale.platforms.detect import chip_of
 from jaxscale.platforms.platform import Chip, chips
 from jaxscale.programs.collect import BlockCall, collect
@@ -64,7 +65,7 @@ def decide_memory(objective: Objective, devices: Sequence[Device]) -> Decision:
 def _decided(objective: Objective, devices: Sequence[Device]) -> Decision:
     """The decision of the plan's memory rule, without a check against the rest of the plan."""
     plan = objective.planned.plan.memory
-    foreign = getattr(objective.planned.experiment.model, "foreign", False)
+    foreign = ModelTraits.of(objective.planned.experiment.model).foreign
     if plan.rule == "file":
         decision, calls = read_decision(plan.name), traced_blocks(objective)
         layers, blocks = sum(call.count for call in calls), tuple(kinds_of(calls))

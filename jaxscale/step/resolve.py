@@ -7,6 +7,7 @@ from jaxscale.errors import UserError
 from jaxscale.lowbit.products import RECIPES
 from jaxscale.memory.apply import policy_of
 from jaxscale.memory.plan import MemoryPlan
+from jaxscale.model_traits import ModelTraits
 from jaxscale.platforms.detect import chip_of
 from jaxscale.recipe.combinations import check
 from jaxscale.recipe.experiment import Experiment
@@ -54,7 +55,7 @@ def resolve(experiment: Experiment, plan: Plan, devices: Sequence[Device], remar
     if plan.pipeline is not None:
         stages = stages_of(experiment, plan)
         line += f"; {stages}"
-    layers = getattr(experiment.model, "layers", None) if stages is None else stages.depth
+    layers = ModelTraits.of(experiment.model).layers if stages is None else stages.depth
     if isinstance(layers, int) and plan.unroll > layers:
         whose = "the model" if stages is None else "a stage"
         line += f"; unroll {plan.unroll}: {whose} has {layers} layers, all run in one iteration"

@@ -3,6 +3,7 @@
 from typing import Any
 
 from jaxscale.errors import UserError
+from jaxscale.model_traits import ModelTraits
 from jaxscale.recipe.experiment import Experiment
 
 
@@ -18,11 +19,10 @@ def check_data(experiment: Experiment, data: Any) -> None:
         UserError: the tokenizer has more tokens than the model's vocabulary, or it cannot encode a prompt of the
             samples; the data has more classes, images of another shape, or longer sequences than the model takes.
     """
-    tokenizer = getattr(data, "tokenizer", None)
-    vocab_size, model_context = (getattr(experiment.model, name, None) for name in ("vocab", "context"))
-    if tokenizer is not None and vocab_size is not None and tokenizer.size > vocab_size:
+    tokenizer, traits = getattr(data, "tokenizer", None), ModelTraits.of(experiment.model)
+    if tokenizer is not None and traits.vocab is not None and tokenizer.size > traits.vocab:
         raise UserError(
-            f"the tokenizer has {tokenizer.size} tokens, but model.vocab is {vocab_size}: "
+            f"the tokenizer has {tokenizer.size} tokens, but model.vocab is {traits.vocab}: "
             f"set model.vocab to {tokenizer.size} or more"
         )
     if tokenizer is not None:
@@ -33,18 +33,17 @@ def check_data(experiment: Experiment, data: Any) -> None:
                 raise UserError(f"samples.prompts: {prompt!r}: {error}") from None
             if not has_tokens:
                 raise UserError(f"samples.prompts: {prompt!r} has no tokens: give text to continue, or remove it")
-    data_facts, class_count = getattr(data, "facts", {}), getattr(experiment.model, "classes", None)
-    if class_count is not None and (count := data_facts.get("classes", 0)) > class_count:
-        raise UserError(f"the data has {count} classes, but model.classes is {class_count}: set it to {count}")
-    image_size, channels = (getattr(experiment.model, name, None) for name in ("image", "channels"))
+    data_facts = getattr(data, "facts", {})
+    if traits.classes is not None and (count := data_facts.get("classes", 0)) > traits.classes:
+        raise UserError(f"the data has {count} classes, but model.classes is {traits.classes}: set it to {count}")
     # height, width and channels of the images; `None` in the model's shape accepts any size
-    shape, model_shape = data_facts.get("shape"), (image_size, image_size, channels)
+    shape, model_shape = data_facts.get("shape"), (traits.image, traits.image, traits.channels)
     if shape is not None and any(wanted not in (None, size) for size, wanted in zip(shape, model_shape, strict=True)):
         data_text, model_text = (" x ".join(str(size or "any") for size in sizes) for sizes in (shape, model_shape))
         raise UserError(f"the images are {data_text}, but the model takes {model_text}: set its image and channels")
     data_context = getattr(experiment.data, "context", None)
-    if model_context is not None and data_context is not None and data_context > model_context:
+    if traits.context is not None and data_context is not None and data_context > traits.context:
         raise UserError(
-            f"data.context is {data_context}, but model.context is {model_context} positions: "
-            f"set data.context to {model_context}"
+            f"data.context is {data_context}, but model.context is {traits.context} positions: "
+            f"set data.context to {traits.context}"
         )

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.errors import UserError
+from jaxscale.model_traits import ModelTraits
 from jaxscale.recipe.experiment import Experiment
 
 _LONGEST_STEPWISE = 16
@@ -77,7 +78,7 @@ def generate(
 
 def can_generate(model: Any, tokenizer: Any) -> bool:
     """Return whether the model has a cache for decoding, and its data has a tokenizer."""
-    return tokenizer is not None and hasattr(model, "init_cache")
+    return tokenizer is not None and ModelTraits.of(model).generates
 
 
 def check_generates(model: Any, tokenizer: Any) -> None:

@@ -1,0 +1,55 @@
+"""What plans and checks of data read from a model besides its module and its loss."""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelTraits:
+    """Sizes and properties of a model that limit which plans and data suit it; `None` for a size that it does not have.
+
+    A model family reports them in a method `traits()`. Without that method, `ModelTraits.of` reads the fields of the
+    model that have these names, so a family whose fields are called like these needs no method.
+
+    Args:
+        layers: number of blocks.
+        context: most positions of a row of tokens.
+        vocab: number of different tokens.
+        classes: number of classes of a classifier.
+        image: height and width of the images, in pixels.
+        channels: number of channels of the images.
+        windows: attention windows of successive layers, repeated over the layers; `None` in it sees all positions.
+        foreign: whether the module has layers of its own, so that options of `jaxscale.layers` do not apply.
+        generates: whether the model decodes with a cache: it has a method `init_cache`.
+
+    Example:
+        >>> from jaxscale.models import Decoder, ViT
+        >>> traits = ModelTraits.of(Decoder(vocab=256, context=64, layers=2, embed=64, heads=4))
+        >>> traits.layers, traits.context, traits.classes, traits.generates
+        (2, 64, None, True)
+        >>> ModelTraits.of(ViT(classes=10)).image
+        224
+    """
+
+    layers: int | None = None
+    context: int | None = None
+    vocab: int | None = None
+    classes: int | None = None
+    image: int | None = None
+    channels: int | None = None
+    windows: tuple[int | None, ...] = ()
+    foreign: bool = False
+    generates: bool = False
+
+    @classmethod
+    def of(cls, model: Any) -> "ModelTraits":
+        """Return what `model.traits()` reports, or else the fields of the model that have the names of traits."""
+        report_traits = getattr(model, "traits", None)
+        if report_traits is not None:
+            return report_traits()
+        traits: dict[str, Any] = {
+            field.name: getattr(model, field.name, field.default)
+            for field in dataclasses.fields(cls)
+            if field.name != "generates"
+        }
+        return cls(**traits, generates=hasattr(model, "init_cache"))
