@@ -1,10 +1,12 @@
 """Run a command line, and return its exit code.
 
 The code is 0 if all went well, 1 if the doctor reports a missing item, 2 after a mistake of the user, which one message
-reports, and 3 if the step does not fit. It is 4 if the loss diverged, 75 if the run was interrupted and saved, and 130
-if it was interrupted with nothing to save. Any other error is a crash, with its traceback.
+reports, and 3 if the step does not fit. It is 4 if the loss diverged, 75 if the run was interrupted and saved, 130 if
+it was interrupted with nothing to save, and 141 if the reader of the output, such as `head`, ended first. Any other
+error is a crash, with its traceback.
 """
 
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ from jaxscale.cli.commands import COMMANDS, TAKES_FIELDS
 from jaxscale.cli.experiment_commands import load_experiment
 from jaxscale.errors import Diverged, Preempted, UserError
 
-MISTAKE, DIVERGED, PREEMPTED, INTERRUPTED = 2, 4, 75, 130
+MISTAKE, DIVERGED, PREEMPTED, INTERRUPTED, UNREAD = 2, 4, 75, 130, 141
 CODES = {UserError: MISTAKE, Diverged: DIVERGED, Preempted: PREEMPTED, KeyboardInterrupt: INTERRUPTED}
 
 
@@ -24,7 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     previous_formatter = warnings.formatwarning
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # without the line of code
     try:
-        return _run(arguments.read(sys.argv[1:] if argv is None else argv))
+        code = _run(arguments.read(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the exit of Python writes nothing more
+        return UNREAD
     except tuple(CODES) as error:
         print(f"jaxscale: {str(error) or 'interrupted'}", file=sys.stderr)
         return next(code for error_type, code in CODES.items() if isinstance(error, error_type))

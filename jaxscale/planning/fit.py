@@ -24,7 +24,7 @@ from jaxscale.planning.pictures import page, stacked, table
 from jaxscale.planning.program import step_recipe
 from jaxscale.planning.stage_prices import simulation_of
 from jaxscale.platforms.platform import Platform
-from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.experiment import Experiment, plan_of
 from jaxscale.recipe.kernels import lines_of
 from jaxscale.recipe.plan import Plan
 from jaxscale.values import override
@@ -259,11 +259,11 @@ def fit(
         >>> tiny_fit.fits, tiny_fit.verified, tiny_fit.close
         (True, False, False)
     """
+    plan = plan_of(experiment, plan)
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
     device_limit, host_limit = limit_bytes(limit, "limit"), limit_bytes(host_limit, "host_limit")
     limit = usable_bytes(platform) if device_limit is None else device_limit
     host_limit = host_share(platform) if host_limit is None else host_limit
-    plan = experiment.plan if plan is None else plan
     try:
         plan = resolve_choices(experiment, plan, limit, platform, host_limit)
     except NothingFits as error:

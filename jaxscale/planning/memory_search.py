@@ -25,7 +25,7 @@ from jaxscale.planning.estimate import of_step
 from jaxscale.planning.memory_costs import MemoryCosts
 from jaxscale.planning.program import described_step
 from jaxscale.platforms.platform import Platform
-from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.experiment import Experiment, plan_of
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.batches import batch_shapes
 from jaxscale.values.byte_sizes import bytes_text
@@ -114,7 +114,7 @@ def cheapest_fit(
         >>> str(cheapest_fit(tiny, Platform.parse("tpu v5e:1x1")).memory)
         'none'
     """
-    plan = experiment.plan if plan is None else plan
+    plan = plan_of(experiment, plan)
     limit = usable_bytes(platform) if limit is None else limit
     if limit is None:
         raise UserError(f"memory fit: the memory of {platform} is unknown; set it, such as --limit 14GiB")

@@ -21,7 +21,7 @@ from jaxscale.planning.program import described_step
 from jaxscale.planning.stage_prices import model_prices
 from jaxscale.platforms.platform import Platform, chips
 from jaxscale.programs import roofline
-from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.experiment import Experiment, plan_of
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.layout import local_bytes
 from jaxscale.state.stages import period_of
@@ -49,7 +49,7 @@ def pipeline_choice(
     Raises:
         UserError: no schedule fits the memory, or no schedule is defined for the devices and the batch.
     """
-    plan = experiment.plan if plan is None else plan
+    plan = plan_of(experiment, plan)
     experiment = dataclasses.replace(experiment, plan=plan)  # the plan determines the prices of the blocks
     assert plan.pipeline is not None
     ranks = plan.pipeline.ranks

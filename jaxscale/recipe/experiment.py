@@ -147,3 +147,16 @@ class Experiment:
                 raise UserError(f"{name}: got {getattr(self, name)}, expected a whole number below 2**31")
         if not self.name or self.name in (".", "..") or any(character in self.name for character in "/\\\0"):
             raise UserError(f"name: got {self.name!r}, expected the name of a folder: some text without / and \\")
+
+
+def plan_of(experiment: Any, plan: Any) -> Plan:
+    """Return the plan, or the experiment's own for `None`.
+
+    Raises:
+        UserError: the arguments are no Experiment and Plan.
+    """
+    if not isinstance(experiment, Experiment):
+        raise UserError(f"experiment: got {experiment!r}, expected an Experiment; load_file(PATH)[0] is that of a file")
+    if not isinstance(plan, Plan | None):
+        raise UserError(f"plan: got {plan!r}, expected a Plan, such as Plan(mesh='fsdp:4', zero=3)")
+    return experiment.plan if plan is None else plan

@@ -17,7 +17,7 @@ from jaxscale.platforms.cpu_threads import provide_threads
 from jaxscale.platforms.detect import host_memory
 from jaxscale.programs.elementwise import first_mixing
 from jaxscale.recipe.combinations import check
-from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.experiment import Experiment, plan_of
 from jaxscale.recipe.plan import Plan
 from jaxscale.recipe.requests import Facts
 from jaxscale.sharding.memory_space import check_host_memory
@@ -60,10 +60,11 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     Raises:
         UserError: the plan does not fit the model, the batch or the devices.
     """
+    plan = plan_of(experiment, plan)
     keep_ordered_programs()
     remark = provide_threads()
     devices = list(jax.devices() if devices is None else devices)
-    resolved = resolve(experiment, experiment.plan if plan is None else plan, devices, remark)
+    resolved = resolve(experiment, plan, devices, remark)
     assert resolved.plan.mesh is not None
     assembly = Assembly.of(resolved, resolved.plan.mesh.build(devices))
     assembly.check_combination()

@@ -16,7 +16,7 @@ from jaxscale.checkpoint.store import Checkpoints, save_memory_warning
 from jaxscale.compiler.kept_programs import count_excluded
 from jaxscale.errors import Preempted, UserError
 from jaxscale.planning.automatic_choices import resolve_choices
-from jaxscale.recipe.experiment import Experiment
+from jaxscale.recipe.experiment import Experiment, plan_of
 from jaxscale.recipe.kernels import fields_of, lines_of
 from jaxscale.recipe.plan import Plan
 from jaxscale.records import directory as run_files
@@ -82,6 +82,7 @@ def train(
         KeyboardInterrupt: a signal stopped a new run before its first step, so it has no checkpoint.
         Diverged: too many steps in a row were skipped; the message names the last good checkpoint.
     """
+    plan = plan_of(experiment, plan)
     if steps is not None:
         experiment = dataclasses.replace(experiment, steps=steps)
     if resume not in ("auto", "never"):
@@ -89,7 +90,6 @@ def train(
     if log_every < 1:
         raise UserError(f"log_every: got {log_every!r}, expected a whole number >= 1")
     profiler = Profiler(None if profile is None else ProfileRange.parse(profile).within(experiment.steps))
-    plan = experiment.plan if plan is None else plan
     device_limit = limit_bytes(limit, "limit")
     start_backend()
     plan = resolve_choices(experiment, plan, device_limit)

@@ -1,6 +1,8 @@
 """`jaxscale docs`: its pages, its search, and the pages that messages name."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,10 @@ def test_the_pages_that_messages_name_exist():
         named |= set(re.findall(r"\bpage=\"([\w/]+)\"", file.read_text()))
     assert named
     assert named <= set(page_files())
+
+
+def test_a_reader_that_ends_early_is_no_error():
+    command = f"{sys.executable} -m jaxscale docs | head -1; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (ended.stderr, len(ended.stdout.splitlines())) == ("", 1)
+    assert ended.returncode in (0, 141)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import jaxscale
 from jaxscale.errors import UserError
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.pipeline import METHODS
@@ -18,6 +19,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TECHNIQUES = [page for page in PAGES if page.parent.name == "techniques"]
 BLOCK = re.compile(r"^```python( \{ \.slow \})?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PUBLIC_NAMES = {f"jaxscale.{name}" for name in jaxscale.__all__} | {
+    f"jaxscale.{wing}.{name}" for wing in jaxscale._WINGS for name in getattr(jaxscale, wing).__all__
+}
 PARTS = ("## Mathematics", "## When to use it", "## Picture")
 
 
@@ -88,8 +92,10 @@ def test_the_files_that_a_page_names_exist(page: Path):
 def test_a_technique_has_its_parts(page: Path):
     text = page.read_text()
     assert [part for part in PARTS if part not in text] == []
-    rows = dict(re.findall(r"^\| (flag|code|proof|paper) \| (.+) \|$", text, re.MULTILINE))
-    assert {"flag", "code", "proof"} <= set(rows)
+    rows = dict(re.findall(r"^\| (flag|function|code|proof|paper) \| (.+) \|$", text, re.MULTILINE))
+    assert {"flag", "function", "code", "proof"} <= set(rows)
+    for name in re.findall(r"`(jaxscale[\w.]*)", rows["function"]):
+        assert name in PUBLIC_NAMES, name
 
 
 @pytest.mark.parametrize("page", named(TECHNIQUES))

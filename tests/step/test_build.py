@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import re
 
 import chex
@@ -13,6 +14,7 @@ import pytest
 from flax import nnx
 
 from jaxscale.compiler.collectives import collectives
+from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.foreign import ForeignModel, classification
 from jaxscale.optim.leaves import decays
@@ -21,6 +23,7 @@ from jaxscale.recipe.experiment import Experiment, Guard
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.step.build import build
+from jaxscale.training.loop import train
 from jaxscale.trees import named_leaves
 
 ROWS, LENGTH, VOCAB = 8, 8, 13
@@ -266,3 +269,17 @@ def test_steps_of_one_shape_are_traced_once():
     for _ in range(3):
         state, _ = step(state, batch)
     assert int(state.step) == 3
+
+
+@pytest.mark.parametrize(
+    ("experiment", "plan", "message"),
+    [
+        ("experiment.py", None, r"experiment: got 'experiment\.py', expected an Experiment"),
+        (None, "fsdp:4", r"plan: got 'fsdp:4', expected a Plan, such as Plan\("),
+    ],
+)
+def test_arguments_of_another_type_are_refused(experiment, plan, message):
+    experiment = experiment or Experiment("tiny", Decoder(**SIZES), data=None, steps=1, batch=ROWS)
+    for function in (build, train):
+        with pytest.raises(UserError, match=message):
+            inspect.unwrap(function)(experiment, plan)  # as without run-time type checks
