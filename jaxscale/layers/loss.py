@@ -16,6 +16,7 @@ from jaxscale.blocks import Loss
 from jaxscale.errors import UserError, unknown
 from jaxscale.layers.linear import matmul
 from jaxscale.layers.shards import axes_by_dim, shard_count
+from jaxscale.layers.targets import counted
 from jaxscale.layers.traced_device import note_selection
 from jaxscale.sharding.place import MeshAndRules, constrain, current, under
 from jaxscale.typing import Array, Float, Int
@@ -79,7 +80,7 @@ def cross_entropy(
     Args:
         hidden: last hidden states.
         head: output projection with a row per token; rows from `vocab` on pad the vocabulary and are ignored.
-        targets: tokens to predict.
+        targets: tokens to predict; one that is no token, such as -100, has weight 0.
         weights: weights of the targets; all ones by default.
         vocab: number of tokens.
         chunk: number of positions of a row scored at a time (on every device, if the sequence is sharded); `None`
@@ -110,25 +111,22 @@ def cross_entropy(
     elif implementation == "chunked":
         chunk = min(chunk or CHUNK, hidden.shape[1])
     terms, can_gather = Terms(vocab, soft_cap, z_loss), not axes_by_dim(head.shape, "vocab", None)[0]
-    weights = None if weights is None else weights.astype(jnp.float32)
-    weight_sum = jnp.float32(targets.size) if weights is None else jnp.sum(weights)
+    targets, weights = counted(targets, vocab, weights)
+    weight_sum = jnp.sum(weights)
     hidden = constrain(hidden, "batch", "inner_seq", "embed")
     if implementation == "tpu":
         from jaxscale.layers.loss_kernel import sums
 
-        ones = jnp.ones(targets.shape, jnp.float32) if weights is None else weights
-        total_and_penalty, penalty = sums(hidden, head, targets, ones, vocab=vocab, z_loss=z_loss, soft_cap=soft_cap)
+        total_and_penalty, penalty = sums(hidden, head, targets, weights, vocab=vocab, z_loss=z_loss, soft_cap=soft_cap)
         return Loss(total_and_penalty - penalty, weight_sum, penalty)
     if chunk is None or (chunk >= hidden.shape[1] and implementation == "auto"):
         reason = "no chunk: all logits at once" if chunk is None else "one chunk holds all"
         note_selection("cross_entropy", "reference", reason)
         scores = constrain(_product(hidden, head), "batch", "inner_seq", "vocab")
         losses, penalties = reference.score(scores, targets, terms, gather=can_gather)
-        if weights is not None:
-            losses, penalties = losses * weights, penalties * weights
-        return Loss(jnp.sum(losses), weight_sum, jnp.sum(penalties) if z_loss else jnp.zeros(()))
+        penalty = jnp.sum(penalties * weights) if z_loss else jnp.zeros(())
+        return Loss(jnp.sum(losses * weights), weight_sum, penalty)
     note_selection("cross_entropy", "chunked")
-    weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights
     row_shards, position_shards = map(shard_count, axes_by_dim(targets.shape, "batch", "inner_seq"))
     chunking = Chunking(chunk, row_shards, position_shards, can_gather, hidden.dtype, _place_logits, _place_head)
     total_and_penalty, penalty = _chunked_sums(_Call(terms, chunking, current()), hidden, head, targets, weights)

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from jaxscale.blocks import Context, Loss
 from jaxscale.errors import UserError
-from jaxscale.typing import Array, Batch, Float, Int
+from jaxscale.layers.targets import is_class
+from jaxscale.typing import Array, Batch, Bool, Float, Int
 
 
 def cross_entropy(
@@ -22,7 +23,7 @@ def cross_entropy(
 
     Args:
         logits: unnormalised log-probabilities, of any float type; computed in float32.
-        labels: class of each target.
+        labels: class of each target; one that is no class, such as -100, has loss 0.
         smoothing: a, the share of the target spread over all classes.
 
     Returns:
@@ -34,31 +35,34 @@ def cross_entropy(
         [40.0]
     """
     log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
-    label_log_p = jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
-    if smoothing == 0.0:
-        return -label_log_p
-    return -(1.0 - smoothing) * label_log_p - smoothing * log_p.mean(-1)
+    label_log_p = jnp.take_along_axis(log_p, labels[..., None], axis=-1, mode="clip")[..., 0]
+    losses = -label_log_p
+    if smoothing > 0.0:
+        losses = (1.0 - smoothing) * losses - smoothing * log_p.mean(-1)
+    return jnp.where(is_class(labels, logits.shape[-1]), losses, 0.0)
 
 
-def weighted_sum(losses: Float[Array, "B ..."], batch: Batch) -> Loss:
+def weighted_sum(losses: Float[Array, "B ..."], batch: Batch, is_counted: Bool[Array, "B ..."] | None = None) -> Loss:
     """Return the weighted sum of losses, and the sum of `batch["weights"]`; without weights each target has weight 1.
 
-    Weights have shape [B], one per row, or the shape of the losses, one per target.
+    Weights have shape [B], one per row, or the shape of the losses, one per target. Losses that `is_counted` leaves out
+    have weight 0.
 
     Raises:
         UserError: the weights have neither of these shapes.
     """
     losses = losses.astype(jnp.float32)
     weights = batch.get("weights")
-    if weights is None:
+    if weights is None and is_counted is None:
         return Loss(losses.sum(), jnp.float32(losses.size))
-    weights = jnp.asarray(weights, jnp.float32)
+    weights = jnp.ones(losses.shape[:1], jnp.float32) if weights is None else jnp.asarray(weights, jnp.float32)
     if weights.shape != losses.shape[: weights.ndim] or weights.ndim not in (1, losses.ndim):
         raise UserError(
             f"weights: got shape {weights.shape} for losses of shape {losses.shape}; "
             f"expected one weight per row {losses.shape[:1]} or one per loss {losses.shape}"
         )
     weights = jnp.broadcast_to(weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim)), losses.shape)
+    weights = weights if is_counted is None else jnp.where(is_counted, weights, 0.0)
     # a row of weight 0 must not change the sum, even with an infinite or NaN loss
     return Loss(jnp.where(weights == 0, 0.0, losses * weights).sum(), weights.sum())
 
@@ -70,14 +74,14 @@ def correct(logits: Float[Array, "*rows V"], labels: Int[Array, "*rows"]) -> Flo
 
 def image_loss(module: Callable[..., Any], batch: Batch, context: Context, smoothing: float) -> Loss:
     """Sum the cross-entropy between `module(batch["images"])` and `batch["labels"]`, and the weights."""
-    logits = module(jnp.asarray(batch["images"]), context=context)
-    return weighted_sum(cross_entropy(logits, jnp.asarray(batch["labels"]), smoothing), batch)
+    logits, labels = module(jnp.asarray(batch["images"]), context=context), jnp.asarray(batch["labels"])
+    return weighted_sum(cross_entropy(logits, labels, smoothing), batch, is_class(labels, logits.shape[-1]))
 
 
 def image_accuracy(
     module: Callable[..., Any], batch: Batch, context: Context
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Return the sum of the weights of the rows whose label has the largest logit, and that of all rows."""
-    logits = module(jnp.asarray(batch["images"]), context=context)
-    correct_sum = weighted_sum(correct(logits, jnp.asarray(batch["labels"])), batch)
+    logits, labels = module(jnp.asarray(batch["images"]), context=context), jnp.asarray(batch["labels"])
+    correct_sum = weighted_sum(correct(logits, labels), batch, is_class(labels, logits.shape[-1]))
     return correct_sum.total, correct_sum.weight

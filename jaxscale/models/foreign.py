@@ -19,9 +19,10 @@ from flax import nnx
 
 from jaxscale.blocks import Context, Loss
 from jaxscale.errors import UserError
+from jaxscale.layers.targets import note_class_count
 from jaxscale.models.classify import correct, cross_entropy, weighted_sum
 from jaxscale.models.foreign_blocks import as_one_block, blocks_wrapped, repeated_blocks
-from jaxscale.typing import Array, Batch, Float
+from jaxscale.typing import Array, Batch, Bool, Float
 
 TRAINING_ARGUMENTS: Mapping[str, bool] = {
     "train": True,
@@ -55,9 +56,13 @@ class CrossEntropy:
     smoothing: float = 0.0
 
     def __call__(self, module: Callable[..., Any], batch: Batch) -> Array:
-        """Nats per label, float32."""
+        """Nats per label, float32; 0 for a label that is no class, such as -100."""
         logits, labels = self._logits(module, batch)
         return cross_entropy(logits, labels, self.smoothing)
+
+    def is_counted(self, batch: Batch) -> Array:
+        """Whether each label counts; negative ones, such as -100, are ignored."""
+        return jnp.asarray(batch[self.labels]) >= 0
 
     def correct(self, module: Callable[..., Any], batch: Batch) -> Array:
         """1.0 for each label that has the largest logit, 0.0 for the others."""
@@ -78,6 +83,7 @@ class CrossEntropy:
                 f"the module returned {shape_or_type} for labels of shape {labels.shape}; expected logits of shape "
                 f"{(*labels.shape, 'classes')}: return logits, or pass ForeignModel another score"
             )
+        note_class_count(self.labels, logits.shape[-1])
         return logits, labels
 
 
@@ -150,7 +156,7 @@ class ForeignModel:
                 f"score returned {shape_or_type} for a batch of {row_count} rows; expected "
                 "one loss per row or per target, of shape (rows, ...). Do not take the mean: jaxscale computes it"
             )
-        return weighted_sum(losses, batch)
+        return weighted_sum(losses, batch, self._is_counted(batch))
 
     @property
     def accuracy(self) -> Callable[[nnx.Module, Batch, Context], tuple[Array, Array]] | None:
@@ -166,8 +172,13 @@ class ForeignModel:
         self, correct_score: Score, module: nnx.Module, batch: Batch, context: Context
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Return the sum of the weights of the correct targets, and that of all targets."""
-        correct_sum = weighted_sum(self._run(correct_score, module, batch, context), batch)
+        correct_sum = weighted_sum(self._run(correct_score, module, batch, context), batch, self._is_counted(batch))
         return correct_sum.total, correct_sum.weight
+
+    def _is_counted(self, batch: Batch) -> Bool[Array, "..."] | None:
+        """Whether each loss counts, of a score that reports it; `None` if all count."""
+        is_counted = getattr(self.score, "is_counted", None)
+        return None if is_counted is None else is_counted(batch)
 
     def _run(self, score: Score, module: nnx.Module, batch: Batch, context: Context) -> Any:
         """Return what `score` returns for the module, with the mode, keys and type of the context."""

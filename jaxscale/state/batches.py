@@ -1,6 +1,6 @@
 """Rows of a batch: the rows that a process feeds, the devices on which they lie, and their split into microbatches."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import jax
@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxscale.errors import UserError
+from jaxscale.layers.targets import IGNORED
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.typing import Array, Batch
 
@@ -51,6 +52,45 @@ def put(batch: Batch, sharding: NamedSharding, shard: tuple[int, int]) -> dict[s
         return jax.make_array_from_callback((row_count, *local_rows.shape[1:]), sharding, rows_at)
 
     return {name: put_array(np.asarray(local_rows)) for name, local_rows in batch.items()}
+
+
+def check_values(batch: Batch, class_counts: Mapping[str, int]) -> None:
+    """Raise an error for a batch on the host with tokens or labels that the model does not have.
+
+    Arrays on devices are not read. A target of weight 0 may hold any number.
+
+    Args:
+        batch: the batch.
+        class_counts: for each array of tokens or labels, by its name, the number of tokens or classes.
+
+    Raises:
+        UserError: a number is not from 0 to the count, nor -100 in targets or labels; or the weights add up to less
+            than 0.
+
+    Example:
+        >>> check_values({"labels": np.array([0, -100, 9])}, {"labels": 10})
+    """
+    weights = batch.get("weights")
+    if isinstance(weights, np.ndarray) and weights.sum() < 0:
+        raise UserError(
+            f"weights: got a batch whose weights add up to {weights.sum():.4g}, expected 0 or more: the loss is "
+            "divided by their sum"
+        )
+    for name, count in class_counts.items():
+        numbers = batch.get(name)
+        if not isinstance(numbers, np.ndarray) or not numbers.size or 0 <= numbers.min() <= numbers.max() < count:
+            continue
+        is_wrong = (numbers < 0) | (numbers >= count)
+        if name != "tokens":
+            is_wrong &= numbers != IGNORED
+            if isinstance(weights, np.ndarray) and weights.shape == numbers.shape[: weights.ndim]:
+                is_wrong &= weights.reshape(weights.shape + (1,) * (numbers.ndim - weights.ndim)) != 0
+        if is_wrong.any():
+            ignored_text = "" if name == "tokens" else f", or {IGNORED} for a target that the loss ignores"
+            raise UserError(
+                f"{name}: got {numbers[is_wrong][0]}, expected numbers from 0 to {count - 1}, as the model has {count} "
+                f"classes{ignored_text}"
+            )
 
 
 def batch_shapes(experiment: Experiment) -> Batch:

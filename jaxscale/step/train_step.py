@@ -19,7 +19,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.blocks import Loss
 from jaxscale.errors import UserError
+from jaxscale.layers.targets import noting_class_counts
 from jaxscale.memory.decision import Decision
+from jaxscale.model_traits import ModelTraits
 from jaxscale.programs.flop import model_flop
 from jaxscale.recipe.kernels import Taken
 from jaxscale.replicas.reduce import GradientExchange
@@ -111,6 +113,7 @@ class TrainStep:
         if parts.replicas is not None:
             self.meetings = Meetings(parts.replicas, layout, self.experiment.steps, self._kernels.noted)
         self._executable: jax.stages.Compiled | None = None
+        self._class_counts: dict[str, int] | None = None  # counted for the first batch
         # up to JAX 0.10, collectives of some fifty programs in flight starve one another of a CPU's threads
         self._one_at_a_time = layout.mesh.size > 1 and layout.platform == "cpu"
         # up to JAX 0.10 a compiled program refuses its own 4-bit arrays; `jit` runs the same program, compiled once
@@ -196,8 +199,30 @@ class TrainStep:
         return batches.shard_of(self.layout.batch, self.experiment.batch)
 
     def place(self, batch: Batch) -> dict[str, Array]:
-        """Put the global batch on the devices, from this process's rows, and return its arrays."""
+        """Put the global batch on the devices, from this process's rows, and return its arrays.
+
+        Raises:
+            UserError: the batch holds tokens or labels that the model does not have.
+        """
+        if self._class_counts is None:
+            self._class_counts = self._count_classes(batch)
+        batches.check_values(batch, self._class_counts)
         return batches.put(batch, self.layout.batch, self._data_shard)
+
+    def _count_classes(self, batch: Batch) -> dict[str, int]:
+        """Return the number of tokens or classes of each array of a batch that holds them, by the array's name."""
+        traits = ModelTraits.of(self.experiment.model)
+        if not traits.foreign:
+            counts = {"tokens": traits.vocab, "targets": traits.vocab, "labels": traits.classes}
+            return {name: count for name, count in counts.items() if count is not None}
+
+        def total_loss(params: Params, rest: Params, batch: Batch) -> Float[Array, ""]:
+            module = self.pure_model.module(params, rest)
+            return self.experiment.model.loss(module, batch, self.objective.planned.context(None)).total
+
+        with noting_class_counts() as counts:
+            jax.eval_shape(total_loss, self.pure_model.whole, self.pure_model.rest, batches.shapes(batch))
+        return counts
 
     def abstract_batch(self, batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and shardings of a global batch, from its arrays or shapes."""

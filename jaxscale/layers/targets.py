@@ -1,0 +1,64 @@
+"""Targets that the loss ignores, and how many classes the targets of a batch may name.
+
+A target that is no class, such as `IGNORED`, has weight 0 in the loss. Batches on the host are checked before a step
+(`state/batches.py`), so that a wrong label is an error there, and never an ignored target in silence.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+from jaxscale.typing import Array, Bool, Float, Int
+
+IGNORED = -100
+"""Class of a target that the loss ignores, as in PyTorch and transformers."""
+
+_counts: contextvars.ContextVar[dict[str, int] | None] = contextvars.ContextVar("class_counts", default=None)
+
+
+def is_class(targets: Int[Array, "*S"], classes: int) -> Bool[Array, "*S"]:
+    """Return whether each target is a class, a number from 0 to `classes` - 1."""
+    return (targets >= 0) & (targets < classes)
+
+
+def counted(
+    targets: Int[Array, "*S"], classes: int, weights: Float[Array, "*S"] | None = None
+) -> tuple[Int[Array, "*S"], Float[Array, "*S"]]:
+    """Return targets that are all classes, and their weights, which are 0 for targets that were none.
+
+    Args:
+        targets: classes, or numbers outside of 0 to `classes` - 1 for targets that the loss ignores.
+        classes: number of classes.
+        weights: weights of the targets; all ones by default.
+
+    Returns:
+        Targets, 0 in place of those that are ignored; weights in float32.
+
+    Example:
+        >>> targets, weights = counted(jnp.array([2, IGNORED]), 4)
+        >>> targets.tolist(), weights.tolist()
+        ([2, 0], [1.0, 0.0])
+    """
+    is_counted = is_class(targets, classes)
+    target_weights = 1.0 if weights is None else weights.astype(jnp.float32)
+    return jnp.where(is_counted, targets, 0), jnp.where(is_counted, target_weights, jnp.float32(0.0))
+
+
+@contextlib.contextmanager
+def noting_class_counts() -> Iterator[dict[str, int]]:
+    """Collect, while a loss is traced, the number of classes of each array of labels, by the array's name."""
+    counts: dict[str, int] = {}
+    token = _counts.set(counts)
+    try:
+        yield counts
+    finally:
+        _counts.reset(token)
+
+
+def note_class_count(name: str, count: int) -> None:
+    """Note that the batch's array `name` holds classes from 0 to `count` - 1."""
+    counts = _counts.get()
+    if counts is not None:
+        counts[name] = count
