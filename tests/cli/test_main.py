@@ -292,7 +292,7 @@ def test_a_finished_run_started_again_shows_its_result_and_exits_with_0(tmp_path
         assert re.search(r"^real +finished$", shown, re.MULTILINE)
         assert re.search(r"^steps +2 of 2, 32 target tokens$", shown, re.MULTILINE)
         assert re.search(r"^report +runs/real/report\.html$", shown, re.MULTILINE)
-    assert "\nthe run is complete: raise steps beyond 2 to continue it" in again
+    assert "\nthe run is complete: set steps above 2 to continue it" in again
     assert "compiled" in first
     assert "compiled" not in again
     assert main(["train", "real.py", "--profile", "3:4"]) == 2

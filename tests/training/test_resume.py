@@ -37,7 +37,8 @@ def test_other_steps_say_where_the_learning_rate_goes(toy, tmp_path, capsys):
     assert event["old_learning_rate"] == pytest.approx(1e-4, rel=1e-5)
     assert event["learning_rate"] == pytest.approx(new, rel=1e-5)
     assert (
-        "steps were 6 and are 10: the learning rate of step 7 goes from 0.0001 to 0.00055\n" in capsys.readouterr().out
+        "steps were 6 and are 10: the learning rate of step 7 changes from 0.0001 to 0.00055\n"
+        in capsys.readouterr().out
     )
     rows = read_metrics(tmp_path / "run", "train")
     assert rows[6]["learning_rate"] == pytest.approx(new, rel=1e-5), "and there it goes"
