@@ -68,11 +68,11 @@ def test_a_gpu_works_and_is_told_about_its_memory():
 @pytest.mark.parametrize(
     ("facts", "what", "to_do"),
     [
-        ({"nvidia": True}, "gpu support", "pip install 'jaxscale[cuda]'"),
-        ({"tpu": True}, "tpu support", "pip install 'jaxscale[tpu]'"),
-        ({"nvidia": True, "versions": CUDA, "jax_platforms": "cpu"}, "gpu support", "unset JAX_PLATFORMS"),
-        ({"nvidia": True, "versions": CUDA}, "gpu support", "driver"),
-        ({"tpu": True, "versions": TPU, "jax_platforms": "cpu"}, "tpu support", "unset JAX_PLATFORMS"),
+        ({"has_nvidia": True}, "gpu support", "pip install 'jaxscale[cuda]'"),
+        ({"has_tpu": True}, "tpu support", "pip install 'jaxscale[tpu]'"),
+        ({"has_nvidia": True, "versions": CUDA, "jax_platforms": "cpu"}, "gpu support", "unset JAX_PLATFORMS"),
+        ({"has_nvidia": True, "versions": CUDA}, "gpu support", "driver"),
+        ({"has_tpu": True, "versions": TPU, "jax_platforms": "cpu"}, "tpu support", "unset JAX_PLATFORMS"),
         ({"platform": None, "failure": "Unable to initialize backend"}, "devices", "JAX_PLATFORMS"),
         ({"versions": CUDA | {"jax-cuda13-plugin": "0.11.2"}}, "jax-cuda13-plugin", "jax-cuda13-plugin==0.12.0.1"),
         (
@@ -95,11 +95,11 @@ def test_what_stops_a_run_or_leaves_the_accelerator_idle(facts, what, to_do):
     [
         ({"versions": TPU}, "tpu support", "no TPU is here"),
         ({"versions": CUDA}, "gpu support", "compiling ahead of time"),
-        ({"modules": frozenset()}, "remote", "jaxscale[remote]"),
-        ({"modules": frozenset()}, "notebook", "jaxscale[notebook]"),
-        ({"cache": None}, "compile cache", "JAXSCALE_CACHE"),
-        ({"disks": {("working directory", "/run"): 10**9}}, "working directory", "free some"),
-        ({"cores": 16}, "cores", "one device per core"),
+        ({"optional_packages": frozenset()}, "remote", "jaxscale[remote]"),
+        ({"optional_packages": frozenset()}, "notebook", "jaxscale[notebook]"),
+        ({"cache_folder": None}, "compile cache", "JAXSCALE_CACHE"),
+        ({"free_bytes": {("working directory", "/run"): 10**9}}, "working directory", "free some"),
+        ({"core_count": 16}, "cores", "one device per core"),
         ({"versions": VERSIONS | {"jaxlib": "0.12.1"}}, "jax and jaxlib", "differ"),
     ],
 )

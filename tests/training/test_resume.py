@@ -139,7 +139,7 @@ def test_moved_files_are_the_same_and_others_are_not(toy, whole, tmp_path):
     (tmp_path / "moved" / "here.txt").write_text(text)
     (tmp_path / "moved" / "other.txt").write_text(text.replace("cat", "dog"))
     moved, other = (Text(tmp_path / "moved" / name, context=16) for name in ("here.txt", "other.txt"))
-    with pytest.raises(UserError, match="the data is not what this run has read before"):
+    with pytest.raises(UserError, match="the data has changed since this run was last started"):
         train(toy(data=other, steps=13), out=whole, quiet=True)
     assert (whole / "experiment.json").read_bytes() == before, "a refusal leaves the run as it was"
     train(toy(data=moved, steps=13), out=whole, quiet=True)
