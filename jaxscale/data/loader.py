@@ -145,7 +145,7 @@ class Batches(Iterator[NumpyBatch]):
         import grain
 
         self._content_hash = content_hash
-        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD)
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH_COUNT)
         self._iterator = iter(make_dataset().to_iter_dataset(options))
         if start is not None:
             self.set_state(start)
