@@ -207,7 +207,7 @@ def _check_page(path: str) -> None:
         if is_new:
             file.unlink()
     except OSError as error:
-        raise UserError(f"--out {path} cannot be written: {error.strerror}; give another name") from None
+        raise UserError(f"--out {path} cannot be written: {error.strerror}; give another path") from None
 
 
 def load_experiment(command: Train | Fit | Explain, fields: Mapping[str, str]) -> Any:

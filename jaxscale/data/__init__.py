@@ -4,7 +4,7 @@
 |---|---|
 | `Text` | text files, a tokenizer and a layout: windows, or packed documents |
 | `Mixture` | several texts, mixed by weight |
-| `Images` | labelled images from an .npz file |
+| `Images` | labeled images from an .npz file |
 
 `value.open(batch, seed)` checks the files and returns `Opened`, with `train()`, `evaluation()`, `tokenizer` and
 `facts`. `tokenizer.from_json` restores a tokenizer from the text that its `to_json` returned.

@@ -1,4 +1,4 @@
-"""Batches of labelled images, from the arrays of an .npz file, without augmentation."""
+"""Batches of labeled images, from the arrays of an .npz file, without augmentation."""
 
 import dataclasses
 import functools
@@ -78,7 +78,7 @@ class Images:
                 f"to {'evaluate' if train_count else 'train'} on; change held_out"
             )
         split_rows = (order[:train_count], order[train_count:])
-        train, held_out = (LabelledImages(pixels[rows], labels[rows], self.scale) for rows in split_rows)
+        train, held_out = (LabeledImages(pixels[rows], labels[rows], self.scale) for rows in split_rows)
         facts = {
             "kind": "images",
             "shape": list(train.shape),
@@ -125,7 +125,7 @@ class Images:
 
 
 @dataclasses.dataclass(frozen=True)
-class LabelledImages:
+class LabeledImages:
     """Rows of images with their labels.
 
     Args:

@@ -57,7 +57,7 @@ def joined(groups, texts):
             ids[number] += part.tolist()
             order.append(number)
     assert order == sorted(order)
-    assert sum(group.characters for group in groups) == sum(map(len, texts))
+    assert sum(group.character_count for group in groups) == sum(map(len, texts))
     return ids
 
 
