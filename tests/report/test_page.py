@@ -412,7 +412,7 @@ def test_the_words_of_a_pipeline():
         "Stages of 3, 1 blocks run by this schedule. "
         "A stage keeps only its input, and is recomputed before its backward pass."
     )
-    assert "of as many blocks each" in dict(plan_in_words({"pipeline": "2bw:2x4"}, {}, {}))["Pipeline: 2bw:2x4"]
+    assert "with equal numbers of blocks" in dict(plan_in_words({"pipeline": "2bw:2x4"}, {}, {}))["Pipeline: 2bw:2x4"]
 
 
 def test_the_words_say_what_lies_on_the_host():
