@@ -18,8 +18,7 @@ _PAGE_FOLDERS = (_PACKAGE / "_pages", _PACKAGE.parent / "docs")
 class Docs:
     """Show a page of the documentation, or list all pages.
 
-    Error messages give names of pages. Any other word lists the pages that
-    contain the word.
+    Messages give names of pages; any other word lists the pages with this word.
 
     Args:
         page: name of a page, or a word to search for.

@@ -130,8 +130,7 @@ class Report:
 class ConvertState:
     """Convert a run's optimizer moments to another format.
 
-    A run that is continued with another --plan.state.moments needs no such
-    conversion: it converts its moments itself.
+    A run that is continued with another --plan.state.moments does this by itself.
 
     Args:
         run_dir: directory of a run.
