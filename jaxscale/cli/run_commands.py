@@ -77,7 +77,7 @@ class Evaluate:
 
 @dataclasses.dataclass(frozen=True)
 class Export:
-    """Write the model of a run to a folder that Hugging Face can read.
+    """Write a run's model to a folder that Hugging Face can read.
 
     Args:
         run_dir: directory of a run.

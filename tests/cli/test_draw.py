@@ -164,5 +164,5 @@ def test_options_stay_with_their_schedule():
 def test_the_help_says_how(capsys):
     assert main(["draw", "--help"]) == 0
     out = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for words in ("jaxscale draw pipeline zb-v:4x8", "--compare", "v=2, belong to the schedule before", "by roofline"):
+    for words in ("jaxscale draw pipeline zb-v:4x8", "--compare", "v=2, belong to the preceding", "by roofline"):
         assert words in out

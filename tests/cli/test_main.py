@@ -84,7 +84,7 @@ def refused(capsys: pytest.CaptureFixture[str], words: str | list[str], *message
             "optimizer.b1: got 0.9, but lars has no such option",
         ),
         ("train experiments/toy.py --model other", "fields of the experiment are set by path, such as --model.embed"),
-        ("train experiments/toy.py --plan.rules none", "plan.rules has fields of its own: set one of plan.rules.batch"),
+        ("train experiments/toy.py --plan.rules none", "plan.rules consists of fields: set one of plan.rules.batch"),
         ("train experiments/toy.py --optimizer.learning-rate fast", "optimizer.learning_rate: got 'fast'"),
         ("generate runs/none", "run directory runs/none does not exist; start a run with: jaxscale train FILE"),
         ("generate experiments", "run directory experiments holds no run"),
