@@ -10,7 +10,7 @@ from jaxscale.records.directory import EXPERIMENT
 def export(
     run: Any, folder: Any, *, best: bool = False, dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 ) -> Path:
-    """Write a run's model as config.json and safetensors files, together with its tokenizer if that has subwords.
+    """Write a run's model as config.json and safetensors files, with the run's tokenizer if it is a subword tokenizer.
 
     Args:
         run: the run directory.

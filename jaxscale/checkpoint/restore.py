@@ -144,10 +144,10 @@ def _build_step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
     run_plan, run_kernels = experiment.plan, experiment.plan.kernels
     attention = dict(run_kernels.named).get("attention", "auto")
     is_unsupported = devices[0].platform != "tpu" and attention == "splash"
-    needs_chunks = run_kernels.scores in ("tpu", "chunked") and run_kernels.loss_chunk is None
-    keeps_attention = attention in ("plain", "chunked", "splash") and not is_unsupported
-    loss_chunk = CHUNK if needs_chunks else run_kernels.loss_chunk
-    kernels = Kernels(named=(("attention", attention),) * keeps_attention, loss_chunk=loss_chunk)
+    is_chunk_missing = run_kernels.scores in ("tpu", "chunked") and run_kernels.loss_chunk is None
+    is_attention_kept = attention in ("plain", "chunked", "splash") and not is_unsupported
+    loss_chunk = CHUNK if is_chunk_missing else run_kernels.loss_chunk
+    kernels = Kernels(named=(("attention", attention),) * is_attention_kept, loss_chunk=loss_chunk)
     plan = Plan(precision=run_plan.precision, matmul=run_plan.matmul, kernels=kernels)
     # plain gradient descent has no optimizer state
     sgd = Optimizer("sgd", clip=None, weight_decay=0.0)

@@ -71,7 +71,7 @@ class Checkpoints:
         if keep < 1:
             raise UserError(f"keep: got {keep}, expected at least 1, the newest checkpoint")
         self.folder = _path(folder)
-        self._keep, self._keeps_best = keep, best
+        self._keep, self._is_best_kept = keep, best
         self._running_save: tuple[Description, Any] | None = None  # a description, and the future of its save
         self._descriptions: dict[int, Description] = {}  # those read or saved so far, by step
         if write:
@@ -304,7 +304,7 @@ class Checkpoints:
         """Delete the checkpoints that need not be kept."""
         steps = self.steps()
         steps_to_keep = set(steps[-max(self._keep, 1) :])
-        if self._keeps_best:
+        if self._is_best_kept:
             steps_to_keep.add(self.best() or 0)
         for step in steps:
             if step not in steps_to_keep:

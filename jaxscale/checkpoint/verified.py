@@ -58,7 +58,7 @@ class Restored:
     Args:
         description: description of the checkpoint.
         arrays: the canonical tree, as arrays by name.
-        damaged: by step, why each newer checkpoint that was skipped is damaged.
+        damaged: for each newer checkpoint that was skipped, by its step, the reason why it is damaged.
         converted: a line of text for each kind of array that was saved in another number of bits or in other blocks.
     """
 
@@ -199,7 +199,7 @@ def _check_arrays(array_facts: Mapping[str, Any], leaves: Mapping[str, Any], pat
 
 
 def _cast(arrays: dict[str, Any], leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert arrays to the dtypes of `leaves`, by name."""
+    """Return the arrays, by name, converted to the dtypes of `leaves`."""
     import jax
 
     from jaxscale.sharding.memory_space import to_device

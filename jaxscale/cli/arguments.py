@@ -62,7 +62,7 @@ def read(argv: Sequence[str]) -> Arguments:
     flag_types = typing.get_type_hints(COMMANDS[command_name])
     for field in words_of(COMMANDS[command_name]):
         del flag_types[field.name]
-    takes_fields = issubclass(COMMANDS[command_name], TAKES_FIELDS)
+    has_experiment_fields = issubclass(COMMANDS[command_name], TAKES_FIELDS)
     positional_words: list[str] = []
     flag_values: dict[str, Any] = {}
     field_texts: dict[str, str] = {}
@@ -81,10 +81,14 @@ def read(argv: Sequence[str]) -> Arguments:
         else:
             flag, separator, text = word[2:].partition("=")
             field_path = flag.replace("-", "_")
-            field_path = FIELD_OF_GROUP.get(field_path, field_path) if takes_fields else field_path
-            is_field = takes_fields and "." in field_path
+            field_path = FIELD_OF_GROUP.get(field_path, field_path) if has_experiment_fields else field_path
+            is_field = has_experiment_fields and "." in field_path
             if field_path not in flag_types and not is_field:
-                hint = "; fields of the experiment are set by path, such as --model.embed 256" if takes_fields else ""
+                hint = (
+                    "; fields of the experiment are set by path, such as --model.embed 256"
+                    if has_experiment_fields
+                    else ""
+                )
                 near_text = _near_flag(f"--{flag}", flag_types)
                 raise UserError(f"unknown flag '--{flag}' of {command_name}{near_text}{hint}")
             if field_path in flag_values or field_path in field_texts:

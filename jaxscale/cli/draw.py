@@ -220,7 +220,7 @@ def _assigned_costs(experiment: "Experiment", devices_text: str, plan: "Pipeline
 
 
 def prices_of(text: str | None) -> dict[str, float]:
-    """Return the costs in a text such as "f=1,i=1.2,w=0.8", by their parameters of `Costs.alike`.
+    """Return the costs in a text such as "f=1,i=1.2,w=0.8", by the parameter of `Costs.alike` that each cost sets.
 
     Raises:
         UserError: a letter is unknown or occurs twice, or a cost is not a number >= 0.
@@ -254,7 +254,7 @@ def prices_of(text: str | None) -> dict[str, float]:
 
 
 def split_schedules(text: str) -> list[str]:
-    """Return the schedules in the text of --compare, as texts; options without a colon belong to the schedule before.
+    """Return the schedules in the text of --compare; an option without a colon belongs to the preceding schedule.
 
     Example:
         >>> split_schedules("1f1b:8x32, interleaved:8x32,v=2,zb-v:8x32")

@@ -75,8 +75,8 @@ def _help_class(command_class: type[Command], experiment: Any) -> type[Any]:
 def _experiment_fields(record: Any) -> list[Any]:
     """Return fields for `make_dataclass`, as triples of name, type and default.
 
-    The type is a nested dataclass for each field of `record` that is itself a record (a dataclass value), and otherwise
-    a text with the field's help.
+    If a field of `record` holds a record (a dataclass value), its type is a nested dataclass; otherwise, its type is
+    `str`, annotated with the field's help.
     """
     descriptions, fields = field_help(type(record)), []
     for name, field_type in values.field_types(type(record)).items():

@@ -155,12 +155,12 @@ def _encode(draft: pathlib.Path, files: list[str], tokenizer: Tokenizer, recipe:
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(_Writer(draft, name, dtype, recipe.prompt_end is not None)) for name in SPLITS]
         advance = stack.enter_context(_progress("encoding " + _describe_files(files), facts["characters"]))
-        labels: list[tuple[int, bool, bool]] = []  # for each text, (split_index, starts_document, is_learned)
+        labels: list[tuple[int, bool, bool]] = []  # for each text, (split_index, is_document_start, is_learned)
 
         def label_texts() -> Iterator[str]:
-            """Yield the texts to encode, and append (split_index, starts_document, is_learned) of each to `labels`."""
-            for split_index, starts_document, is_learned, text in documents.texts(files, recipe, held_out_start):
-                labels.append((split_index, starts_document, is_learned))
+            """Yield the texts to encode, and append (split_index, is_document_start, is_learned) of each to `labels`."""
+            for split_index, is_document_start, is_learned, text in documents.texts(files, recipe, held_out_start):
+                labels.append((split_index, is_document_start, is_learned))
                 yield text
 
         previous_text_index = -1
@@ -168,11 +168,11 @@ def _encode(draft: pathlib.Path, files: list[str], tokenizer: Tokenizer, recipe:
             first_text_index = encoded.text_indices[0]
             text_labels = np.array(labels[first_text_index : encoded.text_indices[-1] + 1])
             # [parts] each, like the `text_indices`
-            split_indices, starts_document, is_learned = text_labels[encoded.text_indices - first_text_index].T
+            split_indices, is_document_start, is_learned = text_labels[encoded.text_indices - first_text_index].T
             # whether the part continues the text of the part before it
             is_continued = np.diff(encoded.text_indices, prepend=previous_text_index) == 0
             for split_index, writer in enumerate(writers):
-                writer.add(encoded, split_indices == split_index, is_learned, starts_document * ~is_continued)
+                writer.add(encoded, split_indices == split_index, is_learned, is_document_start * ~is_continued)
             previous_text_index = encoded.text_indices[-1]
             advance(encoded.character_count)
     facts.update(dtype=dtype.name, masked=recipe.prompt_end is not None, vocabulary=tokenizer.size)
@@ -204,7 +204,7 @@ class _Writer:
         self._learned_file = (draft / f"{name}.learned").open("wb") if has_weights else None
 
     def add(
-        self, encoded: Encoded, is_in_split: np.ndarray, is_learned: np.ndarray, starts_document: np.ndarray
+        self, encoded: Encoded, is_in_split: np.ndarray, is_learned: np.ndarray, is_document_start: np.ndarray
     ) -> None:
         """Append those parts of encoded texts that belong to this split.
 
@@ -212,14 +212,14 @@ class _Writer:
             encoded: ids of the parts.
             is_in_split: [parts] bool, whether the part belongs to this split.
             is_learned: [parts] 0 or 1, whether the part's tokens have weight 1.
-            starts_document: [parts] 0 or 1, whether the part is the first one of a document.
+            is_document_start: [parts] 0 or 1, whether the part is the first one of a document.
         """
         lengths = encoded.lengths[is_in_split]
         self._ids_file.write(encoded.ids[np.repeat(is_in_split, encoded.lengths)].astype(self._dtype).tobytes())
         if self._learned_file is not None:
             self._learned_file.write(np.repeat(is_learned[is_in_split].astype(np.bool_), lengths).tobytes())
         part_starts = self.token_count + np.cumsum(lengths) - lengths
-        self.document_starts += part_starts[starts_document[is_in_split].astype(np.bool_)].tolist()
+        self.document_starts += part_starts[is_document_start[is_in_split].astype(np.bool_)].tolist()
         self.token_count += int(lengths.sum())
 
     def __enter__(self) -> "_Writer":

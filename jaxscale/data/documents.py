@@ -92,9 +92,9 @@ def check_and_count(files: list[str], recipe: DocumentRecipe) -> dict[str, Any]:
 
 
 def texts(files: list[str], recipe: DocumentRecipe, held_out_start: int) -> Iterator[tuple[int, bool, bool, str]]:
-    """Yield every text to encode, as tuples (split_index, starts_document, is_learned, text).
+    """Yield every text to encode, as tuples (split_index, is_document_start, is_learned, text).
 
-    `split_index` is 0 for the training part, and 1 for the held-out part. `starts_document` is true if the text is the
+    `split_index` is 0 for the training part and 1 for the held-out part. `is_document_start` is true if the text is the
     first one of its document in that part. `is_learned` is true if the text's tokens have weight 1.
 
     Args:
@@ -107,11 +107,11 @@ def texts(files: list[str], recipe: DocumentRecipe, held_out_start: int) -> Iter
     for file in files:
         for document in recipe.documents(source.decode(source.read(file), file)):
             if recipe.is_cut_at_document:
-                split_index, starts_document = int(position >= held_out_start), True
+                split_index, is_document_start = int(position >= held_out_start), True
                 for text, is_learned in recipe.parts(document):
                     if text:
-                        yield split_index, starts_document, is_learned, text
-                        starts_document = False
+                        yield split_index, is_document_start, is_learned, text
+                        is_document_start = False
                 position += 1
                 continue
             has_started = [False, False]  # for each split, whether it has a text of this document

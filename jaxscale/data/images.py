@@ -18,7 +18,7 @@ from jaxscale.values import check_types
 
 @dataclasses.dataclass(frozen=True)
 class Images:
-    """Labelled images as batches of `images` float32 [B, height, width, C] and `labels` int32 [B].
+    """Labeled images as batches of `images` float32 [B, height, width, C] and `labels` int32 [B].
 
     Args:
         path: path of an .npz file, which may begin with gs:// or s3://.

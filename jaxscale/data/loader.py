@@ -124,9 +124,9 @@ def _row_encoder(part_index: int, part_count: int, row_count: int) -> Callable[[
     return lambda index, row: (index // row_count * row_count + row) * part_count + part_index
 
 
-def _with_weights(batch: NumpyBatch, needs_weights: bool) -> NumpyBatch:
-    """Return the batch, with weights of 1 added if it has no weights and `needs_weights` is true."""
-    if not needs_weights or "weights" in batch:
+def _with_weights(batch: NumpyBatch, is_weighted: bool) -> NumpyBatch:
+    """Return the batch, with weights of 1 added if it has no weights and `is_weighted` is true."""
+    if not is_weighted or "weights" in batch:
         return batch
     shape = batch["targets"].shape if "targets" in batch else batch["labels"].shape
     return {**batch, "weights": np.ones(shape, np.float32)}
@@ -158,7 +158,7 @@ class Batches(Iterator[NumpyBatch]):
         return {"next": self._iterator.get_state()["next_index"], "content": self._content_hash}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue after the batch after which `get_state` returned this state.
+        """Continue with the batch that followed when `get_state` returned this state.
 
         Raises:
             UserError: the state belongs to other data.

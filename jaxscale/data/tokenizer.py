@@ -102,7 +102,7 @@ class Bytes:
         return 256
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of a text, int32."""
+        """Return the int32 ids of a text."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
@@ -114,7 +114,7 @@ class Bytes:
         return _encode_each(self, texts)
 
     def to_json(self) -> str:
-        """Text from which `from_json` makes an equal tokenizer."""
+        """Return a text from which `from_json` restores an equal tokenizer."""
         return json.dumps({"kind": self.kind})
 
 
@@ -181,7 +181,7 @@ class Characters:
         return _encode_each(self, texts)
 
     def to_json(self) -> str:
-        """Text from which `from_json` makes an equal tokenizer."""
+        """Return a text from which `from_json` restores an equal tokenizer."""
         return json.dumps({"kind": self.kind, "alphabet": self.alphabet})
 
 
@@ -221,7 +221,7 @@ class Subwords:
         return self._size
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of a text, int32."""
+        """Return the int32 ids of a text."""
         return np.array(self._model.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
@@ -268,22 +268,22 @@ class Subwords:
             start = 0
             while len(text) - start > 2 * _CHUNK_CHARACTERS and (cut := _CUT.search(text, start + _CHUNK_CHARACTERS)):
                 if checks_left > 0:
-                    checks_left = checks_left - 1 if self._cut_keeps_ids(text, cut.end()) else float("-inf")
+                    checks_left = checks_left - 1 if self._is_cut_safe(text, cut.end()) else float("-inf")
                 if checks_left < 0:
                     break
                 yield text_index, text[start : cut.end()]
                 start = cut.end()
             yield text_index, text[start:]
 
-    def _cut_keeps_ids(self, text: str, cut: int) -> bool:
-        """Return whether the 256 characters on each side of a cut keep their ids if they are encoded separately."""
+    def _is_cut_safe(self, text: str, cut: int) -> bool:
+        """Return whether the 256 characters on each side of a cut have the same ids when encoded separately."""
         text_before, text_after = text[max(cut - 256, 0) : cut], text[cut : cut + 256]
         return np.array_equal(
             self.encode(text_before + text_after), np.concatenate([self.encode(text_before), self.encode(text_after)])
         )
 
     def to_json(self) -> str:
-        """Text from which `from_json` makes an equal tokenizer."""
+        """Return a text from which `from_json` restores an equal tokenizer."""
         return json.dumps({"kind": self.kind, "definition": self.definition})
 
 

@@ -98,7 +98,7 @@ class RunRecord:
 
     @property
     def status(self) -> Status:
-        """Status of the run, from its last event that starts or ends a run, its steps and the age of its last line."""
+        """Status of the run, from the last event that started or ended it, its steps and the age of its last line."""
         if not self.metrics:
             return "empty"
         for row in reversed(self.metrics):

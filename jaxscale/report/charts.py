@@ -95,7 +95,7 @@ def line_chart(
     ticks_base: float = 1.0,
     from_zero: bool = False,
     marks: Sequence[Mark] = (),
-    tall: bool = False,
+    is_tall: bool = False,
 ) -> Markup:
     """Draw a chart of curves over steps as an HTML figure.
 
@@ -111,7 +111,7 @@ def line_chart(
         ticks_base: unit of the ticks, which are at round multiples of this number, such as 1024.
         from_zero: whether the axis begins at 0.
         marks: labeled steps, drawn as vertical lines.
-        tall: whether the chart is tall and as wide as the page.
+        is_tall: whether the chart is tall and as wide as the page.
 
     Returns:
         The figure; "" if no value is finite.
@@ -150,7 +150,7 @@ def line_chart(
         stride = max(1, math.ceil(len(exponents) / 5))
         tick_values = [10.0**exponent for exponent in exponents if exponent % stride == 0]
     else:
-        multiples = ticks(low / ticks_base, high / ticks_base, 7 if tall else 6)
+        multiples = ticks(low / ticks_base, high / ticks_base, 7 if is_tall else 6)
         tick_values = [multiple * ticks_base for multiple in multiples]
     curves_svg = element(
         "svg",
@@ -166,7 +166,7 @@ def line_chart(
     labels = [element("span", format_tick(value), class_="y", style=f"top:{y_of(value):.2%}") for value in tick_values]
     tick_steps = [step for step in ticks(first_step, last_step, 5) if step == int(step)]
     labels += [element("span", format_step(step), class_="x", style=f"left:{x_of(step):.2%}") for step in tick_steps]
-    labels += _mark_labels(shown_marks, x_of) if tall else []
+    labels += _mark_labels(shown_marks, x_of) if is_tall else []
     legend_entries = [
         element("span", element("i"), curve.label, class_=f"key c{curve.color} {curve.style}") for curve in curves
     ]
@@ -177,7 +177,7 @@ def line_chart(
     caption = (
         element("b", title),
         element("small", unit) if unit else None,
-        element("span", legend_entries, class_="legend") if tall and len(legend_entries) > 1 else None,
+        element("span", legend_entries, class_="legend") if is_tall and len(legend_entries) > 1 else None,
         element("small", ", ".join(note_texts), class_="note") if note_texts else None,
     )
     plot = (curves_svg, labels, element("div", class_="cursor"), element("div", class_="tip"))
@@ -188,7 +188,7 @@ def line_chart(
         element("figcaption", caption),
         element("div", plot, class_="plot", tabindex=0, role="img", aria_label=description),
         element("script", readout_json, type="application/json"),
-        class_="chart tall" if tall else "chart",
+        class_="chart tall" if is_tall else "chart",
     )
 
 

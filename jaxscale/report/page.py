@@ -159,7 +159,7 @@ def _chart_sheets(run: RunRecord) -> list[Markup]:
         curves = [Series("training", steps, losses, "line", 1)]
     if held_out_rows:
         curves.append(Series("held out", held_out_rows.column("step"), held_out_rows.column("loss"), "dots", 2))
-    loss_chart = line_chart("Loss", curves, unit="nats per target token", marks=marks, tall=True)
+    loss_chart = line_chart("Loss", curves, unit="nats per target token", marks=marks, is_tall=True)
     speed_options: dict[str, Any] = {"unit": "target tokens per second", "format_value": count, "format_ticks": short}
     charts = [
         _metric_chart(train_rows, "learning_rate", "Learning rate", color=3),

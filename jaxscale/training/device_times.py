@@ -111,7 +111,7 @@ class DeviceTime:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The times of the devices in a trace; `str` of it is the page of text.
+    """The times of the devices in a trace; its `str` is the page of text.
 
     Args:
         devices: the devices of the traced processes.
@@ -193,7 +193,7 @@ def newest_trace(folder: Any) -> Iterator[Iterator[Any]]:
 
 
 def device_events(plane: Any) -> Iterator[tuple[str, list[TracedEvent]]]:
-    """Yield a device's name and a list of events, the executions of its operations, for each line that has any.
+    """Yield pairs of a device's name and a list of events, which are the executions of operations on one line.
 
     A TPU's plane has all operations, some nested in others, in the line "XLA Ops". A GPU's plane has one line for each
     stream. The operations of CPU devices are among the host's events, each with the number of its device.

@@ -76,7 +76,7 @@ def generate(
 
 
 def can_generate(model: Any, tokenizer: Any) -> bool:
-    """Return whether the model has a KV cache for decoding and there is a tokenizer, which is `None` without text."""
+    """Return whether the model has a KV cache for decoding, and the tokenizer is not `None`."""
     return tokenizer is not None and hasattr(model, "init_cache")
 
 
@@ -91,7 +91,7 @@ def check_can_generate(model: Any, tokenizer: Any) -> None:
 def continuations(
     module: Any, model: Any, tokenizer: Any, prompt: str | Sequence[str], sampling: Sampling
 ) -> str | list[str]:
-    """Return the continuation of a prompt, or a list of those of several prompts, which are decoded together.
+    """Return the continuation of a prompt; for several prompts, decode them together and return a list.
 
     Args:
         module: the model's module with its parameters.
@@ -141,7 +141,7 @@ def decode(
         model: the model value, with `context` and `init_cache`.
         prompts: int32 ids [length] of each prompt; lengths may differ, and are at least 1.
         sampling: number of tokens, temperature and seed.
-        choice_count: number of ids that may be drawn, the first being 0; all by default.
+        choice_count: upper limit of the drawn ids, which are below it; by default, the model's vocabulary size.
 
     Returns:
         For each prompt, the int32 ids [sampling.tokens] that were drawn after it.
@@ -222,7 +222,7 @@ def _window_program() -> Any:
             keys: [rows], a random key for each row.
             temperature: divisor of the logits; 0 draws the most likely token.
             prefill_count: number of positions, from the first on, that are fed at once.
-            choice_count: number of ids that may be drawn.
+            choice_count: upper limit of the drawn ids, which are below it.
 
         Returns:
             int32 [rows, width]: at position t, the token drawn for position t + 1. The caller uses this token only if

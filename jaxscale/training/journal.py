@@ -48,7 +48,7 @@ class Journal:
                 self._log.append(step, kind, **fields)
 
     def log_event(self, step: int, name: str, **fields: Any) -> None:
-        """Log a named event that happened after a step, with fields of its own."""
+        """Log an event that happened after a step, by its name and with further fields."""
         self._append(step, "event", name=name, **fields)
 
     def log_step(self, step: int, row: Mapping[str, Any]) -> None:

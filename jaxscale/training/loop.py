@@ -154,14 +154,14 @@ class _Training:
 
     def run(self) -> Run:
         """Check the run, train it, and return it."""
-        run_exists = (self.folder / run_files.EXPERIMENT).exists()
-        if run_exists and self.resume == "never":
+        has_run = (self.folder / run_files.EXPERIMENT).exists()
+        if has_run and self.resume == "never":
             if is_first():
                 with run_files.lock_run(self.folder):
                     self.journal.say(f"the earlier run in {self.folder} is now in {run_files.set_aside(self.folder)}")
-            run_exists = False
+            has_run = False
         wait_for_all("the directory is set")
-        if not run_exists:
+        if not has_run:
             self._prepare()  # reports mistakes before the directory is created
         with run_files.lock_run(self.folder) if is_first() else contextlib.nullcontext():
             settings = self.experiment.checkpoint
@@ -171,7 +171,7 @@ class _Training:
                 if checkpoint_steps and checkpoint_steps[-1] >= self.experiment.steps:
                     return self._show_finished(checkpoint_steps[-1])
             wait_for_all("the directory is checked")
-            if run_exists:
+            if has_run:
                 self._prepare()
             if self.earlier is None:
                 self._write_values()
@@ -323,25 +323,25 @@ class _Training:
             if self.is_cpu:
                 self._settle(self.updates, metrics)
                 combined_flags = self.agreement.combine(bool(stop.signal_name), pauses.is_save_due())
-                stop_now, save_now = self.agreement.decision(combined_flags)
+                is_stop_due, is_save_due = self.agreement.decision(combined_flags)
             else:
                 combined_flags = self.agreement.combine(bool(stop.signal_name), pauses.is_save_due())
                 earlier_pending_step, pending_step = pending_step, (self.updates, metrics, combined_flags)
-                stop_now, save_now = self._settle_pending(earlier_pending_step)
+                is_stop_due, is_save_due = self._settle_pending(earlier_pending_step)
             is_last = self.updates == self.experiment.steps
-            is_pause_due = is_last or stop_now or save_now or pauses.is_due(self.updates)
+            is_pause_due = is_last or is_stop_due or is_save_due or pauses.is_due(self.updates)
             if is_pause_due and pending_step is not None:
-                pending_stop, _ = self._settle_pending(pending_step)
-                stop_now, pending_step = stop_now or pending_stop, None
-            if self.profiler.is_running and (is_last or stop_now or self.profiler.ends_after(self.updates)):
+                is_pending_stop_due, _ = self._settle_pending(pending_step)
+                is_stop_due, pending_step = is_stop_due or is_pending_stop_due, None
+            if self.profiler.is_running and (is_last or is_stop_due or self.profiler.is_last_step(self.updates)):
                 extra_files, say = trace_files(self.step), self.journal.say
                 self.profiler.stop_after(self.updates, self.folder, state, self.log_event, say, extra_files=extra_files)
                 self.meter.resume()
             if is_pause_due:
-                stop_early = stop_now and not is_last
-                pauses(self.updates, self.tokens, state, data_state, stopping=stop_early, save_now=save_now)
+                is_early_stop = is_stop_due and not is_last
+                pauses(self.updates, self.tokens, state, data_state, is_stopping=is_early_stop, is_save_due=is_save_due)
                 self.meter.resume()
-                if stop_early:
+                if is_early_stop:
                     endings.stop_preempted(self.journal, self.updates, stop.signal_name, is_saved=True)
             pauses.poll()
         return state
@@ -423,10 +423,10 @@ class _Training:
 
     def _stop_before_first_step(self, stop: Stop) -> None:
         """Stop the run if any process has received a signal."""
-        stop_now, _ = self.agreement.decision(self.agreement.combine(bool(stop.signal_name), False))
-        if stop_now:
+        is_stop_due, _ = self.agreement.decision(self.agreement.combine(bool(stop.signal_name), False))
+        if is_stop_due:
             endings.stop_preempted(self.journal, self.updates, stop.signal_name, is_saved=False)
 
     def log_event(self, name: str, **fields: Any) -> None:
-        """Log a named event after the newest step, with fields of its own."""
+        """Log an event after the newest step, by its name and with further fields."""
         self.journal.log_event(self.updates, name, **fields)

@@ -10,7 +10,7 @@ class Meter:
     Args:
         flop: model FLOP per step, without recomputation.
         peak: peak FLOP/s of all chips together; `None` if unknown.
-        device: device whose memory statistics are logged; `None` if the platform reports none.
+        device: a device, to log its memory statistics; `None` if the platform reports none.
     """
 
     def __init__(self, flop: int, peak: float | None, device: Any) -> None:

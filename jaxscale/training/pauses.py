@@ -13,7 +13,7 @@ from jaxscale.training.journal import Journal
 
 @dataclasses.dataclass
 class Pauses:
-    """The pauses of one run, in which it evaluates, draws samples and saves checkpoints.
+    """The pauses of one run, for evaluations, samples and checkpoints.
 
     Args:
         experiment: the experiment, which specifies the intervals between pauses.
@@ -50,7 +50,7 @@ class Pauses:
         return any(_is_due(updates, interval) for interval in intervals)
 
     def __call__(
-        self, updates: int, tokens: int, state: Any, data_state: Any, *, stopping: bool, save_now: bool
+        self, updates: int, tokens: int, state: Any, data_state: Any, *, is_stopping: bool, is_save_due: bool
     ) -> None:
         """Evaluate, draw samples and save a checkpoint after a step, whichever of these is due.
 
@@ -59,8 +59,8 @@ class Pauses:
             tokens: number of target tokens so far.
             state: the train state.
             data_state: state of the iterator over batches after this step's batch.
-            stopping: whether the run stops early, after this step; if so, this call waits for the checkpoint.
-            save_now: whether a checkpoint is due by the clock.
+            is_stopping: whether the run stops early, after this step; if so, this call waits for the checkpoint.
+            is_save_due: whether a checkpoint is due by the clock.
         """
         is_last = updates == self.experiment.steps
         checkpoint_settings, is_best = self.experiment.checkpoint, False
@@ -70,8 +70,8 @@ class Pauses:
         if is_last or _is_due(updates, self.experiment.samples.every):
             self._sample(updates, state)
         is_checkpoint_due = _is_due(updates, checkpoint_settings.every) or (is_best and checkpoint_settings.best)
-        if is_last or stopping or save_now or is_checkpoint_due:
-            self._save(updates, tokens, state, data_state, wait=is_last or stopping)
+        if is_last or is_stopping or is_save_due or is_checkpoint_due:
+            self._save(updates, tokens, state, data_state, wait=is_last or is_stopping)
 
     def poll(self) -> None:
         """Log the checkpoint that has been committed since the last call, if there is one."""

@@ -66,7 +66,7 @@ class ProfileRange:
 class Profiler:
     """Traces a range of steps of a training loop, and writes the summary beside the trace.
 
-    The loop calls `start_before` before every step, `stop_after` if `ends_after` is true or the run stops inside the
+    The loop calls `start_before` before every step, `stop_after` if `is_last_step` is true or the run stops inside the
     range, and finally `close`. The trace also contains a step that is still running when the trace starts.
 
     Args:
@@ -85,7 +85,7 @@ class Profiler:
         return self._first_step is not None
 
     def has_missed(self, step: int) -> bool:
-        """Return whether a run that continues after `step` makes no step of the range."""
+        """Return whether a run that continues after `step` will not make any step of the range."""
         return self.step_range is not None and self.step_range.stop <= step + 1
 
     def start_before(self, step: int, folder: Any) -> None:
@@ -105,7 +105,7 @@ class Profiler:
         options.python_tracer_level = 0  # Python's tracer slows the host, and the summary does not use it
         jax.profiler.start_trace(self._trace_folder, profiler_options=options)
 
-    def ends_after(self, step: int) -> bool:
+    def is_last_step(self, step: int) -> bool:
         """Return whether a trace is running and `step`, which has just been dispatched, is the last of the range."""
         return self.is_running and self.step_range is not None and step >= self.step_range.stop - 1
 

@@ -16,7 +16,7 @@ from jaxscale.records.source import Source, written_sha256
 
 @dataclasses.dataclass(frozen=True)
 class EarlierRun:
-    """What the directory of a run records about it, read before the run is continued.
+    """The record of an earlier run in its directory, read before the run is continued.
 
     Args:
         steps: number of updates that the run's experiment specified.

@@ -105,5 +105,5 @@ class Agreement:
         """Wait for the flags that `combine` returned; return whether to stop, and whether to save by the clock."""
         if self._is_single:
             return combined_flags
-        stop_now, save_now = np.asarray(combined_flags)
-        return bool(stop_now), bool(save_now)
+        is_stop_due, is_save_due = np.asarray(combined_flags)
+        return bool(is_stop_due), bool(is_save_due)

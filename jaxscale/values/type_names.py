@@ -67,14 +67,14 @@ def type_of(name: str, path: str) -> type:
         return getattr(importlib.import_module(_MODULE_BY_NAME[public_name]), public_name.rpartition(".")[2])
     module, colon, qualname = public_name.partition(":")
     try:
-        found_object = importlib.import_module(module) if colon else None  # the module, then an object inside it
+        candidate = importlib.import_module(module) if colon else None  # the module, then an object inside it
         for attribute in qualname.split("."):
-            found_object = getattr(found_object, attribute)
+            candidate = getattr(candidate, attribute)
     except (ImportError, AttributeError, ValueError):
-        found_object = None
-    if not (isinstance(found_object, type) and dataclasses.is_dataclass(found_object)):
+        candidate = None
+    if not (isinstance(candidate, type) and dataclasses.is_dataclass(candidate)):
         raise UserError(
             f"{path}.type: got {name!r}, expected MODULE:CLASS of a dataclass that can be imported here, or one of "
             f"{', '.join(_MODULE_BY_NAME)}{near_miss(name, _MODULE_BY_NAME)}"
         )
-    return found_object
+    return candidate

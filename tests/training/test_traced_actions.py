@@ -33,7 +33,7 @@ def test_a_run_is_drawn_as_it_was(tmp_path, capsys):
         profiler.start_before(n, tmp_path)
         state, metrics = step(state, step.place(batch))
         float(metrics["loss"])
-        if profiler.ends_after(n):
+        if profiler.is_last_step(n):
             profiler.stop_after(n, tmp_path, state, extra_files=trace_files(step))
     (tmp_path / "plan.json").write_text(json.dumps({"version": 1, **to_json(step.plan)}))
     plan, found, steps = measured_run(tmp_path)
