@@ -158,7 +158,7 @@ def _encode(draft: pathlib.Path, files: list[str], tokenizer: Tokenizer, recipe:
         labels: list[tuple[int, bool, bool]] = []  # for each text, (split_index, is_document_start, is_learned)
 
         def label_texts() -> Iterator[str]:
-            """Yield the texts to encode, and append (split_index, is_document_start, is_learned) of each to `labels`."""
+            """Yield the texts to encode, and append the label of each to `labels`."""
             for split_index, is_document_start, is_learned, text in documents.texts(files, recipe, held_out_start):
                 labels.append((split_index, is_document_start, is_learned))
                 yield text

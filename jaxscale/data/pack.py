@@ -84,14 +84,15 @@ def _row_kinds(counts_by_length: list[int], capacity: int) -> list[tuple[int, tu
         pieces_left = counts_by_length[length]
         while pieces_left:
             room = next((room for room in range(length, capacity) if kinds_by_room[room]), capacity)
-            per_row = (
-                room // length
-            )  # after one more piece, the row is the fullest, so it receives the next one as well
-            row_count, row_lengths = kinds_by_room[room].pop() if room < capacity else (-(-pieces_left // per_row), ())
-            full_count = min(row_count, pieces_left // per_row)
-            row_count, pieces_left = row_count - full_count, pieces_left - full_count * per_row
+            # after one more piece, the row is the fullest, so it receives the next piece as well
+            fit_count = room // length  # number of pieces that fill a row
+            row_count, row_lengths = (
+                kinds_by_room[room].pop() if room < capacity else (-(-pieces_left // fit_count), ())
+            )
+            full_count = min(row_count, pieces_left // fit_count)
+            row_count, pieces_left = row_count - full_count, pieces_left - full_count * fit_count
             if full_count:
-                kinds_by_room[room - per_row * length].append((full_count, row_lengths + (length,) * per_row))
+                kinds_by_room[room - fit_count * length].append((full_count, row_lengths + (length,) * fit_count))
             if row_count and pieces_left:  # the remaining pieces do not fill a row
                 kinds_by_room[room - pieces_left * length].append((1, row_lengths + (length,) * pieces_left))
                 row_count, pieces_left = row_count - 1, 0
@@ -114,10 +115,11 @@ def split_documents(document_starts: np.ndarray, context: int) -> tuple[np.ndarr
     """
     target_counts = np.maximum(np.diff(document_starts) - 1, 0)
     piece_counts = -(-target_counts // context)
-    documents = np.repeat(np.arange(len(target_counts)), piece_counts)  # for each piece, the index of its document
+    document_indices = np.repeat(np.arange(len(target_counts)), piece_counts)  # one entry per piece
     pieces_before = np.cumsum(piece_counts) - piece_counts
-    offsets = (np.arange(len(documents)) - np.repeat(pieces_before, piece_counts)) * context
-    return document_starts[:-1][documents] + offsets, np.minimum(target_counts[documents] - offsets, context)
+    offsets = (np.arange(len(document_indices)) - np.repeat(pieces_before, piece_counts)) * context
+    first_tokens = document_starts[:-1][document_indices] + offsets
+    return first_tokens, np.minimum(target_counts[document_indices] - offsets, context)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,11 +169,11 @@ class Packed:
         first_tokens, target_counts, row_starts = self._layout
         epoch_rows = rows % len(self)
         piece_counts = row_starts[epoch_rows + 1] - row_starts[epoch_rows]  # one entry per row
-        pieces = _ranges(row_starts[epoch_rows], piece_counts)
+        piece_indices = _ranges(row_starts[epoch_rows], piece_counts)
         indices_in_row = _ranges(np.zeros_like(piece_counts), piece_counts)  # for each piece, its index in its row
-        piece_lengths = target_counts[pieces]
+        piece_lengths = target_counts[piece_indices]
         positions = _ranges(np.zeros_like(piece_lengths), piece_lengths)
-        token_indices = np.repeat(first_tokens[pieces], piece_lengths) + positions
+        token_indices = np.repeat(first_tokens[piece_indices], piece_lengths) + positions
         # index of each target in the flattened batch: start of its row plus the number of earlier targets in the row
         row_of_piece = np.repeat(np.arange(len(rows)), piece_counts)
         row_target_counts = np.bincount(row_of_piece, weights=piece_lengths, minlength=len(rows)).astype(np.int64)

@@ -92,12 +92,8 @@ def keep_freed_memory() -> None:
     """
     import ctypes
 
-    trim_threshold_option, top_pad_option, mmap_max_option, arena_max_option = (
-        -1,
-        -2,
-        -4,
-        -8,
-    )  # option numbers in malloc.h
+    # option numbers in malloc.h
+    trim_threshold_option, top_pad_option, mmap_max_option, arena_max_option = -1, -2, -4, -8
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
