@@ -136,17 +136,17 @@ class Summary:
             share_texts = "".join(f"{device_time.share(kind):>12.1%}" for kind in KINDS)
             span_text, gap_text = _time_text(device_time.span / self.steps), _time_text(device_time.longest_gap)
             yield f"{device_time.device:<16}{span_text:>10}{device_time.busy_share:>8.1%}{gap_text:>14}{share_texts}"
-        busiest = max(self.devices, key=lambda device_time: device_time.busy)
+        busiest_device = max(self.devices, key=lambda device_time: device_time.busy)
         yield ""
-        yield f"{busiest.device}: operations by self time"
+        yield f"{busiest_device.device}: operations by self time"
         yield f"{'seconds':>10}{'share':>8}{'times':>9}  {'kind':<12}name"
-        for operation in busiest.operations[:_LISTED_COUNT]:
-            share = operation.seconds / busiest.seconds if busiest.seconds else 0.0
+        for operation in busiest_device.operations[:_LISTED_COUNT]:
+            share = operation.seconds / busiest_device.seconds if busiest_device.seconds else 0.0
             yield (
                 f"{_time_text(operation.seconds / self.steps):>10}{share:>8.1%}{operation.count / self.steps:>9.4g}"
                 f"  {operation.kind:<12}{operation.name[:80]}"
             )
-        unlisted_operations = busiest.operations[_LISTED_COUNT:]
+        unlisted_operations = busiest_device.operations[_LISTED_COUNT:]
         if unlisted_operations:
             unlisted_seconds = sum(operation.seconds for operation in unlisted_operations) / self.steps
             yield f"{_time_text(unlisted_seconds):>10}  {len(unlisted_operations)} more"

@@ -146,11 +146,11 @@ class Profiler:
         if is_remote(folder):
             _upload(self._trace_folder, folder / FOLDER)
             shutil.rmtree(self._trace_folder)
-        busiest = max(summary.devices, key=lambda device_time: device_time.busy, default=None)
-        if log_event is not None and busiest is not None:
+        busiest_device = max(summary.devices, key=lambda device_time: device_time.busy, default=None)
+        if log_event is not None and busiest_device is not None:
             # by kind of operation, and under "busy" the share of the span
-            shares: dict[str, float] = {kind: round(busiest.share(kind), 4) for kind in KINDS}
-            shares["busy"] = round(busiest.busy_share, 4)
+            shares: dict[str, float] = {kind: round(busiest_device.share(kind), 4) for kind in KINDS}
+            shares["busy"] = round(busiest_device.busy_share, 4)
             log_event("profile", steps=f"{first_step}:{step + 1}", file=f"{FOLDER}/{SUMMARY}", **shares)
         if say is not None:
             say(str(summary))
