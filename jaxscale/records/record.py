@@ -198,7 +198,7 @@ class RunRecord:
     def parameters(self) -> int | None:
         """Number of trained parameters; `None` if unknown."""
         counts = [row["parameters"] for row in self.events("predicted") if isinstance(row.get("parameters"), int)]
-        if counts:
+        if counts:  # the last compiled step counts
             return counts[-1]
         entries = self.layout.get("parameters")
         shapes = (

@@ -58,7 +58,7 @@ def append_sample(directory: Any, step: int, prompt: str, text: str) -> None:
 
 
 def read_samples(directory: Any) -> list[Sample]:
-    """Read the samples of a run in the order of their steps; of several with one step and prompt, the last is read."""
+    """Read the samples of a run, sorted by step. Of samples with equal step and prompt, only the last is returned."""
     path = run_path(directory) / FILE
     if not path.exists():
         return []

@@ -276,16 +276,18 @@ def _make_experiment(text: str, file: Any, origin: Path, variant: str | None) ->
     action = "importing it"  # what runs now, for error messages
     try:
         exec(compile(text, str(file), "exec", dont_inherit=True), module.__dict__)
-        make = getattr(module, "experiment", None)
+        make_experiment = getattr(module, "experiment", None)
         action = "experiment()"
         if variant is not None:
             variants = getattr(module, "VARIANTS", {})
             if variant not in variants:
                 raise no_variant_error(file, variant, variants)
-            make, action = variants[variant], f"the variant {variant}"
-        if not callable(make):
-            raise UserError(f"{file}: {action} is a {type(make).__name__}, expected a function without parameters")
-        experiment = make()
+            make_experiment, action = variants[variant], f"the variant {variant}"
+        if not callable(make_experiment):
+            raise UserError(
+                f"{file}: {action} is a {type(make_experiment).__name__}, expected a function without parameters"
+            )
+        experiment = make_experiment()
     except UserError as error:
         location, _ = _error_location(error, str(file))
         raise UserError(f"{location}: {error}" if location else str(error)) from None

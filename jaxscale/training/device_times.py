@@ -172,8 +172,8 @@ def summary_of(folder: Any, steps: int) -> Summary:
 def newest_trace(folder: Any) -> Iterator[Iterator[Any]]:
     """Open the newest trace under a folder, as a context manager.
 
-    The value of the context is an iterator over the `ProfileData` of the traced processes, one each. A process's file
-    is read only when the iterator reaches it.
+    The value of the context is an iterator over `ProfileData`, one for each traced process. The file of a process is
+    read only when the iterator reaches it.
 
     Raises:
         UserError: there is no trace.

@@ -351,9 +351,14 @@ class _Training:
         for line in self.step.describe():
             self.journal.say(line)
         excluded_count = count_excluded()  # number of programs so far that are not kept in the compile cache
-        facts = self.step.compile(batch)
-        self.log_event("compile", **dataclasses.asdict(facts))
-        step_bytes = facts.argument_bytes + facts.output_bytes - facts.alias_bytes + facts.temp_bytes
+        compile_facts = self.step.compile(batch)
+        self.log_event("compile", **dataclasses.asdict(compile_facts))
+        step_bytes = (
+            compile_facts.argument_bytes
+            + compile_facts.output_bytes
+            - compile_facts.alias_bytes
+            + compile_facts.temp_bytes
+        )
         if self.device_limit is not None and step_bytes > self.device_limit:
             raise UserError(
                 f"the compiled step needs {size(step_bytes)} per device, but the limit is {size(self.device_limit)}: "
@@ -372,7 +377,7 @@ class _Training:
         predicted_fields = {f"{name.replace(' ', '_')}_bytes": num_bytes for name, num_bytes in bytes_by_name.items()}
         self.log_event("predicted", model_flop=model_flop, parameters=self.step.parameters, **predicted_fields)
         if is_first():
-            all_device_bytes = {**device_bytes, "gradients and activations": facts.temp_bytes}
+            all_device_bytes = {**device_bytes, "gradients and activations": compile_facts.temp_bytes}
             with run_files.explain_write_errors(self.folder):
                 layout_json = {**self.step.layout.table(), "memory": all_device_bytes, "host_memory": host_bytes}
                 run_files.write_json(self.folder / "layout.json", layout_json)
@@ -382,11 +387,11 @@ class _Training:
         self.meter = Meter(model_flop, peak_of(self.step), device)
         if (warning := save_memory_warning(sum(device_bytes.values()), copy_bytes, device)) is not None:
             self.journal.say(warning)
-        self.journal.say(f"{self.step.parameters:,} parameters, compiled in {facts.seconds:.1f} s")
+        self.journal.say(f"{self.step.parameters:,} parameters, compiled in {compile_facts.seconds:.1f} s")
         if count_excluded() > excluded_count:
             self.journal.say(
-                f"the step is compiled at every start ({facts.seconds:.1f} s) and not kept in the compile cache: on "
-                "several CPU devices, a program with collectives in a loop may hang if it is loaded from the cache"
+                f"the step is compiled at every start ({compile_facts.seconds:.1f} s) and not kept in the compile cache: "
+                "on several CPU devices, a program with collectives in a loop may hang if it is loaded from the cache"
             )
 
     def _settle_pending(self, pending_step: tuple[int, Any, Any] | None) -> tuple[bool, bool]:
