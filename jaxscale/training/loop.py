@@ -390,8 +390,8 @@ class _Training:
         self.journal.say(f"{self.step.parameters:,} parameters, compiled in {compile_facts.seconds:.1f} s")
         if count_excluded() > excluded_count:
             self.journal.say(
-                f"the step is compiled at every start ({compile_facts.seconds:.1f} s) and not kept in the compile cache: "
-                "on several CPU devices, a program with collectives in a loop may hang if it is loaded from the cache"
+                f"the step is compiled at every start ({compile_facts.seconds:.1f} s) and not kept in the compile "
+                "cache: on several CPU devices, a program with collectives in a loop may hang if loaded from the cache"
             )
 
     def _settle_pending(self, pending_step: tuple[int, Any, Any] | None) -> tuple[bool, bool]:
