@@ -62,10 +62,11 @@ class Windows:
             The batch: `tokens` and `targets`, int32 [B, context]; and `weights`, float32 [B, context], if prompts have
             weight 0 or a row may be incomplete.
         """
-        epochs, windows = np.divmod(rows, len(self))  # [B] each: index of the epoch, and of the window in the epoch
-        distinct_epochs, distinct_indices = np.unique(epochs, return_inverse=True)
-        offsets = np.array([self.offset(int(epoch)) for epoch in distinct_epochs], np.int64)[distinct_indices]
-        token_indices = (offsets + windows * self.context)[:, None] + np.arange(self.context + 1)[None, :]
+        # [B] each: the index of each row's epoch, and of its window in the epoch
+        epochs, window_indices = np.divmod(rows, len(self))
+        distinct_epochs, index_in_distinct = np.unique(epochs, return_inverse=True)
+        offsets = np.array([self.offset(int(epoch)) for epoch in distinct_epochs], np.int64)[index_in_distinct]
+        token_indices = (offsets + window_indices * self.context)[:, None] + np.arange(self.context + 1)[None, :]
         is_in_range = token_indices < len(self.tokens.ids)
         valid_indices = np.where(is_in_range, token_indices, 0)
         ids = np.where(is_in_range, self.tokens.ids[valid_indices], 0).astype(np.int32)

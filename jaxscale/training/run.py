@@ -122,9 +122,9 @@ class Run:
     def generate(
         self, prompt: str | Sequence[str] = "\n", tokens: int = 200, *, temperature: float = 0.8, seed: int = 0
     ) -> Any:
-        """Return the model's continuation of a prompt, or a list of those of several prompts.
+        """Return the model's continuation of a prompt; for several prompts, return a list of continuations.
 
-        The parameters are those of `training.generate.generate`.
+        `training.generate.generate` describes the parameters.
         """
         from jaxscale.checkpoint.restore import read_tokenizer
         from jaxscale.training.generate import Sampling, check_can_generate, continuations

@@ -65,7 +65,8 @@ def limit_bytes(limit: int | str | None, name: str) -> int | None:
     byte_count = parse_bytes(limit, name) if isinstance(limit, str) else limit
     if byte_count is not None and byte_count < 1:
         raise UserError(
-            f"{name}: got {byte_count} bytes, expected at least 1; omit {name} to use what programs may use"
+            f"{name}: got {byte_count} bytes, expected at least 1; omit {name} to allow all the memory that programs "
+            "may use"
         )
     return byte_count
 
