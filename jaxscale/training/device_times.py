@@ -271,10 +271,10 @@ def _device_time(device: str, lines: list[list[TracedEvent]]) -> DeviceTime:
     return DeviceTime(device, span_ns * 1e-9, busy_ns * 1e-9, longest_gap_ns * 1e-9, tuple(operations))
 
 
-def _self_times(line: list[TracedEvent]) -> Iterator[tuple[TracedEvent, float]]:
+def _self_times(line_events: list[TracedEvent]) -> Iterator[tuple[TracedEvent, float]]:
     """Yield each event of a line with its self time in nanoseconds, which leaves out the events nested in it."""
     nested_ns: dict[int, float] = collections.defaultdict(float)
-    events = sorted(line, key=lambda event: (event.start, -event.end))
+    events = sorted(line_events, key=lambda event: (event.start, -event.end))
     # indices of the events that are still running when the next event starts, with the innermost one last
     enclosing_indices: list[int] = []
     for index, event in enumerate(events):

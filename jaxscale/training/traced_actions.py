@@ -39,7 +39,7 @@ def actions_of(program_text: str) -> dict[str, list[str]]:
         which is so without a pipeline and in the lowering without conditionals.
     """
     hlo = HloProgram(program_text)
-    operations_by_kind: dict[str, list[str]] = {}
+    names_by_kind: dict[str, list[str]] = {}
     branch_names = {
         branch_name
         for computation in hlo.computations.values()
@@ -53,8 +53,8 @@ def actions_of(program_text: str) -> dict[str, list[str]]:
         # operations of a branch nested in an action have the action's scope, too
         is_outermost = not any(_SCOPE.search(op.attributes) for _, op in hlo.callers.get(branch_name, ()))
         if kind_counts and is_outermost:
-            operations_by_kind.setdefault(kind_counts.most_common(1)[0][0], []).extend(op.name for op in instructions)
-    return operations_by_kind
+            names_by_kind.setdefault(kind_counts.most_common(1)[0][0], []).extend(op.name for op in instructions)
+    return names_by_kind
 
 
 def trace_files(step: Any) -> dict[str, str]:
@@ -135,10 +135,10 @@ def traced_plan(folder: Any) -> Plan:
     """
     if is_remote(folder):
         raise UserError(f"{folder} is in a bucket: copy its {PLAN} and {FOLDER}/ to a local folder, and give that one")
-    folder = Path(folder)
-    if not (folder / PLAN).exists():
+    run_folder = Path(folder)
+    if not (run_folder / PLAN).exists():
         raise UserError(f"{folder} is not a run: it has no {PLAN}. Give the folder that train wrote (its --out)")
-    plan = read_plan(folder / PLAN)
+    plan = read_plan(run_folder / PLAN)
     if plan.pipeline is None:
         raise UserError(f"{folder} was trained without a pipeline, so there is no pipeline to draw")
     if plan.asynchronous:
@@ -146,7 +146,7 @@ def traced_plan(folder: Any) -> Plan:
             f"{folder}: pipeline {plan.pipeline} never drains, and a step works on several batches. Draw a run with a "
             f"synchronous pipeline, or draw this schedule with `draw pipeline {plan.pipeline}` and --cost"
         )
-    if not (folder / FOLDER / ACTIONS).exists():
+    if not (run_folder / FOLDER / ACTIONS).exists():
         raise UserError(
             f"{folder} has no trace with {FOLDER}/{ACTIONS}: train the run with --profile FIRST:STOP, such as 10:13"
         )
