@@ -35,9 +35,8 @@ def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
         >>> bool((checksum(x) == checksum(x.at[1, 2].set(1e-30))).any())
         False
     """
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    bits = _to_uint32(x)
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    bits = _to_uint32(jax.random.key_data(x) if is_key else x)
     indices, stride = jnp.zeros(bits.shape, jnp.uint32), 1
     for dim in reversed(range(bits.ndim)):
         indices += lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * jnp.uint32(stride & 0xFFFFFFFF)

@@ -192,9 +192,9 @@ def _window_program() -> Any:
 
     def draw(logits: Any, keys: Any, temperature: Any, choice_count: int) -> Any:
         """Draw int32 tokens [rows] below `choice_count`, by the logits [rows, V] and the random keys [rows]."""
-        logits = logits[:, :choice_count].astype(jnp.float32)
-        top_tokens = jnp.argmax(logits, axis=-1)
-        random_tokens = jax.vmap(jax.random.categorical)(keys, logits / jnp.maximum(temperature, 1e-6))
+        choice_logits = logits[:, :choice_count].astype(jnp.float32)
+        top_tokens = jnp.argmax(choice_logits, axis=-1)
+        random_tokens = jax.vmap(jax.random.categorical)(keys, choice_logits / jnp.maximum(temperature, 1e-6))
         return jnp.where(temperature > 0, random_tokens, top_tokens).astype(jnp.int32)
 
     @functools.partial(jax.jit, static_argnums=(0, 2, 8, 9))

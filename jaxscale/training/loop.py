@@ -89,14 +89,14 @@ def train(
     if log_every < 1:
         raise UserError(f"log_every: got {log_every!r}, expected a whole number >= 1")
     profiler = Profiler(None if profile is None else ProfileRange.parse(profile).within(experiment.steps))
-    plan = experiment.plan if plan is None else plan
     device_limit = limit_bytes(limit, "limit")
     start_backend()
-    plan = resolve_choices(experiment, plan, device_limit)
+    resolved_plan = resolve_choices(experiment, experiment.plan if plan is None else plan, device_limit)
     folder = run_path(run_files.default_directory(experiment) if out is None else out)
     display = Display(experiment.steps, quiet=quiet or not is_first(), name=experiment.name)
     journal = Journal(folder, display)
-    return _Training(experiment, plan, journal, resume, log_every, profiler, source, devices, device_limit).run()
+    training = _Training(experiment, resolved_plan, journal, resume, log_every, profiler, source, devices, device_limit)
+    return training.run()
 
 
 @dataclasses.dataclass
