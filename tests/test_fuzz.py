@@ -30,7 +30,7 @@ from jaxscale.sharding.mesh import AXES, MeshSpec
 from jaxscale.sharding.rules import AxisRules
 from jaxscale.step.build import build
 from jaxscale.values import to_json
-from jaxscale.values.annotations import field_types, members
+from jaxscale.values.annotations import alternatives, field_types
 
 BATCH, CONTEXT = 8, 8
 QUIET = {"derandomize": True, "deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
@@ -307,7 +307,7 @@ WRONG: dict[str, dict[str, list[Any]]] = {
 
 def other_types(hint: Any) -> list[Any]:
     """Values that are not of a declared type; empty where anything is."""
-    allowed = members(hint)
+    allowed = alternatives(hint)
     if any(member is Any or getattr(member, "_is_protocol", False) for member in allowed):
         return []
     kinds = {get_origin(member) or member for member in allowed}

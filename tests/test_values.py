@@ -210,7 +210,7 @@ def test_hyphens_numbers_and_none():
         ({"plan.memory": "ful"}, "did you mean 'full'?"),
         ({"plan.reduce": "bfloat"}, "did you mean 'bfloat16'?"),
         ({"plan.microbatches": "0"}, "plan.microbatches: got 0, expected a whole number >= 1"),
-        ({"plan": "x"}, "plan has fields of its own: set one of plan.mesh, plan.zero"),
+        ({"plan": "x"}, "plan consists of fields: set one of plan.mesh, plan.zero"),
         ({"on": "maybe"}, "on: got 'maybe', expected true or false"),
         ({"on": "ture"}, "did you mean 'true'?"),
         ({"sizes": "1,x"}, "sizes[1]: got 'x', expected a whole number"),

@@ -206,7 +206,7 @@ def write(path: Path, curves: dict[str, Curve]) -> None:
         Series(name, np.array([step for step, _ in curve]), np.array([loss for _, loss in curve]))
         for name, curve in curves.items()
     ]
-    chart = line_chart("Loss of training, nats per character", series, tall=True)
+    chart = line_chart("Loss of training, nats per character", series, is_tall=True)
     path.write_text(f"<!doctype html><meta charset=utf-8><title>Asynchronous pipelines</title>{chart}")
 
 

@@ -111,7 +111,7 @@ def main() -> None:
             for what, data in (("windows", windows), ("packed", packed), ("mixture", mixture))
         ]
         of_windows, of_packed, opening = encoding(Path(name), size, min(repeats, 3))
-        fill = lengths.sum() / ((len(best_fit(lengths, 2048).rows) - 1) * 2048)
+        fill = lengths.sum() / ((len(best_fit(lengths, 2048).row_starts) - 1) * 2048)
         show(
             [
                 *rates,

@@ -30,7 +30,7 @@ from jaxscale.replicas.low_communication import Diloco
 from jaxscale.replicas.named import NamedCodec
 from jaxscale.sharding.mesh import AXES
 from jaxscale.values import parse
-from jaxscale.values.annotations import field_types, is_record, members
+from jaxscale.values.annotations import alternatives, field_types, is_record
 
 DEVICES = 8
 LAYERS = 8
@@ -155,14 +155,14 @@ def techniques() -> list[tuple[str, Any]]:
                 texts = _texts(of_inner, getattr(default, inner))
                 rows += [(f"plan.{name}.{inner}", text) for text in texts]
             continue
-        rows += [(f"plan.{name}", text) for member in members(hint) for text in _texts(member, default)]
+        rows += [(f"plan.{name}", text) for member in alternatives(hint) for text in _texts(member, default)]
     return rows
 
 
 def option_texts(name: str) -> list[Any]:
     """Texts of an option of a pipeline, or functions that draw one."""
     hint, default = field_types(PipelinePlan)[name], getattr(PipelinePlan, name)
-    return [text for member in members(hint) for text in _texts(member, default)]
+    return [text for member in alternatives(hint) for text in _texts(member, default)]
 
 
 def with_options(pipeline: str, **options: str) -> str:
@@ -368,7 +368,7 @@ def _codec_text(codec: type[Codec], rng: random.Random) -> str:
     if codec.value is not None:
         text += f":{rng.choice(CODEC_VALUES[codec.value])}{codec.unit}"
     for name, hint in hints.items():
-        if bool in members(hint) and rng.random() < 0.3:
+        if bool in alternatives(hint) and rng.random() < 0.3:
             text += f",{name}={str(not defaults[name]).lower()}"
     text += ",start=1" if rng.random() < 0.2 else ""
     text += ",warmup=0" if "warmup" in hints and rng.random() < 0.5 else ""

@@ -1,10 +1,11 @@
-"""Checksums of arrays that do not depend on sharding, since Orbax loads a flipped byte without an error.
+"""Checksums of arrays. They are needed because Orbax loads a flipped byte without an error.
 
-The bits of an array are read as unsigned numbers ``b_i`` in the order of its elements, and summed with odd weights
+The bits of an array are read as unsigned numbers ``b_i``, in the order of the elements, and summed with odd weights
 modulo 2^32: ``s = sum_i b_i w_i``. An odd number is invertible modulo 2^32, so a change of any one element changes the
-sum. Two sums with different weights make it unlikely that several changes cancel (2^-64 for random changes). The sums
-are computed on the devices that hold the array, so only eight bytes per array move. They guard against accidents, not
-against an adversary. An array in host memory is copied to its device for this.
+sum. A second sum with other weights makes it unlikely that several changes cancel (2^-64 for random changes). The sums
+do not depend on sharding. They are computed on the devices that hold the array, so only eight bytes per array are
+transferred; an array in host memory is first copied to its device. The checksums guard against accidents, not against
+an adversary.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
     """Return two sums of the bits of an array, with different weights.
 
     Args:
-        x: array of any shape, of bools, integers, floats or typed PRNG keys, of up to 64 bits an element.
+        x: array of any shape, with bools, integers, floats or typed PRNG keys of up to 64 bits per element.
 
     Returns:
         The two sums modulo 2^32.
@@ -34,9 +35,8 @@ def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
         >>> bool((checksum(x) == checksum(x.at[1, 2].set(1e-30))).any())
         False
     """
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    bits = _to_uint32(x)
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    bits = _to_uint32(jax.random.key_data(x) if is_key else x)
     indices, stride = jnp.zeros(bits.shape, jnp.uint32), 1
     for dim in reversed(range(bits.ndim)):
         indices += lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * jnp.uint32(stride & 0xFFFFFFFF)
@@ -48,29 +48,29 @@ def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
 
 
 def _to_uint32(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
-    """Return the bits of each element as uint32; the two halves of a 64-bit element lie along a new last dim."""
+    """Return the bits of each element as uint32; for 64-bit elements, a new last dim holds the two halves."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     try:
         element_bits = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).bits
     except ValueError as error:
         raise TypeError(f"checksum: got an array of {x.dtype}, expected bools, numbers or PRNG keys") from error
-    if element_bits < 8:  # such as int4; as float32, different values stay different
+    if element_bits < 8:  # such as int4; different values stay different in float32
         return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    if element_bits == 64:  # the new last dim holds the two halves
+    if element_bits == 64:
         return lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(x, _UNSIGNED[element_bits // 8]).astype(jnp.uint32)
 
 
 @jax.jit
 def _device_checksums(arrays: dict[str, Any]) -> dict[str, UInt32[Array, "2"]]:
-    """Compute the checksum of each array, by name, in one program."""
+    """Return the checksum of each array, by name, computed in one program."""
     return {name: checksum(array) for name, array in arrays.items()}
 
 
 @jax.jit
 def _host_checksum(x: Shaped[Array, "..."]) -> UInt32[Array, "2"]:
-    """Compute the checksum of an array in host memory."""
+    """Return the checksum of an array in host memory."""
     return checksum(to_device(x))
 
 
@@ -78,8 +78,8 @@ def checksums(arrays: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Return the two sums of each array, by name, as Python integers.
 
     Arrays on devices are summed in one program, and arrays in host memory one by one. A single program would copy all
-    arrays in host memory to the device at once, and a device may have no room for them. Such a program for 24 arrays of
-    64 MiB needs 1,539 MiB of temporary memory (compiled for v5e).
+    arrays in host memory to the device at once, and they may not fit there: for 24 arrays of 64 MiB, such a program
+    needs 1,539 MiB of temporary memory (compiled for v5e).
 
     Example:
         >>> checksums({"a": jnp.arange(3, dtype=jnp.int32)})["a"][0]
@@ -89,5 +89,5 @@ def checksums(arrays: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     for name, array in arrays.items():
         if on_host(array):
             sums[name] = jax.device_get(_host_checksum(array))
-    sums = jax.device_get(sums)
-    return {name: (int(sums[name][0]), int(sums[name][1])) for name in arrays}
+    host_sums = jax.device_get(sums)
+    return {name: (int(host_sums[name][0]), int(host_sums[name][1])) for name in arrays}

@@ -1,4 +1,4 @@
-"""A run's model as a folder that Hugging Face's transformers can read."""
+"""Exports a run's model to a folder that Hugging Face's transformers can read."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -10,13 +10,13 @@ from jaxscale.records.directory import EXPERIMENT
 def export(
     run: Any, folder: Any, *, best: bool = False, dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 ) -> Path:
-    """Write the model of a run as config.json and safetensors, with the run's tokenizer if it is a subword tokenizer.
+    """Write a run's model as config.json and safetensors files, with the run's tokenizer if it is a subword tokenizer.
 
     Args:
         run: the run directory.
-        folder: the folder to create; it must not hold a model.
-        best: take the checkpoint with the least held-out loss instead of the newest one.
-        dtype: type of the weights in the files.
+        folder: the folder to create; it must not contain a model.
+        best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
+        dtype: dtype of the weights in the files.
 
     Returns:
         The folder.
@@ -30,13 +30,13 @@ def export(
     from jaxscale.models import huggingface
 
     trained = restore_parameters(run, best=best)
-    model = trained.experiment.model
-    model = getattr(model, "model", model)  # `Pretrained` holds the exported model in its attribute `model`
+    trained_model = trained.experiment.model
+    exported_model = getattr(trained_model, "model", trained_model)  # `Pretrained` wraps a model in `model`
     arrays = trained.step.to_canonical(trained.state)
     params = {
         name.partition("/")[2].replace("/", "."): array for name, array in arrays.items() if name.startswith("params/")
     }
-    huggingface.save(folder, model, params, dtype)
+    huggingface.save(folder, exported_model, params, dtype)
     tokenizer = read_tokenizer(run)
     if tokenizer is not None and tokenizer.kind == "subword":
         (Path(folder) / "tokenizer.json").write_text(tokenizer.definition, encoding="utf-8")

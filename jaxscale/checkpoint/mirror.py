@@ -1,7 +1,7 @@
-"""Checkpoints in a bucket that Orbax cannot reach, through a local folder that is copied to and from the bucket.
+"""Checkpoints in a bucket that Orbax cannot access, through a local folder that is copied to and from the bucket.
 
 Orbax supports local folders and gs://. For other buckets (s3://), a checkpoint is written to a temporary folder (in
-TMPDIR) and uploaded in the background, with its commit file last. To read a checkpoint, it is downloaded first. Several
+TMPDIR) and uploaded in the background, with its commit file last. A checkpoint is downloaded before it is read. Several
 processes are not supported, because Orbax cannot join shards that are on the disks of several machines.
 """
 
@@ -20,7 +20,7 @@ COMMITTED = "commit_success.txt"
 
 
 def is_mirrored(path: Any) -> bool:
-    """Whether checkpoints at `path` are written and read through a local folder.
+    """Return whether checkpoints at `path` are written and read through a local folder.
 
     Example:
         >>> [is_mirrored(path) for path in ("runs/a", "gs://bucket/a", "s3://bucket/a")]
@@ -29,48 +29,48 @@ def is_mirrored(path: Any) -> bool:
     return is_remote(path) and not str(path).startswith("gs://")
 
 
-def upload(response: Any, local_folder: Path, target: Any) -> Future[None]:
-    """Upload the local folder of a save to a bucket, in the background.
+def upload(save: Any, local_folder: Path, bucket_path: Any) -> Future[None]:
+    """Start to upload the local folder of a save to a bucket, in the background.
 
     Args:
-        response: Orbax's response to the save; `response.result()` waits for the save.
+        save: the save that Orbax is running; `save.result()` waits for it.
         local_folder: the folder that Orbax writes; its parent folder is removed after the upload.
-        target: path of the checkpoint in the bucket.
+        bucket_path: path of the checkpoint in the bucket.
 
     Returns:
-        A future that ends with the upload.
+        A future that is done once the upload has finished.
     """
 
     def wait_and_upload() -> None:
-        """Wait for the save, upload its files, and remove them."""
+        """Wait for the save, upload its files, and remove the local copies."""
         try:
-            response.result()
+            save.result()
             files = [file for file in local_folder.rglob("*") if file.is_file()]
             for file in sorted(files, key=lambda file: file.name == COMMITTED):
-                _copy(file, target / file.relative_to(local_folder).as_posix())
+                _copy(file, bucket_path / file.relative_to(local_folder).as_posix())
         finally:
             shutil.rmtree(local_folder.parent, ignore_errors=True)
 
     executor = ThreadPoolExecutor(1, thread_name_prefix="upload")
     future = executor.submit(wait_and_upload)
-    executor.shutdown(wait=False)  # accepts no further tasks; the submitted one continues
+    executor.shutdown(wait=False)  # the executor accepts no further tasks, but finishes the submitted one
     return future
 
 
 def make_staging_path(path: Any) -> Path:
-    """Create a temporary folder, and return a path in it with the last name of `path`, for `upload`."""
+    """Create a temporary folder, and return a path in this folder that ends with the name of `path`, for `upload`."""
     return Path(tempfile.mkdtemp(prefix="jaxscale-checkpoint-")) / path.name
 
 
 @contextlib.contextmanager
 def local_copy(path: Any, *, with_arrays: bool = True) -> Iterator[Any]:
-    """Open a context with a path from which Orbax can read a checkpoint.
+    """Provide a path from which Orbax can read a checkpoint, as a context manager.
 
-    This is `path` itself, or the path of a local copy that is removed when the context ends.
+    The value of the context is `path` itself, or the path of a local copy that is removed when the context ends.
 
     Args:
         path: path of the checkpoint.
-        with_arrays: whether a local copy contains the arrays' data, and not only their description.
+        with_arrays: whether a local copy contains the arrays' data in addition to their description.
     """
     from etils import epath
 
@@ -83,17 +83,17 @@ def local_copy(path: Any, *, with_arrays: bool = True) -> Iterator[Any]:
         yield epath.Path(copy_path)
 
 
-def _download(source: Any, target: Path, with_arrays: bool) -> None:
-    """Copy a folder of a bucket to a local folder; if `with_arrays` is false, leave the arrays' data out."""
-    target.mkdir(parents=True)
-    for path in source.iterdir():
+def _download(bucket_folder: Any, local_folder: Path, with_arrays: bool) -> None:
+    """Copy a folder of a bucket to a local folder; if `with_arrays` is false, leave out the arrays' data."""
+    local_folder.mkdir(parents=True)
+    for path in bucket_folder.iterdir():
         if not path.is_dir():
-            _copy(path, target / path.name)
-        elif with_arrays or path.name != "d":  # the folder of array data in Orbax's store
-            _download(path, target / path.name, with_arrays)
+            _copy(path, local_folder / path.name)
+        elif with_arrays or path.name != "d":  # Orbax stores the arrays' data in the folder "d"
+            _download(path, local_folder / path.name, with_arrays)
 
 
-def _copy(source: Any, target: Any) -> None:
-    """Copy a file to another path; both may be local or in a bucket."""
-    with source.open("rb") as reader, target.open("wb") as writer:
+def _copy(source_path: Any, target_path: Any) -> None:
+    """Copy a file to another path; either path may be local or in a bucket."""
+    with source_path.open("rb") as reader, target_path.open("wb") as writer:
         shutil.copyfileobj(reader, writer, 1 << 24)

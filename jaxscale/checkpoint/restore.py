@@ -1,7 +1,7 @@
-"""The trained parameters of a run, restored from its directory for generation, evaluation and export.
+"""Restores the trained parameters of a run from its directory, for generation, evaluation and export.
 
 `restore_parameters` does not read the optimizer's state. It builds a train step for the devices of this machine, with
-the model and the precision of the run's step.
+the run's model and precision.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jaxscale.records import directory as run_files
 from jaxscale.records.storage import run_path
 
 TOKENIZER = "tokenizer.json"
-"""Name of the file with the tokenizer of a run's data, so that the model can be used without the data."""
+"""Name of the file that stores the tokenizer of a run's data, so that the model can be used without the data."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Trained:
     Args:
         directory: the run directory.
         experiment: the trained experiment.
-        step: a train step for the current devices; it has plain SGD instead of the run's optimizer.
+        step: a train step for the current devices, with plain SGD instead of the run's optimizer.
         state: a train state with the run's parameters and batch statistics.
         description: description of the checkpoint.
     """
@@ -49,25 +49,25 @@ def read_tokenizer(directory: Any) -> Any:
 
     try:
         return from_json(path.read_text(encoding="utf-8"))
-    except (LookupError, TypeError, ValueError) as error:  # UserError among them
+    except (LookupError, TypeError, ValueError) as error:  # UserError is a ValueError
         raise UserError(
-            f"{path} is not the tokenizer of a run ({error}): restore the file from a copy, or train a few more steps, "
-            "which write the file again"
+            f"{path} is not the tokenizer of a run ({error}): restore the file from a copy, or continue the run for a "
+            "few steps, which writes the file again"
         ) from error
 
 
 def write_tokenizer(directory: Any, tokenizer: Any) -> None:
-    """Write the tokenizer of the data to the run directory, if there is one that can be written as JSON."""
+    """Write the tokenizer of the data to the run directory, if it is not `None` and can be written as JSON."""
     if tokenizer is not None and hasattr(tokenizer, "to_json"):
         (run_path(directory) / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
 
 
 def restore_newest(directory: Any, step: Any) -> Restored:
-    """Restore a run's newest checkpoint that is not damaged, with its optimizer state.
+    """Restore a run's newest undamaged checkpoint, with the optimizer state.
 
     Args:
         directory: the run directory.
-        step: the train step, which defines the layout and dtypes of the arrays.
+        step: the train step, which determines the layout and dtypes of the arrays.
 
     Raises:
         UserError: the run has no checkpoint, or every checkpoint is damaged.
@@ -92,12 +92,12 @@ def restore_parameters(
     Args:
         directory: the run directory.
         experiment: the trained experiment; `None` rebuilds it from the directory.
-        best: take the checkpoint with the least held-out loss.
-        split: for evaluation, shard the batch and the parameters (ZeRO 3) over the devices, and use the run's
-            microbatches. If false, one device holds all parameters, unless they do not fit.
+        best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
+        split: whether to shard the batch and the parameters (ZeRO 3) over the devices and use the run's microbatches,
+            for evaluation. If false, one device holds all parameters, unless they do not fit.
 
     Raises:
-        UserError: the directory has no run, or no checkpoint that is not damaged.
+        UserError: the directory has no run, or the run has no undamaged checkpoint.
     """
     import jax
 
@@ -112,11 +112,12 @@ def restore_parameters(
         loss_text = "with a held-out loss " if best and checkpoints.steps() else ""
         raise UserError(f"{folder} has no checkpoint {loss_text}yet: train the run until its first save")
     step = _build_step(experiment, jax.devices(), split)
-    leaves = step.canonical_abstract()
-    trained_leaves = {name: leaf for name, leaf in leaves.items() if name.split("/")[0] in ("params", "rest")}
+    # shape, dtype and sharding of each array
+    abstract_leaves = step.canonical_abstract()
+    trained_leaves = {name: leaf for name, leaf in abstract_leaves.items() if name.split("/")[0] in ("params", "rest")}
     restored = checkpoints.restore_arrays(trained_leaves, step=checkpoint_step)
     assert restored is not None
-    optimizer_leaves = {name: leaf for name, leaf in leaves.items() if name not in trained_leaves}
+    optimizer_leaves = {name: leaf for name, leaf in abstract_leaves.items() if name not in trained_leaves}
     zero_arrays = jax.jit(
         lambda: {name: jax.numpy.zeros(leaf.shape, leaf.dtype) for name, leaf in optimizer_leaves.items()},
         out_shardings={name: leaf.sharding for name, leaf in optimizer_leaves.items()},
@@ -126,9 +127,12 @@ def restore_parameters(
 
 
 def _build_step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
-    """Build a step with the run's model and precision on these devices, with plain SGD.
+    """Return a step with the run's model and precision on these devices, with plain SGD.
 
-    `split` has the meaning that it has in `restore_parameters`.
+    Args:
+        experiment: the run's experiment.
+        devices: devices to build the step on.
+        split: whether to shard the batch and the parameters, as in `restore_parameters`.
     """
     from jaxscale.layers.loss import CHUNK
     from jaxscale.optim.optimizer import Optimizer
@@ -140,23 +144,24 @@ def _build_step(experiment: Experiment, devices: list[Any], split: bool) -> Any:
     run_plan, run_kernels = experiment.plan, experiment.plan.kernels
     attention = dict(run_kernels.named).get("attention", "auto")
     is_unsupported = devices[0].platform != "tpu" and attention == "splash"
-    needs_chunks = run_kernels.scores in ("tpu", "chunked") and run_kernels.loss_chunk is None
-    keeps_attention = attention in ("plain", "chunked", "splash") and not is_unsupported
-    loss_chunk = CHUNK if needs_chunks else run_kernels.loss_chunk
-    kernels = Kernels(named=(("attention", attention),) * keeps_attention, loss_chunk=loss_chunk)
+    is_chunk_missing = run_kernels.scores in ("tpu", "chunked") and run_kernels.loss_chunk is None
+    is_attention_kept = attention in ("plain", "chunked", "splash") and not is_unsupported
+    loss_chunk = CHUNK if is_chunk_missing else run_kernels.loss_chunk
+    kernels = Kernels(named=(("attention", attention),) * is_attention_kept, loss_chunk=loss_chunk)
     plan = Plan(precision=run_plan.precision, matmul=run_plan.matmul, kernels=kernels)
     # plain gradient descent has no optimizer state
-    experiment = dataclasses.replace(experiment, optimizer=Optimizer("sgd", clip=None, weight_decay=0.0), plan=plan)
+    sgd = Optimizer("sgd", clip=None, weight_decay=0.0)
+    sgd_experiment = dataclasses.replace(experiment, optimizer=sgd, plan=plan)
     if split:
-        plan = dataclasses.replace(plan, microbatches=run_plan.microbatches)
+        split_plan = dataclasses.replace(plan, microbatches=run_plan.microbatches)
         try:  # a model that was trained in shards may not fit on one device
-            return build(experiment, dataclasses.replace(plan, zero=3), devices=devices)
+            return build(sgd_experiment, dataclasses.replace(split_plan, zero=3), devices=devices)
         except UserError:  # no dim of the parameters can be split evenly
-            return build(experiment, plan, devices=devices)
-    step = build(experiment, dataclasses.replace(plan, mesh=MeshSpec()), devices=devices[:1])
-    memory_limit_bytes = (devices[0].memory_stats() or {}).get("bytes_limit") if devices[0].platform != "cpu" else None
-    if len(devices) > 1 and memory_limit_bytes and 4 * step.parameters > 0.6 * memory_limit_bytes:
+            return build(sgd_experiment, split_plan, devices=devices)
+    step = build(sgd_experiment, dataclasses.replace(plan, mesh=MeshSpec()), devices=devices[:1])
+    limit_bytes = (devices[0].memory_stats() or {}).get("bytes_limit") if devices[0].platform != "cpu" else None
+    if len(devices) > 1 and limit_bytes and 4 * step.parameters > 0.6 * limit_bytes:
         device_count = len(devices)
-        experiment = dataclasses.replace(experiment, batch=device_count)
-        step = build(experiment, dataclasses.replace(plan, mesh=MeshSpec(fsdp=device_count), zero=3), devices=devices)
+        sharded_plan = dataclasses.replace(plan, mesh=MeshSpec(fsdp=device_count), zero=3)
+        step = build(dataclasses.replace(sgd_experiment, batch=device_count), sharded_plan, devices=devices)
     return step

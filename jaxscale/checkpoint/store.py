@@ -1,10 +1,10 @@
-"""Checkpoints of a run: atomic, written in the background by Orbax, verified by checksums when read.
+"""Checkpoints of a run: atomic, written in the background by Orbax, and verified by checksums when they are read.
 
-A checkpoint is a folder `checkpoints/STEP` with a canonical tree and a description. The canonical tree has whole arrays
-by name, the same for every mesh, ZeRO stage and memory plan. The description has the format, step, tokens, state of the
-data, held-out loss, and the shape, dtype and two checksums of each array. A folder is a checkpoint once Orbax has
-committed it. Half-written folders of a killed run are removed. If a checkpoint is damaged, the one before it is
-restored. A checkpoint is never overwritten.
+A checkpoint is a folder `checkpoints/STEP` with a canonical tree and a description. The canonical tree holds whole
+arrays by name, the same for every mesh, ZeRO stage and memory plan. The description gives the format, step, tokens,
+state of the data and held-out loss, and the shape, dtype and two checksums of each array. A folder is a checkpoint once
+Orbax has committed it; half-written folders of a killed run are removed. If a checkpoint is damaged, the previous one
+is restored. A checkpoint is never overwritten.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jaxscale.step.train_step import TrainStep
 
 _UNFINISHED_MARK = ".orbax-checkpoint-tmp"
-"""Part of the name of a folder that Orbax has not committed yet."""
+"""Text in the names of folders that Orbax has not committed yet."""
 
 
 class RestoredState(NamedTuple):
@@ -43,7 +43,7 @@ class RestoredState(NamedTuple):
     Args:
         state: the train state.
         step: number of updates made.
-        data: state of the data, as the loop saved it.
+        data: state of the data, as the training loop saved it.
     """
 
     state: TrainState
@@ -54,23 +54,26 @@ class RestoredState(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run.
 
-    Every process of a run makes such an object, and calls the same methods at the same steps.
+    Every process of a run creates such an object, and calls the same methods at the same steps.
 
     Args:
         folder: folder of the checkpoints: a local folder, or one in gs://; a single process may also use s3://.
         keep: number of newest checkpoints to keep.
-        best: whether to keep the checkpoint with the least held-out loss too.
-        write: whether to create the folder and remove half-written checkpoints. It must be false for a reader, because
-            the run may still be writing.
+        best: whether to keep the checkpoint with the lowest held-out loss, too.
+        write: whether to create the folder and remove half-written checkpoints. A reader must pass false, because the
+            run may still be writing.
+
+    Attributes:
+        folder: the folder of the checkpoints, as an absolute path object.
     """
 
     def __init__(self, folder: Any, *, keep: int = 3, best: bool = True, write: bool = True) -> None:
         if keep < 1:
             raise UserError(f"keep: got {keep}, expected at least 1, the newest checkpoint")
         self.folder = _path(folder)
-        self._keep, self._keeps_best = keep, best
-        self._running_save: tuple[Description, Any] | None = None
-        self._descriptions: dict[int, Description] = {}
+        self._keep, self._is_best_kept = keep, best
+        self._running_save: tuple[Description, Any] | None = None  # a description, and the future of its save
+        self._descriptions: dict[int, Description] = {}  # those read or saved so far, by step
         if write:
             _check_reachable(self.folder)
             with self._explain_disk_errors():
@@ -80,7 +83,7 @@ class Checkpoints:
                 wait_for_all("checkpoints are clean")
 
     def steps(self) -> list[int]:
-        """Steps of the committed checkpoints, the oldest first."""
+        """Return the steps of the committed checkpoints, in increasing order."""
         if not self.folder.is_dir():
             return []
         paths = (path for path in self.folder.iterdir() if path.name.isdigit())
@@ -98,36 +101,36 @@ class Checkpoints:
         return self._descriptions[step]
 
     def best(self) -> int | None:
-        """Step of the checkpoint with the least held-out loss; `None` if no checkpoint has a held-out loss."""
-        loss_of_step = {}
+        """Return the step of the checkpoint with the lowest held-out loss; `None` if no checkpoint has such a loss."""
+        loss_by_step = {}
         for step in self.steps():
             try:
                 loss = self.describe(step).loss
             except DamagedError:
                 continue
             if loss is not None and loss == loss:  # NaN is not equal to itself
-                loss_of_step[step] = loss
-        return min(loss_of_step, key=loss_of_step.__getitem__) if loss_of_step else None
+                loss_by_step[step] = loss
+        return min(loss_by_step, key=loss_by_step.__getitem__) if loss_by_step else None
 
-    # -- a train state, in a loop of one's own -------------------------------------------------------------------------
+    # -- a train state, in a custom training loop ----------------------------------------------------------------------
 
     def save(
         self, step: "TrainStep", state: TrainState, *, data: Any = None, loss: float | None = None, wait: bool = False
     ) -> bool:
         """Save a train state in the background, under the number of its updates.
 
-        Every process calls it at the same step. The state may be donated afterwards. A save waits for the one before
-        it; call `wait` after the last one.
+        Every process calls this method at the same step. The state may be donated afterwards. A save waits for the
+        previous save to finish; call `wait` after the last save.
 
         Args:
             step: the train step.
             state: the train state.
-            data: state of the data, as JSON: whatever `restore` is to return to the loop.
-            loss: held-out loss of the state in nats per target; the checkpoint of the least loss is kept, if `best`.
+            data: state of the data, as JSON values, which `restore` returns to the training loop.
+            loss: held-out loss of the state in nats per target; with `best`, the checkpoint of the lowest loss is kept.
             wait: whether to return only when the checkpoint is committed.
 
         Returns:
-            True; false if the step was saved before.
+            True if the save was started; false if the step already has a checkpoint, which stays unchanged.
 
         Raises:
             UserError: this save (with `wait`) or the previous one failed; older checkpoints are intact.
@@ -136,23 +139,23 @@ class Checkpoints:
             json.dumps(data)
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"data: got {type(data).__name__}, expected what JSON holds, such as a dict of numbers: {error}"
+                f"data: got {type(data).__name__}, expected JSON values, such as a dict of numbers: {error}"
             ) from None
-        name = step.experiment.name
-        description = Description(int(state.step), 0, {"loop": data}, name, loss=loss, versions=versions())
+        experiment_name = step.experiment.name
+        description = Description(int(state.step), 0, {"loop": data}, experiment_name, loss=loss, versions=versions())
         return self.save_arrays(step.to_canonical(state), description, wait=wait)
 
     def restore(self, step: "TrainStep", *, number: int | None = None) -> "RestoredState | None":
-        """Restore the newest train state that is not damaged, into the layout of a train step.
+        """Restore the newest undamaged train state, in the layout of a train step.
 
         The checkpoint may have been saved on another mesh, under another plan, by any number of processes.
 
         Args:
             step: the train step.
-            number: restore the state after this many updates only.
+            number: number of updates of the state to restore; by default, the newest state.
 
         Returns:
-            The state, and what the loop saved with it; `None` if there is no checkpoint.
+            The state, its step, and the data that was saved with it; `None` if there is no checkpoint.
 
         Raises:
             UserError: all checkpoints are damaged, or one is of a newer version or of another model.
@@ -181,9 +184,9 @@ class Checkpoints:
     # -- arrays --------------------------------------------------------------------------------------------------------
 
     def save_arrays(self, arrays: Mapping[str, Any], description: Description, *, wait: bool = False) -> bool:
-        """Save in the background, after the previous save has finished.
+        """Save a canonical tree in the background, after the previous save has finished.
 
-        The caller may donate the arrays when this method has returned.
+        The caller may donate the arrays once this method has returned.
 
         Args:
             arrays: the canonical tree.
@@ -191,10 +194,10 @@ class Checkpoints:
             wait: whether to return only when the checkpoint is committed.
 
         Returns:
-            True; or false if the step already has a checkpoint, which stays unchanged.
+            True if the save was started; false if the step already has a checkpoint, which stays unchanged.
 
         Raises:
-            UserError: the previous save failed, or with `wait` this one; older checkpoints are intact.
+            UserError: this save (with `wait`) or the previous one failed; older checkpoints are intact.
         """
         from orbax.checkpoint import v1 as ocp
 
@@ -208,17 +211,20 @@ class Checkpoints:
         content = json.loads(json.dumps({"format": FORMAT, **dataclasses.asdict(description), "arrays": array_facts}))
         with self._explain_disk_errors():
             metadata = {"jaxscale": content, "sha256": digest(content)}
-            target = self._folder(description.step)
-            write_path = make_staging_path(target) if is_mirrored(target) else target
-            response: Any = ocp.save_async(str(write_path), dict(arrays), custom_metadata=metadata)
-            save = response if write_path is target else upload(response, write_path, target)
+            checkpoint_path = self._folder(description.step)
+            write_path = make_staging_path(checkpoint_path) if is_mirrored(checkpoint_path) else checkpoint_path
+            orbax_save: Any = ocp.save_async(str(write_path), dict(arrays), custom_metadata=metadata)
+            save = orbax_save if write_path is checkpoint_path else upload(orbax_save, write_path, checkpoint_path)
             self._running_save = (description, save)
         if wait:
             self.wait()
         return True
 
     def poll(self) -> Description | None:
-        """Return the description of a checkpoint that was committed since the last call, or `None`, without waiting.
+        """Return the description of the checkpoint that was committed since the last call, without waiting.
+
+        Returns:
+            The description; `None` if no checkpoint was committed since the last call.
 
         Raises:
             UserError: the save failed.
@@ -237,7 +243,7 @@ class Checkpoints:
         """Wait for the running save, and delete the checkpoints that need not be kept.
 
         Returns:
-            Description of the saved checkpoint; `None` if no save was running.
+            The description of the saved checkpoint; `None` if no save was running.
 
         Raises:
             UserError: the save failed.
@@ -260,13 +266,13 @@ class Checkpoints:
         set_aside: bool = False,
         say: Callable[[str], None] = lambda message: None,
     ) -> Restored | None:
-        """Restore the newest checkpoint that is not damaged, in the requested layout and dtypes.
+        """Restore the newest undamaged checkpoint, in the requested layout and dtypes.
 
         Args:
             leaves: shape, dtype and sharding of each array to read, by name. The checkpoint may lack arrays that are in
                 flight in a pipeline, and may have optimizer state in another number of bits.
-            step: step whose checkpoint is restored; `None` restores the newest one.
-            set_aside: rename damaged checkpoints to STEP.damaged, so that their steps can be saved again.
+            step: step of the checkpoint to restore; by default, the newest one.
+            set_aside: whether to rename damaged checkpoints to STEP.damaged, so that their steps can be saved again.
             say: function that is called with a message about each damaged checkpoint.
 
         Returns:
@@ -276,29 +282,29 @@ class Checkpoints:
             UserError: all checkpoints are damaged, or one is of a newer version or of another model.
         """
         steps = send_from_first(self.steps()) if step is None else [step]
-        damage_of_step: dict[int, str] = {}
+        damage_by_step: dict[int, str] = {}  # why each damaged checkpoint is damaged
         for checkpoint_step in reversed(steps):
             restored, reason = restore_silently(self._folder(checkpoint_step), leaves)
             if restored is None:
-                damage_of_step[checkpoint_step] = reason
+                damage_by_step[checkpoint_step] = reason
                 say(f"checkpoint of step {checkpoint_step} is damaged and skipped: {reason}")
                 continue
             if set_aside:
-                self._set_aside(damage_of_step)
-            return dataclasses.replace(restored, damaged=damage_of_step)
-        if not damage_of_step:
+                self._set_aside(list(damage_by_step))
+            return dataclasses.replace(restored, damaged=damage_by_step)
+        if not damage_by_step:
             return None
-        reasons = "; ".join(f"step {damaged_step}: {reason}" for damaged_step, reason in damage_of_step.items())
+        reasons_text = "; ".join(f"step {damaged_step}: {reason}" for damaged_step, reason in damage_by_step.items())
         raise UserError(
-            f"no checkpoint in {self.folder} can be used ({reasons}): restore a checkpoint from a copy, "
-            "or start again with --resume never or with --out and another directory"
+            f"no checkpoint in {self.folder} can be used ({reasons_text}): restore a checkpoint from a copy, "
+            "or start again with --resume never, or with --out and another directory"
         )
 
     def _prune(self) -> None:
         """Delete the checkpoints that need not be kept."""
         steps = self.steps()
         steps_to_keep = set(steps[-max(self._keep, 1) :])
-        if self._keeps_best:
+        if self._is_best_kept:
             steps_to_keep.add(self.best() or 0)
         for step in steps:
             if step not in steps_to_keep:
@@ -309,29 +315,29 @@ class Checkpoints:
         """Remove half-written checkpoints of a killed run."""
         for path in self.folder.iterdir() if self.folder.is_dir() else ():  # a bucket has no empty folders
             is_partial = _UNFINISHED_MARK in path.name
-            if is_remote(path) and path.name.isdigit():  # in a bucket, the file COMMITTED marks a committed folder
+            if is_remote(path) and path.name.isdigit():  # in a bucket, a committed folder has the file COMMITTED
                 is_partial = not (path / COMMITTED).exists()
             if is_partial and path.is_dir():
                 path.rmtree(missing_ok=True)
 
-    def _set_aside(self, damage_of_step: Mapping[int, str]) -> None:
+    def _set_aside(self, damaged_steps: list[int]) -> None:
         """Rename the damaged checkpoints of these steps to STEP.damaged."""
-        if damage_of_step and is_first():
-            for step in damage_of_step:
-                target = self.folder / f"{self._folder(step).name}.damaged"
-                if target.exists():
-                    target.rmtree()
-                self._folder(step).rename(target)
-        if damage_of_step:
+        if damaged_steps and is_first():
+            for step in damaged_steps:
+                new_path = self.folder / f"{self._folder(step).name}.damaged"
+                if new_path.exists():
+                    new_path.rmtree()
+                self._folder(step).rename(new_path)
+        if damaged_steps:
             wait_for_all("damaged checkpoints are aside")
 
     def _folder(self, step: int) -> Any:
-        """Path of the checkpoint of a step."""
+        """Return the path of a step's checkpoint, whether or not it exists."""
         return self.folder / f"{step:08d}"
 
     @contextlib.contextmanager
     def _explain_disk_errors(self) -> Iterator[None]:
-        """Open a context that turns a disk error into a UserError, which names the newest intact checkpoint."""
+        """Open a context that turns a disk error into a UserError that names the newest intact checkpoint."""
         try:
             yield
         except UserError:
@@ -343,19 +349,21 @@ class Checkpoints:
                 steps = self.steps()
             except OSError:
                 steps = []
-            status = f"The checkpoint of step {steps[-1]} is intact" if steps else "There is no earlier checkpoint"
+            earlier_text = (
+                f"The checkpoint of step {steps[-1]} is intact" if steps else "There is no earlier checkpoint"
+            )
             raise UserError(
-                f"cannot write checkpoints to {self.folder}: {first_line(error)}. {status}. "
+                f"cannot write checkpoints to {self.folder}: {first_line(error)}. {earlier_text}. "
                 "Free space, or make the folder writable, and start the run again"
             ) from error
 
 
 def save_memory_warning(state_bytes: int, copy_bytes: int, device: Any) -> str | None:
-    """Return a warning if a save needs more memory than a device has; `None` if it fits, or if the limit is unknown.
+    """Return a warning if a save needs more memory than a device has; `None` if not, or if the limit is unknown.
 
     Args:
         state_bytes: bytes per device of everything that is kept between steps.
-        copy_bytes: bytes per device of the copy of the state that a save makes.
+        copy_bytes: bytes per device of the copy of the state that a save creates.
         device: a device of the run; `None` if it is unknown.
     """
     limit_bytes = (device.memory_stats() or {}).get("bytes_limit") if device is not None else None
@@ -369,7 +377,7 @@ def save_memory_warning(state_bytes: int, copy_bytes: int, device: Any) -> str |
 
 
 def _check_reachable(folder: Any) -> None:
-    """Raise an error for a bucket that several processes cannot save to together."""
+    """Raise UserError for a folder that several processes cannot save to together, if there are several."""
     import jax
 
     if is_mirrored(folder) and jax.process_count() > 1:
@@ -380,7 +388,7 @@ def _check_reachable(folder: Any) -> None:
 
 
 def _path(folder: Any) -> Any:
-    """The absolute path object of a folder, as Orbax requires."""
+    """Return a folder as the absolute path object that Orbax requires."""
     from etils import epath
 
     return epath.Path(run_path(folder) if is_remote(folder) else run_path(folder).absolute())

@@ -1,7 +1,7 @@
 """Reads a checkpoint, verifies it by checksums, and converts it to the requested layout and dtypes.
 
-A folder that was not committed, cannot be read, or does not match its checksums is damaged (`DamagedError`); a
-checkpoint of a newer version or of another model is a mistake of the user (`UserError`).
+A checkpoint is damaged (`DamagedError`) if it was not committed, cannot be read, or does not match its checksums. A
+checkpoint of a newer version or of another model is a user's mistake (`UserError`).
 """
 
 import contextlib
@@ -33,8 +33,8 @@ class Description:
         data: state of the iterator over batches, as JSON.
         experiment: name of the experiment.
         loss: held-out loss at this step in nats per target; `None` if it was not measured.
-        best: least held-out loss so far, including `loss`.
-        versions: versions of the libraries that wrote the checkpoint, by the library's name.
+        best: lowest held-out loss so far, including `loss`; `None` if none was measured.
+        versions: version of each library that wrote the checkpoint, by the library's name.
     """
 
     step: int
@@ -47,7 +47,7 @@ class Description:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> "Description":
-        """Make a description from the dict that `read_content` returns."""
+        """Return the description that is in the dict from `read_content`."""
         return cls(**{field.name: content[field.name] for field in dataclasses.fields(cls)})
 
 
@@ -57,8 +57,8 @@ class Restored:
 
     Args:
         description: description of the checkpoint.
-        arrays: the canonical tree, arrays by name.
-        damaged: for each newer checkpoint that was skipped, by its step, the reason that it is damaged.
+        arrays: the canonical tree, as arrays by name.
+        damaged: for each newer checkpoint that was skipped, by its step, the reason why it is damaged.
         converted: a line of text for each kind of array that was saved in another number of bits or in other blocks.
     """
 
@@ -73,14 +73,14 @@ class DamagedError(Exception):
 
 
 def restore_silently(path: Any, leaves: Mapping[str, Any]) -> tuple[Restored | None, str]:
-    """Read the checkpoint in a folder, while Orbax prints nothing.
+    """Read the checkpoint in a folder, without messages from Orbax.
 
     Args:
         path: folder of the checkpoint.
         leaves: shape, dtype and sharding of each requested array, by name.
 
     Returns:
-        The checkpoint and an empty string; or, for a damaged checkpoint, `None` and the reason.
+        The checkpoint and an empty string; or, if the checkpoint is damaged, `None` and the reason.
 
     Raises:
         UserError: the checkpoint is of a newer version or of another model.
@@ -90,21 +90,21 @@ def restore_silently(path: Any, leaves: Mapping[str, Any]) -> tuple[Restored | N
             return _restore(path, leaves), ""
         except DamagedError as error:
             reason = str(error)
-        gc.collect()  # ends abandoned reads now, while their messages are dropped
-        logging.getLogger("asyncio").addFilter(_is_not_abandoned)  # reads of other threads end later
+        gc.collect()  # end abandoned reads now, while their messages are dropped
+        logging.getLogger("asyncio").addFilter(_is_not_abandoned)  # reads in other threads end later
         return None, reason
 
 
 def _restore(path: Any, leaves: Mapping[str, Any]) -> Restored:
     """Read the checkpoint in a folder, in stages that all processes finish together.
 
-    Without stages, a collective would wait forever for a process that failed.
+    If a process fails in a stage, all raise an error; otherwise a collective would wait for that process forever.
     """
     from jaxscale.checkpoint.checksum import checksums
     from jaxscale.state.conversion import conversion
 
     def read() -> tuple[dict[str, Any], Any]:
-        """Return the content of the description, and the converter from its arrays to the requested ones."""
+        """Return the description as a dict, and the converter from the saved arrays to the requested ones."""
         content = read_content(path)
         converter = conversion(content["arrays"], leaves)
         _check_arrays(content["arrays"], converter.abstract, path)
@@ -115,15 +115,15 @@ def _restore(path: Any, leaves: Mapping[str, Any]) -> Restored:
     saved_leaves = {name: leaf for name, leaf in converter.abstract.items() if name in array_facts}
     arrays = call_on_all(lambda: _load(path, array_facts, saved_leaves), DamagedError)
     sums = checksums(arrays)  # equal on all processes
-    mismatches = [name for name in saved_leaves if list(sums[name]) != array_facts[name][2:]]
-    if mismatches:
-        counts_text = f"{len(mismatches)} of {len(sums)} arrays do not"
-        raise DamagedError(f"array {mismatches[0]!r} does not match its checksum ({counts_text})")
+    mismatched_names = [name for name in saved_leaves if list(sums[name]) != array_facts[name][2:]]
+    if mismatched_names:
+        counts_text = f"{len(mismatched_names)} of {len(sums)} arrays do not"
+        raise DamagedError(f"array {mismatched_names[0]!r} does not match its checksum ({counts_text})")
     return Restored(Description.of(content), converter.convert(_cast(arrays, saved_leaves)), converted=converter.lines)
 
 
 def _load(path: Any, array_facts: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the arrays of a checkpoint, in the dtypes of the files and with the requested shardings.
+    """Read the requested arrays of a checkpoint, in their saved dtypes and with the requested shardings.
 
     Args:
         path: folder of the checkpoint.
@@ -133,14 +133,14 @@ def _load(path: Any, array_facts: Mapping[str, Any], leaves: Mapping[str, Any]) 
     import jax
     from orbax.checkpoint import v1 as ocp
 
-    targets: dict[str, Any] = dict.fromkeys(array_facts, ocp.PLACEHOLDER)
+    abstract_arrays: dict[str, Any] = dict.fromkeys(array_facts, ocp.PLACEHOLDER)  # a placeholder is not read
     for name, leaf in leaves.items():
-        # read in the saved dtype, because the checksum was computed in it
+        # read in the saved dtype, because the checksum was computed in that dtype
         dtype = leaf.dtype if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else array_facts[name][1]
-        targets[name] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+        abstract_arrays[name] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
     try:
-        with _single_process_context(), local_copy(path) as source:
-            loaded_arrays = ocp.load(source, targets)
+        with _single_process_context(), local_copy(path) as readable_path:
+            loaded_arrays = ocp.load(readable_path, abstract_arrays)
         return jax.block_until_ready({name: loaded_arrays[name] for name in leaves})
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
@@ -151,7 +151,8 @@ def _load(path: Any, array_facts: Mapping[str, Any], leaves: Mapping[str, Any]) 
 def read_content(path: Any) -> dict[str, Any]:
     """Read the description of a checkpoint as a dict.
 
-    Besides the fields of `Description`, it has "format" and "arrays": the shape, dtype and two checksums of each array.
+    In addition to the fields of `Description`, the dict has "format", and "arrays" with the shape, dtype and two
+    checksums of each array.
 
     Raises:
         DamagedError: the description cannot be read, or does not match its checksum.
@@ -162,8 +163,8 @@ def read_content(path: Any) -> dict[str, Any]:
     if not (path / COMMITTED).exists():
         raise DamagedError(f"{path} has no {COMMITTED}: the checkpoint is incomplete")
     try:
-        with _silence_orbax(), _single_process_context(), local_copy(path, with_arrays=False) as source:
-            metadata: Any = ocp.metadata(source).custom_metadata
+        with _silence_orbax(), _single_process_context(), local_copy(path, with_arrays=False) as readable_path:
+            metadata: Any = ocp.metadata(readable_path).custom_metadata
         content, stored_digest = metadata["jaxscale"], metadata["sha256"]
     except Exception as error:
         raise DamagedError(f"its description cannot be read: {first_line(error)}") from error
@@ -178,7 +179,7 @@ def read_content(path: Any) -> dict[str, Any]:
 
 
 def _check_arrays(array_facts: Mapping[str, Any], leaves: Mapping[str, Any], path: Any) -> None:
-    """Raise an error if a checkpoint lacks an array of the model, or has an array of another shape."""
+    """Raise UserError if a checkpoint lacks an array that the model needs, or has an array of another shape."""
     from jaxscale.state.canonical import OPTIONAL
 
     for name, leaf in leaves.items():
@@ -186,7 +187,8 @@ def _check_arrays(array_facts: Mapping[str, Any], leaves: Mapping[str, Any], pat
             continue
         if name not in array_facts:
             raise UserError(
-                f"{path} has no array {name!r}, which the model needs: use the model and optimizer that saved it"
+                f"{path} has no array {name!r}, which the model needs: use the model and optimizer that saved the "
+                "checkpoint"
             )
         saved_shape, model_shape = tuple(array_facts[name][0]), tuple(leaf.shape)
         if saved_shape != model_shape:
@@ -197,7 +199,7 @@ def _check_arrays(array_facts: Mapping[str, Any], leaves: Mapping[str, Any], pat
 
 
 def _cast(arrays: dict[str, Any], leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert arrays to the dtypes of `leaves`, by name."""
+    """Return the arrays, by name, converted to the dtypes of `leaves`."""
     import jax
 
     from jaxscale.sharding.memory_space import to_device
@@ -214,25 +216,25 @@ def _cast(arrays: dict[str, Any], leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest(content: Any) -> str:
-    """SHA-256 of a description in JSON, as hexadecimal text."""
+    """Return the SHA-256 of a description in JSON, as hexadecimal text."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def first_line(error: BaseException) -> str:
-    """Name of an error's type, and the first line of the error's message."""
+    """Return the name of an error's type and the first line of its message, as text."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0][:300]}" if text else type(error).__name__
 
 
 def _ignore_exception(*_: Any) -> None:
-    """An exception hook that prints nothing."""
+    """Do nothing, as an exception hook."""
 
 
 @contextlib.contextmanager
 def _silence_orbax() -> Iterator[None]:
-    """Open a context in which Orbax logs no unreadable arrays, and prints no tracebacks of reads that it abandons."""
+    """Open a context in which Orbax neither logs unreadable arrays nor prints tracebacks of reads that it abandons."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    previous_hooks = sys.unraisablehook, sys.excepthook
+    unraisable_hook, exception_hook = sys.unraisablehook, sys.excepthook
 
     def drop(record: Any) -> bool:  # a new function each time: filters may be nested
         return False
@@ -245,7 +247,7 @@ def _silence_orbax() -> Iterator[None]:
             warnings.simplefilter("ignore", RuntimeWarning)  # about coroutines that were never awaited
             yield
     finally:
-        sys.unraisablehook, sys.excepthook = previous_hooks
+        sys.unraisablehook, sys.excepthook = unraisable_hook, exception_hook
         for logger in loggers:
             logger.removeFilter(drop)
 
@@ -253,7 +255,7 @@ def _silence_orbax() -> Iterator[None]:
 def _single_process_context() -> Any:
     """Return Orbax's context for a read by this process alone.
 
-    In other contexts, a load has a barrier, which would wait for a process that failed.
+    In other contexts, a load waits at a barrier for all processes, so a process that failed would block it forever.
     """
     import jax
     from orbax.checkpoint import v1 as ocp
@@ -266,5 +268,5 @@ def _single_process_context() -> Any:
 
 
 def _is_not_abandoned(record: Any) -> bool:
-    """Whether to log a record; false for a record about a failed read whose error nobody retrieved."""
+    """Return whether to log a record; records about failed reads with errors that were never retrieved are dropped."""
     return "never retrieved" not in record.getMessage()

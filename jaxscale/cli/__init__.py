@@ -1,7 +1,7 @@
 """The command line: `jaxscale train | generate | evaluate | export | report | doctor`.
 
-`commands.py` lists the subcommands, which are dataclasses; `arguments.py` parses the words and reports mistakes before
-anything heavy is imported; `usage.py` writes the help with tyro; `main.py` runs the command and sets the exit code.
+`commands.py` lists the subcommands, which are dataclasses. `arguments.py` parses the words and reports mistakes before
+JAX is imported. `usage.py` prints the help with tyro. `main.py` runs the subcommand and returns the exit code.
 """
 
 from jaxscale.cli.main import main

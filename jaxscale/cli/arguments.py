@@ -1,8 +1,8 @@
-"""The parser of the command line. Before JAX is imported, it rejects unknown names and values of a wrong type.
+"""The parser of the command line, which rejects unknown names and values of a wrong type before JAX is imported.
 
-A library's parser would need every flag in advance. But fields of the experiment, as in `--model.embed 256`, are known
-only after the experiment's file has been imported, with JAX. A field of a subcommand is set by a flag, or by a
-positional word, which has no flag (`cli.flags`).
+A parser from a library would need all flags in advance. But fields of the experiment, as in `--model.embed 256`, are
+known only after the experiment's file has been imported, along with JAX. A field of a subcommand is set either by a
+flag or by a positional word, which is a word without a flag (`cli.flags`).
 """
 
 import dataclasses
@@ -17,9 +17,9 @@ from jaxscale.errors import UserError, near_miss, unknown
 
 HELP = ("-h", "--help")
 LONG_FLAG = {"-o": "--out"}
-"""The long flag for which a flag of one letter stands."""
+"""The long flag for each flag of one letter."""
 FIELD_OF_GROUP = {"optimizer": "optimizer.name"}
-"""The field that is set by a flag with the name of a group of fields: `--optimizer muon` sets `optimizer.name`."""
+"""The field that a flag with the name of a group of fields sets: `--optimizer muon` sets `optimizer.name`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,25 +29,25 @@ class Arguments:
     Args:
         command: name of the subcommand; `None` for the help of the whole program.
         values: values of the subcommand's fields, by name.
-        fields: text of each field of the experiment to set, by the field's dotted path.
-        shows_help: whether to show help instead of running the subcommand.
+        fields: texts to which fields of the experiment are set, by the fields' dotted paths.
+        is_help: whether to show help instead of running the subcommand.
     """
 
     command: str | None
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
-    shows_help: bool = False
+    is_help: bool = False
 
 
 def read(argv: Sequence[str]) -> Arguments:
-    """Parse a command line.
+    """Parse the words of a command line.
 
     Raises:
         UserError: a subcommand or flag is unknown, a word is missing or superfluous, or a value has the wrong type.
 
     Example:
         >>> read(["train", "a.py", "--steps", "5", "--model.embed=256"])
-        Arguments(command='train', values={'steps': 5, 'file': 'a.py'}, fields={'model.embed': '256'}, shows_help=False)
+        Arguments(command='train', values={'steps': 5, 'file': 'a.py'}, fields={'model.embed': '256'}, is_help=False)
         >>> read(["train", "a.py", "--optimizer", "muon", "--optimizer.rank", "4"]).fields
         {'optimizer.name': 'muon', 'optimizer.rank': '4'}
         >>> read(["tarin"])  # doctest: +ELLIPSIS
@@ -55,25 +55,25 @@ def read(argv: Sequence[str]) -> Arguments:
         jaxscale.errors.UserError: unknown subcommand 'tarin': expected one of convert-state, ...; did you mean 'train'?
     """
     if not argv or argv[0] in HELP:
-        return Arguments(None, shows_help=True)
+        return Arguments(None, is_help=True)
     command_name, *remaining_words = argv
     if command_name not in COMMANDS:
         raise unknown("subcommand", command_name, COMMANDS)
     flag_types = typing.get_type_hints(COMMANDS[command_name])
     for field in words_of(COMMANDS[command_name]):
         del flag_types[field.name]
-    takes_fields = issubclass(COMMANDS[command_name], TAKES_FIELDS)
+    has_experiment_fields = issubclass(COMMANDS[command_name], TAKES_FIELDS)
     positional_words: list[str] = []
     flag_values: dict[str, Any] = {}
     field_texts: dict[str, str] = {}
-    shows_help = False
+    is_help = False
     while remaining_words:
-        word = remaining_words.pop(0)
-        word = LONG_FLAG.get(word, word)
+        next_word = remaining_words.pop(0)
+        word = LONG_FLAG.get(next_word, next_word)
         if word in HELP:
-            shows_help = True
+            is_help = True
         elif word == "--":
-            raise UserError("'--' stands alone: expected the name of a flag after it, as in --name value")
+            raise UserError("'--' stands alone: expected the name of a flag, as in --name value")
         elif not word.startswith("--"):
             if word.startswith("-") and len(word) > 1 and not word[1:].replace(".", "", 1).isdigit():
                 raise UserError(f"unknown flag {word!r}{_near_flag(word, flag_types)}")
@@ -81,11 +81,16 @@ def read(argv: Sequence[str]) -> Arguments:
         else:
             flag, separator, text = word[2:].partition("=")
             field_path = flag.replace("-", "_")
-            field_path = FIELD_OF_GROUP.get(field_path, field_path) if takes_fields else field_path
-            is_field = takes_fields and "." in field_path
+            field_path = FIELD_OF_GROUP.get(field_path, field_path) if has_experiment_fields else field_path
+            is_field = has_experiment_fields and "." in field_path
             if field_path not in flag_types and not is_field:
-                hint = "; fields of the experiment are set by path, such as --model.embed 256" if takes_fields else ""
-                raise UserError(f"unknown flag '--{flag}' of {command_name}{_near_flag('--' + flag, flag_types)}{hint}")
+                hint = (
+                    "; fields of the experiment are set by path, such as --model.embed 256"
+                    if has_experiment_fields
+                    else ""
+                )
+                near_text = _near_flag(f"--{flag}", flag_types)
+                raise UserError(f"unknown flag '--{flag}' of {command_name}{near_text}{hint}")
             if field_path in flag_values or field_path in field_texts:
                 raise UserError(f"--{flag} is given twice: give it once")
             if not is_field and flag_types[field_path] is bool:
@@ -102,19 +107,19 @@ def read(argv: Sequence[str]) -> Arguments:
                 field_texts[field_path] = text
             else:
                 flag_values[field_path] = values.parse(text, flag_types[field_path], f"--{flag}")
-    flag_values |= _positional_values(command_name, positional_words, shows_help)
-    return Arguments(command_name, flag_values, field_texts, shows_help)
+    flag_values |= _positional_values(command_name, positional_words, is_help)
+    return Arguments(command_name, flag_values, field_texts, is_help)
 
 
-def _positional_values(command_name: str, positional_words: Sequence[str], shows_help: bool) -> dict[str, str]:
-    """Return the values of the fields that positional words set, by name; with `shows_help`, words may be missing."""
+def _positional_values(command_name: str, positional_words: Sequence[str], is_help: bool) -> dict[str, str]:
+    """Return the values of the fields that positional words set, by name; with `is_help`, words may be missing."""
     fields = words_of(COMMANDS[command_name])
     missing_names = [field.name for field in fields[len(positional_words) :] if field.default is dataclasses.MISSING]
-    if missing_names and not shows_help:
+    if missing_names and not is_help:
         raise UserError(f"{command_name} lacks its {missing_names[0].upper()}: {synopsis(command_name)}")
-    if len(positional_words) > len(fields) and not shows_help:
-        surplus_text = " ".join(map(repr, positional_words[len(fields) :]))
-        raise UserError(f"{command_name} does not take {surplus_text}: {synopsis(command_name)}")
+    if len(positional_words) > len(fields) and not is_help:
+        superfluous_text = " ".join(map(repr, positional_words[len(fields) :]))
+        raise UserError(f"{command_name} does not take {superfluous_text}: {synopsis(command_name)}")
     return {field.name: word for field, word in zip(fields, positional_words, strict=False)}
 
 
@@ -129,7 +134,7 @@ def synopsis(command_name: str) -> str:
     return " ".join(["jaxscale", command_name, *metavars, "[flags]"])
 
 
-def _near_flag(word: str, flags: Iterable[str]) -> str:
-    """Return a suggestion of the flag nearest to a word, or a list of all flags if none is near."""
-    flag_names = [f"--{flag.replace('_', '-')}" for flag in flags]
-    return near_miss(word, flag_names) or f"; there are {', '.join([*flag_names, '--help'])}"
+def _near_flag(word: str, field_names: Iterable[str]) -> str:
+    """Return text that suggests the flag most similar to a word, or lists all flags if none is similar."""
+    flags = [f"--{field_name.replace('_', '-')}" for field_name in field_names]
+    return near_miss(word, flags) or f"; there are {', '.join([*flags, '--help'])}"

@@ -1,6 +1,6 @@
 """The table of the subcommands. Each is a frozen dataclass of its words and flags, with a method `run`.
 
-JAX is imported only when a subcommand runs. A new subcommand is a class and a line in `COMMANDS`.
+JAX is imported only when a subcommand runs. To add a subcommand, write a class and add it to `COMMANDS`.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jaxscale.cli.run_commands import ConvertState, Evaluate, Export, Generate, 
 class Doctor:
     """Show versions, devices, memory, disk, and what is missing.
 
-    Exits with 1 if something that a run needs is missing, otherwise with 0.
+    Exits with 1 if something that a run needs is missing, and otherwise with 0.
     """
 
     def run(self) -> int:
@@ -47,4 +47,4 @@ COMMANDS: dict[str, type[Command]] = {
     "docs": Docs,
 }
 TAKES_FIELDS = (Train, Fit, Explain, Draw)
-"""The subcommands whose `run` has a parameter for fields of an experiment (`Arguments.fields`)."""
+"""The subcommands that set fields of an experiment; their method `run` takes `Arguments.fields`."""

@@ -1,4 +1,4 @@
-"""The subcommand `draw`: chart the schedule of a pipeline, or of several on one scale, and print their figures."""
+"""The subcommand `draw`: chart one pipeline schedule, or several on one scale, and print their figures."""
 
 import dataclasses
 import os
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 PICTURES = ("pipeline",)
 COSTS = {"f": "forward", "i": "input", "w": "weight", "b": "backward", "u": "update", "link": "link"}
-"""The letters of --cost, and the parameters of `Costs.alike` for which they stand."""
+"""The parameter of `Costs.alike` for each letter of --cost."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """Draw a pipeline schedule: which device runs which stage, when.
+    """Draw a pipeline schedule: which device runs which stage, and when.
 
     For example:
       jaxscale draw pipeline zb-v:4x8
@@ -35,33 +35,33 @@ class Draw:
       jaxscale draw pipeline --experiment FILE --devices "gpu h100,gpu a100"
       jaxscale draw pipeline --measured RUN_DIR
 
-    SCHEDULE is NAME:PxM, P devices and M microbatches, or file:PATH, a CSV.
-    (jaxscale draw pipeline, without one, lists the names)
+    SCHEDULE is NAME:PxM for P devices and M microbatches, or file:PATH for a CSV.
+    (jaxscale draw pipeline, without a schedule, lists the names)
 
-    Devices run one program and wait for their neighbours; see --machine.
+    All devices run one program and wait for their neighbors; see --machine.
 
     Fields of the experiment are set by path: --model.layers 16
 
     Args:
         picture: the kind of picture: pipeline.
         schedule: the schedule, such as 1f1b:4x8.
-        compare: several schedules, separated by commas, on one scale. Options without a colon, such as v=2, belong to
-            the schedule before them.
-        cost: time of one microbatch on a device, in any unit: f for the forward, i for the input gradient, w for the
-            weight gradient; also b (a joint backward, by default i + w), u (update) and link (a message).
-        experiment: take the costs of stages from this experiment's model, by roofline. Without a schedule, draw the
-            pipeline of its plan.
+        compare: several schedules, separated by commas, drawn on one scale. Options without a colon, such as v=2,
+            belong to the preceding schedule.
+        cost: time of one microbatch on a device, in any unit: f for the forward pass, i for the input gradient, w for
+            the weight gradient; also b (a joint backward pass, by default i + w), u (update) and link (a message).
+        experiment: experiment file; the costs of stages are those of its model, by roofline. Without a schedule, the
+            pipeline of the experiment's plan is drawn.
         variant: one of the experiment's VARIANTS.
         platform: platform of the experiment, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
-        devices: devices of several kinds along the pipe. Each receives blocks of the experiment by its speed, and the
-            value for the option stages of --plan.pipeline is printed. With a multiple of P devices, several pipelines
-            run side by side (HetPipe).
-        measured: draw the pipeline of this run from the trace of its --profile steps, and below it a simulation with
-            the measured seconds on the --machine.
-        machine: what devices wait for. With neighbour, for their neighbours, as in jaxscale; with dataflow, only for
-            their inputs, as in separate programs and in papers.
-        updates: number of updates to draw of an asynchronous schedule.
-        out: file to write the chart to: .svg, .html (with a read-out under the pointer), or .csv in PyTorch's format.
+        devices: devices of several kinds along the pipe. Each receives blocks of the experiment in proportion to its
+            speed, and the value for the option stages of --plan.pipeline is printed. With a multiple of P devices,
+            several pipelines run side by side (HetPipe).
+        measured: directory of a run; its pipeline is drawn from the trace of its --profile steps, above a simulation
+            with the measured seconds on the --machine.
+        machine: what a device waits for. With neighbour, it waits for its neighbors, as in jaxscale; with dataflow,
+            only for its inputs, as in separate programs and in papers.
+        updates: number of updates to draw for an asynchronous schedule.
+        out: file to write the chart to: .svg, .html (with a read-out at the pointer), or .csv in PyTorch's format.
     """
 
     picture: str = word("pipeline")
@@ -98,7 +98,7 @@ class Draw:
             print(f"written to {self.out}")
 
     def _check_flags(self) -> None:
-        """Raise an error if flags exclude one another, or lack one that they need, without importing JAX."""
+        """Raise UserError if flags exclude one another, or if one requires a missing flag, without importing JAX."""
         if self.picture not in PICTURES:
             if ":" in self.picture:
                 raise UserError(f"draw: {self.picture!r} is not a picture: use jaxscale draw pipeline {self.picture}")
@@ -107,11 +107,11 @@ class Draw:
             for name in ("schedule", "compare", "cost", "experiment", "variant", "platform", "devices", "updates"):
                 if getattr(self, name) is not None:
                     raise UserError(
-                        f"draw pipeline: got {name}, which the run of --measured specifies already: omit it"
+                        f"draw pipeline: got {name}, which the run of --measured already specifies: omit it"
                     )
             return
         if self.schedule is not None and self.compare is not None:
-            raise UserError(f"draw pipeline: got {self.schedule} and --compare: put all of them after --compare")
+            raise UserError(f"draw pipeline: got {self.schedule} and --compare: put all schedules after --compare")
         if self.schedule is None and self.compare is None and self.experiment is None:
             from jaxscale.pipeline.plan import forms
 
@@ -128,14 +128,14 @@ class Draw:
             raise UserError("--cost and --experiment both specify the costs of stages: leave one out")
         from jaxscale.records.outline import outline
 
-        outline(self.experiment, self.variant)
+        outline(self.experiment, self.variant)  # refuses a file or variant that does not exist
         if self.platform is not None and self.devices is not None:
             raise UserError("--platform and --devices both specify the devices: leave one out")
         if self.platform is not None:
-            named_platform(self.platform)
+            named_platform(self.platform)  # refuses an unknown platform
 
     def _measurements(self, run_dir: str) -> "list[tuple[str, Simulation]]":
-        """Return the name and `Simulation` of the run's measurement, and of a simulation with its mean seconds."""
+        """Return pairs of a name and a `Simulation`: the run's measurement, and a simulation with its mean seconds."""
         from jaxscale.pipeline.charts.draw import check_file
         from jaxscale.pipeline.clock.simulate import simulate
         from jaxscale.training.traced_actions import measured_run, traced_plan
@@ -143,32 +143,35 @@ class Draw:
         pipeline = traced_plan(run_dir).pipeline
         if self.out is not None and pipeline is not None:
             check_file(self.out, [pipeline.schedule()] * 2)
-        plan, measurement, steps = measured_run(run_dir)
-        steps_text = f"mean of {steps} steps" if steps > 1 else "one step"
+        plan, measurement, step_count = measured_run(run_dir)
+        steps_text = f"mean of {step_count} steps" if step_count > 1 else "one step"
         simulation = simulate(measurement.schedule, measurement.costs, self.machine)
         name = str(plan.pipeline)
         return [(f"{name} measured, {steps_text}", measurement), (f"{name} simulated with its means", simulation)]
 
     def _simulations(self, fields: Mapping[str, str]) -> "list[tuple[str, Simulation]]":
-        """Return the name and the simulation of each schedule."""
+        """Return pairs of the name and the simulation of each schedule."""
         from jaxscale.pipeline.charts.draw import check_file
         from jaxscale.pipeline.clock.costs import Costs
         from jaxscale.pipeline.clock.simulate import simulate
         from jaxscale.pipeline.plan import PipelinePlan
 
-        prices = prices_of(self.cost)
-        texts = split_schedules(self.compare) if self.compare is not None else [*filter(None, [self.schedule])]
-        pairs = self._schedule_pairs([PipelinePlan.parse(text) for text in texts])
+        price_by_parameter = prices_of(self.cost)
+        plan_texts = split_schedules(self.compare) if self.compare is not None else [*filter(None, [self.schedule])]
+        planned_schedules = self._planned_schedules([PipelinePlan.parse(text) for text in plan_texts])
         if self.out is not None:
-            check_file(self.out, [schedule for _, schedule in pairs])
+            check_file(self.out, [schedule for _, schedule in planned_schedules])
         if self.experiment is not None:
-            priced_schedules = self._priced_schedules(self.experiment, fields, pairs)
+            priced_schedules = self._priced_schedules(self.experiment, fields, planned_schedules)
         else:
-            priced_schedules = [(str(plan), schedule, Costs.alike(schedule, **prices)) for plan, schedule in pairs]
+            priced_schedules = [
+                (str(plan), schedule, Costs.alike(schedule, **price_by_parameter))
+                for plan, schedule in planned_schedules
+            ]
         return [(name, simulate(schedule, costs, self.machine)) for name, schedule, costs in priced_schedules]
 
-    def _schedule_pairs(self, plans: "list[PipelinePlan]") -> "list[tuple[PipelinePlan, Schedule]]":
-        """Return pairs of each plan and its schedule."""
+    def _planned_schedules(self, plans: "list[PipelinePlan]") -> "list[tuple[PipelinePlan, Schedule]]":
+        """Return pairs of a plan and its schedule."""
         from jaxscale.pipeline.charts.draw import drawable
 
         if plans and self.updates is not None and not any(plan.asynchronous for plan in plans):
@@ -176,48 +179,48 @@ class Draw:
         return [(plan, drawable(plan, self.updates)) for plan in plans]
 
     def _priced_schedules(
-        self, file: str, fields: Mapping[str, str], pairs: "list[tuple[PipelinePlan, Schedule]]"
+        self, file: str, fields: Mapping[str, str], planned_schedules: "list[tuple[PipelinePlan, Schedule]]"
     ) -> "list[tuple[str, Schedule, Costs]]":
-        """Return the name, schedule and costs of each plan, with the costs of the experiment's stages.
+        """Return triples of the name, schedule and costs of each plan, with the costs of the experiment's stages.
 
         Args:
             file: the experiment file.
-            fields: text of each field of the experiment to set, by the field's dotted path.
-            pairs: pairs of a plan and its schedule; if there are none, the experiment's own plan is used.
+            fields: texts to which fields of the experiment are set, by the fields' dotted paths.
+            planned_schedules: pairs of a plan and its schedule; if there are none, the experiment's plan is used.
         """
         from jaxscale.planning.stage_prices import stage_costs
         from jaxscale.records.source import load_file
 
         experiment, _ = load_file(file, self.variant, dict(fields))
-        if not pairs:
+        if not planned_schedules:
             if experiment.plan.pipeline is None:
                 raise UserError(f"draw pipeline: {file} has no pipeline in its plan; give a schedule, such as 1f1b:4x8")
-            pairs = self._schedule_pairs([experiment.plan.pipeline])
+            planned_schedules = self._planned_schedules([experiment.plan.pipeline])
         if self.devices is not None:
-            return [(str(plan), *_assign_devices(experiment, self.devices, plan, schedule)) for plan, schedule in pairs]
+            return [
+                (str(plan), schedule, _assigned_costs(experiment, self.devices, plan, schedule))
+                for plan, schedule in planned_schedules
+            ]
         platform = platform_of(self.platform or "local")
-        return [(str(plan), schedule, stage_costs(experiment, platform, plan, schedule)) for plan, schedule in pairs]
+        return [
+            (str(plan), schedule, stage_costs(experiment, platform, plan, schedule))
+            for plan, schedule in planned_schedules
+        ]
 
 
-def _assign_devices(
-    experiment: "Experiment", devices: str, plan: "PipelinePlan", schedule: "Schedule"
-) -> "tuple[Schedule, Costs]":
-    """Assign the experiment's blocks to devices of several kinds, and print the assignment.
-
-    Returns:
-        The plan's schedule, and its costs with this assignment.
-    """
+def _assigned_costs(experiment: "Experiment", devices_text: str, plan: "PipelinePlan", schedule: "Schedule") -> "Costs":
+    """Assign the experiment's blocks to devices of several kinds, print the assignment, and return its costs."""
     from jaxscale.planning.unlike_devices import assign, devices_of
     from jaxscale.platforms.detect import hush_absent_gpus
 
     hush_absent_gpus()
-    assignment = assign(experiment, devices_of(devices, schedule.ranks), plan, schedule)
+    assignment = assign(experiment, devices_of(devices_text, schedule.ranks), plan, schedule)
     print(f"{plan}: {assignment}\n")
-    return schedule, assignment.partition.costs
+    return assignment.partition.costs
 
 
 def prices_of(text: str | None) -> dict[str, float]:
-    """Return the costs in a text such as "f=1,i=1.2,w=0.8", by their parameter of `Costs.alike`.
+    """Return the costs in a text such as "f=1,i=1.2,w=0.8", by the parameter of `Costs.alike` that each cost sets.
 
     Raises:
         UserError: a letter is unknown or occurs twice, or a cost is not a number >= 0.
@@ -228,10 +231,10 @@ def prices_of(text: str | None) -> dict[str, float]:
     """
     prices: dict[str, float] = {}
     for entry in filter(None, map(str.strip, (text or "").split(","))):
-        letter, separator, price_text = (word.strip() for word in entry.partition("="))
+        letter, separator, price_text = (part.strip() for part in entry.partition("="))
         if letter.lower() not in COSTS:
             raise UserError(
-                f"--cost {text!r}: unknown price {letter!r}: expected some of {', '.join(COSTS)}, such as f=1,i=1,w=1"
+                f"--cost {text!r}: unknown letter {letter!r}: expected some of {', '.join(COSTS)}, such as f=1,i=1,w=1"
                 f"{near_miss(letter.lower(), COSTS)}"
             )
         if COSTS[letter.lower()] in prices:
@@ -245,13 +248,13 @@ def prices_of(text: str | None) -> dict[str, float]:
         prices[COSTS[letter.lower()]] = price
     if prices.get("forward") == 0:
         raise UserError(
-            f"--cost {text!r}: a forward that takes no time leaves nothing to draw: give it a time, such as f=1"
+            f"--cost {text!r}: got no time for the forward pass, so there is nothing to draw: give a time, such as f=1"
         )
     return prices
 
 
 def split_schedules(text: str) -> list[str]:
-    """Split the text of --compare at commas into schedules; an entry without a colon belongs to the schedule before it.
+    """Return the schedules in the text of --compare; an option without a colon belongs to the preceding schedule.
 
     Example:
         >>> split_schedules("1f1b:8x32, interleaved:8x32,v=2,zb-v:8x32")

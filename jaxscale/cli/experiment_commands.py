@@ -1,7 +1,7 @@
-"""The subcommands about an experiment file: train, fit and explain.
+"""The subcommands that take an experiment file: train, fit and explain.
 
-Each checks everything that it can check before it imports JAX. The parameter `fields` of their `run` holds the text of
-each field of the experiment that the command line sets, by the field's dotted path.
+Each subcommand checks as much as possible before it imports JAX. The parameter `fields` of `run` holds the texts to
+which the command line sets fields of the experiment, by the fields' dotted paths.
 """
 
 import dataclasses
@@ -22,20 +22,20 @@ class Train:
     (jaxscale train FILE --help lists them, with their defaults).
 
     Exit codes: 0 done, 2 a mistake in the arguments, 4 the loss diverged,
-    75 interrupted and saved, 130 interrupted with nothing to save, else a crash.
+    75 interrupted and saved, 130 interrupted with nothing to save, 1 a crash.
 
     Args:
         file: Python file that defines experiment(), such as experiments/shakespeare.py.
         variant: one of the file's VARIANTS.
         out: directory of the run, which may be in a bucket (gs://, s3://).
-        plan_file: take the plan from this plan.json.
-        resume: auto continues the run in the directory, whose steps, evaluation, samples, checkpoint and plan may
-            change; never renames that directory and starts a new run.
-        log_every: steps per line of the log.
-        profile: steps to trace: 10:13 traces 10, 11 and 12.
-        steps: number of updates. The learning rate falls until the last one. So a run that is continued with another
-            number of steps has another learning rate from there on, which it prints.
-        batch: rows of the global batch.
+        plan_file: plan.json file to take the plan from.
+        resume: auto continues the run in the directory; steps, evaluation, samples, checkpoint and plan may differ from
+            those of the run. never renames that directory and starts a new run.
+        log_every: number of steps per line of the log.
+        profile: steps to trace; 10:13 traces the steps 10, 11 and 12.
+        steps: number of updates. The learning rate's schedule ends with the last update, so another number changes the
+            learning rate of a continued run, which prints the change.
+        batch: number of rows in the global batch.
         seed: seed of parameters, data order, dropout and samples.
         name: name of the run's folder.
         limit: device memory that the step may need, such as 14GiB; --plan.memory fit chooses what fits.
@@ -55,14 +55,14 @@ class Train:
     limit: str | None = flag("BYTES", "what programs may use")
 
     def run(self, fields: Mapping[str, str]) -> None:
-        """Check the flags, and train."""
+        """Check the flags, and train the experiment."""
         _check_command(self)
         if self.log_every < 1:
             raise UserError(f"--log-every: got {self.log_every}, expected a whole number >= 1")
         if self.profile is not None:
             from jaxscale.training.profile import ProfileRange
 
-            ProfileRange.parse(self.profile)
+            ProfileRange.parse(self.profile)  # refuses a text that is not a range
         experiment, source = load_experiment(self, fields)
         from jaxscale.training.loop import train
 
@@ -80,11 +80,11 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Check whether a step fits a platform, and what would help.
+    """Check whether a step fits a platform, and what would help if not.
 
-    Prints an estimate; with --verify, the compiler's figure.
+    Prints an estimate; with --verify, prints the compiler's figure.
 
-    The platform may be absent.
+    The platform need not be present.
 
     Fields of the experiment are set by path: --plan.memory full --model.layers 16
 
@@ -96,10 +96,10 @@ class Fit:
         platform: platform to plan for, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
         limit: device memory to plan for, such as 14GiB.
         host_limit: host memory to plan for, for each device, such as 32GiB.
-        compile_block: compile only the part of the step that needs most memory, for a closer estimate.
-        verify: compile the step for the platform and show the compiler's figures.
-        plan_file: take the plan from this plan.json.
-        batch: rows of the global batch.
+        compile_block: whether to compile the part of the step that needs the most memory, for a closer estimate.
+        verify: whether to compile the step for the platform and show the compiler's figures.
+        plan_file: plan.json file to take the plan from.
+        batch: number of rows in the global batch.
     """
 
     file: str = word("FILE")
@@ -115,7 +115,7 @@ class Fit:
     def run(self, fields: Mapping[str, str]) -> int:
         """Print the estimate, and return the exit code."""
         _check_command(self)
-        bytes_of(self.host_limit, "--host-limit")
+        bytes_of(self.host_limit, "--host-limit")  # refuses an invalid size
         from jaxscale.planning.fit import fit
 
         experiment, source = load_experiment(self, fields)
@@ -142,11 +142,11 @@ class Explain:
         file: Python file that defines experiment(), such as experiments/llama_1b.py.
         variant: one of the file's VARIANTS.
         platform: platform to plan for, such as "tpu v5e:4x4" or "gpu h100 x 8"; local is this machine.
-        out: file to write the page to.
+        out: file to write the page to, .html or .svg.
         limit: device memory to plan for, such as 14GiB.
-        verify: compile the step for the platform and show the tensors that the compiler keeps alive.
-        plan_file: take the plan from this plan.json.
-        batch: rows of the global batch.
+        verify: whether to compile the step for the platform and show the tensors that the compiler keeps alive.
+        plan_file: plan.json file to take the plan from.
+        batch: number of rows in the global batch.
     """
 
     file: str = word("FILE")
@@ -180,10 +180,11 @@ class Explain:
 
 
 def _check_command(command: Train | Fit | Explain) -> None:
-    """Check the flags that the three subcommands have in common, without importing JAX."""
+    """Raise UserError for an invalid value of a flag that the three subcommands share, without importing JAX."""
     from jaxscale.recipe.plan import read_plan
     from jaxscale.records.outline import outline
 
+    # each of these calls refuses an invalid value
     outline(command.file, command.variant)
     platform = None if isinstance(command, Train) else named_platform(command.platform)
     bytes_of(command.limit, "--limit")
@@ -197,7 +198,7 @@ def _check_command(command: Train | Fit | Explain) -> None:
 
 
 def _check_page(path: str) -> None:
-    """Raise an error if no page can be written to a path, before the page is computed."""
+    """Raise UserError if no page can be written to a path, before the page is computed."""
     if not path.endswith((".html", ".svg")):
         raise UserError(f"--out {path}: expected a name that ends in .html or .svg")
     file = Path(path)
@@ -207,16 +208,16 @@ def _check_page(path: str) -> None:
         if is_new:
             file.unlink()
     except OSError as error:
-        raise UserError(f"--out {path} cannot be written: {error.strerror}; give another name") from None
+        raise UserError(f"--out {path} cannot be written: {error.strerror}; give another path") from None
 
 
 def load_experiment(command: Train | Fit | Explain, fields: Mapping[str, str]) -> Any:
-    """Return the experiment of a subcommand's file, with the fields set on the command line, and its `Source`."""
+    """Return the experiment of a subcommand's file, with the fields of the command line, and the file's `Source`."""
     from jaxscale.recipe.plan import read_plan
     from jaxscale.records.source import load_file
 
-    flag_values = {name: getattr(command, name) for name in experiment_flags(type(command))}
-    text_by_field = {name: str(value) for name, value in flag_values.items() if value is not None}
+    value_by_flag = {name: getattr(command, name) for name in experiment_flags(type(command))}
+    text_by_field = {name: str(value) for name, value in value_by_flag.items() if value is not None}
     plan = None if command.plan_file is None else read_plan(Path(command.plan_file))
     return load_file(command.file, command.variant, {**text_by_field, **fields}, plan)
 
@@ -236,7 +237,7 @@ def named_platform(text: str) -> Any:
 
 
 def platform_of(text: str) -> Any:
-    """Return the platform that a text names; JAX's backend is started only for "local"."""
+    """Return the platform that a text names; for "local", start JAX's backend and return the detected platform."""
     from jaxscale.platforms.detect import detect, hush_absent_gpus
 
     hush_absent_gpus()
@@ -257,5 +258,5 @@ def bytes_of(text: str | None, flag_name: str) -> int | None:
         return None
     byte_count = parse_bytes(text, flag_name)
     if not byte_count:
-        raise UserError(f"{flag_name} {text}: expected at least 1B; to set no limit, omit the flag")
+        raise UserError(f"{flag_name}: got {text}, expected at least 1B; to set no limit, omit the flag")
     return byte_count

@@ -1,6 +1,6 @@
 """Declare how the command line sets a field of a subcommand: by a positional word, or by a flag.
 
-A field that is declared with neither `word` nor `flag` is set by a flag with the field's type and default.
+A field that is declared without `word` and `flag` is set by a flag, with the field's type and default.
 """
 
 import dataclasses
@@ -11,8 +11,8 @@ def word(metavar: str, default: Any = dataclasses.MISSING) -> Any:
     """Declare a field that a positional word sets, and return the dataclass field.
 
     Args:
-        metavar: name of the word in the help.
-        default: value of the field without the word; without a default, the word is required.
+        metavar: placeholder of the word in the help.
+        default: value of the field if the word is omitted; without a default, the word is required.
     """
     return dataclasses.field(default=default, metadata={"metavar": metavar, "word": True})
 
@@ -21,9 +21,9 @@ def flag(metavar: str, default_text: str | None = None, default: Any = None) -> 
     """Declare a field that a flag sets, and return the dataclass field.
 
     Args:
-        metavar: name of the flag's value in the help.
+        metavar: placeholder of the flag's value in the help.
         default_text: description of the default in the help; `None` shows the default itself.
-        default: value of the field without the flag.
+        default: value of the field if the flag is omitted.
     """
     return dataclasses.field(default=default, metadata={"metavar": metavar, "default_text": default_text})
 

@@ -1,4 +1,4 @@
-"""The subcommands that read a run directory: generate, evaluate, export, convert-state and report."""
+"""The subcommands that take a run directory: generate, evaluate, export, convert-state and report."""
 
 import dataclasses
 import sys
@@ -17,9 +17,9 @@ class Generate:
         run_dir: directory of a run.
         prompt: text to continue.
         tokens: number of tokens to add.
-        temperature: number by which logits are divided; 0 takes the most likely token.
+        temperature: divisor of the logits; 0 takes the most likely token.
         seed: seed of the draws.
-        best: take the checkpoint with the least held-out loss, not the newest.
+        best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
     """
 
     run_dir: str = word("RUN_DIR")
@@ -35,18 +35,20 @@ class Generate:
         if self.tokens < 1:
             raise UserError(f"--tokens: got {self.tokens}, expected a whole number >= 1")
         if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"--temperature: got {self.temperature}, expected a number >= 0; 0 takes the likeliest")
+            raise UserError(
+                f"--temperature: got {self.temperature}, expected a number >= 0; 0 takes the most likely token"
+            )
         if not -(2**31) <= self.seed < 2**31:
-            raise UserError(f"--seed: got {self.seed}, expected a whole number from -2**31 up to, not including, 2**31")
+            raise UserError(f"--seed: got {self.seed}, expected a whole number from -2**31 to 2**31 - 1")
         from jaxscale.training.backend import start_backend
 
         start_backend()
         from jaxscale.training.generate import generate
 
-        text = generate(
+        continuation = generate(
             self.run_dir, self.prompt, self.tokens, temperature=self.temperature, seed=self.seed, best=self.best
         )
-        print(f"{self.prompt}{text}")
+        print(f"{self.prompt}{continuation}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +57,14 @@ class Evaluate:
 
     Args:
         run_dir: directory of a run.
-        best: take the checkpoint with the least held-out loss, not the newest.
+        best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
     """
 
     run_dir: str = word("RUN_DIR")
     best: bool = False
 
     def run(self) -> None:
-        """Print the step, the held-out loss and the other measurements, a line each."""
+        """Print the step, the held-out loss and the other measurements, one per line."""
         _check_run(self.run_dir)
         from jaxscale.training.backend import start_backend
 
@@ -75,13 +77,13 @@ class Evaluate:
 
 @dataclasses.dataclass(frozen=True)
 class Export:
-    """Write the model of a run as a Hugging Face folder.
+    """Write a run's model to a folder that Hugging Face can read.
 
     Args:
         run_dir: directory of a run.
         folder: folder to create.
-        best: take the checkpoint with the least held-out loss, not the newest.
-        dtype: type of the weights in the files: float32, bfloat16 or float16.
+        best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
+        dtype: dtype of the weights in the files: float32, bfloat16 or float16.
     """
 
     run_dir: str = word("RUN_DIR")
@@ -106,7 +108,7 @@ class Export:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Write a run's report.html again, from the run's files alone.
+    """Write a run's report.html again, using only the run's files.
 
     Args:
         run_dir: directory of a run.
@@ -128,11 +130,11 @@ class Report:
 class ConvertState:
     """Convert a run's optimizer moments to another format.
 
-    A run continued with another --plan.state.moments converts them by itself.
+    A run that is continued with another --plan.state.moments does this by itself.
 
     Args:
         run_dir: directory of a run.
-        to: format of the moments: float32, int8, dynamic8, int4 or fp8.
+        to: new format of the moments: float32, int8, dynamic8, int4 or fp8.
         out: directory to create.
     """
 
@@ -141,7 +143,7 @@ class ConvertState:
     out: str | None = flag("DIR", "RUN_DIR-TO")
 
     def run(self) -> None:
-        """Write the converted run, and print what was converted."""
+        """Write the converted run, and print a line for each kind of converted array."""
         _check_run(self.run_dir)
         from jaxscale.training.backend import start_backend
 
@@ -152,11 +154,15 @@ class ConvertState:
 
 
 def _check_run(run_dir: str) -> None:
-    """Raise an error that suggests the nearest run if a directory holds no run."""
+    """Raise UserError if a directory holds no run; the message suggests similar run directories."""
     path = Path(run_dir)
     if "://" in run_dir or (path / "experiment.json").is_file():
         return
-    run_dirs = [str(file.parent) for parent in {path.parent, Path("runs")} for file in parent.glob("*/experiment.json")]
+    known_dirs = [
+        str(file.parent) for parent in {path.parent, Path("runs")} for file in parent.glob("*/experiment.json")
+    ]
     problem_text = "holds no run (no experiment.json)" if path.exists() else "does not exist"
-    advice = f"; there are {', '.join(sorted(run_dirs)[:8])}" if run_dirs else "; make one with: jaxscale train FILE"
-    raise UserError(f"run directory {run_dir} {problem_text}{near_miss(run_dir, run_dirs) or advice}")
+    advice = "; start a run with: jaxscale train FILE"
+    if known_dirs:
+        advice = f"; there are {', '.join(sorted(known_dirs)[:8])}"
+    raise UserError(f"run directory {run_dir} {problem_text}{near_miss(run_dir, known_dirs) or advice}")

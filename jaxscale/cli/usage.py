@@ -1,7 +1,7 @@
-"""Print the help, which tyro makes from the subcommands' dataclasses and their docstrings.
+"""Print the help, which tyro generates from the subcommands' dataclasses and their docstrings.
 
-The help of `train FILE --help` lists not only the subcommand's flags, but also the fields of the experiment. For these,
-a dataclass is made whose defaults are the values in the file, and each field is shown with its type and its default.
+`train FILE --help` lists the subcommand's flags and also the fields of the experiment, each with its type and default.
+For these fields, tyro reads a dataclass that is created with the file's values as defaults.
 """
 
 import collections.abc
@@ -21,7 +21,7 @@ def show_all() -> None:
     """Print the help of the whole program."""
     width = max(map(len, COMMANDS))
     lines = ["usage: jaxscale COMMAND ...", "", "Train models on JAX: your model, your platform, every technique.", ""]
-    lines += [f"  {name:{width}}  {_first_line(cls)}" for name, cls in COMMANDS.items()]
+    lines += [f"  {name:{width}}  {_first_line(command_class)}" for name, command_class in COMMANDS.items()]
     lines += ["", "  jaxscale COMMAND --help shows a command's flags and their defaults.", "", "First steps:"]
     lines += ["  jaxscale train experiments/shakespeare.py --steps 200"]
     lines += ['  jaxscale generate runs/shakespeare --prompt "ROMEO:"']
@@ -33,16 +33,16 @@ def show(command_name: str, experiment: Any = None, variants: dict[str, str] | N
 
     Args:
         command_name: name of the subcommand.
-        experiment: an experiment whose fields are listed too, with their values.
-        variants: descriptions of the variants in the experiment's file, by name.
+        experiment: experiment with further fields to list, with their values as defaults; `None` for no such fields.
+        variants: descriptions of the variants in the experiment's file, by the variants' names.
     """
-    typed_class = _tyro_class(COMMANDS[command_name], experiment)
+    help_class = _help_class(COMMANDS[command_name], experiment)
     if variants:
         width = max(map(len, variants))
-        lines = [f"  {variant:{width}}  {summary}".rstrip() for variant, summary in variants.items()]
+        lines = [f"  {variant:{width}}  {description}".rstrip() for variant, description in variants.items()]
         print("\n".join(["", "variants of this file:", *lines]))
     # tyro prints the help, and raises SystemExit with the code 0
-    tyro.cli(typed_class, prog=f"jaxscale {command_name}", args=["--help"], config=(tyro.conf.FlagCreatePairsOff,))
+    tyro.cli(help_class, prog=f"jaxscale {command_name}", args=["--help"], config=(tyro.conf.FlagCreatePairsOff,))
 
 
 def _first_line(cls: type) -> str:
@@ -50,12 +50,12 @@ def _first_line(cls: type) -> str:
     return (cls.__doc__ or "").partition("\n")[0]
 
 
-def _tyro_class(cls: type[Command], experiment: Any) -> type[Any]:
-    """Make a dataclass from which tyro prints a subcommand's help, with the help of each field in its annotation."""
-    type_by_field, descriptions = typing.get_type_hints(cls), field_help(cls)
+def _help_class(command_class: type[Command], experiment: Any) -> type[Any]:
+    """Return a dataclass from which tyro prints a subcommand's help; annotations hold the help of the fields."""
+    type_by_field, descriptions = typing.get_type_hints(command_class), field_help(command_class)
     experiment_types = values.field_types(type(experiment))
     fields: list[Any] = []
-    for field in dataclasses.fields(cls):
+    for field in dataclasses.fields(command_class):
         if field.name in experiment_types:
             continue
         is_word, default_text = "word" in field.metadata, field.metadata.get("default_text")
@@ -67,21 +67,23 @@ def _tyro_class(cls: type[Command], experiment: Any) -> type[Any]:
         fields.append((field.name, field_type, dataclasses.field(default=field.default)))
     if experiment is not None:
         fields += _experiment_fields(experiment)
-    typed_class = dataclasses.make_dataclass(cls.__name__, fields, frozen=True)
-    typed_class.__doc__ = (cls.__doc__ or "").partition("\n\n    Args:")[0]
-    return typed_class
+    help_class = dataclasses.make_dataclass(command_class.__name__, fields, frozen=True)
+    help_class.__doc__ = (command_class.__doc__ or "").partition("\n\n    Args:")[0]
+    return help_class
 
 
 def _experiment_fields(record: Any) -> list[Any]:
     """Return fields for `make_dataclass`, as triples of name, type and default.
 
-    They are a text for each plain field of a record (a dataclass value), and a nested dataclass for each record in it.
+    If a field of `record` holds a record (a dataclass value), its type is a nested dataclass; otherwise, its type is
+    `str`, annotated with the field's help.
     """
     descriptions, fields = field_help(type(record)), []
     for name, field_type in values.field_types(type(record)).items():
         value, description = getattr(record, name), descriptions.get(name, "")
         if values.is_record(value):
-            nested_class = dataclasses.make_dataclass(type(value).__name__, _experiment_fields(value), frozen=True)
+            nested_fields = _experiment_fields(value)
+            nested_class = dataclasses.make_dataclass(type(value).__name__, nested_fields, frozen=True)
             nested_class.__doc__ = _help_text(_first_line(type(value)) or description)
             fields.append((name, nested_class, dataclasses.field(default_factory=nested_class)))
         elif not _is_code(field_type):
@@ -93,18 +95,18 @@ def _experiment_fields(record: Any) -> list[Any]:
 
 
 def _is_code(hint: Any) -> bool:
-    """Return whether only an experiment file can set a field of this type, because it holds a class or a function."""
+    """Return whether a type hint includes classes or functions, so that only an experiment file can set the field."""
     types = (hint, *typing.get_args(hint))
     return any((typing.get_origin(type_) or type_) in (type, collections.abc.Callable) for type_ in types)
 
 
 def _help_text(text: str) -> str:
-    """Return a docstring's text as help, without backquotes; `None` is spelled none on the command line."""
+    """Return a docstring's text as help, without backquotes; "`None`" becomes "none", as on the command line."""
     return text.replace("`None`", "none").replace("`", "")
 
 
 def _metavar(hint: Any) -> str:
-    """Return the placeholder of a field's value in the help: its type in capitals, or its literals."""
+    """Return the placeholder of a field's value in the help, from the type hint: a type in capitals, or literals."""
     if typing.get_origin(hint) is typing.Literal:
         return "{" + ",".join(map(str, typing.get_args(hint))) + "}"
     member_types = [member for member in typing.get_args(hint) if member is not type(None)]
@@ -125,5 +127,5 @@ def field_help(cls: type) -> dict[str, str]:
         >>> field_help(MeshSpec)["pipe"]
         'pipeline stages.'
     """
-    params = docstring_parser.parse(cls.__doc__ or "").params
-    return {param.arg_name: " ".join((param.description or "").split()) for param in params}
+    arguments = docstring_parser.parse(cls.__doc__ or "").params
+    return {argument.arg_name: " ".join((argument.description or "").split()) for argument in arguments}

@@ -1,13 +1,13 @@
-"""Where batches come from.
+"""The sources of batches.
 
-| value | is |
+| value | description |
 |---|---|
 | `Text` | text files, a tokenizer and a layout: windows, or packed documents |
-| `Mixture` | several texts in given shares |
-| `Images` | labelled images of an .npz file |
+| `Mixture` | several texts, mixed by weight |
+| `Images` | labeled images from an .npz file |
 
-`value.open(batch, seed)` checks the files and returns `Opened`: `train()`, `evaluation()`, `tokenizer`, `facts`.
-`tokenizer.from_json` rebuilds a tokenizer from the text of its `to_json`.
+`value.open(batch, seed)` checks the files and returns `Opened`, with `train()`, `evaluation()`, `tokenizer` and
+`facts`. `tokenizer.from_json` restores a tokenizer from the text that its `to_json` returned.
 """
 
 from jaxscale.data.images import Images

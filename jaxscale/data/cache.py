@@ -1,9 +1,9 @@
-"""Tokens on disk: encoded once, then mapped into memory.
+"""A cache of tokens on disk: text is encoded once, then mapped into memory.
 
-An entry is a folder named by the hash of everything that determines its content: the files' bytes, the tokenizer, and
-the recipe of the documents. It is written under a temporary name and renamed, so that a reader sees all of it or
-nothing; a lock makes processes of one machine wait for the first of them instead of encoding the same text again. If
-locks do not work (some network disks), all encode, and the first to finish wins.
+An entry is a folder named by the hash of everything that determines the content: the files' bytes, the tokenizer, and
+the recipe of the documents. An entry is written under a temporary name and renamed, so a reader sees a complete entry
+or none. A lock makes the processes of a machine wait for the first of them instead of encoding the same text again.
+Where locks do not work (on some network disks), all processes encode, and the first to finish wins.
 """
 
 import contextlib
@@ -27,33 +27,34 @@ from jaxscale.data.tokenizer import Encoded, Tokenizer, fingerprint
 from jaxscale.errors import UserError
 
 _VERSION = 1
-"""Version of the format of an entry."""
+"""Version of the entries' format."""
 SPLITS = ("train", "held_out")
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """One split of a corpus.
+    """The tokens of one split of a corpus.
 
     Args:
         ids: [tokens] unsigned integers, ids of the tokens, mapped into memory.
-        learned: [tokens] bool, False for a target of weight 0; `None` if all have weight 1.
-        starts: [documents + 1] int64, first token of each document; the last entry is the number of tokens.
+        is_learned: [tokens] bool, False for targets of weight 0; `None` if all targets have weight 1.
+        document_starts: [documents + 1] int64, index of each document's first token; the last entry is the number of
+            tokens.
     """
 
     ids: np.ndarray
-    learned: np.ndarray | None
-    starts: np.ndarray
+    is_learned: np.ndarray | None
+    document_starts: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """An entry of the cache, opened.
+    """An opened entry of the cache.
 
     Args:
-        train: the training split.
-        held_out: the evaluation split.
-        facts: counts of files, bytes, characters, documents and tokens; the entry's hash and folder.
+        train: tokens of the training split.
+        held_out: tokens of the evaluation split.
+        facts: the numbers of files, bytes, characters, documents and tokens, and the entry's hash and folder.
     """
 
     train: Tokens
@@ -62,7 +63,12 @@ class Corpus:
 
 
 def open_corpus(files: list[str], tokenizer: Tokenizer, recipe: DocumentRecipe) -> Corpus:
-    """Open the tokens of some files: from the cache, or encoded now with a progress bar on a terminal.
+    """Open the tokens of text files from the cache; on the first call, encode the files, with a progress bar.
+
+    Args:
+        files: paths of the text files.
+        tokenizer: the tokenizer to encode with.
+        recipe: how the files become documents.
 
     Raises:
         UserError: a file is empty, binary or not UTF-8, the recipe leaves no training text, or no folder is writable.
@@ -77,44 +83,45 @@ def open_corpus(files: list[str], tokenizer: Tokenizer, recipe: DocumentRecipe) 
             ]
         ).encode()
     ).hexdigest()[:32]
-    folders = _folders()
-    for folder in folders:
+    cache_folders = _cache_folders()
+    for folder in cache_folders:
         if (corpus := _load(folder / key)) is not None:
             return corpus
-    failures = []
-    for folder in folders:
+    failure_texts = []
+    for folder in cache_folders:
         try:
             with _lock_entry(folder, key):
                 if (corpus := _load(folder / key)) is None:
                     _write(folder, key, files, tokenizer, recipe)
                     corpus = _load(folder / key)
-                assert corpus is not None, f"the entry {key} just written cannot be read"
+                assert corpus is not None, f"the entry {key} has just been written, but cannot be read"
                 return corpus
         except OSError as error:
-            failures.append(f"{folder}: {error.strerror or error}")
+            failure_texts.append(f"{folder}: {error.strerror or error}")
     raise UserError(
-        f"tokens can't be written to any folder ({', '.join(failures)}): set JAXSCALE_CACHE to one with free space"
+        f"tokens cannot be written to any folder ({', '.join(failure_texts)}): set JAXSCALE_CACHE to a folder with "
+        "free space"
     )
 
 
-def _folders() -> list[pathlib.Path]:
-    """Return the folders for entries, the preferred one first."""
-    home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path("~/.cache").expanduser())
-    preferred = pathlib.Path(os.environ.get("JAXSCALE_CACHE") or home / "jaxscale")
-    fallback = pathlib.Path(tempfile.gettempdir()) / f"jaxscale-{os.getuid()}"
-    return [preferred / "tokens", fallback / "tokens"]
+def _cache_folders() -> list[pathlib.Path]:
+    """Return the folders that may hold entries, the preferred one first."""
+    user_cache_folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path("~/.cache").expanduser())
+    preferred_folder = pathlib.Path(os.environ.get("JAXSCALE_CACHE") or user_cache_folder / "jaxscale")
+    fallback_folder = pathlib.Path(tempfile.gettempdir()) / f"jaxscale-{os.getuid()}"
+    return [preferred_folder / "tokens", fallback_folder / "tokens"]
 
 
 @contextlib.contextmanager
 def _lock_entry(folder: pathlib.Path, key: str) -> Iterator[None]:
-    """Lock an entry for this process while the context is open, if the disk supports locks.
+    """Lock the entry `key` of a folder while the context is open, if the disk supports locks.
 
-    Drafts of the entry that killed processes left are removed.
+    This also removes unfinished drafts of the entry that killed processes have left behind.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with open(folder / f"{key}.lock", "w") as lock:
+    with open(folder / f"{key}.lock", "w") as lock_file:
         with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock_file, fcntl.LOCK_EX)
         for draft in folder.glob(f".{key}.*"):  # left by a killed process; no write takes a day
             if time.time() - draft.stat().st_mtime > 86_400:
                 shutil.rmtree(draft, ignore_errors=True)
@@ -122,14 +129,14 @@ def _lock_entry(folder: pathlib.Path, key: str) -> Iterator[None]:
 
 
 def _write(folder: pathlib.Path, key: str, files: list[str], tokenizer: Tokenizer, recipe: DocumentRecipe) -> None:
-    """Encode files into a temporary folder, and rename it to the entry `key` once complete."""
+    """Encode files into a temporary folder; once that is complete, rename it to the entry `key` of `folder`."""
     draft = pathlib.Path(tempfile.mkdtemp(prefix=f".{key}.", dir=folder))
     try:
         facts = _encode(draft, files, tokenizer, recipe)
         (draft / "facts.json").write_text(json.dumps({**facts, "hash": key}))
-        if (folder / key).exists():  # unreadable, or `_load` would have returned it
+        if (folder / key).exists():  # it is not readable, since `_load` returned None
             shutil.rmtree(folder / key, ignore_errors=True)
-        with contextlib.suppress(FileExistsError):  # another process was first, with the same content
+        with contextlib.suppress(FileExistsError):  # another process finished first, with the same content
             try:
                 os.rename(draft, folder / key)
             except OSError as error:
@@ -141,34 +148,36 @@ def _write(folder: pathlib.Path, key: str, files: list[str], tokenizer: Tokenize
 
 
 def _encode(draft: pathlib.Path, files: list[str], tokenizer: Tokenizer, recipe: DocumentRecipe) -> dict[str, Any]:
-    """Encode files into the folder `draft`, and return the facts of the entry, as in `Corpus`."""
-    facts = documents.survey(files, recipe)
-    held_out_start = int((1 - recipe.held_out) * facts["documents" if recipe.whole else "characters"])
+    """Encode files into the folder `draft`, and return `Corpus.facts` without the entry's hash and folder."""
+    facts = documents.check_and_count(files, recipe)
+    held_out_start = int((1 - recipe.held_out) * facts["documents" if recipe.is_cut_at_document else "characters"])
     dtype = np.dtype(np.uint8 if tokenizer.size <= 2**8 else np.uint16 if tokenizer.size <= 2**16 else np.uint32)
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(_Writer(draft, name, dtype, recipe.prompt_end is not None)) for name in SPLITS]
         advance = stack.enter_context(_progress("encoding " + _describe_files(files), facts["characters"]))
-        labels: list[tuple[int, bool, bool]] = []  # (split, begins, learned) of each text, as in `documents.texts`
+        labels: list[tuple[int, bool, bool]] = []  # for each text, (split_index, is_document_start, is_learned)
 
         def label_texts() -> Iterator[str]:
-            """Yield the texts to encode, and append (split, begins, learned) of each to `labels`."""
-            for split, begins, learned, text in documents.texts(files, recipe, held_out_start):
-                labels.append((split, begins, learned))
+            """Yield the texts to encode, and append the label of each to `labels`."""
+            for split_index, is_document_start, is_learned, text in documents.texts(files, recipe, held_out_start):
+                labels.append((split_index, is_document_start, is_learned))
                 yield text
 
-        last_text = -1
+        previous_text_index = -1
         for encoded in tokenizer.encode_all(label_texts()):
-            first_text = encoded.texts[0]
-            text_labels = np.array(labels[first_text : encoded.texts[-1] + 1])
-            splits, begins, learned = text_labels[encoded.texts - first_text].T  # [parts] each
-            is_continued = np.diff(encoded.texts, prepend=last_text) == 0  # a later part of the same text
-            for split_number, writer in enumerate(writers):
-                writer.add(encoded, splits == split_number, learned, begins * ~is_continued)
-            last_text = encoded.texts[-1]
-            advance(encoded.characters)
+            first_text_index = encoded.text_indices[0]
+            text_labels = np.array(labels[first_text_index : encoded.text_indices[-1] + 1])
+            # [parts] each, like the `text_indices`
+            split_indices, is_document_start, is_learned = text_labels[encoded.text_indices - first_text_index].T
+            # whether the part continues the text of the part before it
+            is_continued = np.diff(encoded.text_indices, prepend=previous_text_index) == 0
+            for split_index, writer in enumerate(writers):
+                writer.add(encoded, split_indices == split_index, is_learned, is_document_start * ~is_continued)
+            previous_text_index = encoded.text_indices[-1]
+            advance(encoded.character_count)
     facts.update(dtype=dtype.name, masked=recipe.prompt_end is not None, vocabulary=tokenizer.size)
     for name, writer in zip(SPLITS, writers, strict=True):
-        facts[name] = {"tokens": writer.token_count, "documents": len(writer.starts)}
+        facts[name] = {"tokens": writer.token_count, "documents": len(writer.document_starts)}
     return facts
 
 
@@ -179,33 +188,39 @@ class _Writer:
         draft: folder of the entry.
         name: name of the split.
         dtype: type of the stored ids.
-        masked: whether to store which tokens have weight 1.
+        has_weights: whether to store which tokens have weight 1.
+
+    Attributes:
+        token_count: number of tokens written so far.
+        document_starts: index of the first token of each document so far.
     """
 
-    def __init__(self, draft: pathlib.Path, name: str, dtype: np.dtype, masked: bool) -> None:
+    def __init__(self, draft: pathlib.Path, name: str, dtype: np.dtype, has_weights: bool) -> None:
         self.token_count = 0
-        self.starts: list[int] = []
+        self.document_starts: list[int] = []
         self._dtype = dtype
         self._starts_path = draft / f"{name}.starts"
         self._ids_file = (draft / f"{name}.ids").open("wb")
-        self._learned_file = (draft / f"{name}.learned").open("wb") if masked else None
+        self._learned_file = (draft / f"{name}.learned").open("wb") if has_weights else None
 
-    def add(self, encoded: Encoded, selected: np.ndarray, learned: np.ndarray, begins: np.ndarray) -> None:
-        """Append those parts of some texts that belong to this split.
+    def add(
+        self, encoded: Encoded, is_in_split: np.ndarray, is_learned: np.ndarray, is_document_start: np.ndarray
+    ) -> None:
+        """Append those parts of encoded texts that belong to this split.
 
         Args:
             encoded: ids of the parts.
-            selected: [parts] bool, whether the part belongs to this split.
-            learned: [parts] bool, whether the part's tokens have weight 1.
-            begins: [parts] bool, whether a document begins with the part.
+            is_in_split: [parts] bool, whether the part belongs to this split.
+            is_learned: [parts] 0 or 1, whether the part's tokens have weight 1.
+            is_document_start: [parts] 0 or 1, whether the part is the first one of a document.
         """
-        selected_lengths = encoded.lengths[selected]
-        self._ids_file.write(encoded.ids[np.repeat(selected, encoded.lengths)].astype(self._dtype).tobytes())
+        lengths = encoded.lengths[is_in_split]
+        self._ids_file.write(encoded.ids[np.repeat(is_in_split, encoded.lengths)].astype(self._dtype).tobytes())
         if self._learned_file is not None:
-            self._learned_file.write(np.repeat(learned[selected].astype(np.bool_), selected_lengths).tobytes())
-        part_starts = self.token_count + np.cumsum(selected_lengths) - selected_lengths
-        self.starts += part_starts[begins[selected].astype(np.bool_)].tolist()
-        self.token_count += int(selected_lengths.sum())
+            self._learned_file.write(np.repeat(is_learned[is_in_split].astype(np.bool_), lengths).tobytes())
+        part_starts = self.token_count + np.cumsum(lengths) - lengths
+        self.document_starts += part_starts[is_document_start[is_in_split].astype(np.bool_)].tolist()
+        self.token_count += int(lengths.sum())
 
     def __enter__(self) -> "_Writer":
         return self
@@ -214,24 +229,26 @@ class _Writer:
         self._ids_file.close()
         if self._learned_file is not None:
             self._learned_file.close()
-        self._starts_path.write_bytes(np.array([*self.starts, self.token_count], np.int64).tobytes())
+        self._starts_path.write_bytes(np.array([*self.document_starts, self.token_count], np.int64).tobytes())
 
 
-def _load(folder: pathlib.Path) -> Corpus | None:
-    """Return the entry in a folder; `None` if it is missing, or if a file is shorter or longer than its facts say."""
+def _load(entry_folder: pathlib.Path) -> Corpus | None:
+    """Return an entry of the cache; `None` if it is missing, or if a file's length contradicts the entry's facts."""
     try:
-        facts = json.loads((folder / "facts.json").read_text())
+        facts = json.loads((entry_folder / "facts.json").read_text())
         dtype = np.dtype(facts["dtype"])
         splits = []
         for name in SPLITS:
             token_count, document_count = facts[name]["tokens"], facts[name]["documents"]
-            ids = _map_array(folder / f"{name}.ids", dtype, token_count)
-            learned = _map_array(folder / f"{name}.learned", np.dtype(bool), token_count) if facts["masked"] else None
-            starts = _map_array(folder / f"{name}.starts", np.dtype(np.int64), document_count + 1)
-            splits.append(Tokens(ids, learned, starts))
+            ids = _map_array(entry_folder / f"{name}.ids", dtype, token_count)
+            is_learned = None
+            if facts["masked"]:
+                is_learned = _map_array(entry_folder / f"{name}.learned", np.dtype(bool), token_count)
+            document_starts = _map_array(entry_folder / f"{name}.starts", np.dtype(np.int64), document_count + 1)
+            splits.append(Tokens(ids, is_learned, document_starts))
     except (OSError, ValueError, KeyError):
         return None
-    return Corpus(splits[0], splits[1], {**facts, "cache": str(folder)})
+    return Corpus(splits[0], splits[1], {**facts, "cache": str(entry_folder)})
 
 
 def _map_array(path: pathlib.Path, dtype: np.dtype, length: int) -> np.ndarray:
@@ -242,9 +259,9 @@ def _map_array(path: pathlib.Path, dtype: np.dtype, length: int) -> np.ndarray:
     """
     if path.stat().st_size != length * dtype.itemsize:
         raise ValueError(f"{path} does not hold {length} elements of {dtype}")
-    if length == 0:  # nothing can be mapped
+    if length == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype)
-    # a plain array over the mapping: indexing numpy's memmap class costs several times as much
+    # a plain array over the mapping, because indexing numpy's memmap class takes several times as long
     return np.asarray(np.memmap(path, dtype, mode="r", shape=(length,)))
 
 
@@ -255,8 +272,8 @@ def _describe_files(files: Iterable[str]) -> str:
 
 
 @contextlib.contextmanager
-def _progress(description: str, characters: int) -> Iterator[Any]:
-    """Show a progress bar on the error stream; yields a function of the number of characters just encoded."""
+def _progress(description: str, total_characters: int) -> Iterator[Any]:
+    """Show a progress bar on stderr; yield a function that advances the bar by a number of characters."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -268,5 +285,5 @@ def _progress(description: str, characters: int) -> Iterator[Any]:
         TimeRemainingColumn(elapsed_when_finished=True),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(description, total=characters)
-        yield lambda encoded_characters: progress.update(task, advance=encoded_characters)
+        task_id = progress.add_task(description, total=total_characters)
+        yield lambda character_count: progress.update(task_id, advance=character_count)

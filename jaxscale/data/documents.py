@@ -1,8 +1,8 @@
-"""The documents of some files, and the start of the held-out part.
+"""The documents in text files, and their split into a training part and a held-out part.
 
-If whole documents are held out, the cut between the two parts falls between documents; otherwise it falls on a
-character of their concatenation, and a document may lie on both sides. A prompt and its answer are encoded separately,
-so that the prompt's ids are those it will have when a model continues it.
+If whole documents are held out, the cut between the two parts falls between documents. Otherwise, it falls on a
+character of the concatenated documents, and one document may lie on both sides of the cut. A prompt and its answer are
+encoded separately, so a prompt has the same ids here as when a trained model continues it.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ class DocumentRecipe:
         separator: text between documents, which is dropped; `None` makes each file one document.
         beginning: text put before every document.
         ending: text put after every document.
-        prompt_end: marker that ends a prompt. Tokens up to its end have weight 0, as have all tokens of a document
-            without the marker. With `None`, all tokens have weight 1.
+        prompt_end: marker that ends a prompt. Tokens up to the end of the marker have weight 0, as do all tokens of a
+            document without the marker. With `None`, all tokens have weight 1.
         held_out: share of the text, at its end, that is held out from training, from 0 to 1.
-        whole: whether to hold out whole documents; otherwise the cut falls on a character, as in nanoGPT.
+        is_cut_at_document: whether to hold out whole documents; otherwise the cut falls on a character, as in nanoGPT.
     """
 
     separator: str | None
@@ -32,14 +32,14 @@ class DocumentRecipe:
     ending: str
     prompt_end: str | None
     held_out: float
-    whole: bool
+    is_cut_at_document: bool
 
     def documents(self, text: str) -> list[str]:
-        """The documents of one file, without empty ones."""
+        """Return the documents in the text of one file, without empty ones."""
         return [text] if self.separator is None else [document for document in text.split(self.separator) if document]
 
     def parts(self, document: str) -> Iterator[tuple[str, bool]]:
-        """Yield the parts of a document that are encoded separately, each with whether its tokens have weight 1."""
+        """Yield pairs (text, is_learned): a part of a document to encode, and whether its tokens have weight 1."""
         if self.prompt_end is None:
             if self.beginning:
                 yield self.beginning, True
@@ -57,23 +57,23 @@ class DocumentRecipe:
         )
 
 
-def survey(files: list[str], recipe: DocumentRecipe) -> dict[str, Any]:
-    """Check every file, and count what determines where the held-out part starts.
+def check_and_count(files: list[str], recipe: DocumentRecipe) -> dict[str, Any]:
+    """Check every file, and return the counts from which the start of the held-out part is computed.
 
     Returns:
-        Numbers of "files", "bytes", "characters" and "documents", and of "marked" documents: those with a `prompt_end`.
+        Numbers of "files", "bytes", "characters", "documents", and of "marked" documents, which have a `prompt_end`.
 
     Raises:
         UserError: a file is not text, the files hold no document, or no document has a `prompt_end`.
     """
-    document_count = character_count = total_bytes = marked_count = 0
-    added_characters = len(recipe.beginning) + len(recipe.ending)
+    document_count = character_count = byte_count = marked_count = 0
+    added_character_count = len(recipe.beginning) + len(recipe.ending)
     for file in files:
         content = source.read(file)
         file_documents = recipe.documents(source.decode(content, file))
-        total_bytes += len(content)
+        byte_count += len(content)
         document_count += len(file_documents)
-        character_count += sum(map(len, file_documents)) + added_characters * len(file_documents)
+        character_count += sum(map(len, file_documents)) + added_character_count * len(file_documents)
         marked_count += sum(not recipe.prompt_end or recipe.prompt_end in document for document in file_documents)
     if not marked_count:
         raise UserError(
@@ -84,7 +84,7 @@ def survey(files: list[str], recipe: DocumentRecipe) -> dict[str, Any]:
         )
     return {
         "files": len(files),
-        "bytes": total_bytes,
+        "bytes": byte_count,
         "characters": character_count,
         "documents": document_count,
         "marked": marked_count,
@@ -92,33 +92,33 @@ def survey(files: list[str], recipe: DocumentRecipe) -> dict[str, Any]:
 
 
 def texts(files: list[str], recipe: DocumentRecipe, held_out_start: int) -> Iterator[tuple[int, bool, bool, str]]:
-    """Yield every text to encode, as (split, begins, learned, text).
+    """Yield every text to encode, as tuples (split_index, is_document_start, is_learned, text).
 
-    `split` is 0 for training, 1 for the held-out part. `begins` is true if a document begins with the text. `learned`
-    is true if its tokens have weight 1.
+    `split_index` is 0 for the training part and 1 for the held-out part. `is_document_start` is true if the text is the
+    first one of its document in that part. `is_learned` is true if the text's tokens have weight 1.
 
     Args:
         files: paths of the files.
         recipe: how files become documents.
-        held_out_start: index of the first held-out document if the recipe holds out whole ones, otherwise of the first
-            held-out character.
+        held_out_start: index of the first held-out document if whole documents are held out; otherwise, index of the
+            first held-out character.
     """
-    position = 0  # of a document if whole ones are held out, otherwise of a character
+    position = 0  # index of a document if whole documents are held out, otherwise of a character
     for file in files:
         for document in recipe.documents(source.decode(source.read(file), file)):
-            if recipe.whole:
-                split, begins = int(position >= held_out_start), True
-                for text, learned in recipe.parts(document):
+            if recipe.is_cut_at_document:
+                split_index, is_document_start = int(position >= held_out_start), True
+                for text, is_learned in recipe.parts(document):
                     if text:
-                        yield split, begins, learned, text
-                        begins = False
+                        yield split_index, is_document_start, is_learned, text
+                        is_document_start = False
                 position += 1
                 continue
-            split_begun = [False, False]
-            for text, learned in recipe.parts(document):
-                split_index = min(max(held_out_start - position, 0), len(text))
-                for split, split_text in enumerate((text[:split_index], text[split_index:])):
+            has_started = [False, False]  # for each split, whether it has a text of this document
+            for text, is_learned in recipe.parts(document):
+                cut = min(max(held_out_start - position, 0), len(text))  # index of the first held-out character
+                for split_index, split_text in enumerate((text[:cut], text[cut:])):
                     if split_text:
-                        yield split, not split_begun[split], learned, split_text
-                        split_begun[split] = True
+                        yield split_index, not has_started[split_index], is_learned, split_text
+                        has_started[split_index] = True
                 position += len(text)

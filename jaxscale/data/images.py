@@ -1,4 +1,4 @@
-"""Arrays of labelled images in an .npz file, as batches. No augmentation."""
+"""Batches of labeled images, from the arrays of an .npz file, without augmentation."""
 
 import dataclasses
 import functools
@@ -18,17 +18,18 @@ from jaxscale.values import check_types
 
 @dataclasses.dataclass(frozen=True)
 class Images:
-    """Labelled images as batches of `images` float32 [B, height, width, C] and `labels` int32 [B].
+    """Labeled images as batches of `images` float32 [B, height, width, C] and `labels` int32 [B].
 
     Args:
-        path: an .npz file; gs:// and s3:// too.
-        held_out: share of the images for evaluation instead of training; the choice depends on their number alone.
+        path: path of an .npz file, which may begin with gs:// or s3://.
+        held_out: share of the images held out for evaluation; which images they are depends only on the number of
+            images.
         scale: pixel value that becomes 1.0.
         images: name of the array of images, numbers of shape [N, height, width] or [N, height, width, C].
-        labels: name of the array of classes, [N], whole numbers from 0.
+        labels: name of the array of classes, whole numbers [N] from 0 on.
 
     Raises:
-        UserError: a value is out of range; on `open`, the file is missing or lacks such arrays.
+        UserError: a value is out of range; or, on `open`, the file is missing or lacks such arrays.
 
     Example:
         >>> Images("digits.npz", scale=16.0).held_out
@@ -43,7 +44,7 @@ class Images:
 
     def __post_init__(self) -> None:
         check_types(self)
-        object.__setattr__(self, "path", source.absolute(os.fspath(self.path)))
+        object.__setattr__(self, "path", source.absolute_path(os.fspath(self.path)))
         if not 0 <= self.held_out < 1:
             raise UserError(f"held_out: got {self.held_out!r}, expected a share of the images, 0 <= held_out < 1")
         if not 0 < self.scale < float("inf"):
@@ -53,22 +54,22 @@ class Images:
         """Open the file, and return its batches.
 
         Args:
-            batch: number of images of the global batch.
+            batch: number of images in the global batch.
             seed: seed of the order of the images.
             process: index of this process.
             processes: number of processes that share the batch; each gets contiguous rows.
 
         Returns:
-            Opened data without a tokenizer; `facts["classes"]` is one more than the largest label.
+            The opened data, without a tokenizer; `facts["classes"]` is one more than the largest label.
 
         Raises:
             UserError: the file is invalid, or too few images are left to train or evaluate on.
         """
         check_share(batch, process, processes)
-        (file,) = source.find((str(self.path),))
+        (file,) = source.find_files((str(self.path),))
         content = source.read(file)
         pixels, labels = self._read_arrays(content)
-        # the order of a fixed generator's raw bits is the same in every version of numpy
+        # a fixed generator's raw bits are the same in every version of numpy, and so is their order
         order = np.argsort(np.random.PCG64(0).random_raw(len(labels)), kind="stable")
         train_count = int((1 - self.held_out) * len(labels))
         if train_count == 0 or (self.held_out and train_count == len(labels)):
@@ -76,8 +77,8 @@ class Images:
                 f"{self.path} holds {len(labels)} images: held_out {self.held_out:g} leaves none "
                 f"to {'evaluate' if train_count else 'train'} on; change held_out"
             )
-        splits = (order[:train_count], order[train_count:])
-        train, held_out = (LabelledImages(pixels[rows], labels[rows], self.scale) for rows in splits)
+        split_rows = (order[:train_count], order[train_count:])
+        train, held_out = (LabeledImages(pixels[rows], labels[rows], self.scale) for rows in split_rows)
         facts = {
             "kind": "images",
             "shape": list(train.shape),
@@ -93,17 +94,17 @@ class Images:
     def _read_arrays(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
         """Check the file's content, and return its images [N, height, width, C] and labels [N]."""
         try:
-            archive = np.load(BytesIO(content), allow_pickle=False)
-            if isinstance(archive, np.ndarray):
+            content_value = np.load(BytesIO(content), allow_pickle=False)
+            if isinstance(content_value, np.ndarray):
                 raise UserError(f"{self.path} holds one array: expected an .npz file of images and labels")
-            with archive as file:
-                for key in (self.images, self.labels):
-                    if key not in file.files:
+            with content_value as archive:
+                for name in (self.images, self.labels):
+                    if name not in archive.files:
                         raise UserError(
-                            f"{self.path} has no array {key!r}: it holds {', '.join(file.files)}; name it in "
-                            f"{'images' if key == self.images else 'labels'}{near_miss(key, file.files)}"
+                            f"{self.path} has no array {name!r}: it holds {', '.join(archive.files)}; name one of them "
+                            f"in {'images' if name == self.images else 'labels'}{near_miss(name, archive.files)}"
                         )
-                pixels, labels = file[self.images], file[self.labels]
+                pixels, labels = archive[self.images], archive[self.labels]
         except UserError:
             raise
         except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
@@ -124,8 +125,8 @@ class Images:
 
 
 @dataclasses.dataclass(frozen=True)
-class LabelledImages:
-    """Images and their labels as rows.
+class LabeledImages:
+    """Rows of images with their labels.
 
     Args:
         pixels: images [N, height, width, C].
@@ -138,21 +139,21 @@ class LabelledImages:
     scale: float
 
     def __len__(self) -> int:
-        """Number of images of one epoch."""
+        """Number of images in one epoch."""
         return len(self.labels)
 
     @property
     def targets(self) -> int:
-        """Number of labels of one epoch."""
+        """Number of labels in one epoch."""
         return len(self)
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        """Height, width and channels of one image."""
+        """Height, width and number of channels of one image."""
         return self.pixels.shape[1:]
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Read the rows with these numbers in the endless sequence of epochs."""
+        """Read the rows with these indices, [B] int64, in the endless sequence of epochs."""
         epoch_rows = rows % len(self)
         images = self.pixels[epoch_rows].astype(np.float32) / np.float32(self.scale)
         return {"images": images, "labels": self.labels[epoch_rows].astype(np.int32)}

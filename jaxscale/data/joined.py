@@ -1,9 +1,9 @@
 """Encode several short texts at a time, with a special token between them.
 
-A tokenizer of the `tokenizers` library finds special tokens first, and encodes the texts between them separately: the
-ids of "a<|eos|>b" are those of "a", that of the token, and those of "b". One call for several short texts saves the
-overhead per call. A tokenizer that looks beyond its special tokens (one that marks only the beginning of the whole
-text) is detected on the first texts, and then encodes each text separately.
+A tokenizer of the `tokenizers` library finds special tokens first, and encodes the texts between them separately. So
+the ids of "a<|eos|>b" are the ids of "a", the id of "<|eos|>" and the ids of "b", and one call can encode several short
+texts, which saves overhead. Some tokenizers look beyond their special tokens, such as one that marks only the beginning
+of the whole text. They are detected on the first texts, and each text is then encoded separately.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,8 +16,8 @@ class JoinedTexts(NamedTuple):
     """Texts that are encoded by one call.
 
     Args:
-        text: texts joined by the marker.
-        text_count: number of these texts.
+        text: the texts, joined by the marker.
+        text_count: number of the joined texts.
     """
 
     text: str
@@ -25,25 +25,39 @@ class JoinedTexts(NamedTuple):
 
 
 class Marker(NamedTuple):
-    """A special token between texts: its spelling and its id."""
+    """A special token that is put between texts.
+
+    Args:
+        text: spelling of the token.
+        id: id of the token.
+    """
 
     text: str
     id: int
 
 
 def marker_of(model: Any) -> Marker | None:
-    """Return a special token that absorbs no text around it; `None` if a model of the library has none."""
+    """Return a special token of a tokenizer that absorbs no text around the token; `None` if there is no such token.
+
+    Args:
+        model: a `tokenizers.Tokenizer`.
+    """
     for token_id, token in sorted(model.get_added_tokens_decoder().items()):
         if token.special and token.content and not (token.lstrip or token.rstrip or token.single_word):
             return Marker(token.content, token_id)
     return None
 
 
-def join_texts(texts: Iterable[str], marker: Marker | None, characters: int) -> Iterator[JoinedTexts]:
-    """Yield the texts, of which short ones are joined up to `characters`; a text with the marker in it stays alone.
+def join_texts(texts: Iterable[str], marker: Marker | None, max_characters: int) -> Iterator[JoinedTexts]:
+    """Yield the texts in order, with short neighbors joined; a text that contains the marker is not joined.
+
+    Args:
+        texts: the texts to encode.
+        marker: special token to put between joined texts; `None` joins no texts.
+        max_characters: upper limit, not reached, of the number of characters in joined texts.
 
     Example:
-        >>> [tuple(piece) for piece in join_texts(["a", "b", "c|", "d", "long"], Marker("|", 0), 3)]
+        >>> [tuple(joined) for joined in join_texts(["a", "b", "c|", "d", "long"], Marker("|", 0), 3)]
         [('a|b', 2), ('c|', 1), ('d', 1), ('long', 1)]
     """
     if marker is None:
@@ -53,7 +67,7 @@ def join_texts(texts: Iterable[str], marker: Marker | None, characters: int) -> 
     pending_characters = 0
     for text in texts:
         has_marker = marker.text in text
-        if pending_texts and (has_marker or pending_characters + len(text) >= characters):
+        if pending_texts and (has_marker or pending_characters + len(text) >= max_characters):
             yield JoinedTexts(marker.text.join(pending_texts), len(pending_texts))
             pending_texts, pending_characters = [], 0
         if has_marker:
@@ -65,31 +79,36 @@ def join_texts(texts: Iterable[str], marker: Marker | None, characters: int) -> 
         yield JoinedTexts(marker.text.join(pending_texts), len(pending_texts))
 
 
-def separate(call_ids: Sequence[Sequence[int]], calls: Sequence[JoinedTexts], marker: Marker | None) -> tuple[Any, Any]:
-    """Return the ids of all texts, one after another, and the number of ids of each text.
+def separate_ids(
+    ids_by_call: Sequence[Sequence[int]], calls: Sequence[JoinedTexts], marker: Marker | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Separate the ids of joined texts into those of each text.
 
     Args:
-        call_ids: ids that each call returned.
-        calls: the joined texts of each call.
-        marker: special token between texts; `None` if none are joined.
+        ids_by_call: for each call of the tokenizer, the ids that it returned.
+        calls: for each call, the joined texts that it encoded.
+        marker: special token between joined texts; `None` if no texts are joined.
+
+    Returns:
+        int32 ids of all texts, one text after another, without markers; and the int64 number of ids of each text.
 
     Example:
         >>> calls = [JoinedTexts("a|b", 2), JoinedTexts("|", 1)]
-        >>> ids, lengths = separate([[5, 6, 0, 7], [0]], calls, Marker("|", 0))
+        >>> ids, lengths = separate_ids([[5, 6, 0, 7], [0]], calls, Marker("|", 0))
         >>> ids.tolist(), lengths.tolist()
         ([5, 6, 7, 0], [2, 1, 1])
     """
-    ids: list[np.ndarray] = []
+    text_ids: list[np.ndarray] = []
     lengths: list[np.ndarray] = []
-    for ids_of_call, joined_texts in zip(call_ids, calls, strict=True):
-        id_array = np.array(ids_of_call, np.int32)
+    for call_ids, joined_texts in zip(ids_by_call, calls, strict=True):
+        id_array = np.array(call_ids, np.int32)
         if joined_texts.text_count == 1 or marker is None:
-            ids.append(id_array)
+            text_ids.append(id_array)
             lengths.append(np.array([len(id_array)]))
             continue
         is_marker = id_array == marker.id
-        marker_index = np.flatnonzero(is_marker)
-        assert len(marker_index) == joined_texts.text_count - 1, "a special token was not found where it was written"
-        ids.append(id_array[~is_marker])
-        lengths.append(np.diff(marker_index, prepend=-1, append=len(id_array)) - 1)
-    return np.concatenate(ids), np.concatenate(lengths).astype(np.int64)
+        marker_positions = np.flatnonzero(is_marker)
+        assert len(marker_positions) == joined_texts.text_count - 1, "a call lost or added a special token"
+        text_ids.append(id_array[~is_marker])
+        lengths.append(np.diff(marker_positions, prepend=-1, append=len(id_array)) - 1)
+    return np.concatenate(text_ids), np.concatenate(lengths).astype(np.int64)

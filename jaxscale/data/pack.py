@@ -1,14 +1,14 @@
-"""Documents packed into rows with little padding, where no document sees another.
+"""Documents packed into rows with little padding, without attention between the documents of a row.
 
-A document of m tokens has m - 1 targets: its first token is never a target, its last never an input. Every other token
-is a target exactly once per epoch. A document of more than `context` targets is split, and each piece is a separate
-segment whose positions restart at 0. Rows are filled by best fit on the histogram of lengths, longest first (Krell et
-al. 2021, "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027): the work grows with the
-number of kinds of rows (rows whose pieces have the same lengths are of one kind), not of documents.
+A document of m tokens has m - 1 targets: its first token is never a target, and its last token is never an input. Every
+token but the first is a target exactly once per epoch. A document of more than `context` targets is split, and each
+piece is a separate segment, with positions that start at 0. Rows are filled by best fit on the histogram of lengths,
+longest first (Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027). Two rows
+are of the same kind if their pieces have the same lengths; the work grows with the number of kinds, not of documents.
 
-The packing is computed once, from the lengths alone, so that row i is the same for every reader; only the order of the
-rows changes with the epoch. (Grain's packers fill rows from a stream: their state contains half-filled rows, and the
-packing depends on the number of processes.) A piece whose targets all have weight 0 is left out.
+The packing is computed once, from the lengths alone, so row i is the same for every reader; only the order of the rows
+changes with the epoch. (Grain's packers fill rows from a stream: their state contains half-filled rows, and the packing
+depends on the number of processes.) A piece is left out if all its targets have weight 0.
 """
 
 import dataclasses
@@ -25,11 +25,12 @@ class Packing(NamedTuple):
 
     Args:
         pieces: [pieces] int64, indices of the pieces, row by row.
-        rows: [rows + 1] int64, index in `pieces` at which each row begins; the last entry is the number of pieces.
+        row_starts: [rows + 1] int64, index in `pieces` at which each row begins; the last entry is the number of
+            pieces.
     """
 
     pieces: np.ndarray
-    rows: np.ndarray
+    row_starts: np.ndarray
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
@@ -37,14 +38,14 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
 
     Args:
         lengths: [pieces] whole numbers from 1 to `capacity`, length of each piece.
-        capacity: largest sum of the lengths of a row.
+        capacity: upper limit for the sum of the lengths in a row.
 
     Returns:
         The packing; every piece is in exactly one row.
 
     Example:
         >>> best_fit(np.array([3, 1, 4, 1]), 5)
-        Packing(pieces=array([2, 1, 0, 3]), rows=array([0, 2, 4]))
+        Packing(pieces=array([2, 1, 0, 3]), row_starts=array([0, 2, 4]))
 
     References:
         Krell et al. 2021, arXiv:2107.02027, section 3.
@@ -54,63 +55,71 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
     row_kinds = _row_kinds(counts_by_length, capacity)
 
     order = np.argsort(lengths, kind="stable")
-    # for each length, the place in `order` of the next piece of this length
+    # for each length, the index in `order` of the next piece of this length
     next_by_length = np.concatenate([[0], np.cumsum(counts_by_length)])[:-1]
-    piece_indices, pieces_per_row = [], []
+    pieces_by_kind, piece_counts_by_kind = [], []
     for row_count, row_lengths in row_kinds:
-        row_pieces = np.empty((row_count, len(row_lengths)), np.int64)
+        kind_pieces = np.empty((row_count, len(row_lengths)), np.int64)
         for column, length in enumerate(row_lengths):
-            row_pieces[:, column] = order[next_by_length[length] : next_by_length[length] + row_count]
+            kind_pieces[:, column] = order[next_by_length[length] : next_by_length[length] + row_count]
             next_by_length[length] += row_count
-        piece_indices.append(row_pieces.reshape(-1))
-        pieces_per_row.append(np.full(row_count, len(row_lengths), np.int64))
+        pieces_by_kind.append(kind_pieces.reshape(-1))
+        piece_counts_by_kind.append(np.full(row_count, len(row_lengths), np.int64))
     if not row_kinds:
         return Packing(np.zeros(0, np.int64), np.zeros(1, np.int64))
-    return Packing(np.concatenate(piece_indices), np.concatenate([[0], np.cumsum(np.concatenate(pieces_per_row))]))
+    piece_counts = np.concatenate(piece_counts_by_kind)  # one entry per row
+    return Packing(np.concatenate(pieces_by_kind), np.concatenate([[0], np.cumsum(piece_counts)]))
 
 
 def _row_kinds(counts_by_length: list[int], capacity: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the kinds of rows that best fit makes, each as (number of such rows, lengths of their pieces).
+    """Return the kinds of rows that best fit produces, as pairs (number of such rows, lengths of a row's pieces).
 
     Args:
         counts_by_length: number of pieces of each length, from 0 to `capacity`.
-        capacity: largest sum of the lengths of a row.
+        capacity: upper limit for the sum of the lengths in a row.
     """
-    open_rows: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(capacity + 1)]  # kinds by free room
+    # for each free length (the capacity minus the sum of the lengths in a row), the kinds of rows so far
+    kinds_by_room: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(capacity + 1)]
     for length in range(capacity, 0, -1):
         pieces_left = counts_by_length[length]
         while pieces_left:
-            room = next((room for room in range(length, capacity) if open_rows[room]), capacity)
-            per_row = room // length  # after the first piece the row is the fullest, so it gets the next as well
-            row_count, row_lengths = open_rows[room].pop() if room < capacity else (-(-pieces_left // per_row), ())
-            full_count = min(row_count, pieces_left // per_row)
-            row_count, pieces_left = row_count - full_count, pieces_left - full_count * per_row
+            room = next((room for room in range(length, capacity) if kinds_by_room[room]), capacity)
+            # after one more piece, the row is the fullest, so it receives the next piece as well
+            fit_count = room // length  # number of pieces that fill a row
+            row_count, row_lengths = (
+                kinds_by_room[room].pop() if room < capacity else (-(-pieces_left // fit_count), ())
+            )
+            full_count = min(row_count, pieces_left // fit_count)
+            row_count, pieces_left = row_count - full_count, pieces_left - full_count * fit_count
             if full_count:
-                open_rows[room - per_row * length].append((full_count, row_lengths + (length,) * per_row))
-            if row_count and pieces_left:  # the pieces left do not fill a row
-                open_rows[room - pieces_left * length].append((1, row_lengths + (length,) * pieces_left))
+                kinds_by_room[room - fit_count * length].append((full_count, row_lengths + (length,) * fit_count))
+            if row_count and pieces_left:  # the remaining pieces do not fill a row
+                kinds_by_room[room - pieces_left * length].append((1, row_lengths + (length,) * pieces_left))
                 row_count, pieces_left = row_count - 1, 0
             if row_count:
-                open_rows[room].append((row_count, row_lengths))
-    return [kind for kinds_of_room in open_rows for kind in kinds_of_room]
+                kinds_by_room[room].append((row_count, row_lengths))
+    return [kind for kinds in kinds_by_room for kind in kinds]
 
 
-def split(starts: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
+def split_documents(document_starts: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
     """Split documents into pieces of at most `context` targets.
 
     Args:
-        starts: [documents + 1] int64, first token of each document; the last entry is the number of tokens.
-        context: number of targets of a row.
+        document_starts: [documents + 1] int64, index of each document's first token; the last entry is the number of
+            tokens.
+        context: number of targets in a row.
 
     Returns:
-        Two int64 arrays [pieces]: index of the first token, number of targets. A document of one token has no piece.
+        Two int64 arrays [pieces]: the index of each piece's first token, and its number of targets. A document of one
+        token has no piece.
     """
-    target_counts = np.maximum(np.diff(starts) - 1, 0)
+    target_counts = np.maximum(np.diff(document_starts) - 1, 0)
     piece_counts = -(-target_counts // context)
-    document_index = np.repeat(np.arange(len(target_counts)), piece_counts)  # one entry per piece
+    document_indices = np.repeat(np.arange(len(target_counts)), piece_counts)  # one entry per piece
     pieces_before = np.cumsum(piece_counts) - piece_counts
-    offsets = (np.arange(len(document_index)) - np.repeat(pieces_before, piece_counts)) * context
-    return starts[:-1][document_index] + offsets, np.minimum(target_counts[document_index] - offsets, context)
+    offsets = (np.arange(len(document_indices)) - np.repeat(pieces_before, piece_counts)) * context
+    first_tokens = document_starts[:-1][document_indices] + offsets
+    return first_tokens, np.minimum(target_counts[document_indices] - offsets, context)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +127,8 @@ class Packed:
     """Rows of packed documents.
 
     Args:
-        tokens: tokens of the documents.
-        context: number of targets per row, padding included.
+        tokens: the tokens of all documents.
+        context: number of targets per row, including padding.
     """
 
     tokens: Tokens
@@ -127,65 +136,68 @@ class Packed:
 
     @functools.cached_property
     def _layout(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Three arrays: first token of each piece, row by row; its number of targets; first piece of each row."""
-        first_tokens, target_counts = split(self.tokens.starts, self.context)
-        if self.tokens.learned is not None:
-            learned_before = np.concatenate([[0], np.cumsum(self.tokens.learned, dtype=np.int64)])
+        """Index of each piece's first token and its number of targets, row by row; and the first piece of each row."""
+        first_tokens, target_counts = split_documents(self.tokens.document_starts, self.context)
+        if self.tokens.is_learned is not None:
+            learned_before = np.concatenate([[0], np.cumsum(self.tokens.is_learned, dtype=np.int64)])
             has_targets = learned_before[first_tokens + target_counts + 1] > learned_before[first_tokens + 1]
             first_tokens, target_counts = first_tokens[has_targets], target_counts[has_targets]
         packing = best_fit(target_counts, self.context)
-        return first_tokens[packing.pieces], target_counts[packing.pieces], packing.rows
+        return first_tokens[packing.pieces], target_counts[packing.pieces], packing.row_starts
 
     def __len__(self) -> int:
-        """Number of rows of one epoch."""
-        return len(self._layout[2]) - 1
+        """Number of rows in one epoch."""
+        _, _, row_starts = self._layout
+        return len(row_starts) - 1
 
     @property
     def targets(self) -> int:
-        """Number of targets of one epoch, including those of weight 0 but not padding."""
-        return int(self._layout[1].sum())
+        """Number of targets in one epoch, including those of weight 0 but not padding."""
+        _, target_counts, _ = self._layout
+        return int(target_counts.sum())
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Read the rows with these numbers in the endless sequence of epochs.
+        """Read the rows with these indices in the endless sequence of epochs.
 
         Args:
-            rows: [B] int64, numbers of the rows.
+            rows: [B] int64, indices of the rows.
 
         Returns:
-            `tokens`, `targets`, `segments` (from 1; 0 is padding) and `positions` (from 0 in each segment), int32
-            [B, context]; `weights`, float32, 0 for padding and for targets in prompts of weight 0.
+            The batch: `tokens`, `targets`, `segments` (from 1 on; 0 is padding) and `positions` (from 0 on in each
+            segment), int32 [B, context]; and `weights`, float32 [B, context], 0 for padding and for targets in prompts.
         """
         first_tokens, target_counts, row_starts = self._layout
         epoch_rows = rows % len(self)
         piece_counts = row_starts[epoch_rows + 1] - row_starts[epoch_rows]  # one entry per row
-        piece_index = _ranges(row_starts[epoch_rows], piece_counts)
-        piece_in_row = _ranges(np.zeros_like(piece_counts), piece_counts)
-        piece_lengths = target_counts[piece_index]
+        piece_indices = _ranges(row_starts[epoch_rows], piece_counts)
+        indices_in_row = _ranges(np.zeros_like(piece_counts), piece_counts)  # for each piece, its index in its row
+        piece_lengths = target_counts[piece_indices]
         positions = _ranges(np.zeros_like(piece_lengths), piece_lengths)
-        token_index = np.repeat(first_tokens[piece_index], piece_lengths) + positions
+        token_indices = np.repeat(first_tokens[piece_indices], piece_lengths) + positions
         # index of each target in the flattened batch: start of its row plus the number of earlier targets in the row
         row_of_piece = np.repeat(np.arange(len(rows)), piece_counts)
         row_target_counts = np.bincount(row_of_piece, weights=piece_lengths, minlength=len(rows)).astype(np.int64)
-        target_places = _ranges(np.arange(len(rows)) * self.context, row_target_counts)
+        flat_indices = _ranges(np.arange(len(rows)) * self.context, row_target_counts)
 
         ids = self.tokens.ids
-        weights = 1 if self.tokens.learned is None else self.tokens.learned[token_index + 1]
+        weights = 1 if self.tokens.is_learned is None else self.tokens.is_learned[token_indices + 1]
+        # for each array of the batch: its values without padding, and its dtype
         columns = {
-            "tokens": (ids[token_index], np.int32),
-            "targets": (ids[token_index + 1], np.int32),
-            "segments": (np.repeat(piece_in_row + 1, piece_lengths), np.int32),
+            "tokens": (ids[token_indices], np.int32),
+            "targets": (ids[token_indices + 1], np.int32),
+            "segments": (np.repeat(indices_in_row + 1, piece_lengths), np.int32),
             "positions": (positions, np.int32),
             "weights": (weights, np.float32),
         }
         batch = {}
         for name, (values, dtype) in columns.items():
             flat_values = np.zeros(len(rows) * self.context, dtype)
-            flat_values[target_places] = values
+            flat_values[flat_indices] = values
             batch[name] = flat_values.reshape(len(rows), self.context)
         return batch
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the concatenated ranges `start, start + 1, ...`, one for each of the starts and lengths."""
+    """Return the concatenated ranges `start, start + 1, ...`, one range for each start and its length."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)

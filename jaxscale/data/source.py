@@ -1,13 +1,14 @@
-"""Find the files of a path, and read their text, with checks.
+"""Find the files that paths and globs denote, and read their text, with checks.
 
-A path is a file, a glob, or either of them with a scheme (`gs://`, `s3://`), which is opened by etils.epath. One file
-at a time is in memory whole. Bytes are unchanged: no newline is translated, no byte order mark is dropped.
+A path or glob may have a scheme (`gs://`, `s3://`); etils.epath opens such files. Files are read one at a time, each as
+a whole, and their bytes stay unchanged: newlines are not translated, and a byte order mark is not dropped.
 """
 
 import glob
 import hashlib
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 from jaxscale.errors import UserError, near_miss
@@ -15,7 +16,7 @@ from jaxscale.errors import UserError, near_miss
 _WILDCARDS = "*?["
 
 
-def locate(path: str) -> Any:
+def path_object(path: str) -> Any:
     """Return the path as an object with `read_bytes` and `glob`: pathlib's, or etils.epath's if it has a scheme."""
     if "://" not in path:
         return pathlib.Path(path)
@@ -24,43 +25,43 @@ def locate(path: str) -> Any:
     return epath.Path(path)
 
 
-def absolute(path: str | os.PathLike[str]) -> str:
+def absolute_path(path: str | os.PathLike[str]) -> str:
     """Return the path as text that does not depend on the working directory.
 
     Example:
-        >>> absolute("gs://bucket/a.txt")
+        >>> absolute_path("gs://bucket/a.txt")
         'gs://bucket/a.txt'
     """
-    text = os.fspath(path)
-    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
+    path_text = os.fspath(path)
+    return path_text if "://" in path_text else os.path.abspath(os.path.expanduser(path_text))
 
 
-def find(paths: tuple[str, ...]) -> list[str]:
-    """Return the files of paths and globs, in the order of the paths; the files of one glob are sorted by name.
+def find_files(paths: tuple[str, ...]) -> list[str]:
+    """Return the files that paths and globs denote, in this order; the files of one glob are sorted by name.
 
     Raises:
         UserError: a path does not exist (the message suggests a similar name), is a folder, or is a glob that matches
             no file.
     """
-    return [name for path in paths for name in _expand(path)]
+    return [file for path in paths for file in _matching_files(path)]
 
 
-def _expand(path: str) -> list[str]:
-    """Return the files of one path or glob."""
-    location = locate(path)
+def _matching_files(path: str) -> list[str]:
+    """Return the files that one path or glob denotes."""
+    location = path_object(path)
     if _call_with_client(path, location.is_file):
         return [path]
     if _call_with_client(path, location.is_dir):
         raise UserError(f"{path} is a folder, expected text files: give a glob such as {path}/*.txt")
     if any(wildcard in path for wildcard in _WILDCARDS):
-        names = sorted(name for name in _glob(path) if locate(name).is_file())
-        if not names:
+        files = sorted(match for match in _glob(path) if path_object(match).is_file())
+        if not files:
             raise UserError(f"no file matches {path}: expected at least one; check the folder and the pattern")
-        return names
+        return files
     folder = location.parent
     sibling_names = [entry.name for entry in folder.iterdir()] if _call_with_client(path, folder.is_dir) else []
-    folder_note = "" if sibling_names else f" (its folder {folder} is missing or empty)"
-    raise UserError(f"no such file: {path}{folder_note}{near_miss(location.name, sibling_names)}")
+    folder_text = "" if sibling_names else f" (its folder {folder} is missing or empty)"
+    raise UserError(f"no such file: {path}{folder_text}{near_miss(location.name, sibling_names)}")
 
 
 def _glob(path: str) -> list[str]:
@@ -70,12 +71,12 @@ def _glob(path: str) -> list[str]:
     scheme, _, pattern = path.partition("://")
     path_parts = pattern.split("/")
     wildcard_index = next(i for i, part in enumerate(path_parts) if any(wildcard in part for wildcard in _WILDCARDS))
-    root = locate(f"{scheme}://{'/'.join(path_parts[:wildcard_index])}")
-    return [os.fspath(name) for name in root.glob("/".join(path_parts[wildcard_index:]))]
+    root = path_object(f"{scheme}://{'/'.join(path_parts[:wildcard_index])}")
+    return [os.fspath(match) for match in root.glob("/".join(path_parts[wildcard_index:]))]
 
 
-def _call_with_client(path: str, action: Any) -> Any:
-    """Return `action()`; if the client of a remote file system is not installed, raise an error that names it."""
+def _call_with_client(path: str, action: Callable[[], Any]) -> Any:
+    """Return `action()`; raise UserError if that needs a client package of a remote file system that is missing."""
     try:
         return action()
     except ImportError as error:
@@ -85,21 +86,25 @@ def _call_with_client(path: str, action: Any) -> Any:
 def read(path: str) -> bytes:
     """Read the bytes of one file."""
     try:
-        return _call_with_client(path, locate(path).read_bytes)
+        return _call_with_client(path, path_object(path).read_bytes)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}; check that this user may read it") from error
 
 
 def digest(content: bytes) -> str:
-    """Return the SHA-256 of bytes, in hexadecimal."""
+    """Return the SHA-256 of the content in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
 def decode(content: bytes, path: str) -> str:
-    """Decode the text of a file from its bytes.
+    """Return the text of a file, decoded from its bytes.
+
+    Args:
+        content: the bytes of the file.
+        path: path of the file, for messages.
 
     Raises:
-        UserError: the file is empty, binary (holds a NUL byte), or not UTF-8; the message names the byte's offset.
+        UserError: the file is empty, binary (with a NUL byte), or not UTF-8; the message gives the byte's offset.
 
     Example:
         >>> decode("Où".encode(), "a.txt")

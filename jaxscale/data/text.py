@@ -1,4 +1,4 @@
-"""Text as data: files, tokenizer and layout, as values; the other modules of this folder do the work."""
+"""Text as data: values that specify files, a tokenizer and a layout, and open them with the other modules here."""
 
 import dataclasses
 import functools
@@ -27,20 +27,21 @@ class Text:
     """Text files as batches of tokens.
 
     Args:
-        path: a file, a glob, or several of them; gs:// and s3:// too.
-        tokenizer: "byte", "char" (the alphabet of these files), or the path of a Hugging Face tokenizer.json.
+        path: path of a file or a glob, or several of them; a path may begin with gs:// or s3://.
+        tokenizer: "byte", "char" (with the alphabet of these files), or the path of a Hugging Face tokenizer.json.
         context: number of targets per row.
-        layout: "windows" cuts the concatenated documents into rows; "packed" puts whole documents into rows, where no
-            document sees another (`segments`, `positions`).
-        held_out: share of the text for evaluation instead of training: its last characters (documents, if packed).
+        layout: "windows" cuts the concatenated documents into rows; "packed" puts whole documents into rows, and no
+            document attends to another (the batch has `segments` and `positions`).
+        held_out: share of the text held out for evaluation: its last characters, or its last documents if packed.
         separator: text between two documents; `None` makes each file one document.
         beginning: text put before every document, such as "<|bos|>".
-        ending: text put after every document, such as "<|eos|>": without it a packed model never learns to stop.
-        prompt_end: marker that ends a prompt, to train on answers alone. Targets up to its end have weight 0, as have
-            all targets of a document without the marker.
+        ending: text put after every document, such as "<|eos|>"; without it, a model of packed documents never learns
+            to stop.
+        prompt_end: marker that ends a prompt, for training on answers alone. Targets up to the end of the marker have
+            weight 0, as do all targets of a document without the marker.
 
     Raises:
-        UserError: a value is out of range; on `open`, a file is missing, empty, binary, not UTF-8 or too short.
+        UserError: a value is out of range; or, on `open`, a file is missing, empty, binary, not UTF-8 or too short.
 
     Example:
         >>> Text("a.txt", held_out=1.5)
@@ -62,9 +63,9 @@ class Text:
     def __post_init__(self) -> None:
         check_types(self)
         if isinstance(self.path, str | os.PathLike):
-            object.__setattr__(self, "path", source.absolute(self.path))
+            object.__setattr__(self, "path", source.absolute_path(self.path))
         else:
-            object.__setattr__(self, "path", tuple(source.absolute(path) for path in self.path))
+            object.__setattr__(self, "path", tuple(source.absolute_path(path) for path in self.path))
         if not self.path:
             raise UserError("path: got no path, expected at least one text file or glob")
         object.__setattr__(self, "tokenizer", _stored_tokenizer(os.fspath(self.tokenizer)))
@@ -74,24 +75,24 @@ class Text:
             raise UserError(f"held_out: got {self.held_out!r}, expected a share of the text, 0 <= held_out < 1")
         for name in ("separator", "prompt_end"):
             if getattr(self, name) == "":
-                raise UserError(f"{name}: got an empty text, expected a marker; leave it out to have none")
+                raise UserError(f"{name}: got an empty text, expected a marker; leave {name} out to have none")
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The paths and globs, absolute."""
+        """The paths and globs, as absolute paths."""
         return tuple(map(str, self.path if isinstance(self.path, tuple) else (self.path,)))
 
     def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
-        """Open the files, and return their batches, from the token cache if these files were encoded before.
+        """Open the files, and return their batches; the token cache is used if these files were encoded before.
 
         Args:
-            batch: number of rows of the global batch.
+            batch: number of rows in the global batch.
             seed: seed of the order of rows.
             process: index of this process.
             processes: number of processes that share the batch; each gets contiguous rows.
 
         Returns:
-            Opened data: `train()`, `evaluation()`, `tokenizer`, `facts`.
+            The opened data, with `train()`, `evaluation()`, `tokenizer` and `facts`.
 
         Raises:
             UserError: a file is invalid, the text is too short for a row, or the batch cannot be shared.
@@ -99,7 +100,7 @@ class Text:
         return _open((self,), (1.0,), batch, seed, process, processes)
 
     def shapes(self, batch: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and type of each array of a batch, without reading the files.
+        """Return the shape and dtype of each array in a batch, by name, without reading the files.
 
         Example:
             >>> Text("a.txt", context=64).shapes(8)["tokens"]
@@ -118,14 +119,14 @@ class Mixture:
     """Several texts in one batch, mixed by weight.
 
     Each part is repeated as often as its share requires, and shuffled separately. The held-out texts of all parts are
-    evaluated. Grain rounds shares to a hundredth of the smallest.
+    evaluated. Grain rounds shares to a hundredth of the smallest share.
 
     Args:
-        parts: texts with the same context, layout and tokenizer; the alphabet of "char" is that of all parts.
-        weights: weight of each part; its share of the training rows is this weight divided by their sum.
+        parts: texts with the same context, layout and tokenizer; "char" uses the alphabet of all parts together.
+        weights: weight of each part; a part's share of the training rows is its weight divided by the sum of weights.
 
     Raises:
-        UserError: parts that differ in context, layout or tokenizer, or a weight that is not positive.
+        UserError: the parts differ in context, layout or tokenizer, or a weight is not positive.
 
     Example:
         >>> Mixture((Text("a.txt"), Text("b.txt")), (3.0, 1.0)).context
@@ -147,7 +148,9 @@ class Mixture:
         for name in ("context", "layout", "tokenizer"):
             settings = sorted({str(getattr(part, name)) for part in self.parts})
             if len(settings) > 1:
-                raise UserError(f"parts of a mixture have {name} {' and '.join(settings)}: expected the same in all")
+                raise UserError(
+                    f"parts of a mixture have {name} {' and '.join(settings)}: expected the same {name} in all parts"
+                )
 
     @property
     def context(self) -> int:
@@ -155,27 +158,28 @@ class Mixture:
         return self.parts[0].context
 
     def open(self, batch: int, seed: int, *, process: int = 0, processes: int = 1) -> Opened:
-        """Open the files, and return their batches; arguments, result and errors are those of `Text.open`."""
+        """Open the files of all parts, and return mixed batches; for arguments and errors, see `Text.open`."""
         return _open(self.parts, self.weights, batch, seed, process, processes)
 
     def shapes(self, batch: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and type of each array of a batch: see `Text.shapes`."""
-        return {name: shape for part in self.parts for name, shape in part.shapes(batch).items()}
+        """Return the shape and dtype of each array in a batch, by name, without reading the files."""
+        return {name: shape_and_dtype for part in self.parts for name, shape_and_dtype in part.shapes(batch).items()}
 
 
-def _stored_tokenizer(name: str) -> str:
-    """Return the value to store for a tokenizer that the user names: its kind, or the absolute path of its file."""
-    if name in KINDS:
-        return name
-    if os.sep not in name and "." not in name:
+def _stored_tokenizer(kind_or_path: str) -> str:
+    """Return the text to store for a tokenizer: its kind, or the absolute path of its file."""
+    if kind_or_path in KINDS:
+        return kind_or_path
+    if os.sep not in kind_or_path and "." not in kind_or_path:
         raise UserError(
-            f"unknown tokenizer {name!r}: expected byte, char or the path of a tokenizer.json{near_miss(name, KINDS)}"
+            f"unknown tokenizer {kind_or_path!r}: expected byte, char or the path of a tokenizer.json"
+            f"{near_miss(kind_or_path, KINDS)}"
         )
-    return source.absolute(name)
+    return source.absolute_path(kind_or_path)
 
 
 def check_share(batch: int, process: int, processes: int) -> None:
-    """Raise UserError unless a batch can be split evenly over the processes, and `process` is the index of one."""
+    """Raise UserError if a batch cannot be split evenly over `processes`, or `process` is not the index of one."""
     if batch < 1 or processes < 1 or batch % processes:
         raise UserError(
             f"a batch of {batch} rows cannot be split evenly over {processes} processes: give a multiple of {processes}"
@@ -189,64 +193,71 @@ def _open(
 ) -> Opened:
     """Open the data of one text, or of the parts of a mixture."""
     check_share(batch, process, processes)
-    files = [source.find(part.paths) for part in parts]
-    tokenizer = _shared_tokenizer(parts, files)
-    corpora = [open_corpus(part_files, tokenizer, _recipe(part)) for part, part_files in zip(parts, files, strict=True)]
-    train_rows, held_out_rows = [], []  # rows of each part
+    files_by_part = [source.find_files(part.paths) for part in parts]
+    tokenizer = _shared_tokenizer(parts, files_by_part)
+    corpora = [open_corpus(files, tokenizer, _recipe(part)) for part, files in zip(parts, files_by_part, strict=True)]
+    train_rows, held_out_rows = [], []  # the `EpochRows` of each part
     for index, (part, corpus) in enumerate(zip(parts, corpora, strict=True)):
         if part.layout == "packed":
-            train_part, held_out_part = Packed(corpus.train, part.context), Packed(corpus.held_out, part.context)
+            part_train_rows = Packed(corpus.train, part.context)
+            part_held_out_rows = Packed(corpus.held_out, part.context)
         else:
-            train_part = Windows(corpus.train, part.context, derive(seed, "windows", index))
-            held_out_part = Windows(corpus.held_out, part.context, None)
-        if not len(train_part):
+            part_train_rows = Windows(corpus.train, part.context, derive(seed, "windows", index))
+            part_held_out_rows = Windows(corpus.held_out, part.context, None)
+        if not len(part_train_rows):
             raise _too_short_error("training", part, corpus.facts["train"])
-        if part.held_out and not len(held_out_part):
+        if part.held_out and not len(part_held_out_rows):
             raise _too_short_error("held-out", part, corpus.facts["held_out"])
-        train_rows.append(train_part)
-        held_out_rows.append(held_out_part)
+        train_rows.append(part_train_rows)
+        held_out_rows.append(part_held_out_rows)
     facts = _facts(parts, corpora, train_rows, held_out_rows, tokenizer)
     return Opened(tuple(train_rows), weights, tuple(held_out_rows), batch, seed, process, processes, tokenizer, facts)
 
 
 def _recipe(part: Text) -> DocumentRecipe:
-    """Return how the files of a text become documents; packed layouts hold out whole documents."""
+    """Return the recipe by which the files of a text become documents; a packed layout holds out whole documents."""
     is_packed = part.layout == "packed"
     return DocumentRecipe(part.separator, part.beginning, part.ending, part.prompt_end, part.held_out, is_packed)
 
 
-def _shared_tokenizer(parts: tuple[Text, ...], files_of_parts: list[list[str]]) -> Tokenizer:
+def _shared_tokenizer(parts: tuple[Text, ...], files_by_part: list[list[str]]) -> Tokenizer:
     """Return the tokenizer that all parts share.
 
     Args:
         parts: texts with equal settings of the tokenizer.
-        files_of_parts: files of each part, whose characters are the alphabet of "char".
+        files_by_part: files of each part; the alphabet of "char" has all their characters.
     """
     kind_or_path = str(parts[0].tokenizer)
     if kind_or_path == "byte":
         return Bytes()
     if kind_or_path == "char":
-        texts = (source.decode(source.read(file), file) for part_files in files_of_parts for file in part_files)
+        texts = (source.decode(source.read(file), file) for files in files_by_part for file in files)
         return Characters.of([*(part.beginning + part.ending for part in parts), *map(_alphabet, texts)])
     return load_tokenizer(kind_or_path)
 
 
 def _alphabet(text: str) -> str:
-    """The characters of a text, each once."""
+    """Return the characters of a text, each once, in any order."""
     return "".join(set(text))
 
 
 def _too_short_error(split: str, part: Text, facts: dict[str, Any]) -> UserError:
-    """Return the error for a split ("training", "held-out") of a text that has no row."""
-    counts = f"the {split} part of {part.paths[0]} has {facts['tokens']} tokens in {facts['documents']} documents"
+    """Return the error for a split of a text that is too short for a row.
+
+    Args:
+        split: "training" or "held-out".
+        part: the text.
+        facts: the numbers of "tokens" and "documents" in the split.
+    """
+    counts_text = f"the {split} part of {part.paths[0]} has {facts['tokens']} tokens in {facts['documents']} documents"
     if part.layout == "packed":
         return UserError(
-            f"{counts}, and no target to learn: expected documents of two tokens or more. Whole documents are held out "
-            f"(held_out {part.held_out:g}): give more documents, or the separator between them"
+            f"{counts_text}, and no target to learn: expected documents of two tokens or more. Whole documents are "
+            f"held out (held_out {part.held_out:g}): give more documents, or the separator between them"
         )
     return UserError(
-        f"{counts}, too few for a row of {part.context} targets, which needs {part.context + 1}: give a context of at "
-        f"most {max(facts['tokens'] - 1, 0)}, more text, or another held_out (now {part.held_out:g})"
+        f"{counts_text}, too few for a row of {part.context} targets, which needs {part.context + 1}: give a context "
+        f"of at most {max(facts['tokens'] - 1, 0)}, more text, or another held_out (now {part.held_out:g})"
     )
 
 
@@ -254,28 +265,28 @@ def _facts(
     parts: tuple[Text, ...],
     corpora: list[Corpus],
     train_rows: list[Any],
-    held_out: list[Any],
+    held_out_rows: list[Any],
     tokenizer: Tokenizer,
 ) -> dict[str, Any]:
-    """Return the facts of `Opened`: counts over all parts, the share of the positions that are targets, and hashes."""
-    total_of = functools.partial(_sum_counts, corpora)
+    """Return `Opened.facts`: counts over all parts, the share of the positions that hold targets, and hashes."""
+    total_count = functools.partial(_sum_counts, corpora)
     target_count = sum(rows.targets for rows in train_rows)
     return {
         "kind": "text",
         "layout": parts[0].layout,
         "tokenizer": tokenizer.kind,
         "vocabulary": tokenizer.size,
-        "files": total_of("files"),
-        "bytes": total_of("bytes"),
-        "characters": total_of("characters"),
-        "documents": total_of("documents"),
-        "documents_without_prompt_end": total_of("documents") - total_of("marked"),
+        "files": total_count("files"),
+        "bytes": total_count("bytes"),
+        "characters": total_count("characters"),
+        "documents": total_count("documents"),
+        "documents_without_prompt_end": total_count("documents") - total_count("marked"),
         "tokens": sum(corpus.facts["train"]["tokens"] for corpus in corpora),
         "held_out_tokens": sum(corpus.facts["held_out"]["tokens"] for corpus in corpora),
         "rows": sum(map(len, train_rows)),
         "targets": target_count,
-        "held_out_rows": sum(map(len, held_out)),
-        "held_out_targets": sum(rows.targets for rows in held_out),
+        "held_out_rows": sum(map(len, held_out_rows)),
+        "held_out_targets": sum(rows.targets for rows in held_out_rows),
         "filled": target_count / (sum(map(len, train_rows)) * parts[0].context),
         "hash": hashlib.sha256(" ".join(corpus.facts["hash"] for corpus in corpora).encode()).hexdigest()[:16],
         "cache": [corpus.facts["cache"] for corpus in corpora],
@@ -283,5 +294,5 @@ def _facts(
 
 
 def _sum_counts(corpora: list[Corpus], name: str) -> int:
-    """Sum the counts with this name over all corpora."""
+    """Return the sum over all corpora of the count that has this name in their facts."""
     return sum(corpus.facts[name] for corpus in corpora)

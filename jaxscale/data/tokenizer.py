@@ -1,8 +1,7 @@
-"""Text to token ids and back: bytes, characters, or any Hugging Face `tokenizers` JSON file (BPE, WordPiece,
-Unigram).
+"""Text to token ids and back: bytes, characters, or any Hugging Face `tokenizers` file (BPE, WordPiece, Unigram).
 
-A tokenizer is a value: `to_json` and `from_json` store it with a run, to continue or sample from it. A tokenizer never
-adds, cuts or pads tokens: a file's truncation, padding and template are switched off.
+A tokenizer is a value. A run stores its tokenizer with `to_json`; continuing the run or sampling from it restores the
+tokenizer with `from_json`. A tokenizer never adds, truncates or pads tokens: a file's settings for these are ignored.
 """
 
 import concurrent.futures
@@ -18,44 +17,44 @@ from typing import Any, ClassVar, NamedTuple, Protocol, SupportsInt, runtime_che
 import numpy as np
 
 from jaxscale.data import source
-from jaxscale.data.joined import JoinedTexts, Marker, join_texts, marker_of, separate
+from jaxscale.data.joined import JoinedTexts, Marker, join_texts, marker_of, separate_ids
 from jaxscale.errors import UserError, unknown
 
 KINDS = ("byte", "char")
 """The tokenizers that need no file."""
 
-_CHUNK = 1024
-"""Characters of a long text per call of a subword tokenizer; longer ones cost more per character."""
-_GROUP = 2_000_000
-"""Characters encoded between two updates of the progress bar."""
+_CHUNK_CHARACTERS = 1024
+"""Number of characters of a long text per call of a subword tokenizer; longer calls take more time per character."""
+_GROUP_CHARACTERS = 2_000_000
+"""Number of characters encoded between two updates of the progress bar."""
 _CUT = re.compile(r"\S\n(?=\S)")
-"""A long text is cut after a single newline between two visible characters, where usual pre-tokenizers cut too."""
-_CHECKED = 16
-"""Number of cuts, and of texts joined by a marker, whose ids are checked; later ones are not checked."""
+"""A long text is cut after a single newline between visible characters, where common pre-tokenizers cut, too."""
+_CHECK_COUNT = 16
+"""Number of cuts, and of texts joined by a marker, that are checked for unchanged ids; later ones are not checked."""
 
 
 class Encoded(NamedTuple):
-    """Ids of some texts, or of parts of them; the parts of a text follow one another.
+    """The ids of several texts, or of parts of texts; the parts of a text follow one another.
 
     Args:
         ids: int32, ids of all parts, one part after another.
         lengths: [parts] int64, number of ids of each part.
-        texts: [parts] int64, index of the text of each part.
-        characters: number of characters in all parts.
+        text_indices: [parts] int64, index of the text to which each part belongs.
+        character_count: number of characters in all parts.
     """
 
     ids: np.ndarray
     lengths: np.ndarray
-    texts: np.ndarray
-    characters: int
+    text_indices: np.ndarray
+    character_count: int
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """The interface of a tokenizer to the data and the trainer."""
+    """The interface of a tokenizer that the data and the trainer use."""
 
     kind: ClassVar[str]
-    """The name of its class: "byte", "char" or "subword"."""
+    """The kind of tokenizer, as `to_json` stores it: "byte", "char" or "subword"."""
 
     @property
     def size(self) -> int:
@@ -63,11 +62,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of a text, int32."""
+        """Return the int32 ids of a text."""
         ...
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
-        """The text of ids."""
+        """Return the text that these ids spell."""
         ...
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
@@ -75,7 +74,7 @@ class Tokenizer(Protocol):
         ...
 
     def to_json(self) -> str:
-        """Text from which `from_json` makes an equal tokenizer."""
+        """Return a text from which `from_json` restores an equal tokenizer."""
         ...
 
 
@@ -86,7 +85,7 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """UTF-8 bytes as ids 0 to 255: encodes every text, needs no file.
+    """UTF-8 bytes as ids from 0 to 255; this tokenizer encodes every text and needs no file.
 
     Example:
         >>> Bytes().encode("Où").tolist()
@@ -103,11 +102,11 @@ class Bytes:
         return 256
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of a text, int32."""
+        """Return the int32 ids of a text."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
-        """The text of ids; bytes that are not UTF-8, such as half a character, become U+FFFD."""
+        """Return the text that these ids spell; bytes that are not UTF-8, such as half a character, become U+FFFD."""
         return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
@@ -115,16 +114,16 @@ class Bytes:
         return _encode_each(self, texts)
 
     def to_json(self) -> str:
-        """Text from which `from_json` makes an equal tokenizer."""
+        """Return a text from which `from_json` restores an equal tokenizer."""
         return json.dumps({"kind": self.kind})
 
 
 @dataclasses.dataclass(frozen=True)
 class Characters:
-    """One id per character, in the order of their code points, as in nanoGPT.
+    """One id per character, in the order of code points, as in nanoGPT.
 
     Args:
-        alphabet: the known characters, sorted, each once.
+        alphabet: the known characters, each once, sorted.
 
     Example:
         >>> Characters.of(["abba", "c"]).encode("cab").tolist()
@@ -136,36 +135,36 @@ class Characters:
 
     def __post_init__(self) -> None:
         if not self.alphabet or list(self.alphabet) != sorted(set(self.alphabet)):
-            raise UserError(f"alphabet: got {self.alphabet!r}, expected sorted characters, each once, at least one")
+            raise UserError(f"alphabet: got {self.alphabet!r}, expected one or more sorted characters, each once")
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> "Characters":
-        """The tokenizer whose alphabet is the characters of some texts."""
+        """Return the tokenizer with the alphabet of all characters in these texts."""
         return cls("".join(sorted(set().union(*texts))))
 
     @property
     def size(self) -> int:
-        """Number of characters of the alphabet."""
+        """Number of characters in the alphabet."""
         return len(self.alphabet)
 
     @functools.cached_property
     def _ids(self) -> np.ndarray:
-        """The id of every code point up to one beyond the alphabet; -1 for characters that the alphabet lacks."""
+        """Ids by code point, up to one beyond the alphabet's last; -1 for characters that the alphabet lacks."""
         code_points = np.frombuffer(self.alphabet.encode("utf-32-le"), np.uint32)
         ids = np.full(int(code_points[-1]) + 2, -1, np.int32)  # the last entry is for all larger code points
         ids[code_points] = np.arange(len(code_points), dtype=np.int32)
         return ids
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of a text, int32.
+        """Return the int32 ids of a text.
 
         Raises:
-            UserError: a character that the alphabet lacks.
+            UserError: the text contains a character that the alphabet lacks.
         """
         code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         ids = self._ids[np.minimum(code_points, len(self._ids) - 1)]
         if len(ids) and ids.min() < 0:
-            unknown_characters = sorted({text[i] for i in np.flatnonzero(ids < 0).tolist()})
+            unknown_characters = sorted({text[index] for index in np.flatnonzero(ids < 0).tolist()})
             raise UserError(
                 f"the text contains {', '.join(map(repr, unknown_characters[:5]))}, unknown to this alphabet of "
                 f"{self.size} characters: remove them from the text, or train with a byte tokenizer, which has a token "
@@ -174,7 +173,7 @@ class Characters:
         return ids
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
-        """The text of ids; an id beyond the alphabet (a padded vocabulary) becomes U+FFFD."""
+        """Return the text that these ids spell; an id beyond the alphabet (of a padded vocabulary) becomes U+FFFD."""
         return "".join(self.alphabet[i] if 0 <= i < self.size else "\ufffd" for i in map(int, ids))
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
@@ -182,7 +181,7 @@ class Characters:
         return _encode_each(self, texts)
 
     def to_json(self) -> str:
-        """Text from which `from_json` makes an equal tokenizer."""
+        """Return a text from which `from_json` restores an equal tokenizer."""
         return json.dumps({"kind": self.kind, "alphabet": self.alphabet})
 
 
@@ -190,7 +189,7 @@ class Characters:
 class Subwords:
     """A tokenizer of the Hugging Face `tokenizers` library.
 
-    Special tokens are recognised where a text spells them ("<|eos|>"), and never added.
+    Special tokens are recognized where the text spells them ("<|eos|>"), and are never added.
 
     Args:
         definition: content of a `tokenizer.json`.
@@ -201,7 +200,7 @@ class Subwords:
 
     @functools.cached_property
     def _model(self) -> Any:
-        """The library's tokenizer, without truncation and padding."""
+        """The library's tokenizer, without truncation or padding."""
         import tokenizers
 
         try:
@@ -222,16 +221,16 @@ class Subwords:
         return self._size
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of a text, int32."""
+        """Return the int32 ids of a text."""
         return np.array(self._model.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
-        """The text of ids, special tokens spelled out; ids beyond the vocabulary are left out."""
+        """Return the text that these ids spell, including special tokens; ids beyond the vocabulary are left out."""
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[Encoded]:
-        """Yield the ids of many texts, in order, encoded on all cores; a text may be cut if that keeps its ids."""
-        # the next group is encoded while the ids of this one are extracted, which only one core can do
+        """Yield the ids of many texts, in order, encoded on all cores; texts may be cut where that keeps their ids."""
+        # while the ids of one group are extracted, which only one core can do, the next group is encoded
         is_marker_checked, marker = False, None
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="encode") as executor:
             pending_groups: list[tuple[list[tuple[int, str]], list[JoinedTexts], concurrent.futures.Future[Any]]] = []
@@ -239,69 +238,69 @@ class Subwords:
                 if group:
                     _, parts = zip(*group, strict=True)
                     if not is_marker_checked:
-                        is_marker_checked, marker = True, self._marker(parts[:_CHECKED])
-                    calls = list(join_texts(parts, marker, _CHUNK))
+                        is_marker_checked, marker = True, self._marker(parts[:_CHECK_COUNT])
+                    calls = list(join_texts(parts, marker, _CHUNK_CHARACTERS))
                     # the fast variant omits the offsets of tokens in the text, which are not needed
-                    encode = self._model.encode_batch_fast
-                    encodings = executor.submit(encode, [call.text for call in calls], add_special_tokens=False)
-                    pending_groups.append((group, calls, encodings))
+                    encode_batch = self._model.encode_batch_fast
+                    future = executor.submit(encode_batch, [call.text for call in calls], add_special_tokens=False)
+                    pending_groups.append((group, calls, future))
                 if pending_groups and (len(pending_groups) == 2 or not group):
-                    finished_group, calls, encodings = pending_groups.pop(0)
-                    ids_by_call = [encoding.ids for encoding in encodings.result()]
-                    yield _make_encoded(finished_group, *separate(ids_by_call, calls, marker))
+                    earlier_group, earlier_calls, earlier_future = pending_groups.pop(0)
+                    ids_by_call = [encoding.ids for encoding in earlier_future.result()]
+                    yield _make_encoded(earlier_group, *separate_ids(ids_by_call, earlier_calls, marker))
 
     def _marker(self, texts: Sequence[str]) -> Marker | None:
         """Return a special token that separates these texts without changing their ids; `None` if there is none."""
         marker = marker_of(self._model)
         if marker is None or any(marker.text in text for text in texts):
             return None
-        joint_ids = self.encode(marker.text.join(texts))
-        separate_ids = [ids for text in texts for ids in (self.encode(text), [marker.id])]
-        return marker if np.array_equal(joint_ids, np.concatenate(separate_ids)[:-1]) else None
+        joined_ids = self.encode(marker.text.join(texts))
+        expected_ids = [ids for text in texts for ids in (self.encode(text), [marker.id])]
+        return marker if np.array_equal(joined_ids, np.concatenate(expected_ids)[:-1]) else None
 
     def _parts(self, texts: Iterable[str]) -> Iterator[tuple[int, str]]:
-        """Yield parts of texts, each after its text's index. Long texts are cut until a checked cut changes the ids."""
-        checks_left: float = _CHECKED  # minus infinity once a checked cut has changed the ids
+        """Yield pairs (index of the text, part). Long texts are cut into parts until a checked cut changes the ids."""
+        checks_left: float = _CHECK_COUNT  # minus infinity once a checked cut has changed the ids
         for text_index, text in enumerate(texts):
-            if len(text) <= 2 * _CHUNK:
+            if len(text) <= 2 * _CHUNK_CHARACTERS:
                 yield text_index, text
                 continue
             start = 0
-            while len(text) - start > 2 * _CHUNK and (cut := _CUT.search(text, start + _CHUNK)):
+            while len(text) - start > 2 * _CHUNK_CHARACTERS and (cut := _CUT.search(text, start + _CHUNK_CHARACTERS)):
                 if checks_left > 0:
-                    checks_left = checks_left - 1 if self._cut_keeps_ids(text, cut.end()) else float("-inf")
+                    checks_left = checks_left - 1 if self._is_cut_safe(text, cut.end()) else float("-inf")
                 if checks_left < 0:
                     break
                 yield text_index, text[start : cut.end()]
                 start = cut.end()
             yield text_index, text[start:]
 
-    def _cut_keeps_ids(self, text: str, cut: int) -> bool:
-        """Whether the 256 characters on each side of a cut have the same ids when they are encoded separately."""
+    def _is_cut_safe(self, text: str, cut: int) -> bool:
+        """Return whether the 256 characters on each side of a cut have the same ids when encoded separately."""
         text_before, text_after = text[max(cut - 256, 0) : cut], text[cut : cut + 256]
         return np.array_equal(
             self.encode(text_before + text_after), np.concatenate([self.encode(text_before), self.encode(text_after)])
         )
 
     def to_json(self) -> str:
-        """Text from which `from_json` makes an equal tokenizer."""
+        """Return a text from which `from_json` restores an equal tokenizer."""
         return json.dumps({"kind": self.kind, "definition": self.definition})
 
 
 def _make_encoded(group: list[tuple[int, str]], ids: np.ndarray, lengths: np.ndarray) -> Encoded:
-    """Make the `Encoded` of a group.
+    """Return the `Encoded` of a group.
 
     Args:
         group: pairs (index of the text, part).
-        ids: ids of all parts, one part after another.
-        lengths: number of ids of each part.
+        ids: int32 ids of all parts, one part after another.
+        lengths: [parts] int64, number of ids of each part.
     """
     text_indices, parts = zip(*group, strict=True)
     return Encoded(ids, lengths, np.array(text_indices, np.int64), sum(map(len, parts)))
 
 
 def _encode_each(tokenizer: "Bytes | Characters", texts: Iterable[str]) -> Iterator[Encoded]:
-    """Yield the ids of many texts, encoded one by one on one core."""
+    """Yield the ids of many texts, in order, encoded one by one on one core."""
     for group in _group_parts(enumerate(texts)):
         ids_by_text = [tokenizer.encode(text) for _, text in group]
         lengths = np.array([len(text_ids) for text_ids in ids_by_text], np.int64)
@@ -310,15 +309,15 @@ def _encode_each(tokenizer: "Bytes | Characters", texts: Iterable[str]) -> Itera
 
 
 def _group_parts(parts: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """Yield groups of (index of the text, part) pairs with at least `_GROUP` characters; the last may have less."""
+    """Yield groups of the pairs (index of the text, part), each of `_GROUP_CHARACTERS` or more, except the last."""
     group: list[tuple[int, str]] = []
-    characters = 0
-    for index, part in parts:
-        group.append((index, part))
-        characters += len(part)
-        if characters >= _GROUP:
+    character_count = 0
+    for text_index, part in parts:
+        group.append((text_index, part))
+        character_count += len(part)
+        if character_count >= _GROUP_CHARACTERS:
             yield group
-            group, characters = [], 0
+            group, character_count = [], 0
     if group:
         yield group
 
@@ -331,25 +330,25 @@ def from_json(text: str) -> Tokenizer:
         Characters(alphabet='abc')
     """
     fields = json.loads(text)
-    class_of_kind = {"byte": Bytes, "char": Characters, "subword": Subwords}
+    class_by_kind = {"byte": Bytes, "char": Characters, "subword": Subwords}
     kind = fields.pop("kind")
-    if kind not in class_of_kind:
-        raise unknown("kind of tokenizer", kind, class_of_kind)
-    return class_of_kind[kind](**fields)
+    if kind not in class_by_kind:
+        raise unknown("kind of tokenizer", kind, class_by_kind)
+    return class_by_kind[kind](**fields)
 
 
 def load(path: str) -> Subwords:
     """Read the tokenizer of a `tokenizer.json` file.
 
     Raises:
-        UserError: the file is missing, or holds no tokenizer.
+        UserError: the file is missing, or does not hold a tokenizer.
     """
-    (name,) = source.find((path,))
-    tokenizer = Subwords(source.decode(source.read(name), name))
+    (file,) = source.find_files((path,))
+    tokenizer = Subwords(source.decode(source.read(file), file))
     try:
         size = tokenizer.size
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     if size == 0:
-        raise UserError(f"{path}: the tokenizer has no token; expected a trained one")
+        raise UserError(f"{path}: the tokenizer has no tokens; expected a trained tokenizer")
     return tokenizer

@@ -1,1 +1,1 @@
-"""One kit for everything that is drawn: markup and pages, axes, SVG charts in a frame, and line charts as HTML."""
+"""Tools for all drawings: HTML and SVG markup, pages, axes, and charts as SVG images in a frame."""

@@ -1,4 +1,4 @@
-"""Axes: round numbers for their ticks, and curves thinned to the pixels that show them."""
+"""Axes of charts: round numbers for the ticks, and curves thinned to about one point per pixel."""
 
 import math
 from itertools import pairwise
@@ -6,20 +6,22 @@ from itertools import pairwise
 import numpy as np
 
 
-def round_step(span: float, max_parts: float) -> float:
-    """Return the distance of ticks that divides a span into at most `max_parts` parts: 1, 2 or 5 times a power of ten.
+def round_step(span: float, max_intervals: float) -> float:
+    """Return a distance between ticks that divides a span into at most `max_intervals` intervals.
+
+    The distance is 1, 2 or 5 times a power of ten.
 
     Example:
         >>> round_step(33.0, 8), round_step(0.0049, 8)
         (5.0, 0.001)
     """
-    least_step = span / max_parts
-    power = math.floor(math.log10(least_step))
-    return next(step for factor in (1, 2, 5, 10) if (step := float(f"{factor}e{power}")) >= least_step * (1 - 1e-9))
+    min_step = span / max_intervals
+    power = math.floor(math.log10(min_step))
+    return next(step for factor in (1, 2, 5, 10) if (step := float(f"{factor}e{power}")) >= min_step * (1 - 1e-9))
 
 
 def ticks(low: float, high: float, max_intervals: float = 6) -> list[float]:
-    """Return the round numbers between two bounds, with at most `max_intervals` intervals.
+    """Return round numbers from `low` to `high`, with at most `max_intervals` intervals between them.
 
     Example:
         >>> ticks(0.0, 2000.0), ticks(1.43, 4.2)
@@ -31,7 +33,7 @@ def ticks(low: float, high: float, max_intervals: float = 6) -> list[float]:
 
 
 def byte_ticks(high: float) -> list[float]:
-    """Return the multiples of a power of two from 0 up to `high` bytes, about 3 to 6 of them.
+    """Return the multiples, about 3 to 6, of a power of two from 0 up to `high` bytes.
 
     Example:
         >>> byte_ticks(100)
@@ -41,34 +43,41 @@ def byte_ticks(high: float) -> list[float]:
     return [multiple * step for multiple in range(int(high / step) + 1)]
 
 
-def thin(steps: np.ndarray, values: np.ndarray, buckets: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the visible points of a curve: the least and greatest value of each of `buckets` spans, and both ends.
+def thin(steps: np.ndarray, values: np.ndarray, bucket_count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the visible points of a curve: its ends, and the smallest and the largest value in each bucket of steps.
 
-    The points are two arrays of one length: their steps, then their values.
+    Args:
+        steps: [n] steps of the points, ascending.
+        values: [n] value at each step.
+        bucket_count: number of buckets, which hold equal numbers of points.
+
+    Returns:
+        Two arrays of one length: the steps of the visible points, and their values.
 
     Example:
         >>> steps, values = thin(np.arange(10_000), np.zeros(10_000), 500)
         >>> len(steps) <= 2 * 500 + 4
         True
     """
-    if len(steps) <= 2 * buckets:
+    if len(steps) <= 2 * bucket_count:
         return steps, values
     indices = {0, len(steps) - 1}
-    for start, end in pairwise(np.linspace(0, len(steps), buckets + 1).astype(int).tolist()):
-        # indices of the finite values, and of the least and the greatest of them
-        finite = start + np.flatnonzero(np.isfinite(values[start:end]))
-        # a bucket without a finite value leaves a gap
-        peaks = (finite[np.argmin(values[finite])], finite[np.argmax(values[finite])]) if len(finite) else (start,)
-        indices.update(map(int, peaks))
+    for start, end in pairwise(np.linspace(0, len(steps), bucket_count + 1).astype(int).tolist()):
+        finite_indices = start + np.flatnonzero(np.isfinite(values[start:end]))
+        if len(finite_indices):
+            finite_values = values[finite_indices]
+            indices |= {int(finite_indices[np.argmin(finite_values)]), int(finite_indices[np.argmax(finite_values)])}
+        else:  # a bucket without a finite value leaves a gap
+            indices.add(start)
     sorted_indices = np.array(sorted(indices))
     return steps[sorted_indices], values[sorted_indices]
 
 
-def spread(count: int, max_count: int) -> list[int]:
-    """Return at most `max_count` of the indices 0, ..., `count` - 1, evenly spread, with both ends.
+def spread_indices(count: int, max_count: int) -> list[int]:
+    """Return at most `max_count` of the indices 0, ..., `count` - 1, evenly spread, including both ends.
 
     Example:
-        >>> spread(9, 3), spread(2, 5), spread(0, 5)
+        >>> spread_indices(9, 3), spread_indices(2, 5), spread_indices(0, 5)
         ([0, 4, 8], [0, 1], [])
     """
     return np.linspace(0, count - 1, min(count, max_count)).astype(int).tolist()

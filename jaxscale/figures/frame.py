@@ -1,4 +1,4 @@
-"""Charts as SVG images: a frame that scales values to the image, and the elements in it. Light and dark, no script."""
+"""Charts as SVG images, in colors for light and dark mode: a frame that scales values to the image, and elements."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -9,10 +9,10 @@ from jaxscale.figures.markup import Markup, element, joined
 COLORS = (
     "#4e79a7", "#59a14f", "#9c755f", "#bab0ac", "#76b7b2", "#f28e2b", "#e15759", "#b07aa1", "#edc948", "#ff9da7",
 )  # fmt: skip
-"""The ten colours of Tableau."""
+"""The ten colors of Tableau."""
 
 PER_LETTER = 6.6
-"""Width of a letter in the image's units."""
+"""Width of a letter in units of the image."""
 
 _STYLE = (
     ".grid{stroke:#8884;stroke-width:1}.limit{stroke:#e15759;stroke-width:1.5;stroke-dasharray:6 4}"
@@ -20,20 +20,20 @@ _STYLE = (
 )
 
 
-def svg(width: float, height: float, label: str, *parts: Any, style: str = _STYLE) -> Markup:
-    """Return an image of these elements.
+def svg(width: float, height: float, label: str, *elements: Any, style: str = _STYLE) -> Markup:
+    """Return an SVG image of these elements.
 
     Args:
-        width: width in the image's units; a unit is a pixel on a wide screen.
-        height: height in the image's units.
+        width: width in units of the image; a unit is a pixel on a wide screen.
+        height: height in units of the image.
         label: description of the image, for screen readers.
-        parts: elements of the image.
-        style: CSS of the elements' classes.
+        elements: elements of the image.
+        style: CSS for the elements' classes.
     """
     return element(
         "svg",
         element("style", Markup(style)),
-        parts,
+        elements,
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {width:.0f} {height:.0f}",
         role="img",
@@ -45,22 +45,22 @@ def svg(width: float, height: float, label: str, *parts: Any, style: str = _STYL
 
 
 def svg_text(x: float, y: float, content: Any, anchor: str | None = None, **attributes: Any) -> Markup:
-    """Return a text whose start, middle or end (`anchor`) is at the point (x, y)."""
+    """Return a text with its "start", "middle" or "end" (`anchor`) at the point (x, y)."""
     return element("text", content, x=float(x), y=float(y), text_anchor=anchor, **attributes)
 
 
 def dot(x: float, y: float, radius: float, color: str, tooltip: str | None = None) -> Markup:
-    """Return a filled circle around the point (x, y)."""
+    """Return a filled circle around the point (x, y), with an optional tooltip."""
     return element("circle", tooltip and element("title", tooltip), cx=float(x), cy=float(y), r=radius, fill=color)
 
 
 def legend(
     entries: Iterable[tuple[dict[str, str], str]], left: float, top: float, right: float
 ) -> tuple[Markup, float]:
-    """Return coloured squares with their meanings, in rows from `left` to `right`, and the height of all rows.
+    """Return colored squares with their meanings, in rows from `left` to `right`, and the height of all rows.
 
     Args:
-        entries: attributes of each square, such as its `fill`, and its meaning.
+        entries: pairs of a square's attributes, such as `fill`, and its meaning.
         left: x of the start of each row.
         top: y of the first row.
         right: x of the end of each row.
@@ -78,12 +78,14 @@ def legend(
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """The scales of an image with two axes, from values to coordinates in the image's units.
+    """The scales of an image with two axes, from values to coordinates in units of the image.
 
     Args:
-        x_range: least and greatest value of the horizontal axis.
-        y_range: least and greatest value of the vertical axis.
-        right: width of the margin at the right, in the image's units.
+        x_range: lowest and highest value of the horizontal axis.
+        y_range: lowest and highest value of the vertical axis.
+        right: width of the right margin, in units of the image.
+
+    The image has a `width` and a `height`, and further margins `left`, `top` and `bottom`, all in units of the image.
     """
 
     x_range: tuple[float, float]
@@ -96,28 +98,31 @@ class Frame:
     bottom: ClassVar[int] = 40
 
     def x_of(self, value: float) -> float:
-        """Return the x of a value of the horizontal axis, in the image's units."""
+        """Return the x coordinate of a value of the horizontal axis, in units of the image."""
         low, high = self.x_range
         return self.left + (self.width - self.left - self.right) * (value - low) / (high - low)
 
     def y_of(self, value: float) -> float:
-        """Return the y of a value of the vertical axis, in the image's units."""
+        """Return the y coordinate of a value of the vertical axis, in units of the image."""
         low, high = self.y_range
         return self.height - self.bottom - (self.height - self.top - self.bottom) * (value - low) / (high - low)
 
-    def grid(self, values: Iterable[float], label: Callable[[float], str]) -> Markup:
-        """Return lines at values of the vertical axis, each with the text `label(value)`."""
-        lines = [(self.level(v, "grid"), svg_text(self.left - 8, self.y_of(v) + 4, label(v), "end")) for v in values]
+    def grid(self, values: Iterable[float], format_value: Callable[[float], str]) -> Markup:
+        """Return lines at values of the vertical axis, each with the text `format_value(value)`."""
+        lines = [
+            (self.level(value, "grid"), svg_text(self.left - 8, self.y_of(value) + 4, format_value(value), "end"))
+            for value in values
+        ]
         return joined(lines)
 
-    def labels(self, values: Iterable[float], label: Callable[[float], str]) -> Markup:
-        """Return the texts `label(value)` at values of the horizontal axis."""
+    def labels(self, values: Iterable[float], format_value: Callable[[float], str]) -> Markup:
+        """Return the texts `format_value(value)` at values of the horizontal axis."""
         y = self.height - self.bottom + 16
-        return joined([svg_text(self.x_of(value), y, label(value), "middle") for value in values])
+        return joined([svg_text(self.x_of(value), y, format_value(value), "middle") for value in values])
 
-    def title(self, content: str) -> Markup:
+    def title(self, text: str) -> Markup:
         """Return the title of the horizontal axis."""
-        return svg_text((self.left + self.width - self.right) / 2, self.height - 4, content, "middle")
+        return svg_text((self.left + self.width - self.right) / 2, self.height - 4, text, "middle")
 
     def level(self, value: float, class_: str) -> Markup:
         """Return a horizontal line at a value of the vertical axis."""
@@ -132,7 +137,7 @@ class Frame:
     def area(
         self, xs: Sequence[float], lower_ys: Sequence[float], upper_ys: Sequence[float], color: str, name: str
     ) -> Markup:
-        """Return the area between two curves over the same values of the horizontal axis."""
+        """Return the filled area between two curves over the same values of the horizontal axis."""
         outline = [*zip(xs, upper_ys, strict=True), *reversed([*zip(xs, lower_ys, strict=True)])]
         points = " L".join(f"{self.x_of(x):.1f},{self.y_of(y):.1f}" for x, y in outline)
         return element("path", element("title", name), d=f"M{points}Z", fill=color)

@@ -1,4 +1,4 @@
-"""HTML and SVG as text. Text that is not `Markup` is escaped, so that a name in a run's files never becomes a tag."""
+"""HTML and SVG as text. Text that is not `Markup` is escaped, so names in a run's files never become tags."""
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from html import escape
@@ -11,7 +11,7 @@ _WITHOUT_CONTENT = ("meta", "rect", "path", "line", "circle", "polyline", "wbr")
 
 
 class Markup(str):
-    """Text that is HTML or SVG already."""
+    """Text that is already HTML or SVG."""
 
     __slots__ = ()
 
@@ -36,8 +36,8 @@ def element(tag: str, *children: Any, **attributes: Any) -> Markup:
     Args:
         tag: name of the element.
         children: contents of the element, of any type that `joined` accepts.
-        attributes: attributes by name; in a name, `_` stands for `-`, and a `_` at the end is dropped (`class_`). A
-            float is written with 2 decimals; `None` leaves the attribute out.
+        attributes: attributes by name; in a name, `_` stands for `-`, and a final `_` is dropped (`class_`). A float is
+            written with up to 2 decimals; an attribute with the value `None` is left out.
 
     Example:
         >>> element("td", "a < b", class_="n"), element("rect", x=1 / 3, width=2.0)
@@ -55,26 +55,26 @@ def element(tag: str, *children: Any, **attributes: Any) -> Markup:
 
 def table(
     rows: Iterable[Sequence[Any]],
-    heads: Sequence[str] = (),
+    headings: Sequence[str] = (),
     *,
     numeric: Container[int] = (),
     name_column: int = 0,
     extra_rows: Iterable[Sequence[Any]] = (),
     class_: str | None = None,
 ) -> Markup:
-    """Return a table.
+    """Return an HTML table.
 
     Args:
         rows: cells of each row, of any type that `joined` accepts.
-        heads: titles of the columns; if empty, the table has no head.
-        numeric: indices of the columns that are aligned to the right.
+        headings: titles of the columns; if empty, the table has no head.
+        numeric: indices of the right-aligned columns.
         name_column: index of the column that names the rows.
-        extra_rows: cells of each row at the end that is less important, such as a sum.
+        extra_rows: cells of each less important row at the end, such as a sum.
         class_: CSS class of the table.
     """
 
     def row(cells: Sequence[Any], row_class: str | None = None) -> Markup:
-        """Return a row with these cells, and with a CSS class if `row_class` is set."""
+        """Return a table row with these cells, with a CSS class if `row_class` is not `None`."""
         cell_elements = [
             element("th", cell, scope="row")
             if column == name_column
@@ -83,8 +83,8 @@ def table(
         ]
         return element("tr", cell_elements, class_=row_class)
 
-    titles = [element("th", title, class_="n" if column in numeric else None) for column, title in enumerate(heads)]
-    head = element("thead", element("tr", titles)) if heads else None
+    titles = [element("th", title, class_="n" if column in numeric else None) for column, title in enumerate(headings)]
+    head = element("thead", element("tr", titles)) if headings else None
     body = element("tbody", map(row, rows), [row(cells, "rest") for cells in extra_rows])
     return element("table", head, body, class_=class_)
 
@@ -100,13 +100,13 @@ STYLE = (
 
 
 def page(title: str, *body: Any, style: str = STYLE, script: str | None = None) -> str:
-    """Return a self-contained page.
+    """Return a self-contained HTML page.
 
     Args:
         title: title of the page, as plain text.
         body: contents of the page, of any type that `joined` accepts.
         style: CSS of the page.
-        script: JavaScript, run at the end.
+        script: JavaScript that runs at the end; `None` for no script.
     """
     head = (
         element("meta", charset="utf-8"),
@@ -115,12 +115,14 @@ def page(title: str, *body: Any, style: str = STYLE, script: str | None = None) 
         element("title", title),
         element("style", Markup(style)),
     )
-    tail = None if script is None else element("script", Markup(script))
-    return f"<!doctype html>{element('html', element('head', head), element('body', body, tail), lang='en')}\n"
+    script_element = None if script is None else element("script", Markup(script))
+    return (
+        f"<!doctype html>{element('html', element('head', head), element('body', body, script_element), lang='en')}\n"
+    )
 
 
 def framed(html: str, height: int) -> str:
-    """Return a page in a frame for notebooks, which isolates the page's style.
+    """Return a page in a frame for notebooks, so that the page's style does not affect the notebook.
 
     Example:
         >>> framed("<p>", 100)
@@ -130,7 +132,7 @@ def framed(html: str, height: int) -> str:
 
 
 def write_figure(path: str | Path, make_svg: Callable[[], str], make_html: Callable[[], str]) -> None:
-    """Write the page that `make_html` returns to a file, or the picture of `make_svg` if the name ends in .svg.
+    """Write the page from `make_html` to a file, or the picture from `make_svg` if the file's name ends in .svg.
 
     Raises:
         UserError: the file cannot be written.
@@ -147,4 +149,4 @@ def write_text(path: str | Path, text: str) -> None:
     try:
         Path(path).write_text(text)
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}; give another name") from error
+        raise UserError(f"{path} cannot be written: {error.strerror}; give another path") from error

@@ -1,1 +1,1 @@
-"""Files of a run: its source, its directory, metrics and samples."""
+"""The files of a run: the run directory, the source of the experiment, metrics and samples."""

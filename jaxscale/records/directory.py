@@ -1,4 +1,4 @@
-"""The run directory: its files, its lock, and the check that it belongs to an experiment.
+"""The run directory: its files, its lock, and the check that it holds a run of the same experiment.
 
 experiment.json plan.json     the experiment and the plan, from which the train step can be rebuilt
 source/                       the experiment file and the overrides of the command line
@@ -35,9 +35,9 @@ def default_directory(experiment: Experiment) -> Path:
 
 @contextlib.contextmanager
 def lock_run(directory: Any) -> Iterator[None]:
-    """Make a run directory, and lock it for this process as long as the context lasts.
+    """Create a run directory, and lock it for this process while the context is open.
 
-    A directory in a bucket, or on Windows, is not locked.
+    A directory in a bucket or on Windows is not locked.
 
     Raises:
         UserError: another process has locked the directory, or it cannot be written to.
@@ -71,10 +71,10 @@ def lock_run(directory: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explain_write_errors(directory: Any) -> Iterator[None]:
-    """Turn an OSError inside the context, such as one of a full disk, into a UserError that names the path.
+    """Turn an OSError inside the context, such as that of a full disk, into a UserError that gives the path.
 
     Args:
-        directory: the path to name if the error holds none.
+        directory: the path to give if the OSError has no path.
     """
     try:
         yield
@@ -87,7 +87,7 @@ def explain_write_errors(directory: Any) -> Iterator[None]:
 
 
 def existing_run(directory: Any) -> Any:
-    """Return the path of a run directory, after a check that it holds a run.
+    """Return the path object of a run directory that holds a run.
 
     Raises:
         UserError: the directory holds no run.
@@ -99,12 +99,12 @@ def existing_run(directory: Any) -> Any:
 
 
 def check_same_experiment(directory: Any, experiment: Experiment) -> dict[str, Any] | None:
-    """Check that the run in a directory is of the same experiment, and return the content of its experiment.json.
+    """Check that a directory holds no run of another experiment, and return the content of experiment.json.
 
-    Fields that are new and have their default value, and paths of files, do not count as differences.
+    Paths of files, and new fields with their default values, do not count as differences.
 
     Returns:
-        Content of experiment.json; `None` if the directory holds no run.
+        The content of experiment.json; `None` if the directory holds no run.
 
     Raises:
         UserError: the run's experiment differs in a field that is not in `MAY_CHANGE`, or experiment.json is damaged.
@@ -116,41 +116,43 @@ def check_same_experiment(directory: Any, experiment: Experiment) -> dict[str, A
         stored_json = values.read_json(path)
     except UserError as error:
         raise UserError(f"{error}; restore it from a copy, or choose another directory with --out") from error
-    changes = values.changes(experiment, stored_json)
-    changes = [change for change in changes if change.path.split(".")[0] not in MAY_CHANGE]
+    all_changes = values.changes(experiment, stored_json)
+    changes = [change for change in all_changes if change.path.split(".")[0] not in MAY_CHANGE]
     if changes:
-        text = "; ".join(map(str, changes[:8])) + (f"; and {len(changes) - 8} more" if len(changes) > 8 else "")
+        more_text = f"; and {len(changes) - 8} more" if len(changes) > 8 else ""
         raise UserError(
-            f"{run_path(directory)} holds a run of another experiment: {text}. A run that is continued may change only "
+            f"{run_path(directory)} holds a run of another experiment: {'; '.join(map(str, changes[:8]))}{more_text}. "
+            "A run that is continued may change only "
             f"{', '.join(MAY_CHANGE)}. Choose another directory with --out"
         )
     return stored_json
 
 
 def set_aside(directory: Any) -> Any:
-    """Rename the directory of a run to the first free name of NAME.1, NAME.2, ..., and return the new path.
+    """Rename the directory of a run to NAME.1, or to the first of NAME.2, ... that does not exist.
 
-    If the directory holds no run, change nothing and return `None`.
+    Returns:
+        The new path; `None` if the directory holds no run, and is therefore not renamed.
     """
     path = run_path(directory)
     if not (path / EXPERIMENT).exists():
         return None
-    number = 1
-    while (new_path := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
+    suffix = 1
+    while (new_path := path.with_name(f"{path.name}.{suffix}")).exists():
+        suffix += 1
     with explain_write_errors(path):
         path.rename(new_path)
     return new_path
 
 
 def write_values(directory: Any, experiment: Experiment, plan: Plan) -> None:
-    """Write experiment.json and plan.json."""
+    """Write experiment.json and plan.json to a run directory."""
     write_json(run_path(directory) / EXPERIMENT, values.to_json(experiment))
     write_json(run_path(directory) / PLAN, {"version": PLAN_VERSION, **values.to_json(plan)})
 
 
 def write_json(path: Any, content: Any) -> None:
-    """Write a JSON file, so that a process killed meanwhile leaves either the old file or the new one."""
+    """Write a JSON file; if the process is killed meanwhile, either the old or the new file is intact."""
     text = json.dumps(content, indent=2) + "\n"
     if is_remote(path):
         path.write_text(text)  # a bucket stores an object whole or not at all

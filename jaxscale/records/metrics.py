@@ -1,14 +1,14 @@
 """metrics.jsonl: a run's measurements, one JSON object (a row) per line, appended and never rewritten.
 
 Every line has `step`, `kind` (`train`, `eval` or `event`) and `time` (seconds since 1970). Floats are written with all
-their digits, so that they read back equal in every bit. JSON has no NaN and no infinity: such a field is `null`, and
-`nonfinite` holds its value, as in `{"loss": null, "nonfinite": {"loss": "nan"}}`; `read_metrics` restores it.
+digits, so the values that are read are equal in every bit. JSON has no NaN and no infinity: such a field is `null`, and
+`nonfinite` holds the value, as in `{"loss": null, "nonfinite": {"loss": "nan"}}`; `read_metrics` restores the value.
 
-A continued run writes the lines of some steps again. Of several lines of one kind for a step, the last is valid.
+A continued run writes the lines of some steps again. If a step has several lines of one kind, the last line is valid.
 A `resume` event at step n makes all earlier lines for steps after n invalid, except events.
 
 The same scalars go to TensorBoard's event files, in the record format of tensorboardX. Hundreds of rows are encoded at
-once, one event per row, since tensorboardX's own writer sends each scalar separately through a queue between processes.
+once, one event per row, because tensorboardX's writer sends each scalar separately through a queue between processes.
 """
 
 import json
@@ -27,7 +27,7 @@ from jaxscale.records.storage import Appender, is_remote, open_append, run_path
 FILE = "metrics.jsonl"
 RowKind = Literal["train", "eval", "event"]
 
-# the rows that are buffered for TensorBoard at most, and the seconds
+# rows for TensorBoard are buffered until there are this many, or for this long
 _FLUSH_ROWS = 200
 _FLUSH_SECONDS = 20.0
 
@@ -41,9 +41,10 @@ class MetricsRows(list[dict[str, Any]]):
     """
 
     def column(self, name: str) -> np.ndarray:
-        """Return the field `name` of every row as float64 [rows]; NaN for a row without that number."""
+        """Return the field `name` of every row as float64 [rows], with NaN for a row in which it is not a number."""
         cells = (row.get(name) for row in self)
-        return np.array([float(v) if isinstance(v, int | float) else math.nan for v in cells], dtype=np.float64)
+        numbers = [float(cell) if isinstance(cell, int | float) else math.nan for cell in cells]
+        return np.array(numbers, dtype=np.float64)
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> dict[str, Any]: ...
@@ -55,14 +56,14 @@ class MetricsRows(list[dict[str, Any]]):
 
 
 class MetricsLog:
-    """Appends to a run's metrics.jsonl and TensorBoard events. Only one process of a run may make a `MetricsLog`.
+    """Appends to a run's metrics.jsonl and TensorBoard events. Only one process of a run may create a `MetricsLog`.
 
     Args:
         directory: the run's folder, local or in a bucket.
-        tensorboard: write TensorBoard events to its folder `tensorboard` too.
+        tensorboard: whether to write TensorBoard events, too, to the subfolder `tensorboard`.
 
     Raises:
-        OSError: a file, which the error names, cannot be written. All methods may raise it too.
+        OSError: a file cannot be written; `filename` is the file's path. All methods may raise this error.
 
     Example:
         >>> import tempfile
@@ -81,12 +82,12 @@ class MetricsLog:
         self._event_file = _EventFile(directory) if tensorboard else None
 
     def append(self, step: int, kind: RowKind, **fields: Any) -> dict[str, Any]:
-        """Append a row, and return it.
+        """Append a row, and return the row.
 
         Args:
             step: number of updates so far.
-            kind: "train" for the metrics of the last update; "eval" for held-out metrics of the parameters after it;
-                "event" with a `name`: compile, checkpoint, resume, preempted, skipped, ...
+            kind: "train" for metrics of the last update; "eval" for held-out metrics after that update; "event" for an
+                event with a `name`, such as compile, checkpoint, resume, preempted or skipped.
             fields: the measurements.
         """
         row: dict[str, Any] = {"step": int(step), "kind": kind, "time": round(time.time(), 3)}
@@ -98,13 +99,13 @@ class MetricsLog:
         return row
 
     def flush(self) -> None:
-        """Write what is buffered: TensorBoard events, and lines of a file in a bucket."""
+        """Write the buffered TensorBoard events, and the buffered lines of a file in a bucket."""
         self._file.flush()
         if self._event_file is not None:
             self._event_file.flush()
 
     def close(self) -> None:
-        """Write what is buffered, and close the files."""
+        """Write all buffered data, and close the files."""
         if self._event_file is not None:
             self._event_file.close()
         self._file.close()
@@ -123,14 +124,15 @@ def encode(row: dict[str, Any]) -> bytes:
         >>> encode({"step": 1, "loss": float("inf")})
         b'{"step": 1, "loss": null, "nonfinite": {"loss": "inf"}}\\n'
     """
-    nonfinite_texts = {name: repr(v) for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
-    if nonfinite_texts:
-        row = {**row, **dict.fromkeys(nonfinite_texts), "nonfinite": nonfinite_texts}
-    return (json.dumps(row, allow_nan=False) + "\n").encode()
+    nonfinite_texts = {
+        name: repr(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)
+    }
+    strict_row = {**row, **dict.fromkeys(nonfinite_texts), "nonfinite": nonfinite_texts} if nonfinite_texts else row
+    return (json.dumps(strict_row, allow_nan=False) + "\n").encode()
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """Return the row in a line of JSON; the inverse of `encode`.
+    """Return the row in a line of JSON, as the inverse of `encode`.
 
     Raises:
         ValueError: the line is not a JSON object with `step` and `kind`.
@@ -148,11 +150,11 @@ def read_metrics(directory: Any, kind: RowKind | None = None) -> MetricsRows:
 
     Args:
         directory: the run's folder.
-        kind: return only rows of this kind; `None` returns all.
+        kind: kind of the rows to return; `None` returns all rows.
 
     Returns:
-        The valid rows in the order in which they were written. Without events, that is the order of their steps. Empty
-        if there is no file.
+        The valid rows, in the order in which they were written; rows that are not events are in the order of their
+        steps. There are no rows if there is no file.
 
     Raises:
         UserError: a line other than the last one is not a row.
@@ -168,7 +170,7 @@ def read_metrics(directory: Any, kind: RowKind | None = None) -> MetricsRows:
         try:
             rows.append(decode(line))
         except ValueError as error:
-            if any(later.strip() for later in lines[line_number:]):
+            if any(later_line.strip() for later_line in lines[line_number:]):
                 raise UserError(
                     f"{path}, line {line_number}: expected a JSON object ({error}): delete that line"
                 ) from None
@@ -177,58 +179,61 @@ def read_metrics(directory: Any, kind: RowKind | None = None) -> MetricsRows:
 
 def _valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return all events, and the last row of each step and kind, without rows that a later `resume` makes invalid."""
-    # keys are (kind, step)
-    position_by_key: dict[tuple[str, int], int] = {}
-    row_by_position: dict[int, dict[str, Any]] = {}
-    for position, row in enumerate(rows):
-        row_by_position[position] = row
+    index_by_key: dict[tuple[str, int], int] = {}  # keys are (kind, step)
+    row_by_index: dict[int, dict[str, Any]] = {}
+    for index, row in enumerate(rows):
+        row_by_index[index] = row
         if row["kind"] != "event":
-            row_by_position.pop(position_by_key.get((row["kind"], row["step"]), -1), None)
-            position_by_key[row["kind"], row["step"]] = position
+            row_by_index.pop(index_by_key.get((row["kind"], row["step"]), -1), None)
+            index_by_key[row["kind"], row["step"]] = index
         elif row.get("name") == "resume":
-            stale_keys = [key for key in position_by_key if key[1] > row["step"]]
+            stale_keys = [(kind, step) for kind, step in index_by_key if step > row["step"]]
             for key in stale_keys:
-                del row_by_position[position_by_key.pop(key)]
-    return list(row_by_position.values())
+                del row_by_index[index_by_key.pop(key)]
+    return list(row_by_index.values())
 
 
 def drop_torn_line(path: Any) -> int:
-    """Remove a half-written last line, which a killed process may leave, from a file of JSON lines.
+    """Remove a half-written last line from a file of JSON lines; a killed process may leave one.
 
     Returns:
-        Number of removed bytes.
+        The number of removed bytes.
     """
     if is_remote(path) or not path.exists():
         return 0  # an object in a bucket is stored whole or not at all
     with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        tail_start, tail = end, b""
+        file_bytes = file.seek(0, os.SEEK_END)
+        tail_start, tail = file_bytes, b""
         while tail_start and b"\n" not in tail[:-1]:
             tail_start = max(0, tail_start - 65536)
             file.seek(tail_start)
-            tail = file.read(end - tail_start)
+            tail = file.read(file_bytes - tail_start)
         last_line = tail[tail[:-1].rfind(b"\n") + 1 :]
         try:
             if not last_line or (last_line.endswith(b"\n") and decode(last_line)):
                 return 0
         except ValueError:
             pass
-        file.truncate(end - len(last_line))
+        file.truncate(file_bytes - len(last_line))
         return len(last_line)
 
 
 _SECTION_BY_FIELD = {"step_seconds": "speed", "tokens_per_second": "speed", "flop_per_second": "speed", "mfu": "speed"}
-"""TensorBoard's section for each field that is not in the section of its row's kind."""
+"""The TensorBoard section of each field that is not in the section of its row's kind."""
 
 
 class _EventFile:
-    """TensorBoard's event file of one process, a sequence of records (length, crc, event, crc)."""
+    """The TensorBoard event file of one process, a sequence of records (length, crc, event, crc).
+
+    Args:
+        directory: the run's folder.
+    """
 
     def __init__(self, directory: Any):
         self._folder = run_path(directory) / "tensorboard"
-        self._rows: list[dict[str, Any]] = []
-        self._last_flush = time.monotonic()
-        self._purge_step: int | None = None
+        self._rows: list[dict[str, Any]] = []  # the buffered rows
+        self._last_flush_time = time.monotonic()
+        self._purge_step: int | None = None  # step from which on TensorBoard must drop its events, if it must
         self._file: Appender | None = None
 
     def add(self, row: dict[str, Any]) -> None:
@@ -239,12 +244,12 @@ class _EventFile:
                 self._purge_step = row["step"] + 1
             return
         self._rows.append(row)
-        if len(self._rows) >= _FLUSH_ROWS or time.monotonic() - self._last_flush > _FLUSH_SECONDS:
+        if len(self._rows) >= _FLUSH_ROWS or time.monotonic() - self._last_flush_time > _FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
         """Encode and write the buffered rows."""
-        self._last_flush = time.monotonic()
+        self._last_flush_time = time.monotonic()
         if not self._rows and self._purge_step is None:
             return
         from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
@@ -256,9 +261,9 @@ class _EventFile:
             self._file = open_append(self._folder / file_name)
             records.append(_record(Event(wall_time=time.time(), file_version="brain.Event:2")))
         if self._purge_step is not None:
-            # makes TensorBoard drop its events of this and later steps, which are written again
-            session = SessionLog(status=SessionLog.START)
-            records.append(_record(Event(wall_time=time.time(), step=self._purge_step, session_log=session)))
+            # make TensorBoard drop its events of this and later steps, since they will be written again
+            session_log = SessionLog(status=SessionLog.START)
+            records.append(_record(Event(wall_time=time.time(), step=self._purge_step, session_log=session_log)))
             self._purge_step = None
         for row in self._rows:
             summary_values = [
@@ -280,9 +285,10 @@ class _EventFile:
 
 
 def _record(event: Any) -> bytes:
-    """Return an event as a record of a TensorBoard file."""
+    """Return the bytes of an event as a record of a TensorBoard file."""
     from tensorboardX.record_writer import masked_crc32c
 
-    payload = event.SerializeToString()
-    length = struct.pack("<Q", len(payload))
-    return length + struct.pack("<I", masked_crc32c(length)) + payload + struct.pack("<I", masked_crc32c(payload))
+    event_bytes = event.SerializeToString()
+    length_bytes = struct.pack("<Q", len(event_bytes))
+    length_crc, event_crc = (struct.pack("<I", masked_crc32c(data)) for data in (length_bytes, event_bytes))
+    return length_bytes + length_crc + event_bytes + event_crc

@@ -1,6 +1,6 @@
-"""Modules that have moved to new import paths. The experiment files of earlier runs still import the old paths.
+"""Modules that have moved to new import paths, since the experiment files of earlier runs still import the old paths.
 
-If a new experiment file imports an old path, the error message names the new one.
+If a new experiment file imports an old path, the error message gives the new path.
 """
 
 import importlib
@@ -40,24 +40,24 @@ MOVED = {
     "jaxscale.step.plan": "jaxscale.recipe.plan",
     "jaxscale.step.state": "jaxscale.state.train_state",
 }
-"""Present import path of a module, by its path in an earlier version. No line may be removed."""
+"""Current import path of each moved module, by its path in an earlier version. No line may be removed."""
 
 
-def provide(text: str) -> None:
-    """Make the moved modules that a Python file mentions importable by their earlier paths, in this process.
+def provide_old_paths(text: str) -> None:
+    """Make moved modules importable by their old paths in this process, if a Python file mentions these paths.
 
     Args:
         text: content of the file.
     """
-    for path in set(re.findall(r"\bjaxscale(?:\.\w+)+", text)) & set(MOVED):
-        sys.modules[path] = importlib.import_module(MOVED[path])
+    for old_path in set(re.findall(r"\bjaxscale(?:\.\w+)+", text)) & set(MOVED):
+        sys.modules[old_path] = importlib.import_module(MOVED[old_path])
 
 
-def new_path(error: ImportError) -> str | None:
-    """Return the present path of the module that an import did not find; `None` if it has not moved.
+def new_import_path(error: ImportError) -> str | None:
+    """Return the current path of the module that an import did not find; `None` if the module has not moved.
 
     Example:
-        >>> new_path(ModuleNotFoundError(name="jaxscale.step.plan"))
+        >>> new_import_path(ModuleNotFoundError(name="jaxscale.step.plan"))
         'jaxscale.recipe.plan'
     """
     return MOVED.get(error.name or "")

@@ -14,8 +14,8 @@ class Outline:
 
     Args:
         path: absolute path of the file.
-        text: its content.
-        summary: first line of its docstring.
+        text: content of the file.
+        summary: first line of the file's docstring.
         variants: first line of the docstring of each function in `VARIANTS`, by the variant's name; `None` if
             `VARIANTS` is not a literal dict.
     """
@@ -27,19 +27,19 @@ class Outline:
 
 
 def outline(path: str | Path, variant: str | None = None) -> Outline:
-    """Read an experiment file, and check it as far as possible without running it.
+    """Read an experiment file, and check the file as far as possible without running it.
 
     Raises:
-        UserError: there is no such file, it is not Python, or it lacks `experiment()` or the variant.
+        UserError: the file does not exist, is not Python, or lacks `experiment()` or the variant.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(_missing_file_message(path))
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(_missing_file_message(file))
     try:
-        text = path.read_text("utf-8")
+        text = file.read_text("utf-8")
         tree = ast.parse(text, str(path))
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not Python: it has bytes that are not UTF-8 ({error})") from None
+        raise UserError(f"{path} is not Python: the file has bytes that are not UTF-8 ({error})") from None
     except (SyntaxError, ValueError) as error:
         line_text = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise UserError(f"{path}{line_text} is not Python: {error}") from None
@@ -47,22 +47,22 @@ def outline(path: str | Path, variant: str | None = None) -> Outline:
     bound_names = {*functions, *(name for node in tree.body for name in _bound_names(node))}
     if "experiment" not in bound_names:
         hint = near_miss("experiment", bound_names)
-        raise UserError(f"{path} has no experiment(): define a function of that name that returns an Experiment{hint}")
-    variants = _variant_summaries(tree, functions)
-    if variant is not None and variants is not None and variant not in variants:
-        raise no_variant(path, variant, variants)
-    return Outline(path.absolute(), text, _first_line(ast.get_docstring(tree)), variants)
+        raise UserError(f"{path} has no experiment(): define a function experiment that returns an Experiment{hint}")
+    summary_by_variant = _variant_summaries(tree, functions)
+    if variant is not None and summary_by_variant is not None and variant not in summary_by_variant:
+        raise no_variant_error(path, variant, summary_by_variant)
+    return Outline(file.absolute(), text, _first_line(ast.get_docstring(tree)), summary_by_variant)
 
 
-def no_variant(path: object, variant: str, variants: Iterable[str]) -> UserError:
-    """Return the error for a variant that the file does not have."""
+def no_variant_error(path: object, variant: str, variants: Iterable[str]) -> UserError:
+    """Return the error for a name that is not among the variants of the file at `path`."""
     variant_names = list(variants)
     choices_text = f"there are {', '.join(variant_names)}" if variant_names else "it has no VARIANTS; omit the name"
     return UserError(f"{path} has no variant {variant!r}: {choices_text}{near_miss(variant, variant_names)}")
 
 
 def _missing_file_message(path: Path) -> str:
-    """Return the error message for a path at which there is no file, with files of similar names."""
+    """Return the error message for a path that is not a file, which suggests files with similar names."""
     if path.is_dir():
         names = sorted(file.name for file in path.glob("*.py"))[:8]
         hint = f", such as one of {', '.join(names)} there" if names else ""
@@ -71,7 +71,7 @@ def _missing_file_message(path: Path) -> str:
     file_by_path = {str(file): file for file in files}
     path_by_stem = {file.stem: str(file) for file in files}
     hint = near_miss(str(path), file_by_path) or near_miss(str(path.with_suffix(".py")), file_by_path)
-    if not hint and (stem_hint := near_miss(path.stem, path_by_stem)):
+    if not hint and (stem_hint := near_miss(path.stem, path_by_stem)):  # "; did you mean 'STEM'?"
         hint = f"; did you mean {path_by_stem[stem_hint.split(chr(39))[1]]!r}?"
     choices_text = f"; there are {', '.join(sorted(file_by_path)[:8])}" if file_by_path and not hint else ""
     return f"there is no file {path}: expected an experiment file{hint}{choices_text}"
@@ -89,7 +89,12 @@ def _bound_names(node: ast.stmt) -> list[str]:
 def _variant_summaries(tree: ast.Module, functions: Mapping[str, ast.FunctionDef]) -> dict[str, str] | None:
     """Return the first line of the docstring of each function in `VARIANTS`, by the variant's name.
 
-    It is `None` if `VARIANTS` is not a literal dict, and empty without `VARIANTS`.
+    Args:
+        tree: the syntax tree of an experiment file.
+        functions: nodes of the functions that the file defines, by name.
+
+    Returns:
+        The lines; `None` if `VARIANTS` is not a literal dict, and an empty dict if there are no `VARIANTS`.
     """
     for node in tree.body:
         if "VARIANTS" not in _bound_names(node):
@@ -98,15 +103,16 @@ def _variant_summaries(tree: ast.Module, functions: Mapping[str, ast.FunctionDef
         if not isinstance(variants_node, ast.Dict):
             return None
         summary_by_variant = {}
-        for key, function_node in zip(variants_node.keys, variants_node.values, strict=True):
-            if not (isinstance(key, ast.Constant) and isinstance(key.value, str)):
+        for key_node, value_node in zip(variants_node.keys, variants_node.values, strict=True):
+            if not (isinstance(key_node, ast.Constant) and isinstance(key_node.value, str)):
                 return None
-            function = functions.get(function_node.id) if isinstance(function_node, ast.Name) else None
-            summary_by_variant[key.value] = _first_line(ast.get_docstring(function)) if function else ""
+            function_node = functions.get(value_node.id) if isinstance(value_node, ast.Name) else None
+            docstring = ast.get_docstring(function_node) if function_node else None
+            summary_by_variant[key_node.value] = _first_line(docstring)
         return summary_by_variant
     return {}
 
 
-def _first_line(text: str | None) -> str:
-    """Return the first line of a docstring; empty without one."""
-    return (text or "").strip().partition("\n")[0]
+def _first_line(docstring: str | None) -> str:
+    """Return the first line of a docstring, or an empty text if there is no docstring."""
+    return (docstring or "").strip().partition("\n")[0]

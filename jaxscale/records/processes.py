@@ -1,7 +1,7 @@
 """Messages between the processes of a run, outside of steps. A run with a single process sends none.
 
-Each function except `is_first` is collective: all processes must call these functions in the same order, or some of
-them wait forever.
+Each function except `is_first` is collective: all processes must call these functions in the same order, or some
+processes will wait forever.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ def wait_for_all(label: str) -> None:
 
 
 def send_from_first(numbers: Sequence[int]) -> list[int]:
-    """Return the numbers that the first process passes, on every process; the numbers of the others are ignored.
+    """Return, on every process, the numbers that the first process passes; other processes' numbers are ignored.
 
     Example:
         >>> send_from_first([3, 5])
@@ -44,22 +44,22 @@ def send_from_first(numbers: Sequence[int]) -> list[int]:
         return list(numbers)
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
-    number_count = int(broadcast_one_to_all(np.int32(len(numbers))))
-    array = np.asarray(numbers, np.int32) if is_first() else np.zeros(number_count, np.int32)
-    return [int(number) for number in broadcast_one_to_all(array)] if number_count else []
+    length = int(broadcast_one_to_all(np.int32(len(numbers))))
+    local_array = np.asarray(numbers, np.int32) if is_first() else np.zeros(length, np.int32)
+    return [int(number) for number in broadcast_one_to_all(local_array)] if length else []
 
 
-def call_on_all(make: Callable[[], _Result], mild_error: type[Exception]) -> _Result:
-    """Call a function on every process, and return its result on this process once it has returned on all of them.
+def call_on_all(function: Callable[[], _Result], mild_error: type[Exception]) -> _Result:
+    """Call a function on every process, and return this process's result once all processes have returned.
 
     Args:
-        make: the function, which is called once on each process; it need not be collective.
+        function: the function, which is called once on each process; it need not be collective.
         mild_error: type of errors that do not end the run.
 
     Raises:
-        Exception: the error of `make` on this process, if it ends the run or all processes' errors are mild.
-        UserError: `make` failed on another process with an error that ends the run.
-        mild_error: `make` failed on another process only, with a mild error.
+        Exception: the function failed on this process, and no other process has a more severe error.
+        UserError: the function failed on another process with an error that ends the run.
+        mild_error: the function failed only on other processes, with mild errors.
 
     Example:
         >>> call_on_all(lambda: 3, LookupError)
@@ -68,23 +68,23 @@ def call_on_all(make: Callable[[], _Result], mild_error: type[Exception]) -> _Re
     results: list[_Result] = []
     error: Exception | None = None
     try:
-        results.append(make())
+        results.append(function())
     except Exception as caught_error:
         error = caught_error
-    # 0 without an error, 1 for a mild one, 2 for one that ends the run
+    # 0 for no error, 1 for a mild error, 2 for an error that ends the run
     severity = 0 if error is None else 1 if isinstance(error, mild_error) else 2
-    worst_severity = _greatest(severity)
+    worst_severity = _max_over_processes(severity)
     if error is not None and severity == worst_severity:
         raise error
     if worst_severity == 2:
-        raise UserError("another process failed and reports the reason: fix that, and start the run again")
+        raise UserError("another process failed and reports the reason: fix the cause, and start the run again")
     if worst_severity == 1:
         raise mild_error("reading failed on another process")
     return results[0]
 
 
-def _greatest(number: int) -> int:
-    """Exchange numbers between all processes, and return the greatest one."""
+def _max_over_processes(number: int) -> int:
+    """Exchange numbers between all processes, and return the largest one."""
     import jax
 
     if jax.process_count() == 1:

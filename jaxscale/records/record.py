@@ -1,6 +1,6 @@
 """Read a run from its files, without JAX, for reports.
 
-Every file may be missing or written by an older version, since the report of a run that failed early is needed most.
+Every file may be missing or may come from an older version, since reports matter most for runs that failed early.
 """
 
 import dataclasses
@@ -20,8 +20,9 @@ from jaxscale.records.storage import run_path
 
 Status = Literal["finished", "preempted", "diverged", "running", "stopped", "empty"]
 
-# a run without an ending whose last line is older than this counts as stopped
+# a run without a final event counts as stopped if its last line is older than this
 _SILENT_SECONDS = 600.0
+# fields of train rows that may hold the device memory in use, the preferred one first
 _MEMORY_FIELDS = ("memory_bytes", "device_memory", "peak_memory_bytes", "peak_bytes", "bytes_in_use")
 
 
@@ -32,12 +33,12 @@ class RunRecord:
     Args:
         directory: the run's folder, as passed to `read`.
         metrics: the valid rows of metrics.jsonl.
-        experiment: content of experiment.json; this dict and the next three are empty if their file is missing.
+        experiment: content of experiment.json. This and the next three dicts are empty if their files are missing.
         plan: content of plan.json.
         layout: content of layout.json (mesh, parameters, memory by kind).
         source: content of source/source.json (path, variant, overrides, seed, versions).
         samples: the samples in samples.txt.
-        unread: one line of text for each file that exists but could not be read.
+        unread: a line of text for each file that exists but cannot be read.
     """
 
     directory: str
@@ -73,15 +74,15 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """Name of the experiment, or of the folder if the experiment is missing."""
+        """Name of the experiment, or of the folder if experiment.json is missing."""
         return str(self.experiment.get("name") or run_path(self.directory).resolve().name or "run")
 
     def rows(self, kind: str) -> MetricsRows:
-        """Return the rows of one kind."""
+        """Return the valid rows of one kind: "train", "eval" or "event"."""
         return MetricsRows(row for row in self.metrics if row["kind"] == kind)
 
     def events(self, name: str) -> MetricsRows:
-        """Return the events of one name."""
+        """Return the rows of the events with one name, such as "compile"."""
         return MetricsRows(row for row in self.metrics if row["kind"] == "event" and row.get("name") == name)
 
     @property
@@ -97,7 +98,7 @@ class RunRecord:
 
     @property
     def status(self) -> Status:
-        """Status of the run, by the last event that ends or starts it, or by its steps and the age of its last line."""
+        """Status of the run, from the last event that started or ended it, its steps and the age of its last line."""
         if not self.metrics:
             return "empty"
         for row in reversed(self.metrics):
@@ -113,7 +114,7 @@ class RunRecord:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Step and value of the least held-out loss; `None` if none was measured."""
+        """Step and value of the lowest held-out loss; `None` if none was measured."""
         losses_and_steps = [(loss, step) for step, loss in self._held_out_losses() if np.isfinite(loss)]
         return (min(losses_and_steps)[1], min(losses_and_steps)[0]) if losses_and_steps else None
 
@@ -124,7 +125,7 @@ class RunRecord:
         return steps_and_losses[-1] if steps_and_losses else None
 
     def _held_out_losses(self) -> list[tuple[int, float]]:
-        """Return the step and the value of each held-out loss."""
+        """Return pairs of the step and the value of each held-out loss, in the order of their rows."""
         rows = self.rows("eval")
         return list(zip(rows.column("step").astype(int).tolist(), rows.column("loss").tolist(), strict=True))
 
@@ -136,18 +137,18 @@ class RunRecord:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median number of target tokens per second; if there are more than twenty rows, without the first ten."""
+        """Median number of target tokens per second; if there are more than twenty rows, the first ten are left out."""
         rates = self.rows("train").column("tokens_per_second")
         return _median(rates[10:] if len(rates) > 20 else rates)
 
     @property
     def mfu(self) -> float | None:
-        """Median model FLOP utilization, 0 to 1; `None` if the chip's peak is unknown."""
+        """Median model FLOP utilization, from 0 to 1; `None` if the chip's peak is unknown."""
         return _median(self.rows("train").column("mfu"))
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from the first line to the last, without the breaks before the run was continued."""
+        """Seconds from the first line to the last, without the pauses before the run was continued."""
         working_seconds, previous_time = 0.0, None
         for row in self.metrics:
             row_time = row.get("time")
@@ -166,9 +167,11 @@ class RunRecord:
         events = self.events("compile")
         if not events:
             return {}
-        # fields of the event, by kind
-        names = {"parameters, optimizer state, batch": "argument_bytes", "gradients and activations": "temp_bytes"}
-        return _number_fields({kind: events[-1].get(name) for kind, name in names.items()})
+        field_by_kind = {
+            "parameters, optimizer state, batch": "argument_bytes",
+            "gradients and activations": "temp_bytes",
+        }
+        return _number_fields({kind: events[-1].get(field) for kind, field in field_by_kind.items()})
 
     @property
     def host_memory(self) -> dict[str, float]:
@@ -177,7 +180,7 @@ class RunRecord:
 
     @property
     def device_memory(self) -> tuple[str, np.ndarray] | None:
-        """Name of the logged field for device memory, and its bytes in each row of the train steps, float64 [rows]."""
+        """Name of the logged field for device memory, and the bytes in each row of the train steps, float64 [rows]."""
         rows = self.rows("train")
         for name in _MEMORY_FIELDS:
             bytes_by_row = rows.column(name)
@@ -187,7 +190,7 @@ class RunRecord:
 
     @property
     def kernels(self) -> tuple[str, str] | None:
-        """The platform of the last compiled step, and a text of the implementation of each of its kernels."""
+        """The platform of the last compiled step, and a text about the implementations of the step's kernels."""
         events = self.events("kernels")
         return platform_and_kernels(events[-1]) if events else None
 
@@ -195,15 +198,17 @@ class RunRecord:
     def parameters(self) -> int | None:
         """Number of trained parameters; `None` if unknown."""
         counts = [row["parameters"] for row in self.events("predicted") if isinstance(row.get("parameters"), int)]
-        if counts:
+        if counts:  # the last compiled step counts
             return counts[-1]
-        rows = self.layout.get("parameters")
-        shapes = [row.get("shape") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+        entries = self.layout.get("parameters")
+        shapes = (
+            [entry.get("shape") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+        )
         return sum(math.prod(shape) for shape in shapes if isinstance(shape, list)) or None
 
     @property
     def path(self) -> str:
-        """The experiment file, relative to the run's working directory if that is known; empty without a file."""
+        """Path of the experiment file, relative to the run's working directory if known; empty without a file."""
         return next((str(self.source[key]) for key in ("relative", "path", "file") if self.source.get(key)), "")
 
     @property
@@ -211,21 +216,22 @@ class RunRecord:
         """The command that repeats this run; `None` without an experiment file."""
         if not self.path:
             return None
-        words = [self.path, str(self.source.get("variant") or ""), *_override_words(self.source.get("overrides"))]
+        variant = str(self.source.get("variant") or "")
+        words = [self.path, variant, *_override_words(self.source.get("overrides"))]
         return "jaxscale train " + " ".join(shlex.quote(word) for word in words if word)
 
 
 def _override_words(overrides: Any) -> list[str]:
-    """Return the words of a command line that make the overrides in source.json."""
+    """Return the words of a command line that set the overrides in source.json, a dict or a list of words."""
     if isinstance(overrides, dict):
         return [word for name, value in overrides.items() for word in (f"--{name}", str(value))]
     return [str(word) for word in overrides] if isinstance(overrides, list | tuple) else []
 
 
 def _read_json(path: Any, unread_lines: list[str]) -> dict[str, Any]:
-    """Return the JSON object in a file; empty without a file.
+    """Return the JSON object in a file, or an empty dict if there is none.
 
-    If the file cannot be read, append a line with the reason to `unread_lines`, and return an empty dict.
+    If the file exists but cannot be read, also append a line with the reason to `unread_lines`.
     """
     if not path.exists():
         return {}
@@ -241,11 +247,11 @@ def _read_json(path: Any, unread_lines: list[str]) -> dict[str, Any]:
 
 
 def _number_fields(content: Any) -> dict[str, float]:
-    """Return the fields of a JSON object that are numbers; empty for other JSON."""
-    fields = content.items() if isinstance(content, dict) else ()
-    return {str(name): float(value) for name, value in fields if isinstance(value, int | float)}
+    """Return the fields of a JSON object that are numbers, by name; there are none in other JSON values."""
+    items = content.items() if isinstance(content, dict) else ()
+    return {str(name): float(value) for name, value in items if isinstance(value, int | float)}
 
 
 def _median(column: np.ndarray) -> float | None:
-    """Return the median of a column, float64 [rows], without its NaN; `None` if it has no number."""
+    """Return the median of a column, float64 [rows], without NaN; `None` if the column has no numbers."""
     return float(np.nanmedian(column)) if np.isfinite(column).any() else None

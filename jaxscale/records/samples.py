@@ -1,9 +1,9 @@
-"""samples.txt: texts that the model wrote during training, in blocks for people to read, the newest last, such as
+"""samples.txt: texts that the model generated during training, in blocks for people to read, with the newest last:
 
     === step 500 | prompt "ROMEO:"
     ROMEO: I do not know thee.
 
-A line of the text that begins like a block's header is indented by one more space, so that the file can be read back.
+A line that begins like a header is indented by one more space, so that `read_samples` can recognize the headers.
 """
 
 import json
@@ -19,7 +19,13 @@ _INDENTED_HEADER_LIKE = re.compile(rf"^ ( *{_HEADER_START})", re.MULTILINE)
 
 
 class Sample(NamedTuple):
-    """The `text` with which the model continued `prompt` after `step` updates; it does not repeat the prompt."""
+    """A text that the model generated during training.
+
+    Args:
+        step: number of updates when the text was generated.
+        prompt: the prompt.
+        text: the model's continuation, without the prompt.
+    """
 
     step: int
     prompt: str
@@ -33,7 +39,7 @@ def append_sample(directory: Any, step: int, prompt: str, text: str) -> None:
         directory: the run's folder.
         step: number of updates so far.
         prompt: the prompt.
-        text: its continuation by the model.
+        text: the model's continuation, without the prompt.
 
     Example:
         >>> import tempfile
@@ -52,11 +58,11 @@ def append_sample(directory: Any, step: int, prompt: str, text: str) -> None:
 
 
 def read_samples(directory: Any) -> list[Sample]:
-    """Read the samples of a run, oldest first; of a sample that a continued run wrote again, the last version."""
+    """Read the samples of a run, sorted by step. Of samples with equal step and prompt, only the last is returned."""
     path = run_path(directory) / FILE
     if not path.exists():
         return []
-    samples: dict[tuple[int, str], Sample] = {}
+    sample_by_key: dict[tuple[int, str], Sample] = {}  # keys are (step, prompt)
     for block in ("\n" + path.read_bytes().decode(errors="replace") + _HEADER_START).split("\n" + _HEADER_START)[1:-1]:
         header, _, escaped_text = block.partition("\n")
         step_text, _, quoted_prompt = header.partition(" | prompt ")
@@ -64,7 +70,6 @@ def read_samples(directory: Any) -> list[Sample]:
             step, prompt = int(step_text), str(json.loads(quoted_prompt))
         except ValueError:
             continue
-        text = _INDENTED_HEADER_LIKE.sub(r"\1", escaped_text.removesuffix("\n"))
-        text = text[len(prompt) :] if text.startswith(prompt) else text
-        samples[step, prompt] = Sample(step, prompt, text)
-    return sorted(samples.values(), key=lambda sample: sample.step)
+        prompt_and_text = _INDENTED_HEADER_LIKE.sub(r"\1", escaped_text.removesuffix("\n"))
+        sample_by_key[step, prompt] = Sample(step, prompt, prompt_and_text.removeprefix(prompt))
+    return sorted(sample_by_key.values(), key=lambda sample: sample.step)

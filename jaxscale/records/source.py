@@ -1,9 +1,9 @@
-"""The source of an experiment: its file, variant and overrides, from which the same experiment can be made again.
+"""The source of an experiment: the file, variant and overrides from which the same experiment can be built again.
 
-An experiment file is Python with a function `experiment()` and, if it has variants, a literal
-`VARIANTS = {"name": function}`. Its text is checked (`outline.py`) before JAX is imported. A run keeps a copy of the
-file under `source/`. When the copy runs, it has the path of the original file, so that `Path(__file__).parent` and
-imports of neighbouring files work. Neighbouring files and data are not copied.
+An experiment file is a Python file with a function `experiment()` and, if there are variants, a literal
+`VARIANTS = {"name": function}`. The file's text is checked (`outline.py`) before JAX is imported. A run keeps a copy of
+the file under `source/`. The copy runs under the path of the original file, so that `Path(__file__).parent` and imports
+of files in the same folder work. Those other files and data are not copied.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import jaxscale
 from jaxscale import values
 from jaxscale.errors import UserError
-from jaxscale.records.moved_modules import new_path, provide
-from jaxscale.records.outline import no_variant, outline
+from jaxscale.records.moved_modules import new_import_path, provide_old_paths
+from jaxscale.records.outline import no_variant_error, outline
 from jaxscale.records.storage import run_path
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ class Source:
 
     Args:
         name: name of the experiment.
-        text: text of the experiment file; `None` without one (an experiment made in a script or notebook).
-        path: absolute path of that file.
-        relative: path of that file relative to the working directory, if it is below that directory.
+        text: text of the experiment file; `None` if there is no file (for an experiment from a script or notebook).
+        path: absolute path of the experiment file.
+        relative: path of the experiment file relative to the working directory, if the file is below that directory.
         variant: name of the file's variant; `None` stands for `experiment()`.
-        overrides: text of each field that the command line set, by the field's dotted path.
-        plan: the plan that replaced the experiment's, as JSON; `None` if none did.
+        overrides: texts to which the command line set fields, by the fields' dotted paths.
+        plan: the plan that replaced the experiment's plan, as JSON; `None` if no plan did.
         seed: seed of the experiment.
         versions: versions of Python and of the packages that a step's results depend on.
     """
@@ -74,11 +74,11 @@ class Source:
 
     @property
     def module(self) -> str | None:
-        """Name of the module as which the experiment file runs; `None` without a file."""
+        """Name of the module that the experiment file becomes when it runs; `None` without a file."""
         return None if self.path is None else f"experiment.{Path(self.path).stem}"
 
     def remake(self) -> "Experiment":
-        """Run the experiment file again, in this process or another, and return the same experiment."""
+        """Run the experiment file again, perhaps in another process, and return the same experiment."""
         from jaxscale.recipe.plan import Plan
 
         assert self.path is not None
@@ -86,7 +86,7 @@ class Source:
         return load_file(self.path, self.variant, self.overrides, plan)[0]
 
     def write(self, run_dir: Any) -> None:
-        """Write the copy of the experiment file, and source.json, into `source/` of a run directory."""
+        """Write a copy of the experiment file, and source.json, to the folder `source/` of a run directory."""
         folder = run_path(run_dir) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         if self.text is not None:
@@ -99,10 +99,10 @@ class Source:
 
     @classmethod
     def read(cls, run_dir: Any) -> "Source":
-        """Read the source that `write` stored.
+        """Read the source that `write` stored in a run directory.
 
         Raises:
-            UserError: no source is stored, it cannot be read, or the copied file has changed since the run.
+            UserError: no source is stored, the source cannot be read, or the copied file has changed since the run.
         """
         folder = run_path(run_dir) / FOLDER
         source_json = values.read_json(folder / SOURCE_JSON)
@@ -112,7 +112,10 @@ class Source:
         text = None
         if file_name is not None:
             if not (folder / file_name).exists():
-                raise UserError(f"{folder / file_name} is gone: the run cannot be rebuilt without its experiment file")
+                raise UserError(
+                    f"{folder / file_name} is missing: the run cannot be rebuilt without its experiment file; restore "
+                    "the file"
+                )
             text = (folder / file_name).read_bytes().decode("utf-8", "replace")
         source = values.from_json(cls, {**source_json, "text": text}, str(folder / SOURCE_JSON))
         if source.sha256 != stored_sha256:
@@ -124,7 +127,7 @@ class Source:
 
 
 def written_sha256(run_dir: Any) -> str | None:
-    """Read the SHA-256 of the experiment file from a run's source.json; `None` if there is none to read."""
+    """Return the SHA-256 of the experiment file from a run's source.json; `None` if there is none."""
     try:
         source_json = values.read_json(run_path(run_dir) / FOLDER / SOURCE_JSON)
     except UserError:
@@ -134,7 +137,7 @@ def written_sha256(run_dir: Any) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, this package, JAX, Flax and optax, by name, without importing the last three."""
+    """Return the versions of Python, jaxscale, JAX, Flax and optax, by name, without importing the last three."""
     version_by_name = {"python": platform.python_version(), "jaxscale": jaxscale.__version__}
     return version_by_name | {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")}
 
@@ -150,9 +153,12 @@ def load_file(
     Args:
         path: the experiment file.
         variant: name of one of the file's `VARIANTS`; `None` runs `experiment()`.
-        overrides: text of each field to set, by the field's dotted path, such as `{"model.embed": "256"}`. They are
-            applied after `plan`.
-        plan: plan that replaces the experiment's.
+        overrides: texts to which fields are set, by the fields' dotted paths, such as `{"model.embed": "256"}`. They
+            are applied after `plan`.
+        plan: plan that replaces the experiment's plan.
+
+    Returns:
+        The experiment, and the `Source` from which it can be built again.
 
     Raises:
         UserError: the file is not an experiment file, it raises an error, it does not return an Experiment, or an
@@ -160,8 +166,8 @@ def load_file(
     """
     file_outline = outline(path, variant)
     file_path = file_outline.path
-    experiment = _make_experiment(file_outline.text, file_path, origin=file_path, variant=variant)
-    experiment = _apply_changes(experiment, plan, overrides or {})
+    base_experiment = _make_experiment(file_outline.text, file_path, origin=file_path, variant=variant)
+    experiment = _apply_changes(base_experiment, plan, overrides or {})
     is_below_cwd = file_path.resolve().is_relative_to(Path.cwd())
     source = Source(
         name=experiment.name,
@@ -177,10 +183,10 @@ def load_file(
 
 
 def load_experiment(run_dir: Any) -> "Experiment":
-    """Make the experiment of a run directory again, from the copy of its file, with the plan of the run.
+    """Build the experiment of a run directory again, from the copy of its file, with the plan of the run.
 
-    The copy runs under the file's original path, or under its new path if it has moved together with the run (a copied
-    repository). Without a file, the values come from experiment.json.
+    The copy runs under the file's original path, or under a new path if the file has moved together with the run (in a
+    copied repository). Without a file, the values come from experiment.json.
 
     Raises:
         UserError: the directory holds no run, its file raises an error, or the experiment holds code that no file
@@ -196,29 +202,31 @@ def load_experiment(run_dir: Any) -> "Experiment":
         experiment_json = values.read_json(folder / "experiment.json")
         if values.has_code(experiment_json):
             raise UserError(
-                f"{folder} was made in Python by an experiment that holds code, which cannot be restored "
-                "from experiment.json: pass the experiment again from Python, or train it from an experiment file"
+                f"{folder} was made in Python by an experiment that holds code, which cannot be restored from "
+                "experiment.json: pass the experiment again from Python, or train from an experiment file"
             )
         experiment = values.from_json(Experiment, experiment_json, str(folder / "experiment.json"))
         return experiment if run_plan is None else dataclasses.replace(experiment, plan=run_plan)
     assert source.path is not None
     origin = _origin(source, folder)
-    plan = None if source.plan is None else values.from_json(Plan, source.plan, str(folder / FOLDER / SOURCE_JSON))
+    source_plan = None
+    if source.plan is not None:
+        source_plan = values.from_json(Plan, source.plan, str(folder / FOLDER / SOURCE_JSON))
     moved_note = ""
     if not origin.exists():
         moved_note = (
-            f"{folder} was made by {origin}, which is no longer there. Files beside it (data, tokenizer, modules) are "
-            "not found: put them back if the experiment needs them"
+            f"{folder} was made by {origin}, which is no longer there. Files in the same folder (data, tokenizer, "
+            "modules) are not found: put them back if the experiment needs them"
         )
     try:
-        provide(source.text)
-        # the plan of the run replaces the one of the file, which may be in an earlier form
+        provide_old_paths(source.text)
+        # the run's plan replaces the plan of the file, which may be in an earlier form
         with superseded() if run_plan is not None else contextlib.nullcontext():
             base_experiment = _make_experiment(source.text, folder / FOLDER / str(source.file), origin, source.variant)
         overrides = {
             name: text for name, text in source.overrides.items() if run_plan is None or not name.startswith("plan.")
         }
-        experiment = _apply_changes(base_experiment, plan, overrides)
+        experiment = _apply_changes(base_experiment, source_plan, overrides)
     except UserError as error:
         raise UserError(f"{error}\n{moved_note}" if moved_note else str(error)) from None
     if moved_note:
@@ -227,10 +235,10 @@ def load_experiment(run_dir: Any) -> "Experiment":
 
 
 def _origin(source: Source, folder: Any) -> Path:
-    """Return the path of the experiment file: the original path if the file is still there.
+    """Return the path under which the copy of an experiment file runs.
 
-    Otherwise it is the relative path below the working directory, or below a folder that holds the run, if a file is
-    there, and else the original path.
+    This is the original path if a file is still there. Otherwise, it is the relative path below the working directory
+    or below a parent folder of the run, if there is a file; and if not, the original path.
     """
     assert source.path is not None
     origin = Path(source.path)
@@ -242,43 +250,51 @@ def _origin(source: Source, folder: Any) -> Path:
 
 
 def _apply_changes(experiment: "Experiment", plan: "Plan | None", overrides: Mapping[str, str]) -> "Experiment":
-    """Return the experiment with its plan replaced, if `plan` is not `None`, and then with the overrides."""
-    if plan is not None:
-        experiment = dataclasses.replace(experiment, plan=plan)
-    return values.override(experiment, overrides) if overrides else experiment
+    """Return the experiment with its plan replaced, unless `plan` is `None`, and then with the overrides applied."""
+    planned_experiment = experiment if plan is None else dataclasses.replace(experiment, plan=plan)
+    return values.override(planned_experiment, overrides) if overrides else planned_experiment
 
 
 def _make_experiment(text: str, file: Any, origin: Path, variant: str | None) -> "Experiment":
-    """Run the text as the module at the path `origin`, and return its experiment; error messages name `file`."""
+    """Run an experiment file, and return the experiment.
+
+    Args:
+        text: content of the file.
+        file: path of the file, for error messages.
+        origin: path under which the file runs, as `__file__`.
+        variant: name of the variant to run; `None` runs `experiment()`.
+    """
     from jaxscale.recipe.experiment import Experiment
 
     module = types.ModuleType(f"experiment.{origin.stem}")
     module.__file__ = str(origin)
-    # dataclasses and pickles look their module up by name
+    # dataclasses and pickle find a module by its name
     sys.modules[module.__name__] = module
     sys.path.insert(0, str(origin.parent))
-    # a traceback then shows these lines, even if the file has moved
+    # tracebacks then show the lines of the file, even if it has moved
     linecache.cache[str(file)] = (len(text), None, text.splitlines(keepends=True), str(file))
-    action = "importing it"
+    action = "importing it"  # what runs now, for error messages
     try:
         exec(compile(text, str(file), "exec", dont_inherit=True), module.__dict__)
-        make = getattr(module, "experiment", None)
+        make_experiment = getattr(module, "experiment", None)
         action = "experiment()"
         if variant is not None:
             variants = getattr(module, "VARIANTS", {})
             if variant not in variants:
-                raise no_variant(file, variant, variants)
-            make, action = variants[variant], f"the variant {variant}"
-        if not callable(make):
-            raise UserError(f"{file}: {action} is a {type(make).__name__}, expected a function without parameters")
-        experiment = make()
+                raise no_variant_error(file, variant, variants)
+            make_experiment, action = variants[variant], f"the variant {variant}"
+        if not callable(make_experiment):
+            raise UserError(
+                f"{file}: {action} is a {type(make_experiment).__name__}, expected a function without parameters"
+            )
+        experiment = make_experiment()
     except UserError as error:
         location, _ = _error_location(error, str(file))
         raise UserError(f"{location}: {error}" if location else str(error)) from None
     except Exception as error:
         location, code_text = _error_location(error, str(file))
-        if isinstance(error, ImportError) and new_path(error) is not None:
-            raise UserError(f"{location or file}: {error.name} has moved: import {new_path(error)}") from None
+        if isinstance(error, ImportError) and (new_path := new_import_path(error)) is not None:
+            raise UserError(f"{location or file}: {error.name} has moved: import {new_path}") from None
         raise UserError(f"{location or file}: {action} raised {type(error).__name__}: {error}{code_text}") from error
     finally:
         sys.path.remove(str(origin.parent))
@@ -290,7 +306,7 @@ def _make_experiment(text: str, file: Any, origin: Path, variant: str | None) ->
 def _error_location(error: BaseException, file: str) -> tuple[str, str]:
     """Return where in the experiment file an error arose, as two texts: "FILE, line N", and the code of that line.
 
-    Both are empty if no line of the file was running.
+    Both texts are empty if the error did not arise while a line of the file was running.
     """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     if not frames:

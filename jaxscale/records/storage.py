@@ -1,15 +1,16 @@
 """Storage of a run's files, in a local folder or in a bucket (gs://, s3://) through etils.epath.
 
-Objects in a bucket cannot be appended to. So for a bucket, `open_append` keeps the file in memory and uploads all of it
-every `UPLOAD_SECONDS`, on `flush` and on close. A run flushes its log before it saves a checkpoint, so a killed run
-loses only lines that it writes again. Locking is left out: one process writes a run's log.
+An object in a bucket cannot be appended to. So for a bucket, `open_append` keeps the file in memory and uploads the
+whole file every `UPLOAD_SECONDS`, on `flush` and on close. A run flushes its log before it saves a checkpoint, so a
+killed run loses only lines that the continued run writes again. Nothing is locked, since only one process writes a
+run's log.
 
-Tests (tests/records/test_storage.py) train a run in a bucket, stop it, and continue it past a damaged checkpoint. They
-generate text with it, evaluate it, and rename it for a new run. Its checkpoints go to gs:// through TensorStore's
-driver, over HTTP to a server on the same machine that implements the required part of Google's JSON API. For s3:// they
-go through a local folder (`mirror`). All other files go through epath to an fsspec file system that has, like an object
-store, no empty folders. Not tested are gcsfs and s3fs themselves, the buckets of Google and Amazon with their
-credentials, errors and speed, and several processes in one bucket.
+Tests (tests/records/test_storage.py) train a run in a bucket, stop the run, and continue it past a damaged checkpoint.
+They generate text with the run, evaluate it, and rename it for a new run. Checkpoints go to gs:// through TensorStore's
+driver, over HTTP to a server on the same machine that implements the required part of Google's JSON API. For s3://,
+checkpoints go through a local folder (`mirror`). All other files go through epath to an fsspec file system that, like
+an object store, has no empty folders. These tests do not cover gcsfs and s3fs themselves, the buckets of Google and
+Amazon with their credentials, errors and speed, and several processes in one bucket.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 UPLOAD_SECONDS = 30.0
-"""Seconds between two uploads of a file that is appended to in a bucket."""
+"""Seconds between two uploads of a growing file to a bucket."""
 
 
 def is_remote(path: Any) -> bool:
@@ -34,7 +35,7 @@ def is_remote(path: Any) -> bool:
 
 
 def run_path(path: Any) -> Any:
-    """Return the path object of a run's folder: a `pathlib.Path`, or for a bucket the similar `etils.epath.Path`.
+    """Return a path as an object: a `pathlib.Path`, or for a bucket an `etils.epath.Path`, which has similar methods.
 
     Example:
         >>> run_path("runs/a").name
@@ -49,7 +50,7 @@ def run_path(path: Any) -> Any:
 
 @contextlib.contextmanager
 def _add_path_to_errors(path: Any) -> Iterator[None]:
-    """Add the path to an OSError that the context raises without a path, such as one from `write`."""
+    """Add a path to an OSError that is raised in the context without a path, such as an error from `write`."""
     try:
         yield
     except OSError as error:
@@ -59,7 +60,11 @@ def _add_path_to_errors(path: Any) -> Iterator[None]:
 
 
 class LocalAppender:
-    """Appends to a local file. Every write goes to the system at once, so a killed process tears at most one line."""
+    """Appends to a local file. Every write goes to the system at once, so a killed process tears at most one line.
+
+    Attributes:
+        path: path of the file.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -70,8 +75,9 @@ class LocalAppender:
     def write(self, data: bytes) -> None:
         """Append `data`, in as many writes as the system needs."""
         with _add_path_to_errors(self.path):
-            while data:
-                data = data[self._file.write(data) :]
+            remaining_data = data
+            while remaining_data:
+                remaining_data = remaining_data[self._file.write(remaining_data) :]
 
     def flush(self) -> None:
         """Do nothing, because no data is buffered."""
@@ -82,19 +88,23 @@ class LocalAppender:
 
 
 class RemoteAppender:
-    """Appends to an object in a bucket: holds the whole object in memory, and uploads it again as it grows."""
+    """Appends to an object in a bucket: keeps the whole object in memory, and uploads it again as it grows.
+
+    Attributes:
+        path: path of the object.
+    """
 
     def __init__(self, path: Any):
         self.path = path
         self._data = bytearray(path.read_bytes() if path.exists() else b"")
-        self._uploaded_bytes, self._last_try = len(self._data), time.monotonic()
+        self._uploaded_bytes, self._last_try_time = len(self._data), time.monotonic()
 
     def write(self, data: bytes) -> None:
-        """Append `data`, and upload the object if the last upload is long enough ago."""
+        """Append `data`, and upload the object if the last attempt was at least `UPLOAD_SECONDS` ago."""
         self._data += data
-        if time.monotonic() - self._last_try >= UPLOAD_SECONDS:
-            self._last_try = time.monotonic()
-            # a short outage should not end the run: the next upload repeats all data, or close raises
+        if time.monotonic() - self._last_try_time >= UPLOAD_SECONDS:
+            self._last_try_time = time.monotonic()
+            # a short outage should not end the run: the next upload sends all data again, and `close` raises errors
             with contextlib.suppress(OSError):
                 self.flush()
 
@@ -103,10 +113,10 @@ class RemoteAppender:
         if self._uploaded_bytes < len(self._data):
             with _add_path_to_errors(self.path):
                 self.path.write_bytes(bytes(self._data))
-            self._uploaded_bytes, self._last_try = len(self._data), time.monotonic()
+            self._uploaded_bytes, self._last_try_time = len(self._data), time.monotonic()
 
     def close(self) -> None:
-        """Upload what was not uploaded yet."""
+        """Upload the object if some of its data was not uploaded yet."""
         self.flush()
 
 
@@ -114,9 +124,9 @@ Appender = LocalAppender | RemoteAppender
 
 
 def open_append(path: Any) -> Appender:
-    """Open a file to append bytes to, local or in a bucket.
+    """Open a file, local or in a bucket, to which bytes can be appended.
 
     Raises:
-        OSError: the disk is full or read-only; `filename` is the path. Later writes may raise it too.
+        OSError: the disk is full or read-only; `filename` is the path. Later writes may raise this error, too.
     """
     return RemoteAppender(run_path(path)) if is_remote(path) else LocalAppender(run_path(path))

@@ -1,8 +1,8 @@
-"""Line charts as HTML with inline SVG, without a library, and visible without a script.
+"""Line charts as HTML with inline SVG. They need no library, and are visible without a script.
 
-The SVG holds only the curves and is stretched to its box. Ticks and labels are HTML beside it, so that text keeps its
-size on a wide screen and on a phone. A script in the page (report.js) reads each chart's JSON, and shows the values
-under the pointer (the read-out). A curve of many steps is thinned to the least and the largest value of each bucket of
+The SVG contains only the curves and is stretched to its box. Ticks and labels are HTML, so that text has the same size
+on a wide screen and on a phone. A script in the page (report.js) reads the JSON of each chart and shows the values at
+the pointer (the read-out). A curve of many steps is thinned to the smallest and the largest value in each bucket of
 steps, so that no spike is lost.
 """
 
@@ -16,16 +16,16 @@ from typing import Literal
 
 import numpy as np
 
-from jaxscale.figures.axes import spread, thin, ticks
+from jaxscale.figures.axes import spread_indices, thin, ticks
 from jaxscale.figures.markup import Markup, element
 from jaxscale.values.units import number, short
 
 BUCKETS = 500
-"""Number of buckets of a thinned curve, about a chart's width in pixels; each bucket keeps at most two points."""
+"""Number of buckets for a thinned curve, about a chart's width in pixels; each bucket keeps at most two points."""
 
 _SIDE = 1000.0
-"""Width and height of the curves' SVG, in its own units."""
-_MOST_MARKS = 40
+"""Width and height of the SVG with the curves, in units of the SVG."""
+_MAX_MARKS = 40
 """Largest number of marks on a chart."""
 
 
@@ -38,7 +38,7 @@ class Series:
         steps: (n,) ascending steps.
         values: (n,) value at each step; a value that is not finite leaves a gap.
         style: style of the curve: a line, a faint line behind the others, or dots.
-        color: number of the curve's colour in the page's palette, from 1.
+        color: number of the curve's color in the page's palette, from 1 on.
     """
 
     label: str
@@ -50,14 +50,19 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """A labelled step, drawn as a vertical line across the chart."""
+    """A labeled step, drawn as a vertical line through the chart.
+
+    Args:
+        step: the step.
+        label: text at the line.
+    """
 
     step: int
     label: str
 
 
 def smooth(values: np.ndarray, window: float) -> np.ndarray:
-    """Return the mean of the values over about `window` steps around each step; over fewer towards the ends.
+    """Return the mean of the values over about `window` steps around each step, and over fewer near the ends.
 
     Args:
         values: float (n,). NaN and infinity are left out of the means.
@@ -90,42 +95,41 @@ def line_chart(
     ticks_base: float = 1.0,
     from_zero: bool = False,
     marks: Sequence[Mark] = (),
-    tall: bool = False,
+    is_tall: bool = False,
 ) -> Markup:
     """Draw a chart of curves over steps as an HTML figure.
 
-    The axis of values is logarithmic if they span more than two decades. Rare values far from all others do not affect
-    its bounds. They are outside the frame, and the caption tells how many they are.
+    The axis of values is logarithmic if the values span more than two decades. Rare values far from all others do not
+    affect the axis's bounds; they are outside the frame, and the caption gives their number.
 
     Args:
         title: the chart's title.
         series: the curves; those without a finite value are left out.
         unit: unit of the values, shown after the title.
         format_value: function that formats a value for the read-out.
-        format_ticks: function that formats a tick; by default, a tick has as many digits as distinguish the ticks.
-        ticks_base: number of whose round multiples the ticks are, such as 1024.
+        format_ticks: function that formats a tick; by default, ticks have just enough digits to be distinct.
+        ticks_base: unit of the ticks, which are at round multiples of this number, such as 1024.
         from_zero: whether the axis begins at 0.
-        marks: labelled steps, drawn as vertical lines.
-        tall: whether the chart is tall and has the page's width.
+        marks: labeled steps, drawn as vertical lines.
+        is_tall: whether the chart is tall and as wide as the page.
 
     Returns:
         The figure; "" if no value is finite.
     """
-    series = [curve for curve in series if np.isfinite(curve.values).any()]
-    if not series:
+    curves = [curve for curve in series if np.isfinite(curve.values).any()]
+    if not curves:
         return Markup()
-    finite_values = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in series])
-    # bounds of the axis; they are replaced by their logarithms below if the axis is logarithmic
-    low, high, outside_count = _axis_bounds(finite_values)
-    is_logarithmic = bool(low > 0 and high / low > 100 and not from_zero)
+    finite_values = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in curves])
+    lower_bound, upper_bound, outside_count = _axis_bounds(finite_values)
+    is_logarithmic = bool(lower_bound > 0 and upper_bound / lower_bound > 100 and not from_zero)
     if from_zero:
-        low = min(0.0, low)
-    if is_logarithmic:
-        low, high = math.log10(low), math.log10(high)
+        lower_bound = min(0.0, lower_bound)
+    # ends of the axis; the logarithms of its values if the axis is logarithmic
+    low, high = (math.log10(lower_bound), math.log10(upper_bound)) if is_logarithmic else (lower_bound, upper_bound)
     margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     low, high = (low if from_zero and low == 0 else low - margin), high + margin
-    first_step = float(min(curve.steps.min() for curve in series))
-    last_step = float(max(curve.steps.max() for curve in series))
+    first_step = float(min(curve.steps.min() for curve in curves))
+    last_step = float(max(curve.steps.max() for curve in curves))
     if first_step == last_step:
         first_step, last_step = first_step - 1, last_step + 1
 
@@ -135,83 +139,87 @@ def line_chart(
 
     def y_of(value: float) -> float:
         """Return the position of a value down the chart, from 0 at the top to 1."""
+        scaled_value = value
         if is_logarithmic:
-            value = math.log10(value) if value > 0 else low - 1
-        return (high - value) / (high - low)
+            scaled_value = math.log10(value) if value > 0 else low - 1
+        return (high - scaled_value) / (high - low)
 
-    marks = [mark for mark in marks if first_step <= mark.step <= last_step][:_MOST_MARKS]
-    # `levels` are the values of the ticks
+    shown_marks = [mark for mark in marks if first_step <= mark.step <= last_step][:_MAX_MARKS]
     if is_logarithmic:
         exponents = range(math.ceil(low), math.floor(high) + 1)
         stride = max(1, math.ceil(len(exponents) / 5))
-        levels = [10.0**exponent for exponent in exponents if exponent % stride == 0]
+        tick_values = [10.0**exponent for exponent in exponents if exponent % stride == 0]
     else:
-        levels = [multiple * ticks_base for multiple in ticks(low / ticks_base, high / ticks_base, 7 if tall else 6)]
-    image = element(
+        multiples = ticks(low / ticks_base, high / ticks_base, 7 if is_tall else 6)
+        tick_values = [multiple * ticks_base for multiple in multiples]
+    curves_svg = element(
         "svg",
-        [element("path", class_="grid", d=f"M0 {y_of(level) * _SIDE:.1f}H{_SIDE:.0f}") for level in levels],
-        [element("path", class_="mark", d=f"M{x_of(mark.step) * _SIDE:.1f} 0V{_SIDE:.0f}") for mark in marks],
-        [_curve_path(curve, x_of, y_of) for curve in series],
+        [element("path", class_="grid", d=f"M0 {y_of(value) * _SIDE:.1f}H{_SIDE:.0f}") for value in tick_values],
+        [element("path", class_="mark", d=f"M{x_of(mark.step) * _SIDE:.1f} 0V{_SIDE:.0f}") for mark in shown_marks],
+        [_curve_path(curve, x_of, y_of) for curve in curves],
         viewBox=f"0 0 {_SIDE:.0f} {_SIDE:.0f}",
         preserveAspectRatio="none",
         aria_hidden="true",
     )
-    format_tick = format_ticks or ("{:g}".format if is_logarithmic else _make_tick_format(levels))
+    format_tick = format_ticks or ("{:g}".format if is_logarithmic else _make_tick_format(tick_values))
     format_step = short if last_step >= 1e6 else "{:,.0f}".format
-    labels = [element("span", format_tick(level), class_="y", style=f"top:{y_of(level):.2%}") for level in levels]
+    labels = [element("span", format_tick(value), class_="y", style=f"top:{y_of(value):.2%}") for value in tick_values]
     tick_steps = [step for step in ticks(first_step, last_step, 5) if step == int(step)]
     labels += [element("span", format_step(step), class_="x", style=f"left:{x_of(step):.2%}") for step in tick_steps]
-    labels += _mark_labels(marks, x_of) if tall else []
-    keys = [element("span", element("i"), curve.label, class_=f"key c{curve.color} {curve.style}") for curve in series]
+    labels += _mark_labels(shown_marks, x_of) if is_tall else []
+    legend_entries = [
+        element("span", element("i"), curve.label, class_=f"key c{curve.color} {curve.style}") for curve in curves
+    ]
     note_texts = [f"{outside_count} point{'s' * (outside_count > 1)} outside the frame"] if outside_count else []
-    gap_count = sum(int((~np.isfinite(curve.values)).sum()) for curve in series if curve.style != "line")
+    gap_count = sum(int((~np.isfinite(curve.values)).sum()) for curve in curves if curve.style != "line")
     note_texts += [f"{gap_count} not finite"] if gap_count else []
     note_texts += ["logarithmic"] if is_logarithmic else []
     caption = (
         element("b", title),
         element("small", unit) if unit else None,
-        element("span", keys, class_="legend") if tall and len(keys) > 1 else None,
+        element("span", legend_entries, class_="legend") if is_tall and len(legend_entries) > 1 else None,
         element("small", ", ".join(note_texts), class_="note") if note_texts else None,
     )
-    plot = (image, labels, element("div", class_="cursor"), element("div", class_="tip"))
-    description = _description(title, series, format_value)
+    plot = (curves_svg, labels, element("div", class_="cursor"), element("div", class_="tip"))
+    description = _description(title, curves, format_value)
+    readout_json = _readout_json(curves, shown_marks, format_value, first_step, last_step)
     return element(
         "figure",
         element("figcaption", caption),
         element("div", plot, class_="plot", tabindex=0, role="img", aria_label=description),
-        element("script", _readout_json(series, marks, format_value, first_step, last_step), type="application/json"),
-        class_="chart tall" if tall else "chart",
+        element("script", readout_json, type="application/json"),
+        class_="chart tall" if is_tall else "chart",
     )
 
 
 def _axis_bounds(finite_values: np.ndarray) -> tuple[float, float, int]:
-    """Return the lower and the upper bound of the axis for finite values, and the number of values outside."""
-    low, high = float(finite_values.min()), float(finite_values.max())
+    """Return the lower bound and the upper bound of the axis, and the number of values outside these bounds."""
+    lower_bound, upper_bound = float(finite_values.min()), float(finite_values.max())
     if len(finite_values) < 50:
-        return low, high, 0
-    p1, p99 = np.percentile(finite_values, [1, 99]).tolist()
-    central_range = p99 - p1
-    if central_range > 0 and high > p99 + 4 * central_range:
-        high = p99 + 0.5 * central_range
-    if central_range > 0 and low < p1 - 4 * central_range:
-        low = p1 - 0.5 * central_range
-    return low, high, int(((finite_values > high) | (finite_values < low)).sum())
+        return lower_bound, upper_bound, 0
+    percentile_1, percentile_99 = np.percentile(finite_values, [1, 99]).tolist()
+    central_range = percentile_99 - percentile_1
+    if central_range > 0 and upper_bound > percentile_99 + 4 * central_range:
+        upper_bound = percentile_99 + 0.5 * central_range
+    if central_range > 0 and lower_bound < percentile_1 - 4 * central_range:
+        lower_bound = percentile_1 - 0.5 * central_range
+    return lower_bound, upper_bound, int(((finite_values > upper_bound) | (finite_values < lower_bound)).sum())
 
 
 def _make_tick_format(tick_values: Sequence[float]) -> Callable[[float], str]:
-    """Return a function that formats ticks with just enough decimals to tell them apart."""
-    least_gap = min((after - before for before, after in pairwise(tick_values) if after > before), default=1.0)
-    biggest = max(map(abs, tick_values), default=1.0)
-    decimals = max(0, -math.floor(math.log10(least_gap) + 1e-9))
-    if biggest >= 1e5:
+    """Return a function that formats ticks with just enough decimals to make them distinct."""
+    smallest_gap = min((after - before for before, after in pairwise(tick_values) if after > before), default=1.0)
+    largest_value = max(map(abs, tick_values), default=1.0)
+    decimal_count = max(0, -math.floor(math.log10(smallest_gap) + 1e-9))
+    if largest_value >= 1e5:
         return short
-    template = "{:.2g}" if biggest < 1e-3 else f"{{:,.{decimals}f}}"
+    template = "{:.2g}" if largest_value < 1e-3 else f"{{:,.{decimal_count}f}}"
     return lambda value: template.format(value).replace("e-0", "e-").replace("-", "\N{MINUS SIGN}") if value else "0"
 
 
 def _mark_labels(marks: Sequence[Mark], x_of: Callable[[float], float]) -> list[Markup]:
     """Return labels at the upper ends of the marks; labels that would overlap are joined."""
-    # a position across the chart, and the labels there
+    # pairs of a position across the chart, from 0 to 1, and the labels there
     label_groups: list[tuple[float, list[str]]] = []
     for mark in sorted(marks, key=lambda mark: mark.step):
         x = x_of(mark.step)
@@ -228,25 +236,38 @@ def _curve_path(curve: Series, x_of: Callable[[float], float], y_of: Callable[[f
     style = "dots" if len(steps) == 1 else curve.style
     path_data = ""
     for is_finite, points in itertools.groupby(zip(steps, values, strict=True), lambda point: math.isfinite(point[1])):
-        # pairs of coordinates, clamped, since a coordinate far outside the frame would lose its digits
-        pairs = [f"{x_of(x) * _SIDE:.1f} {min(max(y_of(y), -1.0), 2.0) * _SIDE:.1f}" for x, y in points if is_finite]
-        if style == "dots" or len(pairs) == 1:
-            path_data += "".join(f"M{pair}h0" for pair in pairs)
-        elif pairs:
-            path_data += "M" + "L".join(pairs)
+        # coordinates "x y" as texts, clamped because a number far outside the frame would lose digits
+        coordinates = [
+            f"{x_of(step) * _SIDE:.1f} {min(max(y_of(value), -1.0), 2.0) * _SIDE:.1f}"
+            for step, value in points
+            if is_finite
+        ]
+        if style == "dots" or len(coordinates) == 1:
+            path_data += "".join(f"M{coordinate}h0" for coordinate in coordinates)
+        elif coordinates:
+            path_data += "M" + "L".join(coordinates)
     return element("path", class_=f"c{curve.color} {style}", d=path_data)
 
 
 def _readout_json(
-    series: Sequence[Series], marks: Sequence[Mark], format_value: Callable[[float], str], left: float, right: float
+    curves: Sequence[Series],
+    marks: Sequence[Mark],
+    format_value: Callable[[float], str],
+    first_step: float,
+    last_step: float,
 ) -> Markup:
     """Return the JSON for the page's script, with the steps and formatted values of each curve, evenly thinned.
 
-    The numbers `left` and `right` are the steps at the chart's sides.
+    Args:
+        curves: the curves of the chart.
+        marks: the marks of the chart.
+        format_value: function that formats a value.
+        first_step: step at the left side of the chart.
+        last_step: step at the right side of the chart.
     """
     curves_json = []
-    for curve in series:
-        indices = spread(len(curve.steps), BUCKETS)
+    for curve in curves:
+        indices = spread_indices(len(curve.steps), BUCKETS)
         curves_json.append(
             {
                 "label": curve.label,
@@ -255,11 +276,15 @@ def _readout_json(
                 "texts": [format_value(value) for value in curve.values[indices].tolist()],
             }
         )
-    chart = {"left": left, "right": right, "curves": curves_json, "marks": [[mark.step, mark.label] for mark in marks]}
-    return Markup(json.dumps(chart, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c"))
+    marks_json = [[mark.step, mark.label] for mark in marks]
+    chart_json = {"left": first_step, "right": last_step, "curves": curves_json, "marks": marks_json}
+    return Markup(json.dumps(chart_json, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c"))
 
 
-def _description(title: str, series: Sequence[Series], format_value: Callable[[float], str]) -> str:
+def _description(title: str, curves: Sequence[Series], format_value: Callable[[float], str]) -> str:
     """Return a text for screen readers, with the first and the last finite value of each curve."""
-    triples = [(curve.label, *map(format_value, curve.values[np.isfinite(curve.values)][[0, -1]])) for curve in series]
-    return f"{title}: " + "; ".join(f"{label} from {first} to {last}" for label, first, last in triples)
+    curve_texts = []
+    for curve in curves:
+        first_value, last_value = curve.values[np.isfinite(curve.values)][[0, -1]]
+        curve_texts.append(f"{curve.label} from {format_value(first_value)} to {format_value(last_value)}")
+    return f"{title}: " + "; ".join(curve_texts)

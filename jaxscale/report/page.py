@@ -1,8 +1,8 @@
 """Write report.html, a self-contained page about a run, from the files in the run's folder, without JAX.
 
-The page contains its style, its small script and its charts. It can be opened from disk or from a mail, in a wide or
-narrow window, light or dark, and shows its whole content even without the script. It consists of sections of "sheets",
-which are boxes with a heading.
+The page contains its style, its small script and its charts. It can be opened from disk or from an email, in a wide or
+narrow window, in light or dark mode, and shows all its content even without the script. The page has sections, and a
+section consists of "sheets": boxes with a heading.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.figures.axes import spread
+from jaxscale.figures.axes import spread_indices
 from jaxscale.figures.markup import Markup, element, joined, page, table
 from jaxscale.records.metrics import MetricsRows
 from jaxscale.records.record import RunRecord
@@ -22,7 +22,7 @@ from jaxscale.records.samples import Sample
 from jaxscale.records.storage import run_path
 from jaxscale.report.charts import Mark, Series, line_chart, smooth
 from jaxscale.report.pictures import memory_bar, mesh_picture, parameter_table
-from jaxscale.report.sentences import mesh_of, plan_in_words
+from jaxscale.report.sentences import axis_sizes_of_run, plan_in_words
 from jaxscale.report.summary import FILE, STATUS
 from jaxscale.values.units import count, duration, field, number, rate, round_size, short, size
 
@@ -37,13 +37,13 @@ _EVENT_COLORS = {
     "finished": 3,
 }
 _SAMPLE_CHARACTERS = 4000
-"""Largest number of characters of a sample on the page."""
-_MOST_EVENTS = 60
+"""Largest number of characters that the page shows of a sample."""
+_MAX_EVENT_LINES = 60
 """Largest number of lines in the table of events."""
 
 
 def write_report(run_dir: Any) -> Any:
-    """Write the report of a run beside its files.
+    """Write the report of a run to the run's folder.
 
     Args:
         run_dir: the run's folder; any of its files may be missing.
@@ -66,9 +66,10 @@ def write_report(run_dir: Any) -> Any:
 
 
 def report_html(run: RunRecord) -> str:
-    """Return the report of a run as HTML."""
-    file = Path(__file__)
-    style, script = file.with_name("report.css").read_text("utf-8"), file.with_name("report.js").read_text("utf-8")
+    """Return the report of a run as an HTML page."""
+    module_path = Path(__file__)
+    style = module_path.with_name("report.css").read_text("utf-8")
+    script = module_path.with_name("report.js").read_text("utf-8")
     sections = {
         "Training": _chart_sheets(run),
         "How it was trained": _plan_sheets(run),
@@ -87,12 +88,12 @@ def report_html(run: RunRecord) -> str:
 
 
 def _sheet(title: str | None, *content: Any) -> Markup:
-    """Return a sheet: a box of the page, with a heading if `title` is not `None`."""
+    """Return a sheet, a box on the page, with a heading if `title` is not `None`."""
     return element("div", element("h3", title) if title else None, content, class_="sheet")
 
 
 def _header(run: RunRecord) -> Markup:
-    """Return the page's head: the run's name, status, origin and figures, and the files that could not be read."""
+    """Return the top of the page: the run's name, status, origin and figures, and the files that cannot be read."""
     start_time = next((row["time"] for row in run.metrics if isinstance(row.get("time"), int | float)), None)
     origin_texts = [run.path]
     origin_texts += [f"variant {run.source['variant']}"] if run.source.get("variant") else []
@@ -110,16 +111,16 @@ def _header(run: RunRecord) -> Markup:
 
 
 def _figure_list(run: RunRecord) -> Markup | None:
-    """Return a list of the most important figures of the run, each with its name and a note; `None` without any."""
+    """Return a list of the run's most important figures, each with a name and a note; `None` if there are none."""
     train_rows = run.rows("train")
-    # step and value of each loss, by its name
+    # step and value of each loss, by the loss's name
     losses: dict[str, tuple[int, Any] | None] = {"Best held-out loss": run.best}
     if run.final != run.best:
         losses["Last held-out loss"] = run.final
     if run.final is None and train_rows:
         losses["Training loss"] = train_rows[-1]["step"], train_rows[-1].get("loss")
     # name, value and note of each figure, as texts
-    figures = [(name, number(point[1]), f"at step {point[0]:,}") for name, point in losses.items() if point is not None]
+    figures = [(name, number(loss[1]), f"at step {loss[0]:,}") for name, loss in losses.items() if loss is not None]
     if run.metrics:
         figures.append(("Steps", f"{run.step:,}", f"of {run.steps:,}" if run.steps else ""))
     if run.tokens is not None:
@@ -129,8 +130,8 @@ def _figure_list(run: RunRecord) -> Markup | None:
         compile_note = f"{duration(compile_seconds)} compiling" if compile_seconds else ""
         figures.append(("Time", duration(run.seconds), compile_note))
     if run.tokens_per_second is not None:
-        note = f"{run.mfu:.1%} MFU" if run.mfu is not None else ""
-        figures.append(("Tokens per second", count(run.tokens_per_second), note))
+        mfu_note = f"{run.mfu:.1%} MFU" if run.mfu is not None else ""
+        figures.append(("Tokens per second", count(run.tokens_per_second), mfu_note))
     if run.parameters is not None:
         figures.append(("Parameters", count(run.parameters), ""))
     cells = [
@@ -141,7 +142,7 @@ def _figure_list(run: RunRecord) -> Markup | None:
 
 
 def _chart_sheets(run: RunRecord) -> list[Markup]:
-    """Return the chart of the loss over the whole width, and below it smaller charts of other metrics."""
+    """Return the chart of the loss, as wide as the page, and smaller charts of other metrics to show below it."""
     train_rows, held_out_rows = run.rows("train"), run.rows("eval")
     steps = train_rows.column("step")
     losses = train_rows.column("loss")
@@ -158,7 +159,7 @@ def _chart_sheets(run: RunRecord) -> list[Markup]:
         curves = [Series("training", steps, losses, "line", 1)]
     if held_out_rows:
         curves.append(Series("held out", held_out_rows.column("step"), held_out_rows.column("loss"), "dots", 2))
-    loss_chart = line_chart("Loss", curves, unit="nats per target token", marks=marks, tall=True)
+    loss_chart = line_chart("Loss", curves, unit="nats per target token", marks=marks, is_tall=True)
     speed_options: dict[str, Any] = {"unit": "target tokens per second", "format_value": count, "format_ticks": short}
     charts = [
         _metric_chart(train_rows, "learning_rate", "Learning rate", color=3),
@@ -172,68 +173,70 @@ def _chart_sheets(run: RunRecord) -> list[Markup]:
         bytes_options: dict[str, Any] = {"format_value": size, "format_ticks": round_size, "ticks_base": unit_bytes}
         charts.append(_metric_chart(train_rows, field_name, "Device memory", color=5, **bytes_options))
     if run.mfu is not None:
-        options: dict[str, Any] = {"format_value": "{:.1%}".format, "format_ticks": "{:.0%}".format}
-        charts.append(_metric_chart(train_rows, "mfu", "Model FLOP utilization", color=7, **options))
+        mfu_options: dict[str, Any] = {"format_value": "{:.1%}".format, "format_ticks": "{:.0%}".format}
+        charts.append(_metric_chart(train_rows, "mfu", "Model FLOP utilization", color=7, **mfu_options))
     else:
-        options = {"format_value": lambda flop: rate(flop, "FLOP/s"), "format_ticks": short}
-        charts.append(_metric_chart(train_rows, "flop_per_second", "Arithmetic", unit="FLOP/s", color=7, **options))
-    sheets = [_sheet(None, chart) for chart in charts if chart]
-    content = [_sheet(None, loss_chart)] if loss_chart else []
-    return content + ([element("div", sheets, class_="pair")] if sheets else [])
+        flop_options: dict[str, Any] = {"format_value": lambda flop: rate(flop, "FLOP/s"), "format_ticks": short}
+        chart = _metric_chart(train_rows, "flop_per_second", "Arithmetic", unit="FLOP/s", color=7, **flop_options)
+        charts.append(chart)
+    metric_sheets = [_sheet(None, chart) for chart in charts if chart]
+    loss_sheets = [_sheet(None, loss_chart)] if loss_chart else []
+    return loss_sheets + ([element("div", metric_sheets, class_="pair")] if metric_sheets else [])
 
 
 def _metric_chart(
-    rows: MetricsRows, name: str, title: str, *, color: int, from_zero: bool = True, **options: Any
+    rows: MetricsRows, field_name: str, title: str, *, color: int, from_zero: bool = True, **options: Any
 ) -> Markup:
-    """Return the chart of the field `name` of the metrics; empty without a finite value."""
-    steps, values = rows.column("step"), rows.column(name)
+    """Return the chart of one field of the metrics, with options of `line_chart`; empty without a finite value."""
+    steps, values = rows.column("step"), rows.column(field_name)
     curves = [Series(title.lower(), steps, values, "line", color)]
-    if len(values) > 200 and name not in ("learning_rate", "memory_bytes"):
+    if len(values) > 200 and field_name not in ("learning_rate", "memory_bytes"):
         curves = [Series("each step", steps, values, "faint", color)]
         curves += [Series("smoothed", steps, smooth(values, len(values) / 50), "line", color)]
     return line_chart(title, curves, from_zero=from_zero, **options)
 
 
 def _plan_sheets(run: RunRecord) -> list[Markup]:
-    """Return the plan in words beside pictures of mesh and memory, and below them a table of the biggest parameters."""
+    """Return the plan in words beside pictures of mesh and memory, and a table of the largest parameters below."""
     topics = plan_in_words(run.plan, run.layout, run.experiment)
-    topics += [] if run.kernels is None else [(f"Kernels taken on {run.kernels[0]}", run.kernels[1])]
-    axis_sizes = mesh_of(run.plan, run.layout)
+    topics += [] if run.kernels is None else [(f"Kernels used on {run.kernels[0]}", run.kernels[1])]
+    axis_sizes = axis_sizes_of_run(run.plan, run.layout)
     pictures = []
     if run.layout.get("mesh") is not None or axis_sizes:
-        devices = int(run.layout.get("devices") or 1)
+        device_count = int(run.layout.get("devices") or 1)
         kind_text = f" ({run.layout['kind']})" if run.layout.get("kind") else ""
-        title = f"Mesh: {devices:,} device{'s' * (devices != 1)}{kind_text}"
-        pictures.append(_sheet(title, mesh_picture(axis_sizes, devices)))
-    capacity = run.layout.get("capacity_bytes")
-    bar = memory_bar(run.memory, float(capacity) if isinstance(capacity, int | float) else None)
-    pictures += [_sheet("Memory per device, of the compiled step", bar)] if bar else []
-    bar = memory_bar(run.host_memory)
-    pictures += [_sheet("On the host, for each device", bar)] if bar else []
+        title = f"Mesh: {device_count:,} device{'s' * (device_count != 1)}{kind_text}"
+        pictures.append(_sheet(title, mesh_picture(axis_sizes, device_count)))
+    capacity_bytes = run.layout.get("capacity_bytes")
+    device_bar = memory_bar(run.memory, float(capacity_bytes) if isinstance(capacity_bytes, int | float) else None)
+    pictures += [_sheet("Memory per device, of the compiled step", device_bar)] if device_bar else []
+    host_bar = memory_bar(run.host_memory)
+    pictures += [_sheet("On the host, for each device", host_bar)] if host_bar else []
     unsplit_names = run.layout.get("unsplit")
     warning = None
     if isinstance(unsplit_names, list) and unsplit_names:
         more_text = f" and {len(unsplit_names) - 8} more" if len(unsplit_names) > 8 else ""
-        text = f"Whole on every device, since no dim can be split evenly: {', '.join(map(str, unsplit_names[:8]))}"
-        warning = element("p", text + more_text, class_="warning")
+        names_text = ", ".join(map(str, unsplit_names[:8])) + more_text
+        warning_text = f"Whole on every device, since no dim can be split evenly: {names_text}"
+        warning = element("p", warning_text, class_="warning")
     topic_list = element("dl", [(element("dt", topic), element("dd", text)) for topic, text in topics], class_="words")
     columns = [_sheet("The plan", topic_list, warning)] if topics else []
     columns += [element("div", pictures, class_="stack")] if pictures else []
     content = [element("div", columns, class_="pair top")] if len(columns) == 2 else columns
-    parameters = run.layout.get("parameters")
-    parameter_grid = parameter_table(parameters, axis_sizes) if isinstance(parameters, list) else None
-    return content + ([_sheet("How the biggest parameters lie", parameter_grid)] if parameter_grid else [])
+    entries = run.layout.get("parameters")
+    parameter_grid = parameter_table(entries, axis_sizes) if isinstance(entries, list) else None
+    return content + ([_sheet("Placement of the largest parameters", parameter_grid)] if parameter_grid else [])
 
 
 def _sample_sheets(samples: Iterable[Sample]) -> list[Markup]:
-    """Return the newest samples, and a closed section with some of the earlier ones."""
+    """Return sheets with the newest samples, and a collapsed section with some of the earlier ones."""
     sorted_samples = sorted(samples, key=lambda sample: -sample.step)
     newest_samples = [sample for sample in sorted_samples if sample.step == sorted_samples[0].step]
     older_samples = sorted_samples[len(newest_samples) :]
     sheets = [_sample_sheet(sample) for sample in newest_samples[:6]]
     if older_samples:
         # show a few, spread over the run
-        shown_samples = [older_samples[index] for index in spread(len(older_samples), 12)]
+        shown_samples = [older_samples[index] for index in spread_indices(len(older_samples), 12)]
         shown_text = f"{len(shown_samples)} of " if len(shown_samples) < len(older_samples) else ""
         heading = element("summary", f"Earlier samples ({shown_text}{len(older_samples)})")
         sheets.append(element("details", heading, map(_sample_sheet, shown_samples)))
@@ -241,7 +244,7 @@ def _sample_sheets(samples: Iterable[Sample]) -> list[Markup]:
 
 
 def _sample_sheet(sample: Sample) -> Markup:
-    """Return a sheet with a sample, its prompt marked, and its text cut to the page's limit."""
+    """Return a sheet with a sample, with the prompt marked, and the text cut to `_SAMPLE_CHARACTERS`."""
     text, prompt = sample.text[:_SAMPLE_CHARACTERS], sample.prompt[:_SAMPLE_CHARACTERS].lstrip("\n")
     omitted_count = len(sample.text) - len(text)
     note = f"… {omitted_count:,} more characters in samples.txt"
@@ -254,12 +257,12 @@ def _sample_sheet(sample: Sample) -> Markup:
 
 
 def _visible_text(text: str) -> str:
-    """Replace control characters in a text by visible symbols."""
+    """Return a text with visible symbols in place of control characters, except tabs and line breaks."""
     return text.translate({code: 0x2400 + code for code in range(32) if code not in (9, 10)})
 
 
 def _event_sheet(run: RunRecord) -> Markup | None:
-    """Return a timeline for each name of events, with a dot for each event; below them, a table of the events."""
+    """Return a timeline for each name of events, with a dot for each event, and a table of the events below."""
     rows = run.rows("event")
     if not rows:
         return None
@@ -267,7 +270,7 @@ def _event_sheet(run: RunRecord) -> Markup | None:
     lanes = []
     for name in dict.fromkeys(str(row.get("name")) for row in rows):
         steps = [row["step"] for row in rows if row.get("name") == name]
-        dot_steps = sorted({steps[index] for index in spread(len(steps), 80)})
+        dot_steps = sorted({steps[index] for index in spread_indices(len(steps), 80)})
         color_class = f"c{_EVENT_COLORS.get(name, 6)}"
         dots = [
             element("i", class_=color_class, style=f"left:{step / last_step:.2%}", title=f"step {step:,}")
@@ -276,8 +279,10 @@ def _event_sheet(run: RunRecord) -> Markup | None:
         count_tag = (" ", element("span", len(steps), class_="faint")) if len(steps) > 1 else None
         lanes.append((element("span", name, count_tag), element("div", dots)))
     lines = _grouped_events(rows)
-    grid = table(lines[-_MOST_EVENTS:], ("Step", "Event", ""), numeric=(0,), name_column=1, class_="facts")
-    extent_text = f"The last {_MOST_EVENTS} of {len(lines)}" if len(lines) > _MOST_EVENTS else f"All {len(lines)}"
+    grid = table(lines[-_MAX_EVENT_LINES:], ("Step", "Event", ""), numeric=(0,), name_column=1, class_="facts")
+    extent_text = (
+        f"The last {_MAX_EVENT_LINES} of {len(lines)}" if len(lines) > _MAX_EVENT_LINES else f"All {len(lines)}"
+    )
     summary = element("summary", f"{extent_text}, in order")
     details = element("details", summary, element("div", grid, class_="scroll"), open="" if len(lines) < 13 else None)
     return _sheet(None, element("div", lanes, class_="lanes"), details)
@@ -286,7 +291,7 @@ def _event_sheet(run: RunRecord) -> Markup | None:
 def _grouped_events(rows: MetricsRows) -> list[tuple[str, str, str]]:
     """Return the step, name and details of the events in order, as texts.
 
-    More than three successive events of one name become one line.
+    More than three successive events with the same name become one line.
     """
     event_lines: list[tuple[str, str, str]] = []
     for name, group in itertools.groupby(rows, lambda row: str(row.get("name"))):
@@ -299,26 +304,27 @@ def _grouped_events(rows: MetricsRows) -> list[tuple[str, str, str]]:
 
 
 def _detail_text(row: dict[str, Any]) -> str:
-    """Return the fields of an event as text, without words that units imply, such as "step 30.0 ms, temp 2.96 MiB"."""
+    """Return the fields of an event as text, without words that units imply: "step 30.0 ms, temp 2.96 MiB"."""
     field_texts: list[str] = []
     for name, value in row.items():
         if name in ("step", "kind", "time", "name") or value is None:
             continue
+        is_implied = name in ("seconds", "bytes", "flop", "reason", "path", "by", "memory")
+        short_name = "" if is_implied else name.removesuffix("_seconds").removesuffix("_bytes").removesuffix("_flop")
+        unit_name = f"{name}_bytes" if name == "memory" else name
         for part_name, part_value in value.items() if isinstance(value, dict) else [("", value)]:
-            label = name if name not in ("seconds", "bytes", "flop", "reason", "path", "by", "memory") else ""
-            label = f"{label.removesuffix('_seconds').removesuffix('_bytes').removesuffix('_flop')} {part_name}"
-            unit_name = f"{name}_bytes" if name == "memory" else name
-            field_texts.append(f"{label.replace('_', ' ').strip()} {field(unit_name, part_value)}".strip())
+            label = f"{short_name} {part_name}".replace("_", " ").strip()
+            field_texts.append(f"{label} {field(unit_name, part_value)}".strip())
     return ", ".join(field_texts)[:600]
 
 
 def _reproduction_sheet(run: RunRecord) -> Markup | None:
-    """Return the command that repeats the run, the versions, and every field of the experiment and the plan."""
+    """Return a sheet with the command that repeats the run, the versions, and all fields of experiment and plan."""
     versions = run.source.get("versions")
-    fact_by_name = {key: run.source[key] for key in ("sha256", "git", "platform") if run.source.get(key)}
-    fact_by_name |= versions if isinstance(versions, dict) else {}
+    source_facts = {name: run.source[name] for name in ("sha256", "git", "platform") if run.source.get(name)}
+    source_facts |= versions if isinstance(versions, dict) else {}
     content = [element("pre", run.command, class_="command")] if run.command else []
-    content += [_fact_table(fact_by_name)] if fact_by_name else []
+    content += [_fact_table(source_facts)] if source_facts else []
     for name, fields in (("experiment", run.experiment), ("plan", run.plan)):
         if fields:
             summary = element("summary", f"The {name}, field by field")
@@ -326,15 +332,15 @@ def _reproduction_sheet(run: RunRecord) -> Markup | None:
     return _sheet(None, content) if content else None
 
 
-def _fact_table(fact_by_name: dict[str, Any]) -> Markup:
-    """Return a table of names and values."""
-    rows = [(key, element("span", str(value)[:400], class_="mono")) for key, value in fact_by_name.items()]
+def _fact_table(facts: dict[str, Any]) -> Markup:
+    """Return a table with a row for the name and the value of each fact."""
+    rows = [(name, element("span", str(value)[:400], class_="mono")) for name, value in facts.items()]
     return table(rows, class_="facts")
 
 
-def _flatten(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested JSON objects, by dotted path."""
+def _flatten(json_object: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a nested JSON object by their dotted paths, which begin with `prefix`."""
     fields: dict[str, Any] = {}
-    for name, value in record.items():
+    for name, value in json_object.items():
         fields |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return fields

@@ -1,7 +1,7 @@
 """Describe a plan in words: the effect of each choice in plan.json on the run.
 
-The description is made from the JSON and not from `Plan`, so that plans of older or newer versions can be described. A
-field without a sentence is shown as its name and its value.
+The descriptions are derived from the JSON instead of `Plan`, so that plans of older and newer versions can be
+described. A field that no sentence describes is shown as its name and value.
 """
 
 import math
@@ -9,9 +9,9 @@ from typing import Any
 
 _AXIS_PHRASES = {
     "replica": "copies of the whole model across slices",
-    "data": "data parallel: each holds the model and takes a part of the batch",
+    "data": "data parallel: each holds the model and processes a part of the batch",
     "pipe": "pipeline stages",
-    "fsdp": "each takes a part of the batch, and ZeRO shards over them",
+    "fsdp": "each processes a part of the batch, and ZeRO shards over them",
     "expert": "experts are distributed over them",
     "sequence": "each sequence is split over them",
     "tensor": "heads, mlp and vocabulary are split over them",
@@ -23,22 +23,22 @@ _ZERO = {
     3: "Parameters, gradients and optimizer state are sharded over {n}; a layer is gathered when it is used.",
 }
 _MEMORY = {
-    "none": "Every residual is kept for the backward pass: this takes the most memory and no recomputation.",
+    "none": "Every residual is kept for the backward pass, which needs the most memory and no recomputation.",
     "dots": "The results of matrix products are kept; the backward pass recomputes the operations between them.",
     "full": "Only each block's input is kept, and the backward pass recomputes the block.",
     "jax": "The residuals that one of JAX's policies selects are kept for the backward pass.",
-    "sqrt": "Of n blocks, the input of every sqrt(n)-th one is kept, and the backward pass recomputes the others.",
+    "sqrt": "The input of every sqrt(n)-th of n blocks is kept, and the backward pass recomputes the other blocks.",
     "periodic": "The input of one block in each period is kept, and the backward pass recomputes the blocks between.",
     "revolve": "Up to the given number of block inputs are kept, chosen for the fewest forward passes.",
-    "chain": "Kept residuals and recomputed blocks are chosen for the least time in the given memory.",
-    "save": "Each block keeps the residuals with which recomputation is the cheapest in the given memory.",
-    "greedy": "Each block keeps the residuals that a greedy rule chose, in the given memory.",
-    "dtr_static": "Each block keeps the residuals that DTR's score chose, in the given memory.",
-    "offload": "Some residuals wait in host memory for the backward pass; the given amount stays on the device.",
+    "chain": "Kept residuals and recomputed blocks are chosen for the least time within the given memory.",
+    "save": "Each block keeps the residuals that make recomputation the cheapest within the given memory.",
+    "greedy": "Each block keeps the residuals that a greedy rule chose within the given memory.",
+    "dtr_static": "Each block keeps the residuals that DTR's score chose within the given memory.",
+    "offload": "Some residuals stay in host memory until the backward pass; the given amount stays on the device.",
     "file": "The residuals that each block keeps were read from a file.",
 }
 _ATTENTION = {
-    "auto": "The implementation is chosen by the device.",
+    "auto": "The implementation depends on the device.",
     "plain": "The scores of all pairs of positions are computed at once.",
     "chunked": "Computed in chunks: the scores of all pairs of positions never exist at once.",
     "splash": "JAX's splash kernel for TPU.",
@@ -49,35 +49,38 @@ _MATMUL = {
     "highest": "in full float32",
 }
 _PRODUCTS = {
-    "fp8": "8-bit floating point (e4m3, for gradients e5m2), with a scale for each operand",
-    "int8": "8-bit whole numbers, gradients too, with a scale for each channel",
-    "int4": "4-bit whole numbers, and gradients to powers of four in two phases",
+    "fp8": "8-bit floating point (e4m3; e5m2 for gradients), with a scale for each operand",
+    "int8": "8-bit integers, also for gradients, with a scale for each channel",
+    "int4": "4-bit integers, and gradients to powers of four in two phases",
 }
 
 
-def mesh_sizes(mesh: Any) -> dict[str, int]:
-    """Return the number of devices along each axis of a mesh, which is text or a dict, without axes of one device.
+def axis_sizes_of_mesh(mesh: Any) -> dict[str, int]:
+    """Return the number of devices along each axis of a mesh, without axes of one device.
+
+    Args:
+        mesh: text such as "data:2,fsdp:4", or a dict of axis sizes; any other value has no axes.
 
     Example:
-        >>> mesh_sizes("data:2,fsdp:4"), mesh_sizes({"data": 1, "tensor": 2}), mesh_sizes(None)
+        >>> axis_sizes_of_mesh("data:2,fsdp:4"), axis_sizes_of_mesh({"data": 1, "tensor": 2}), axis_sizes_of_mesh(None)
         ({'data': 2, 'fsdp': 4}, {'tensor': 2}, {})
     """
     if isinstance(mesh, str):
-        pairs = [size_text.partition(":") for size_text in mesh.split(",") if ":" in size_text]
-        mesh = {axis.strip(): int(size) for axis, _, size in pairs if size.strip().isdigit()}
-    if not isinstance(mesh, dict):
-        return {}
-    return {str(axis): size for axis, size in mesh.items() if isinstance(size, int) and size > 1}
+        pairs = [axis_text.partition(":") for axis_text in mesh.split(",") if ":" in axis_text]
+        axis_sizes = {axis.strip(): int(size_text) for axis, _, size_text in pairs if size_text.strip().isdigit()}
+    else:
+        axis_sizes = mesh if isinstance(mesh, dict) else {}
+    return {str(axis): size for axis, size in axis_sizes.items() if isinstance(size, int) and size > 1}
 
 
-def mesh_of(plan: dict[str, Any], layout: dict[str, Any]) -> dict[str, int]:
-    """Return the number of devices along each axis of the run's mesh, from layout.json, or else from the plan.
+def axis_sizes_of_run(plan: dict[str, Any], layout: dict[str, Any]) -> dict[str, int]:
+    """Return the number of devices along each axis of a run's mesh, from layout.json or else from the plan.
 
     Example:
-        >>> mesh_of({"mesh": "data:2"}, {"mesh": {"fsdp": 4}}), mesh_of({"mesh": "data:2"}, {})
+        >>> axis_sizes_of_run({"mesh": "data:2"}, {"mesh": {"fsdp": 4}}), axis_sizes_of_run({"mesh": "data:2"}, {})
         ({'fsdp': 4}, {'data': 2})
     """
-    return mesh_sizes(layout["mesh"] if layout.get("mesh") is not None else plan.get("mesh"))
+    return axis_sizes_of_mesh(layout["mesh"] if layout.get("mesh") is not None else plan.get("mesh"))
 
 
 def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict[str, Any]) -> list[tuple[str, str]]:
@@ -85,73 +88,75 @@ def plan_in_words(plan: dict[str, Any], layout: dict[str, Any], experiment: dict
 
     Args:
         plan: content of plan.json; fields may be missing.
-        layout: content of layout.json, whose mesh replaces that of the plan.
-        experiment: content of experiment.json, which has the batch.
+        layout: content of layout.json; if it has a mesh, the plan's mesh is ignored.
+        experiment: content of experiment.json, with the number of rows in a batch.
 
     Example:
         >>> for topic, words in plan_in_words({"mesh": "data:4", "memory": "full"}, {}, {"batch": 64}):
         ...     print(topic, "|", words)
-        Mesh | 4 devices along data (data parallel: each holds the model and takes a part of the batch).
+        Mesh | 4 devices along data (data parallel: each holds the model and processes a part of the batch).
         Batch | 64 rows, 16 for each of 4 parts.
         Memory: full | Only each block's input is kept, and the backward pass recomputes the block.
     """
-    sizes = mesh_of(plan, layout)
+    axis_sizes = axis_sizes_of_run(plan, layout)
     topics: list[tuple[str, str]] = []
     if plan or layout:
-        topics.append(("Mesh", _mesh_sentence(sizes, is_automatic="mesh" in plan and plan["mesh"] is None)))
-    batch = experiment.get("batch")
-    microbatches = plan.get("microbatches", 1)
-    if isinstance(batch, int) and isinstance(microbatches, int) and microbatches > 0:
-        topics.append(("Batch", _batch_sentence(batch, sizes, microbatches)))
-    zero = plan.get("zero")
-    if zero in _ZERO and not (zero == 0 and not sizes):
-        fsdp_count = sizes.get("fsdp", 1)
-        master_text = " (the float32 master parameters with it)" if plan.get("precision") == "bfloat16" else ""
+        topics.append(("Mesh", _mesh_sentence(axis_sizes, is_automatic="mesh" in plan and plan["mesh"] is None)))
+    row_count, microbatch_count = experiment.get("batch"), plan.get("microbatches", 1)
+    if isinstance(row_count, int) and isinstance(microbatch_count, int) and microbatch_count > 0:
+        topics.append(("Batch", _batch_sentence(row_count, axis_sizes, microbatch_count)))
+    zero_stage = plan.get("zero")
+    if zero_stage in _ZERO and not (zero_stage == 0 and not axis_sizes):
+        fsdp_count = axis_sizes.get("fsdp", 1)
+        master_text = " (with the float32 master parameters)" if plan.get("precision") == "bfloat16" else ""
         devices_text = f"{fsdp_count} devices" if fsdp_count > 1 else "a single device"
-        topics.append((f"ZeRO {zero}", _ZERO[zero].format(n=devices_text, master=master_text)))
+        topics.append((f"ZeRO {zero_stage}", _ZERO[zero_stage].format(n=devices_text, master=master_text)))
     if plan.get("sequence_parallel"):
         topics.append(("Sequence parallel", "Norms and residuals are split along the sequence over the tensor axis."))
     if plan.get("pipeline"):
         topics.append((f"Pipeline: {plan['pipeline']}", _pipeline_sentences(str(plan["pipeline"]))))
     if "precision" in plan:
         topics.append(("Precision", _precision_sentences(plan)))
-    memory = plan.get("memory")
-    if isinstance(memory, str):
-        topics.append((f"Memory: {memory}", _MEMORY.get(memory.partition(":")[0], "As the name implies.")))
+    memory_text = plan.get("memory")
+    if isinstance(memory_text, str):
+        topics.append((f"Memory: {memory_text}", _MEMORY.get(memory_text.partition(":")[0], _UNKNOWN)))
     if "kernels" in plan:
         topics += _kernel_topics(str(plan["kernels"]))
     if plan.get("diloco"):
         topics.append((f"DiLoCo: {plan['diloco']}", _DILOCO))
-    offload = plan.get("offload", {})
-    sentences = [sentence for field, sentence in _OFFLOAD_SENTENCES.items() if offload.get(field, "device") != "device"]
-    if offload.get("optimizer_state") == "streamed":
-        sentences.append("Optimizer state passes through the device slice by slice.")
-    if offload.get("optimizer_state") == "host":
-        sentences.append("The host's CPU updates the master weights.")
-    if sentences:
-        topics.append(("In host memory", " ".join(sentences)))
-    state = plan.get("state", {})
-    moments = str(state.get("moments", "float32"))
+    offload_fields = plan.get("offload", {})
+    offload_sentences = [
+        sentence for field, sentence in _OFFLOAD_SENTENCES.items() if offload_fields.get(field, "device") != "device"
+    ]
+    if offload_fields.get("optimizer_state") == "streamed":
+        offload_sentences.append("Optimizer state passes through the device slice by slice.")
+    if offload_fields.get("optimizer_state") == "host":
+        offload_sentences.append("The host's CPU updates the master weights.")
+    if offload_sentences:
+        topics.append(("In host memory", " ".join(offload_sentences)))
+    state_fields = plan.get("state", {})
+    moments = str(state_fields.get("moments", "float32"))
     if moments != "float32":
-        topics.append((f"Optimizer state: {moments}", _MOMENT_SENTENCES.get(moments, "As the name implies.")))
-    if state.get("master") == "split":
+        topics.append((f"Optimizer state: {moments}", _MOMENT_SENTENCES.get(moments, _UNKNOWN)))
+    if state_fields.get("master") == "split":
         topics.append(("Master weights", "Kept as bfloat16, which both passes read, and 8 bits of correction."))
     if plan.get("unroll", 1) != 1:
-        topics.append(("Layers", f"The scan over layers takes {plan['unroll']} at a time."))
+        topics.append(("Layers", f"The scan over layers runs {plan['unroll']} layers in each iteration."))
     other_fields = {name: value for name, value in plan.items() if name not in _DESCRIBED_FIELDS}
     if other_fields:
         topics.append(("Also", ", ".join(f"{name} = {value}" for name, value in other_fields.items())))
     return topics
 
 
+_UNKNOWN = "This version of jaxscale has no description of this choice."
 _OFFLOAD_SENTENCES = {
-    "weights": "Master weights stay on the host; those of a block are copied to the device when the block runs.",
-    "gradients": "Gradients of those weights are copied to the host as they are computed.",
+    "weights": "Master weights stay on the host; a block's weights are copied to the device when the block runs.",
+    "gradients": "Gradients of the offloaded weights are copied to the host as they are computed.",
     "optimizer_state": "Optimizer state stays on the host.",
 }
 _DILOCO = (
-    "Each replica trains alone, with its own optimizer. After a fixed number of steps, the shared weights move by the "
-    "replicas' mean change, and all replicas continue from the new weights."
+    "Each replica trains independently, with its own optimizer. After a fixed number of steps, the shared weights move "
+    "by the replicas' mean change, and all replicas continue from the new weights."
 )
 _MOMENT_SENTENCES = {
     "int8": "Moments are kept in 8 bits (softsign and square-root companding) with a scale for each block of a column.",
@@ -167,36 +172,37 @@ _DESCRIBED_FIELDS = (
 
 
 def _option_values(text: str) -> dict[str, str]:
-    """Return the values by name in a text such as "stages=4,stash=input"; words without a value are left out."""
+    """Return the values in a text such as "stages=4,stash=input", by name; words without a value are left out."""
     pairs = (pair.partition("=") for pair in text.split(","))
-    return {name.strip(): value.strip() for name, equals, value in pairs if equals}
+    return {name.strip(): value.strip() for name, equals_sign, value in pairs if equals_sign}
 
 
-def _kernel_topics(text: str) -> list[tuple[str, str]]:
+def _kernel_topics(kernels_text: str) -> list[tuple[str, str]]:
     """Return pairs of a topic and its sentence about loss, attention and other kernels, from a plan's `kernels`."""
-    option_values = _option_values(text)
+    option_values = _option_values(kernels_text)
     topics = []
-    chunk = option_values.pop("loss_chunk", None)
-    if chunk is not None:
-        sentence = f"{chunk} positions of a row are scored at a time: the logits of all positions never exist at once."
+    chunk_text = option_values.pop("loss_chunk", None)
+    if chunk_text is not None:
+        sentence = f"Computed for {chunk_text} positions of a row at a time: not all logits are in memory at once."
         topics.append(("Loss", sentence))
     elif "cross_entropy" not in option_values:
-        topics.append(("Loss", "The logits of all positions exist at once."))
+        topics.append(("Loss", "The logits of all positions are in memory at once."))
     attention = option_values.get("attention", "auto")
-    topics.append((f"Attention: {attention}", _ATTENTION.get(attention, "As the name implies.")))
-    if set(option_values) - {"attention"} or text.startswith("reference"):
-        topics.append((f"Kernels: {text}", "The named kernels are as chosen; the others are the best for the device."))
+    topics.append((f"Attention: {attention}", _ATTENTION.get(attention, _UNKNOWN)))
+    if set(option_values) - {"attention"} or kernels_text.startswith("reference"):
+        sentence = "These kernels have the implementations named here; the others have the best one for the device."
+        topics.append((f"Kernels: {kernels_text}", sentence))
     return topics
 
 
-def _pipeline_sentences(text: str) -> str:
-    """Return sentences about the effects of the options in a pipeline's text."""
-    option_values = _option_values(text)
-    stages = option_values.get("stages")
-    blocks_text = "of as many blocks each" if stages is None else f"of {stages.replace('+', ', ')} blocks"
-    sentences = [f"Stages {blocks_text} run by this schedule."]
+def _pipeline_sentences(pipeline_text: str) -> str:
+    """Return sentences about the effects of the options in the text of a pipeline."""
+    option_values = _option_values(pipeline_text)
+    stages_text = option_values.get("stages")
+    blocks_text = "with equal numbers of" if stages_text is None else f"of {stages_text.replace('+', ', ')}"
+    sentences = [f"Stages {blocks_text} blocks run by this schedule."]
     if option_values.get("stash") == "input":
-        sentences.append("A stage keeps only its input and is recomputed for its backward pass.")
+        sentences.append("A stage keeps only its input, and is recomputed before its backward pass.")
     if option_values.get("anneal", "0") != "0":
         sentences.append(f"Stale stages learn more slowly for the first {option_values['anneal']} updates.")
     if option_values.get("lowering") == "phased":
@@ -208,29 +214,29 @@ def _pipeline_sentences(text: str) -> str:
     return " ".join(sentences)
 
 
-def _mesh_sentence(sizes: dict[str, int], *, is_automatic: bool) -> str:
-    """Return a sentence about the devices along each axis; `is_automatic` if the plan named no mesh."""
-    device_count = math.prod(sizes.values())
-    axis_phrases = [f"along {axis} ({_AXIS_PHRASES.get(axis, 'an axis of its own')})" for axis in sizes]
-    if not sizes:
+def _mesh_sentence(axis_sizes: dict[str, int], *, is_automatic: bool) -> str:
+    """Return a sentence about the devices along each axis; `is_automatic` is true if the plan specified no mesh."""
+    device_count = math.prod(axis_sizes.values())
+    axis_phrases = [f"along {axis} ({_AXIS_PHRASES.get(axis, 'a custom axis')})" for axis in axis_sizes]
+    if not axis_sizes:
         text = "A single device."
-    elif len(sizes) == 1:
+    elif len(axis_sizes) == 1:
         text = f"{device_count} devices {axis_phrases[0]}."
     else:
-        shape_text = " \N{MULTIPLICATION SIGN} ".join(map(str, sizes.values()))
-        parts_text = "; ".join(f"{size} {axis}" for size, axis in zip(sizes.values(), axis_phrases, strict=True))
-        text = f"{device_count} devices as {shape_text}: {parts_text}."
-    return text + (" The plan named no mesh: these are the devices of the machine." if is_automatic else "")
+        shape_text = " \N{MULTIPLICATION SIGN} ".join(map(str, axis_sizes.values()))
+        axis_texts = [f"{size} {phrase}" for size, phrase in zip(axis_sizes.values(), axis_phrases, strict=True)]
+        text = f"{device_count} devices as {shape_text}: {'; '.join(axis_texts)}."
+    return text + (" The plan specified no mesh: these are the devices of the machine." if is_automatic else "")
 
 
-def _batch_sentence(batch: int, sizes: dict[str, int], microbatches: int) -> str:
-    """Return a sentence about the rows of the global batch, its parts and its microbatches."""
-    part_count = sizes.get("replica", 1) * sizes.get("data", 1) * sizes.get("fsdp", 1)
-    text = f"{batch:,} rows"
-    if part_count > 1 and batch % part_count == 0:
-        text += f", {batch // part_count:,} for each of {part_count} parts"
-    if microbatches > 1:
-        text += f", in {microbatches} microbatches one after the other, their gradients added"
+def _batch_sentence(row_count: int, axis_sizes: dict[str, int], microbatch_count: int) -> str:
+    """Return a sentence about the rows of the global batch, their division over devices, and the microbatches."""
+    part_count = axis_sizes.get("replica", 1) * axis_sizes.get("data", 1) * axis_sizes.get("fsdp", 1)
+    text = f"{row_count:,} rows"
+    if part_count > 1 and row_count % part_count == 0:
+        text += f", {row_count // part_count:,} for each of {part_count} parts"
+    if microbatch_count > 1:
+        text += f", in {microbatch_count} successive microbatches with their gradients added"
     return text + "."
 
 
@@ -240,7 +246,7 @@ def _precision_sentences(plan: dict[str, Any]) -> str:
     pass_text = _MATMUL.get(matmul)
     products_text = f" Layers round the operands of products to {_PRODUCTS[matmul]}." if matmul in _PRODUCTS else ""
     reduction = str(plan.get("reduce") or "bfloat16")
-    codec_text = "" if reduction in ("float32", "bfloat16") else f", between replicas as {reduction} codes them"
+    codec_text = "" if reduction in ("float32", "bfloat16") else f", encoded as {reduction} between replicas"
     if precision == "bfloat16":
         dtype = reduction if reduction in ("float32", "bfloat16") else "bfloat16"
         return (
@@ -248,4 +254,4 @@ def _precision_sentences(plan: dict[str, Any]) -> str:
             f"Gradients are reduced across devices in {dtype}{codec_text}.{products_text}"
         )
     text = f"Everything is {precision}" + (f"; matrix products run {pass_text}." if pass_text else ".") + products_text
-    return text + f" Gradients are added up{codec_text}." * bool(codec_text)
+    return text + f" Gradients are summed{codec_text}." * bool(codec_text)

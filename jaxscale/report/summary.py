@@ -1,4 +1,4 @@
-"""Write the summary of a run for the terminal, with its most important figures and the path of its report."""
+"""The summary of a run for the terminal, with the most important figures and the path of the report."""
 
 import io
 import shutil
@@ -21,7 +21,7 @@ STATUS: dict[Status, tuple[str, str]] = {
     "stopped": ("stopped without a final event; start it again to continue", "yellow"),
     "empty": ("nothing measured yet", "dim"),
 }
-"""Description and terminal colour of each status."""
+"""Description and terminal color of each status."""
 
 
 def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> str:
@@ -29,11 +29,11 @@ def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> s
 
     Args:
         run_dir: the run's folder; any of its files may be missing.
-        color: whether to use terminal colours.
-        width: number of columns; by default those of the terminal, at most 100.
+        color: whether to use terminal colors.
+        width: number of columns; by default the terminal's, but at most 100.
 
     Returns:
-        The text, without a newline at its end.
+        The text, without a newline at the end.
 
     Example:
         >>> import tempfile
@@ -46,7 +46,7 @@ def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> s
 
     run = RunRecord.read(run_dir)
     column_count = width or min(100, shutil.get_terminal_size().columns)
-    screen = Console(
+    console = Console(
         file=io.StringIO(),
         width=column_count,
         force_terminal=color,
@@ -61,18 +61,18 @@ def summary(run_dir: Any, *, color: bool = False, width: int | None = None) -> s
     lines = _summary_lines(run)
     for name, text in lines:
         table.add_row(name, Text(text))
-    screen.print(table)
+    console.print(table)
     report_path = run_path(run_dir) / FILE
     if report_path.exists():
-        # a path is not wrapped, so that it can be copied
+        # the path is not wrapped, so that it can be copied
         indent = max(len(name) for name in [run.name, "report", *(name for name, _ in lines)]) + 2
-        screen.print(Text.assemble(("report".ljust(indent), "dim"), str(report_path)), soft_wrap=True)
-    assert isinstance(screen.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in screen.file.getvalue().rstrip("\n").split("\n"))
+        console.print(Text.assemble(("report".ljust(indent), "dim"), str(report_path)), soft_wrap=True)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip("\n").split("\n"))
 
 
 def _summary_lines(run: RunRecord) -> list[tuple[str, str]]:
-    """Return pairs of name and text of the run's most important figures."""
+    """Return the run's most important figures, as pairs of a name and a text."""
     lines: list[tuple[str, str]] = []
     train_rows = run.rows("train")
     if run.best is not None and run.final is not None:
@@ -84,28 +84,28 @@ def _summary_lines(run: RunRecord) -> list[tuple[str, str]]:
         token_text = f", {count(run.tokens)} target tokens" if run.tokens is not None else ""
         lines.append(("steps", f"{run.step:,}{f' of {run.steps:,}' if run.steps else ''}{token_text}"))
     if run.seconds is not None and train_rows:
-        compile_seconds = run.events("compile").column("seconds")
-        compile_seconds = compile_seconds[np.isfinite(compile_seconds)]
+        event_seconds = run.events("compile").column("seconds")
+        compile_seconds = event_seconds[np.isfinite(event_seconds)]
         compile_text = f", {duration(float(compile_seconds.sum()))} of it compiling" if compile_seconds.size else ""
         lines.append(("time", f"{duration(run.seconds)}{compile_text}"))
     if run.tokens_per_second is not None:
-        flop_rates = train_rows.column("flop_per_second")
+        flop_rates = train_rows.column("flop_per_second")  # FLOP/s of each row
         flop_text = f", {rate(float(np.nanmedian(flop_rates)), 'FLOP/s')}" if np.isfinite(flop_rates).any() else ""
         mfu_text = f", {run.mfu:.1%} MFU" if run.mfu is not None else ""
         lines.append(("speed", f"{count(run.tokens_per_second)} target tokens per second{flop_text}{mfu_text}"))
     skip_count = len(run.events("skipped"))
     if skip_count:
         lines.append(("skipped", f"{skip_count} step{'s' * (skip_count > 1)}"))
-    memory = run.memory
-    if memory:
-        total_bytes = sum(memory.values())
-        main_kinds = [kind for kind, byte_count in memory.items() if byte_count >= 0.005 * total_bytes]
-        kinds_text = ", ".join(f"{kind} {size(memory[kind])}" for kind in main_kinds)
+    bytes_by_kind = run.memory
+    if bytes_by_kind:
+        total_bytes = sum(bytes_by_kind.values())
+        main_kinds = [kind for kind, kind_bytes in bytes_by_kind.items() if kind_bytes >= 0.005 * total_bytes]
+        kinds_text = ", ".join(f"{kind} {size(bytes_by_kind[kind])}" for kind in main_kinds)
         lines.append(("memory", f"{size(total_bytes)} per device: {kinds_text}"))
     if run.host_memory:
-        kinds_text = ", ".join(f"{kind} {size(byte_count)}" for kind, byte_count in run.host_memory.items())
-        lines.append(("host memory", f"{size(sum(run.host_memory.values()))} for each device: {kinds_text}"))
-    mesh_texts = [words for topic, words in plan_in_words(run.plan, run.layout, run.experiment) if topic == "Mesh"]
+        host_text = ", ".join(f"{kind} {size(kind_bytes)}" for kind, kind_bytes in run.host_memory.items())
+        lines.append(("host memory", f"{size(sum(run.host_memory.values()))} for each device: {host_text}"))
+    mesh_texts = [text for topic, text in plan_in_words(run.plan, run.layout, run.experiment) if topic == "Mesh"]
     if mesh_texts:
         lines.append(("mesh", mesh_texts[0]))
     if run.kernels is not None:

@@ -15,24 +15,25 @@ from typing import Any
 from jaxscale.platforms.detect import accelerators, hush_absent_gpus
 
 
-def cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return the number of CPU cores that this process may use, by its affinity and by the quota of its container.
+def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Return the number of CPU cores that this process may use, given its affinity and its container's quota.
 
     Args:
-        quota_file: the cgroup's file with the container's CPU time in each period, and the period, in microseconds.
+        quota_file: the cgroup's file that states the CPU time the container may use in each period, and the length of
+            the period, both in microseconds.
     """
     core_count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):
-        quota_microseconds, period_microseconds = quota_file.read_text().split()
+        quota_text, period_text = quota_file.read_text().split()
         # without a quota the file holds "max", for which `int` raises
-        core_count = min(core_count, max(1, int(quota_microseconds) // int(period_microseconds)))
+        core_count = min(core_count, max(1, int(quota_text) // int(period_text)))
     return core_count
 
 
 def start_backend() -> None:
-    """Choose the platform and the number of CPU devices, and switch the persistent compile cache on.
+    """Choose the platform and the number of CPU devices, and turn on the persistent compile cache.
 
-    Call it before any use of devices; once a backend runs, its platform and devices are fixed.
+    Call this function before any device is used: once a backend is running, its platform and devices are fixed.
     """
     import jax
 
@@ -44,57 +45,60 @@ def start_backend() -> None:
     if not os.environ.get("JAX_PLATFORMS") and not config.jax_platforms and not accelerators():
         config.update("jax_platforms", "cpu")
     # -1 is JAX's own default; JAX also sets this value from the environment's JAX_NUM_CPU_DEVICES
-    has_count = config.jax_num_cpu_devices != -1 or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    has_device_count = config.jax_num_cpu_devices != -1 or "host_platform_device_count" in os.environ.get(
+        "XLA_FLAGS", ""
+    )
     if config.jax_platforms == "cpu":
         keep_freed_memory()
-    if config.jax_platforms == "cpu" and not has_count:
-        with contextlib.suppress(RuntimeError):  # raised if the backend runs already
-            config.update("jax_num_cpu_devices", cores())
+    if config.jax_platforms == "cpu" and not has_device_count:
+        with contextlib.suppress(RuntimeError):  # raised if the backend is already running
+            config.update("jax_num_cpu_devices", usable_cores())
     provide_threads()
     keep_ordered_programs()
     if config.jax_compilation_cache_dir is None:
-        folder = cache_folder()
-        if folder is not None:
-            config.update("jax_compilation_cache_dir", str(folder))
+        cache_dir = make_cache_folder()
+        if cache_dir is not None:
+            config.update("jax_compilation_cache_dir", str(cache_dir))
             config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def cache_folder() -> Path | None:
-    """Make the folder for compiled programs, `$JAXSCALE_CACHE/compile` or `~/.cache/jaxscale/compile`.
+def make_cache_folder() -> Path | None:
+    """Create the directory for compiled programs, `$JAXSCALE_CACHE/compile` or `~/.cache/jaxscale/compile`.
 
     Returns:
-        The folder. If files cannot be written there, a message is printed on stderr, and `None` is returned.
+        The directory; `None`, after a message on stderr, if files cannot be written there.
     """
     cache_root = os.environ.get("JAXSCALE_CACHE")
     try:
-        folder = (Path(cache_root) if cache_root else Path.home() / ".cache" / "jaxscale") / "compile"
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
+        cache_dir = (Path(cache_root) if cache_root else Path.home() / ".cache" / "jaxscale") / "compile"
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=cache_dir).close()
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
         print(
-            f"compiled programs are not kept ({error}): set JAXSCALE_CACHE to a folder that can be written to",
+            f"compiled programs are not kept ({error}): set JAXSCALE_CACHE to a writable directory",
             file=sys.stderr,
         )
         return None
-    return folder
+    return cache_dir
 
 
 def keep_freed_memory() -> None:
     """Make the C library keep memory that the CPU backend frees, since the next step allocates the same buffers.
 
-    By default glibc returns large buffers to the kernel, which clears every page again at the next step. In a process
-    with much memory, the clearing takes a third of the step's time. Threads other than the first would still return
-    buffers, because their arenas (glibc's pools of memory) hold at most 64 MiB and are freed when empty. So all threads
-    that start after this call share one arena. Without glibc this does nothing.
+    By default, glibc returns large buffers to the kernel, which clears every page again at the next step. In a process
+    that uses much memory, clearing pages takes a third of the step's time. Threads other than the first would still
+    return buffers, because their arenas (glibc's memory pools) hold at most 64 MiB and are freed when empty. So all
+    threads that start after this call share one arena. Without glibc, this function does nothing.
     """
     import ctypes
 
-    trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8  # numbers of options, in malloc.h
+    # option numbers in malloc.h
+    trim_threshold_option, top_pad_option, mmap_max_option, arena_max_option = -1, -2, -4, -8
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return
-    mallopt(arena_max, 1)
-    mallopt(mmap_max, 0)
-    mallopt(trim_threshold, 2**31 - 1)
-    mallopt(top_pad, 256 * 2**20)
+    mallopt(arena_max_option, 1)
+    mallopt(mmap_max_option, 0)
+    mallopt(trim_threshold_option, 2**31 - 1)
+    mallopt(top_pad_option, 256 * 2**20)

@@ -1,4 +1,4 @@
-"""Check, before a batch is read, that a model can be trained on the data."""
+"""Check, before any batch is read, that the model can be trained on the data."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ def check_data(experiment: Experiment, data: Any) -> None:
 
     Args:
         experiment: the experiment, with the model.
-        data: the opened data. If it has a `tokenizer`, or a dict `facts` with the number of "classes" and the "shape"
-            of its images, they are checked.
+        data: the opened data. Its `tokenizer` is checked, if it has one; so is its dict `facts`, which may give the
+            number of "classes" and the "shape" of the images.
 
     Raises:
-        UserError: the tokenizer has more tokens than the model's vocabulary, or it cannot encode a prompt of the
-            samples; the data has more classes, images of another shape, or longer sequences than the model takes.
+        UserError: the tokenizer has more tokens than the model's vocabulary, or cannot encode one of the sample
+            prompts; or the data has more classes, images of another shape, or longer sequences than the model takes.
     """
     tokenizer, traits = getattr(data, "tokenizer", None), ModelTraits.of(experiment.model)
     if tokenizer is not None and traits.vocab is not None and tokenizer.size > traits.vocab:
@@ -34,12 +34,19 @@ def check_data(experiment: Experiment, data: Any) -> None:
             if not has_tokens:
                 raise UserError(f"samples.prompts: {prompt!r} has no tokens: give text to continue, or remove it")
     data_facts = getattr(data, "facts", {})
-    if traits.classes is not None and (count := data_facts.get("classes", 0)) > traits.classes:
-        raise UserError(f"the data has {count} classes, but model.classes is {traits.classes}: set it to {count}")
+    class_count = data_facts.get("classes", 0)
+    if traits.classes is not None and class_count > traits.classes:
+        raise UserError(
+            f"the data has {class_count} classes, but model.classes is {traits.classes}: set it to {class_count}"
+        )
     # height, width and channels of the images; `None` in the model's shape accepts any size
-    shape, model_shape = data_facts.get("shape"), (traits.image, traits.image, traits.channels)
-    if shape is not None and any(wanted not in (None, size) for size, wanted in zip(shape, model_shape, strict=True)):
-        data_text, model_text = (" x ".join(str(size or "any") for size in sizes) for sizes in (shape, model_shape))
+    data_shape, model_shape = data_facts.get("shape"), (traits.image, traits.image, traits.channels)
+    if data_shape is not None and any(
+        model_size not in (None, data_size) for data_size, model_size in zip(data_shape, model_shape, strict=True)
+    ):
+        data_text, model_text = (
+            " x ".join(str(size or "any") for size in shape) for shape in (data_shape, model_shape)
+        )
         raise UserError(f"the images are {data_text}, but the model takes {model_text}: set its image and channels")
     data_context = getattr(experiment.data, "context", None)
     if traits.context is not None and data_context is not None and data_context > traits.context:

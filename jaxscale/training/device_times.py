@@ -1,8 +1,9 @@
 """The operations of a trace of JAX's profiler, and a page of text about where the time of each device went.
 
-A trace is read with `jax.profiler.ProfileData`, so nothing else has to be installed. It has a plane for every device,
-and one for the host. A plane has lines, and a line is a list of timed events, such as the operations of a GPU stream.
-An operation's time is its self time, without the operations nested in it. A timeline and memory are left out.
+Traces are read with `jax.profiler.ProfileData`, so nothing else has to be installed. A trace has one plane for each
+device and one for the host. A plane has lines, and a line is a list of timed events, such as the operations of a GPU
+stream. An operation's time is its self time, without the operations nested in it. The page shows no timeline and no
+memory.
 """
 
 import collections
@@ -40,9 +41,9 @@ class TracedEvent:
 
     Args:
         name: name of the operation in the compiled program, or of the kernel.
-        stats: further values that the profiler recorded, by the profiler's name of each.
-        start: start of the execution in nanoseconds on the clock of the trace.
-        end: end of the execution in nanoseconds on the same clock.
+        stats: further values that the profiler recorded, by their names.
+        start: start of the execution in nanoseconds on the trace's clock.
+        end: end of the execution in nanoseconds on the trace's clock.
     """
 
     name: str
@@ -52,7 +53,7 @@ class TracedEvent:
 
     @functools.cached_property
     def kind(self) -> OperationKind:
-        """The kind of the operation, by its name and its category in HLO."""
+        """The kind of the operation, found from its name and its HLO category."""
         name_parts = (self.name, self.stats.get("hlo_op", ""), self.stats.get("hlo_category", ""))
         return kind_of(" ".join(map(str, name_parts)))
 
@@ -76,14 +77,14 @@ class DeviceOperation:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceTime:
-    """The time of one device by operation.
+    """How one device spent its time, by operation.
 
     Args:
         device: name of the device in the trace.
-        span: seconds from the start of the first operation to the end of the last.
+        span: seconds from the start of the first operation to the end of the last one.
         busy: seconds of the span in which at least one operation ran.
         longest_gap: seconds of the longest wait between two operations.
-        operations: the device's operations, the one with the most self time first.
+        operations: the device's operations, in order of decreasing self time.
     """
 
     device: str
@@ -94,23 +95,23 @@ class DeviceTime:
 
     @property
     def seconds(self) -> float:
-        """Self time of all operations; more than `busy` if some ran at the same time."""
+        """Total self time of all operations; more than `busy` if some ran at the same time."""
         return sum(operation.seconds for operation in self.operations)
 
     @property
     def busy_share(self) -> float:
-        """Share of the span in which the device was busy, 0 to 1."""
+        """Share of the span during which the device was busy, from 0 to 1."""
         return self.busy / self.span if self.span else 0.0
 
     def share(self, kind: OperationKind) -> float:
-        """Share of the operations' self time that operations of a kind took, 0 to 1."""
+        """Return the share of the total self time that operations of this kind took, from 0 to 1."""
         kind_seconds = sum(operation.seconds for operation in self.operations if operation.kind == kind)
         return kind_seconds / self.seconds if self.seconds else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The times of the devices in a trace; `str` of it is the page of text.
+    """The times of the devices in a trace; its `str` is the page of text.
 
     Args:
         devices: the devices of the traced processes.
@@ -124,9 +125,9 @@ class Summary:
         return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the page: the shares of every device, then the longest operations of the busiest one."""
+        """Yield the lines of the page: a table of all devices, then the longest operations of the busiest device."""
         if not self.devices:
-            yield "the trace has no operation of a device"
+            yield "the trace contains no device operations"
             return
         yield f"{self.steps} step(s) traced; seconds are per step"
         yield ""
@@ -135,20 +136,20 @@ class Summary:
             share_texts = "".join(f"{device_time.share(kind):>12.1%}" for kind in KINDS)
             span_text, gap_text = _time_text(device_time.span / self.steps), _time_text(device_time.longest_gap)
             yield f"{device_time.device:<16}{span_text:>10}{device_time.busy_share:>8.1%}{gap_text:>14}{share_texts}"
-        busiest = max(self.devices, key=lambda device_time: device_time.busy)
+        busiest_device = max(self.devices, key=lambda device_time: device_time.busy)
         yield ""
-        yield f"{busiest.device}: operations by self time"
+        yield f"{busiest_device.device}: operations by self time"
         yield f"{'seconds':>10}{'share':>8}{'times':>9}  {'kind':<12}name"
-        for operation in busiest.operations[:_LISTED_COUNT]:
-            share = operation.seconds / busiest.seconds if busiest.seconds else 0.0
+        for operation in busiest_device.operations[:_LISTED_COUNT]:
+            share = operation.seconds / busiest_device.seconds if busiest_device.seconds else 0.0
             yield (
                 f"{_time_text(operation.seconds / self.steps):>10}{share:>8.1%}{operation.count / self.steps:>9.4g}"
                 f"  {operation.kind:<12}{operation.name[:80]}"
             )
-        unlisted_operations = busiest.operations[_LISTED_COUNT:]
+        unlisted_operations = busiest_device.operations[_LISTED_COUNT:]
         if unlisted_operations:
-            seconds = sum(operation.seconds for operation in unlisted_operations) / self.steps
-            yield f"{_time_text(seconds):>10}  {len(unlisted_operations)} more"
+            unlisted_seconds = sum(operation.seconds for operation in unlisted_operations) / self.steps
+            yield f"{_time_text(unlisted_seconds):>10}  {len(unlisted_operations)} more"
 
 
 def summary_of(folder: Any, steps: int) -> Summary:
@@ -162,22 +163,24 @@ def summary_of(folder: Any, steps: int) -> Summary:
         UserError: there is no trace.
     """
     with newest_trace(folder) as profiles:
-        return Summary(tuple(time for profile in profiles for time in device_times(profile.planes)), steps)
+        return Summary(
+            tuple(device_time for profile in profiles for device_time in device_times(profile.planes)), steps
+        )
 
 
 @contextlib.contextmanager
 def newest_trace(folder: Any) -> Iterator[Iterator[Any]]:
-    """Open the newest trace under a folder, as a context.
+    """Open the newest trace under a folder, as a context manager.
 
-    The context gives an iterator over the `ProfileData` of the traced processes. Each is read from its file once the
-    iterator reaches it.
+    The value of the context is an iterator over `ProfileData`, one for each traced process. The file of a process is
+    read only when the iterator reaches it.
 
     Raises:
         UserError: there is no trace.
     """
-    sessions = sorted(Path(folder).glob("plugins/profile/*"))
-    files = sorted(sessions[-1].glob("*.xplane.pb")) if sessions else []
-    if not files:
+    trace_dirs = sorted(Path(folder).glob("plugins/profile/*"))
+    process_files = sorted(trace_dirs[-1].glob("*.xplane.pb")) if trace_dirs else []
+    if not process_files:
         raise UserError(
             f"no trace in {folder}: expected plugins/profile/*/*.xplane.pb, as jax.profiler.start_trace writes"
         )
@@ -186,14 +189,14 @@ def newest_trace(folder: Any) -> Iterator[Iterator[Any]]:
     # the first use of ProfileData warns that its classes lack __module__; Python 3.12 crashes if warnings are errors
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield (ProfileData.from_file(str(file)) for file in files)
+        yield (ProfileData.from_file(str(file)) for file in process_files)
 
 
-def operations_of(plane: Any) -> Iterator[tuple[str, list[TracedEvent]]]:
-    """Yield the name of a device and a list of its operations, for each line of a plane that has operations.
+def device_events(plane: Any) -> Iterator[tuple[str, list[TracedEvent]]]:
+    """Yield pairs of a device's name and a list of events, which are the executions of operations on one line.
 
-    The plane of a TPU has all operations, some nested in others, in the line "XLA Ops". The plane of a GPU has a line
-    for each stream. The operations of CPU devices are among the host's events, and each holds its device's number.
+    A TPU's plane has all operations, some nested in others, in the line "XLA Ops". A GPU's plane has one line for each
+    stream. The operations of CPU devices are among the host's events, each with the number of its device.
     """
     for line in plane.lines:
         is_tpu_line = plane.name.startswith("/device:TPU") and line.name == "XLA Ops"
@@ -201,36 +204,36 @@ def operations_of(plane: Any) -> Iterator[tuple[str, list[TracedEvent]]]:
         if is_tpu_line or is_gpu_line:
             yield plane.name.removeprefix("/device:"), [traced_event(event) for event in line.events]
         elif plane.name == "/host:CPU":
-            operations_by_device: dict[int, list[TracedEvent]] = collections.defaultdict(list)
-            for operation in map(traced_event, line.events):
-                if "hlo_op" in operation.stats:
-                    operations_by_device[int(operation.stats.get("device_ordinal", 0))].append(operation)
-            for device_number, operations in operations_by_device.items():
-                yield f"CPU:{device_number}", operations
+            events_by_device: dict[int, list[TracedEvent]] = collections.defaultdict(list)
+            for event in map(traced_event, line.events):
+                if "hlo_op" in event.stats:
+                    events_by_device[int(event.stats.get("device_ordinal", 0))].append(event)
+            for device_number, events in events_by_device.items():
+                yield f"CPU:{device_number}", events
 
 
 def traced_event(event: Any) -> TracedEvent:
     """Convert an event of `ProfileData` to a `TracedEvent`."""
-    # on a TPU the event's name is a whole line of HLO, "%NAME = ..."
+    # on a TPU, the event's name is a whole line of HLO, "%NAME = ..."
     name = str(event.name).split(" = ")[0].lstrip("%")
     return TracedEvent(name, dict(event.stats), event.start_ns, event.start_ns + event.duration_ns)
 
 
 def device_times(planes: Iterable[Any]) -> list[DeviceTime]:
-    """Return the times of each device of a trace, sorted by the devices' names.
+    """Return the `DeviceTime` of each device in a trace, sorted by the devices' names.
 
     Args:
         planes: `ProfileData.planes`.
     """
     lines_by_device: dict[str, list[list[TracedEvent]]] = collections.defaultdict(list)
     for plane in planes:
-        for device, operations in operations_of(plane):
-            lines_by_device[device].append(operations)
+        for device, line_events in device_events(plane):
+            lines_by_device[device].append(line_events)
     return [_device_time(device, lines) for device, lines in sorted(lines_by_device.items()) if any(lines)]
 
 
 def kind_of(name: str) -> OperationKind:
-    """Return the kind of an operation, by the words of its name.
+    """Return the kind of an operation, found from the words in its name.
 
     Example:
         >>> kind_of("all-gather-start.3"), kind_of("loop_convert_fusion"), kind_of("gemm_fusion_dot_1")
@@ -244,49 +247,48 @@ def kind_of(name: str) -> OperationKind:
 
 
 def _device_time(device: str, lines: list[list[TracedEvent]]) -> DeviceTime:
-    """Return the times of one device; `lines` holds the operations of each of its lines."""
+    """Return the `DeviceTime` of one device; `lines` holds the events of each of its lines."""
     seconds_by_operation: dict[tuple[str, OperationKind], float] = collections.defaultdict(float)
     count_by_operation: collections.Counter[tuple[str, OperationKind]] = collections.Counter()
     for line in lines:
         for event, self_ns in _self_times(line):
             seconds_by_operation[event.name, event.kind] += self_ns * 1e-9
             count_by_operation[event.name, event.kind] += 1
-    # in nanoseconds, like the events
-    busy, longest_gap, latest_end = 0.0, 0.0, None
+    busy_ns, longest_gap_ns, latest_end_ns = 0.0, 0.0, None
     events = sorted((event for line in lines for event in line), key=lambda event: event.start)
     for event in events:
-        if latest_end is None:
-            latest_end = event.start
-        longest_gap = max(longest_gap, event.start - latest_end)
-        busy += max(0.0, event.end - max(latest_end, event.start))
-        latest_end = max(latest_end, event.end)
-    span = (latest_end or 0.0) - events[0].start
+        if latest_end_ns is None:
+            latest_end_ns = event.start
+        longest_gap_ns = max(longest_gap_ns, event.start - latest_end_ns)
+        busy_ns += max(0.0, event.end - max(latest_end_ns, event.start))
+        latest_end_ns = max(latest_end_ns, event.end)
+    span_ns = (latest_end_ns or 0.0) - events[0].start
     operations = [
         DeviceOperation(name, kind, seconds, count_by_operation[name, kind])
         for (name, kind), seconds in seconds_by_operation.items()
     ]
     operations.sort(key=lambda operation: (-operation.seconds, operation.name))
-    return DeviceTime(device, span * 1e-9, busy * 1e-9, longest_gap * 1e-9, tuple(operations))
+    return DeviceTime(device, span_ns * 1e-9, busy_ns * 1e-9, longest_gap_ns * 1e-9, tuple(operations))
 
 
-def _self_times(line: list[TracedEvent]) -> Iterator[tuple[TracedEvent, float]]:
+def _self_times(line_events: list[TracedEvent]) -> Iterator[tuple[TracedEvent, float]]:
     """Yield each event of a line with its self time in nanoseconds, which leaves out the events nested in it."""
     nested_ns: dict[int, float] = collections.defaultdict(float)
-    events = sorted(line, key=lambda event: (event.start, -event.end))
-    # indices of the events that are still running when the next event starts, the innermost last
+    events = sorted(line_events, key=lambda event: (event.start, -event.end))
+    # indices of the events that are still running when the next event starts, with the innermost one last
     enclosing_indices: list[int] = []
-    for i, event in enumerate(events):
+    for index, event in enumerate(events):
         while enclosing_indices and events[enclosing_indices[-1]].end <= event.start:
             enclosing_indices.pop()
         if enclosing_indices:
             nested_ns[enclosing_indices[-1]] += min(event.end, events[enclosing_indices[-1]].end) - event.start
-        enclosing_indices.append(i)
-    for i, event in enumerate(events):
-        yield event, max(0.0, event.end - event.start - nested_ns[i])
+        enclosing_indices.append(index)
+    for index, event in enumerate(events):
+        yield event, max(0.0, event.end - event.start - nested_ns[index])
 
 
 def _time_text(seconds: float) -> str:
-    """Format seconds with four digits and a unit."""
+    """Return a time as text, with up to four digits and a unit from nanoseconds to seconds."""
     for unit, unit_seconds in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= unit_seconds:
             return f"{seconds / unit_seconds:.4g} {unit}"

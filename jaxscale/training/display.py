@@ -1,6 +1,6 @@
 """The progress of a run on the screen: one live line in a terminal or a notebook, or a line every 20 s in a file.
 
-The display receives every step and shows a few per second, so that it costs a fast step only microseconds.
+The display is called after every step, but shows only a few steps per second, so a fast step loses only microseconds.
 """
 
 import datetime
@@ -22,17 +22,18 @@ class Display:
         quiet: whether to show nothing at all.
         name: name of the run.
 
-    The attribute `live` is true in a terminal or a notebook, where a line may be updated in place.
+    Attributes:
+        is_live: whether the output is a terminal or a notebook, where a line can be updated in place.
     """
 
     def __init__(self, steps: int, *, quiet: bool, name: str) -> None:
         self._steps, self._quiet, self._name = steps, quiet, name
-        self._progress: Any = None
-        self._task: Any = None
+        self._progress: Any = None  # rich's progress bar, once it is shown
+        self._task_id: Any = None  # rich's id for the bar's only task
         self._is_notebook = "ipykernel" in sys.modules
-        self.live = self._is_notebook or sys.stdout.isatty()
-        self._interval = _LIVE_SECONDS if self.live else _FILE_SECONDS
-        self._last_shown = 0.0
+        self.is_live = self._is_notebook or sys.stdout.isatty()
+        self._interval_seconds = _LIVE_SECONDS if self.is_live else _FILE_SECONDS
+        self._last_update_time = 0.0  # by time.monotonic
         self._has_open_line = False
 
     def say(self, text: str) -> None:
@@ -52,19 +53,19 @@ class Display:
             step: number of updates so far.
             row: metrics of the step, as in metrics.jsonl.
         """
-        if self._quiet or (time.monotonic() - self._last_shown < self._interval and step < self._steps):
+        if self._quiet or (time.monotonic() - self._last_update_time < self._interval_seconds and step < self._steps):
             return
-        self._last_shown = time.monotonic()
+        self._last_update_time = time.monotonic()
         metrics_text = f"loss {row['loss']:.4f}  {count(row.get('tokens_per_second', 0.0))} tokens/s"
         if "mfu" in row:
             metrics_text += f"  mfu {row['mfu']:.1%}"
         if self._is_notebook:
-            seconds = round((self._steps - step) * row.get("step_seconds", 0.0))
-            time_left = datetime.timedelta(seconds=seconds)
+            seconds_left = round((self._steps - step) * row.get("step_seconds", 0.0))
+            time_left = datetime.timedelta(seconds=seconds_left)
             print(f"\rstep {step}/{self._steps}  {metrics_text}  {time_left} left ", end="", flush=True)
             self._has_open_line = True
-        elif self.live:
-            self._start_live_line().update(self._task, completed=step, text=metrics_text)
+        elif self.is_live:
+            self._terminal_progress().update(self._task_id, completed=step, text=metrics_text)
         else:
             print(f"step {step}/{self._steps}  {metrics_text}", flush=True)
 
@@ -75,8 +76,8 @@ class Display:
             self._progress.stop()
             self._progress = None
 
-    def _start_live_line(self) -> Any:
-        """Return the progress bar of a terminal, which the first call starts."""
+    def _terminal_progress(self) -> Any:
+        """Return the progress bar of a terminal; the first call creates and starts it."""
         if self._progress is None:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -88,12 +89,12 @@ class Display:
                 TimeRemainingColumn(),
                 refresh_per_second=5,
             )
-            self._task = self._progress.add_task("", total=self._steps, text="")
+            self._task_id = self._progress.add_task("", total=self._steps, text="")
             self._progress.start()
         return self._progress
 
     def _end_line(self) -> None:
-        """End the live line of a notebook."""
+        """End the live line of a notebook, if there is one."""
         if self._has_open_line:
             print(flush=True)
             self._has_open_line = False

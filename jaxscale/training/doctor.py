@@ -1,7 +1,7 @@
-"""`jaxscale doctor`: what this machine and this installation have, what is missing, and what to do.
+"""`jaxscale doctor`: what this machine and this installation have, what is missing, and what to do about it.
 
-`examine` inspects the machine; `diagnose` is a pure function of the result, so tests cover other machines too. Nothing
-is downloaded, written or compiled. Speed is left out: benchmarks measure it.
+`examine` inspects the machine; `diagnose` is a pure function of the result, so tests can cover other machines. Nothing
+is downloaded, written or compiled. The doctor does not measure speed: benchmarks do.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jaxscale.recipe.kernels import KNOWN
 from jaxscale.values.units import rate, size
 
 FindingState = Literal["ok", "note", "missing"]
-# by state: the printed mark, and its colour
+# for each state: the printed mark and its style
 MARKS: Mapping[FindingState, tuple[str, str]] = {
     "ok": ("✓", "green"),
     "note": ("·", "yellow"),
@@ -28,18 +28,18 @@ MARKS: Mapping[FindingState, tuple[str, str]] = {
 }
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 PLUGINS = ("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
-# by extra: the packages that it installs, and their purpose
+# for each extra: the packages that it installs, and their purpose
 OPTIONAL: Mapping[str, tuple[tuple[str, ...], str]] = {
     "notebook": (("ipykernel", "matplotlib", "nbclient"), "plots and notebooks"),
     "remote": (("fsspec", "gcsfs", "s3fs"), "data and runs on gs:// and s3://"),
 }
-# jax/_src/hardware_utils.py: Google's PCI vendor number, and the device numbers of its TPUs (others are network cards)
-_GOOGLE_NUMBER = "0x1ae0"
-_TPU_NUMBERS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
+# jax/_src/hardware_utils.py: Google's PCI vendor ID, and the device IDs of its TPUs (other devices are network cards)
+_GOOGLE_VENDOR_ID = "0x1ae0"
+_TPU_DEVICE_IDS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
 # jax/_src/hardware_utils.py: device files of the driver, of containers, of WSL2
 _NVIDIA_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
-# free bytes below which a note is given: a checkpoint of a 0.3 B model with AdamW's moments takes 3.6e9
-_DISK_MARGIN = 5 * 10**9
+# free bytes below which the report has a note: a checkpoint of a 0.3 B model with AdamW's moments takes 3.6e9 bytes
+_SCARCE_DISK_BYTES = 5 * 10**9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Finding:
         name: name of the item.
         text: its version, size or condition, as text.
         state: "ok"; "note" for useful information; "missing" if no run can start, or the accelerator would be idle.
-        to_do: advice to the user; empty without one.
+        to_do: advice to the user; empty if there is none.
     """
 
     name: str
@@ -61,7 +61,12 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """The rows of the report under one title."""
+    """A titled section of the report.
+
+    Args:
+        title: the section's title.
+        rows: the section's findings, one in each row.
+    """
 
     title: str
     rows: tuple[Finding, ...]
@@ -72,14 +77,14 @@ class Diagnosis:
     """The doctor's report.
 
     Args:
-        sections: sections in the order in which they are printed.
+        sections: the sections, in the order in which they are printed.
     """
 
     sections: tuple[Section, ...]
 
     @property
     def status(self) -> int:
-        """The exit status: 1 if the state of a row is "missing", otherwise 0."""
+        """The exit status: 1 if any row has the state "missing", otherwise 0."""
         return int(any(row.state == "missing" for section in self.sections for row in section.rows))
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
@@ -116,33 +121,33 @@ class Machine:
 
     Args:
         python: version of Python.
-        versions: version of each relevant package that is installed, by name.
-        platform: the platform that JAX runs on; None if JAX found no device.
-        failure: JAX's error message if it found no device.
-        processes: number of JAX processes.
-        nvidia: whether the system has an NVIDIA GPU.
-        tpu: whether the system has a TPU.
+        versions: version of each relevant package that is installed, by the package's name.
+        platform: the platform that JAX runs on; `None` if JAX found no device.
+        failure: JAX's error message if it found no device; otherwise empty.
+        process_count: number of JAX processes.
+        has_nvidia: whether the system has an NVIDIA GPU.
+        has_tpu: whether the system has a TPU.
         jax_platforms: JAX's setting `jax_platforms`; empty if it is not set.
-        cores: number of CPU cores.
-        host_memory: bytes of main memory; None if unknown.
-        disks: free bytes by (label, path) of a folder.
-        cache: folder of the compile cache; None if it is off.
-        modules: names of optional packages that can be imported.
+        core_count: number of CPU cores.
+        host_memory: bytes of main memory; `None` if unknown.
+        free_bytes: free bytes of the disk that holds a folder, by the folder's label and path.
+        cache_folder: folder of the compile cache; `None` if the cache is off.
+        optional_packages: names of the optional packages that can be imported.
     """
 
     python: str
     versions: Mapping[str, str]
     platform: Platform | None
     failure: str = ""
-    processes: int = 1
-    nvidia: bool = False
-    tpu: bool = False
+    process_count: int = 1
+    has_nvidia: bool = False
+    has_tpu: bool = False
     jax_platforms: str = ""
-    cores: int = 1
+    core_count: int = 1
     host_memory: int | None = None
-    disks: Mapping[tuple[str, str], int] = dataclasses.field(default_factory=dict)
-    cache: str | None = None
-    modules: frozenset[str] = frozenset()
+    free_bytes: Mapping[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+    cache_folder: str | None = None
+    optional_packages: frozenset[str] = frozenset()
 
 
 def doctor() -> Diagnosis:
@@ -161,45 +166,45 @@ def doctor() -> Diagnosis:
 def examine() -> Machine:
     """Start JAX's backend, and collect the facts about this machine."""
     from jaxscale.platforms.detect import detect, host_memory
-    from jaxscale.training.backend import cores
+    from jaxscale.training.backend import usable_cores
 
     jax_platforms = os.environ.get("JAX_PLATFORMS", "")
-    platform, failure, process_count, cache = None, "", 1, None
+    platform, failure, process_count, cache_folder = None, "", 1, None
     try:
         import jax
 
         config: Any = jax.config
-        jax_platforms, cache = config.jax_platforms or "", config.jax_compilation_cache_dir
+        jax_platforms, cache_folder = config.jax_platforms or "", config.jax_compilation_cache_dir
         platform, process_count = detect(), jax.process_count()
     except (ImportError, RuntimeError) as error:
         failure = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     folders_by_label = {"working directory": Path.cwd(), "temporary files": Path(tempfile.gettempdir())}
-    if cache is not None and Path(cache).exists():
-        folders_by_label["compile cache"] = Path(cache)
+    if cache_folder is not None and Path(cache_folder).exists():
+        folders_by_label["compile cache"] = Path(cache_folder)
     optional_names = [package for packages, _ in OPTIONAL.values() for package in packages]
     return Machine(
         python=python_platform.python_version(),
         versions={name: version for name in ("jaxscale", *REQUIRED, *PLUGINS) if (version := _installed_version(name))},
         platform=platform,
         failure=failure,
-        processes=process_count,
-        nvidia=any(Path(path).exists() for path in _NVIDIA_FILES),
-        tpu=sees_tpu(),
+        process_count=process_count,
+        has_nvidia=any(Path(path).exists() for path in _NVIDIA_FILES),
+        has_tpu=has_pci_tpu(),
         jax_platforms=jax_platforms,
-        cores=cores(),
+        core_count=usable_cores(),
         host_memory=host_memory(),
-        disks={(label, str(path)): shutil.disk_usage(path).free for label, path in folders_by_label.items()},
-        cache=cache,
-        modules=frozenset(name for name in optional_names if importlib.util.find_spec(name) is not None),
+        free_bytes={(label, str(path)): shutil.disk_usage(path).free for label, path in folders_by_label.items()},
+        cache_folder=cache_folder,
+        optional_packages=frozenset(name for name in optional_names if importlib.util.find_spec(name) is not None),
     )
 
 
-def sees_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
-    """Return whether a TPU is on the PCI bus; `devices` is the folder with one subfolder for each device of the bus."""
-    for folder in devices.glob("*"):
+def has_pci_tpu(pci_folder: Path = Path("/sys/bus/pci/devices")) -> bool:
+    """Return whether a TPU is on the PCI bus; `pci_folder` has one subfolder for each device of the bus."""
+    for device_folder in pci_folder.glob("*"):
         try:
-            vendor, number = ((folder / name).read_text().strip() for name in ("vendor", "device"))
-            if vendor == _GOOGLE_NUMBER and number in _TPU_NUMBERS:
+            vendor_id, device_id = ((device_folder / name).read_text().strip() for name in ("vendor", "device"))
+            if vendor_id == _GOOGLE_VENDOR_ID and device_id in _TPU_DEVICE_IDS:
                 return True
         except OSError:
             continue
@@ -221,7 +226,7 @@ def diagnose(machine: Machine) -> Diagnosis:
 
 
 def _version_findings(machine: Machine) -> Iterator[Finding]:
-    """Yield findings about the versions of Python and of the packages, and about versions that do not match."""
+    """Yield findings about the versions of Python and of the packages, and about mismatched versions."""
     yield Finding("python", machine.python)
     for name in ("jaxscale", *REQUIRED):
         version = machine.versions.get(name)
@@ -229,13 +234,15 @@ def _version_findings(machine: Machine) -> Iterator[Finding]:
             yield Finding(name, version)
         elif name != "jaxscale":
             yield Finding(name, "not installed", "missing", f"pip install {name}")
-    jax, jaxlib = (machine.versions.get(name) for name in ("jax", "jaxlib"))
-    if jax and jaxlib and _release_numbers(jax) != _release_numbers(jaxlib):
-        yield Finding("jax and jaxlib", f"{jax} and {jaxlib} differ", "note", f"pip install 'jaxlib=={jax}'")
+    jax_version, jaxlib_version = (machine.versions.get(name) for name in ("jax", "jaxlib"))
+    if jax_version and jaxlib_version and _release_numbers(jax_version) != _release_numbers(jaxlib_version):
+        text = f"{jax_version} and {jaxlib_version} differ"
+        yield Finding("jax and jaxlib", text, "note", f"pip install 'jaxlib=={jax_version}'")
     for name in PLUGINS[1:]:
         version = machine.versions.get(name)
-        if version and jax and _release_numbers(version) != _release_numbers(jax):
-            yield Finding(name, f"{version}, but jax is {jax}", "missing", f"pip install '{name}=={jax}'")
+        if version and jax_version and _release_numbers(version) != _release_numbers(jax_version):
+            text = f"{version}, but jax is {jax_version}"
+            yield Finding(name, text, "missing", f"pip install '{name}=={jax_version}'")
 
 
 def _device_findings(machine: Machine) -> Iterator[Finding]:
@@ -245,51 +252,52 @@ def _device_findings(machine: Machine) -> Iterator[Finding]:
         yield Finding("devices", f"none: {machine.failure}", "missing", "unset JAX_PLATFORMS, or set JAX_PLATFORMS=cpu")
     else:
         yield from _chip_findings(platform)
-        if machine.processes > 1:
-            yield Finding("processes", str(machine.processes))
-        if platform.chip.kind == "cpu" and platform.chips < machine.cores:
-            text = f"{machine.cores}, but {platform.chips} device(s)"
+        if machine.process_count > 1:
+            yield Finding("processes", str(machine.process_count))
+        if platform.chip.kind == "cpu" and platform.chips < machine.core_count:
+            text = f"{machine.core_count}, but {platform.chips} device(s)"
             yield Finding("cores", text, "note", "by default, a run uses one device per core")
     chip_kind = None if platform is None else platform.chip.kind
-    setting = f" (jax_platforms is {machine.jax_platforms!r})" if machine.jax_platforms else ""
-    # the kind of accelerator, the package's extra for it, and the packages with which JAX uses it
-    for name, is_present, extra, plugins in (
-        ("gpu", machine.nvidia, "cuda", ("jax-cuda13-plugin", "jax-cuda12-plugin")),
-        ("tpu", machine.tpu, "tpu", ("libtpu",)),
+    setting_text = f" (jax_platforms is {machine.jax_platforms!r})" if machine.jax_platforms else ""
+    # for each kind of accelerator: jaxscale's extra for it, and the packages that JAX needs to use it
+    for kind, is_present, extra, plugins in (
+        ("gpu", machine.has_nvidia, "cuda", ("jax-cuda13-plugin", "jax-cuda12-plugin")),
+        ("tpu", machine.has_tpu, "tpu", ("libtpu",)),
     ):
         plugin_texts = [f"{plugin} {machine.versions[plugin]}" for plugin in plugins if plugin in machine.versions]
-        if is_present and chip_kind != name and not plugin_texts:
-            text = f"this machine has a {name.upper()}, but the installed jaxlib cannot use it"
-            yield Finding(f"{name} support", text, "missing", f"pip install 'jaxscale[{extra}]'")
-        elif is_present and chip_kind != name:
-            text = f"this machine has a {name.upper()}, but JAX does not use it{setting}"
-            to_do = "unset JAX_PLATFORMS" if setting else f"check its driver, then pip install -U 'jaxscale[{extra}]'"
-            yield Finding(f"{name} support", text, "missing", to_do)
-        elif plugin_texts and not is_present and chip_kind != name:
-            text = f"{', '.join(plugin_texts)} for compiling ahead of time, because no {name.upper()} is here"
-            yield Finding(f"{name} support", text, "note", "set JAX_PLATFORMS=cpu in programs of your own")
+        if is_present and chip_kind != kind and not plugin_texts:
+            text = f"this machine has a {kind.upper()}, but the installed jaxlib cannot use it"
+            yield Finding(f"{kind} support", text, "missing", f"pip install 'jaxscale[{extra}]'")
+        elif is_present and chip_kind != kind:
+            text = f"this machine has a {kind.upper()}, but JAX does not use it{setting_text}"
+            install_text = f"check its driver, then pip install -U 'jaxscale[{extra}]'"
+            to_do = "unset JAX_PLATFORMS" if setting_text else install_text
+            yield Finding(f"{kind} support", text, "missing", to_do)
+        elif plugin_texts and not is_present and chip_kind != kind:
+            text = f"{', '.join(plugin_texts)} for compiling ahead of time, because no {kind.upper()} is here"
+            yield Finding(f"{kind} support", text, "note", "set JAX_PLATFORMS=cpu in your own programs")
         elif plugin_texts:
-            yield Finding(f"{name} support", ", ".join(plugin_texts))
+            yield Finding(f"{kind} support", ", ".join(plugin_texts))
 
 
 def _chip_findings(platform: Platform) -> Iterator[Finding]:
-    """Yield findings about the chip, about its peak FLOP/s, and about bfloat16."""
+    """Yield findings about the chip, its peak FLOP/s, and its support of bfloat16."""
     chip = platform.chip
     yield Finding("devices", f"{platform.devices} x {chip.device_kinds[0]} ({platform})")
-    peak = platform.chip.peak("bfloat16") or platform.chip.peak("float16")
-    if peak is not None:
+    peak_flop_per_second = platform.chip.peak("bfloat16") or platform.chip.peak("float16")
+    if peak_flop_per_second is not None:
         dtype = "bfloat16" if chip.peak("bfloat16") else "float16"
-        yield Finding("peak", f"{rate(peak, 'FLOP/s')} {dtype} per chip, from {chip.source[0]}")
+        yield Finding("peak", f"{rate(peak_flop_per_second, 'FLOP/s')} {dtype} per chip, from {chip.source[0]}")
     elif chip.kind != "cpu":
         text = f"unknown for {chip.device_kinds[0]!r}: runs train, but report no mfu"
         yield Finding("peak", text, "note", f"add a row to jaxscale/platforms/{chip.kind}.py, with its source")
-    if chip.kind == "gpu" and chip.peak("bfloat16") is None and peak is not None:
+    if chip.kind == "gpu" and chip.peak("bfloat16") is None and peak_flop_per_second is not None:
         to_do = "prefer float32: precision bfloat16 will be slow"
         yield Finding("bfloat16", "this chip has no fast bfloat16", "note", to_do)
 
 
 def _kernel_findings(machine: Machine) -> Iterator[Finding]:
-    """Yield findings about the implementation of each kernel of `pallas_kernels`, for a shape of everyday size."""
+    """Yield findings about the implementation that each kernel of `pallas_kernels` uses, for a typical shape."""
     platform = machine.platform
     if platform is None or platform.chip.kind == "cpu":
         yield Finding("all", "plain JAX: kernels are for TPUs and for H100 and H200")
@@ -299,8 +307,9 @@ def _kernel_findings(machine: Machine) -> Iterator[Finding]:
     chip_kind = platform.chip.kind
     for entry in overview(f"{chip_kind} {platform.chip.device_kinds[0]}"):
         reason = entry.reasons.get(chip_kind)
-        choice = entry.chosen if entry.kernel in KNOWN else f"{entry.chosen} (for your own layers; ours do not use it)"
-        yield Finding(entry.kernel, choice if reason is None else f"{choice}; not {chip_kind}: {reason}")
+        usage_text = "" if entry.kernel in KNOWN else " (for your own layers; jaxscale's layers do not use it)"
+        text = f"{entry.chosen}{usage_text}"
+        yield Finding(entry.kernel, text if reason is None else f"{text}; not {chip_kind}: {reason}")
 
 
 def _memory_findings(machine: Machine) -> Iterator[Finding]:
@@ -317,20 +326,20 @@ def _memory_findings(machine: Machine) -> Iterator[Finding]:
 
 
 def _disk_findings(machine: Machine) -> Iterator[Finding]:
-    """Yield findings about the free bytes of the folders that a run writes to, and about the compile cache."""
-    for (label, path), free_bytes in machine.disks.items():
-        is_scarce = free_bytes < _DISK_MARGIN
+    """Yield findings about the free space for the folders that a run writes to, and about the compile cache."""
+    for (label, path), free_bytes in machine.free_bytes.items():
+        is_scarce = free_bytes < _SCARCE_DISK_BYTES
         to_do = "checkpoints and caches may not fit: free some space, or use --out on another disk" if is_scarce else ""
         yield Finding(label, f"{size(free_bytes)} free at {path}", "note" if is_scarce else "ok", to_do)
-    if machine.cache is None:
+    if machine.cache_folder is None:
         text = "off: every run compiles again"
         yield Finding("compile cache", text, "note", "set JAXSCALE_CACHE or JAX_COMPILATION_CACHE_DIR to a folder")
 
 
 def _optional_findings(machine: Machine) -> Iterator[Finding]:
-    """Yield findings about the extras of this package, and about the packages that each lacks."""
+    """Yield a finding for each extra of jaxscale, with the packages that are missing for it."""
     for extra, (packages, purpose) in OPTIONAL.items():
-        missing_packages = [name for name in packages if name not in machine.modules]
+        missing_packages = [name for name in packages if name not in machine.optional_packages]
         if missing_packages:
             text = f"{', '.join(missing_packages)} not installed: {purpose}"
             yield Finding(extra, text, "note", f"pip install 'jaxscale[{extra}]'")
@@ -347,5 +356,5 @@ def _installed_version(name: str) -> str | None:
 
 
 def _release_numbers(version: str) -> tuple[str, ...]:
-    """Return the first three numbers of a version: jax 0.12.0.1 matches jaxlib 0.12.0."""
+    """Return the first three numbers of a version, as texts: jax 0.12.0.1 matches jaxlib 0.12.0."""
     return tuple(version.split("."))[:3]

@@ -10,21 +10,21 @@ from jaxscale.records import directory as run_files
 from jaxscale.training.journal import Journal
 
 
-def stop_preempted(journal: Journal, step: int, signal: str, *, is_saved: bool) -> NoReturn:
-    """Stop a run after a signal: log it, write the report, and raise an error.
+def stop_preempted(journal: Journal, step: int, signal_name: str, *, is_saved: bool) -> NoReturn:
+    """Stop a run after a signal: log the signal, write the report, and raise an error.
 
     Args:
         journal: the run's journal.
         step: number of updates made.
-        signal: name of the signal; empty if another process received it.
-        is_saved: whether the state after these updates was saved just now. If not, this process has made no step yet,
-            and the updates are those of the checkpoint from which it started.
+        signal_name: name of the signal; empty if another process received it.
+        is_saved: whether the state after these updates has just been saved. If not, this process has not made a step
+            yet, and `step` is that of the checkpoint from which it started.
 
     Raises:
         Preempted: the run has a checkpoint.
         KeyboardInterrupt: no update was made.
     """
-    cause = signal or "a signal to another process"
+    cause = signal_name or "a signal to another process"
     journal.log_event(step, "preempted", by=cause)
     journal.write_report()
     if is_saved:
@@ -38,27 +38,28 @@ def stop_preempted(journal: Journal, step: int, signal: str, *, is_saved: bool) 
 
 
 def stop_diverged(journal: Journal, checkpoints: Checkpoints, step: int, metrics: Mapping[str, float]) -> NoReturn:
-    """Stop a run in which too many steps in a row were skipped: log it, write the report, and raise an error.
+    """Stop a run that skipped too many steps in a row: log that, write the report, and raise an error.
 
     Args:
         journal: the run's journal.
         checkpoints: the run's checkpoints; a save may still be running.
         step: number of the last skipped step.
-        metrics: metrics of that step, with "loss", "grad_norm" and "skipped_in_row".
+        metrics: metrics of the last skipped step, with "loss", "grad_norm" and "skipped_in_row".
 
     Raises:
         Diverged: always; the message names the last good checkpoint.
     """
     with contextlib.suppress(UserError):
         checkpoints.wait()
-    steps = checkpoints.steps()
-    fallback = "no checkpoint was saved"
-    if steps:
-        fallback = f"the last good checkpoint is {journal.folder / run_files.CHECKPOINTS / f'{steps[-1]:08d}'}"
-    loss, norm, skip_count = metrics["loss"], metrics["grad_norm"], metrics["skipped_in_row"]
-    journal.log_event(step, "diverged", loss=loss, grad_norm=norm, checkpoint=steps[-1] if steps else None)
+    checkpoint_step = next(reversed(checkpoints.steps()), None)
+    checkpoint_text = "no checkpoint was saved"
+    if checkpoint_step is not None:
+        checkpoint_folder = journal.folder / run_files.CHECKPOINTS / f"{checkpoint_step:08d}"
+        checkpoint_text = f"the last good checkpoint is {checkpoint_folder}"
+    loss, grad_norm, skip_count = metrics["loss"], metrics["grad_norm"], metrics["skipped_in_row"]
+    journal.log_event(step, "diverged", loss=loss, grad_norm=grad_norm, checkpoint=checkpoint_step)
     journal.write_report()
     raise Diverged(
-        f"{skip_count} steps in a row were skipped up to step {step} (loss {loss:.4g}, gradient norm {norm:.4g}), and "
-        f"{fallback}. Lower the learning rate, or raise guard.spike if such gradients are normal"
+        f"{skip_count} steps in a row were skipped up to step {step} (loss {loss:.4g}, gradient norm {grad_norm:.4g}), "
+        f"and {checkpoint_text}. Lower the learning rate, or raise guard.spike if such gradients are normal"
     )

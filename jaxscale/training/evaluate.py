@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxscale.errors import UserError
 
-_IN_FLIGHT = 8
+_IN_FLIGHT_LIMIT = 8
 """Number of batches that may wait on the devices at once."""
 
 
@@ -15,11 +15,11 @@ def held_out_means(
     """Measure the held-out loss, and the accuracy if the model reports it.
 
     Args:
-        step: the train step, which compiles its evaluation once.
+        step: the train step, which compiles the evaluation at its first use.
         data: the opened data.
         state: the train state.
         batches: number of held-out batches; all by default.
-        one_at_a_time: wait for each batch before the next one, which the CPU platform requires.
+        one_at_a_time: whether to wait for each batch before starting the next one, as the CPU platform requires.
 
     Returns:
         A dict of `loss` (nats per target), `targets` (their number) and, if reported, `accuracy`; `None` if nothing is
@@ -27,18 +27,18 @@ def held_out_means(
     """
     import jax
 
-    in_flight_count = 1 if one_at_a_time else _IN_FLIGHT
-    # of each batch: its loss, its weight, and its accuracy as a pair of sums (`None` if not reported)
+    in_flight_limit = 1 if one_at_a_time else _IN_FLIGHT_LIMIT
+    # for each batch: the sum of its losses, its weight, and its accuracy as a pair of sums (`None` if not reported)
     batch_sums: list[Any] = []
     for batch in itertools.islice(data.evaluation(), batches):
         device_batch = step.place(batch)
         weighted_loss = step.evaluate(state, device_batch)
         if one_at_a_time:
             jax.block_until_ready(weighted_loss)
-        # accuracy takes a second forward pass, since the loss may be computed in chunks that never hold all logits
+        # the accuracy needs a second forward pass, since the loss may be computed in chunks, without all logits at once
         batch_sums.append((weighted_loss.total, weighted_loss.weight, step.accuracy(state, device_batch)))
-        if len(batch_sums) >= in_flight_count:
-            jax.block_until_ready(batch_sums[-in_flight_count])
+        if len(batch_sums) >= in_flight_limit:
+            jax.block_until_ready(batch_sums[-in_flight_limit])
     host_sums = jax.device_get(batch_sums)
     total_weight = sum(float(batch_weight) for _, batch_weight, _ in host_sums)
     if total_weight == 0:
@@ -55,7 +55,7 @@ def evaluate(run: Any, *, best: bool = False, batches: int | None = None) -> dic
 
     Args:
         run: the run directory.
-        best: take the checkpoint with the least held-out loss instead of the newest.
+        best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
         batches: number of held-out batches; all by default.
 
     Returns:

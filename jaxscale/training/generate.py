@@ -1,8 +1,8 @@
-"""Generate text with a trained model, by a KV cache and one compiled program that decodes a window in a scan.
+"""Generate text with a trained model, using a KV cache and one compiled program that decodes a window in a scan.
 
-A window has as many positions as the model, or fewer if they suffice. When it is full and more tokens are to be drawn,
-its newer half becomes the prompt of the next window. So every later token is drawn from at least half a window of
-preceding text, and the model never sees a position that it was not trained on.
+A window has as many positions as the model's context, or fewer if they suffice. When a window is full and more tokens
+are to be drawn, its newer half becomes the prompt of the next window. So every later token is drawn from at least half
+a window of preceding text, and the model never runs at a position that it was not trained on.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jaxscale.model_traits import ModelTraits
 from jaxscale.recipe.experiment import Experiment
 
 _LONGEST_STEPWISE = 16
-"""A prompt of up to this many tokens is fed token by token; of a longer one, the first 2**i tokens are fed at once."""
+"""A prompt of up to this many tokens is fed one token at a time; of a longer prompt, the first 2**i are fed at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Sampling:
 
     Args:
         tokens: number of tokens to draw for each prompt.
-        temperature: number that logits are divided by; 0 draws the most likely token.
-        seed: seed of the draws; the draw in row i at position p depends on the seed, i and p alone.
+        temperature: divisor of the logits; 0 draws the most likely token.
+        seed: seed of the draws; the draw in row i at position p depends only on the seed, i and p.
     """
 
     tokens: int = 200
@@ -40,7 +40,7 @@ class Sampling:
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature: got {self.temperature!r}, expected 0 (the most likely token) or more")
         if not -(2**31) <= self.seed < 2**31:
-            raise UserError(f"seed: got {self.seed!r}, expected a whole number from -2**31 up to, not including, 2**31")
+            raise UserError(f"seed: got {self.seed!r}, expected a whole number from -2**31 to 2**31 - 1")
 
 
 def generate(
@@ -57,16 +57,16 @@ def generate(
     Args:
         run: the run directory.
         prompt: the text to continue, or several texts.
-        tokens: number of tokens to generate; they may exceed the model's positions.
-        temperature: number that logits are divided by; 0 draws the most likely token.
+        tokens: number of tokens to generate for each prompt; it may exceed the model's context.
+        temperature: divisor of the logits; 0 draws the most likely token.
         seed: seed of the draws, which differ from prompt to prompt.
-        best: take the checkpoint with the least held-out loss, not the newest.
+        best: whether to take the checkpoint with the lowest held-out loss instead of the newest one.
 
     Returns:
-        The continuation without the prompt; a list of continuations for several prompts.
+        The continuation without the prompt; for several prompts, a list of continuations.
 
     Raises:
-        UserError: the directory has no run or checkpoint, the model does not generate, or a prompt is empty.
+        UserError: the directory has no run or checkpoint, the model cannot generate text, or a prompt is empty.
     """
     from jaxscale.checkpoint.restore import read_tokenizer, restore_parameters
 
@@ -77,12 +77,12 @@ def generate(
 
 
 def can_generate(model: Any, tokenizer: Any) -> bool:
-    """Return whether the model has a cache for decoding, and its data has a tokenizer."""
+    """Return whether the model has a KV cache for decoding, and the tokenizer is not `None`."""
     return tokenizer is not None and ModelTraits.of(model).generates
 
 
-def check_generates(model: Any, tokenizer: Any) -> None:
-    """Raise UserError for a model without a cache for decoding, or data without a tokenizer."""
+def check_can_generate(model: Any, tokenizer: Any) -> None:
+    """Raise UserError for a model without a KV cache for decoding, or data without a tokenizer."""
     if not can_generate(model, tokenizer):
         raise UserError(
             f"{type(model).__name__} with this data cannot generate text: it needs a KV cache and a tokenizer"
@@ -92,7 +92,7 @@ def check_generates(model: Any, tokenizer: Any) -> None:
 def continuations(
     module: Any, model: Any, tokenizer: Any, prompt: str | Sequence[str], sampling: Sampling
 ) -> str | list[str]:
-    """Return the continuation of a prompt, or of each of several prompts, which are decoded together.
+    """Return the continuation of a prompt; for several prompts, decode them together and return a list.
 
     Args:
         module: the model's module with its parameters.
@@ -102,17 +102,17 @@ def continuations(
         sampling: number of tokens, temperature and seed.
 
     Raises:
-        UserError: the model does not generate, or a prompt is empty.
+        UserError: the model cannot generate text, or a prompt is empty.
     """
-    check_generates(model, tokenizer)
+    check_can_generate(model, tokenizer)
     encoded_prompts = []
     for prompt_text in (prompt,) if isinstance(prompt, str) else prompt:
         prompt_ids = np.asarray(tokenizer.encode(prompt_text), np.int32)
         if not len(prompt_ids):
             raise UserError(f"prompt {prompt_text!r} has no tokens: give at least one character, such as a line break")
         encoded_prompts.append(prompt_ids)
-    id_lists = decode(module, model, encoded_prompts, sampling, choice_count=tokenizer.size)
-    texts = [tokenizer.decode(ids) for ids in id_lists]
+    encoded_continuations = decode(module, model, encoded_prompts, sampling, choice_count=tokenizer.size)
+    texts = [tokenizer.decode(ids) for ids in encoded_continuations]
     return texts[0] if isinstance(prompt, str) else texts
 
 
@@ -120,16 +120,16 @@ def draw_samples(experiment: Experiment, tokenizer: Any, get_module: Callable[[]
     """Draw the samples that an experiment specifies, and return pairs of a prompt and its continuation.
 
     Args:
-        experiment: the experiment, of which `model`, `seed` and `samples` are used.
-        tokenizer: tokenizer of its data.
+        experiment: the experiment; its `model`, `seed` and `samples` are used.
+        tokenizer: tokenizer of the experiment's data; `None` if the data is not text.
         get_module: returns the model's module with its parameters; called only if there is a sample to draw.
     """
-    samples = experiment.samples
-    if not samples.prompts or not can_generate(experiment.model, tokenizer):
+    settings = experiment.samples
+    if not settings.prompts or not can_generate(experiment.model, tokenizer):
         return []
-    sampling = Sampling(samples.tokens, samples.temperature, experiment.seed)
-    continuation_texts = continuations(get_module(), experiment.model, tokenizer, samples.prompts, sampling)
-    return list(zip(samples.prompts, continuation_texts, strict=True))
+    sampling = Sampling(settings.tokens, settings.temperature, experiment.seed)
+    continuation_texts = continuations(get_module(), experiment.model, tokenizer, settings.prompts, sampling)
+    return list(zip(settings.prompts, continuation_texts, strict=True))
 
 
 def decode(
@@ -140,27 +140,27 @@ def decode(
     Args:
         module: the model's module with its parameters.
         model: the model value, with `context` and `init_cache`.
-        prompts: int32 ids [length] of each prompt; lengths may differ, and are above 0.
+        prompts: int32 ids [length] of each prompt; lengths may differ, and are at least 1.
         sampling: number of tokens, temperature and seed.
-        choice_count: number of ids that may be drawn, from 0 on; all by default.
+        choice_count: upper limit of the drawn ids, which are below it; by default, the model's vocabulary size.
 
     Returns:
-        The drawn int32 ids [sampling.tokens] for each prompt.
+        For each prompt, the int32 ids [sampling.tokens] that were drawn after it.
     """
     import jax
     from flax import nnx
 
     longest_length = max(len(prompt) for prompt in prompts)
-    # number of positions of a window: the least power of two that suffices
+    # number of positions in a window: the smallest power of two that suffices
     width = min(model.context, 1 << (longest_length + sampling.tokens - 2).bit_length())
-    # ids of each prompt and of the tokens drawn so far; they end up a little too long
+    # for each prompt, its ids and those drawn so far; the last window may draw a few too many
     sequences = [np.asarray(prompt, np.int32) for prompt in prompts]
     final_lengths = [len(ids) + sampling.tokens for ids in sequences]
     graphdef, state = nnx.split(module)
     keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(sampling.seed), row))(np.arange(len(sequences)))
-    temperature, choice_count = float(sampling.temperature), choice_count or model.vocab
+    temperature, id_count = float(sampling.temperature), choice_count or model.vocab
     while any(len(ids) < length for ids, length in zip(sequences, final_lengths, strict=True)):
-        # a full window keeps its newer half
+        # of a full window, the newer half is kept
         window_prompts = [ids if len(ids) < width else ids[-max(width // 2, 1) :] for ids in sequences]
         window = np.zeros((len(window_prompts), width), np.int32)
         for window_row, ids in zip(window, window_prompts, strict=True):
@@ -168,15 +168,17 @@ def decode(
         lengths = np.array([len(ids) for ids in window_prompts], np.int32)
         offsets = np.array([len(ids) for ids in sequences], np.int32) - lengths
         shortest_length = int(lengths.min())
-        prefill = 0 if shortest_length <= _LONGEST_STEPWISE else 1 << ((shortest_length - 1).bit_length() - 1)
-        inputs = (graphdef, state, model, window, lengths, offsets, keys, temperature, prefill, choice_count)
+        prefill_count = 0 if shortest_length <= _LONGEST_STEPWISE else 1 << ((shortest_length - 1).bit_length() - 1)
+        inputs = (graphdef, state, model, window, lengths, offsets, keys, temperature, prefill_count, id_count)
         draws = _window_program()(*inputs)
         if jax.process_count() > 1:
             from jax.experimental import multihost_utils
 
             draws = multihost_utils.process_allgather(draws, tiled=True)
-        rows = zip(sequences, np.asarray(draws), lengths, strict=True)
-        sequences = [np.concatenate([ids, row_draws[length - 1 :]]) for ids, row_draws, length in rows]
+        sequences = [
+            np.concatenate([ids, row_draws[length - 1 :]])
+            for ids, row_draws, length in zip(sequences, np.asarray(draws), lengths, strict=True)
+        ]
     return [ids[length - sampling.tokens : length] for ids, length in zip(sequences, final_lengths, strict=True)]
 
 
@@ -190,10 +192,10 @@ def _window_program() -> Any:
     from jaxscale.blocks import Context
 
     def draw(logits: Any, keys: Any, temperature: Any, choice_count: int) -> Any:
-        """Draw an int32 token [rows] from the first `choice_count` ids of logits [rows, V] by keys [rows]."""
-        logits = logits[:, :choice_count].astype(jnp.float32)
-        top_tokens = jnp.argmax(logits, axis=-1)
-        random_tokens = jax.vmap(jax.random.categorical)(keys, logits / jnp.maximum(temperature, 1e-6))
+        """Draw int32 tokens [rows] below `choice_count`, by the logits [rows, V] and the random keys [rows]."""
+        choice_logits = logits[:, :choice_count].astype(jnp.float32)
+        top_tokens = jnp.argmax(choice_logits, axis=-1)
+        random_tokens = jax.vmap(jax.random.categorical)(keys, choice_logits / jnp.maximum(temperature, 1e-6))
         return jnp.where(temperature > 0, random_tokens, top_tokens).astype(jnp.int32)
 
     @functools.partial(jax.jit, static_argnums=(0, 2, 8, 9))
@@ -206,36 +208,36 @@ def _window_program() -> Any:
         offsets: Any,
         keys: Any,
         temperature: Any,
-        prefill: int,
+        prefill_count: int,
         choice_count: int,
     ) -> Any:
         """Draw the tokens of a window after its prompts.
 
         Args:
-            graphdef: definition of the module, by `nnx.split`.
-            state: the module's parameters, by `nnx.split`.
+            graphdef: definition of the module, from `nnx.split`.
+            state: the module's parameters, from `nnx.split`.
             model: the model value.
             window: int32 [rows, width], the ids of a prompt at the start of each row.
             lengths: int32 [rows], number of ids of each prompt in the window.
             offsets: int32 [rows], number of ids of each sequence before the window.
             keys: [rows], a random key for each row.
-            temperature: number that logits are divided by; 0 draws the most likely token.
-            prefill: number of first positions that are fed at once.
-            choice_count: number of ids that may be drawn.
+            temperature: divisor of the logits; 0 draws the most likely token.
+            prefill_count: number of positions, from the first on, that are fed at once.
+            choice_count: upper limit of the drawn ids, which are below it.
 
         Returns:
-            int32 [rows, width]: at position t, the token drawn for position t + 1. The caller uses it only if the
-            prompt does not reach position t + 1.
+            int32 [rows, width]: at position t, the token drawn for position t + 1. The caller uses this token only if
+            the prompt ends before position t + 1.
         """
         module = nnx.merge(graphdef, state, copy=True)
         row_count, width = window.shape
         context = Context()
         cache = model.init_cache(row_count, width, jax.tree.leaves(nnx.state(module, nnx.Param))[0].dtype)
-        if prefill:
-            _, cache = module(window[:, :prefill], cache=cache, context=context)
+        if prefill_count:
+            _, cache = module(window[:, :prefill_count], cache=cache, context=context)
 
         def decode_position(carry: Any, position: Any) -> Any:
-            """Feed the tokens [rows] at a position, and draw the next ones; the carry is the cache and drawn tokens."""
+            """Feed the tokens at a position and draw the next ones [rows]; the carry is the cache and those tokens."""
             cache, drawn_tokens = carry
             tokens = jnp.where(position < lengths, window[:, position], drawn_tokens)
             logits, cache = module(tokens[:, None], cache=cache, context=context)
@@ -244,8 +246,7 @@ def _window_program() -> Any:
             return (cache, next_tokens), next_tokens
 
         first_carry = cache, jnp.zeros(row_count, jnp.int32)
-        _, draws = jax.lax.scan(decode_position, first_carry, jnp.arange(prefill, width))
-        draws = jnp.concatenate([jnp.zeros((prefill, row_count), jnp.int32), draws])
-        return draws.T
+        _, draws = jax.lax.scan(decode_position, first_carry, jnp.arange(prefill_count, width))
+        return jnp.concatenate([jnp.zeros((prefill_count, row_count), jnp.int32), draws]).T
 
     return decode_window

@@ -1,6 +1,6 @@
 """The journal of a run in progress: its output on the screen and to metrics.jsonl, samples.txt and the report.
 
-Of several processes, only the first writes output.
+If there are several processes, only the first writes output.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ class Journal:
         self._log: MetricsLog | None = None
 
     def open(self) -> None:
-        """Open metrics.jsonl. Output before this call is shown on the screen, but not logged."""
+        """Open metrics.jsonl. Output before this call is shown on the screen but not logged."""
         with run_files.explain_write_errors(self.folder):
             self._log = MetricsLog(self.folder) if is_first() else None
 
     def close(self) -> None:
-        """Close the display and metrics.jsonl, after writing out its buffered lines."""
+        """Close the display, write out the buffered lines of metrics.jsonl, and close that file."""
         self._display.close()
         if self._log is not None:
             with contextlib.suppress(OSError):
@@ -42,13 +42,13 @@ class Journal:
         self._display.say(text)
 
     def _append(self, step: int, kind: RowKind, **fields: Any) -> None:
-        """Append a row for a step to metrics.jsonl."""
+        """Append a row of this kind to metrics.jsonl, for a step."""
         if self._log is not None:
             with run_files.explain_write_errors(self.folder):
                 self._log.append(step, kind, **fields)
 
     def log_event(self, step: int, name: str, **fields: Any) -> None:
-        """Log an event after a step."""
+        """Log an event that happened after a step, by its name and with further fields."""
         self._append(step, "event", name=name, **fields)
 
     def log_step(self, step: int, row: Mapping[str, Any]) -> None:
@@ -57,13 +57,13 @@ class Journal:
         self._display.show(step, row)
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float], *, is_best: bool) -> None:
-        """Log and show the held-out metrics after a step; `is_best` if the loss is the least so far."""
+        """Log and show the held-out metrics after a step; `is_best` is whether their loss is the lowest so far."""
         self._append(step, "eval", **metrics)
         accuracy_text = f", accuracy {metrics['accuracy']:.4f}" if "accuracy" in metrics else ""
         self.say(f"step {step}: held-out loss {metrics['loss']:.4f}{accuracy_text}{' (best)' if is_best else ''}")
 
     def log_sample(self, step: int, prompt: str, continuation: str) -> None:
-        """Store and show a text that was drawn after a step."""
+        """Store and show a prompt with the continuation that was drawn after a step."""
         from jaxscale.records.samples import append_sample
 
         if is_first():
@@ -72,13 +72,13 @@ class Journal:
         self.say(f"--- step {step}\n{prompt}{continuation}\n---")
 
     def flush(self) -> None:
-        """Write out the lines of metrics.jsonl that are buffered, as they are for a run in a bucket."""
+        """Write out the buffered lines of metrics.jsonl; only a run in a bucket buffers them."""
         if self._log is not None:
             with run_files.explain_write_errors(self.folder):
                 self._log.flush()
 
     def write_report(self) -> None:
-        """Write the run's report, or show a line with the error if that fails."""
+        """Write the run's report; if that fails, show the error in a line."""
         if not is_first():
             return
         from jaxscale.report import page
@@ -97,4 +97,4 @@ class Journal:
 
         self._display.close()
         if is_first():
-            self.say(summary(self.folder, color=self._display.live))
+            self.say(summary(self.folder, color=self._display.is_live))

@@ -1,8 +1,8 @@
-"""train: a run from an Experiment to its last step, with its log, evaluations, samples, checkpoints and report.
+"""train: runs an Experiment to its last step, with a log, evaluations, samples, checkpoints and a report.
 
-The loop is the same for every plan: take a batch, dispatch a step, read the metrics of the previous one. Files are
-written in an order that a restart can rely on after a kill: the line of a step is in the log before its state is in a
-checkpoint, and a checkpoint holds the state of the data beside the model's, so that a continued run repeats every bit.
+The loop is the same for every plan: take a batch, dispatch a step, read the metrics of the previous step. A run can be
+continued bit by bit after a kill at any time: the log receives the line of a step before a checkpoint receives the
+state after that step, and a checkpoint holds the state of the data as well as that of the model.
 """
 
 import contextlib
@@ -54,22 +54,22 @@ def train(
     quiet: bool = False,
     devices: Sequence[Any] | None = None,
 ) -> Run:
-    """Train an experiment, continue it from its newest checkpoint, or show its result if it has finished.
+    """Train an experiment, continue it from its newest checkpoint, or show the result if the run has finished.
 
     Args:
         experiment: the experiment to train.
-        plan: the plan to train by; the experiment's by default.
-        steps: number of updates, instead of the experiment's. The learning rate's schedule ends with the last update.
-            So a run that is continued with another number changes its learning rate, and prints and logs the change.
+        plan: the plan to train by; by default, the experiment's plan.
+        steps: number of updates; by default, the experiment's number. The learning rate's schedule ends with the last
+            update, so another number changes the learning rate of a continued run, which prints and logs the change.
         out: the run directory, a local, gs:// or s3:// path; `runs/NAME` by default.
-        limit: bytes of device memory, or a text such as "12GiB". A step that needs more is refused once it is compiled;
-            the plans `memory="fit"` and `pipeline="auto:P"` choose what fits. By default what programs may use.
+        limit: device memory in bytes, or a text such as "12GiB". A step that needs more is refused once it is compiled;
+            the plans `memory="fit"` and `pipeline="auto:P"` choose what fits. By default, the memory that JAX may use.
         resume: "auto" continues the run in the directory; its experiment may differ from this one in steps, evaluation,
             samples, checkpoint and plan. "never" renames that directory and starts a new run.
-        log_every: number of steps per line of the log; a line holds the tokens and seconds of all its steps.
-        profile: range of steps to trace, such as "10:13" (the three from 10 to 12).
+        log_every: number of steps per line of the log; a line gives the tokens and seconds of all its steps.
+        profile: range of steps to trace, such as "10:13" for the steps 10, 11 and 12.
         source: origin of the experiment, which is stored so that commands can rebuild the experiment.
-        quiet: print nothing.
+        quiet: whether to print nothing.
         devices: devices to run on; all by default.
 
     Returns:
@@ -77,7 +77,7 @@ def train(
 
     Raises:
         UserError: an argument is not valid, which is checked before anything is traced; or a file could not be written,
-            and older checkpoints are intact.
+            in which case older checkpoints are intact.
         Preempted: a signal stopped the run, and the run has a checkpoint to continue from.
         KeyboardInterrupt: a signal stopped a new run before its first step, so it has no checkpoint.
         Diverged: too many steps in a row were skipped; the message names the last good checkpoint.
@@ -92,11 +92,12 @@ def train(
     profiler = Profiler(None if profile is None else ProfileRange.parse(profile).within(experiment.steps))
     device_limit = limit_bytes(limit, "limit")
     start_backend()
-    plan = resolve_choices(experiment, plan, device_limit)
+    resolved_plan = resolve_choices(experiment, experiment.plan if plan is None else plan, device_limit)
     folder = run_path(run_files.default_directory(experiment) if out is None else out)
     display = Display(experiment.steps, quiet=quiet or not is_first(), name=experiment.name)
     journal = Journal(folder, display)
-    return _Training(experiment, plan, journal, resume, log_every, profiler, source, devices, device_limit).run()
+    training = _Training(experiment, resolved_plan, journal, resume, log_every, profiler, source, devices, device_limit)
+    return training.run()
 
 
 @dataclasses.dataclass
@@ -104,16 +105,29 @@ class _Training:
     """A run in progress: the arguments of `train`, and the counts so far.
 
     Args:
-        device_limit: bytes of device memory that the compiled step may need; `None` for any.
+        experiment: the experiment, with the number of steps to train.
+        plan: the plan, with automatic choices resolved.
+        journal: the run's output to the screen and to files.
+        resume: "auto" or "never".
+        log_every: number of steps per line of the log.
+        profiler: traces the steps of the argument `profile`.
+        source: origin of the experiment; `None` if it was given as an object.
+        devices: devices to run on; `None` for all.
+        device_limit: bytes of device memory that the compiled step may need; `None` if there is no limit.
         updates: number of updates made.
         tokens: number of target tokens seen.
         skip_count: number of updates that the guard skipped.
-        best_loss: the least held-out loss so far; `None` before the first.
-        data_state: state of the iterator over batches, after the newest batch that was taken.
+        best_loss: the lowest held-out loss so far; `None` before the first evaluation.
+        data_state: state of the iterator over batches, after the last batch that was taken.
         earlier: the record of the run that this one continues; `None` for a new run.
 
-    Further attributes are set while the run is prepared: `step` (the train step), `data` (the opened data),
-    `checkpoints`, `agreement`, `meter`, and `is_cpu` (whether the devices are CPU devices).
+    Attributes set while the run is prepared:
+        step: the train step.
+        data: the opened data.
+        checkpoints: the run's checkpoints.
+        agreement: makes all processes stop or save after the same step.
+        meter: measures the speed of the steps.
+        is_cpu: whether the devices are CPU devices.
     """
 
     experiment: Experiment
@@ -141,29 +155,29 @@ class _Training:
 
     def run(self) -> Run:
         """Check the run, train it, and return it."""
-        run_exists = (self.folder / run_files.EXPERIMENT).exists()
-        if run_exists and self.resume == "never":
+        has_run = (self.folder / run_files.EXPERIMENT).exists()
+        if has_run and self.resume == "never":
             if is_first():
                 with run_files.lock_run(self.folder):
                     self.journal.say(f"the earlier run in {self.folder} is now in {run_files.set_aside(self.folder)}")
-            run_exists = False
+            has_run = False
         wait_for_all("the directory is set")
-        if not run_exists:
-            self._prepare()  # reports mistakes before the directory is made
+        if not has_run:
+            self._prepare()  # reports mistakes before the directory is created
         with run_files.lock_run(self.folder) if is_first() else contextlib.nullcontext():
-            policy = self.experiment.checkpoint
+            settings = self.experiment.checkpoint
             self.earlier = EarlierRun.read(self.folder, self.experiment)
             if self.earlier is not None:
                 checkpoint_steps = Checkpoints(self.folder / run_files.CHECKPOINTS, write=False).steps()
                 if checkpoint_steps and checkpoint_steps[-1] >= self.experiment.steps:
                     return self._show_finished(checkpoint_steps[-1])
             wait_for_all("the directory is checked")
-            if run_exists:
+            if has_run:
                 self._prepare()
             if self.earlier is None:
                 self._write_values()
             self.journal.open()
-            self.checkpoints = Checkpoints(self.folder / run_files.CHECKPOINTS, keep=policy.keep, best=policy.best)
+            self.checkpoints = Checkpoints(self.folder / run_files.CHECKPOINTS, keep=settings.keep, best=settings.best)
             try:
                 return self._train()
             finally:
@@ -173,7 +187,7 @@ class _Training:
     def _write_values(self) -> None:
         """Write the files of the experiment, plan, tokenizer and source.
 
-        A continued run calls this only after its state and data are restored.
+        If the run is continued, this happens only after its state and data are restored.
         """
         if not is_first():
             return
@@ -184,18 +198,18 @@ class _Training:
             source.write(self.folder)
 
     def _show_finished(self, step: int) -> Run:
-        """Show the summary of a run that already has a checkpoint of its last step, and return the run."""
+        """Show the summary of a run that already has a checkpoint of its last step, `step`, and return the run."""
         run = Run(self.folder, self.experiment, self.plan, devices=self.devices)
         if is_first() and not (self.folder / "report.html").exists():
             self.journal.write_report()
         self.journal.conclude()
         self.journal.say(
-            f"the run is complete: raise steps beyond {step} to continue it, or choose another directory with --out"
+            f"the run is complete: set steps above {step} to continue it, or choose another directory with --out"
         )
         return run
 
     def _prepare(self) -> None:
-        """Build the train step and open the data, with every check that needs no compilation."""
+        """Build the train step and open the data, and make every check that needs no compilation."""
         import jax
 
         from jaxscale.state.layout import check_model
@@ -214,14 +228,16 @@ class _Training:
         # on the CPU, steps in flight starve each other's collectives, so `_run_steps` waits for each step
         self.is_cpu = devices[0].platform == "cpu"
 
-    def _open_data(self, process: int, processes: int) -> None:
-        """Open the shard of the data for one of several processes, and check that the model can take it."""
+    def _open_data(self, process_index: int, process_count: int) -> None:
+        """Open one process's shard of the data, and check that the model can be trained on it."""
         experiment = self.experiment
-        self.data = experiment.data.open(experiment.batch, experiment.seed, process=process, processes=processes)
+        self.data = experiment.data.open(
+            experiment.batch, experiment.seed, process=process_index, processes=process_count
+        )
         check_data(experiment, self.data)
 
     def _restore_state(self) -> Any:
-        """Restore the newest undamaged checkpoint, and log that; return its state, or the initial state without one."""
+        """Restore the newest undamaged checkpoint, log that, and return its state; without one, the initial state."""
         restored = self.checkpoints.restore_arrays(self.step.canonical_abstract(), set_aside=True, say=self.journal.say)
         if restored is None:
             return self.step.init()
@@ -247,7 +263,7 @@ class _Training:
         if self.profiler.has_missed(self.updates):
             self.journal.say(
                 f"profile {self.profiler.step_range}: the run continues after step {self.updates}, "
-                "so these steps are not traced"
+                "so the steps of this range are not traced"
             )
         return state
 
@@ -258,18 +274,18 @@ class _Training:
         with Stop() as stop:
             state = self._restore_state()
             self.agreement = Agreement(self.step.mesh)
-            self._stop_before_the_first_step(stop)  # compiling takes longer than a platform's grace period
+            self._stop_before_first_step(stop)  # compiling takes longer than a platform's grace period
             batches = self.data.train(self.data_state)
             with contextlib.ExitStack() as cleanup:
-                # end the threads that read data ahead, if there are any
+                # end the threads that prefetch data, if there are any
                 cleanup.callback(getattr(batches, "close", lambda: None))
                 batch = self.step.place(next(batches))
                 self.data_state = batches.get_state()
                 if self.earlier is not None:
                     self._write_values()
                 self._compile(batch)
-                self._stop_before_the_first_step(stop)
-                start = time.monotonic()
+                self._stop_before_first_step(stop)
+                start_time = time.monotonic()
                 pauses = Pauses(
                     self.experiment, self.step, self.data, self.checkpoints, self.journal, self.best_loss, self.is_cpu
                 )
@@ -278,11 +294,12 @@ class _Training:
                 except (UserError, Preempted):
                     raise
                 except Exception:
-                    # a step or a batch failed: the running save may still become the checkpoint to restart from
+                    # a step or a batch failed: a restart may need the checkpoint that is being saved, so let it finish
                     with contextlib.suppress(Exception):
                         self.checkpoints.wait()
                     raise
-        self.log_event("finished", loss=pauses.held_out_loss, best=pauses.best_loss, seconds=time.monotonic() - start)
+        seconds = time.monotonic() - start_time
+        self.log_event("finished", loss=pauses.held_out_loss, best=pauses.best_loss, seconds=seconds)
         self.journal.write_report()
         self.journal.conclude()
         live_state = {"train_step": self.step, "state": state, "data": self.data}
@@ -291,8 +308,8 @@ class _Training:
     def _run_steps(self, state: Any, batches: Any, batch: Any, stop: Stop, pauses: Pauses) -> Any:
         """Run all steps from a train state and the first batch, and return the last train state.
 
-        Except on the CPU, the metrics of a step are read only after the next one is dispatched. `pending_step` is the
-        step whose metrics are not read yet: its number, its metrics on the devices, and its question to `agreement`.
+        Except on the CPU, the metrics of a step are read only after the next step is dispatched. `pending_step` is the
+        step with metrics that are not read yet: its number, its metrics on the devices, and its combined flags.
         """
         pending_step: tuple[int, Any, Any] | None = None
         self.meter.resume()
@@ -306,25 +323,26 @@ class _Training:
                 self.data_state = batches.get_state()
             if self.is_cpu:
                 self._settle(self.updates, metrics)
-                stop_now, save_now = self.agreement.answer(self.agreement.ask(bool(stop.signal_name), pauses.is_late()))
+                combined_flags = self.agreement.combine(bool(stop.signal_name), pauses.is_save_due())
+                is_stop_due, is_save_due = self.agreement.decision(combined_flags)
             else:
-                question = self.agreement.ask(bool(stop.signal_name), pauses.is_late())
-                previous_step, pending_step = pending_step, (self.updates, metrics, question)
-                stop_now, save_now = self._settle_pending(previous_step)
+                combined_flags = self.agreement.combine(bool(stop.signal_name), pauses.is_save_due())
+                earlier_pending_step, pending_step = pending_step, (self.updates, metrics, combined_flags)
+                is_stop_due, is_save_due = self._settle_pending(earlier_pending_step)
             is_last = self.updates == self.experiment.steps
-            is_pause_due = is_last or stop_now or save_now or pauses.is_due(self.updates)
+            is_pause_due = is_last or is_stop_due or is_save_due or pauses.is_due(self.updates)
             if is_pause_due and pending_step is not None:
-                pending_answer = self._settle_pending(pending_step)
-                stop_now, pending_step = stop_now or pending_answer[0], None
-            if self.profiler.is_running and (is_last or stop_now or self.profiler.ends_after(self.updates)):
-                files, say = trace_files(self.step), self.journal.say
-                self.profiler.stop_after(self.updates, self.folder, state, self.log_event, say, extra_files=files)
+                is_pending_stop_due, _ = self._settle_pending(pending_step)
+                is_stop_due, pending_step = is_stop_due or is_pending_stop_due, None
+            if self.profiler.is_running and (is_last or is_stop_due or self.profiler.is_last_step(self.updates)):
+                extra_files, say = trace_files(self.step), self.journal.say
+                self.profiler.stop_after(self.updates, self.folder, state, self.log_event, say, extra_files=extra_files)
                 self.meter.resume()
             if is_pause_due:
-                stop_early = stop_now and not is_last
-                pauses(self.updates, self.tokens, state, data_state, stopping=stop_early, save_now=save_now)
+                is_early_stop = is_stop_due and not is_last
+                pauses(self.updates, self.tokens, state, data_state, is_stopping=is_early_stop, is_save_due=is_save_due)
                 self.meter.resume()
-                if stop_early:
+                if is_early_stop:
                     endings.stop_preempted(self.journal, self.updates, stop.signal_name, is_saved=True)
             pauses.poll()
         return state
@@ -333,10 +351,15 @@ class _Training:
         """Compile the step; show and log its memory, FLOP and kernels."""
         for line in self.step.describe():
             self.journal.say(line)
-        excluded_count = count_excluded()  # number of programs so far that the compile cache does not keep
-        facts = self.step.compile(batch)
-        self.log_event("compile", **dataclasses.asdict(facts))
-        step_bytes = facts.argument_bytes + facts.output_bytes - facts.alias_bytes + facts.temp_bytes
+        excluded_count = count_excluded()  # number of programs so far that are not kept in the compile cache
+        compile_facts = self.step.compile(batch)
+        self.log_event("compile", **dataclasses.asdict(compile_facts))
+        step_bytes = (
+            compile_facts.argument_bytes
+            + compile_facts.output_bytes
+            - compile_facts.alias_bytes
+            + compile_facts.temp_bytes
+        )
         if self.device_limit is not None and step_bytes > self.device_limit:
             raise UserError(
                 f"the compiled step needs {size(step_bytes)} per device, but the limit is {size(self.device_limit)}: "
@@ -347,68 +370,69 @@ class _Training:
             self.journal.say(line)
             self.log_event("kernels", **fields_of(self.step.kernels))
         model_flop = int(self.step.model_flop(batch))
-        # the next two are dicts of bytes by kind of tensor
-        device_bytes = self.step.memory(batch)
-        host_bytes = self.step.host_memory()
+        # bytes by kind of tensor, such as "parameters"
+        device_bytes, host_bytes = self.step.memory(batch), self.step.host_memory()
         copy_bytes = self.step.canonical_copy_bytes
         bytes_by_name = device_bytes | {f"host {kind}": kind_bytes for kind, kind_bytes in host_bytes.items()}
         bytes_by_name["checkpoint copy"] = copy_bytes
-        predicted_bytes = {f"{kind.replace(' ', '_')}_bytes": kind_bytes for kind, kind_bytes in bytes_by_name.items()}
-        self.log_event("predicted", model_flop=model_flop, parameters=self.step.parameters, **predicted_bytes)
+        predicted_fields = {f"{name.replace(' ', '_')}_bytes": num_bytes for name, num_bytes in bytes_by_name.items()}
+        self.log_event("predicted", model_flop=model_flop, parameters=self.step.parameters, **predicted_fields)
         if is_first():
-            bytes_by_kind = {**device_bytes, "gradients and activations": facts.temp_bytes}
+            all_device_bytes = {**device_bytes, "gradients and activations": compile_facts.temp_bytes}
             with run_files.explain_write_errors(self.folder):
-                layout = {**self.step.layout.table(), "memory": bytes_by_kind, "host_memory": host_bytes}
-                run_files.write_json(self.folder / "layout.json", layout)
+                layout_json = {**self.step.layout.table(), "memory": all_device_bytes, "host_memory": host_bytes}
+                run_files.write_json(self.folder / "layout.json", layout_json)
                 if self.step.decision is not None:
                     run_files.write_json(self.folder / "memory.json", to_json(self.step.decision))
         device = None if self.is_cpu else self.step.mesh.local_devices[0]  # pyright: ignore[reportOptionalSubscript]
         self.meter = Meter(model_flop, peak_of(self.step), device)
         if (warning := save_memory_warning(sum(device_bytes.values()), copy_bytes, device)) is not None:
             self.journal.say(warning)
-        self.journal.say(f"{self.step.parameters:,} parameters, compiled in {facts.seconds:.1f} s")
+        self.journal.say(f"{self.step.parameters:,} parameters, compiled in {compile_facts.seconds:.1f} s")
         if count_excluded() > excluded_count:
             self.journal.say(
-                f"the step is compiled at every start ({facts.seconds:.1f} s) and not kept in the compile cache: on "
-                "several CPU devices, a program with collectives in a loop may hang after it is loaded from the cache"
+                f"the step is compiled at every start ({compile_facts.seconds:.1f} s) and not kept in the compile "
+                "cache: on several CPU devices, a program with collectives in a loop may hang if loaded from the cache"
             )
 
     def _settle_pending(self, pending_step: tuple[int, Any, Any] | None) -> tuple[bool, bool]:
         """Wait for a step in flight and log it; return whether to stop, and whether to save.
 
         Args:
-            pending_step: number, metrics and question of the step; `None` for no step.
+            pending_step: number, metrics and combined flags of the step; `None` if no step is in flight.
         """
         if pending_step is None:
             return False, False
-        self._settle(pending_step[0], pending_step[1])
-        return self.agreement.answer(pending_step[2])
+        step, metrics, combined_flags = pending_step
+        self._settle(step, metrics)
+        return self.agreement.decision(combined_flags)
 
     def _settle(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Wait for the metrics of a step, and log them; stop the run if too many steps in a row were skipped."""
+        """Wait for the metrics of a step and log them; stop the run if too many steps in a row were skipped."""
         import jax
 
         scalars = {name: scalar.item() for name, scalar in jax.device_get(dict(metrics)).items()}
-        self.tokens += (tokens := round(scalars["weight"]))
-        self.meter.add(tokens)
+        step_tokens = round(scalars["weight"])
+        self.tokens += step_tokens
+        self.meter.add(step_tokens)
         if scalars["skipped"] > self.skip_count:
             self.skip_count = scalars["skipped"]
             skip_fields = {"loss": scalars["loss"], "grad_norm": scalars["grad_norm"], "skipped": self.skip_count}
             self.journal.log_event(step, "skipped", **skip_fields)
         if step % self.log_every == 0 or step == self.experiment.steps:
-            # the last two are metrics of a codec for gradients
+            # only a gradient codec reports the last two
             names = ("loss", "grad_norm", "learning_rate", "residual_norm", "wire_bytes")
             row = {name: scalars[name] for name in names if name in scalars}
             self.journal.log_step(step, row | {"tokens": self.tokens, **self.meter.row()})
         if scalars["skipped_in_row"] >= self.experiment.guard.patience:
             endings.stop_diverged(self.journal, self.checkpoints, step, scalars)
 
-    def _stop_before_the_first_step(self, stop: Stop) -> None:
+    def _stop_before_first_step(self, stop: Stop) -> None:
         """Stop the run if any process has received a signal."""
-        stop_now, _ = self.agreement.answer(self.agreement.ask(bool(stop.signal_name), False))
-        if stop_now:
+        is_stop_due, _ = self.agreement.decision(self.agreement.combine(bool(stop.signal_name), False))
+        if is_stop_due:
             endings.stop_preempted(self.journal, self.updates, stop.signal_name, is_saved=False)
 
     def log_event(self, name: str, **fields: Any) -> None:
-        """Log an event after the newest step."""
+        """Log an event after the newest step, by its name and with further fields."""
         self.journal.log_event(self.updates, name, **fields)

@@ -10,7 +10,7 @@ class Meter:
     Args:
         flop: model FLOP per step, without recomputation.
         peak: peak FLOP/s of all chips together; `None` if unknown.
-        device: device whose memory statistics are logged; `None` if the platform reports none.
+        device: a device, to log its memory statistics; `None` if the platform reports none.
     """
 
     def __init__(self, flop: int, peak: float | None, device: Any) -> None:
@@ -19,11 +19,11 @@ class Meter:
         self.resume()
 
     def resume(self) -> None:
-        """Start the clock of the next step now, so that the time since the last step does not count."""
+        """Start timing the next step now, so that the time since the previous step does not count."""
         self._step_start = time.perf_counter()
 
     def add(self, tokens: int) -> None:
-        """Count a step of `tokens` target tokens that ends now."""
+        """Count a step that ends now and had this number of target tokens."""
         now = time.perf_counter()
         self._seconds += now - self._step_start
         self._step_start = now
@@ -31,7 +31,7 @@ class Meter:
         self._tokens += tokens
 
     def row(self) -> dict[str, float]:
-        """Return the mean figures of the steps since the last row, and start the next row."""
+        """Return a row of the log, with means over the steps since the previous row, and start the next row."""
         seconds = self._seconds / self._steps
         row: dict[str, float] = {
             "step_seconds": seconds,
@@ -41,19 +41,19 @@ class Meter:
         if self._peak:
             row["mfu"] = row["flop_per_second"] / self._peak
         if self._device is not None:
-            statistics = self._device.memory_stats() or {}
-            statistic_by_field = {"memory_bytes": "bytes_in_use", "peak_memory_bytes": "peak_bytes_in_use"}
-            row |= {field: statistics[name] for field, name in statistic_by_field.items() if name in statistics}
+            memory_stats = self._device.memory_stats() or {}
+            stat_by_field = {"memory_bytes": "bytes_in_use", "peak_memory_bytes": "peak_bytes_in_use"}
+            row |= {field: memory_stats[stat] for field, stat in stat_by_field.items() if stat in memory_stats}
         self._seconds, self._steps, self._tokens = 0.0, 0, 0
         return row
 
 
 def peak_of(step: Any) -> float | None:
-    """Return the peak FLOP/s of all chips of a step's mesh at the plan's precision; `None` if the tables have none."""
+    """Return the peak FLOP/s of all chips of a step's mesh at the plan's precision; `None` if it is unknown."""
     from jaxscale.platforms.detect import detect
 
     if step.plan.matmul != "default":
-        return None  # the tables have no peak for products in several passes
+        return None  # the platforms' tables give no peak for products in several passes
     platform = detect(list(step.mesh.devices.flat))
-    peak = platform.chip.peak(step.plan.precision)
-    return peak * platform.chips * platform.slices if peak else None
+    chip_peak = platform.chip.peak(step.plan.precision)
+    return chip_peak * platform.chips * platform.slices if chip_peak else None

@@ -1,4 +1,4 @@
-"""Work between the steps of a run: evaluation, samples and checkpoints, each when it is due."""
+"""The work between the steps of a run: evaluations, samples and checkpoints, each when it is due."""
 
 import dataclasses
 import time
@@ -13,17 +13,18 @@ from jaxscale.training.journal import Journal
 
 @dataclasses.dataclass
 class Pauses:
-    """The pauses of one run, from its first step on.
+    """The pauses of one run, for evaluations, samples and checkpoints.
 
     Args:
-        experiment: the experiment, which specifies the intervals.
+        experiment: the experiment, which specifies the intervals between pauses.
         step: the train step.
         data: the opened data.
         checkpoints: the run's checkpoints.
         journal: the run's journal.
-        best_loss: the least held-out loss so far; `None` before the first.
-        one_at_a_time: wait for each batch of the held-out data before the next one, which the CPU platform requires.
-        held_out_loss: held-out loss of the last pause; `None` if it measured none.
+        best_loss: the lowest held-out loss so far; `None` before the first evaluation.
+        one_at_a_time: whether to wait for each held-out batch before starting the next one, as the CPU platform
+            requires.
+        held_out_loss: held-out loss of the newest pause; `None` if that pause measured none.
     """
 
     experiment: Experiment
@@ -36,47 +37,48 @@ class Pauses:
     held_out_loss: float | None = None
 
     def __post_init__(self) -> None:
-        self._saved_at = time.monotonic()
+        self._last_save_time = time.monotonic()
 
-    def is_late(self) -> bool:
+    def is_save_due(self) -> bool:
         """Return whether a checkpoint is due by the clock."""
         minutes = self.experiment.checkpoint.minutes
-        return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        return minutes is not None and time.monotonic() - self._last_save_time >= 60 * minutes
 
     def is_due(self, updates: int) -> bool:
-        """Return whether a pause is due after this number of updates."""
+        """Return whether a pause is due after this number of updates, by one of the intervals in steps."""
         intervals = self.experiment.evaluation.every, self.experiment.samples.every, self.experiment.checkpoint.every
         return any(_is_due(updates, interval) for interval in intervals)
 
     def __call__(
-        self, updates: int, tokens: int, state: Any, data_state: Any, *, stopping: bool, save_now: bool
+        self, updates: int, tokens: int, state: Any, data_state: Any, *, is_stopping: bool, is_save_due: bool
     ) -> None:
-        """After a step, evaluate, sample and save if they are due.
+        """Evaluate, draw samples and save a checkpoint after a step, whichever of these is due.
 
         Args:
-            updates: number of updates so far; after the run's last update all three are due.
+            updates: number of updates so far; after the run's last update, all three are due.
             tokens: number of target tokens so far.
             state: the train state.
             data_state: state of the iterator over batches after this step's batch.
-            stopping: whether the run stops early, after this step; if so, the checkpoint is waited for.
-            save_now: whether a checkpoint is due by the clock.
+            is_stopping: whether the run stops early, after this step; if so, this call waits for the checkpoint.
+            is_save_due: whether a checkpoint is due by the clock.
         """
         is_last = updates == self.experiment.steps
-        checkpoint, is_best = self.experiment.checkpoint, False
+        checkpoint_settings, is_best = self.experiment.checkpoint, False
         self.held_out_loss = None
         if is_last or _is_due(updates, self.experiment.evaluation.every):
             is_best = self._evaluate(updates, state)
         if is_last or _is_due(updates, self.experiment.samples.every):
             self._sample(updates, state)
-        if is_last or stopping or save_now or _is_due(updates, checkpoint.every) or (is_best and checkpoint.best):
-            self._save(updates, tokens, state, data_state, wait=is_last or stopping)
+        is_checkpoint_due = _is_due(updates, checkpoint_settings.every) or (is_best and checkpoint_settings.best)
+        if is_last or is_stopping or is_save_due or is_checkpoint_due:
+            self._save(updates, tokens, state, data_state, wait=is_last or is_stopping)
 
     def poll(self) -> None:
-        """Log the checkpoint that was committed since the last call, if there is one."""
+        """Log the checkpoint that has been committed since the last call, if there is one."""
         self._log_commit(self.checkpoints.poll())
 
     def _evaluate(self, updates: int, state: Any) -> bool:
-        """Measure and log the held-out loss, and return whether it is the least so far."""
+        """Measure and log the held-out loss, and return whether it is the lowest so far."""
         batch_count = self.experiment.evaluation.batches
         metrics = held_out_means(self.step, self.data, state, batch_count, one_at_a_time=self.one_at_a_time)
         if metrics is None:
@@ -89,16 +91,17 @@ class Pauses:
         return is_best
 
     def _sample(self, updates: int, state: Any) -> None:
-        """Draw, store and show the samples of the experiment."""
+        """Draw the samples that the experiment specifies, and store and show them."""
         from jaxscale.training.generate import draw_samples
 
-        for prompt, text in draw_samples(self.experiment, self.data.tokenizer, lambda: self.step.module(state)):
-            self.journal.log_sample(updates, prompt, text)
+        samples = draw_samples(self.experiment, self.data.tokenizer, lambda: self.step.module(state))
+        for prompt, continuation in samples:
+            self.journal.log_sample(updates, prompt, continuation)
 
     def _save(self, updates: int, tokens: int, state: Any, data_state: Any, *, wait: bool) -> None:
         """Save a checkpoint in the background; with `wait`, return only after it is committed."""
         self._log_commit(self.checkpoints.wait())
-        self._save_start = time.perf_counter()
+        self._save_start_time = time.perf_counter()  # of the save that is running
         description = Description(
             step=updates,
             tokens=tokens,
@@ -108,18 +111,19 @@ class Pauses:
             best=self.best_loss,
             versions=versions(),
         )
-        self.journal.flush()  # a bucket's lines are buffered, and must be written before the checkpoint
+        self.journal.flush()  # the log of a run in a bucket is buffered, and must be written before the checkpoint
         self.checkpoints.save_arrays(self.step.to_canonical(state), description)
-        self._saved_at = time.monotonic()
+        self._last_save_time = time.monotonic()
         if wait:
             self._log_commit(self.checkpoints.wait())
 
     def _log_commit(self, description: Description | None) -> None:
-        """Log that a checkpoint was committed; `None` logs nothing."""
+        """Log that the checkpoint with this description was committed; do nothing for `None`."""
         if description is not None:
-            self.journal.log_event(description.step, "checkpoint", seconds=time.perf_counter() - self._save_start)
+            seconds = time.perf_counter() - self._save_start_time
+            self.journal.log_event(description.step, "checkpoint", seconds=seconds)
 
 
 def _is_due(step: int, interval: int) -> bool:
-    """Return whether work of this interval is due after a step; never for an interval of 0."""
+    """Return whether work is due after a step, given its interval in steps; with an interval of 0, it never is."""
     return interval > 0 and step % interval == 0

@@ -1,7 +1,6 @@
 """Trace chosen steps of a run with JAX's profiler, and write a summary beside the trace.
 
-JAX writes the trace itself (`profile/plugins/...`, for TensorBoard or Perfetto), from which `device_times.py` makes the
-summary.
+JAX writes the trace itself, as `profile/plugins/...` for TensorBoard or Perfetto. `device_times.py` summarizes it.
 """
 
 import dataclasses
@@ -43,7 +42,7 @@ class ProfileRange:
 
     @classmethod
     def parse(cls, text: str) -> "ProfileRange":
-        """Return the range of a text such as "10:13" (steps 10, 11, 12) or "10" (that step alone)."""
+        """Return the range for a text such as "10:13" (steps 10, 11 and 12) or "10" (step 10 alone)."""
         match = re.fullmatch(r"\s*(\d{1,9})\s*(?::\s*(\d{1,9})\s*)?", text)
         if match is None:
             raise UserError(f"profile {text!r}: expected FIRST:STOP, such as 10:13 for the steps 10, 11 and 12")
@@ -67,18 +66,18 @@ class ProfileRange:
 class Profiler:
     """Traces a range of steps of a training loop, and writes the summary beside the trace.
 
-    The loop calls `start_before` before every step, and `stop_after` if `ends_after` is true or the run stops inside
-    the range. At the end it calls `close`. A step that is still running when the trace starts is in the trace, too.
+    The loop calls `start_before` before every step, `stop_after` if `is_last_step` is true or the run stops inside the
+    range, and finally `close`. The trace also contains a step that is still running when the trace starts.
 
     Args:
-        step_range: the steps to trace. A run that is resumed inside the range traces only the steps that remain. `None`
-            traces nothing.
+        step_range: the steps to trace; `None` traces nothing. A run that is resumed inside the range traces only the
+            steps that remain.
     """
 
     def __init__(self, step_range: ProfileRange | None) -> None:
         self.step_range = step_range
-        self._first_step: int | None = None
-        self._folder = Path()
+        self._first_step: int | None = None  # the first step of the running trace, if one is running
+        self._trace_folder = Path()  # the local folder of that trace
 
     @property
     def is_running(self) -> bool:
@@ -86,11 +85,11 @@ class Profiler:
         return self._first_step is not None
 
     def has_missed(self, step: int) -> bool:
-        """Return whether the range has no step after `step`, the last one before the run is continued."""
+        """Return whether a run that continues after `step` will not make any step of the range."""
         return self.step_range is not None and self.step_range.stop <= step + 1
 
     def start_before(self, step: int, folder: Any) -> None:
-        """Start tracing if the next step is in the range.
+        """Start tracing if the next step is in the range and no trace is running.
 
         Args:
             step: number of the next step.
@@ -101,13 +100,13 @@ class Profiler:
         import jax
 
         self._first_step = step
-        self._folder = Path(tempfile.mkdtemp()) if is_remote(folder) else Path(folder) / FOLDER
+        self._trace_folder = Path(tempfile.mkdtemp()) if is_remote(folder) else Path(folder) / FOLDER
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # Python's tracer slows the host, and the summary does not use it
-        jax.profiler.start_trace(self._folder, profiler_options=options)
+        jax.profiler.start_trace(self._trace_folder, profiler_options=options)
 
-    def ends_after(self, step: int) -> bool:
-        """Return whether a trace is running and `step`, which was just dispatched, is the last of the range."""
+    def is_last_step(self, step: int) -> bool:
+        """Return whether a trace is running and `step`, which has just been dispatched, is the last of the range."""
         return self.is_running and self.step_range is not None and step >= self.step_range.stop - 1
 
     def stop_after(
@@ -122,12 +121,12 @@ class Profiler:
         """Wait for `state`, stop tracing, and write, log and show the summary.
 
         Args:
-            step: number of the step just dispatched.
+            step: number of the step that has just been dispatched.
             folder: the run's folder.
-            state: the state that the step returns; the trace holds the whole step once this is ready.
+            state: the state that the step returns; the trace contains the whole step once the state is ready.
             log_event: function that is called as `log_event("profile", ...)` with the shares of the busiest device.
             say: function that is called with the summary's text.
-            extra_files: text of each further file to write into the trace's folder, by file name.
+            extra_files: texts of further files to write into the trace's folder, by file name.
 
         Returns:
             The summary; `None` if no trace was running.
@@ -139,39 +138,39 @@ class Profiler:
         jax.block_until_ready(state)
         first_step, self._first_step = self._first_step, None
         jax.profiler.stop_trace()
-        summary = summary_of(self._folder, steps=step + 1 - first_step)
+        summary = summary_of(self._trace_folder, steps=step + 1 - first_step)
         if jax.process_index() == 0:
-            (self._folder / SUMMARY).write_text(f"{summary}\n")
+            (self._trace_folder / SUMMARY).write_text(f"{summary}\n")
             for name, text in (extra_files or {}).items():
-                (self._folder / name).write_text(text)
+                (self._trace_folder / name).write_text(text)
         if is_remote(folder):
-            _upload(self._folder, folder / FOLDER)
-            shutil.rmtree(self._folder)
-        busiest = max(summary.devices, key=lambda device_time: device_time.busy, default=None)
-        if log_event is not None and busiest is not None:
+            _upload(self._trace_folder, folder / FOLDER)
+            shutil.rmtree(self._trace_folder)
+        busiest_device = max(summary.devices, key=lambda device_time: device_time.busy, default=None)
+        if log_event is not None and busiest_device is not None:
             # by kind of operation, and under "busy" the share of the span
-            shares: dict[str, float] = {kind: round(busiest.share(kind), 4) for kind in KINDS}
-            shares["busy"] = round(busiest.busy_share, 4)
+            shares: dict[str, float] = {kind: round(busiest_device.share(kind), 4) for kind in KINDS}
+            shares["busy"] = round(busiest_device.busy_share, 4)
             log_event("profile", steps=f"{first_step}:{step + 1}", file=f"{FOLDER}/{SUMMARY}", **shares)
         if say is not None:
             say(str(summary))
         return summary
 
     def close(self) -> None:
-        """Stop a trace that a failed step has left running, because JAX runs one trace at a time; write no summary."""
+        """Stop a trace that a failed step left running, without a summary; JAX can run only one trace at a time."""
         if self.is_running:
             import jax
 
             self._first_step = None
             jax.profiler.stop_trace()
-            if self._folder.name != FOLDER:  # a temporary folder, of a run in a bucket
-                shutil.rmtree(self._folder)
+            if self._trace_folder.name != FOLDER:  # a temporary folder, of a run in a bucket
+                shutil.rmtree(self._trace_folder)
 
 
-def _upload(source: Path, target: Any) -> None:
-    """Copy the files of the local folder `source` to the folder `target` of a bucket."""
-    for file in sorted(source.rglob("*")):
-        if file.is_file():
-            target_file = target / str(file.relative_to(source))
-            target_file.parent.mkdir(parents=True, exist_ok=True)
-            target_file.write_bytes(file.read_bytes())
+def _upload(local_folder: Path, bucket_folder: Any) -> None:
+    """Copy all files below a local folder to a folder of a bucket."""
+    for local_file in sorted(local_folder.rglob("*")):
+        if local_file.is_file():
+            bucket_file = bucket_folder / str(local_file.relative_to(local_folder))
+            bucket_file.parent.mkdir(parents=True, exist_ok=True)
+            bucket_file.write_bytes(local_file.read_bytes())

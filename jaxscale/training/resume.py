@@ -1,6 +1,6 @@
-"""Find changes of a continued run since it was last started: of its learning rate and of its code.
+"""Find what has changed since a continued run was last started: its learning rate, or the code of its experiment.
 
-Both are allowed, so they are printed and logged. Only the code in the experiment file is compared.
+Such changes are allowed, so they are printed and logged. Code outside the experiment file is not compared.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ from jaxscale.records.source import Source, written_sha256
 
 @dataclasses.dataclass(frozen=True)
 class EarlierRun:
-    """The record in the directory of a run, read before the run is continued.
+    """The record of an earlier run in its directory, read before the run is continued.
 
     Args:
         steps: number of updates that the run's experiment specified.
-        sha256: SHA-256 of the run's experiment file; `None` without a file.
+        sha256: SHA-256 of the run's experiment file; `None` if there is no such file.
     """
 
     steps: int
@@ -44,15 +44,14 @@ class EarlierRun:
     ) -> Iterator[tuple[str, dict[str, int | float | str]]]:
         """Yield the changes of a run that continues after `step`, as pairs of a line to print and fields for the log.
 
-        The learning rate's schedule falls until the last step, so another number of steps changes it at once. If the
-        experiment holds code (functions, or classes that its file defines), an edit of the file may change the results.
-        The hash of the file cannot tell an edited loss from an edited comment. So a change of the hash is reported, but
-        raises no error.
+        The learning rate's schedule ends with the last step, so another number of steps changes the rate at once. If
+        the experiment holds code (functions, or classes that its file defines), an edit of the file may change the
+        results. Since an edit of a comment changes the file's hash, too, a new hash is reported but raises no error.
         """
         if experiment.steps != self.steps:
             old_steps, new_steps = self.steps, experiment.steps
             old_lr, new_lr = (experiment.optimizer.learning_rate_at(step, steps) for steps in (old_steps, new_steps))
-            effect_text = f"stays at {new_lr:.4g}" if old_lr == new_lr else f"goes from {old_lr:.4g} to {new_lr:.4g}"
+            effect_text = f"stays at {new_lr:.4g}" if old_lr == new_lr else f"changes from {old_lr:.4g} to {new_lr:.4g}"
             yield (
                 f"steps were {old_steps:,} and are {new_steps:,}: the learning rate of step {step + 1:,} {effect_text}",
                 {"old_steps": old_steps, "steps": new_steps, "old_learning_rate": old_lr, "learning_rate": new_lr},

@@ -13,14 +13,14 @@ from jaxscale.records.storage import run_path
 
 
 class Run:
-    """A run directory and, if the run was trained in this process, its live state.
+    """A run directory and, if this process trained the run, the train state in memory.
 
     Args:
         directory: the run directory.
-        experiment: the trained experiment; by default rebuilt from the directory at first use.
+        experiment: the trained experiment; by default, it is rebuilt from the directory at first use.
         plan: the plan to rebuild the step with.
         devices: devices to rebuild the step on.
-        train_step: the step that trained, if it is still in memory.
+        train_step: the compiled train step, if it is still in memory.
         state: the last train state, if it is still in memory.
         data: the opened data, if it is still in memory.
 
@@ -58,12 +58,12 @@ class Run:
 
     @property
     def metrics(self) -> MetricsRows:
-        """Rows of the train steps: a list of dicts, whose method `column(name)` returns an array."""
+        """Rows of the train steps: a list of dicts, with a method `column(name)` that returns an array."""
         return read_metrics(self.dir, "train")
 
     @property
     def evaluations(self) -> MetricsRows:
-        """Rows of the held-out measurements."""
+        """Rows of the held-out evaluations, with their losses."""
         return read_metrics(self.dir, "eval")
 
     @property
@@ -85,13 +85,13 @@ class Run:
 
     @property
     def held_out_loss(self) -> float:
-        """The last held-out loss in nats per target; NaN if none was measured."""
+        """The newest held-out loss in nats per target; NaN if none was measured."""
         rows = self.evaluations
         return rows[-1]["loss"] if rows else float("nan")
 
     @property
     def samples(self) -> list[Any]:
-        """The samples that the model wrote during training."""
+        """The texts that the model generated during training, as a list of `Sample`."""
         from jaxscale.records.samples import read_samples
 
         return read_samples(self.dir)
@@ -122,17 +122,20 @@ class Run:
     def generate(
         self, prompt: str | Sequence[str] = "\n", tokens: int = 200, *, temperature: float = 0.8, seed: int = 0
     ) -> Any:
-        """Return the model's continuation of a prompt, or of each of several; see `training.generate.generate`."""
+        """Return the model's continuation of a prompt; for several prompts, return a list of continuations.
+
+        `training.generate.generate` describes the parameters.
+        """
         from jaxscale.checkpoint.restore import read_tokenizer
-        from jaxscale.training.generate import Sampling, check_generates, continuations
+        from jaxscale.training.generate import Sampling, check_can_generate, continuations
 
         sampling = Sampling(tokens, temperature, seed)
         tokenizer = self._data.tokenizer if self._data is not None else read_tokenizer(self.dir)
-        check_generates(self.experiment.model, tokenizer)
+        check_can_generate(self.experiment.model, tokenizer)
         return continuations(self.module, self.experiment.model, tokenizer, prompt, sampling)
 
     def _restore(self) -> None:
-        """Build the step and restore its newest checkpoint, unless the state is in memory."""
+        """Build the step and restore the run's newest checkpoint, unless the state is in memory."""
         if self._state is not None:
             return
         from jaxscale.checkpoint.restore import restore_newest
@@ -144,20 +147,20 @@ class Run:
     # -- for people ----------------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """Return the most important figures of the run in a few lines, from `report.summary.summary`."""
+        """Return the run's most important figures as a few lines of text."""
         from jaxscale.report.summary import summary
 
         return summary(self.dir)
 
     def plot(self) -> Any:
-        """Plot the losses, learning rate, gradient norm and tokens per second; return the matplotlib figure."""
+        """Plot the losses, learning rate, gradient norm and tokens per second; return a matplotlib figure."""
         try:
             from matplotlib.figure import Figure
         except ImportError:
             raise UserError(
                 "plot needs matplotlib: pip install 'jaxscale[notebook]', or open report.html, which has these charts"
             ) from None
-        rows, held_out = self.metrics, self.evaluations
+        train_rows, held_out_rows = self.metrics, self.evaluations
         figure = Figure(figsize=(10, 6), layout="constrained")
         title_by_metric = {
             "loss": "loss (nats per target)",
@@ -166,9 +169,10 @@ class Run:
             "tokens_per_second": "tokens per second",
         }
         for axes, (metric, title) in zip(figure.subplots(2, 2).flat, title_by_metric.items(), strict=True):
-            axes.plot(rows.column("step"), rows.column(metric), linewidth=1, label="train")
-            if metric == "loss" and held_out:
-                axes.plot(held_out.column("step"), held_out.column("loss"), marker="o", markersize=3, label="held out")
+            axes.plot(train_rows.column("step"), train_rows.column(metric), linewidth=1, label="train")
+            if metric == "loss" and held_out_rows:
+                held_out_steps, held_out_losses = held_out_rows.column("step"), held_out_rows.column("loss")
+                axes.plot(held_out_steps, held_out_losses, marker="o", markersize=3, label="held out")
                 axes.legend()
             axes.set_title(title)
             axes.set_xlabel("step")

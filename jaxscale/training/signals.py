@@ -1,7 +1,7 @@
-"""Stop signals: after a first SIGTERM or Ctrl-C, a run saves and stops after its step; a second one ends it at once.
+"""Stop signals: after a first SIGTERM or Ctrl-C, a run finishes its step, saves and stops; a second ends it at once.
 
-Colab's stop button interrupts the kernel, like Ctrl-C. With several processes, a signal may reach any of them.
-`Agreement` makes all of them stop, or save, after the same step.
+Colab's stop button interrupts the kernel, like Ctrl-C. If there are several processes, a signal may reach any of them.
+`Agreement` makes all processes stop, or save, after the same step.
 """
 
 import os
@@ -15,9 +15,12 @@ import numpy as np
 
 
 class Stop:
-    """A context that catches stop signals: `signal_name` is the name of the first, or empty before one arrives.
+    """A context manager that catches stop signals.
 
     Handlers are set only in the main thread, as Python requires. On exit, the previous handlers are restored.
+
+    Attributes:
+        signal_name: name of the first stop signal; empty until one arrives.
 
     Example:
         >>> with Stop() as stop:
@@ -43,7 +46,7 @@ class Stop:
         self._previous_handlers.clear()
 
     def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:
-        """Record the first signal; a second one ends the process, or interrupts the notebook's kernel."""
+        """Record the first signal. A second one ends the process, or interrupts the kernel of a notebook."""
         if not self.signal_name:
             self.signal_name = signal.Signals(signal_number).name
             return
@@ -54,12 +57,12 @@ class Stop:
 
 
 class Agreement:
-    """The same decision on every process, whether to stop and whether to save a checkpoint after a step.
+    """One decision for all processes: whether to stop, and whether to save a checkpoint, after a step.
 
     All processes stop if any of them received a signal, and save if a checkpoint is due by the first process's clock.
 
-    A tiny program on the devices combines the processes' flags. It is dispatched after a step and read with the step's
-    metrics, so that no device waits for it.
+    A tiny program on the devices combines the processes' flags. It is dispatched after a step, and its result is read
+    together with the step's metrics, so that no device waits.
 
     Args:
         mesh: the mesh of the run.
@@ -78,26 +81,29 @@ class Agreement:
             replicated = NamedSharding(mesh, PartitionSpec())
             self._combine = jax.jit(lambda flags: jnp.max(flags, axis=0), out_shardings=replicated)
 
-    def ask(self, stop: bool, save: bool) -> Any:
-        """Dispatch the question whether to stop and to save, and return it; every process asks after each step.
+    def combine(self, has_signal: bool, is_save_due: bool) -> Any:
+        """Start combining the flags of all processes; every process calls this after each step.
 
         Args:
-            stop: whether this process received a signal.
-            save: whether a checkpoint is due by this process's clock.
+            has_signal: whether this process received a signal.
+            is_save_due: whether a checkpoint is due by this process's clock.
+
+        Returns:
+            The flags to pass to `decision`: int32 [2] on the devices; with one process, just the two arguments.
         """
         if self._is_single:
-            return stop, save
+            return has_signal, is_save_due
         import jax
 
-        # every device of this process contributes the same two flags; the answer is their maximum over all devices
-        local_flags = np.array([stop, save and jax.process_index() == 0], np.int32)
+        # every device of this process contributes the same two flags; the result is their maximum over all devices
+        local_flags = np.array([has_signal, is_save_due and jax.process_index() == 0], np.int32)
         repeated_flags = np.broadcast_to(local_flags, (self._device_count, 2))
         flags = jax.make_array_from_callback(repeated_flags.shape, self._sharding, lambda index: repeated_flags[index])
         return self._combine(flags)
 
-    def answer(self, question: Any) -> tuple[bool, bool]:
-        """Wait for the answer to a question that `ask` returned: whether to stop, and whether to save by the clock."""
+    def decision(self, combined_flags: Any) -> tuple[bool, bool]:
+        """Wait for the flags that `combine` returned; return whether to stop, and whether to save by the clock."""
         if self._is_single:
-            return question
-        stop, save = np.asarray(question)
-        return bool(stop), bool(save)
+            return combined_flags
+        is_stop_due, is_save_due = np.asarray(combined_flags)
+        return bool(is_stop_due), bool(is_save_due)

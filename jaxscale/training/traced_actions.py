@@ -1,10 +1,10 @@
-"""The pipeline actions of a trace: which operations belong to each, and when they ran.
+"""The pipeline actions of a trace: which operations belong to each action, and when they ran.
 
-A trace has the names that operations have in the compiled program. There, each kind of action has its own branch of a
-conditional, marked by the named scope of its operations: `pipeline_F` (forward), `pipeline_B` (backward), or, if a
+A trace gives operations the names that they have in the compiled program. There, each kind of action has its own branch
+of a conditional, marked by the named scope of its operations: `pipeline_F` (forward), `pipeline_B` (backward), or, if a
 backward pass runs in two parts, `pipeline_I` (gradients of inputs) and `pipeline_W` (gradients of weights).
-`actions.json` holds, for every kind, the operations that its branch runs once, and the rank of each device. It is
-written with the trace, while the program is available.
+The file `actions.json` lists, for each kind, the operations that its branch runs once, and gives the rank of each
+device. The file is written with the trace, while the program is available.
 """
 
 import collections
@@ -20,7 +20,7 @@ from jaxscale.pipeline.clock.measured import MeasuredSpans, measured
 from jaxscale.pipeline.clock.simulate import Simulation, Span
 from jaxscale.recipe.plan import Plan, read_plan
 from jaxscale.records.storage import is_remote
-from jaxscale.training.device_times import newest_trace, operations_of, traced_event
+from jaxscale.training.device_times import device_events, newest_trace, traced_event
 from jaxscale.training.profile import FOLDER
 
 ACTIONS, PLAN = "actions.json", "plan.json"
@@ -35,11 +35,11 @@ def actions_of(program_text: str) -> dict[str, list[str]]:
         program_text: text of the program, `compiled.as_text()`.
 
     Returns:
-        Names of operations by kind of action, such as "F". Empty if the kinds have no branches of their own: without a
-        pipeline, or with the lowering without conditionals.
+        Names of operations by kind of action, such as "F". The dict is empty if kinds have no branches of their own,
+        which is so without a pipeline and in the lowering without conditionals.
     """
     hlo = HloProgram(program_text)
-    operations_by_kind: dict[str, list[str]] = {}
+    names_by_kind: dict[str, list[str]] = {}
     branch_names = {
         branch_name
         for computation in hlo.computations.values()
@@ -53,12 +53,12 @@ def actions_of(program_text: str) -> dict[str, list[str]]:
         # operations of a branch nested in an action have the action's scope, too
         is_outermost = not any(_SCOPE.search(op.attributes) for _, op in hlo.callers.get(branch_name, ()))
         if kind_counts and is_outermost:
-            operations_by_kind.setdefault(kind_counts.most_common(1)[0][0], []).extend(op.name for op in instructions)
-    return operations_by_kind
+            names_by_kind.setdefault(kind_counts.most_common(1)[0][0], []).extend(op.name for op in instructions)
+    return names_by_kind
 
 
 def trace_files(step: Any) -> dict[str, str]:
-    """Return the text of each file to write beside a trace of this step, by file name; empty without a pipeline.
+    """Return the texts of the files to write beside a trace of this step, by file name; empty without a pipeline.
 
     Args:
         step: a compiled `TrainStep`.
@@ -73,12 +73,12 @@ def trace_files(step: Any) -> dict[str, str]:
 
     axis_index = step.mesh.axis_names.index(PIPE_AXIS)
     rank_by_device = {
-        _number_in_trace(device): int(position[axis_index])
-        for position, device in np.ndenumerate(step.mesh.devices)
+        _trace_device_number(device): int(mesh_index[axis_index])
+        for mesh_index, device in np.ndenumerate(step.mesh.devices)
         if device.process_index == jax.process_index()
     }
-    actions = {"operations": actions_of(program_text), "ranks": rank_by_device, "processes": jax.process_count()}
-    return {ACTIONS: json.dumps(actions) + "\n"}
+    actions_json = {"operations": actions_of(program_text), "ranks": rank_by_device, "processes": jax.process_count()}
+    return {ACTIONS: json.dumps(actions_json) + "\n"}
 
 
 def measured_run(folder: Any) -> tuple[Plan, Simulation, int]:
@@ -91,94 +91,96 @@ def measured_run(folder: Any) -> tuple[Plan, Simulation, int]:
         The run's plan, the schedule with its measured times, and the number of steps over which these times are means.
 
     Raises:
-        UserError: the folder has no run, pipeline or trace, or its trace has no actions; the message has advice.
+        UserError: the folder has no run, pipeline or trace, or its trace has no actions; the message gives advice.
     """
     plan = traced_plan(folder)
     trace_dir = Path(folder) / FOLDER
-    actions = json.loads((trace_dir / ACTIONS).read_text())
-    advice = "train it again with --profile FIRST:STOP, such as 10:13"
-    if actions["processes"] > 1:
-        count_text = f"{actions['processes']} processes"
-        raise UserError(f"{trace_dir}: the run had {count_text}, whose clocks differ: trace a run of one process")
-    if not actions["operations"]:
+    actions_json = json.loads((trace_dir / ACTIONS).read_text())
+    if actions_json["processes"] > 1:
+        count_text = f"{actions_json['processes']} processes"
+        raise UserError(f"{trace_dir}: the run had {count_text}, and their clocks differ: trace a run of one process")
+    names_by_kind = actions_json["operations"]
+    if not names_by_kind:
         raise UserError(f"{trace_dir}: the program has no branch for each kind of action, so its devices never idle")
-    operation_names = {name for names in actions["operations"].values() for name in names}
+    operation_names = {name for kind_names in names_by_kind.values() for name in kind_names}
     with newest_trace(trace_dir) as profiles:
         timelines = _read_timelines((plane for profile in profiles for plane in profile.planes), operation_names)
     timelines_by_rank: dict[int, list[MeasuredSpans]] = {}
-    for device, rank in actions["ranks"].items():
-        if int(device) in timelines:
-            timelines_by_rank.setdefault(rank, []).append(timelines[int(device)])
+    for device_text, rank in actions_json["ranks"].items():
+        if int(device_text) in timelines:
+            timelines_by_rank.setdefault(rank, []).append(timelines[int(device_text)])
     assert plan.pipeline is not None
     schedule = plan.pipeline.schedule()
     forward_count = sum(action.kind.value == "F" for action in schedule.orders[0])
-    # how many operations of forward actions were executed how often, by the number of executions
+    # for each number of executions, how many operations of forward actions were executed that often
     execution_counts = collections.Counter(
         len(spans)
-        for name in actions["operations"].get("F", ())
+        for name in names_by_kind.get("F", ())
         for timeline in timelines_by_rank.get(0, ())
         if (spans := timeline.get(name))
     )
     if not execution_counts or execution_counts.most_common(1)[0][0] % forward_count:
-        raise UserError(f"{trace_dir}: no whole step is in the trace; {advice}")
-    steps = execution_counts.most_common(1)[0][0] // forward_count
-    return plan, measured(schedule, actions["operations"], timelines_by_rank, steps), steps
+        raise UserError(
+            f"{trace_dir}: no whole step is in the trace: train the run again with --profile FIRST:STOP, such as 10:13"
+        )
+    step_count = execution_counts.most_common(1)[0][0] // forward_count
+    return plan, measured(schedule, names_by_kind, timelines_by_rank, step_count), step_count
 
 
 def traced_plan(folder: Any) -> Plan:
-    """Read the plan of a run, after a check that its files suffice to draw its trace.
+    """Read the plan of a run, and check that the run's files suffice to draw its trace.
 
     Raises:
-        UserError: the folder has no run, pipeline or trace; the message has advice.
+        UserError: the folder has no run, pipeline or trace; the message gives advice.
     """
     if is_remote(folder):
-        raise UserError(f"{folder} is in a bucket: copy its {PLAN} and {FOLDER}/ to a local folder, and give that")
-    folder = Path(folder)
-    if not (folder / PLAN).exists():
+        raise UserError(f"{folder} is in a bucket: copy its {PLAN} and {FOLDER}/ to a local folder, and give that one")
+    run_folder = Path(folder)
+    if not (run_folder / PLAN).exists():
         raise UserError(f"{folder} is not a run: it has no {PLAN}. Give the folder that train wrote (its --out)")
-    plan = read_plan(folder / PLAN)
+    plan = read_plan(run_folder / PLAN)
     if plan.pipeline is None:
         raise UserError(f"{folder} was trained without a pipeline, so there is no pipeline to draw")
     if plan.asynchronous:
         raise UserError(
             f"{folder}: pipeline {plan.pipeline} never drains, and a step works on several batches. Draw a run with a "
-            f"synchronous pipeline, or draw this schedule by `draw pipeline {plan.pipeline}` with --cost"
+            f"synchronous pipeline, or draw this schedule with `draw pipeline {plan.pipeline}` and --cost"
         )
-    if not (folder / FOLDER / ACTIONS).exists():
+    if not (run_folder / FOLDER / ACTIONS).exists():
         raise UserError(
-            f"{folder} has no trace with {FOLDER}/{ACTIONS}: train it with --profile FIRST:STOP, such as 10:13"
+            f"{folder} has no trace with {FOLDER}/{ACTIONS}: train the run with --profile FIRST:STOP, such as 10:13"
         )
     return plan
 
 
-def _read_timelines(planes: Iterable[Any], names: set[str]) -> dict[int, MeasuredSpans]:
+def _read_timelines(planes: Iterable[Any], operation_names: set[str]) -> dict[int, MeasuredSpans]:
     """Read the start and end in seconds of each execution of the operations with these names.
 
     Returns:
-        For each device, by its number, the sorted spans of each operation, by its name.
+        By device number, a dict of the operations' sorted spans, by operation name.
     """
     timelines: dict[int, dict[str, list[Span]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for plane in planes:
         # on a CPU, an operation's work in other threads ends in a separate event, whose "_c" is the operation's "_p"
         host_events = (event for line in plane.lines for event in line.events if plane.name == "/host:CPU")
-        end_by_event = {
+        end_ns_by_id = {
             event.stats.get("_c"): event.end
             for event in map(traced_event, host_events)
             if event.name.startswith("end: ")
         }
-        for device, operations in operations_of(plane):
+        for device, events in device_events(plane):
             device_match = re.fullmatch(r"[CGT]PU:(\d+)", device)
             if device_match is None:
                 continue
-            for operation in operations:
-                name = str(operation.stats.get("hlo_op", operation.name))
-                if name in names and str(operation.stats.get("hlo_module", "jit__step")).startswith("jit__step"):
-                    end = max(operation.end, end_by_event.get(operation.stats.get("_p"), operation.end))
-                    timelines[int(device_match[1])][name].append((operation.start * 1e-9, end * 1e-9))
+            for event in events:
+                name, program_name = event.stats.get("hlo_op", event.name), event.stats.get("hlo_module", "jit__step")
+                if str(name) in operation_names and str(program_name).startswith("jit__step"):
+                    end_ns = max(event.end, end_ns_by_id.get(event.stats.get("_p"), event.end))
+                    timelines[int(device_match[1])][str(name)].append((event.start * 1e-9, end_ns * 1e-9))
     return {device: {name: sorted(spans) for name, spans in timeline.items()} for device, timeline in timelines.items()}
 
 
-def _number_in_trace(device: Any) -> int:
-    """Return the number that a device has in a trace of its process."""
+def _trace_device_number(device: Any) -> int:
+    """Return the number by which a trace of the device's process identifies the device."""
     number = getattr(device, "local_hardware_id", None)
     return int(device.id if number is None else number)

@@ -1,4 +1,4 @@
-"""The meaning of a field's declared type (its *hint*, as Python calls it), and its description in messages."""
+"""The meaning of a field's declared type, which Python calls a *type hint*, and its description in messages."""
 
 import dataclasses
 import functools
@@ -13,13 +13,13 @@ from jaxscale.errors import UserError, near_miss
 
 @functools.cache
 def field_types(cls: type) -> dict[str, Any]:
-    """Return the declared type of each field that `__init__` takes, by name."""
+    """Return the declared type of each field that a dataclass's `__init__` takes, by name; {} for other classes."""
     if not dataclasses.is_dataclass(cls):
         return {}
     field_names = [field.name for field in dataclasses.fields(cls) if field.init]
     try:
         hints = typing.get_type_hints(cls)
-    except NameError:  # a name that is imported for type checkers only: the class is not checked
+    except NameError:  # a name that is imported only for type checkers: the class's fields are not checked
         hints = {}
     return {name: hints.get(name, Any) for name in field_names}
 
@@ -30,42 +30,45 @@ def is_record(value: Any) -> bool:
 
 
 def has_text_form(cls: Any) -> bool:
-    """Return whether `cls` is a class with a `parse` that inverts its `__str__`."""
+    """Return whether `cls` is a class with a text form, that is, with a `parse` that inverts `__str__`."""
     return isinstance(cls, type) and callable(getattr(cls, "parse", None)) and cls.__str__ is not object.__str__
 
 
-def members(hint: Any) -> tuple[Any, ...]:
-    """Return the alternatives of a union; any other type is its only alternative."""
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """Return the alternatives of a union; for any other type, that type alone."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def accepts_none(hint: Any) -> bool:
-    """Return whether `None` is one of the alternatives of the type."""
-    return types.NoneType in members(hint)
+def is_optional(hint: Any) -> bool:
+    """Return whether `None` is one of the alternatives of a type."""
+    return types.NoneType in alternatives(hint)
 
 
 def _is_open(hint: Any) -> bool:
-    """Return whether the annotation alone does not determine the class to build."""
+    """Return whether a type, such as `Any` or a protocol, does not determine the class of a value."""
     return hint is Any or hint is object or isinstance(hint, TypeVar) or getattr(hint, "_is_protocol", False)
 
 
-def names_its_class(hint: Any) -> bool:
-    """Return whether the JSON of a dataclass in a field of this type names its class."""
-    record_types = [member for member in members(hint) if dataclasses.is_dataclass(member)]
-    return _is_open(hint) or any(map(_is_open, members(hint))) or len(record_types) > 1
+def has_class_in_json(hint: Any) -> bool:
+    """Return whether a dataclass in a field of this type has its class in its JSON, under "type"."""
+    record_types = [alternative for alternative in alternatives(hint) if dataclasses.is_dataclass(alternative)]
+    return _is_open(hint) or any(map(_is_open, alternatives(hint))) or len(record_types) > 1
 
 
-def item_hints(hint: Any, count: int) -> Sequence[Any]:
-    """Return the declared type of each item of a tuple or list of `count` items."""
+def item_hints(hint: Any, item_count: int) -> Sequence[Any]:
+    """Return the declared type of each item of a tuple or list with `item_count` items.
+
+    The length differs from `item_count` if `hint` is a tuple of another length.
+    """
     type_arguments = get_args(hint)
     if not type_arguments:
-        return [Any] * count
+        return [Any] * item_count
     if get_origin(hint) is tuple and not (len(type_arguments) == 2 and type_arguments[1] is Ellipsis):
         return type_arguments
-    return [type_arguments[0]] * count
+    return [type_arguments[0]] * item_count
 
 
-_WORDS: dict[Any, str] = {
+_DESCRIPTIONS: dict[Any, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
@@ -76,13 +79,13 @@ _WORDS: dict[Any, str] = {
 
 
 def describe(hint: Any) -> str:
-    """Describe a type for a message."""
-    if hint in _WORDS:
-        return _WORDS[hint]
+    """Return the description of a type in messages, such as "a whole number"."""
+    if hint in _DESCRIPTIONS:
+        return _DESCRIPTIONS[hint]
     if get_origin(hint) is Literal:
         return " or ".join(map(str, get_args(hint)))
-    if len(members(hint)) > 1:
-        return ", or ".join(map(describe, members(hint)))
+    if len(alternatives(hint)) > 1:
+        return ", or ".join(map(describe, alternatives(hint)))
     if isinstance(hint, type) and issubclass(hint, PurePath):
         return "a path"
     origin = get_origin(hint) or hint
@@ -97,8 +100,15 @@ def describe(hint: Any) -> str:
     return f"a {name}" + (" (text such as its str())" if has_text_form(origin) else "")
 
 
-def wrong(path: str, value: Any, hint: Any, suggestion: str = "") -> UserError:
-    """Return the error for the value at `path`, which is not of its declared type; `suggestion` ends its message."""
+def wrong_type(path: str, value: Any, hint: Any, suggestion: str = "") -> UserError:
+    """Return the error for a value that is not of its declared type.
+
+    Args:
+        path: dotted path of the value.
+        value: the value.
+        hint: the declared type.
+        suggestion: end of the message, such as "; did you mean 'full'?".
+    """
     if isinstance(value, type):
         value_text = f"the class {value.__qualname__}"
     else:
@@ -109,23 +119,27 @@ def wrong(path: str, value: Any, hint: Any, suggestion: str = "") -> UserError:
     return UserError(f"{path or 'value'}: got {value_text}, expected {describe(hint)}{suggestion}")
 
 
-def literal_near(word: Any, hint: Any) -> str:
-    """Return a suggestion to append to a message: the literal of a type that is nearest to a word, if any is near."""
-    options = [str(option) for member in members(hint) if get_origin(member) is Literal for option in get_args(member)]
-    return near_miss(str(word), options) if options else ""
+def literal_suggestion(value: Any, hint: Any) -> str:
+    """Return the end of a message, which suggests the literal of a type that is most similar to a value, if any."""
+    literals = [
+        str(literal)
+        for alternative in alternatives(hint)
+        if get_origin(alternative) is Literal
+        for literal in get_args(alternative)
+    ]
+    return near_miss(str(value), literals) if literals else ""
 
 
-def located(error: UserError, path: str, names: Sequence[str]) -> UserError:
-    """Put the path of a nested value in front of its error: "zero: got 7" becomes "plan.zero: got 7".
+def error_at_path(error: UserError, path: str, field_names: Sequence[str]) -> UserError:
+    """Return the error of a nested value with the value's path: "zero: got 7" becomes "plan.zero: got 7".
 
     Args:
         error: the error that the nested value raised.
         path: dotted path of the nested value; "" for the outermost value.
-        names: names of the nested value's fields.
+        field_names: names of the nested value's fields.
     """
-    message = str(error)
     if not path:
         return error
-    message = message.removeprefix(f"{path.rpartition('.')[2]}.")  # some errors already have the name
+    message = str(error).removeprefix(f"{path.rpartition('.')[2]}.")  # some errors already have the value's name
     first_word = message.split(":")[0].split(" ")[0]
-    return UserError(f"{path}.{message}" if first_word in names else f"{path}: {message}")
+    return UserError(f"{path}.{message}" if first_word in field_names else f"{path}: {message}")

@@ -1,4 +1,4 @@
-"""Values to and from JSON, the content of experiment.json and plan.json."""
+"""Conversion of values to and from JSON, for experiment.json and plan.json."""
 
 import dataclasses
 import functools
@@ -12,17 +12,17 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from jaxscale.errors import UserError, near_miss
 from jaxscale.values.annotations import (
-    accepts_none,
+    alternatives,
     describe,
+    error_at_path,
     field_types,
+    has_class_in_json,
     has_text_form,
+    is_optional,
     is_record,
     item_hints,
-    literal_near,
-    located,
-    members,
-    names_its_class,
-    wrong,
+    literal_suggestion,
+    wrong_type,
 )
 from jaxscale.values.check import check
 from jaxscale.values.type_names import type_name, type_of
@@ -34,11 +34,11 @@ _TYPE = "type"
 
 
 _ONE_WAY = ("callable", "object")
-"""Keys of values that are written to JSON and not read."""
+"""Keys of values that are written to JSON but not read."""
 
 
 def to_json(value: Any) -> Any:
-    """Return a value as JSON values: dicts, lists, text, numbers.
+    """Convert a value to JSON values: dicts, lists, texts and numbers.
 
     Example:
         >>> import dataclasses
@@ -50,19 +50,19 @@ def to_json(value: Any) -> Any:
         >>> to_json(Layout(MeshSpec(fsdp=4)))
         {'mesh': 'fsdp:4', 'ratio': 0.5}
     """
-    return _dump(value, type(value))
+    return _json_of(value, type(value))
 
 
 def from_json(cls: type[T], data: Any, source_name: str = "the JSON") -> T:
-    """Return the value of class `cls` from JSON of `to_json`; missing fields get their defaults.
+    """Return the value of type `cls` that `to_json` converted to JSON; missing fields get their defaults.
 
     Args:
         cls: a dataclass, or any other supported type.
-        data: JSON data, as `json.loads` returns it.
+        data: JSON values, as `json.loads` returns them.
         source_name: name of the file, for messages.
 
     Raises:
-        UserError: an unknown field, a wrong type, or an invalid value; the message has the file and dotted path.
+        UserError: a field is unknown, or a value is invalid or of a wrong type; the message gives file and path.
     """
     try:
         return load(data, cls, "")
@@ -71,17 +71,17 @@ def from_json(cls: type[T], data: Any, source_name: str = "the JSON") -> T:
 
 
 def has_code(data: Any) -> bool:
-    """Return whether JSON of `to_json` contains a function, class or other object that cannot be read back."""
+    """Return whether the JSON from `to_json` contains a function, class or other object that cannot be read."""
     if isinstance(data, dict):
         return any(key in data for key in _ONE_WAY) or any(map(has_code, data.values()))
     return isinstance(data, list) and any(map(has_code, data))
 
 
 def read_json(path: Any) -> Any:
-    """Read the JSON file at `path` (local, or in a bucket); return its content.
+    """Return the content of a JSON file, local or in a bucket.
 
     Raises:
-        UserError: there is no such file, or it is not JSON (cut short, binary).
+        UserError: there is no such file, or the file is not JSON (because it is truncated or binary, for example).
     """
     try:
         return json.loads(path.read_text("utf-8"))
@@ -91,8 +91,8 @@ def read_json(path: Any) -> Any:
         raise UserError(f"{path} is not JSON: {error}") from None
 
 
-def _dump(value: Any, hint: Any) -> Any:
-    """Return the JSON of a value in a field of this declared type."""
+def _json_of(value: Any, hint: Any) -> Any:
+    """Return the JSON of a value in a field of the declared type `hint`."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -101,73 +101,87 @@ def _dump(value: Any, hint: Any) -> Any:
         return value.as_posix()
     if isinstance(value, type) or (callable(value) and not is_record(value)):
         return {"callable": _code_name(value)}
-    if has_text_form(type(value)) and not names_its_class(hint):
+    if has_text_form(type(value)) and not has_class_in_json(hint):
         return str(value)
     if dataclasses.is_dataclass(value):
-        fields = {name: _dump(getattr(value, name), item_hint) for name, item_hint in field_types(type(value)).items()}
-        return {_TYPE: type_name(_code_name(type(value))), **fields} if names_its_class(hint) else fields
+        fields = {
+            name: _json_of(getattr(value, name), item_hint) for name, item_hint in field_types(type(value)).items()
+        }
+        return {_TYPE: type_name(_code_name(type(value))), **fields} if has_class_in_json(hint) else fields
     if isinstance(value, tuple | list):
-        sequence_hints = [member for member in members(hint) if (get_origin(member) or member) in (tuple, list)]
+        sequence_hints = [
+            alternative
+            for alternative in alternatives(hint)
+            if (get_origin(alternative) or alternative) in (tuple, list)
+        ]
         hints = item_hints((*sequence_hints, Any)[0], len(value))
-        return [_dump(item, item_hint) for item, item_hint in zip(value, hints, strict=True)]
+        return [_json_of(item, item_hint) for item, item_hint in zip(value, hints, strict=True)]
     if isinstance(value, Mapping):
-        item_hint = ([get_args(member)[1] for member in members(hint) if len(get_args(member)) == 2] or [Any])[0]
-        return {str(key): _dump(item, item_hint) for key, item in value.items()}
-    scalar: Any = value  # possibly an array of rank 0
+        item_hint = (
+            [get_args(alternative)[1] for alternative in alternatives(hint) if len(get_args(alternative)) == 2] or [Any]
+        )[0]
+        return {str(key): _json_of(item, item_hint) for key, item in value.items()}
+    scalar: Any = value  # may be an array of rank 0
     if getattr(scalar, "shape", None) == ():
         return scalar.item()
     return {"object": _code_name(type(value))}
 
 
 def _code_name(code: Any) -> str:
-    """Return the module and the name of a function, class or object, which do not change between runs.
+    """Return a text MODULE:NAME for a function, a class or an object's class, which does not change between runs.
 
     Example:
         >>> _code_name(functools.partial(json.dumps, default=len, indent=2))
         'json:dumps(default=builtins:len, indent=2)'
     """
     if isinstance(code, functools.partial):
-        return f"{_code_name(code.func)}({', '.join(_arguments(code.args, code.keywords))})"
+        return f"{_code_name(code.func)}({', '.join(_argument_texts(code.args, code.keywords))})"
     name = getattr(code, "__qualname__", None) or getattr(code, "__name__", None)
     if not isinstance(name, str):
         return _code_name(type(code))
     return f"{getattr(code, '__module__', None) or type(code).__module__}:{name}"
 
 
-def _arguments(positional: Iterable[Any], named: Mapping[str, Any]) -> list[str]:
-    """Return the positional arguments of a call, then its named ones, each as text."""
-    return [*map(_argument, positional), *(f"{name}={_argument(value)}" for name, value in named.items())]
+def _argument_texts(positional: Iterable[Any], named: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of a call as texts, first the positional arguments and then the named ones."""
+    return [*map(_argument_text, positional), *(f"{name}={_argument_text(value)}" for name, value in named.items())]
 
 
-def _argument(value: Any) -> str:
-    """Return an argument as text, without memory addresses."""
+def _argument_text(value: Any) -> str:
+    """Return an argument of a call as text, without memory addresses."""
     if isinstance(value, type | functools.partial) or (callable(value) and not is_record(value)):
         return _code_name(value)
     if is_record(value):
         value_by_field = {name: getattr(value, name) for name in field_types(type(value))}
-        return f"{_code_name(type(value))}({', '.join(_arguments((), value_by_field))})"
+        return f"{_code_name(type(value))}({', '.join(_argument_texts((), value_by_field))})"
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_argument, value))}]"
+        return f"[{', '.join(map(_argument_text, value))}]"
     if isinstance(value, set | frozenset):
-        return f"{{{', '.join(sorted(map(_argument, value)))}}}"
+        return f"{{{', '.join(sorted(map(_argument_text, value)))}}}"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key!r}: {_argument(item)}' for key, item in value.items())}}}"
-    argument_text = repr(value)
-    return _code_name(type(value)) if re.search(r" at 0x[0-9a-fA-F]+", argument_text) else argument_text
+        return f"{{{', '.join(f'{key!r}: {_argument_text(item)}' for key, item in value.items())}}}"
+    value_text = repr(value)
+    return _code_name(type(value)) if re.search(r" at 0x[0-9a-fA-F]+", value_text) else value_text
 
 
 def load(data: Any, hint: Any, path: str) -> Any:
-    """Return the value of a declared type from JSON data; `path` is its dotted path, for messages."""
+    """Return the value of a declared type from its JSON.
+
+    Args:
+        data: the value's JSON.
+        hint: the declared type.
+        path: dotted path of the value, for messages.
+    """
     if isinstance(data, dict) and any(key in data for key in _ONE_WAY):
         code = next(data[key] for key in _ONE_WAY if key in data)
         raise UserError(
             f"{path}: {code} is code, which cannot be read from JSON: rebuild the value from the file that defines it"
         )
-    if isinstance(data, dict) and _TYPE in data and names_its_class(hint):
+    if isinstance(data, dict) and _TYPE in data and has_class_in_json(hint):
         json_by_field = {key: item for key, item in data.items() if key != _TYPE}
         return _load_record(json_by_field, type_of(str(data[_TYPE]), path), path)
-    if len(members(hint)) > 1:
-        return first_that_accepts(lambda member: load(data, member, path), hint, path, data)
+    if len(alternatives(hint)) > 1:
+        return load_union(lambda alternative: load(data, alternative, path), hint, path, data)
     origin = get_origin(hint) or hint
     if hint is float and isinstance(data, str) and data in ("inf", "-inf"):
         return float(data)
@@ -175,15 +189,16 @@ def load(data: Any, hint: Any, path: str) -> Any:
         if isinstance(hint, type) and issubclass(hint, PurePath):
             return hint(data)
         if has_text_form(hint):
-            return parse_form(data, hint, path)
+            return parse_text_form(data, hint, path)
     elif dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return _load_record(data, hint, path)
     if origin in (tuple, list) and isinstance(data, list):
         hints = item_hints(hint, len(data))
         if len(hints) != len(data):
-            raise wrong(path, data, hint)
+            raise wrong_type(path, data, hint)
         return origin(
-            load(item, item_hint, f"{path}[{i}]") for i, (item, item_hint) in enumerate(zip(data, hints, strict=True))
+            load(item, item_hint, f"{path}[{index}]")
+            for index, (item, item_hint) in enumerate(zip(data, hints, strict=True))
         )
     if origin in (dict, Mapping) and isinstance(data, dict):
         item_hint = (*get_args(hint), Any, Any)[1]
@@ -191,23 +206,25 @@ def load(data: Any, hint: Any, path: str) -> Any:
     if hint is Any:
         return tuple(load(item, Any, path) for item in data) if isinstance(data, list) else data
     check(data, hint, path)
-    number: Any = data
-    return float(number) if hint is float else number
+    scalar: Any = data
+    return float(scalar) if hint is float else scalar
 
 
 def _load_record(data: Any, cls: type, path: str) -> Any:
-    """Return the value of a dataclass from a JSON object; `path` is its dotted path, for messages."""
-    hints = field_types(cls)
-    upgrade = getattr(cls, "upgraded_json", None)  # for classes whose earlier versions had other fields
-    data = data if upgrade is None else upgrade(data)
-    if not isinstance(data, dict):
-        raise wrong(path, data, cls)
-    for name in data:
+    """Return the value of the dataclass `cls` from a JSON object; `path` is the value's path, for messages."""
+    hints = field_types(cls)  # by field name
+    upgrade = getattr(cls, "upgraded_json", None)  # for classes that had other fields in earlier versions
+    json_by_field = data if upgrade is None else upgrade(data)
+    if not isinstance(json_by_field, dict):
+        raise wrong_type(path, json_by_field, cls)
+    for name in json_by_field:
         if name not in hints:
             user_path = f"{path}.{name}" if path else name
             fields_text = f"{cls.__name__} has {', '.join(hints)}"
             raise UserError(f"unknown field {user_path!r}: {fields_text}{near_miss(name, hints)}")
-    field_values = {name: load(item, hints[name], f"{path}.{name}" if path else name) for name, item in data.items()}
+    field_values = {
+        name: load(item, hints[name], f"{path}.{name}" if path else name) for name, item in json_by_field.items()
+    }
     for field in dataclasses.fields(cls):
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if field.init and not has_default and field.name not in field_values:
@@ -215,52 +232,54 @@ def _load_record(data: Any, cls: type, path: str) -> Any:
     try:
         return cls(**field_values)
     except UserError as error:
-        raise located(error, path, list(hints)) from None
+        raise error_at_path(error, path, list(hints)) from None
 
 
-def first_that_accepts(load_as: Callable[[Any], Any], hint: Any, path: str, data: Any) -> Any:
-    """Load data as the first alternative of a union that accepts it; return the value.
+def load_union(load_as: Callable[[Any], Any], hint: Any, path: str, data: Any) -> Any:
+    """Return the value of JSON or text as the first alternative of a union that accepts it.
 
     Args:
-        load_as: returns the value of the data as the given alternative, or raises a `UserError`.
+        load_as: function that returns the value as a given alternative, or raises UserError.
         hint: the union.
         path: dotted path of the value, for messages.
-        data: JSON data, or text.
+        data: the JSON or text of the value.
 
     Raises:
-        UserError: no alternative accepts the data; if only one alternative is not `None`, the error is the one that
-            this alternative raised.
+        UserError: no alternative accepts the JSON or text. If only one alternative is not `None`, the message is that
+            of this alternative's error.
     """
-    alternatives = [member for member in members(hint) if member is not types.NoneType]
-    alternatives.sort(key=lambda member: member is str)  # last, because a field of text accepts any text
-    if accepts_none(hint):
+    other_types = [alternative for alternative in alternatives(hint) if alternative is not types.NoneType]
+    other_types.sort(key=lambda alternative: alternative is str)  # str is the last, because it accepts any text
+    if is_optional(hint):
         if data is None or (isinstance(data, str) and data.strip().lower() == "none"):
             return None
-        if len(alternatives) == 1:
+        if len(other_types) == 1:
             try:
-                return load_as(alternatives[0])
+                return load_as(other_types[0])
             except UserError as error:
                 message = str(error)
-                start, middle, end = message.partition(f", expected {describe(alternatives[0])}")
-                raise UserError(f"{start}{middle}, or none{end}" if middle else message) from None
-    form_error: UserError | None = None
-    for member in alternatives:
+                start, expected_text, end = message.partition(f", expected {describe(other_types[0])}")
+                raise UserError(f"{start}{expected_text}, or none{end}" if expected_text else message) from None
+    text_form_error: UserError | None = None
+    for alternative in other_types:
         try:
-            return load_as(member)
+            return load_as(alternative)
         except UserError as error:
-            # the error of a class with a text form is the most specific for a text
-            if has_text_form(member) and isinstance(data, str):
-                form_error = error
-    suggestion = literal_near(data, hint)
-    if form_error is None or suggestion:
-        raise wrong(path, data, hint, suggestion)
-    literal_text = ", or ".join(describe(member) for member in alternatives if get_origin(member) is Literal)
+            # for a text, the error of a class with a text form is the most specific
+            if has_text_form(alternative) and isinstance(data, str):
+                text_form_error = error
+    suggestion = literal_suggestion(data, hint)
+    if text_form_error is None or suggestion:
+        raise wrong_type(path, data, hint, suggestion)
+    literal_text = ", or ".join(
+        describe(alternative) for alternative in other_types if get_origin(alternative) is Literal
+    )
     is_word = isinstance(data, str) and data.strip().isalnum()
-    raise UserError(f"{form_error}; or set {literal_text}") if is_word and literal_text else form_error
+    raise UserError(f"{text_form_error}; or set {literal_text}") if is_word and literal_text else text_form_error
 
 
-def parse_form(text: str, cls: Any, path: str) -> Any:
-    """Return the value of a class that has a text form; `path` is its dotted path, for messages."""
+def parse_text_form(text: str, cls: Any, path: str) -> Any:
+    """Return the value of a class with a text form from its text; `path` is the value's path, for messages."""
     try:
         return cls.parse(text)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Fields by dotted path, and their values by text: `--plan.mesh fsdp:4`."""
+"""Fields that are set by dotted path and text, as in `--plan.mesh fsdp:4`."""
 
 import contextlib
 import dataclasses
@@ -11,18 +11,18 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from jaxscale.errors import UserError, near_miss
 from jaxscale.values.annotations import (
-    accepts_none,
+    alternatives,
     describe,
+    error_at_path,
     field_types,
     has_text_form,
+    is_optional,
     is_record,
     item_hints,
-    literal_near,
-    located,
-    members,
-    wrong,
+    literal_suggestion,
+    wrong_type,
 )
-from jaxscale.values.as_json import first_that_accepts, load, parse_form
+from jaxscale.values.as_json import load, load_union, parse_text_form
 
 T = TypeVar("T")
 
@@ -30,15 +30,15 @@ T = TypeVar("T")
 def override(value: T, changes: Mapping[str, str]) -> T:
     """Return a value with some fields replaced, which are specified by dotted path and text.
 
-    Each dataclass on a path is replaced once, with all its changes together, so that its checks never see a
-    mixture of old and new values.
+    Each dataclass on a path is replaced once, with all its changes, so that its checks never apply to a mixture of old
+    and new values.
 
     Args:
         value: a frozen dataclass.
-        changes: text by dotted path: `{"model.embed": "256", "plan.mesh": "fsdp:4"}`; `-` may stand for `_` in a path.
+        changes: texts by dotted path: `{"model.embed": "256", "plan.mesh": "fsdp:4"}`; `-` may stand for `_` in a path.
 
     Raises:
-        UserError: a path is unknown (the message suggests the nearest), or a text is not of the field's type.
+        UserError: a path is unknown (the message suggests a similar one), or a text is not of the field's type.
 
     Example:
         >>> from jaxscale.recipe.plan import Plan
@@ -48,53 +48,58 @@ def override(value: T, changes: Mapping[str, str]) -> T:
         Traceback (most recent call last):
         jaxscale.errors.UserError: unknown field 'zeor'; did you mean 'zero'?
     """
-    nested_changes: dict[str, Any] = {}
+    nested_changes: dict[str, Any] = {}  # by field name: a text, or a dict of the changes in a nested dataclass
     for user_path, text in changes.items():
         path = user_path.replace("-", "_")
         _check_path(value, path, user_path)
-        target_changes = nested_changes
+        parent_changes = nested_changes
         *parents, field_name = path.split(".")
         for index, parent in enumerate(parents):
-            target_changes = target_changes.setdefault(parent, {})
-            if isinstance(target_changes, str):
+            parent_changes = parent_changes.setdefault(parent, {})
+            if isinstance(parent_changes, str):
                 parent_path = ".".join(parents[: index + 1])
                 raise UserError(f"{parent_path} and {path} are both given: set one of them")
-        if field_name in target_changes:
-            raise UserError(f"{path} and one of its fields are both given, or it is given twice: set one of them")
-        target_changes[field_name] = text
+        if field_name in parent_changes:
+            raise UserError(f"{path} and one of its fields are both given, or {path} is given twice: set one of them")
+        parent_changes[field_name] = text
     return _replace(value, nested_changes, "")
 
 
 def paths(value: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted path of every field that `override` takes, in the order they are declared."""
+    """Yield the dotted path of every field that `override` can set, in the order of their declarations."""
     for name, hint in field_types(type(value)).items():
         field_value, path = getattr(value, name), f"{prefix}{name}"
         if is_record(field_value):
             yield from paths(field_value, f"{path}.")
-            if not accepts_none(hint):
+            if not is_optional(hint):
                 continue
         yield path
 
 
 def parse(text: str, hint: Any, path: str) -> Any:
-    """Read a value of type `hint` from its text form `text`; `path` is its dotted path, for messages.
+    """Return the value of a declared type from its text.
+
+    Args:
+        text: the text, as on a command line.
+        hint: the declared type.
+        path: dotted path of the value, for messages.
 
     Example:
         >>> parse("1e4", int, "steps"), parse("none", int | None, "loss_chunk"), parse("a, b", tuple[str, ...], "axes")
         (10000, None, ('a', 'b'))
     """
-    if len(members(hint)) > 1:
-        return first_that_accepts(lambda member: parse(text, member, path), hint, path, text)
+    if len(alternatives(hint)) > 1:
+        return load_union(lambda alternative: parse(text, alternative, path), hint, path, text)
     origin = get_origin(hint) or hint
     if origin is Literal:
-        for option in get_args(hint):
-            if str(option) == text:
-                return option
-        raise wrong(path, text, hint, literal_near(text, hint))
+        for literal in get_args(hint):
+            if str(literal) == text:
+                return literal
+        raise wrong_type(path, text, hint, literal_suggestion(text, hint))
     if hint is bool:
         bool_by_word = {"true": True, "yes": True, "false": False, "no": False}
         if text.lower() not in bool_by_word:
-            raise wrong(path, text, hint, near_miss(text.lower(), bool_by_word))
+            raise wrong_type(path, text, hint, near_miss(text.lower(), bool_by_word))
         return bool_by_word[text.lower()]
     if hint in (int, float):
         return _number(text, hint, path)
@@ -103,7 +108,7 @@ def parse(text: str, hint: Any, path: str) -> Any:
     if isinstance(hint, type) and issubclass(hint, PurePath):
         return hint(text)
     if has_text_form(hint):
-        return parse_form(text, hint, path)
+        return parse_text_form(text, hint, path)
     if text.strip()[:1] in ("[", "{"):
         try:
             return load(json.loads(text), hint, path)
@@ -113,10 +118,10 @@ def parse(text: str, hint: Any, path: str) -> Any:
         item_texts = [] if text.strip() in ("", "()") else [item_text.strip() for item_text in text.split(",")]
         hints = item_hints(hint, len(item_texts))
         if len(hints) != len(item_texts):
-            raise wrong(path, text, hint)
+            raise wrong_type(path, text, hint)
         return origin(
-            parse(item_text, item_hint, f"{path}[{i}]")
-            for i, (item_text, item_hint) in enumerate(zip(item_texts, hints, strict=True))
+            parse(item_text, item_hint, f"{path}[{index}]")
+            for index, (item_text, item_hint) in enumerate(zip(item_texts, hints, strict=True))
         )
     if hint is Any:
         return text
@@ -126,7 +131,7 @@ def parse(text: str, hint: Any, path: str) -> Any:
 
 
 def spell(value: Any) -> str:
-    """Return the text that `parse` reads back as the value.
+    """Return the text from which `parse` returns an equal value.
 
     Example:
         >>> spell(None), spell(True), spell(("a", "b")), spell(0.5)
@@ -140,18 +145,18 @@ def spell(value: Any) -> str:
 
 
 def _number(text: str, hint: type, path: str) -> int | float:
-    """Read a number of type `hint` (int or float) from a text; 1e4 is also a whole number."""
+    """Return the number in a text, of type `hint` (int or float); "1e4" is also a whole number."""
     number = math.nan
     for number_type in (float, hint):
         with contextlib.suppress(ValueError):
             number = number_type(text)
     if isinstance(number, float) and (math.isnan(number) or (hint is int and not number.is_integer())):
-        raise wrong(path, text, hint)
+        raise wrong_type(path, text, hint)
     return hint(number)
 
 
 def _check_path(value: Any, path: str, user_path: str) -> None:
-    """Check that a dotted path leads to a field that text can set.
+    """Raise UserError if a dotted path does not lead to a field that a text can set.
 
     Args:
         value: the dataclass at which the path starts.
@@ -170,27 +175,27 @@ def _check_path(value: Any, path: str, user_path: str) -> None:
                 raise UserError(f"{user_path}: {'.'.join(names[:index])} is none, so its fields cannot be set")
             raise UserError(f"unknown field {user_path!r}{_near_path(path, list(paths(value)))}")
         hint, record = hints[name], getattr(record, name)
-    if is_record(record) and not accepts_none(hint):
-        raise UserError(f"{user_path} has fields of its own: set one of {', '.join(paths(record, path + '.'))}")
+    if is_record(record) and not is_optional(hint):
+        raise UserError(f"{user_path} consists of fields: set one of {', '.join(paths(record, path + '.'))}")
 
 
 def _near_path(path: str, known_paths: Sequence[str]) -> str:
-    """Return a suggestion to append to a message: the known path that is nearest, or whose last part is nearest."""
-    path_of_last_part = {candidate.rpartition(".")[2]: candidate for candidate in reversed(known_paths)}
-    last_part = path.rpartition(".")[2]
-    matches_of_last_part = [path_of_last_part[last_part]] if last_part in path_of_last_part else []
-    nearest_paths = difflib.get_close_matches(path, known_paths, n=1)
-    if nearest_paths and matches_of_last_part and difflib.SequenceMatcher(None, path, nearest_paths[0]).ratio() < 0.8:
-        nearest_paths = matches_of_last_part
-    suggestions = nearest_paths or matches_of_last_part or difflib.get_close_matches(last_part, known_paths, n=1)
+    """Return the end of a message, which suggests a known path that is similar, or has a similar field name."""
+    path_by_field_name = {known_path.rpartition(".")[2]: known_path for known_path in reversed(known_paths)}
+    field_name = path.rpartition(".")[2]
+    same_field_paths = [path_by_field_name[field_name]] if field_name in path_by_field_name else []
+    similar_paths = difflib.get_close_matches(path, known_paths, n=1)
+    if similar_paths and same_field_paths and difflib.SequenceMatcher(None, path, similar_paths[0]).ratio() < 0.8:
+        similar_paths = same_field_paths
+    suggestions = similar_paths or same_field_paths or difflib.get_close_matches(field_name, known_paths, n=1)
     if not suggestions:
-        near_last_parts = difflib.get_close_matches(last_part, path_of_last_part, n=1, cutoff=0.75)
-        suggestions = [path_of_last_part[near_last_part] for near_last_part in near_last_parts]
+        similar_field_names = difflib.get_close_matches(field_name, path_by_field_name, n=1, cutoff=0.75)
+        suggestions = [path_by_field_name[similar_field_name] for similar_field_name in similar_field_names]
     return f"; did you mean {suggestions[0]!r}?" if suggestions else f"; expected one of {', '.join(known_paths)}"
 
 
 def _narrowed(hint: Any, value: Any) -> Any:
-    """Return the declared type of a field; for `Any`, the type of its value if that is a bool, a number or a path."""
+    """Return a field's declared type; for `Any`, the type of the field's value if this is a bool, number or path."""
     return type(value) if hint is Any and isinstance(value, bool | int | float | PurePath) else hint
 
 
@@ -199,7 +204,7 @@ def _replace(value: Any, changes: Mapping[str, Any], path: str) -> Any:
 
     Args:
         value: a frozen dataclass.
-        changes: by field name, the field's new text; for a nested dataclass, the changes of its fields.
+        changes: by field name, the field's new text, or for a nested dataclass a dict of changes in the same form.
         path: dotted path of the value, for messages.
     """
     hints = field_types(type(value))
@@ -214,4 +219,4 @@ def _replace(value: Any, changes: Mapping[str, Any], path: str) -> Any:
     try:
         return dataclasses.replace(value, **field_values)
     except UserError as error:
-        raise located(error, path, list(hints)) from None
+        raise error_at_path(error, path, list(hints)) from None

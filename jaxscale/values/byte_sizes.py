@@ -1,4 +1,4 @@
-"""Numbers of bytes as users write them, `1.5GiB` or `200MB`, and back without loss."""
+"""Numbers of bytes from texts such as `1.5GiB` or `200MB`, and back to texts without loss."""
 
 import re
 from decimal import Decimal
@@ -10,18 +10,18 @@ UNITS = {
     **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", 1)},
     **{f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", 1)},
 }
-"""Bytes of each unit: KiB is 1024 bytes, KB is 1000."""
+"""Number of bytes in each unit: 1 KiB is 1024 bytes, and 1 KB is 1000 bytes."""
 
 
 def parse_bytes(text: str, quantity: str = "bytes") -> int:
-    """Read a number of bytes from a text such as "1.5GiB".
+    """Return the number of bytes in a text such as "1.5GiB".
 
     Args:
-        text: a number and a unit; "0" alone needs no unit.
-        quantity: name of the quantity, which begins error messages.
+        text: a number and a unit; "0" needs no unit.
+        quantity: name of the quantity, with which error messages begin.
 
     Raises:
-        UserError: the text is no number >= 0 with a known unit, or is a fraction of a byte.
+        UserError: the text is not a number >= 0 with a known unit, or gives a fraction of a byte.
 
     Example:
         >>> parse_bytes("1.5GiB"), parse_bytes("200 MB"), parse_bytes("0")
@@ -37,24 +37,24 @@ def parse_bytes(text: str, quantity: str = "bytes") -> int:
     if not unit and number:
         raise UserError(f"{quantity} {text!r}: a unit is missing; write {match[1]}GiB, {match[1]}MiB or {match[1]}B")
     if unit and unit not in UNITS:
-        suggestion = next((f"; did you mean {known!r}?" for known in UNITS if known.lower() == unit.lower()), None)
-        suggestion = suggestion or near_miss(unit, UNITS)
+        same_letters = next((known for known in UNITS if known.lower() == unit.lower()), None)
+        suggestion = near_miss(unit, UNITS) if same_letters is None else f"; did you mean {same_letters!r}?"
         raise UserError(f"{quantity} {text!r}: unknown unit {unit!r}{suggestion} (B, KiB to PiB, KB to PB)")
-    count = number * UNITS[unit or "B"]
-    if unit in ("", "B") and count != int(count):
+    byte_count = number * UNITS[unit or "B"]
+    if unit in ("", "B") and byte_count != int(byte_count):
         raise UserError(f"{quantity} {text!r}: expected a whole number of bytes, got a fraction of a byte")
-    return int(count)
+    return int(byte_count)
 
 
 def limit_bytes(limit: int | str | None, name: str) -> int | None:
-    """The bytes of a limit, which is a number, or a text such as "12GiB"; `None` without a limit.
+    """Return the number of bytes that a limit specifies; `None` for no limit.
 
     Args:
-        limit: the limit.
+        limit: a number of bytes, a text such as "12GiB", or `None`.
         name: name of the argument, for messages.
 
     Raises:
-        UserError: the text is no number of bytes, or the limit is below one byte.
+        UserError: the text is not a number of bytes, or the limit is below one byte.
 
     Example:
         >>> limit_bytes("12GiB", "limit"), limit_bytes(4096, "limit"), limit_bytes(None, "limit")
@@ -62,46 +62,49 @@ def limit_bytes(limit: int | str | None, name: str) -> int | None:
     """
     if limit is not None and not isinstance(limit, int | str):
         raise UserError(f"{name}: got {limit!r}, expected a whole number of bytes, or a text such as 12GiB")
-    count = parse_bytes(limit, name) if isinstance(limit, str) else limit
-    if count is not None and count < 1:
-        raise UserError(f"{name}: got {count} bytes, expected at least 1; leave it out for what programs may use")
-    return count
+    byte_count = parse_bytes(limit, name) if isinstance(limit, str) else limit
+    if byte_count is not None and byte_count < 1:
+        raise UserError(
+            f"{name}: got {byte_count} bytes, expected at least 1; omit {name} to allow all the memory that programs "
+            "may use"
+        )
+    return byte_count
 
 
-def bytes_text(count: int) -> str:
-    """Return the shortest text that `parse_bytes` reads back as exactly this number.
+def bytes_text(byte_count: int) -> str:
+    """Return the shortest text from which `parse_bytes` returns exactly this number of bytes.
 
     Example:
         >>> bytes_text(1610612736), bytes_text(200_000_000), bytes_text(1001), bytes_text(0)
         ('1.5GiB', '200MB', '1001B', '0B')
     """
-    exact_texts = [f"{count}B"]
-    for unit, scale in UNITS.items():
-        if count >= scale > 1:
-            number_text = f"{(Decimal(count) / scale).normalize():f}"
-            if parse_bytes(number_text + unit) == count:
+    exact_texts = [f"{byte_count}B"]
+    for unit, unit_bytes in UNITS.items():
+        if byte_count >= unit_bytes > 1:
+            number_text = f"{(Decimal(byte_count) / unit_bytes).normalize():f}"
+            if parse_bytes(number_text + unit) == byte_count:
                 exact_texts.append(number_text + unit)
     return min(exact_texts, key=len)
 
 
-def bytes_at_least(count: int) -> str:
-    """Return a readable text of a budget of at least `count` bytes, and of at most 1 % more.
+def bytes_at_least(byte_count: int) -> str:
+    """Return a readable text for a budget of at least `byte_count` bytes, and of at most 1 % more.
 
     Example:
         >>> bytes_at_least(5_308_186_624), bytes_at_least(27136), bytes_at_least(12)
         ('4.95GiB', '26.5KiB', '12B')
     """
-    unit = next((name for name in ("PiB", "TiB", "GiB", "MiB", "KiB") if count >= UNITS[name]), "B")
-    hundredths = -(-count * 100 // UNITS[unit])
+    unit = next((name for name in ("PiB", "TiB", "GiB", "MiB", "KiB") if byte_count >= UNITS[name]), "B")
+    hundredths = -(-byte_count * 100 // UNITS[unit])  # number of hundredths of the unit, rounded up
     return f"{(Decimal(hundredths) / 100).normalize():f}{unit}"
 
 
-def short_budget(count: int) -> int:
-    """Return a budget of at least `count` bytes, and of at most 0.8 % more, whose `bytes_text` is short.
+def short_budget(byte_count: int) -> int:
+    """Return a budget of at least `byte_count` bytes, and of at most 0.8 % more, that has a short `bytes_text`.
 
     Example:
         >>> bytes_text(1_215_968_048), bytes_text(short_budget(1_215_968_048)), short_budget(96)
         ('1215968048B', '1160MiB', 96)
     """
-    multiple = 2 ** max(count.bit_length() - 8, 0)
-    return -(-count // multiple) * multiple
+    power_of_two = 2 ** max(byte_count.bit_length() - 8, 0)
+    return -(-byte_count // power_of_two) * power_of_two

@@ -5,29 +5,37 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from jaxscale.errors import UserError
-from jaxscale.values.annotations import field_types, is_record, item_hints, literal_near, members, wrong
+from jaxscale.values.annotations import alternatives, field_types, is_record, item_hints, literal_suggestion, wrong_type
 
 
 def check(value: Any, hint: Any, path: str) -> None:
-    """Check the value at a dotted path, and the values inside it, against a declared type."""
-    if len(members(hint)) > 1:
-        # alternatives that clearly do not match are skipped, because building an error takes long
-        for member in members(hint):
-            if isinstance(member, type) and not isinstance(value, (member, int) if member is float else member):
+    """Raise UserError if a value, or a value inside it, is not of its declared type.
+
+    Args:
+        value: the value.
+        hint: the declared type.
+        path: dotted path of the value, for messages.
+    """
+    if len(alternatives(hint)) > 1:
+        # alternatives that clearly do not match are skipped, because creating an error is slow
+        for alternative in alternatives(hint):
+            if isinstance(alternative, type) and not isinstance(
+                value, (alternative, int) if alternative is float else alternative
+            ):
                 continue
-            if get_origin(member) is Literal and value not in get_args(member):
+            if get_origin(alternative) is Literal and value not in get_args(alternative):
                 continue
             try:
-                return check(value, member, path)
+                return check(value, alternative, path)
             except UserError:
                 continue
-        raise wrong(path, value, hint, literal_near(value, hint))
+        raise wrong_type(path, value, hint, literal_suggestion(value, hint))
     origin = get_origin(hint) or hint
     is_valid = True
     if hint is Any or isinstance(hint, TypeVar):
         pass
     elif origin is Literal:
-        is_valid = any(value == option and type(value) is type(option) for option in get_args(hint))
+        is_valid = any(value == literal and type(value) is type(literal) for literal in get_args(hint))
     elif hint is int:
         is_valid = isinstance(value, int) and not isinstance(value, bool)
     elif hint is float:
@@ -54,5 +62,5 @@ def check(value: Any, hint: Any, path: str) -> None:
             for name, field_hint in field_types(type(value)).items():
                 check(getattr(value, name), field_hint, f"{path}.{name}")
     if not is_valid:
-        raise wrong(path, value, hint, literal_near(value, hint))
+        raise wrong_type(path, value, hint, literal_suggestion(value, hint))
     return None

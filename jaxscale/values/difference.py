@@ -5,7 +5,7 @@ from typing import Any, Final, NamedTuple
 
 
 class Absent(enum.Enum):
-    """Marks a path that a JSON value lacks; no string of a user can be mistaken for it."""
+    """Marks a path that a JSON value lacks; it differs from every string that a user can write."""
 
     ABSENT = "absent"
 
@@ -34,7 +34,12 @@ class Difference(NamedTuple):
 
 
 def difference(first: Any, second: Any, path: str = "") -> list[Difference]:
-    """Return the differences between two JSON values, leaf by leaf; `path` is put in front of their paths.
+    """Return the differences between two JSON values, leaf by leaf.
+
+    Args:
+        first: a JSON value.
+        second: another JSON value.
+        path: dotted path of both values, with which the paths of the differences begin.
 
     Example:
         >>> [str(change) for change in difference({"model": {"embed": 256}}, {"model": {"embed": 128}})]

@@ -1,8 +1,9 @@
-"""Differences between a value and the JSON that an earlier program wrote of such a value, for resuming a run.
+"""Differences between a value and the JSON of an earlier value, which an earlier program may have written.
 
-Irrelevant differences are removed first. A field that the earlier JSON lacks, because the class did not have it yet,
-gets the default value. Paths in a field with the metadata `{"place": "content"}` are ignored, because
-another field holds a hash of the content; in a field with `{"place": "name"}` only the last name of a path counts.
+They decide whether a run can be resumed, so irrelevant differences are removed first. If the earlier JSON lacks a field
+that was added to the class later, the field gets the default value. Paths in a field with the metadata
+`{"place": "content"}` are ignored, because another field holds a hash of the content; in a field with
+`{"place": "name"}`, only the last name of a path counts.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from jaxscale.values.type_names import type_name
 
 
 def changes(value: Any, earlier: Any) -> list[Difference]:
-    """Return the differences between the JSON of a value and earlier JSON, without new fields and folders of files.
+    """Return the differences between the JSON of a value and earlier JSON, ignoring new fields and folders of files.
 
     Args:
         value: a frozen dataclass.
@@ -37,27 +38,35 @@ def changes(value: Any, earlier: Any) -> list[Difference]:
 
 
 def _align(value: Any, new_json: Any, old_json: Any) -> tuple[Any, Any]:
-    """Return the JSON of a value and the earlier JSON, both without irrelevant differences."""
+    """Return the JSON of a value and the earlier JSON, both without irrelevant differences.
+
+    Args:
+        value: the value.
+        new_json: JSON of the value.
+        old_json: JSON of the earlier value.
+    """
     if isinstance(new_json, dict) and isinstance(old_json, dict):
-        new_json = dict(new_json)
+        new_fields = dict(new_json)
         upgrade = getattr(type(value), "upgraded_json", dict)
-        old_json = dict(upgrade(old_json))
-        if isinstance(old_json.get("type"), str):
-            old_json["type"] = type_name(old_json["type"])
-        if is_record(value) and new_json.get("type") == old_json.get("type"):
-            old_json |= _defaults(value, old_json)
+        old_fields = dict(upgrade(old_json))
+        if isinstance(old_fields.get("type"), str):
+            old_fields["type"] = type_name(old_fields["type"])
+        if is_record(value) and new_fields.get("type") == old_fields.get("type"):
+            old_fields |= _missing_defaults(value, old_fields)
             for field in dataclasses.fields(value):
                 name, place = field.name, field.metadata.get("place")
-                if place is not None and _is_path(new_json.get(name)) and _is_path(old_json.get(name)):
-                    new_json[name], old_json[name] = (
-                        _without_place(json_record[name], place) for json_record in (new_json, old_json)
-                    )
+                if place is not None and _is_path(new_fields.get(name)) and _is_path(old_fields.get(name)):
+                    new_fields[name] = _without_place(new_fields[name], place)
+                    old_fields[name] = _without_place(old_fields[name], place)
         for name, inner_value in _inner_values(value).items():
-            if name in new_json and name in old_json:
-                new_json[name], old_json[name] = _align(inner_value, new_json[name], old_json[name])
-    elif isinstance(value, tuple | list) and isinstance(old_json, list) and len(value) == len(old_json):
-        json_pairs = [_align(*values_and_jsons) for values_and_jsons in zip(value, new_json, old_json, strict=True)]
-        new_json, old_json = [pair[0] for pair in json_pairs], [pair[1] for pair in json_pairs]
+            if name in new_fields and name in old_fields:
+                new_fields[name], old_fields[name] = _align(inner_value, new_fields[name], old_fields[name])
+        return new_fields, old_fields
+    if isinstance(value, tuple | list) and isinstance(old_json, list) and len(value) == len(old_json):
+        item_pairs = [
+            _align(item, new_item, old_item) for item, new_item, old_item in zip(value, new_json, old_json, strict=True)
+        ]
+        return [new_item for new_item, _ in item_pairs], [old_item for _, old_item in item_pairs]
     return new_json, old_json
 
 
@@ -68,14 +77,14 @@ def _inner_values(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in field_types(type(value))} if is_record(value) else {}
 
 
-def _defaults(value: Any, old_json: Mapping[str, Any]) -> dict[str, Any]:
+def _missing_defaults(value: Any, old_fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the JSON of the default of each field that earlier JSON lacks; {} if the class rejects the defaults."""
-    hints = field_types(type(value))
-    missing_names = [name for name in hints if name not in old_json]
+    field_names = list(field_types(type(value)))
+    missing_names = [name for name in field_names if name not in old_fields]
     if not missing_names:
         return {}
     try:
-        default_value = type(value)(**{name: getattr(value, name) for name in hints if name in old_json})
+        default_value = type(value)(**{name: getattr(value, name) for name in field_names if name in old_fields})
     except Exception:  # the class may raise any error; the fields then count as different
         return {}
     default_json = json.loads(json.dumps(to_json(default_value)))
@@ -83,14 +92,16 @@ def _defaults(value: Any, old_json: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_path(value: Any) -> bool:
-    """Return whether a JSON value is one or several paths with a folder; a plain word ("byte") is no path."""
+    """Return whether a JSON value is a path with a folder, or a list of such paths; a word like "byte" is not."""
     if isinstance(value, list):
         return bool(value) and all(map(_is_path, value))
     return isinstance(value, str) and ("/" in value or "\\" in value)
 
 
-def _without_place(paths: Any, place: str) -> Any:
-    """Return one or several paths without their folders if `place` is "name", a constant text if it is "content"."""
+def _without_place(path_or_paths: Any, place: str) -> Any:
+    """Return paths without their folders if `place` is "name", or a constant text if `place` is "content"."""
     if place == "content":
         return "a place"
-    return [_without_place(path, place) for path in paths] if isinstance(paths, list) else PurePath(paths).name
+    if isinstance(path_or_paths, list):
+        return [_without_place(path, place) for path in path_or_paths]
+    return PurePath(path_or_paths).name

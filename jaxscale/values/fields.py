@@ -1,21 +1,21 @@
-"""The check of a value's fields when it is created: a value with a field of the wrong type cannot exist."""
+"""The check of a value's fields when the value is created, so that no field ever has a wrong type."""
 
 from typing import Any
 
-from jaxscale.values.annotations import field_types, has_text_form, members
+from jaxscale.values.annotations import alternatives, field_types, has_text_form
 from jaxscale.values.as_text import parse
 from jaxscale.values.check import check
 
 
 def check_types(value: Any) -> None:
-    """Check that every field of a frozen dataclass holds its declared type; call it first in `__post_init__`.
+    """Check that every field of a frozen dataclass holds its declared type; `__post_init__` should call this first.
 
-    A field whose type has a text form accepts that text, which is parsed: `Plan(mesh="fsdp:4")`. A float field accepts
-    an int, which is converted, but not NaN. Neither an int field nor a float field accepts a bool. A field whose
-    annotation cannot be checked accepts any value.
+    If a field's type has a text form, the field also accepts a text, which is parsed: `Plan(mesh="fsdp:4")`. A float
+    field accepts an int, which is converted, but not NaN. An int or float field does not accept a bool. A field with an
+    annotation that cannot be checked accepts any value.
 
     Raises:
-        UserError: the message has the field, its value and the expected type.
+        UserError: a field does not hold its declared type; the message gives the field, its value and this type.
 
     Example:
         >>> import dataclasses
@@ -30,9 +30,13 @@ def check_types(value: Any) -> None:
     """
     for name, hint in field_types(type(value)).items():
         field_value = getattr(value, name)
-        if isinstance(field_value, str) and str not in members(hint) and any(map(has_text_form, members(hint))):
-            field_value = parse(field_value, hint, name)
-            object.__setattr__(value, name, field_value)
+        if (
+            isinstance(field_value, str)
+            and str not in alternatives(hint)
+            and any(map(has_text_form, alternatives(hint)))
+        ):
+            object.__setattr__(value, name, parse(field_value, hint, name))
+            field_value = getattr(value, name)
         check(field_value, hint, name)
-        if type(field_value) is int and float in members(hint) and int not in members(hint):
+        if type(field_value) is int and float in alternatives(hint) and int not in alternatives(hint):
             object.__setattr__(value, name, float(field_value))

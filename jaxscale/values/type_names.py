@@ -1,7 +1,7 @@
-"""Public names of the classes that JSON names under "type", because a file may be older than the module of a class.
+"""Public names for classes in JSON, under "type". They stay valid if a class moves to another module.
 
-A field is open if its declared type alone does not determine the class of its value. Every class of this package that
-an open field of an experiment accepts is listed here. Classes of users are named MODULE:CLASS.
+A field is open if its declared type does not determine the class of the field's value. Every class of jaxscale that an
+open field of an experiment accepts is listed here. JSON gives other classes as MODULE:CLASS.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _MODULE_BY_NAME = {
 }
 """Module of the class with each public name."""
 _PUBLIC = {f"{module}:{name.rpartition('.')[2]}": name for name, module in _MODULE_BY_NAME.items()}
-"""Public name of each MODULE:CLASS of today."""
+"""Public name of each current MODULE:CLASS."""
 _EARLIER = {
     "jaxscale.data.images:Images": "data.Images",
     "jaxscale.data.text:Mixture": "data.Mixture",
@@ -36,14 +36,14 @@ _EARLIER = {
     "jaxscale.models.resnet:ResNet": "models.ResNet",
     "jaxscale.models.vit:ViT": "models.ViT",
 }
-"""Public name of today for each MODULE:CLASS in files of earlier versions. Lines are only added."""
+"""Current public name for each MODULE:CLASS in files of earlier versions. Lines are added, but never removed."""
 
 
 def type_name(path: str) -> str:
     """Return the public name of a class, or `path` itself if the class has none.
 
     Args:
-        path: MODULE:CLASS of today, a name in an earlier file, or a public name.
+        path: a current MODULE:CLASS, a name in an earlier file, or a public name.
 
     Example:
         >>> type_name("jaxscale.models.decoder:Decoder"), type_name("models.Decoder"), type_name("mine:Net")
@@ -53,7 +53,7 @@ def type_name(path: str) -> str:
 
 
 def type_of(name: str, path: str) -> type:
-    """Return the dataclass that JSON names under "type".
+    """Return the dataclass that JSON gives under "type".
 
     Args:
         name: a public name, MODULE:CLASS, or a name in an earlier file.
@@ -67,14 +67,14 @@ def type_of(name: str, path: str) -> type:
         return getattr(importlib.import_module(_MODULE_BY_NAME[public_name]), public_name.rpartition(".")[2])
     module, colon, qualname = public_name.partition(":")
     try:
-        member = importlib.import_module(module) if colon else None  # the module, then what it contains
+        candidate = importlib.import_module(module) if colon else None  # the module, then an object inside it
         for attribute in qualname.split("."):
-            member = getattr(member, attribute)
+            candidate = getattr(candidate, attribute)
     except (ImportError, AttributeError, ValueError):
-        member = None
-    if not (isinstance(member, type) and dataclasses.is_dataclass(member)):
+        candidate = None
+    if not (isinstance(candidate, type) and dataclasses.is_dataclass(candidate)):
         raise UserError(
             f"{path}.type: got {name!r}, expected MODULE:CLASS of a dataclass that can be imported here, or one of "
             f"{', '.join(_MODULE_BY_NAME)}{near_miss(name, _MODULE_BY_NAME)}"
         )
-    return member
+    return candidate

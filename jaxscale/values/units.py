@@ -1,4 +1,4 @@
-"""Numbers for people: counts, bytes, durations, with few digits. No program parses them."""
+"""Numbers as texts for people, with few digits: counts, bytes, rates, durations. Programs do not parse these texts."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ _DECIMAL = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3,
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a measured number as text, with `digits` significant digits.
+    """Return a measured number as text, with `digits` significant digits; empty for `None`.
 
     Example:
         >>> number(1.46872), number(0.000123456), number(float("nan")), number(None), number(1234567.0)
@@ -25,21 +25,21 @@ def number(value: float | None, digits: int = 4) -> str:
     if not -5 <= magnitude < 9:
         mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
         return f"{_with_minus(mantissa)}e{int(power)}"
-    rounded = round(value, digits - 1 - magnitude)
-    decimals = max(0, digits - 1 - magnitude)
-    return _with_minus(f"{rounded:,.{decimals}f}")
+    rounded_value = round(value, digits - 1 - magnitude)
+    decimal_count = max(0, digits - 1 - magnitude)
+    return _with_minus(f"{rounded_value:,.{decimal_count}f}")
 
 
 def count(value: float) -> str:
-    """Return a count as text: exact below 100,000, from there on rounded and with a decimal prefix.
+    """Return a count as text: exact below 100,000; rounded and with a decimal prefix from 100,000 on.
 
     Example:
         >>> count(12), count(98765), count(1_536_000), count(8.03e9)
         ('12', '98,765', '1.54 M', '8.03 B')
     """
-    scaled, letter = _scaled(value, _COUNTS)
-    if letter:
-        return f"{_three_digits(scaled)} {letter}"
+    scaled_value, prefix = _scaled(value, _COUNTS)
+    if prefix:
+        return f"{_three_digits(scaled_value)} {prefix}"
     return f"{value / 1e3:.0f} k" if abs(value) >= 1e5 else f"{round(value):,}"
 
 
@@ -50,8 +50,8 @@ def size(value: float) -> str:
         >>> size(512), size(1_572_864), size(80 * 2**30)
         ('512 B', '1.50 MiB', '80.0 GiB')
     """
-    scaled, unit = _scaled(value, _BYTES)
-    return f"{_three_digits(scaled)} {unit}" if unit else f"{value:.0f} B"
+    scaled_value, unit = _scaled(value, _BYTES)
+    return f"{_three_digits(scaled_value)} {unit}" if unit else f"{value:.0f} B"
 
 
 def round_size(value: float) -> str:
@@ -61,19 +61,19 @@ def round_size(value: float) -> str:
         >>> round_size(20 * 2**30), round_size(0)
         ('20 GiB', '0')
     """
-    scaled, unit = _scaled(value, _BYTES)
-    return f"{scaled:.4g} {unit or 'B'}" if value else "0"
+    scaled_value, unit = _scaled(value, _BYTES)
+    return f"{scaled_value:.4g} {unit or 'B'}" if value else "0"
 
 
 def rate(value: float, unit: str) -> str:
-    """Return a rate as text, with a decimal prefix.
+    """Return a rate as text, with a decimal prefix before its unit.
 
     Example:
         >>> rate(3.21e12, "FLOP/s")
         '3.21 TFLOP/s'
     """
-    scaled, letter = _scaled(value, _DECIMAL)
-    return f"{_three_digits(scaled)} {letter}{unit}"
+    scaled_value, prefix = _scaled(value, _DECIMAL)
+    return f"{_three_digits(scaled_value)} {prefix}{unit}"
 
 
 def short(value: float) -> str:
@@ -83,12 +83,12 @@ def short(value: float) -> str:
         >>> short(20_000), short(2.5e9), short(0)
         ('20 k', '2.5 G', '0')
     """
-    scaled, letter = _scaled(value, _DECIMAL)
-    return f"{_with_minus(f'{scaled:.4g}')} {letter}".rstrip()
+    scaled_value, prefix = _scaled(value, _DECIMAL)
+    return f"{_with_minus(f'{scaled_value:.4g}')} {prefix}".rstrip()
 
 
 def duration(seconds: float) -> str:
-    """Return a span of time as text.
+    """Return a duration as text, in one or two units from milliseconds to days.
 
     Example:
         >>> duration(0.0042), duration(3.25), duration(75), duration(8000), duration(200_000)
@@ -98,16 +98,17 @@ def duration(seconds: float) -> str:
         return "unknown"
     if seconds < 60:
         return f"{_three_digits(seconds * 1e3)} ms" if seconds < 0.1 else f"{_three_digits(seconds)} s"
+    # seconds in a unit and in the next smaller unit, and the names of both units
     scales = ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s"))
-    for unit_seconds, part_seconds, unit, part_unit in scales:
+    for unit_seconds, smaller_seconds, unit, smaller_unit in scales:
         if seconds >= unit_seconds:
-            part_count = int(seconds % unit_seconds // part_seconds)
-            return f"{int(seconds // unit_seconds)} {unit} {part_count} {part_unit}"
+            smaller_count = int(seconds % unit_seconds // smaller_seconds)
+            return f"{int(seconds // unit_seconds)} {unit} {smaller_count} {smaller_unit}"
     raise AssertionError(seconds)
 
 
 def field(name: str, value: object) -> str:
-    """Return the value of a metric's field as text, in the unit with which the field's name ends.
+    """Return the value of a metric's field as text, in the unit at the end of the field's name.
 
     Example:
         >>> field("step_seconds", 0.25), field("temp_bytes", 2048), field("path", "checkpoints/500")
@@ -125,7 +126,7 @@ def field(name: str, value: object) -> str:
 
 
 def _scaled(value: float, scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """Return a value in the largest unit that it reaches, and the unit; below all units, the value itself and ""."""
+    """Return a value divided by the largest scale that it reaches, and the scale's unit; else the value and no unit."""
     return next(((value / scale, unit) for scale, unit in scales if abs(value) >= scale), (value, ""))
 
 

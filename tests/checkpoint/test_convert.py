@@ -48,7 +48,7 @@ def test_a_checkpoint_goes_to_eight_bits_and_back(run, capsys):
     assert json.loads((eight / "plan.json").read_text())["state"]["moments"] == "int8"
     back = folder.with_name("back")
     assert "step 3" in convert_state(eight, "float32", back)
-    with pytest.raises(UserError, match="exists already: give another directory with --out"):
+    with pytest.raises(UserError, match="already exists: give another directory with --out"):
         convert_state(eight, "float32", back)
     experiment = Experiment("bits", MODEL, Text("text.txt", tokenizer="byte", context=8), batch=8)
     found = Checkpoints(back / "checkpoints").restore_arrays(

@@ -55,7 +55,7 @@ def test_what_cannot_be_saved_or_restored_is_refused(tmp_path):
     with pytest.raises(jx.UserError, match="keep: got 0, expected at least 1"):
         jx.Checkpoints(tmp_path, keep=0)
     checkpoints = jx.Checkpoints(tmp_path)
-    with pytest.raises(jx.UserError, match="data: got set, expected what JSON holds"):
+    with pytest.raises(jx.UserError, match="data: got set, expected JSON values"):
         checkpoints.save(step, step.init(), data={1, 2})
     with pytest.raises(jx.UserError, match=r"number: got 7, but .* has checkpoints of no updates"):
         checkpoints.restore(step, number=7)

@@ -55,8 +55,8 @@ def test_mistakes(words, message):
 
 
 def test_right_words():
-    assert read([]) == read(["--help"]) == Arguments(None, shows_help=True)
-    assert read(["train", "--help"]) == Arguments("train", shows_help=True)
+    assert read([]) == read(["--help"]) == Arguments(None, is_help=True)
+    assert read(["train", "--help"]) == Arguments("train", is_help=True)
     assert read(["train", "a.py", "tiny", "--log_every=2", "--plan.loss-chunk", "-1"]) == Arguments(
         "train", {"file": "a.py", "variant": "tiny", "log_every": 2}, {"plan.loss_chunk": "-1"}
     )

@@ -103,10 +103,10 @@ def test_stages_priced_by_an_experiment(capsys):
         ("draw pipeline chimera:3x6", "expected an even number"),
         ("draw pipeline auto:4", "its schedule is still to be chosen"),
         ("draw pipeline file:none.csv", "none.csv"),
-        ("draw pipeline 1f1b:4x8 --compare gpipe:4x8", "put all of them after --compare"),
+        ("draw pipeline 1f1b:4x8 --compare gpipe:4x8", "put all schedules after --compare"),
         ("draw pipeline --compare ,", "got no schedule, expected some"),
         ("draw pipeline --compare 1f1b:4x8,zbv:4x8", "did you mean 'zb-v'?"),
-        ("draw pipeline 1f1b:4x8 --cost q=1", "unknown price 'q': expected some of f, i, w, b, u, link"),
+        ("draw pipeline 1f1b:4x8 --cost q=1", "unknown letter 'q': expected some of f, i, w, b, u, link"),
         ("draw pipeline 1f1b:4x8 --cost lnk=1", "did you mean 'link'?"),
         ("draw pipeline 1f1b:4x8 --cost f", "got 'f', expected a number >= 0, such as f=1"),
         ("draw pipeline 1f1b:4x8 --cost f=-1", "got 'f=-1', expected a number >= 0"),
@@ -116,7 +116,7 @@ def test_stages_priced_by_an_experiment(capsys):
             "--model.embed is a field of an experiment",
         ),
         ("draw pipeline 1f1b:4x8 --cost f=1,f=2", "f is given twice"),
-        ("draw pipeline 1f1b:4x8 --cost f=0", "a forward that takes no time leaves nothing to draw"),
+        ("draw pipeline 1f1b:4x8 --cost f=0", "got no time for the forward pass, so there is nothing to draw"),
         ("draw pipeline 1f1b:4x8 -o chart.pdf", "chart.pdf: expected a name that ends in .svg, .html or .csv"),
         ("draw pipeline --compare 1f1b:4x8,gpipe:4x8 -o a.csv", "a CSV holds one schedule, not 2"),
         ("draw pipeline pipedream:4 -o a.csv", "it updates weights inside the schedule, which CSV cannot express"),
@@ -164,5 +164,5 @@ def test_options_stay_with_their_schedule():
 def test_the_help_says_how(capsys):
     assert main(["draw", "--help"]) == 0
     out = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for words in ("jaxscale draw pipeline zb-v:4x8", "--compare", "v=2, belong to the schedule before", "by roofline"):
+    for words in ("jaxscale draw pipeline zb-v:4x8", "--compare", "v=2, belong to the preceding", "by roofline"):
         assert words in out

@@ -43,7 +43,7 @@ def refused(capsys: pytest.CaptureFixture[str], words: str | list[str], *message
         ("fit experiments/toy.py --platform tpuv5e:4x4", "unknown platform 'tpuv5e:4x4'"),
         (["fit", "experiments/toy.py", "--platform", "tpu v5e:3x5"], "tpu v5e has no slice 3x5"),
         ("fit experiments/toy.py --limit 14Gib", "--limit '14Gib': unknown unit 'Gib'; did you mean 'GiB'?"),
-        ("fit experiments/toy.py --limit 0B", "--limit 0B: expected at least 1B"),
+        ("fit experiments/toy.py --limit 0B", "--limit: got 0B, expected at least 1B"),
         (["fit", "experiments/toy.py", "--platform", "gpu l4", "--verify"], "compiler/gpu_target.py lacks its data"),
         (["fit", "experiments/toy.py", "--platform", "gpu h100 x 12", "--verify"], "12 GPUs do not fill hosts of 8"),
         ("fit experiments/toy.py --batch 0", "batch: got 0, expected a whole number >= 1"),
@@ -84,9 +84,9 @@ def refused(capsys: pytest.CaptureFixture[str], words: str | list[str], *message
             "optimizer.b1: got 0.9, but lars has no such option",
         ),
         ("train experiments/toy.py --model other", "fields of the experiment are set by path, such as --model.embed"),
-        ("train experiments/toy.py --plan.rules none", "plan.rules has fields of its own: set one of plan.rules.batch"),
+        ("train experiments/toy.py --plan.rules none", "plan.rules consists of fields: set one of plan.rules.batch"),
         ("train experiments/toy.py --optimizer.learning-rate fast", "optimizer.learning_rate: got 'fast'"),
-        ("generate runs/none", "run directory runs/none does not exist; make one with: jaxscale train FILE"),
+        ("generate runs/none", "run directory runs/none does not exist; start a run with: jaxscale train FILE"),
         ("generate experiments", "run directory experiments holds no run"),
         ("evaluate runs/none", "does not exist"),
         ("export runs/none out", "does not exist"),
@@ -292,7 +292,7 @@ def test_a_finished_run_started_again_shows_its_result_and_exits_with_0(tmp_path
         assert re.search(r"^real +finished$", shown, re.MULTILINE)
         assert re.search(r"^steps +2 of 2, 32 target tokens$", shown, re.MULTILINE)
         assert re.search(r"^report +runs/real/report\.html$", shown, re.MULTILINE)
-    assert "\nthe run is complete: raise steps beyond 2 to continue it" in again
+    assert "\nthe run is complete: set steps above 2 to continue it" in again
     assert "compiled" in first
     assert "compiled" not in again
     assert main(["train", "real.py", "--profile", "3:4"]) == 2

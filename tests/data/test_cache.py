@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 import subprocess
@@ -13,7 +14,9 @@ from jaxscale.data.documents import DocumentRecipe
 from jaxscale.data.tokenizer import Bytes, Characters, load
 from jaxscale.errors import UserError
 
-RECIPE = DocumentRecipe(separator="<>", beginning="", ending=".", prompt_end=None, held_out=0.25, whole=True)
+RECIPE = DocumentRecipe(
+    separator="<>", beginning="", ending=".", prompt_end=None, held_out=0.25, is_cut_at_document=True
+)
 
 
 @pytest.fixture
@@ -34,7 +37,8 @@ def test_the_tokens_are_those_of_the_documents(corpus, documents, subwords, kind
     vocabulary = {"byte": Bytes(), "char": Characters.of([*documents, "<>"]), "subword": load(str(subwords))}[kind]
     opened = open_corpus([str(corpus)], vocabulary, RECIPE)
     for split, expected in ((opened.train, documents[:45]), (opened.held_out, documents[45:])):
-        found = [split.ids[a:b].tolist() for a, b in zip(split.starts[:-1], split.starts[1:], strict=True)]
+        starts = split.document_starts
+        found = [split.ids[a:b].tolist() for a, b in itertools.pairwise(starts)]
         assert found == [[*vocabulary.encode(text).tolist(), *vocabulary.encode(".").tolist()] for text in expected]
     assert opened.facts["train"]["documents"] == 45
     assert opened.train.ids.dtype == (np.uint16 if kind == "subword" else np.uint8)

@@ -2,10 +2,10 @@ import dataclasses
 
 import pytest
 
-from jaxscale.data.documents import DocumentRecipe, survey, texts
+from jaxscale.data.documents import DocumentRecipe, check_and_count, texts
 from jaxscale.errors import UserError
 
-PLAIN = DocumentRecipe(separator=None, beginning="", ending="", prompt_end=None, held_out=0.1, whole=False)
+PLAIN = DocumentRecipe(separator=None, beginning="", ending="", prompt_end=None, held_out=0.1, is_cut_at_document=False)
 
 
 @pytest.fixture
@@ -25,14 +25,14 @@ def joined(files, recipe, cut):
 
 def test_a_separator_is_dropped_with_what_is_empty(files):
     recipe = dataclasses.replace(PLAIN, separator="|", beginning="<", ending=">")
-    counts = survey(files, recipe)
+    counts = check_and_count(files, recipe)
     assert counts["documents"] == counts["marked"] == 5
     assert counts["characters"] == len("<one><two><three><four><five>")
     assert joined(files, recipe, 100) == ("|<one>|<two>|<three>|<four>|<five>", "")
 
 
 def test_without_a_separator_each_file_is_one_document(files):
-    assert survey(files, PLAIN)["documents"] == 2
+    assert check_and_count(files, PLAIN)["documents"] == 2
     splits = [split for split, begins, *_ in texts(files, PLAIN, 100) if begins]
     assert splits == [0, 0]
 
@@ -40,29 +40,31 @@ def test_without_a_separator_each_file_is_one_document(files):
 @pytest.mark.parametrize("cut", range(30))
 def test_a_cut_by_characters_falls_where_nanogpt_cuts(files, cut):
     recipe = dataclasses.replace(PLAIN, separator="|", beginning="<", ending=">")
-    whole = "<one><two><three><four><five>"
+    is_cut_at_document = "<one><two><three><four><five>"
     train, held_out = (text.replace("|", "") for text in joined(files, recipe, cut))
-    assert (train, held_out) == (whole[:cut], whole[cut:])
+    assert (train, held_out) == (is_cut_at_document[:cut], is_cut_at_document[cut:])
 
 
 @pytest.mark.parametrize(
     ("cut", "expected"), [(0, ("", "|one|two|three|four|five")), (3, ("|one|two|three", "|four|five"))]
 )
 def test_a_cut_by_documents_keeps_them_whole(files, cut, expected):
-    assert joined(files, dataclasses.replace(PLAIN, separator="|", whole=True), cut) == expected
+    assert joined(files, dataclasses.replace(PLAIN, separator="|", is_cut_at_document=True), cut) == expected
 
 
 def test_what_is_learned_is_what_follows_the_marker(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("Q: 1? A: 2 A: 3|Q: no answer|A: B")
-    recipe = DocumentRecipe(separator="|", beginning="<", ending=">", prompt_end="A:", held_out=0.0, whole=True)
+    recipe = DocumentRecipe(
+        separator="|", beginning="<", ending=">", prompt_end="A:", held_out=0.0, is_cut_at_document=True
+    )
     found = [(text, learned) for _, _, learned, text in texts([str(path)], recipe, 3)]
     assert found == [
         *(("<", False), ("Q: 1? A:", False), (" 2 A: 3", True), (">", True)),
         *(("<", False), ("Q: no answer", False), (">", False)),
         *(("<", False), ("A:", False), (" B", True), (">", True)),
     ]
-    assert survey([str(path)], recipe)["marked"] == 2
+    assert check_and_count([str(path)], recipe)["marked"] == 2
 
 
 @pytest.mark.parametrize(
@@ -74,10 +76,10 @@ def test_what_is_learned_is_what_follows_the_marker(tmp_path):
 )
 def test_a_marker_that_never_occurs_is_refused(files, recipe, message):
     with pytest.raises(UserError, match=message):
-        survey(files, recipe)
+        check_and_count(files, recipe)
 
 
 def test_nothing_between_separators_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("||")
     with pytest.raises(UserError, match=r"separator '\|' leaves no document"):
-        survey([str(tmp_path / "a.txt")], dataclasses.replace(PLAIN, separator="|"))
+        check_and_count([str(tmp_path / "a.txt")], dataclasses.replace(PLAIN, separator="|"))

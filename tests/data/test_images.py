@@ -51,7 +51,7 @@ def arrays(**changes):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (arrays(y=None), "has no array 'y': it holds x; name it in labels"),
+        (arrays(y=None), "has no array 'y': it holds x; name one of them in labels"),
         ({"y": np.arange(3), "X": np.zeros((3, 2, 2))}, "has no array 'x': it holds y, X"),
         (arrays(x=np.zeros((10, 4))), r"x is float64\[10, 4\]: expected numbers"),
         (arrays(x=np.full((10, 2, 2), "a")), "x is <U1"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxscale.data import Images, Mixture, Text
-from jaxscale.data.loader import spread
+from jaxscale.data.loader import spread_order
 from jaxscale.errors import UserError
 
 KINDS = ("windows", "packed", "prompts", "mixture", "mixture_packed", "images")
@@ -99,7 +99,7 @@ def test_evaluation_is_repeatable_of_one_shape_and_weighs_its_targets_once(data)
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 55, 1000, 4096, 5040])
 def test_evaluation_takes_every_row_once_and_any_number_of_the_first_evenly(count):
-    order = spread(count)
+    order = spread_order(count)
     assert sorted(order) == list(range(count))
     for taken in (5, 20, 100):
         if count < 4 * taken:
@@ -186,5 +186,5 @@ def test_a_state_of_other_data_is_refused(corpus):
     with Text(corpus, context=16).open(4, 0).train() as batches:
         state = batches.get_state()
     corpus.write_bytes(corpus.read_bytes() + b" and more")
-    with pytest.raises(UserError, match="the data is not what this run has read before"):
+    with pytest.raises(UserError, match="the data has changed since this run was last started"):
         Text(corpus, context=16).open(4, 0).train(state)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxscale.data.cache import Tokens
-from jaxscale.data.pack import Packed, best_fit, split
+from jaxscale.data.pack import Packed, best_fit, split_documents
 
 
 def one_by_one(lengths, capacity):
@@ -27,7 +27,7 @@ def test_best_fit_equals_its_definition(drawn):
     capacity, lengths = drawn
     packing = best_fit(np.array(lengths, np.int64), capacity)
     assert sorted(packing.pieces.tolist()) == list(range(len(lengths)))
-    rows = [packing.pieces[a:b] for a, b in zip(packing.rows[:-1], packing.rows[1:], strict=True)]
+    rows = [packing.pieces[a:b] for a, b in zip(packing.row_starts[:-1], packing.row_starts[1:], strict=True)]
     rooms = sorted(capacity - sum(lengths[i] for i in row) for row in rows)
     assert rooms == one_by_one(lengths, capacity)
 
@@ -36,13 +36,13 @@ def test_a_million_documents_are_packed_well():
     lengths = np.random.default_rng(0).integers(1, 2049, 1_000_000)
     packing = best_fit(lengths, 2048)
     assert len(packing.pieces) == len(lengths)
-    assert lengths.sum() / ((len(packing.rows) - 1) * 2048) > 0.99
+    assert lengths.sum() / ((len(packing.row_starts) - 1) * 2048) > 0.99
 
 
 @given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 7))
 def test_split_makes_every_token_but_the_first_a_target_once(sizes, context):
     starts = np.concatenate([[0], np.cumsum(np.array(sizes, np.int64))]).astype(np.int64)
-    first, length = split(starts, context)
+    first, length = split_documents(starts, context)
     assert length.tolist() == [] or (length.min() >= 1 and length.max() <= context)
     targets = [t for f, n in zip(first, length, strict=True) for t in range(f + 1, f + n + 1)]
     expected = [t for a, b in itertools.pairwise(starts) for t in range(a + 1, b)]
@@ -81,7 +81,7 @@ def test_no_document_leaks_and_no_target_is_lost(context):
             assert position[inside].tolist() == list(range(inside.sum()))
             assert (np.diff(token[inside]) == 1).all()
         seen += target[used].tolist()
-    firsts = set(tokens.starts[:-1].tolist())
+    firsts = set(tokens.document_starts[:-1].tolist())
     assert sorted(seen) == [place for place in range(sum(sizes)) if place not in firsts]
     assert packed.targets == len(seen)
 

@@ -9,14 +9,14 @@ def test_one_path_several_and_globs_keep_their_order(tmp_path):
         (tmp_path / name).write_text(name)
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "d.txt").write_text("d")
-    found = source.find((str(tmp_path / "c.md"), str(tmp_path / "**" / "*.txt")))
+    found = source.find_files((str(tmp_path / "c.md"), str(tmp_path / "**" / "*.txt")))
     assert [path.removeprefix(f"{tmp_path}/") for path in found] == ["c.md", "a.txt", "b.txt", "deep/d.txt"]
 
 
 def test_a_name_with_brackets_is_a_file_before_it_is_a_glob(tmp_path):
     path = tmp_path / "a[1].txt"
     path.write_text("x")
-    assert source.find((str(path),)) == [str(path)]
+    assert source.find_files((str(path),)) == [str(path)]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_name_with_brackets_is_a_file_before_it_is_a_glob(tmp_path):
 def test_what_is_not_there_is_named(tmp_path, name, message):
     (tmp_path / "shakespeare.txt").write_text("x")
     with pytest.raises(UserError, match=message):
-        source.find((str(tmp_path / name) if name != "." else str(tmp_path),))
+        source.find_files((str(tmp_path / name) if name != "." else str(tmp_path),))
 
 
 @pytest.mark.parametrize(
@@ -81,11 +81,11 @@ def test_a_scheme_goes_through_epath(monkeypatch):
     monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
     for name in ("a.txt", "b.txt"):
         Bucket().pipe(f"/bucket/{name}", name.encode())
-    assert source.find(("gs://bucket/a.txt",)) == ["gs://bucket/a.txt"]
-    assert source.find(("gs://bucket/*.txt",)) == ["gs://bucket/a.txt", "gs://bucket/b.txt"]
+    assert source.find_files(("gs://bucket/a.txt",)) == ["gs://bucket/a.txt"]
+    assert source.find_files(("gs://bucket/*.txt",)) == ["gs://bucket/a.txt", "gs://bucket/b.txt"]
     assert source.read("gs://bucket/b.txt") == b"b.txt"
     with pytest.raises(UserError, match=r"no such file: gs://bucket/c.txt; did you mean"):
-        source.find(("gs://bucket/c.txt",))
+        source.find_files(("gs://bucket/c.txt",))
 
 
 @pytest.mark.usefixtures("fresh_clients")
@@ -95,4 +95,4 @@ def test_a_missing_client_says_what_to_install(monkeypatch):
 
     monkeypatch.setattr("fsspec.filesystem", missing)
     with pytest.raises(UserError, match=r"needs another package \(Install s3fs.*jaxscale\[remote\]"):
-        source.find(("s3://bucket/a.txt",))
+        source.find_files(("s3://bucket/a.txt",))

@@ -87,7 +87,7 @@ def test_a_prompt_alone_has_the_ids_it_was_trained_with(tmp_path, subwords):
     opened = Text(path, str(subwords), context=4, held_out=0.0, prompt_end="ha").open(1, 0)
     prompt = opened.tokenizer.encode("the ha")
     np.testing.assert_array_equal(opened.parts[0].tokens.ids[: len(prompt)], prompt)
-    assert opened.parts[0].tokens.learned.tolist() == [False] * len(prompt) + [True] * (
+    assert opened.parts[0].tokens.is_learned.tolist() == [False] * len(prompt) + [True] * (
         len(opened.parts[0].tokens.ids) - len(prompt)
     )
 

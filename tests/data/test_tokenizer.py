@@ -53,11 +53,11 @@ def joined(groups, texts):
     ids = [[] for _ in texts]
     order = []
     for group in groups:
-        for number, part in zip(group.texts, np.split(group.ids, np.cumsum(group.lengths)[:-1]), strict=True):
+        for number, part in zip(group.text_indices, np.split(group.ids, np.cumsum(group.lengths)[:-1]), strict=True):
             ids[number] += part.tolist()
             order.append(number)
     assert order == sorted(order)
-    assert sum(group.characters for group in groups) == sum(map(len, texts))
+    assert sum(group.character_count for group in groups) == sum(map(len, texts))
     return ids
 
 
@@ -67,7 +67,7 @@ def test_long_texts_are_cut_without_changing_their_ids(subwords):
     line = "the cat sat\n\n on the\n \nmat.\n\n\nand the hat\nthat\n  the mat\n"
     texts = [line * 20_000, "", "a", line * 700]
     groups = list(ours.encode_all(texts))
-    assert sum(len(group.texts) for group in groups) > 100, "nothing was cut, so nothing was tested"
+    assert sum(len(group.text_indices) for group in groups) > 100, "nothing was cut, so nothing was tested"
     assert joined(groups, texts) == [ours.encode(text).tolist() for text in texts]
 
 
@@ -81,7 +81,7 @@ def test_a_tokenizer_that_sees_across_newlines_gets_the_text_whole():
     ours = Subwords(model.to_str())
     text = "ab\na b\n" * 2000
     (group,) = ours.encode_all([text, "a"])
-    assert group.texts.tolist() == [0, 1]
+    assert group.text_indices.tolist() == [0, 1]
     assert joined([group], [text, "a"]) == [ours.encode(text).tolist(), ours.encode("a").tolist()]
 
 

@@ -69,5 +69,5 @@ def test_a_file_is_a_picture_or_a_page(tmp_path: Path):
     for name, content in (("a.svg", "svg"), ("a.html", "html"), ("a", "html")):
         write_figure(tmp_path / name, lambda: "svg", lambda: "html")
         assert (tmp_path / name).read_text() == content
-    with pytest.raises(UserError, match=r"b\.svg cannot be written: No such file or directory; give another name"):
+    with pytest.raises(UserError, match=r"b\.svg cannot be written: No such file or directory; give another path"):
         write_figure(tmp_path / "none" / "b.svg", lambda: "", lambda: "")

@@ -176,5 +176,5 @@ def test_refusals(tmp_path: Path):
     with pytest.raises(UserError, match=r"cannot be written: there is no folder .*none; make it, or give another name"):
         chart.write(tmp_path / "none" / "chart.svg")
     (tmp_path / "folder.svg").mkdir()
-    with pytest.raises(UserError, match=r"folder\.svg cannot be written: Is a directory; give another name"):
+    with pytest.raises(UserError, match=r"folder\.svg cannot be written: Is a directory; give another path"):
         chart.write(tmp_path / "folder.svg")

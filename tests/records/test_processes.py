@@ -93,7 +93,7 @@ def test_what_one_process_cannot_read_all_pass_over(tmp_path):
 
 def other_process(monkeypatch, grade):
     """As if another process had succeeded (0), failed mildly (1) or gravely (2)."""
-    monkeypatch.setattr(processes, "_greatest", lambda mine: max(mine, grade))
+    monkeypatch.setattr(processes, "_max_over_processes", lambda mine: max(mine, grade))
 
 
 def failing(problem):

@@ -200,7 +200,7 @@ def test_a_changed_copy_is_refused(file: Path):
     with pytest.raises(UserError, match=r"net\.py was changed since the run"):
         load_experiment(run)
     copy.unlink()
-    with pytest.raises(UserError, match=r"net\.py is gone"):
+    with pytest.raises(UserError, match=r"net\.py is missing"):
         load_experiment(run)
 
 

@@ -176,7 +176,7 @@ def test_the_page_shows_the_figures_of_the_run(tmp_path):
         "4.20 s compiling",
         "2 not finite",
         "Parameters, gradients and optimizer state are sharded over 4 devices",
-        "64 rows, 8 for each of 8 parts, in 2 microbatches",
+        "64 rows, 8 for each of 8 parts, in 2 successive microbatches",
         "Mesh: 8 devices (cpu)",
         "Optimizer state1.61 MiB",
         "dim 1 on fsdp",
@@ -186,7 +186,7 @@ def test_the_page_shows_the_figures_of_the_run(tmp_path):
         "0.10.2",
         "How ill white hairs become a fool & <jester>!",
         "loss is not finite",
-        "Kernels taken on tpu v5eattention tpu, adam8 reference (it needs <more>)",
+        "Kernels used on tpu v5eattention tpu, adam8 reference (it needs <more>)",
     ):
         assert expected in words, expected
     for title in ("Loss", "Learning rate", "Throughput", "Gradient norm", "Arithmetic"):
@@ -402,7 +402,7 @@ def test_the_plan_in_words_names_what_it_does_not_know():
     words = dict(plan_in_words({"zero": 0, "mesh": None, "hologram": 3, "memory": "dots"}, {}, {}))
     assert words["Also"] == "hologram = 3"
     assert words["Memory: dots"].startswith("The results of matrix products are kept; the backward pass recomputes")
-    assert words["Mesh"] == "A single device. The plan named no mesh: these are the devices of the machine."
+    assert words["Mesh"] == "A single device. The plan specified no mesh: these are the devices of the machine."
     assert plan_in_words({}, {}, {}) == []
 
 
@@ -410,9 +410,9 @@ def test_the_words_of_a_pipeline():
     words = dict(plan_in_words({"pipeline": "1f1b:2x4,stages=3+1,stash=input"}, {}, {}))
     assert words["Pipeline: 1f1b:2x4,stages=3+1,stash=input"] == (
         "Stages of 3, 1 blocks run by this schedule. "
-        "A stage keeps only its input and is recomputed for its backward pass."
+        "A stage keeps only its input, and is recomputed before its backward pass."
     )
-    assert "of as many blocks each" in dict(plan_in_words({"pipeline": "2bw:2x4"}, {}, {}))["Pipeline: 2bw:2x4"]
+    assert "with equal numbers of blocks" in dict(plan_in_words({"pipeline": "2bw:2x4"}, {}, {}))["Pipeline: 2bw:2x4"]
 
 
 def test_the_words_say_what_lies_on_the_host():

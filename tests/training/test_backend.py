@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxscale.platforms.detect import accelerators
-from jaxscale.training.backend import cache_folder, cores
+from jaxscale.training.backend import make_cache_folder, usable_cores
 
 SHOW = """
 import json, jax
@@ -17,7 +17,7 @@ from jaxscale.training import backend
 backend.accelerators = frozenset
 backend.start_backend()
 found = [jax.config.jax_platforms, jax.config.jax_num_cpu_devices, jax.config.jax_compilation_cache_dir]
-print(json.dumps([*found, backend.cores(), len(jax.devices())]))
+print(json.dumps([*found, backend.usable_cores(), len(jax.devices())]))
 """
 
 
@@ -58,15 +58,15 @@ def test_accelerators_show_as_device_files(tmp_path: Path, names):
 
 def test_cores_within_a_quota(tmp_path: Path):
     quota = tmp_path / "cpu.max"
-    whole = cores(tmp_path / "none")
+    whole = usable_cores(tmp_path / "none")
     assert whole >= 1
     for text, expected in {"max 100000": whole, "100000 100000": 1, "50000 100000": 1, "9900000 100000": whole}.items():
         quota.write_text(text)
-        assert cores(quota) == expected
+        assert usable_cores(quota) == expected
 
 
 def test_a_cache_that_cannot_be_written_is_left_out(tmp_path: Path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv("JAXSCALE_CACHE", str(tmp_path / "file"))
-    assert cache_folder() is None
+    assert make_cache_folder() is None
     assert "compiled programs are not kept" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from jaxscale.platforms.detect import detect
 from jaxscale.platforms.platform import Platform
-from jaxscale.training.doctor import Finding, Machine, diagnose, doctor, sees_tpu
+from jaxscale.training.doctor import Finding, Machine, diagnose, doctor, has_pci_tpu
 
 VERSIONS = {
     "jaxscale": "0.1.0",
@@ -25,11 +25,11 @@ HEALTHY = Machine(
     python="3.12.0",
     versions=VERSIONS,
     platform=Platform.parse("cpu x 8"),
-    cores=8,
+    core_count=8,
     host_memory=2**35,
-    disks={("working directory", "/run"): 10**12},
-    cache="/cache",
-    modules=frozenset(["ipykernel", "matplotlib", "nbclient", "fsspec", "gcsfs", "s3fs"]),
+    free_bytes={("working directory", "/run"): 10**12},
+    cache_folder="/cache",
+    optional_packages=frozenset(["ipykernel", "matplotlib", "nbclient", "fsspec", "gcsfs", "s3fs"]),
 )
 CUDA = VERSIONS | {"jax-cuda13-plugin": "0.12.0.1"}
 TPU = VERSIONS | {"libtpu": "0.0.51"}
@@ -47,8 +47,8 @@ def rows(seen: Machine, state: str) -> dict[str, Finding]:
     "seen",
     [
         HEALTHY,
-        machine(platform=Platform.parse("tpu v5e:2x4"), tpu=True, versions=TPU),
-        machine(platform=Platform.parse("tpu 7x:2x2x1"), tpu=True, versions=TPU, processes=2),
+        machine(platform=Platform.parse("tpu v5e:2x4"), has_tpu=True, versions=TPU),
+        machine(platform=Platform.parse("tpu 7x:2x2x1"), has_tpu=True, versions=TPU, process_count=2),
     ],
     ids=["cpu", "v5e", "7x"],
 )
@@ -59,7 +59,7 @@ def test_a_healthy_machine_has_nothing_to_do(seen):
 
 
 def test_a_gpu_works_and_is_told_about_its_memory():
-    seen = machine(platform=Platform.parse("gpu h100 x 8"), nvidia=True, versions=CUDA)
+    seen = machine(platform=Platform.parse("gpu h100 x 8"), has_nvidia=True, versions=CUDA)
     assert diagnose(seen).status == 0
     assert set(rows(seen, "note")) == {"device"}
     assert "989 TFLOP/s bfloat16" in str(diagnose(seen))
@@ -68,11 +68,11 @@ def test_a_gpu_works_and_is_told_about_its_memory():
 @pytest.mark.parametrize(
     ("facts", "what", "to_do"),
     [
-        ({"nvidia": True}, "gpu support", "pip install 'jaxscale[cuda]'"),
-        ({"tpu": True}, "tpu support", "pip install 'jaxscale[tpu]'"),
-        ({"nvidia": True, "versions": CUDA, "jax_platforms": "cpu"}, "gpu support", "unset JAX_PLATFORMS"),
-        ({"nvidia": True, "versions": CUDA}, "gpu support", "driver"),
-        ({"tpu": True, "versions": TPU, "jax_platforms": "cpu"}, "tpu support", "unset JAX_PLATFORMS"),
+        ({"has_nvidia": True}, "gpu support", "pip install 'jaxscale[cuda]'"),
+        ({"has_tpu": True}, "tpu support", "pip install 'jaxscale[tpu]'"),
+        ({"has_nvidia": True, "versions": CUDA, "jax_platforms": "cpu"}, "gpu support", "unset JAX_PLATFORMS"),
+        ({"has_nvidia": True, "versions": CUDA}, "gpu support", "driver"),
+        ({"has_tpu": True, "versions": TPU, "jax_platforms": "cpu"}, "tpu support", "unset JAX_PLATFORMS"),
         ({"platform": None, "failure": "Unable to initialize backend"}, "devices", "JAX_PLATFORMS"),
         ({"versions": CUDA | {"jax-cuda13-plugin": "0.11.2"}}, "jax-cuda13-plugin", "jax-cuda13-plugin==0.12.0.1"),
         (
@@ -95,11 +95,11 @@ def test_what_stops_a_run_or_leaves_the_accelerator_idle(facts, what, to_do):
     [
         ({"versions": TPU}, "tpu support", "no TPU is here"),
         ({"versions": CUDA}, "gpu support", "compiling ahead of time"),
-        ({"modules": frozenset()}, "remote", "jaxscale[remote]"),
-        ({"modules": frozenset()}, "notebook", "jaxscale[notebook]"),
-        ({"cache": None}, "compile cache", "JAXSCALE_CACHE"),
-        ({"disks": {("working directory", "/run"): 10**9}}, "working directory", "free some"),
-        ({"cores": 16}, "cores", "one device per core"),
+        ({"optional_packages": frozenset()}, "remote", "jaxscale[remote]"),
+        ({"optional_packages": frozenset()}, "notebook", "jaxscale[notebook]"),
+        ({"cache_folder": None}, "compile cache", "JAXSCALE_CACHE"),
+        ({"free_bytes": {("working directory", "/run"): 10**9}}, "working directory", "free some"),
+        ({"core_count": 16}, "cores", "one device per core"),
         ({"versions": VERSIONS | {"jaxlib": "0.12.1"}}, "jax and jaxlib", "differ"),
     ],
 )
@@ -112,13 +112,13 @@ def test_what_is_good_to_know(facts, what, says):
 def test_an_unknown_gpu_trains_without_mfu():
     unknown = dataclasses.replace(Platform.parse("gpu t4"), chip=detect().chip)
     chip = dataclasses.replace(unknown.chip, name="NVIDIA X", kind="gpu", device_kinds=("NVIDIA X",))
-    seen = machine(platform=Platform(chip, 2), nvidia=True, versions=CUDA)
+    seen = machine(platform=Platform(chip, 2), has_nvidia=True, versions=CUDA)
     assert "no mfu" in rows(seen, "note")["peak"].text
     assert diagnose(seen).status == 0
 
 
 def test_a_chip_without_bfloat16():
-    seen = machine(platform=Platform.parse("gpu t4"), nvidia=True, versions=CUDA)
+    seen = machine(platform=Platform.parse("gpu t4"), has_nvidia=True, versions=CUDA)
     assert "float32" in rows(seen, "note")["bfloat16"].to_do
     assert "65.0 TFLOP/s float16" in str(diagnose(seen))
 
@@ -142,7 +142,7 @@ def test_this_machine():
 
 def test_rich_prints_it_in_a_narrow_window():
     console = Console(file=io.StringIO(), width=50, force_terminal=True)
-    console.print(diagnose(machine(nvidia=True)))
+    console.print(diagnose(machine(has_nvidia=True)))
     shown = console.file.getvalue()
     assert "\x1b[" in shown
     assert "jaxscale[cuda]" in shown.replace("\n", "")
@@ -167,12 +167,12 @@ def test_tpus_on_the_bus(tmp_path):
 
     plug("00:01.0", "0x8086", "0x0063")
     plug("00:02.0", "0x1ae0", "0x0042")  # Google's network card
-    assert not sees_tpu(tmp_path)
+    assert not has_pci_tpu(tmp_path)
     plug("00:03.0", "0x1ae0", "0x0063")
-    assert sees_tpu(tmp_path)
+    assert has_pci_tpu(tmp_path)
 
 
-OWN = "(for your own layers; ours do not use it)"
+OWN = "(for your own layers; jaxscale's layers do not use it)"
 
 
 @pytest.mark.parametrize(

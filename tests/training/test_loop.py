@@ -102,7 +102,7 @@ def test_a_finished_run_says_so_and_trains_no_more(toy, whole, capsys):
     said = capsys.readouterr().out
     assert re.search(r"toy +finished\n", said)
     assert re.search(r"steps +12 of 12, 768 target tokens\n", said)
-    assert "the run is complete: raise steps beyond 12" in said
+    assert "the run is complete: set steps above 12" in said
     assert (whole / "metrics.jsonl").read_bytes() == before
     assert int(run.state.step) == run.step == 12
 
@@ -297,7 +297,10 @@ def test_a_profile_of_steps_that_never_come_is_refused(toy, tmp_path):
 def test_a_profile_of_steps_that_lie_behind_is_said(toy, whole, capsys):
     drop_checkpoint(whole, 12)
     train(toy(), out=whole, profile="8:11")
-    assert "profile 8:11: the run continues after step 10, so these steps are not traced" in capsys.readouterr().out
+    assert (
+        "profile 8:11: the run continues after step 10, so the steps of this range are not traced"
+        in capsys.readouterr().out
+    )
     assert not (whole / "profile").exists()
 
 

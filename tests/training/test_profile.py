@@ -51,7 +51,7 @@ def train_steps(profiler: Profiler, folder, first: int, last: int):
         w = step(w, x)
         # collectives of steps in flight may starve each other on CPU
         jax.block_until_ready(w)
-        if profiler.ends_after(n):
+        if profiler.is_last_step(n):
 
             def event(name, **fields):
                 told.append((name, fields))

@@ -37,7 +37,8 @@ def test_other_steps_say_where_the_learning_rate_goes(toy, tmp_path, capsys):
     assert event["old_learning_rate"] == pytest.approx(1e-4, rel=1e-5)
     assert event["learning_rate"] == pytest.approx(new, rel=1e-5)
     assert (
-        "steps were 6 and are 10: the learning rate of step 7 goes from 0.0001 to 0.00055\n" in capsys.readouterr().out
+        "steps were 6 and are 10: the learning rate of step 7 changes from 0.0001 to 0.00055\n"
+        in capsys.readouterr().out
     )
     rows = read_metrics(tmp_path / "run", "train")
     assert rows[6]["learning_rate"] == pytest.approx(new, rel=1e-5), "and there it goes"
@@ -138,7 +139,7 @@ def test_moved_files_are_the_same_and_others_are_not(toy, whole, tmp_path):
     (tmp_path / "moved" / "here.txt").write_text(text)
     (tmp_path / "moved" / "other.txt").write_text(text.replace("cat", "dog"))
     moved, other = (Text(tmp_path / "moved" / name, context=16) for name in ("here.txt", "other.txt"))
-    with pytest.raises(UserError, match="the data is not what this run has read before"):
+    with pytest.raises(UserError, match="the data has changed since this run was last started"):
         train(toy(data=other, steps=13), out=whole, quiet=True)
     assert (whole / "experiment.json").read_bytes() == before, "a refusal leaves the run as it was"
     train(toy(data=moved, steps=13), out=whole, quiet=True)

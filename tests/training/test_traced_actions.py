@@ -33,7 +33,7 @@ def test_a_run_is_drawn_as_it_was(tmp_path, capsys):
         profiler.start_before(n, tmp_path)
         state, metrics = step(state, step.place(batch))
         float(metrics["loss"])
-        if profiler.ends_after(n):
+        if profiler.is_last_step(n):
             profiler.stop_after(n, tmp_path, state, extra_files=trace_files(step))
     (tmp_path / "plan.json").write_text(json.dumps({"version": 1, **to_json(step.plan)}))
     plan, found, steps = measured_run(tmp_path)
@@ -62,8 +62,8 @@ def test_a_run_is_drawn_as_it_was(tmp_path, capsys):
         (None, None, "is not a run: it has no plan.json"),
         ({}, None, "was trained without a pipeline"),
         ({"pipeline": "pipedream:2"}, None, "never drains, and a step works on several batches"),
-        ({"pipeline": "1f1b:2x2"}, None, "train it with --profile FIRST:STOP"),
-        ({"pipeline": "1f1b:2x2"}, {"processes": 2}, "had 2 processes, whose clocks differ"),
+        ({"pipeline": "1f1b:2x2"}, None, "train the run with --profile FIRST:STOP"),
+        ({"pipeline": "1f1b:2x2"}, {"processes": 2}, "had 2 processes, and their clocks differ"),
         ({"pipeline": "1f1b:2x2"}, {"processes": 1, "operations": {}}, "no branch for each kind of action"),
     ],
 )
