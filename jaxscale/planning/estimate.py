@@ -25,7 +25,7 @@ from jaxscale.programs.flat import FlatProgram
 from jaxscale.programs.kinds import has_both_passes
 from jaxscale.programs.placements import Placements
 from jaxscale.recipe.experiment import Experiment
-from jaxscale.recipe.kernels import Taken
+from jaxscale.recipe.kernels import KernelChoice
 from jaxscale.recipe.plan import Plan
 from jaxscale.sharding.memory_space import COPY
 from jaxscale.state.batches import batch_shapes
@@ -69,7 +69,7 @@ class Estimate:
     compiled: tuple[str, ...] = ()
     state_bytes: float = 0.0
     wire: Traffic | None = None
-    kernels: tuple[Taken, ...] = ()
+    kernels: tuple[KernelChoice, ...] = ()
 
     @property
     def device_bytes(self) -> int:

@@ -143,7 +143,7 @@ AUTO = Kernels()
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
+class KernelChoice:
     """The implementation of a kernel that was chosen while a step was traced.
 
     Args:
@@ -159,14 +159,14 @@ class Taken:
     why: str | None = None
 
 
-def fields_of(choices: Sequence[Taken]) -> dict[str, Any]:
+def fields_of(choices: Sequence[KernelChoice]) -> dict[str, Any]:
     """The kernels of a step as fields of an event in metrics.jsonl: platform, implementation by kernel, and reasons.
 
     Args:
         choices: the chosen implementations.
 
     Example:
-        >>> fields_of((Taken("attention", "cpu", "plain", "kernels are for TPU and GPU"),))
+        >>> fields_of((KernelChoice("attention", "cpu", "plain", "kernels are for TPU and GPU"),))
         {'platform': 'cpu', 'attention': 'plain', 'why': {'attention': 'kernels are for TPU and GPU'}}
     """
     fields: dict[str, Any] = {"platform": ", ".join(dict.fromkeys(choice.platform_name for choice in choices))}
@@ -186,7 +186,7 @@ def platform_and_kernels(fields: Mapping[str, Any]) -> tuple[str, str] | None:
         fields: fields of an event, from `fields_of`.
 
     Example:
-        >>> choices = (Taken("adam8", "tpu v5e", "tpu"), Taken("cross_entropy", "tpu v5e", "chunked"))
+        >>> choices = (KernelChoice("adam8", "tpu v5e", "tpu"), KernelChoice("cross_entropy", "tpu v5e", "chunked"))
         >>> platform_and_kernels(fields_of(choices))
         ('tpu v5e', 'adam8 tpu, cross_entropy chunked')
     """
@@ -200,14 +200,14 @@ def platform_and_kernels(fields: Mapping[str, Any]) -> tuple[str, str] | None:
     return (str(fields.get("platform", "")), ", ".join(kernel_texts)) if kernel_texts else None
 
 
-def lines_of(choices: Sequence[Taken]) -> list[str]:
+def lines_of(choices: Sequence[KernelChoice]) -> list[str]:
     """A line for the user on the kernels of a step; no line if it used no kernel.
 
     Args:
         choices: the chosen implementations.
 
     Example:
-        >>> lines_of((Taken("attention", "cpu", "plain", "kernels are for TPU and GPU"),))
+        >>> lines_of((KernelChoice("attention", "cpu", "plain", "kernels are for TPU and GPU"),))
         ['kernels on cpu: attention plain (kernels are for TPU and GPU)']
     """
     texts = platform_and_kernels(fields_of(choices))

@@ -248,13 +248,13 @@ def read_plan(path: Any) -> Plan:
     return from_json(Plan, fields, str(path))
 
 
-def version_1(plan: Plan) -> dict[str, Any]:
+def version_1_fields(plan: Plan) -> dict[str, Any]:
     """The JSON of a plan in version 1.
 
     Its hash is part of the names that checkpoints give to the arrays in flight of an asynchronous pipeline.
 
     Example:
-        >>> version_1(Plan(pipeline=PipelinePlan.parse("1f1b:2x4,stash=input")))["stash"]
+        >>> version_1_fields(Plan(pipeline=PipelinePlan.parse("1f1b:2x4,stash=input")))["stash"]
         'input'
     """
     fields = to_json(plan)

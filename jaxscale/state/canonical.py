@@ -55,7 +55,7 @@ class Canonical:
         self._extras = extras
         saved_abstract = layout.abstract
         for extra in extras:
-            saved_abstract = extra.saved_abstract(saved_abstract)
+            saved_abstract = extra.to_saved_abstract(saved_abstract)
         leaves, treedef = jax.tree.flatten(saved_abstract)
         self._leaves, self._treedef = leaves, treedef
         parts = jax.tree.leaves(self._tree(naming, owners, saved_abstract), is_leaf=lambda x: isinstance(x, Part))
@@ -91,7 +91,7 @@ class Canonical:
                 by_path(lambda path, leaf: plain(f"{REST}/{path_name(path)}", leaf), abstract.rest), lambda part: True
             ),
             watch=by_path(lambda path, leaf: plain(f"watch/{path_name(path)}", leaf), abstract.watch),
-            extra={extra.name: extra.parts(naming, abstract) for extra in self._extras},
+            extra={extra.name: extra.checkpoint_parts(naming, abstract) for extra in self._extras},
         )
 
     @property
@@ -110,7 +110,7 @@ class Canonical:
     def _take_apart(self, state: TrainState) -> dict[str, Array]:
         """The canonical form of a state, as a function to trace."""
         for extra in self._extras:
-            state = extra.saved(state)
+            state = extra.to_saved(state)
         arrays: dict[str, Array] = {}
         groups_of_name: dict[str, dict[int, Array]] = {}  # arrays of a stack in groups, by name and first layer
         finish_of_name: dict[str, Callable[[Array], Array]] = {}  # for the joined groups of a name
@@ -175,7 +175,7 @@ class Canonical:
                     array.delete()
         state = jax.tree.unflatten(self._treedef, leaves)
         for extra in self._extras:
-            state = extra.loaded(state)
+            state = extra.from_saved(state)
         return state
 
 

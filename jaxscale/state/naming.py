@@ -72,9 +72,11 @@ class Naming:
         """Shape of each parameter without padding, by name."""
         pure_model = self.pure_model
         if pure_model.vocab_multiple > 1:
-            unpadded = PureModel.of(pure_model.model, pure_model.seed, 1, pure_model.groups, pure_model.rows)
+            unpadded = PureModel.of(
+                pure_model.model, pure_model.seed, 1, pure_model.group_depths, pure_model.layer_of_row
+            )
             pure_model = unpadded.copied(pure_model.copies)
-        return {name: tuple(leaf.shape) for name, leaf in named_leaves(pure_model.params).items()}
+        return {name: tuple(leaf.shape) for name, leaf in named_leaves(pure_model.abstract_params).items()}
 
     def of_param(
         self, prefix: str, path: KeyPath, name: str | None, leaf: jax.ShapeDtypeStruct, role: str = ""
@@ -102,17 +104,17 @@ class Naming:
         dtype = WIDE.get(str(leaf.dtype)) if role else None
         if name in pure_model.copies:  # all copies but one are zeros
             return Part((full_name + suffix,), 0, shape, order=(pure_model.copies[name].index(0),), dtype=dtype)
-        axis_names = pure_model.names.get(name) or ()
+        axis_names = pure_model.axis_names.get(name) or ()
         if "layers" not in axis_names:
             return Part((full_name + suffix,), None, shape, dtype=dtype)
-        dim, layer_of_row = axis_names.index("layers"), pure_model.rows
+        dim, layer_of_row = axis_names.index("layers"), pure_model.layer_of_row
         if layer_of_row:
             real_rows = tuple(row for row, layer in enumerate(layer_of_row) if layer >= 0)
             names = tuple(layer_name(full_name, layer_of_row[row]) + suffix for row in real_rows)
             return Part(names, dim, shape, order=real_rows, dtype=dtype)
         return Part(tuple(layer_name(full_name, i) + suffix for i in range(leaf.shape[dim])), dim, shape, dtype=dtype)
 
-    def behind_replicas(
+    def with_replica_dim(
         self, has_replicas: bool, leaf: jax.ShapeDtypeStruct, part_of: Callable[[jax.ShapeDtypeStruct], Part]
     ) -> Part:
         """The part of a leaf that may have a first dim for the replicas.

@@ -141,7 +141,7 @@ class PureModel:
 
         def spread(path: KeyPath, leaf: Array | LazyArray) -> Array | LazyArray:
             name = path_name(path)
-            rows = self.copies.get(name, self.rows if self.stacked(name) else ())
+            rows = self.copies.get(name, self.rows if self.is_stacked(name) else ())
             if not rows:
                 return leaf
             if name in self.copies:
@@ -164,7 +164,7 @@ class PureModel:
             name = path_name(path)
             if name in self.copies:
                 return leaf[self.copies[name].index(0)]
-            return leaf[row_of_layer] if self.stacked(name) else leaf
+            return leaf[row_of_layer] if self.is_stacked(name) else leaf
 
         return jax.tree_util.tree_map_with_path(gather, params)
 

@@ -160,7 +160,9 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
     pipeline = plan.pipeline
     assert pipeline is not None
     pure_model = PureModel.of(experiment.model, experiment.seed)
-    depths = {leaf.shape[0] for name, leaf in named_leaves(pure_model.params).items() if pure_model.stacked(name)}
+    depths = {
+        leaf.shape[0] for name, leaf in named_leaves(pure_model.abstract_params).items() if pure_model.is_stacked(name)
+    }
     chains = chains_of(pure_model)
     if not depths and not chains:
         raise UserError(
@@ -174,7 +176,7 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
             f"pipeline {pipeline}: this model has {' and '.join(stack_texts)}, and only one can be cut into stages; "
             "build the model of one stack, or of one chain"
         )
-    statistics = list(named_leaves(pure_model.rest))
+    statistics = list(named_leaves(pure_model.abstract_rest))
     if statistics:
         raise UserError(
             f"pipeline {pipeline}: this model holds running statistics ({statistics[0]}), which microbatches would "
@@ -213,7 +215,7 @@ def chains_of(pure_model: PureModel) -> dict[str, int]:
         >>> chains_of(PureModel.of(ResNet(stages=(2, 1), width=8), 0))
         {'blocks': 3}
     """
-    module = nnx.merge(pure_model.graphdef, pure_model.whole, pure_model.rest)
+    module = nnx.merge(pure_model.graphdef, pure_model.abstract_module_params, pure_model.abstract_rest)
     nodes = nnx.iter_graph(module)
     return {"/".join(map(str, path)): len(node.layers) for path, node in nodes if isinstance(node, Chain)}
 

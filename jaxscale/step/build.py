@@ -27,12 +27,11 @@ from jaxscale.state.pure_model import PureModel
 from jaxscale.state.train_state import TrainState
 from jaxscale.step.exchange import (
     CodecResiduals,
-    Exchanged,
-    by_codec,
-    by_compiler,
-    leaves_of_gradients,
-    none_yet,
-    stage_of,
+    ExchangeResult,
+    exchange_by_codec,
+    exchange_by_compiler,
+    gradient_leaves_of,
+    no_exchange,
 )
 from jaxscale.step.gradients import Objective, Whole
 from jaxscale.step.host import advance_of, check_host_size
@@ -118,7 +117,7 @@ class Assembly:
         """
         plan, stages, update = self.resolved.plan, self.resolved.stages, self.update
         updates_slices = plan.asynchronous or (plan.offload.any and plan.offload.optimizer_state != "host")
-        mixing = first_mixing(update.plain, self.pure_model.params) if updates_slices else None
+        mixing = first_mixing(update.plain, self.pure_model.abstract_params) if updates_slices else None
         state_leaves = jax.tree.leaves(self.layout.abstract.optimizer)
         owners = self.layout.owners(update.whole)
         has_reshaped_state = mixing is not None and any(
@@ -128,7 +127,7 @@ class Assembly:
         facts = Facts(
             plan,
             self.resolved.experiment,
-            state=tuple(named_leaves(self.pure_model.rest)),
+            state=tuple(named_leaves(self.pure_model.abstract_rest)),
             has_unlike_blocks=stages is not None and stages.chain is not None,
             has_copies=stages is not None and bool(stages.copies),
             mixing=None if mixes_by_layer else mixing,
@@ -187,22 +186,24 @@ class Assembly:
         if plan.asynchronous:
             assert isinstance(objective, Pipelined)
             stream = AsyncPipeline(objective.planned, objective.stages, update.whole)
-            objective, layout, codec = stream.synchronous, stream.layout, stream.codec
+            objective, layout, codec = stream.synchronous, stream.layout, stream.gradient_exchange
             step_function, extras = stream.step, (InFlight(stream),)
         else:
-            codec = stage_of(plan, self.pure_model, layout)
+            codec = gradient_exchange_of(plan, self.pure_model, layout)
             if codec is not None:
                 extras = (CodecResiduals(codec, experiment.optimizer, plan.diloco is None),)
             advance = advance_of(plan, update, layout)
             if plan.diloco is not None:
-                gradient_leaves = leaves_of_gradients(plan, self.pure_model, layout)
+                gradient_leaves = gradient_leaves_of(plan, self.pure_model, layout)
                 replicas = Replicas(plan.diloco, layout, update.whole, gradient_leaves, codec)
                 extras = (*extras, replicas)
-                gradients, exchange = functools.partial(replicas.gradients, objective), none_yet
+                gradients, exchange = functools.partial(replicas.gradients, objective), no_exchange
                 update_function = functools.partial(replicas.update, advance)
             else:
-                gradients = objective.gradients if codec is None else objective.gradients_apart
-                exchange = by_compiler(layout) if codec is None else by_codec(codec, update.messages, layout)
+                gradients = objective.gradients if codec is None else objective.gradients_by_replica
+                exchange = (
+                    exchange_by_compiler(layout) if codec is None else exchange_by_codec(codec, update.messages, layout)
+                )
                 update_function = functools.partial(_update_shared, advance)
             step_function = SynchronousStep(gradients, exchange, update_function, experiment.guard)
         return StepParts(
@@ -220,7 +221,7 @@ class Assembly:
         )
 
 
-def _update_shared(advance: Advance, exchanged: Exchanged, state: TrainState, good: Bool[Array, ""]) -> TrainState:
+def _update_shared(advance: Advance, exchanged: ExchangeResult, state: TrainState, good: Bool[Array, ""]) -> TrainState:
     """The state after an update of weights that all replicas share."""
     params, optimizer = advance(exchanged.gradients, state.optimizer, state.params, exchanged.norms, good)
     return dataclasses.replace(state, params=params, optimizer=optimizer)

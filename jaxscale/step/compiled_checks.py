@@ -150,7 +150,7 @@ def check_host_bytes(layout: Layout, argument_bytes: int, as_text: Callable[[], 
     """
     if not layout.plan.offload.any or rehearses([device_of(layout.mesh)]):
         return
-    planned_bytes = local_bytes(layout.abstract, host=True)
+    planned_bytes = local_bytes(layout.abstract, is_on_host=True)
     if argument_bytes < planned_bytes:
         raise NoEffect(
             f"{layout.plan.offload}: {argument_bytes} bytes of the compiled step's arguments lie on the host, but the "

@@ -40,7 +40,7 @@ class Objective(Protocol):
         ...
 
     @property
-    def stages_here(self) -> int:
+    def stages_per_device(self) -> int:
         """Number of stages of a pipeline that one device runs; 1 without a pipeline."""
         ...
 
@@ -48,7 +48,7 @@ class Objective(Protocol):
         """Loss and gradients of a global batch; the gradients are float32 means over its targets."""
         ...
 
-    def gradients_apart(self, state: TrainState, batch: Batch, weights: Params | None = None) -> LossAndGradients:
+    def gradients_by_replica(self, state: TrainState, batch: Batch, weights: Params | None = None) -> LossAndGradients:
         """Loss and gradients of a global batch, with each replica's own gradients along a first dim.
 
         The mean over that dim is the gradient of the global batch. No array as large as a parameter is sent over the
@@ -113,7 +113,7 @@ class Whole:
 
     planned: PlannedModel
     stage_depth: None = dataclasses.field(default=None, init=False)
-    stages_here: int = dataclasses.field(default=1, init=False)
+    stages_per_device: int = dataclasses.field(default=1, init=False)
 
     def gradients(self, state: TrainState, batch: Batch) -> LossAndGradients:
         """As in `Objective`."""
@@ -122,7 +122,7 @@ class Whole:
             key, examples = self.planned.key(state), self.planned.examples(batch)
             return self._gradients(weights, params_of, state.rest, batch, key, examples)
 
-    def gradients_apart(self, state: TrainState, batch: Batch, weights: Params | None = None) -> LossAndGradients:
+    def gradients_by_replica(self, state: TrainState, batch: Batch, weights: Params | None = None) -> LossAndGradients:
         """As in `Objective`: the replica axis is manual here, and the compiler handles all other axes."""
         planned, replicas = self.planned, self.planned.layout.mesh.shape[REPLICA_AXIS]
         whole, by_replica = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
@@ -187,7 +187,7 @@ class Whole:
             loss, gradients, rest = of_microbatch(carry[2], *microbatch)
             return (*jax.tree.map(jnp.add, (carry[0], carry[1]), (loss, gradients)), rest), None
 
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), planned.pure_model.params)
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), planned.pure_model.abstract_params)
         first_sums = (Loss(jnp.zeros(()), jnp.zeros(())), planned.placed(zeros, is_manual=is_manual), rest)
         stacked_microbatches = microbatches((dict(batch), examples), parts=planned.plan.microbatches)
         (loss, gradients, rest), _ = jax.lax.scan(add, first_sums, stacked_microbatches)

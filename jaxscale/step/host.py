@@ -39,7 +39,7 @@ def check_host_size(layout: Layout, host_bytes: int | None, activation_bytes: in
     Raises:
         UserError: the host has too little memory.
     """
-    plan, bytes_per_device = layout.plan, COPY * local_bytes(layout.abstract, host=True) + activation_bytes
+    plan, bytes_per_device = layout.plan, COPY * local_bytes(layout.abstract, is_on_host=True) + activation_bytes
     if not bytes_per_device or host_bytes is None or isinstance(layout.mesh, AbstractMesh):
         return
     local_devices = jax.local_devices()
@@ -58,7 +58,7 @@ def describe(layout: Layout) -> list[str]:
     """Lines for the user on a plan's offload, before the first step; none if the plan offloads nothing."""
     if not layout.plan.offload.any:
         return []
-    lines = [f"{layout.plan.offload}: {bytes_text(local_bytes(layout.abstract, host=True))} per device on the host"]
+    lines = [f"{layout.plan.offload}: {bytes_text(local_bytes(layout.abstract, is_on_host=True))} per device on the host"]
     if rehearses([device_of(layout.mesh)]):
         lines.append("a rehearsal: a CPU has no memory but its host's, so the values are right and nothing is moved")
     return lines

@@ -87,7 +87,7 @@ def _decided(objective: Objective, devices: Sequence[Device]) -> Decision:
     chip = chip_of(devices[0].device_kind, devices[0].platform)
     if plan.rule == "offload" and chip.kind == "cpu":
         chip = chips()[REHEARSED]
-    calls, stages = traced_blocks(objective, chip), objective.stages_here
+    calls, stages = traced_blocks(objective, chip), objective.stages_per_device
     if stages == 1 or plan.budget is None:
         return decide(plan, calls, chip)
     # the budget is for all blocks on a device, whose stages are alike; if each stage is recomputed in its backward
@@ -123,7 +123,15 @@ def traced_blocks(objective: Objective, chip: Chip | None = None) -> tuple[Block
     # arguments rather than constants, so that a block is traced as in the step
     key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(row_count, dtype="int32")))
     with objective.planned.tracing(is_forward_only=True):
-        calls = collect(objective.loss_of_masters, pure_model.whole, pure_model.rest, batch, key, examples, chip=chip)
+        calls = collect(
+            objective.loss_of_masters,
+            pure_model.abstract_module_params,
+            pure_model.abstract_rest,
+            batch,
+            key,
+            examples,
+            chip=chip,
+        )
     depth = objective.stage_depth
     return calls if depth is None else tuple(dataclasses.replace(call, count=depth) for call in calls)
 

@@ -142,7 +142,7 @@ class PlannedModel:
     def read_spec(self, name: str) -> PartitionSpec:
         """Return the placement in which a pipeline's loop reads a parameter; one that all stages share is not split."""
         placement = self.layout.placements[name]
-        if not self.pure_model.stacked(name):
+        if not self.pure_model.is_stacked(name):
             return without_axis(placement.compute, "fsdp")
         return placement.master if self.plan.offload.weights == "host" else placement.compute
 
@@ -163,7 +163,7 @@ class PlannedModel:
             mesh = jax.sharding.get_abstract_mesh() if is_manual else sharding.mesh
             return jax.lax.with_sharding_constraint(gradient, NamedSharding(mesh, sharding.spec)).astype(jnp.float32)
 
-        return jax.tree.map(place_gradient, gradients, self.layout.gradients)
+        return jax.tree.map(place_gradient, gradients, self.layout.gradient_shardings)
 
     def copies(self, params: Params) -> Params:
         """Return the copy of the parameters that the forward and backward passes read. It is what is differentiated."""
@@ -186,7 +186,7 @@ class PlannedModel:
                 narrow_param = jax.lax.with_sharding_constraint(narrow_param, compute)
             return narrow_param.astype(param.dtype) if self.plan.reduce == "float32" else narrow_param
 
-        return jax.tree.map(copy, params, self.layout.masters, self.layout.computes)
+        return jax.tree.map(copy, params, self.layout.master_shardings, self.layout.compute_shardings)
 
     def differentiated(
         self, params: Params, copies: Params | None = None, *, is_manual: bool = False
@@ -201,7 +201,7 @@ class PlannedModel:
         copies = self.copies(to_device(params)) if copies is None else copies
         if self.plan.offload.weights == "device":
             return copies, unchanged
-        shardings = self.layout.gradients
+        shardings = self.layout.gradient_shardings
         if is_manual:
             mesh = jax.sharding.get_abstract_mesh()
             shardings = jax.tree.map(lambda sharding: NamedSharding(mesh, sharding.spec), shardings)

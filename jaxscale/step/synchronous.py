@@ -8,14 +8,14 @@ import jax.numpy as jnp
 
 from jaxscale.recipe.experiment import Guard
 from jaxscale.state.train_state import Metrics, TrainState
-from jaxscale.step.exchange import Exchange, Exchanged
+from jaxscale.step.exchange import Exchange, ExchangeResult
 from jaxscale.step.gradients import LossAndGradients
 from jaxscale.step.planned_model import positive
 from jaxscale.typing import Array, Batch, Bool
 
 GradientFn = Callable[[TrainState, Batch], LossAndGradients]
 """From a state and a global batch to sums of the loss, gradients, and the model's other state."""
-UpdateFn = Callable[[Exchanged, TrainState, Bool[Array, ""]], TrainState]
+UpdateFn = Callable[[ExchangeResult, TrainState, Bool[Array, ""]], TrainState]
 """From exchanged gradients, the state, and whether the step is good, to the state with new weights."""
 
 

@@ -30,7 +30,7 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.memory.save_set import EVERYTHING
 from jaxscale.programs import walk
 from jaxscale.programs.flop import FORMULAS
-from jaxscale.recipe.kernels import Taken
+from jaxscale.recipe.kernels import KernelChoice
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.layout import device_of
 from jaxscale.step.planned_model import PlannedModel
@@ -58,9 +58,9 @@ class KernelTrace:
         self._notes: dispatch.Notes = []
 
     @property
-    def taken(self) -> tuple[Taken, ...]:
+    def taken(self) -> tuple[KernelChoice, ...]:
         """The implementations that were chosen; choices that differ only in their shapes are listed once."""
-        choices = (Taken(note.kernel, str(note.target), note.chosen, note.why) for note, _ in self._notes)
+        choices = (KernelChoice(note.kernel, str(note.target), note.chosen, note.why) for note, _ in self._notes)
         return tuple(dict.fromkeys(choices))
 
     def noted(self, function: Callable[P, R]) -> Callable[P, R]:
@@ -96,7 +96,7 @@ class KernelTrace:
         dispatch.note(dispatch.Explanation("adam8", device_target, "reference", {}, why))
 
 
-def check_taken(plan: Plan, taken: Sequence[Taken]) -> None:
+def check_kernel_choices(plan: Plan, taken: Sequence[KernelChoice]) -> None:
     """Refuse a plan that names an implementation of a kernel if the step uses another one, or not the kernel at all.
 
     Args:
@@ -274,6 +274,6 @@ def _reads(planned: PlannedModel, batch: Batch, field: str, settings: tuple[str 
         def loss(params: Params, rest: Params, batch: Batch) -> tuple[Array | float, ...]:
             return tuple(planned.loss(pure_model.module(params, rest), batch, context))
 
-        return str(jax.make_jaxpr(loss)(pure_model.whole, pure_model.rest, abstract))
+        return str(jax.make_jaxpr(loss)(pure_model.abstract_module_params, pure_model.abstract_rest, abstract))
 
     return len(set(map(traced_text, settings))) > 1

@@ -21,7 +21,7 @@ from jaxscale.blocks import Loss
 from jaxscale.errors import UserError
 from jaxscale.memory.decision import Decision
 from jaxscale.programs.flop import model_flop
-from jaxscale.recipe.kernels import Taken
+from jaxscale.recipe.kernels import KernelChoice
 from jaxscale.replicas.reduce import GradientExchange
 from jaxscale.state import batches
 from jaxscale.state.canonical import Canonical
@@ -36,7 +36,7 @@ from jaxscale.step.host import describe
 from jaxscale.step.meetings import Meetings
 from jaxscale.step.pipelined.asynchronous import AsyncPipeline
 from jaxscale.step.replicas import Replicas
-from jaxscale.step.traced_checks import KernelTrace, check_taken, check_traced
+from jaxscale.step.traced_checks import KernelTrace, check_kernel_choices, check_traced
 from jaxscale.step.update import Update
 from jaxscale.typing import Array, Batch, Float, Params
 
@@ -93,10 +93,14 @@ class TrainStep:
         self.stream, self.replicas, self.codec = parts.stream, parts.replicas, parts.codec
         self.plain_layout = layout = parts.layout
         for extra in parts.extras:
-            layout = extra.placed(layout)
+            layout = extra.add_to_layout(layout)
         self.layout = layout
         self._kernels = KernelTrace(self.plan, layout.mesh, parts.optimizer.unfused)
-        state, batches, whole = layout.state, layout.batch, NamedSharding(layout.mesh, PartitionSpec())
+        state, batches, whole = (
+            layout.state_shardings,
+            layout.batch_sharding,
+            NamedSharding(layout.mesh, PartitionSpec()),
+        )
         self.step_fn = jax.jit(
             self._kernels.noted(self._step),
             donate_argnums=0,
@@ -104,7 +108,7 @@ class TrainStep:
             out_shardings=(state, whole),
         )
         on_batch = functools.partial(jax.jit, in_shardings=(state, batches))
-        self.gradients_fn = on_batch(self._mean_gradients, out_shardings=layout.gradients)
+        self.gradients_fn = on_batch(self._mean_gradients, out_shardings=layout.gradient_shardings)
         self.evaluate_fn = on_batch(self._evaluate, out_shardings=whole)
         self.accuracy_fn = on_batch(self._accuracy, out_shardings=whole)
         self.meetings = None
@@ -134,7 +138,7 @@ class TrainStep:
         return self.pure_model.parameters
 
     @property
-    def kernels(self) -> tuple[Taken, ...]:
+    def kernels(self) -> tuple[KernelChoice, ...]:
         """The implementation of each kernel that the step uses, and why not a better one; () before a trace."""
         return self._kernels.taken
 
@@ -169,8 +173,8 @@ class TrainStep:
         """Bytes that each device keeps on its host, by kind of tensor; {} if everything is on the device."""
         abstract = self.layout.abstract
         kinds = {
-            "parameters": local_bytes(abstract.params, host=True),
-            "optimizer": local_bytes(abstract.optimizer, host=True),
+            "parameters": local_bytes(abstract.params, is_on_host=True),
+            "optimizer": local_bytes(abstract.optimizer, is_on_host=True),
             "kept activations": 0 if self.decision is None else self.decision.host_bytes,
         }
         return {kind: count for kind, count in kinds.items() if count}
@@ -183,7 +187,12 @@ class TrainStep:
         def total_loss(params: Params, rest: Params, batch: Batch) -> Float[Array, ""]:
             return self.experiment.model.loss(self.pure_model.module(params, rest), batch, context).total
 
-        return model_flop(jax.grad(total_loss), self.pure_model.whole, self.pure_model.rest, batches.shapes(batch))
+        return model_flop(
+            jax.grad(total_loss),
+            self.pure_model.abstract_module_params,
+            self.pure_model.abstract_rest,
+            batches.shapes(batch),
+        )
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -193,22 +202,22 @@ class TrainStep:
 
     @functools.cached_property
     def _data_shard(self) -> tuple[int, int]:
-        return batches.shard_of(self.layout.batch, self.experiment.batch)
+        return batches.shard_of(self.layout.batch_sharding, self.experiment.batch)
 
     def place(self, batch: Batch) -> dict[str, Array]:
         """Put the global batch on the devices, from this process's rows, and return its arrays."""
-        return batches.put(batch, self.layout.batch, self._data_shard)
+        return batches.put(batch, self.layout.batch_sharding, self._data_shard)
 
     def abstract_batch(self, batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and shardings of a global batch, from its arrays or shapes."""
-        return batches.shapes(batch, self.layout.batch)
+        return batches.shapes(batch, self.layout.batch_sharding)
 
     # -- states --------------------------------------------------------------------------------------------------------
 
     def init(self) -> TrainState:
         """Create the state before the first step. Every leaf is created already sharded, never whole on one device."""
         params, rest = first_weights(self.pure_model, self.layout)
-        shardings = self.layout.state
+        shardings = self.layout.state_shardings
         if self.update.split:
             start = jax.jit(self.update.start, out_shardings=(shardings.params, shardings.optimizer))
             params, optimizer = start(params)
@@ -258,13 +267,13 @@ class TrainStep:
         Args:
             names: names of the arrays in the checkpoint.
         """
-        return "".join(extra.notes(names, self.canonical_abstract()) for extra in self.extras)
+        return "".join(extra.note_on_missing(names, self.canonical_abstract()) for extra in self.extras)
 
     def module(self, state: TrainState) -> nnx.Module:
         """The user's module with the parameters of a state, for generation, export or inspection."""
         params = state.params
         if self.plan.offload.masters:
-            device_shardings = jax.tree.map(lambda s: NamedSharding(s.mesh, s.spec), self.layout.masters)
+            device_shardings = jax.tree.map(lambda s: NamedSharding(s.mesh, s.spec), self.layout.master_shardings)
             params = jax.device_put(params, device_shardings)
         return self.pure_model.module(self.pure_model.in_layers(params), state.rest)
 
@@ -311,7 +320,7 @@ class TrainStep:
         """
         if self.meetings is not None and self.codec is not None:  # the kernels of the codec are used in meetings
             self.meetings.trace()
-        check_taken(self.plan, self.kernels)
+        check_kernel_choices(self.plan, self.kernels)
 
     def __call__(self, state: TrainState, batch: Mapping[str, Array]) -> tuple[TrainState, Metrics]:
         """Run one step, and the meetings that are due after it. The state is donated: use the one that is returned.

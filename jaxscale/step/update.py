@@ -64,19 +64,21 @@ class Update:
         """
         placements, map_with_path = placements_of(pure_model, plan, mesh), jax.tree_util.tree_map_with_path
         shardings = map_with_path(
-            lambda path, _: NamedSharding(mesh, placements[path_name(path)].state), pure_model.params
+            lambda path, _: NamedSharding(mesh, placements[path_name(path)].state), pure_model.abstract_params
         )
         leaf_descriptions = map_with_path(
             lambda path, leaf, sharding: leaf_of(
-                path_name(path), pure_model.names.get(path_name(path)), leaf.shape, sharding
+                path_name(path), pure_model.axis_names.get(path_name(path)), leaf.shape, sharding
             ),
-            pure_model.params,
+            pure_model.abstract_params,
             shardings,
         )
         plain = rule = experiment.optimizer.rule(experiment.steps, leaf_descriptions)
         fused = unfused = None
         if plan.state.moments != "float32":
-            is_stacked = map_with_path(lambda path, _: pure_model.stacked(path_name(path)), pure_model.params)
+            is_stacked = map_with_path(
+                lambda path, _: pure_model.is_stacked(path_name(path)), pure_model.abstract_params
+            )
             device = device_of(mesh)
             if plan.offload.optimizer_state == "host" and device.platform == "tpu":
                 raise UserError(

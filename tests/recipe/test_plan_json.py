@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxscale.errors import UserError
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.recipe.kernels import Kernels
-from jaxscale.recipe.plan import OffloadPlan, Plan, StatePlan, read_plan, superseded, version_1
+from jaxscale.recipe.plan import OffloadPlan, Plan, StatePlan, read_plan, superseded, version_1_fields
 from jaxscale.recipe.plan_json import MOVED
 from jaxscale.values import changes, from_json, override, to_json
 
@@ -36,7 +36,7 @@ def test_a_plan_of_version_1_is_the_plan_of_today(pipeline, offload, moments, ke
         state=StatePlan(moments),
         kernels=Kernels.parse(kernels),
     )
-    earlier = json.loads(json.dumps(version_1(plan)))
+    earlier = json.loads(json.dumps(version_1_fields(plan)))
     assert set(MOVED) <= set(earlier)
     assert from_json(Plan, earlier) == plan
     assert changes(plan, earlier) == []
@@ -50,7 +50,7 @@ def test_options_of_a_pipeline_have_a_text(text):
         fields["pipeline"] += f",v={fields.pop('v')}"
     if "stages" in fields:
         fields["stages"] = [int(count) for count in fields["stages"].split("+")]  # as JSON of version 1 had them
-    earlier = {**version_1(Plan()), **fields}
+    earlier = {**version_1_fields(Plan()), **fields}
     assert PipelinePlan.parse(text) == from_json(Plan, earlier).pipeline
 
 

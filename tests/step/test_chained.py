@@ -68,7 +68,7 @@ def test_gradients_and_loss_equal_one_device(changes: dict[str, str], reference:
     longest = max(place.end for place in step.objective.form.places.values())
     own = longest * step.stages.schedule.chunks
     assert own <= step.parameters
-    split = [leaf for leaf in jax.tree.leaves(step.layout.masters) if "pipe" in str(leaf.spec)]
+    split = [leaf for leaf in jax.tree.leaves(step.layout.master_shardings) if "pipe" in str(leaf.spec)]
     assert len(split) > 5
 
 

@@ -161,7 +161,7 @@ def test_a_checkpoint_of_one_placement_is_one_of_every_other(places):
     assert there.canonical_copy_bytes < here.canonical_copy_bytes
     moved = {name: jax.device_put(jax.device_get(array), abstract[name].sharding) for name, array in wanted.items()}
     back = there.from_canonical(moved)
-    assert jax.tree.map(lambda a: a.sharding, back) == there.layout.state
+    assert jax.tree.map(lambda a: a.sharding, back) == there.layout.state_shardings
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(back.params), jax.device_get(here.init().params))
 
 

@@ -40,7 +40,7 @@ from jaxscale.pipeline.run.passes import At
 from jaxscale.pipeline.run.pipemare import Remedies
 from jaxscale.pipeline.run.stream import stream
 from jaxscale.pipeline.schedules import METHODS
-from jaxscale.recipe.plan import version_1
+from jaxscale.recipe.plan import version_1_fields
 from jaxscale.replicas.codec import Codec
 from jaxscale.replicas.reduce import GradientExchange, GradientLeaf, squared_residuals
 from jaxscale.state.batches import batch_shapes
@@ -148,7 +148,7 @@ class AsyncPipeline:
         planned = self.planned
         if not isinstance(planned.plan.reduce, Codec):
             return None
-        stage_params, shared_params = self.synchronous.divide(named_leaves(planned.pure_model.params))
+        stage_params, shared_params = self.synchronous.divide(named_leaves(planned.pure_model.abstract_params))
         leaves = {
             name: GradientLeaf((self.stages.depth, *leaf.shape[1:]), PartitionSpec(), layers=True)
             for name, leaf in stage_params.items()
@@ -303,7 +303,7 @@ class AsyncPipeline:
         """Take a synchronous step, after which the pipeline is empty; return the next state and the metrics."""
         loss, gradients, _ = self.synchronous.gradients(self.newest(state), batch)
         gradients = self.model_with_copies.in_rows(self.planned.pure_model.in_layers(gradients))
-        gradients = jax.lax.with_sharding_constraint(gradients, self.layout.masters)
+        gradients = jax.lax.with_sharding_constraint(gradients, self.layout.master_shardings)
         mean_loss, norm = loss.total / positive(loss.weight), optax.tree.norm(gradients)
         is_good, watch = state.watch.judge(mean_loss, norm, self.planned.experiment.guard)
         params, optimizer_state = self.advance(gradients, state.optimizer, state.params, norm, is_good)
@@ -328,7 +328,7 @@ class AsyncPipeline:
     def _step_in_stream(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run the ticks of one batch, in which stages make their updates; return the next state and the metrics."""
         owned, _ = self._divide_state(jax.tree.leaves(state.optimizer))
-        has_layers = {i: not owner or self.planned.pure_model.stacked(owner) for i, owner in enumerate(self._owners)}
+        has_layers = {i: not owner or self.planned.pure_model.is_stacked(owner) for i, owner in enumerate(self._owners)}
         stage_spec, whole_spec, rows_spec = PartitionSpec(PIPE_AXIS), PartitionSpec(), PartitionSpec(None, BATCH_AXES)
 
         def advance_stage(
@@ -396,7 +396,7 @@ class InFlight:
     name: str = dataclasses.field(default=IN_FLIGHT, init=False)
     label: str = dataclasses.field(default="in flight", init=False)
 
-    def placed(self, layout: Layout) -> Layout:
+    def add_to_layout(self, layout: Layout) -> Layout:
         """Return the layout of the train state with this extra; each array has a first dim over the devices."""
         sharding = NamedSharding(layout.mesh, DEVICE_SPEC)
         flight = jax.eval_shape(self.pipeline.in_flight, layout.abstract)
@@ -409,26 +409,26 @@ class InFlight:
         """Return the state in flight of an empty pipeline."""
         return self.pipeline.in_flight(state)
 
-    def saved(self, state: TrainState) -> TrainState:
+    def to_saved(self, state: TrainState) -> TrainState:
         """Return the state itself, because a checkpoint holds this extra unchanged."""
         return state
 
-    def saved_abstract(self, abstract: TrainState) -> TrainState:
+    def to_saved_abstract(self, abstract: TrainState) -> TrainState:
         """Return the abstract state itself, because a checkpoint holds this extra unchanged."""
         return abstract
 
-    def loaded(self, state: TrainState) -> TrainState:
+    def from_saved(self, state: TrainState) -> TrainState:
         """Return the state that a checkpoint gives; the pipeline starts empty if any array of this extra is missing."""
         if not lacks(state.extra[self.name]):
             return state
         other_extras = {name: tree for name, tree in state.extra.items() if name != self.name}
-        shardings = self.placed(self.pipeline.layout).state.extra[self.name]
+        shardings = self.add_to_layout(self.pipeline.layout).state_shardings.extra[self.name]
         flight = jax.jit(self.pipeline.in_flight, out_shardings=shardings)(
             dataclasses.replace(state, extra=other_extras)
         )
         return dataclasses.replace(state, extra={**other_extras, self.name: flight})
 
-    def parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
+    def checkpoint_parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
         """Return a tree with a `Part` for each array. Names have a hash, so a step with another plan ignores them.
 
         The hash is of the plan, the layers of each stage, the batch size, the version of JAX, and the arrays' shapes.
@@ -437,7 +437,7 @@ class InFlight:
         shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(flight)]
         planned = pipeline.planned
         dependencies = [
-            version_1(planned.plan),
+            version_1_fields(planned.plan),
             pipeline.stages.layers,
             planned.experiment.batch,
             jax.__version__,
@@ -447,7 +447,7 @@ class InFlight:
         prefix = f"{self.name}/{pipeline.method.name}-{plan_hash}"
         return jax.tree_util.tree_map_with_path(lambda path, leaf: plain(f"{prefix}/{path_name(path)}", leaf), flight)
 
-    def notes(self, names: Container[str], wanted: Iterable[str]) -> str:
+    def note_on_missing(self, saved_names: Container[str], step_names: Iterable[str]) -> str:
         """Return a note for the user if the checkpoint lacks arrays of this extra, otherwise ""."""
         if all(name in names for name in wanted if name.startswith(f"{self.name}/")):
             return ""

@@ -115,7 +115,7 @@ def _traced_cut(
         key: key of the step.
     """
     batch, examples = microbatch
-    module = planned.pure_model.module(filled(planned.pure_model.params, by_name), {})
+    module = planned.pure_model.module(filled(planned.pure_model.abstract_params, by_name), {})
     try:
         with blocks.cutting(cut):
             return score(module, batch, planned.context(key, examples))
@@ -168,7 +168,7 @@ class StackForm:
 
     def is_staged(self, name: str) -> bool:
         """Whether a parameter belongs to one stage; if not, it is shared."""
-        return self.planned.pure_model.stacked(name)
+        return self.planned.pure_model.is_stacked(name)
 
     def parts(self, score: Scored) -> Parts:
         """The model in three parts: before its blocks, the blocks of a stage, and behind its blocks."""
@@ -315,7 +315,7 @@ class ChainForm:
     def places(self) -> dict[str, StagePlace]:
         """Where each parameter of a block lies in the flat array of its stage, by the parameter's name."""
         starts, places, lengths = self.stages.starts, {}, [0] * len(self.stages.layers)
-        for name, leaf in named_leaves(self.planned.pure_model.params).items():
+        for name, leaf in named_leaves(self.planned.pure_model.abstract_params).items():
             if self.is_staged(name):
                 block = int(name.removeprefix(self._prefix).split("/")[0])
                 stage = sum(start <= block for start in starts) - 1
@@ -358,7 +358,7 @@ class ChainForm:
 
     def _block_params(self, flat: Array, stage: int) -> list[Params]:
         """The parameters of each block of a stage, from the stage's flat array."""
-        layers: Params = self.planned.pure_model.params
+        layers: Params = self.planned.pure_model.abstract_params
         for key in self._prefix.strip("/").split("/"):
             layers = layers[key]
         first, count = self.stages.starts[stage], self.stages.layers[stage]

@@ -71,7 +71,7 @@ class Pipelined:
         return self.stages.depth if self.stages.chain is None else None
 
     @property
-    def stages_here(self) -> int:
+    def stages_per_device(self) -> int:
         """Number of stages that one device runs."""
         return self.stages.schedule.chunks
 
@@ -88,7 +88,7 @@ class Pipelined:
 
     def join(self, stage_params: Named, shared_params: Named) -> Params:
         """Return all parameters as one nested dict: the inverse of `split`."""
-        return filled(self.planned.pure_model.params, {**stage_params, **shared_params})
+        return filled(self.planned.pure_model.abstract_params, {**stage_params, **shared_params})
 
     def stage_fn(self, score: Scored, objective: Callable[[PyTree], Array]) -> StageFunction:
         """Return the function of a stage that `pipeline.execute` calls.
@@ -229,7 +229,7 @@ class Pipelined:
         loss, gradients = self._gradients(state, batch)
         return loss, self.planned.placed(gradients), state.rest
 
-    def gradients_apart(self, state: TrainState, batch: Batch, weights: Params | None = None) -> LossAndGradients:
+    def gradients_by_replica(self, state: TrainState, batch: Batch, weights: Params | None = None) -> LossAndGradients:
         """As in `Objective`."""
         return *self._gradients(state, batch, per_replica=True, weights=weights), state.rest
 
@@ -309,7 +309,7 @@ class Pipelined:
                 param = jax.lax.optimization_barrier(param)
             return jax.lax.with_sharding_constraint(param, compute)
 
-        return jax.tree_util.tree_map_with_path(copy, to_device(params), layout.masters)
+        return jax.tree_util.tree_map_with_path(copy, to_device(params), layout.master_shardings)
 
     def _specs(self, kind: str) -> StageAndSharedSpecs:
         """The placements of all parameters, with their manual axes alone.
@@ -326,7 +326,7 @@ class Pipelined:
 
     def _axes_to_sum(self, name: str, apart_axes: Sequence[str]) -> list[str]:
         """Return the manual axes over which a gradient is summed after the loop, without `apart_axes`."""
-        if not self.planned.pure_model.stacked(name):
+        if not self.planned.pure_model.is_stacked(name):
             return [axis for axis in MANUAL if axis not in apart_axes]
         # a pass has already scattered the gradients of weights that it gathered over fsdp
         left_out_axes = {PIPE_AXIS, *apart_axes, *({"fsdp"} & set(axes_of(self.planned.read_spec(name))))}

@@ -32,7 +32,7 @@ def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...
     """
     planned, stages = pipeline.planned, pipeline.stages
     pipeline_text = f"pipeline {planned.plan.pipeline}"
-    stage_params, shared_params = pipeline.divide(named_leaves(planned.pure_model.params))
+    stage_params, shared_params = pipeline.divide(named_leaves(planned.pure_model.abstract_params))
     stage_params = {
         name: jax.ShapeDtypeStruct((stages.depth, *leaf.shape[1:]), leaf.dtype) for name, leaf in stage_params.items()
     }
@@ -87,7 +87,9 @@ def weight_program(planned: PlannedModel, batch: Batch) -> Callable[[Batch], Flo
         return jnp.asarray(loss.weight, jnp.float32)
 
     with planned.tracing(is_forward_only=True):
-        program = jax.make_jaxpr(weight)(planned.pure_model.whole, planned.pure_model.rest, dict(batch))
+        program = jax.make_jaxpr(weight)(
+            planned.pure_model.abstract_module_params, planned.pure_model.abstract_rest, dict(batch)
+        )
     pruned, is_read = prune(program, [True])
     model_leaf_count = len(is_read) - len(batch)
     if any(is_read[:model_leaf_count]):
