@@ -234,7 +234,7 @@ def program(devices: Sequence[Any], case: Case) -> Any:
     on = [abstract(device) for device in devices] if without_memories(devices) else devices
     step = build(case.experiment, case.plan, devices=on)
     if case.fault:
-        function = step.parts.function
+        function = step.parts.step_function
         assert isinstance(function, SynchronousStep)
         apart = function.gradients
 

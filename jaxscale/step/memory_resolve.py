@@ -151,7 +151,7 @@ def treatment_of(plan: Plan, decision: Decision | None, platform: str) -> Treatm
     return dataclasses.replace(treatment, held=platform == "cpu" and runs_recomputation_early())
 
 
-def layers_of_groups(decision: Decision | None) -> tuple[int, ...]:
+def depths_of_groups(decision: Decision | None) -> tuple[int, ...]:
     """Number of layers in each group of layers that a decision treats alike; () if the stack is one group."""
     stack = None if decision is None else decision.stack
     return () if stack is None or len(stack.groups) == 1 else tuple(group.layers for group in stack.groups)

@@ -186,7 +186,7 @@ def test_a_host_that_is_too_small_is_refused():
     check_host_size(layout, None)
     check_host_size(layout, 2**30)
     with pytest.raises(
-        UserError, match=r"for each of 2 devices lies on their host \(of the state twice.* but the host has 1KiB"
+        UserError, match=r"each of 2 devices needs .* on the host \(the state counts twice.* but the host has 1KiB"
     ):
         check_host_size(layout, 1024)
 

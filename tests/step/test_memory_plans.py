@@ -148,7 +148,7 @@ def test_a_decision_is_read_from_a_file_and_refused_for_another_model(memory, tm
 
 def test_activations_on_a_host_that_is_too_small_are_refused(monkeypatch):
     monkeypatch.setattr("jaxscale.step.build.host_memory", lambda: 1024)
-    with pytest.raises(UserError, match=r"^memory offload:pofo:24KiB: .* lies on their host, .* the host has 1KiB"):
+    with pytest.raises(UserError, match=r"^memory offload:pofo:24KiB: .* on the host, .* the host has 1KiB"):
         step_of("offload:pofo:24KiB")
 
 

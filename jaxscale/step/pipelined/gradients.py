@@ -227,7 +227,7 @@ class Pipelined:
     def gradients(self, state: TrainState, batch: Batch) -> LossAndGradients:
         """As in `Objective`."""
         loss, gradients = self._gradients(state, batch)
-        return loss, self.planned.placed(gradients), state.rest
+        return loss, self.planned.place_gradients(gradients), state.rest
 
     def gradients_by_replica(self, state: TrainState, batch: Batch, weights: Params | None = None) -> LossAndGradients:
         """As in `Objective`."""
