@@ -58,7 +58,7 @@ def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePl
     plan_pipeline = experiment.plan.pipeline
     layers = None if plan_pipeline is None else plan_pipeline.stages
     if layers is None or len(layers) != schedule.stages or sum(layers) != len(prices.blocks):
-        layers = Stages.even(schedule, len(prices.blocks)).layers
+        layers = Stages.even(schedule, len(prices.blocks)).layer_counts
     links = (link_seconds(platform, prices),) * schedule.ranks
     return costs_of(prices, layers, links, recompute=experiment.plan.stages_keep == "input")
 

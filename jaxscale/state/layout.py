@@ -285,8 +285,8 @@ class Layout:
         zero_stage, fsdp_size = self.plan.zero, self.mesh.shape["fsdp"]
         if len(self.unsplit()) == len(self.placements):
             raise UserError(
-                f"zero {zero_stage}: no parameter has a dim that can be split evenly over fsdp:{fsdp_size}, so nothing would "
-                "be split; take fewer devices along fsdp, or zero 0"
+                f"zero {zero_stage}: no parameter has a dim that can be split evenly over fsdp:{fsdp_size}, so nothing "
+                "would be split; take fewer devices along fsdp, or zero 0"
             )
         if zero_stage == 1 and self.plan.precision == "float32" and not any(self.owners(optimizer)):
             raise UserError(

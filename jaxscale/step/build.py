@@ -149,7 +149,7 @@ class Assembly:
         """
         experiment, plan, layout = self.resolved.experiment, self.resolved.plan, self.layout
         layout.check_axes_used(experiment.model)
-        layout.check_zero_used(self.update.whole)
+        layout.check_zero_used(self.update.clipped_rule)
         check_effect(experiment, layout)
         if plan.offload.any:
             check_host_memory(devices, str(plan.offload))

@@ -29,7 +29,7 @@ from jaxscale.replicas.reduce import RESIDUAL, CodecStates, GradientExchange, Gr
 from jaxscale.sharding.zero import split
 from jaxscale.state.extra import CompiledProgram, lacks
 from jaxscale.state.layout import PIPE_AXIS, REPLICA_AXIS, Layout
-from jaxscale.state.naming import Naming, Part, plain
+from jaxscale.state.naming import Naming, Part, part_of_whole
 from jaxscale.state.pure_model import PureModel
 from jaxscale.state.train_state import TrainState
 from jaxscale.step.compiled_checks import bytes_over, check_codec
@@ -256,7 +256,7 @@ class CodecResiduals:
             if key == RESIDUAL:
                 prefix = f"{self.name}/{replica_prefix}/{key}/{name}"
                 return naming.with_replica_dim(
-                    has_replicas, leaf, lambda replica_leaf: naming.of_param(prefix, (), name, replica_leaf)
+                    has_replicas, leaf, lambda replica_leaf: naming.part_of_param(prefix, (), name, replica_leaf)
                 )
             gradient_leaf = gradient_exchange.leaves[name]
             fields_text = ", ".join(
@@ -266,7 +266,7 @@ class CodecResiduals:
             mesh_sizes = tuple(gradient_exchange.mesh.shape.items())[1:]
             hashed_text = f"({str(gradient_exchange.codec)!r}, Leaf({fields_text}), {mesh_sizes!r})"
             codec_text = f"{gradient_exchange.codec} {zlib.crc32(hashed_text.encode()):08x}"
-            return plain(f"{self.name}/{replica_prefix}/{codec_text}/{key}/{name}", leaf)
+            return part_of_whole(f"{self.name}/{replica_prefix}/{codec_text}/{key}/{name}", leaf)
 
         return jax.tree_util.tree_map_with_path(part_of, abstract.extra[self.name])
 

@@ -100,7 +100,7 @@ def evaluate(objective: Objective, state: TrainState, batch: Batch) -> Loss:
 
 
 def accuracy(objective: Objective, state: TrainState, batch: Batch) -> tuple[Array, Array]:
-    """Return the numbers of correct targets and of all targets in a batch, for a model with `accuracy` (classifiers)."""
+    """Return the numbers of correct targets and of all targets in a batch; the model must have `accuracy`."""
     planned = objective.planned
     count_correct = getattr(planned.experiment.model, "accuracy", None)
     assert count_correct is not None
@@ -218,7 +218,7 @@ class Whole:
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), planned.pure_model.abstract_params)
         zero_sums = (Loss(jnp.zeros(()), jnp.zeros(())), planned.place_gradients(zeros, is_manual=is_manual), rest)
-        stacked_microbatches = microbatches((dict(batch), examples), parts=planned.plan.microbatches)
+        stacked_microbatches = microbatches((dict(batch), examples), count=planned.plan.microbatches)
         (loss, gradient_sums, new_rest), _ = jax.lax.scan(add_microbatch, zero_sums, stacked_microbatches)
         scale = 1.0 / _divisor(loss.weight, replica_count)
         return loss, jax.tree.map(lambda g: g * scale, gradient_sums), new_rest
@@ -270,7 +270,7 @@ class Whole:
 
             if planned.plan.microbatches == 1:
                 return score_microbatch(batch)
-            stacked_microbatches = microbatches(dict(batch), parts=planned.plan.microbatches)
+            stacked_microbatches = microbatches(dict(batch), count=planned.plan.microbatches)
             return jax.tree.map(lambda sums: sums.sum(0), jax.lax.map(score_microbatch, stacked_microbatches))
 
 

@@ -198,8 +198,10 @@ class Replicas:
             gradients: Params, optimizer_state: optax.OptState, weights: Params, clip_norm: Array, is_good: Array
         ) -> tuple[Params, optax.OptState]:
             """Return one replica's new weights and optimizer state; arrays but `is_good` have a first dim of 1."""
-            per_replica = (gradients, optimizer_state, weights, clip_norm)
-            return jax.tree.map(lambda x: x[None], advance(*jax.tree.map(lambda x: x[0], per_replica), is_good))
+            own_gradients, own_state, own_weights, own_norm = jax.tree.map(
+                lambda x: x[0], (gradients, optimizer_state, weights, clip_norm)
+            )
+            return jax.tree.map(lambda x: x[None], advance(own_gradients, own_state, own_weights, own_norm, is_good))
 
         specs = (replica_spec, replica_spec, replica_spec, replica_spec, whole_spec)
         weights, optimizer_state = self._manual_over_replicas(update_replica, specs, replica_spec)(
@@ -233,8 +235,10 @@ class Replicas:
 
         def displace(thetas: Params, replica_weights: Params) -> dict[str, Array]:
             """Return this replica's displacement of each weight, with a first dim of 1."""
-            displacements = {name: thetas[name] - replica_weights[name][0] for name in names}
-            return {name: self._constrain(x, displacement_specs[name])[None] for name, x in displacements.items()}
+            return {
+                name: self._constrain(thetas[name] - replica_weights[name][0], displacement_specs[name])[None]
+                for name in names
+            }
 
         displacements = self._manual_over_replicas(displace, (whole_spec, replica_spec), replica_spec)(
             thetas, {name: replica_weights[name] for name in names}
@@ -369,7 +373,7 @@ class Replicas:
             return naming.with_replica_dim(
                 group == ALL_REPLICAS,
                 leaf,
-                lambda replica_leaf: naming.of_param(prefix, leaf_path, param_name or None, replica_leaf, role),
+                lambda replica_leaf: naming.part_of_param(prefix, leaf_path, param_name or None, replica_leaf, role),
             )
 
         return jax.tree_util.tree_map_with_path(part_of, saved_value, owners, role_texts)

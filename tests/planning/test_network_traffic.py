@@ -28,7 +28,10 @@ def test_a_codec_s_states_and_bytes_are_told(planned):
     assert step.gradient_exchange is not None
     assert estimated.device["residuals"] == step.memory(batch_shapes(experiment))["residuals"]
     assert estimated.wire is not None
-    assert (estimated.wire.bytes, estimated.wire.exact_bytes) == (step.gradient_exchange.wire_bytes, step.gradient_exchange.exact_bytes)
+    assert (estimated.wire.bytes, estimated.wire.exact_bytes) == (
+        step.gradient_exchange.wire_bytes,
+        step.gradient_exchange.exact_bytes,
+    )
     assert estimated.wire.seconds == pytest.approx(estimated.wire.bytes / (25e9 / 8))
     assert estimated.state_bytes == pytest.approx(8, rel=1e-3)
     # the model's activations are within a region of each replica's own, and are seen all the same

@@ -19,7 +19,7 @@ from jaxscale.planning.fit import fit
 from jaxscale.planning.program import described_step, lowered_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
-from jaxscale.recipe.kernels import Kernels, KernelChoice, fields_of, lines_of
+from jaxscale.recipe.kernels import KernelChoice, Kernels, fields_of, lines_of
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.batches import batch_shapes
 from jaxscale.step.build import build
@@ -275,7 +275,7 @@ def test_what_cannot_run_is_told_in_its_own_words(said, told):
         raise CannotRun(said)
 
     with pytest.raises(UserError, match=f"^{told}$"):
-        KernelTrace(Plan(), None, None).noted(cannot)()
+        KernelTrace(Plan(), None, None).recording(cannot)()
 
 
 def test_a_kernel_taken_in_two_ways_is_told_in_one_line():

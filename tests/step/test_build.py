@@ -182,7 +182,9 @@ def test_loaded_parameters_are_placed_in_parts_and_padded_with_zeros(mesh, zero)
     step = make(model, mesh, zero=zero)
     params = step.init().params
     padded = 0
-    for (name, leaf), sharding in zip(named_leaves(params).items(), jax.tree.leaves(step.layout.master_shardings), strict=True):
+    for (name, leaf), sharding in zip(
+        named_leaves(params).items(), jax.tree.leaves(step.layout.master_shardings), strict=True
+    ):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
         host = named_leaves(host_params(model))[name]
         inside = tuple(slice(0, size) for size in host.shape)

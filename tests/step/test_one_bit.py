@@ -96,7 +96,9 @@ def test_gradients_sent_in_full_are_found() -> None:
     assert step.gradient_exchange is not None
     whole = build(experiment("adamw"), Plan(mesh=MeshSpec(replica=2)))
     whole.compile(BATCHES[0])
-    sent = bytes_over(collectives(whole.program or "", whole.mesh), step.gradient_exchange.axis, step.gradient_exchange.replicas)
+    sent = bytes_over(
+        collectives(whole.program or "", whole.mesh), step.gradient_exchange.axis, step.gradient_exchange.replicas
+    )
     with pytest.raises(NoEffect, match="onebit"):
         check_codec(step.gradient_exchange, sent)
 

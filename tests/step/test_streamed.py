@@ -118,7 +118,7 @@ def check(step: TrainStep, alone: TrainStep, steps: int = STEPS, bound: float = 
     assert plan is not None
     assert plan.ranks is not None
     assert step.stages is not None
-    expected = Reference(step.stages.layers, alone)
+    expected = Reference(step.stages.layer_counts, alone)
     for number in range(steps):
         delays = [plan.ranks - 1 - s for s in range(plan.ranks)] if plan.name == "pipedream" else [1] * plan.ranks
         expected.feed(number, [max(0, number - delay) for delay in delays])

@@ -46,13 +46,13 @@ from jaxscale.replicas.reduce import GradientExchange, GradientLeaf, squared_res
 from jaxscale.state.batches import batch_shapes
 from jaxscale.state.extra import CompiledProgram, lacks
 from jaxscale.state.layout import BATCH_AXES, PIPE_AXIS, REPLICA_AXIS, Layout
-from jaxscale.state.naming import Naming, Part, plain
+from jaxscale.state.naming import Naming, Part, part_of_whole
 from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import Metrics, TrainState, Watch
 from jaxscale.step.exchange import describe_codec
-from jaxscale.step.pipelined.forms import Microbatch, Named
+from jaxscale.step.pipelined.forms import ArraysByName, Microbatch
 from jaxscale.step.pipelined.gradients import MANUAL, Pipelined
-from jaxscale.step.pipelined.reads import shared_copies, weight_program
+from jaxscale.step.pipelined.reads import batch_weight_fn, shared_copies
 from jaxscale.step.planned_model import PlannedModel, positive
 from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import Array, Batch, Key, PyTree
@@ -67,7 +67,7 @@ Flight: TypeAlias = dict[str, PyTree]
 "free" is the optimizer state that has no parameter's shape, such as counts. "watch" is the stage's watch for bad steps.
 "codes" is the state of its codec, with the number of updates.
 """
-Parameters: TypeAlias = tuple[Named, Named]
+Parameters: TypeAlias = tuple[ArraysByName, ArraysByName]
 """Parameters of one stage, with a first dim of 1: those of its layers, and its copies of the shared ones."""
 Carry: TypeAlias = dict[str, PyTree]
 """State of one stage within a step: "free", "watch" and "codes" as in `Flight`, and three more entries.
@@ -109,13 +109,13 @@ class AsyncPipeline:
         self.remedies = self._remedies()
         self.advance = update_on_device(optimizer)
         self.batch_shapes = batch_shapes(planned.experiment)
-        self.model_with_copies = planned.pure_model.copied(shared_copies(self.synchronous, self.batch_shapes))
+        self.model_with_copies = planned.pure_model.with_copies(shared_copies(self.synchronous, self.batch_shapes))
         self.layout = Layout.of(self.model_with_copies, optimizer, planned.plan, planned.layout.mesh)
-        self.codec = self._codec_stage()
+        self.gradient_exchange = self._codec_stage()
         self._owners = self.layout.owners(optimizer)
         self._row_shards = math.prod(self.layout.mesh.shape[axis] for axis in BATCH_AXES)
         self._state_treedef = jax.tree.structure(self.layout.abstract.optimizer)
-        self._batch_weight = weight_program(planned, self.batch_shapes)
+        self._batch_weight = batch_weight_fn(planned, self.batch_shapes)
 
     def __str__(self) -> str:
         plan, delay = self.planned.plan, max(self.stream.delays)
@@ -168,7 +168,7 @@ class AsyncPipeline:
         run_stage = self.synchronous.stage_fn(self.synchronous.loss, lambda loss: loss.total + loss.penalty)
 
         def run_scaled_stage(
-            stage_params: Named, shared_params: Named, x: PyTree, microbatch: Scaled, at: At, key: Key
+            stage_params: ArraysByName, shared_params: ArraysByName, x: PyTree, microbatch: Scaled, at: At, key: Key
         ) -> tuple[PyTree, Array, PyTree]:
             """Run a stage on a message `x`; return (message to the next stage, scaled objective, sums of the loss)."""
             rows, scale = microbatch
@@ -177,7 +177,7 @@ class AsyncPipeline:
 
         stage_params, shared_params = self._cast_for_passes(jax.tree.map(lambda leaf: leaf[0], parameters))
         rows, _ = jax.tree.map(lambda leaf: leaf[0], batch)
-        run_before_blocks = self.synchronous.form.parts(self.synchronous.loss).before
+        run_before_blocks = self.synchronous.form.model_parts(self.synchronous.loss).before
         message_shape = jax.eval_shape(run_before_blocks, stage_params, shared_params, rows, key, jnp.int32(0))
         return Asynchronous(
             self.stream,
@@ -195,12 +195,12 @@ class AsyncPipeline:
     ) -> tuple[Parameters, Carry]:
         """Sum one stage's gradients over the data axes, check, clip and apply them; return new parameters and carry."""
         del at
-        axes_left_out = {PIPE_AXIS} if self.codec is None else {PIPE_AXIS, REPLICA_AXIS}
+        axes_left_out = {PIPE_AXIS} if self.gradient_exchange is None else {PIPE_AXIS, REPLICA_AXIS}
         axes = [axis for axis in MANUAL if axis not in axes_left_out]  # a codec sums the gradients of replicas
         stage_gradients, shared_gradients = jax.tree.map(
             lambda leaf: self.synchronous.reduce(leaf[0], axes, PartitionSpec()), gradients
         )
-        codec, codes, codec_states = self.codec, carry["codes"], {}
+        codec, codes, codec_states = self.gradient_exchange, carry["codes"], {}
         if codec is not None:
             sums = jax.tree.map(lambda leaf: leaf * codec.replicas, {**stage_gradients, **shared_gradients})
             averages, codec_states = self._average_over_replicas(codec, sums, codes["states"], codes["updates"])
@@ -224,8 +224,8 @@ class AsyncPipeline:
         return jax.tree.map(lambda leaf: leaf[None], self.synchronous.split(params)), carry
 
     def _average_over_replicas(
-        self, codec: GradientExchange, gradients: Named, states: PyTree, updates: Array
-    ) -> tuple[Named, PyTree]:
+        self, codec: GradientExchange, gradients: ArraysByName, states: PyTree, updates: Array
+    ) -> tuple[ArraysByName, PyTree]:
         """Average one stage's gradients over the replicas by the codec; return the means and the codec's new states.
 
         The kernels of a codec need a region that is manual over all mesh axes.
@@ -256,7 +256,11 @@ class AsyncPipeline:
         """
 
         def fill_stage(
-            stage_params: Named, shared_params: Named, free: dict[int, Array], watch: Watch, updates: Array
+            stage_params: ArraysByName,
+            shared_params: ArraysByName,
+            free: dict[int, Array],
+            watch: Watch,
+            updates: Array,
         ) -> Flight:
             """Return this device's state in flight, each array with a first dim of 1."""
             parameters = jax.tree.map(lambda leaf: leaf[None], stage_params), shared_params
@@ -271,8 +275,8 @@ class AsyncPipeline:
             # each stage's norm, on the assumption that all stages have equal norms
             watch = dataclasses.replace(watch, norm=watch.norm / self.ranks**0.5)
             codes = {}
-            if self.codec is not None:
-                codes = {"states": self.codec.start(), "updates": updates}
+            if self.gradient_exchange is not None:
+                codes = {"states": self.gradient_exchange.start(), "updates": updates}
             stage_state = {"free": free, "watch": watch, "codes": codes}
             return {"pipe": pipe, **jax.tree.map(lambda leaf: leaf[None], stage_state)}
 
@@ -311,8 +315,8 @@ class AsyncPipeline:
             state, step=state.step + 1, params=params, optimizer=optimizer_state, watch=watch
         )
         metrics: Metrics = {"loss": mean_loss, "grad_norm": norm, "weight": loss.weight}
-        if self.codec is not None:  # synchronous steps send float32, without the codec
-            metrics |= {"residual_norm": jnp.zeros(()), "wire_bytes": jnp.float32(self.codec.exact_bytes)}
+        if self.gradient_exchange is not None:  # synchronous steps send float32, without the codec
+            metrics |= {"residual_norm": jnp.zeros(()), "wire_bytes": jnp.float32(self.gradient_exchange.exact_bytes)}
         return dataclasses.replace(next_state, extra={IN_FLIGHT: self.in_flight(next_state)}), metrics
 
     def newest(self, state: TrainState) -> TrainState:
@@ -332,8 +336,13 @@ class AsyncPipeline:
         stage_spec, whole_spec, rows_spec = PartitionSpec(PIPE_AXIS), PartitionSpec(), PartitionSpec(None, BATCH_AXES)
 
         def advance_stage(
-            stage_params: Named, shared_params: Named, owned: dict[int, Array], flight: Flight, batch: Scaled, key: Key
-        ) -> tuple[Named, Named, dict[int, Array], Flight, tuple[Loss, Array, dict[str, Array]]]:
+            stage_params: ArraysByName,
+            shared_params: ArraysByName,
+            owned: dict[int, Array],
+            flight: Flight,
+            batch: Scaled,
+            key: Key,
+        ) -> tuple[ArraysByName, ArraysByName, dict[int, Array], Flight, tuple[Loss, Array, dict[str, Array]]]:
             """Run the ticks on one device; return new values of the first four arguments, and the metrics.
 
             The metrics are the sums of the loss, the gradient norm, and metrics of the codec by name.
@@ -351,7 +360,7 @@ class AsyncPipeline:
             norm = jnp.sqrt(jax.lax.psum(carry["squares"], PIPE_AXIS))
             loss_sums = jax.lax.psum(advanced.sums, MANUAL)
             codec_metrics = {}
-            if self.codec is not None:
+            if self.gradient_exchange is not None:
                 residual_squares = jax.lax.psum(squared_residuals(carry["codes"]["states"]), MANUAL) / self._row_shards
                 sent_bytes = jax.lax.pmax(carry["sent"], MANUAL)
                 codec_metrics = {"residual_norm": jnp.sqrt(residual_squares), "wire_bytes": sent_bytes}
@@ -438,14 +447,16 @@ class InFlight:
         planned = pipeline.planned
         dependencies = [
             version_1_fields(planned.plan),
-            pipeline.stages.layers,
+            pipeline.stages.layer_counts,
             planned.experiment.batch,
             jax.__version__,
             shapes,
         ]
         plan_hash = hashlib.sha256(json.dumps(dependencies, sort_keys=True).encode()).hexdigest()[:12]
         prefix = f"{self.name}/{pipeline.method.name}-{plan_hash}"
-        return jax.tree_util.tree_map_with_path(lambda path, leaf: plain(f"{prefix}/{path_name(path)}", leaf), flight)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: part_of_whole(f"{prefix}/{path_name(path)}", leaf), flight
+        )
 
     def note_on_missing(self, saved_names: Container[str], step_names: Iterable[str]) -> str:
         """Return a note for the user if the checkpoint lacks arrays of this extra, otherwise ""."""
@@ -456,7 +467,11 @@ class InFlight:
     def describe(self) -> list[str]:
         """Return lines for the user on the pipeline and on its codec."""
         optimizer = self.pipeline.planned.experiment.optimizer
-        codec_lines = [] if self.pipeline.codec is None else describe_codec(self.pipeline.codec, optimizer)
+        codec_lines = (
+            []
+            if self.pipeline.gradient_exchange is None
+            else describe_codec(self.pipeline.gradient_exchange, optimizer)
+        )
         return [str(self.pipeline), *codec_lines]
 
     def check(self, program: CompiledProgram) -> None:
