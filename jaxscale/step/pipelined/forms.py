@@ -44,7 +44,7 @@ from jaxscale.typing import Array, Batch, Int, Key, Params, PyTree
 
 Score: TypeAlias = Callable[[nnx.Module, Batch, Context], PyTree]
 """A function from the module, a microbatch and the settings of the pass to sums, such as those of the loss."""
-ArraysByName: TypeAlias = dict[str, Array]
+Arrays: TypeAlias = dict[str, Array]
 """Arrays by the name of their parameter."""
 WeightsByName: TypeAlias = Mapping[str, Array | Streamed]
 """Weights by the name of their parameter, some of which may come from the host."""
@@ -84,7 +84,7 @@ class ModelParts:
     after: TracedFn
 
 
-def append_copies(stages: Stages, chunks: ArraysByName) -> ArraysByName:
+def append_copies(stages: Stages, chunks: Arrays) -> Arrays:
     """Receive copies of the chunks of other ranks that the schedule runs here; return them after this rank's chunks."""
     for sent_chunk, rank_pairs in stages.copies:
         copy = jax.tree.map(
@@ -95,7 +95,7 @@ def append_copies(stages: Stages, chunks: ArraysByName) -> ArraysByName:
     return chunks
 
 
-def sum_at_home(stages: Stages, gradients: ArraysByName) -> ArraysByName:
+def sum_at_home(stages: Stages, gradients: Arrays) -> Arrays:
     """Receive the gradients of copies on other ranks, and return them added to those of this rank's own chunks."""
     own_chunk_count = len(stages.homes[0])
 
@@ -189,7 +189,7 @@ class StackForm:
         def trace(
             between: Between,
             stage_params: WeightsByName,
-            shared_params: ArraysByName,
+            shared_params: Arrays,
             microbatch: Microbatch,
             key: Key,
             stage: Int[Array, ""],
@@ -223,13 +223,13 @@ class StackForm:
 
         return jax.tree_util.tree_map_with_path(gather, params)
 
-    def chunks(self, stage_params: ArraysByName) -> ArraysByName:
+    def chunks(self, stage_params: Arrays) -> Arrays:
         """Return the rows of this rank's stages as (chunks, depth, ...), and after them its copies of other stages."""
         depth = self.stages.depth
         own_chunks = jax.tree.map(lambda leaf: leaf.reshape(-1, depth, *leaf.shape[1:]), stage_params)
         return append_copies(self.stages, own_chunks)
 
-    def gradients_at_home(self, chunk_gradients: ArraysByName) -> ArraysByName:
+    def gradients_at_home(self, chunk_gradients: Arrays) -> Arrays:
         """Return the gradient rows of this rank's stages, from the gradients of `chunks` on all ranks."""
         own_gradients = sum_at_home(self.stages, chunk_gradients)
         return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), own_gradients)
@@ -289,7 +289,7 @@ class MessageForm:
             lengths = {dtype: max(lengths.get(dtype, 0), element_counts[dtype]) for dtype in dtypes}
         return dict(sorted(lengths.items()))
 
-    def pack(self, message: PyTree) -> ArraysByName:
+    def pack(self, message: PyTree) -> Arrays:
         """Return a message as flat arrays of `lengths`, by the name of the dtype."""
         flat_leaves: dict[str, list[Array]] = {dtype: [] for dtype in self.lengths}
         for leaf in jax.tree.leaves(message):
@@ -355,7 +355,7 @@ class ChainForm:
         home = self.stages.schedule.routes[0][stage]
         return home, self.stages.homes[home].index(stage)
 
-    def chunks(self, stage_params: ArraysByName) -> ArraysByName:
+    def chunks(self, stage_params: Arrays) -> Arrays:
         """Return the flat arrays (chunks, length) of this rank's stages, and after them its copies of other stages."""
         dtype, rank = jnp.dtype(self.planned.plan.precision), jax.lax.axis_index(PIPE_AXIS)
         length = max(flat_slice.end for flat_slice in self.flat_slices.values())
@@ -368,7 +368,7 @@ class ChainForm:
             own_chunks[chunk] = jnp.where(is_home, concatenate_padded(flat_params, length, dtype), own_chunks[chunk])
         return append_copies(self.stages, {FLAT: jnp.stack(own_chunks)})
 
-    def gradients_at_home(self, chunk_gradients: ArraysByName) -> ArraysByName:
+    def gradients_at_home(self, chunk_gradients: Arrays) -> Arrays:
         """Return the gradient of each parameter on the home rank of its stage, and zeros on the other ranks."""
         own_gradients = sum_at_home(self.stages, chunk_gradients)[FLAT]
         rank = jax.lax.axis_index(PIPE_AXIS)
@@ -405,8 +405,8 @@ class ChainForm:
 
         def trace(
             between: Between,
-            stage_params: ArraysByName,
-            shared_params: ArraysByName,
+            stage_params: Arrays,
+            shared_params: Arrays,
             microbatch: Microbatch,
             key: Key,
             stage: Int[Array, ""],
@@ -424,16 +424,14 @@ class ChainForm:
                 abstract_messages.append(jax.eval_shape(run(start, stop), abstract_messages[-1]))
             return MessageForm(abstract_messages)
 
-        def run_stage(
-            run: TracedFn, x: PyTree, packed: ArraysByName, stage_params: ArraysByName, *args: PyTree
-        ) -> ArraysByName:
+        def run_stage(run: TracedFn, x: PyTree, packed: Arrays, stage_params: Arrays, *args: PyTree) -> Arrays:
             """Run the stage whose index is the last of `args` on a packed message; return the next packed message."""
             form, traced_stage = message_form(run, x), args[-1]
 
-            def branch(stage: int) -> Callable[[Array, ArraysByName], ArraysByName]:
+            def branch(stage: int) -> Callable[[Array, Arrays], Arrays]:
                 """Return the function that runs one stage, from its flat array and the packed message."""
 
-                def run_blocks(flat_array: Array, packed: ArraysByName) -> ArraysByName:
+                def run_blocks(flat_array: Array, packed: Arrays) -> Arrays:
                     block_params = self._block_params(flat_array, stage)
                     run_message = run(boundaries[stage], boundaries[stage + 1], block_params)
                     return form.pack(run_message(form.unpack(packed, stage)))

@@ -38,7 +38,7 @@ from jaxscale.state.stages import Stages
 from jaxscale.state.train_state import TrainState
 from jaxscale.step.gradients import LossAndGradients, Sums, Whole
 from jaxscale.step.host import streamed_weight
-from jaxscale.step.pipelined.forms import ArraysByName, ChainForm, Microbatch, Score, StackForm, StageForm
+from jaxscale.step.pipelined.forms import Arrays, ChainForm, Microbatch, Score, StackForm, StageForm
 from jaxscale.step.planned_model import PlannedModel, Specs, positive
 from jaxscale.trees import filled, named_leaves, path_name
 from jaxscale.typing import Array, Batch, Key, Params, PyTree
@@ -80,7 +80,7 @@ class Pipelined:
 
     # -- the model in parts --------------------------------------------------------------------------------------------
 
-    def split(self, params: Params) -> tuple[ArraysByName, ArraysByName]:
+    def split(self, params: Params) -> tuple[Arrays, Arrays]:
         """Return the parameters of stages, and the shared parameters, each as a dict by name."""
         return self.divide(named_leaves(params))
 
@@ -89,7 +89,7 @@ class Pipelined:
         stage_entries = {name: entry for name, entry in entry_of_name.items() if self.form.is_staged(name)}
         return stage_entries, {name: entry for name, entry in entry_of_name.items() if name not in stage_entries}
 
-    def join(self, stage_params: ArraysByName, shared_params: ArraysByName) -> Params:
+    def join(self, stage_params: Arrays, shared_params: Arrays) -> Params:
         """Return all parameters as one nested dict: the inverse of `split`."""
         return filled(self.planned.pure_model.abstract_params, {**stage_params, **shared_params})
 
@@ -103,7 +103,7 @@ class Pipelined:
         parts, last_stage = self.form.model_parts(score), self.stages.schedule.stages - 1
 
         def run_stage(
-            stage_params: ArraysByName, shared_params: ArraysByName, x: PyTree, microbatch: Microbatch, at: At, key: Key
+            stage_params: Arrays, shared_params: Arrays, x: PyTree, microbatch: Microbatch, at: At, key: Key
         ) -> tuple[PyTree, Array, PyTree]:
             """Run one stage on the message `x`; return the next message, the number to differentiate, and the sums."""
             weights: WeightsByName = stage_params
@@ -168,11 +168,7 @@ class Pipelined:
         rows_spec = PartitionSpec(None, BATCH_AXES)
 
         def run_on_device(
-            stage_params: ArraysByName,
-            host_params: ArraysByName | None,
-            shared_params: ArraysByName,
-            batch: Microbatch,
-            key: Key,
+            stage_params: Arrays, host_params: Arrays | None, shared_params: Arrays, batch: Microbatch, key: Key
         ) -> R:
             """Run the pipeline on this device's shards, and return the results of `finish`."""
             if has_replica_weights:
@@ -209,7 +205,7 @@ class Pipelined:
         )
 
     def _readers(
-        self, message: PyTree, chunk: ArraysByName, shared_params: ArraysByName, microbatch: Microbatch, key: Key
+        self, message: PyTree, chunk: Arrays, shared_params: Arrays, microbatch: Microbatch, key: Key
     ) -> tuple[int, ...] | None:
         """Return the indices of the stages that read shared parameters; `None` if all do, because blocks read some."""
         run_blocks = self.form.model_parts(self.loss).inside
@@ -237,9 +233,7 @@ class Pipelined:
         stage_params, shared_params = self.split(self._copies(self.planned.pure_model.in_rows(params)))
         parts, rows_spec = self.form.model_parts(self.loss), PartitionSpec(BATCH_AXES)
 
-        def total_loss(
-            stage_params: ArraysByName, shared_params: ArraysByName, batch: Batch, examples: Array, key: Key
-        ) -> Array:
+        def total_loss(stage_params: Arrays, shared_params: Arrays, batch: Batch, examples: Array, key: Key) -> Array:
             """Return the total loss of this device's rows, with the blocks of its first chunk."""
             first_chunk = jax.tree.map(lambda leaf: leaf[0], self.form.chunks(stage_params))
             args = (first_chunk, shared_params, (batch, examples), key, jnp.int32(0))
@@ -281,7 +275,7 @@ class Pipelined:
             # with this factor, the mean of the replicas' gradients is the mean over all targets of the global batch
             unsummed_axes, replica_factor = (REPLICA_AXIS,), self.planned.layout.mesh.shape[REPLICA_AXIS]
 
-        def finish(executed: Executed) -> tuple[Loss, ArraysByName, ArraysByName]:
+        def finish(executed: Executed) -> tuple[Loss, Arrays, Arrays]:
             """Return the sums of the loss, and the gradients of stages' and of shared parameters, by name."""
             loss = jax.lax.psum(executed.sums, MANUAL)
             gradients = self.form.gradients_at_home(executed.weight_gradients), executed.shared_gradients
@@ -327,7 +321,7 @@ class Pipelined:
     def _copies(self, params: Params) -> Params:
         """Return the weights that stages read, in the dtype of `plan.precision`.
 
-        Shared weights are gathered over the pipe axis. WeightsByName of stages that lie on the host are replaced by zeros on
+        Shared weights are gathered over the pipe axis. Weights of stages that lie on the host are replaced by zeros on
         the device, which receive their gradients.
         """
         layout, dtype = self.planned.layout, jnp.dtype(self.planned.plan.precision)
