@@ -131,7 +131,7 @@ def traced_blocks(objective: Objective, chip: Chip | None = None) -> tuple[Block
             objective.loss_of_masters,
             pure_model.abstract_module_params,
             pure_model.abstract_rest,
-            batch,
+            microbatch,
             key,
             examples,
             chip=chip,
