@@ -24,8 +24,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.layers.stack import in_one_stack
 from jaxscale.sharding.memory_space import in_memory_of, on_host, to_device, to_host
-from jaxscale.sharding.partition import dim_axes, dividing, spec_of
-from jaxscale.sharding.zero import split
+from jaxscale.sharding.partition import dim_axes, divisible_spec, spec_of
+from jaxscale.sharding.zero import split_spec
 from jaxscale.state.extra import EXTRAS, StateExtra
 from jaxscale.state.layout import Layout, local_bytes
 from jaxscale.state.naming import Naming, Part, part_of_whole, roles
@@ -265,7 +265,7 @@ def _array_spec(leaf: jax.ShapeDtypeStruct, part: Part) -> PartitionSpec:
     if part.key_impl:
         return PartitionSpec()
     mesh = leaf.sharding.mesh
-    leaf_spec = dividing(leaf.sharding.spec, part.shape, mesh)
+    leaf_spec = divisible_spec(leaf.sharding.spec, part.shape, mesh)
     if part.layer_dim is None:
         return leaf_spec
     axes_of_dims = list(dim_axes(leaf_spec, part.layer_dim + 1))
@@ -274,5 +274,5 @@ def _array_spec(leaf: jax.ShapeDtypeStruct, part: Part) -> PartitionSpec:
     spec = spec_of(axes_of_dims)
     for axis in layer_axes:
         # a layer that lies on one stage's device is split over the devices of all stages, not copied to them
-        spec = split(array_shape, None, spec, mesh, axis)
+        spec = split_spec(array_shape, None, spec, mesh, axis)
     return spec

@@ -21,7 +21,7 @@ from jaxscale.lowbit.codebooks import MAPS
 from jaxscale.lowbit.quantize import Quantized, decode, encode
 from jaxscale.lowbit.split_weights import join, split
 from jaxscale.sharding.memory_space import to_device
-from jaxscale.sharding.partition import dividing
+from jaxscale.sharding.partition import divisible_spec
 from jaxscale.state.canonical import PARAMS
 from jaxscale.state.naming import CODES, SCALE
 from jaxscale.typing import Array, PyTree
@@ -118,7 +118,9 @@ def conversion(entries: Mapping[str, Sequence[PyTree]], abstract: Abstract) -> C
             del sources[array_name]
         for array_name in saved_form.names(name):
             shape, dtype = tuple(entries[array_name][0]), entries[array_name][1]
-            sources[array_name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=fitting(leaf.sharding, shape))
+            sources[array_name] = jax.ShapeDtypeStruct(
+                shape, jnp.dtype(dtype), sharding=fitting_sharding(leaf.sharding, shape)
+            )
     saved_corrections, step_corrections = correction_names(entries), correction_names(abstract)
     weight_names = [
         name for name in abstract if name in entries and (name in saved_corrections) != (name in step_corrections)
@@ -238,7 +240,7 @@ def _change_fn(
     return jax.jit(change, out_shardings=[sharding for _, sharding in dtypes_and_shardings])
 
 
-def fitting(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
+def fitting_sharding(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
     """Return the sharding for an array of another shape; dims that cannot be split evenly stay whole."""
-    spec = dividing(sharding.spec, shape, sharding.mesh)
+    spec = divisible_spec(sharding.spec, shape, sharding.mesh)
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)

@@ -23,7 +23,7 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.replicas import Codec, wire
 from jaxscale.replicas.low_communication import Diloco
 from jaxscale.replicas.reduce import GradientExchange
-from jaxscale.sharding.memory_space import HOST_KIND, rehearses
+from jaxscale.sharding.memory_space import HOST_KIND, is_rehearsal
 from jaxscale.state.extra import CompiledProgram, StateExtra, Unreadable
 from jaxscale.state.layout import BATCH_AXES, REPLICA_AXIS, Layout, device_of, local_bytes
 from jaxscale.state.train_state import TrainState
@@ -128,7 +128,7 @@ def check_kept_on_host(layout: Layout, decision: Decision | None, temp_bytes: in
         NoEffect: fewer bytes are on the host than the decision requires.
     """
     planned_bytes = 0 if decision is None else decision.host_bytes
-    if not planned_bytes or rehearses([device_of(layout.mesh)]):
+    if not planned_bytes or is_rehearsal([device_of(layout.mesh)]):
         return
     if temp_bytes < planned_bytes:
         raise NoEffect(
@@ -149,7 +149,7 @@ def check_host_bytes(layout: Layout, argument_bytes: int, as_text: Callable[[], 
         NoEffect: fewer bytes lie on the host than the plan requires, or the step copies a whole stacked array from the
             host to the device at once, which saves no memory.
     """
-    if not layout.plan.offload.any or rehearses([device_of(layout.mesh)]):
+    if not layout.plan.offload.any or is_rehearsal([device_of(layout.mesh)]):
         return
     planned_bytes = local_bytes(layout.abstract, is_on_host=True)
     if argument_bytes < planned_bytes:

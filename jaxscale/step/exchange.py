@@ -26,7 +26,7 @@ from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.plan import Plan
 from jaxscale.replicas.codec import Codec
 from jaxscale.replicas.reduce import RESIDUAL, CodecStates, GradientExchange, GradientLeaf
-from jaxscale.sharding.zero import split
+from jaxscale.sharding.zero import split_spec
 from jaxscale.state.extra import CompiledProgram, lacks
 from jaxscale.state.layout import PIPE_AXIS, REPLICA_AXIS, Layout
 from jaxscale.state.naming import Naming, Part, part_of_whole
@@ -70,7 +70,7 @@ def gradient_leaves_of(plan: Plan, pure_model: PureModel, layout: Layout) -> dic
         shape, axis_names = tuple(abstract_param.shape), pure_model.axis_names.get(name)
         spec = layout.placements[name].gradient
         for axis in ("fsdp", "data", *((PIPE_AXIS,) if plan.pipeline is not None else ())):
-            spec = split(shape, axis_names, spec, layout.mesh, axis)
+            spec = split_spec(shape, axis_names, spec, layout.mesh, axis)
         is_stacked = pure_model.is_stacked(name)
         stack_name, first_layer = in_one_stack(name) if is_stacked else (None, 0)
         gradient_leaves[name] = GradientLeaf(shape, spec, is_stacked, stack_name, first_layer)

@@ -18,7 +18,7 @@ from jaxscale.offload.updates import Advance, update_in_slices, update_on_device
 from jaxscale.offload.weights import Streamed, belongs_to_block
 from jaxscale.programs.elementwise import first_mixing
 from jaxscale.recipe.plan import Plan
-from jaxscale.sharding.memory_space import COPY, rehearses
+from jaxscale.sharding.memory_space import HOST_BYTES_FACTOR, is_rehearsal
 from jaxscale.state.layout import Layout, device_of, local_bytes
 from jaxscale.step.update import Update
 from jaxscale.trees import path_name
@@ -39,7 +39,10 @@ def check_host_size(layout: Layout, host_bytes: int | None, activation_bytes: in
     Raises:
         UserError: the host has too little memory.
     """
-    plan, bytes_per_device = layout.plan, COPY * local_bytes(layout.abstract, is_on_host=True) + activation_bytes
+    plan, bytes_per_device = (
+        layout.plan,
+        HOST_BYTES_FACTOR * local_bytes(layout.abstract, is_on_host=True) + activation_bytes,
+    )
     if not bytes_per_device or host_bytes is None or isinstance(layout.mesh, AbstractMesh):
         return
     local_devices = jax.local_devices()
@@ -61,7 +64,7 @@ def describe(layout: Layout) -> list[str]:
     lines = [
         f"{layout.plan.offload}: {bytes_text(local_bytes(layout.abstract, is_on_host=True))} per device on the host"
     ]
-    if rehearses([device_of(layout.mesh)]):
+    if is_rehearsal([device_of(layout.mesh)]):
         lines.append("a rehearsal: a CPU has no memory but its host's, so the values are right and nothing is moved")
     return lines
 

@@ -112,8 +112,8 @@ def check_kernel_choices(plan: Plan, choices: Sequence[KernelChoice]) -> None:
             continue
         if not kernel_choices:
             raise UserError(f"kernels {kernel}={name}: no part of this step uses {kernel}; leave it out")
-        if name not in [choice.chosen for choice in kernel_choices]:
-            refusal = f"kernels {kernel}={name}: this step uses {kernel} {kernel_choices[0].chosen}"
+        if name not in [choice.implementation for choice in kernel_choices]:
+            refusal = f"kernels {kernel}={name}: this step uses {kernel} {kernel_choices[0].implementation}"
             if kernel == "cross_entropy":
                 advice = "pass context.loss and context.loss_chunk to the cross entropy of the model's own loss"
                 raise UserError(f"{refusal}; {advice}, or leave it out")

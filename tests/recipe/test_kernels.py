@@ -113,7 +113,7 @@ def took(platform, **changes):
     step = described_step(experiment(), Platform.parse(platform), plan)
     step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment())))
     check_kernel_choices(step.plan, step.kernels)
-    return {one.kernel: (one.chosen, one.why) for one in step.kernels}
+    return {one.kernel: (one.implementation, one.why) for one in step.kernels}
 
 
 def test_a_step_tells_what_it_took_and_why_no_kernel():
@@ -174,7 +174,7 @@ def test_estimates_and_meetings_tell_it_too():
     step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment())))
     assert "quantize" not in {one.kernel for one in step.kernels}
     step.check_kernels()
-    found = {one.kernel: (one.chosen, one.why) for one in step.kernels}
+    found = {one.kernel: (one.implementation, one.why) for one in step.kernels}
     assert found["quantize"] == ("tpu", None)
     assert found["adam8"] == ("reference", "replicas under diloco are updated together by XLA's program")
 

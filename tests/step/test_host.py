@@ -193,7 +193,7 @@ def test_a_host_that_is_too_small_is_refused():
 
 def test_a_compiled_step_without_host_bytes_or_with_whole_copies_has_no_effect(monkeypatch):
     layout = make(mesh="1", weights="host", optimizer_state="streamed").layout
-    monkeypatch.setattr("jaxscale.step.compiled_checks.rehearses", lambda devices: False)
+    monkeypatch.setattr("jaxscale.step.compiled_checks.is_rehearsal", lambda devices: False)
     monkeypatch.setattr("jaxscale.step.compiled_checks.cut", lambda *args: types.SimpleNamespace(pieces=3))
     with pytest.raises(NoEffect, match="0 bytes of the compiled step's arguments lie on the host"):
         check_host_bytes(layout, 0, str)
