@@ -213,7 +213,7 @@ def _head_price(step: TrainStep, calls: Sequence[BlockCall], platform: Platform)
     pure_model = step.pure_model
     with objective.planned.tracing(is_forward_only=True):
         loss_jaxpr = jax.make_jaxpr(lambda *args: objective.loss_of_masters(*args))(
-            pure_model.abstract_module_params, pure_model.abstract_rest, batch, key, examples
+            pure_model.abstract_module_params, pure_model.abstract_model_state, batch, key, examples
         )
     block_flop = sum(call.count * call.graph.flop for call in calls)
     head_flop = max(0.0, jaxpr_flop(loss_jaxpr).total / plan.mesh.devices - block_flop)

@@ -87,7 +87,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         requests.request_unless(requests.diloco, requests.has_axis("replica")),
-        "replicas train alone and synchronise over the replica axis, but mesh {plan.mesh} has none; name the slow axis "
+        "replicas train alone and synchronize over the replica axis, but mesh {plan.mesh} has none; name the slow axis "
         "replica:N, or leave diloco out",
     ),
     Rule(
@@ -186,7 +186,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         requests.request_unless(requests.diloco, requests.meets_before_the_end),
-        "the run has {experiment.steps} steps, so replicas would synchronise only once, at its end; take a "
+        "the run has {experiment.steps} steps, so replicas would synchronize only once, at its end; take a "
         "smaller every=N in diloco, or leave diloco out",
     ),
     Rule(

@@ -135,9 +135,9 @@ class Plan:
         reduce: number format in which gradients are reduced across devices; `None` takes the format of `precision`. Or
             a codec that compresses gradients between replicas, over the slow axis: "int8", "powersgd:4", "topk:0.01".
             With a codec, gradients within a replica are reduced in the format of `precision`.
-        diloco: settings with which replicas train alone, and synchronise their weights every few steps, such as
-            "every=100,lr=0.7,momentum=0.9,fragments=1". Between synchronisations, replicas exchange only single
-            numbers. A codec in `reduce` compresses the messages of a synchronisation. With `None`, replicas take every
+        diloco: settings with which replicas train alone, and synchronize their weights every few steps, such as
+            "every=100,lr=0.7,momentum=0.9,fragments=1". Between synchronizations, replicas exchange only single
+            numbers. A codec in `reduce` compresses the messages of a synchronization. With `None`, replicas take every
             step together.
         memory: rule for the values that each block keeps for the backward pass: "none" (all values), "dots" (matrix
             products), "full" (no value, so that all are recomputed), and others.

@@ -179,7 +179,7 @@ foreign_model_over_tensor = request_when(
 )
 """A model that is not built of jaxscale's layers, on several devices along the tensor axis."""
 diloco = request_when("diloco {plan.diloco}", lambda facts: facts.plan.diloco is not None)
-"""Replicas that train alone, and synchronise every few steps."""
+"""Replicas that train alone, and synchronize every few steps."""
 zero = request_when("zero {plan.zero}", lambda facts: facts.plan.zero > 0)
 """A ZeRO stage from 1 to 3."""
 microbatches = request_when("microbatches {plan.microbatches}", lambda facts: facts.plan.microbatches > 1)

@@ -210,7 +210,7 @@ class Layout:
             optimizer,
             # factored and scalar states, whose shape is not the parameter's, stay whole; codes and scales of a
             # quantized state have one sharding, because blocks divide a shard
-            lambda leaf, param, sharding: _labelled(leaf, sharding if leaf.shape == param.shape else whole_sharding),
+            lambda leaf, param, sharding: _labeled(leaf, sharding if leaf.shape == param.shape else whole_sharding),
             abstract_optimizer,
             abstract_params,
             shardings_by_param("state", lambda _: plan.offload.optimizer_state != "device"),
@@ -219,7 +219,7 @@ class Layout:
         )
         abstract_step, abstract_watch = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), Watch.start()))
         unplaced_state = TrainState(
-            abstract_step, abstract_params, abstract_optimizer, pure_model.abstract_rest, abstract_watch
+            abstract_step, abstract_params, abstract_optimizer, pure_model.abstract_model_state, abstract_watch
         )
         whole_shardings = jax.tree.map(lambda _: whole_sharding, unplaced_state)
         state_shardings = dataclasses.replace(whole_shardings, params=master_shardings, optimizer=optimizer_shardings)
@@ -303,7 +303,7 @@ class Layout:
         name_tree = jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), abstract_params)
         owner_tree = optax.tree.map_params(
             optimizer,
-            lambda leaf, param, name: _labelled(leaf, name if leaf.shape == param.shape else ""),
+            lambda leaf, param, name: _labeled(leaf, name if leaf.shape == param.shape else ""),
             self.abstract.optimizer,
             abstract_params,
             name_tree,
@@ -344,7 +344,7 @@ class Layout:
 
 
 def device_of(mesh: Mesh | AbstractMesh) -> Device:
-    """Return one of the devices of a mesh, all of which are alike."""
+    """Return one of the devices of a mesh; all its devices are alike."""
     return mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
 
 
@@ -353,7 +353,7 @@ def shardings_of(abstract: Shapes) -> Shardings:
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
-def _labelled(leaf: PyTree, label: Label) -> PyTree[Label]:
+def _labeled(leaf: PyTree, label: Label) -> PyTree[Label]:
     """Return the label in the structure of a leaf: once for an array, twice for a quantized array."""
     return jax.tree.map(lambda _: label, leaf)
 
@@ -364,10 +364,12 @@ def first_weights(pure_model: PureModel, layout: Layout) -> tuple[Params, Params
     Parameters are drawn at random, or loaded if the model has `initial_params`. Every leaf is created sharded, so that
     no device holds all of it.
     """
-    params, rest = jax.jit(pure_model.create, out_shardings=(layout.master_shardings, layout.state_shardings.rest))()
+    params, model_state = jax.jit(
+        pure_model.create, out_shardings=(layout.master_shardings, layout.state_shardings.rest)
+    )()
     load = getattr(pure_model.model, "initial_params", None)
     if load is None:
-        return params, rest
+        return params, model_state
 
     def place_array(array: LazyArray, abstract: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Array:
         """Put a host array on the devices shard by shard; dims that are padded in the model get zeros."""
@@ -378,7 +380,7 @@ def first_weights(pure_model: PureModel, layout: Layout) -> tuple[Params, Params
         )
 
     loaded_params = pure_model.in_rows(in_groups(load(), pure_model.group_depths))
-    return jax.tree.map(place_array, loaded_params, pure_model.abstract_params, layout.master_shardings), rest
+    return jax.tree.map(place_array, loaded_params, pure_model.abstract_params, layout.master_shardings), model_state
 
 
 def local_bytes(tree: PyTree, *, is_on_host: bool = False) -> int:

@@ -54,7 +54,7 @@ class PureModel:
         graphdef: structure of the module.
         abstract_params: shapes and dtypes of the parameters, a nested dict of `ShapeDtypeStruct`.
         axis_names: logical axes of each parameter, by the parameter's name; a parameter without any is absent.
-        abstract_rest: shapes and dtypes of the model's other state, a nested dict of `ShapeDtypeStruct`.
+        abstract_model_state: shapes and dtypes of the model's other state, a nested dict of `ShapeDtypeStruct`.
         group_depths: number of layers in each group of the model's stack; each group's parameters are a stack of their
             own. () for one group.
         layer_of_row: under a pipeline, the layer in each row of a stacked parameter, in the order of the devices; -1
@@ -69,7 +69,7 @@ class PureModel:
     graphdef: nnx.GraphDef[nnx.Module]
     abstract_params: Params
     axis_names: dict[str, AxisNames]
-    abstract_rest: Params
+    abstract_model_state: Params
     group_depths: tuple[int, ...] = ()
     layer_of_row: tuple[int, ...] = ()
     copies: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -186,11 +186,11 @@ class PureModel:
         _, param_state, rest_state = nnx.split(module, nnx.Param, ...)
         return self.in_rows(_float32(nnx.to_pure_dict(param_state))), nnx.to_pure_dict(rest_state)
 
-    def module(self, params: Params, rest: Params) -> nnx.Module:
+    def module(self, params: Params, model_state: Params) -> nnx.Module:
         """Return a new module with these parameters and this other state, also inside a transformation."""
-        return nnx.merge(self.graphdef, params, rest, copy=True)
+        return nnx.merge(self.graphdef, params, model_state, copy=True)
 
-    def rest_of(self, module: nnx.Module) -> Params:
+    def model_state_of(self, module: nnx.Module) -> Params:
         """Return the state of a module apart from its parameters, as a nested dict."""
         return nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
 

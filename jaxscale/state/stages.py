@@ -179,7 +179,7 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
             f"pipeline {pipeline}: this model has {' and '.join(texts)}, and only one can be cut into stages; "
             "build the model of one stack, or of one chain"
         )
-    statistic_names = list(named_leaves(pure_model.abstract_rest))
+    statistic_names = list(named_leaves(pure_model.abstract_model_state))
     if statistic_names:
         raise UserError(
             f"pipeline {pipeline}: this model holds running statistics ({statistic_names[0]}), which microbatches "
@@ -221,7 +221,7 @@ def chain_lengths_of(pure_model: PureModel) -> dict[str, int]:
         >>> chain_lengths_of(PureModel.of(ResNet(stages=(2, 1), width=8), 0))
         {'blocks': 3}
     """
-    module = nnx.merge(pure_model.graphdef, pure_model.abstract_module_params, pure_model.abstract_rest)
+    module = nnx.merge(pure_model.graphdef, pure_model.abstract_module_params, pure_model.abstract_model_state)
     nodes = nnx.iter_graph(module)
     return {"/".join(map(str, path)): len(node.layers) for path, node in nodes if isinstance(node, Chain)}
 

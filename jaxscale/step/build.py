@@ -129,7 +129,7 @@ class Assembly:
         facts = Facts(
             plan,
             self.resolved.experiment,
-            state=tuple(named_leaves(self.pure_model.abstract_rest)),
+            state=tuple(named_leaves(self.pure_model.abstract_model_state)),
             has_unlike_blocks=stages is not None and stages.chain is not None,
             has_copies=stages is not None and bool(stages.copies),
             mixing=None if is_mixed_within_layers else mixing_operation,

@@ -91,7 +91,7 @@ def check_compiled(
     Args:
         layout: layout of the train state, under the plan.
         optimizer: the whole optimizer, clipping included.
-        extras: the extras of the train state, each of which has a check of its own.
+        extras: the extras of the train state; each has a check of its own.
         executable: the compiled step.
 
     Raises:

@@ -75,12 +75,12 @@ class Objective(Protocol):
         """
         ...
 
-    def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
+    def loss_of_masters(self, params: Params, model_state: Params, batch: Batch, key: Key, examples: Array) -> Array:
         """Return the objective of one microbatch, from float32 masters on the device: a function to trace, not to run.
 
         Args:
             params: float32 master weights.
-            rest: the model's other state.
+            model_state: the model's other state.
             batch: one microbatch.
             key: key of the step.
             examples: index of every row in the global batch.
@@ -142,7 +142,7 @@ class Whole:
         whole_spec, replica_spec = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
 
         def replica_gradients(
-            weight_arrays: PyTree, rest: Params, batch: Batch, key: Key, examples: Array
+            weight_arrays: PyTree, model_state: Params, batch: Batch, key: Key, examples: Array
         ) -> LossAndGradients:
             """Return the loss of the global batch, and this replica's gradients with a first dim of 1.
 
@@ -152,11 +152,11 @@ class Whole:
                 leaves, params_of = planned.differentiated(*weight_arrays, is_manual=True)
             else:
                 leaves, params_of = jax.tree.map(lambda weight: weight[0], weight_arrays), unchanged
-            local_loss, gradients, new_rest = self._gradients(
-                leaves, params_of, rest, batch, key, examples, replica_count
+            local_loss, gradients, new_model_state = self._gradients(
+                leaves, params_of, model_state, batch, key, examples, replica_count
             )
             loss = jax.tree.map(lambda local_sum: jax.lax.psum(local_sum, REPLICA_AXIS), local_loss)
-            return loss, jax.tree.map(lambda g: g[None], gradients), new_rest
+            return loss, jax.tree.map(lambda g: g[None], gradients), new_model_state
 
         with planned.tracing():
             if weights is None:
@@ -174,7 +174,7 @@ class Whole:
         self,
         weights: Params,
         params_of: FromWeights,
-        rest: Params,
+        model_state: Params,
         batch: Batch,
         key: Key,
         examples: Array,
@@ -185,7 +185,7 @@ class Whole:
         Args:
             weights: the differentiated leaves.
             params_of: function from the differentiated leaves to the module's parameters.
-            rest: the model's other state.
+            model_state: the model's other state.
             batch: rows of the global batch, or of the replica.
             key: key of the step.
             examples: index of every row in the global batch.
@@ -194,51 +194,55 @@ class Whole:
         planned, is_manual = self.planned, replica_count > 1
 
         def objective(
-            weights: Params, rest: Params, batch: Batch, context: Context
+            weights: Params, model_state: Params, batch: Batch, context: Context
         ) -> tuple[Array, tuple[Loss, Params]]:
             """Return the number to differentiate, and (sums of the loss, the model's other state) as its auxiliary."""
-            return self._loss(params_of(weights), rest, batch, context, replica_count)
+            return self._loss(params_of(weights), model_state, batch, context, replica_count)
 
         value_and_gradients = jax.value_and_grad(objective, has_aux=True)
 
-        def microbatch_gradients(rest: Params, batch: Batch, examples: Array) -> LossAndGradients:
+        def microbatch_gradients(model_state: Params, batch: Batch, examples: Array) -> LossAndGradients:
             """Return the loss and the gradients of one microbatch, and the model's other state after it."""
             context = planned.context(key, examples)
-            (_, (loss, new_rest)), gradients = value_and_gradients(weights, rest, batch, context)
-            return loss, planned.place_gradients(gradients, is_manual=is_manual), new_rest
+            (_, (loss, new_model_state)), gradients = value_and_gradients(weights, model_state, batch, context)
+            return loss, planned.place_gradients(gradients, is_manual=is_manual), new_model_state
 
         if planned.plan.microbatches == 1:
-            return microbatch_gradients(rest, batch, examples)
+            return microbatch_gradients(model_state, batch, examples)
 
         def add_microbatch(carry: LossAndGradients, microbatch: tuple[Batch, Array]) -> tuple[LossAndGradients, None]:
             """Add the loss and the gradients of one microbatch to those of the earlier ones: a body for `lax.scan`."""
-            loss_sums, gradient_sums, rest = carry
-            loss, gradients, new_rest = microbatch_gradients(rest, *microbatch)
-            return (*jax.tree.map(jnp.add, (loss_sums, gradient_sums), (loss, gradients)), new_rest), None
+            loss_sums, gradient_sums, model_state = carry
+            loss, gradients, new_model_state = microbatch_gradients(model_state, *microbatch)
+            return (*jax.tree.map(jnp.add, (loss_sums, gradient_sums), (loss, gradients)), new_model_state), None
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), planned.pure_model.abstract_params)
-        zero_sums = (Loss(jnp.zeros(()), jnp.zeros(())), planned.place_gradients(zeros, is_manual=is_manual), rest)
+        zero_sums = (
+            Loss(jnp.zeros(()), jnp.zeros(())),
+            planned.place_gradients(zeros, is_manual=is_manual),
+            model_state,
+        )
         stacked_microbatches = microbatches((dict(batch), examples), count=planned.plan.microbatches)
-        (loss, gradient_sums, new_rest), _ = jax.lax.scan(add_microbatch, zero_sums, stacked_microbatches)
+        (loss, gradient_sums, new_model_state), _ = jax.lax.scan(add_microbatch, zero_sums, stacked_microbatches)
         scale = 1.0 / _divisor(loss.weight, replica_count)
-        return loss, jax.tree.map(lambda g: g * scale, gradient_sums), new_rest
+        return loss, jax.tree.map(lambda g: g * scale, gradient_sums), new_model_state
 
     def _loss(
-        self, params: Params, rest: Params, batch: Batch, context: Context, replica_count: int = 1
+        self, params: Params, model_state: Params, batch: Batch, context: Context, replica_count: int = 1
     ) -> tuple[Array, tuple[Loss, Params]]:
         """Return the objective of a microbatch: its mean loss if it is the whole batch, otherwise its summed loss.
 
         Returns:
             The number to differentiate, and a pair of the sums of the loss and the model's other state.
         """
-        module = self.planned.pure_model.module(params, rest)
+        module = self.planned.pure_model.module(params, model_state)
         loss = self.planned.loss(module, batch, context)
         objective = loss.total + loss.penalty
         if self.planned.plan.microbatches == 1:
             objective = objective / _divisor(jax.lax.stop_gradient(loss.weight), replica_count)
-        return objective, (Loss(loss.total, loss.weight), self.planned.pure_model.rest_of(module))
+        return objective, (Loss(loss.total, loss.weight), self.planned.pure_model.model_state_of(module))
 
-    def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
+    def loss_of_masters(self, params: Params, model_state: Params, batch: Batch, key: Key, examples: Array) -> Array:
         """Return the objective of one microbatch, from float32 masters on the device: a function to trace, not to run.
 
         Under a codec or DiLoCo, where each replica has its own gradients, it is the objective of one replica's rows.
@@ -246,16 +250,16 @@ class Whole:
         planned = self.planned
         copies = planned.copies(params)
         if not isinstance(planned.plan.reduce, NamedCodec) and planned.plan.diloco is None:
-            return self._loss(copies, rest, batch, planned.context(key, examples))[0]
+            return self._loss(copies, model_state, batch, planned.context(key, examples))[0]
         whole_spec, replica_spec = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
 
-        def replica_objective(copies: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
+        def replica_objective(copies: Params, model_state: Params, batch: Batch, key: Key, examples: Array) -> Array:
             replica_count = planned.layout.mesh.shape[REPLICA_AXIS]
-            return self._loss(copies, rest, batch, planned.context(key, examples), replica_count)[0]
+            return self._loss(copies, model_state, batch, planned.context(key, examples), replica_count)[0]
 
         input_specs = (whole_spec, whole_spec, replica_spec, whole_spec, replica_spec)
         return planned.mapped(replica_objective, (REPLICA_AXIS,), input_specs, whole_spec)(
-            copies, rest, dict(batch), key, examples
+            copies, model_state, dict(batch), key, examples
         )
 
     def sums(self, score: Callable[[nnx.Module, Batch], Sums], state: TrainState, batch: Batch) -> Sums:

@@ -1,9 +1,9 @@
-"""Meetings: the programs in which DiLoCo's replicas synchronise their weights, after steps in which they train alone.
+"""Meetings: the programs in which DiLoCo's replicas synchronize their weights, after steps in which they train alone.
 
 The inner step is one compiled program. A check ensures that it sends only single numbers over the replica axis: sums of
-the loss and its weight, norms, and whether the step is good. The weights are divided into fragments, each of which
-synchronises at once (`replicas.py`), and the meeting of each fragment is a program of its own. The host decides after
-which steps a meeting is due. After the last step of a run, all fragments meet.
+the loss and its weight, norms, and whether the step is good. The weights are divided into fragments (`replicas.py`),
+and the meeting of each fragment is a program of its own. The host decides after which steps a meeting is due. After the
+last step of a run, all fragments meet.
 """
 
 import functools

@@ -130,7 +130,7 @@ def traced_blocks(objective: Objective, chip: Chip | None = None) -> tuple[Block
         calls = collect(
             objective.loss_of_masters,
             pure_model.abstract_module_params,
-            pure_model.abstract_rest,
+            pure_model.abstract_model_state,
             microbatch,
             key,
             examples,

@@ -1,8 +1,8 @@
-"""Replicas: the arrays that DiLoCo adds to a train state, their placement, their synchronisation and their saved form.
+"""Replicas: the arrays that DiLoCo adds to a train state, their placement, their synchronization and their saved form.
 
 The parameters of the train state are the weights that all replicas share (θ); evaluation, samples and export read θ.
 Each replica also has weights (w_i) and optimizer state of its own, in arrays with a first dim for the replicas. The
-weights are divided into fragments. In a meeting, the replicas synchronise one fragment: θ moves by the mean of the
+weights are divided into fragments. In a meeting, the replicas synchronize one fragment: θ moves by the mean of the
 replicas' displacements θ - w_i. Every device sends its shard of the displacements over the replica axis. Under every
 ZeRO stage, no two devices of a replica send the same numbers.
 
@@ -51,7 +51,7 @@ ONE_REPLICA, ALL_REPLICAS = "one", "all"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replicas:
-    """DiLoCo on a mesh: replicas that train alone, and synchronise their weights in meetings.
+    """DiLoCo on a mesh: replicas that train alone, and synchronize their weights in meetings.
 
     Args:
         diloco: settings of DiLoCo: when replicas meet, and the outer step that they then take.
@@ -213,7 +213,7 @@ class Replicas:
     # -- meetings ------------------------------------------------------------------------------------------------------
 
     def meet(self, fragment_index: int, state: TrainState) -> tuple[TrainState, Metrics]:
-        """Synchronise a fragment of the weights: a function to jit, whose state is donated.
+        """Synchronize a fragment of the weights: a function to jit, whose state is donated.
 
         If the weights of a replica are not finite, all weights stay unchanged.
 

@@ -37,18 +37,18 @@ class SynchronousStep:
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Return the next state, and as metrics `loss`, `grad_norm`, `weight` and those of the exchange."""
-        loss_sums, gradients, new_rest = self.gradient_fn(state, batch)
+        loss_sums, gradients, new_model_state = self.gradient_fn(state, batch)
         result = self.exchange(gradients, state)
         mean_loss = loss_sums.total / positive(loss_sums.weight)
         is_good, watch = state.watch.judge(mean_loss, result.norm, self.guard)
         # a bad step leaves parameters, optimizer, extras and batch statistics unchanged
         updated_state = self.update_fn(result, state, is_good)
         old_extra = {name: state.extra[name] for name in result.extra}
-        rest, extra = jax.tree.map(
-            lambda new, old: jnp.where(is_good, new, old), (new_rest, result.extra), (state.rest, old_extra)
+        model_state, extra = jax.tree.map(
+            lambda new, old: jnp.where(is_good, new, old), (new_model_state, result.extra), (state.rest, old_extra)
         )
         next_state = dataclasses.replace(
-            updated_state, step=state.step + 1, rest=rest, watch=watch, extra={**updated_state.extra, **extra}
+            updated_state, step=state.step + 1, rest=model_state, watch=watch, extra={**updated_state.extra, **extra}
         )
         step_metrics: Metrics = {"loss": mean_loss, "grad_norm": result.norm, "weight": loss_sums.weight}
         return next_state, {**step_metrics, **result.metrics}

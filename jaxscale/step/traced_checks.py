@@ -277,9 +277,11 @@ def _reads(planned: PlannedModel, batch: Batch, field: str, settings: tuple[str 
         """Return the text of the program of the loss with one setting of the field."""
         context = dataclasses.replace(Context(), **{field: setting})
 
-        def loss(params: Params, rest: Params, batch: Batch) -> tuple[Array | float, ...]:
-            return tuple(planned.loss(pure_model.module(params, rest), batch, context))
+        def loss(params: Params, model_state: Params, batch: Batch) -> tuple[Array | float, ...]:
+            return tuple(planned.loss(pure_model.module(params, model_state), batch, context))
 
-        return str(jax.make_jaxpr(loss)(pure_model.abstract_module_params, pure_model.abstract_rest, abstract_batch))
+        return str(
+            jax.make_jaxpr(loss)(pure_model.abstract_module_params, pure_model.abstract_model_state, abstract_batch)
+        )
 
     return len(set(map(program_text, settings))) > 1

@@ -88,7 +88,7 @@ class TrainStep:
         optimizer: the whole optimizer, clipping included.
         plain_layout, layout: the mesh and every placement, without extras and with them.
         step_fn, gradients_fn, evaluate_fn, accuracy_fn: jitted functions of (state, batch).
-        meetings: the programs in which DiLoCo's replicas synchronise; `None` without DiLoCo.
+        meetings: the programs in which DiLoCo's replicas synchronize; `None` without DiLoCo.
     """
 
     def __init__(self, parts: StepParts) -> None:
@@ -196,13 +196,13 @@ class TrainStep:
         plan_context = self.objective.planned.context(None)
         context = dataclasses.replace(plan_context, attention="plain", loss_chunk=None, loss="reference")
 
-        def total_loss(params: Params, rest: Params, batch: Batch) -> Float[Array, ""]:
-            return self.experiment.model.loss(self.pure_model.module(params, rest), batch, context).total
+        def total_loss(params: Params, model_state: Params, batch: Batch) -> Float[Array, ""]:
+            return self.experiment.model.loss(self.pure_model.module(params, model_state), batch, context).total
 
         return model_flop(
             jax.grad(total_loss),
             self.pure_model.abstract_module_params,
-            self.pure_model.abstract_rest,
+            self.pure_model.abstract_model_state,
             batches.shapes(batch),
         )
 
@@ -229,7 +229,7 @@ class TrainStep:
 
     def init(self) -> TrainState:
         """Create the state before the first step, and return it. No device ever holds a sharded leaf whole."""
-        params, rest = first_weights(self.pure_model, self.layout)
+        params, model_state = first_weights(self.pure_model, self.layout)
         shardings = self.layout.state_shardings
         if self.update.is_split:
             start = jax.jit(self.update.start, out_shardings=(shardings.params, shardings.optimizer))
@@ -240,7 +240,7 @@ class TrainStep:
         step, watch = jax.jit(
             lambda: (jnp.zeros((), jnp.int32), Watch.start()), out_shardings=(shardings.step, shardings.watch)
         )()
-        state = TrainState(step, params, optimizer_state, rest, watch)
+        state = TrainState(step, params, optimizer_state, model_state, watch)
         for extra in self.extras:
             extra_value = jax.jit(extra.init, out_shardings=shardings.extra[extra.name])(state)
             state = dataclasses.replace(state, extra={**state.extra, extra.name: extra_value})
@@ -328,7 +328,7 @@ class TrainStep:
             batch: arrays or shapes of the batch for which the step was traced.
 
         Raises:
-            UserError: a request has no effect; the error says why, and what to do instead.
+            UserError: a request has no effect; the error gives the reason, and what to do instead.
         """
         trace_loss = functools.partial(self.evaluate_fn.trace, self.layout.abstract, self.abstract_batch(batch))
         check_traced(self.objective.planned, self.decision, batch, jaxpr, trace_loss)

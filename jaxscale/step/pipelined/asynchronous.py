@@ -78,7 +78,7 @@ Carry: TypeAlias = dict[str, PyTree]
 "owned" is the optimizer state that has the shape of a parameter. "squares" is the sum of the squared gradient norms of
 the updates in this step. "sent" is the number of bytes that a codec has sent in this step.
 """
-ScaledMicrobatches: TypeAlias = tuple[Microbatch, Array]
+ScaledBatch: TypeAlias = tuple[Microbatch, Array]
 """One microbatch or several, and the factor by which the loss of each is scaled."""
 CORRECTION = 0.135
 """PipeMare's D, the decay of its discrepancy correction; its theory gives exp(-2)."""
@@ -176,16 +176,16 @@ class AsyncPipeline:
         dtype = jnp.dtype(self.planned.plan.precision)
         return jax.tree.map(lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
 
-    def _tick_executor(self, params: StageParams, microbatches: ScaledMicrobatches, key: Key) -> Asynchronous:
+    def _tick_executor(self, params: StageParams, microbatches: ScaledBatch, key: Key) -> Asynchronous:
         """Return the executor of the pipeline's ticks, for use inside a region that is manual over `MANUAL`."""
         run_stage = self.synchronous.stage_fn(self.synchronous.loss, lambda loss: loss.total + loss.penalty)
 
         def run_scaled_stage(
-            stage_params: Arrays, shared_params: Arrays, x: PyTree, microbatch: ScaledMicrobatches, at: At, key: Key
+            stage_params: Arrays, shared_params: Arrays, message: PyTree, microbatch: ScaledBatch, action: At, key: Key
         ) -> tuple[PyTree, Array, PyTree]:
-            """Run a stage on a message `x`; return (message to the next stage, scaled objective, sums of the loss)."""
+            """Run a stage on a message; return (message to the next stage, scaled objective, sums of the loss)."""
             rows, scale = microbatch
-            next_message, objective, sums = run_stage(stage_params, shared_params, x, rows, at, key)
+            next_message, objective, sums = run_stage(stage_params, shared_params, message, rows, action, key)
             return next_message, objective * scale, sums
 
         stage_params, shared_params = self._cast_for_passes(jax.tree.map(lambda leaf: leaf[0], params))
@@ -204,10 +204,9 @@ class AsyncPipeline:
         )
 
     def _update(
-        self, params: StageParams, gradients: StageParams, carry: Carry, at: UpdateAt
+        self, params: StageParams, gradients: StageParams, carry: Carry, _: UpdateAt
     ) -> tuple[StageParams, Carry]:
         """Sum one stage's gradients over the data axes, check, clip and apply them; return new parameters and carry."""
-        del at
         # a codec sums the gradients of replicas
         unsummed_axes = {PIPE_AXIS} if self.gradient_exchange is None else {PIPE_AXIS, REPLICA_AXIS}
         axes = [axis for axis in MANUAL if axis not in unsummed_axes]
@@ -350,7 +349,7 @@ class AsyncPipeline:
             shared_params: Arrays,
             owned: dict[int, Array],
             flight: Flight,
-            microbatches: ScaledMicrobatches,
+            microbatches: ScaledBatch,
             key: Key,
         ) -> tuple[Arrays, Arrays, dict[int, Array], Flight, tuple[Loss, Array, dict[str, Array]]]:
             """Run the ticks on one device; return new values of the first four arguments, and the metrics.

@@ -47,7 +47,7 @@ Score: TypeAlias = Callable[[nnx.Module, Batch, Context], PyTree]
 Arrays: TypeAlias = dict[str, Array]
 """Arrays by the name of their parameter."""
 WeightsByName: TypeAlias = Mapping[str, Array | Streamed]
-"""Weights by the name of their parameter, some of which may come from the host."""
+"""Weights by the name of their parameter; some may come from the host."""
 Microbatch: TypeAlias = tuple[Batch, Array]
 """Rows of a batch, and the index of each row in the global batch."""
 TracedFn: TypeAlias = Callable[..., PyTree]

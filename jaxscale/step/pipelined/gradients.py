@@ -103,21 +103,27 @@ class Pipelined:
         parts, last_stage = self.form.model_parts(score), self.stages.schedule.stages - 1
 
         def run_stage(
-            stage_params: Arrays, shared_params: Arrays, x: PyTree, microbatch: Microbatch, at: At, key: Key
+            stage_params: Arrays, shared_params: Arrays, message: PyTree, microbatch: Microbatch, action: At, key: Key
         ) -> tuple[PyTree, Array, PyTree]:
-            """Run one stage on the message `x`; return the next message, the number to differentiate, and the sums."""
+            """Run one stage on a message; return the next message, the number to differentiate, and the sums."""
             weights: WeightsByName = stage_params
-            if at.frozen is not None:  # the weights are on the host, and zeros on the device receive their gradients
+            if (
+                action.frozen is not None
+            ):  # the weights are on the host, and zeros on the device receive their gradients
                 plan = self.planned.plan
-                weights = {name: streamed_weight(plan, at.frozen[name], zeros) for name, zeros in stage_params.items()}
-            args = (weights, shared_params, microbatch, key, at.stage)
+                weights = {
+                    name: streamed_weight(plan, action.frozen[name], zeros) for name, zeros in stage_params.items()
+                }
+            args = (weights, shared_params, microbatch, key, action.stage)
             # recomputed in the backward pass, because otherwise every stage would need slots for their residuals
             before, after = jax.checkpoint(parts.before), jax.checkpoint(parts.after)
-            input_message = jax.lax.cond(at.stage == 0, lambda x, *args: before(*args), lambda x, *args: x, x, *args)
+            input_message = jax.lax.cond(
+                action.stage == 0, lambda x, *args: before(*args), lambda x, *args: x, message, *args
+            )
             output_message = parts.inside(input_message, *args)
             abstract_sums = jax.eval_shape(parts.after, output_message, *args)
             sums = jax.lax.cond(
-                at.stage == last_stage,
+                action.stage == last_stage,
                 after,
                 lambda *_: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_sums),
                 output_message,
@@ -218,18 +224,18 @@ class Pipelined:
         loss = self.planned.loss(module, batch, context)
         return Loss(loss.total, loss.weight, jnp.asarray(loss.penalty, jnp.float32))
 
-    def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
+    def loss_of_masters(self, params: Params, model_state: Params, batch: Batch, key: Key, examples: Array) -> Array:
         """Return the objective of one microbatch with the blocks of a single stage, or with all blocks of a chain.
 
         Args:
             params: float32 master weights on the device, with all layers.
-            rest: the model's other state.
+            model_state: the model's other state.
             batch: one microbatch.
             key: key of the step.
             examples: index of every row in the global batch.
         """
         if self.stage_depth is None:
-            return Whole(self.planned).loss_of_masters(params, rest, batch, key, examples)
+            return Whole(self.planned).loss_of_masters(params, model_state, batch, key, examples)
         stage_params, shared_params = self.split(self._copies(self.planned.pure_model.in_rows(params)))
         parts, rows_spec = self.form.model_parts(self.loss), PartitionSpec(BATCH_AXES)
 

@@ -85,13 +85,13 @@ def batch_weight_fn(planned: PlannedModel, batch: Batch) -> Callable[[Batch], Fl
         UserError: the weight depends on parameters of the model.
     """
 
-    def weight_of_loss(params: Params, rest: Params, batch: Batch) -> Float[Array, ""]:
-        loss = planned.loss(planned.pure_model.module(params, rest), batch, planned.context(None))
+    def weight_of_loss(params: Params, model_state: Params, batch: Batch) -> Float[Array, ""]:
+        loss = planned.loss(planned.pure_model.module(params, model_state), batch, planned.context(None))
         return jnp.asarray(loss.weight, jnp.float32)
 
     with planned.tracing(is_forward_only=True):
         program = jax.make_jaxpr(weight_of_loss)(
-            planned.pure_model.abstract_module_params, planned.pure_model.abstract_rest, dict(batch)
+            planned.pure_model.abstract_module_params, planned.pure_model.abstract_model_state, dict(batch)
         )
     pruned_program, leaf_reads = prune(program, [True])  # leaf_reads: whether it reads each leaf of its arguments
     model_leaf_count = len(leaf_reads) - len(batch)
