@@ -362,8 +362,8 @@ class AsyncPipeline:
             carry = {"owned": stage_owned, **stage_state, "squares": jnp.zeros(()), "sent": jnp.zeros(())}
             executor = self._tick_executor(params, microbatches, key)
             advanced = executor.advance(params, carry, flight["pipe"], microbatches, key)
-            new_stage_params, new_shared_params = advanced.parameters
-            new_stage_params, new_carry = jax.tree.map(lambda leaf: leaf[0], new_stage_params), advanced.optimizer
+            (stacked_params, new_shared_params), new_carry = advanced.parameters, advanced.optimizer
+            new_stage_params = jax.tree.map(lambda leaf: leaf[0], stacked_params)
             new_owned = {i: leaf if has_layers[i] else leaf[None] for i, leaf in new_carry["owned"].items()}
             new_stage_state = jax.tree.map(lambda leaf: leaf[None], {name: new_carry[name] for name in stage_state})
             norm = jnp.sqrt(jax.lax.psum(new_carry["squares"], PIPE_AXIS))
