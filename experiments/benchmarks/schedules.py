@@ -89,7 +89,7 @@ def llama() -> Pricing:
         if (schedule.ranks, count) not in known:
             known[schedule.ranks, count] = model_prices(experiment(), platform, schedule.ranks, count)
         model = known[schedule.ranks, count]
-        layers = Stages.even(schedule, len(model.blocks)).layers
+        layers = Stages.even(schedule, len(model.blocks)).layer_counts
         return costs_of(model, layers, (link_seconds(platform, model),) * schedule.ranks)
 
     return price

@@ -112,7 +112,7 @@ class StaleWeights:
         """The newest parameters of the model."""
 
         def join(path: Any, *leaves: Array) -> Array:
-            if self.plain.pure_model.stacked(path_name(path)):
+            if self.plain.pure_model.is_stacked(path_name(path)):
                 return jnp.concatenate(leaves)
             return leaves[self._home(path_name(path))]
 
@@ -123,7 +123,7 @@ class StaleWeights:
         return self.count - 1 if name.split("/")[0] in BEHIND else 0
 
     def _own(self, s: int, leaf: Array, name: str) -> Array:
-        if self.plain.pure_model.stacked(name):
+        if self.plain.pure_model.is_stacked(name):
             return leaf[s : s + 1]
         return leaf if self._home(name) == s else jnp.zeros_like(leaf)
 

@@ -234,7 +234,7 @@ def program(devices: Sequence[Any], case: Case) -> Any:
     on = [abstract(device) for device in devices] if without_memories(devices) else devices
     step = build(case.experiment, case.plan, devices=on)
     if case.fault:
-        function = step.parts.function
+        function = step.parts.step_function
         assert isinstance(function, SynchronousStep)
         apart = function.gradients
 
@@ -273,7 +273,7 @@ def counted(case: Case, platform: Platform) -> Counted:
     if report.crashed or report.argument_bytes is None or report.unread:
         raise SystemExit(f"{case} on {platform}: {report} {report.unread or ''}")
     step = described_step(case.experiment, platform, case.plan)
-    stage = step.codec
+    stage = step.gradient_exchange
     assert stage is not None, "the plan has a codec"
     single = [one for one in report.collectives if one.bytes < NUMBERS]
     slow, numbers = (
@@ -305,8 +305,8 @@ def compared(where: Where, tiny: bool, codecs: Sequence[str] = ()) -> list[Figur
             exact[replicas] = counted(case(Exact()), platform)
             figures.append(Figure(f"{where.name} n={replicas} float32: bytes", exact[replicas].slow, "B"))
         base, found = exact[replicas], counted(case(Codec.parse(text)), platform)
-        assert found.step.codec is not None
-        float32 = min(base.slow - base.numbers, found.step.codec.exact_bytes)
+        assert found.step.gradient_exchange is not None
+        float32 = min(base.slow - base.numbers, found.step.gradient_exchange.exact_bytes)
         name = f"{where.name} n={replicas} {text}"
         figures += [
             Figure(f"{name}: bytes", found.slow, "B"),
@@ -333,9 +333,9 @@ def unlike(one: Mapping[Any, int], other: Mapping[Any, int]) -> int:
 
 def caught(found: Counted) -> bool:
     """Whether the check of a compiled step fails."""
-    assert found.step.codec is not None
+    assert found.step.gradient_exchange is not None
     try:
-        check_codec(found.step.codec, found.slow)
+        check_codec(found.step.gradient_exchange, found.slow)
     except NoEffect:
         return True
     return False

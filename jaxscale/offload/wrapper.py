@@ -34,8 +34,8 @@ from jaxscale.lowbit.quantized import dequantize
 from jaxscale.offload.slices import SLICE_BYTES, SliceCut
 from jaxscale.offload.updates import cuts_of, owners_of, run_in_slices, run_on_host_cpu, with_host_constants
 from jaxscale.programs.elementwise import first_mixing
-from jaxscale.sharding.memory_space import HOST_KIND, check_host_memory, on_host, rehearses, to_device, to_host
-from jaxscale.sharding.partition import dividing
+from jaxscale.sharding.memory_space import HOST_KIND, check_host_memory, is_rehearsal, on_host, to_device, to_host
+from jaxscale.sharding.partition import divisible_spec
 from jaxscale.trees import path_name, shapes_of
 from jaxscale.typing import Array, Params
 
@@ -166,7 +166,7 @@ def _check_devices(leaves: Sequence[Array]) -> str:
     else:
         devices = set().union(*(leaf.sharding.device_set for leaf in leaves))
     check_host_memory(devices, "offload_state")
-    if len(devices) == 1 and rehearses(devices):
+    if len(devices) == 1 and is_rehearsal(devices):
         raise UserError(
             "offload_state: got a CPU of one device, on which a program that donates such a state may end the process. "
             "Leave offload_state out (a CPU's memory is host memory anyway), rehearse it on more devices "
@@ -204,7 +204,7 @@ def _shardings(rule: optax.GradientTransformation, params: Params, state: Any, h
 
 def _divides(sharding: NamedSharding, leaf: Any, param: Array) -> bool:
     """Whether a sharding divides the dims of an array in the same way as those of the array's parameter."""
-    leaf_spec, param_spec = (dividing(sharding.spec, shape, sharding.mesh) for shape in (leaf.shape, param.shape))
+    leaf_spec, param_spec = (divisible_spec(sharding.spec, shape, sharding.mesh) for shape in (leaf.shape, param.shape))
     return leaf.ndim == param.ndim and leaf_spec == param_spec
 
 

@@ -25,9 +25,9 @@ from jaxscale.programs.flat import FlatProgram
 from jaxscale.programs.kinds import has_both_passes
 from jaxscale.programs.placements import Placements
 from jaxscale.recipe.experiment import Experiment
-from jaxscale.recipe.kernels import Taken
+from jaxscale.recipe.kernels import KernelChoice
 from jaxscale.recipe.plan import Plan
-from jaxscale.sharding.memory_space import COPY
+from jaxscale.sharding.memory_space import HOST_BYTES_FACTOR
 from jaxscale.state.batches import batch_shapes
 from jaxscale.step.train_step import TrainStep
 from jaxscale.trees import tree_bytes
@@ -69,7 +69,7 @@ class Estimate:
     compiled: tuple[str, ...] = ()
     state_bytes: float = 0.0
     wire: Traffic | None = None
-    kernels: tuple[Taken, ...] = ()
+    kernels: tuple[KernelChoice, ...] = ()
 
     @property
     def device_bytes(self) -> int:
@@ -175,7 +175,7 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
     host_bytes_by_kind = bytes_by_kind(host_items)
     if host_bytes_by_kind:
         # XLA may hold two copies: one that it reads and one that it writes
-        host_bytes_by_kind["second copy"] = (COPY - 1) * sum(host_bytes_by_kind.values())
+        host_bytes_by_kind["second copy"] = (HOST_BYTES_FACTOR - 1) * sum(host_bytes_by_kind.values())
     if kept_on_host_bytes := _kept_on_host_bytes(program, placements):
         host_bytes_by_kind["kept activations"] = kept_on_host_bytes
     if platform.chip.kind != "cpu":

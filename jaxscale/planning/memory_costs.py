@@ -46,7 +46,7 @@ class MemoryCosts:
         """
         step = described_step(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
         calls = traced_blocks(step.objective, platform.chip)
-        return cls(platform, calls, plan.microbatches, step.objective.stages_here)
+        return cls(platform, calls, plan.microbatches, step.objective.stages_per_device)
 
     @property
     def timed(self) -> bool:

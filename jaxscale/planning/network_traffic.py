@@ -16,7 +16,7 @@ from jaxscale.platforms.platform import Platform
 from jaxscale.replicas import wire
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.state.layout import REPLICA_AXIS
-from jaxscale.step.exchange import leaves_of_gradients
+from jaxscale.step.exchange import gradient_leaves_of
 from jaxscale.step.train_step import TrainStep
 from jaxscale.tpu_slices import slices_per_axis
 from jaxscale.values.units import size
@@ -57,15 +57,15 @@ def slow_axis_traffic(step: TrainStep, platform: Platform) -> Traffic | None:
     plan, axis_sizes = step.plan, step.mesh.shape
     if axis_sizes[REPLICA_AXIS] == 1:
         return None
-    codec, replicas = step.codec, step.replicas
+    codec, replicas = step.gradient_exchange, step.replicas
     if codec is not None:
         sent_bytes, exact_bytes, sender = codec.wire_bytes, codec.exact_bytes, f"reduce {codec.codec}"
     elif replicas is not None:
-        fragment_indices, interval = range(len(replicas.fragments)), replicas.diloco.every
+        fragment_indices, interval = range(len(replicas.names_of_fragments)), replicas.diloco.every
         sent_bytes = math.ceil(sum(map(replicas.wire_bytes, fragment_indices)) / interval)
         exact_bytes, sender = sum(map(replicas.exact_bytes, fragment_indices)), f"diloco every {interval} steps"
     else:
-        leaves = leaves_of_gradients(plan, step.pure_model, step.layout).values()
+        leaves = gradient_leaves_of(plan, step.pure_model, step.layout).values()
         # number of elements of a device's shards of the gradients
         elements = sum(math.prod(leaf.shape) // math.prod(axis_sizes[axis] for axis in leaf.axes) for leaf in leaves)
         sender = str(plan.reduce or plan.precision)

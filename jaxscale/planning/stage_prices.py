@@ -58,7 +58,7 @@ def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePl
     plan_pipeline = experiment.plan.pipeline
     layers = None if plan_pipeline is None else plan_pipeline.stages
     if layers is None or len(layers) != schedule.stages or sum(layers) != len(prices.blocks):
-        layers = Stages.even(schedule, len(prices.blocks)).layers
+        layers = Stages.even(schedule, len(prices.blocks)).layer_counts
     links = (link_seconds(platform, prices),) * schedule.ranks
     return costs_of(prices, layers, links, recompute=experiment.plan.stages_keep == "input")
 
@@ -213,7 +213,7 @@ def _head_price(step: TrainStep, calls: Sequence[BlockCall], platform: Platform)
     pure_model = step.pure_model
     with objective.planned.tracing(is_forward_only=True):
         loss_jaxpr = jax.make_jaxpr(lambda *args: objective.loss_of_masters(*args))(
-            pure_model.whole, pure_model.rest, batch, key, examples
+            pure_model.abstract_module_params, pure_model.abstract_model_state, batch, key, examples
         )
     block_flop = sum(call.count * call.graph.flop for call in calls)
     head_flop = max(0.0, jaxpr_flop(loss_jaxpr).total / plan.mesh.devices - block_flop)

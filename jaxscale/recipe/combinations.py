@@ -1,23 +1,23 @@
 """Combinations of requests that do not work together, as a table with one rule in each row.
 
-A row names requests (`requests.py`). A plan is checked alone when it is created, and again with its mesh, experiment
-and model before a step is built. A row whose facts are still unknown is skipped until then. Not here are conditions on
-a single value, which its class checks, and conditions on a schedule's table or on a traced model.
+A row names requests (`requests.py`). A plan is checked when it is created, and again with its mesh, experiment and
+model before a step is built. A row whose facts are unknown is skipped. This table does not contain conditions on a
+single value, which the class of the value checks, or conditions on the table of a schedule or on a traced model.
 """
 
 import dataclasses
 
 from jaxscale.errors import UserError
-from jaxscale.recipe import requests as asked
+from jaxscale.recipe import requests
 from jaxscale.recipe.requests import Facts, Request
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A request, or a combination of requests, that cannot be met.
+    """A request, or a combination of requests, that is refused.
 
     Args:
-        request: the request, or combination of requests, that is refused.
+        request: the request, or the combination of requests.
         text: the reason, a semicolon, and what to do instead; `Facts.fill` replaces the fields in braces.
     """
 
@@ -39,7 +39,7 @@ class Incompatible(UserError):
 
 
 def check(facts: Facts) -> None:
-    """Raise an error if a rule refuses the combination of requests.
+    """Refuse a combination of requests for which there is a rule.
 
     Args:
         facts: the facts of a training run that are known so far.
@@ -60,6 +60,7 @@ weights lie there too; add offload.weights host (jaxscale docs choosing/combinat
             raise Incompatible(f"{request_text}: {facts.fill(rule.text)}", rule)
 
 
+# reasons that several rules share
 OWN_COPIES = "its stages update copies of their own on the device, in the middle of a step"
 OF_THE_WHOLE_BATCH = "batch statistics and generators belong to the whole batch, but each replica would have its own"
 LOOK_UPS = "XLA aborts on the embedding look-ups of such layers, and jaxscale cannot see whether a model has any"
@@ -67,237 +68,258 @@ LOOK_UPS = "XLA aborts on the embedding look-ups of such layers, and jaxscale ca
 RULES: tuple[Rule, ...] = (
     # requests that need an axis of the mesh, or a pipeline
     Rule(
-        asked.unless(asked.zero, asked.has_several_devices),
+        requests.request_unless(requests.zero, requests.has_several_devices),
         "it shards over the fsdp axis, but mesh {plan.mesh} has none; take fsdp:N, leave mesh out to take all devices, "
         "or zero 0",
     ),
     Rule(
-        asked.unless(asked.zero, asked.fsdp), "it shards over the fsdp axis, but mesh {plan.mesh} has none; add fsdp:N"
+        requests.request_unless(requests.zero, requests.has_fsdp_devices),
+        "it shards over the fsdp axis, but mesh {plan.mesh} has none; add fsdp:N",
     ),
     Rule(
-        asked.unless(asked.field("sequence_parallel", True), asked.has("tensor")),
+        requests.request_unless(requests.plan_field("sequence_parallel", True), requests.has_axis("tensor")),
         "it shards over the tensor axis, but mesh {plan.mesh} has none; add tensor:N",
     ),
     Rule(
-        asked.unless(asked.codec, asked.has("replica")),
+        requests.request_unless(requests.codec, requests.has_axis("replica")),
         "a codec reduces over the replica axis, but mesh {plan.mesh} has none; name the slow axis replica:N, or leave "
         "reduce out",
     ),
     Rule(
-        asked.unless(asked.diloco, asked.has("replica")),
-        "replicas train alone and synchronise over the replica axis, but mesh {plan.mesh} has none; name the slow axis "
+        requests.request_unless(requests.diloco, requests.has_axis("replica")),
+        "replicas train alone and synchronize over the replica axis, but mesh {plan.mesh} has none; name the slow axis "
         "replica:N, or leave diloco out",
     ),
     Rule(
-        asked.unless(asked.one_bit, asked.has("replica")),
+        requests.request_unless(requests.one_bit, requests.has_axis("replica")),
         "its momenta cross the replica axis, but mesh {plan.mesh} has none; name the slow axis replica:N, or take "
         "{plain}",
     ),
     Rule(
-        asked.unless(asked.along("pipe"), lambda facts: facts.plan.pipeline is not None),
+        requests.request_unless(requests.several_along("pipe"), lambda facts: facts.plan.pipeline is not None),
         "nothing specifies what the devices along pipe do; add a pipeline such as 1f1b:4x16",
     ),
     # number formats
     Rule(
-        asked.unless(asked.field("reduce", "bfloat16"), lambda facts: facts.plan.precision == "bfloat16"),
+        requests.request_unless(
+            requests.plan_field("reduce", "bfloat16"), lambda facts: facts.plan.precision == "bfloat16"
+        ),
         "gradients that are computed in float32 are reduced in float32; add precision bfloat16, or leave reduce out",
     ),
     Rule(
-        asked.unless(asked.split, lambda facts: facts.plan.precision == "bfloat16"),
+        requests.request_unless(requests.split_weights, lambda facts: facts.plan.precision == "bfloat16"),
         "its weights are bfloat16, but precision is {plan.precision}; add precision bfloat16, or take state.master "
         "float32",
     ),
     Rule(
-        asked.both(asked.split, asked.field("reduce", "float32")),
+        requests.combination(requests.split_weights, requests.plan_field("reduce", "float32")),
         "gradients of bfloat16 weights are bfloat16; leave reduce out, or take state.master float32",
     ),
     # host memory
     Rule(
-        asked.unless(asked.gradients_host, lambda facts: facts.plan.offload.weights == "host"),
+        requests.request_unless(requests.gradients_host, lambda facts: facts.plan.offload.weights == "host"),
         "gradients go to the host only if weights lie there too; add offload.weights host",
     ),
     Rule(
-        asked.both(asked.gradients_host, asked.microbatches),
+        requests.combination(requests.gradients_host, requests.microbatches),
         "gradients on the host are not summed over microbatches; take offload.gradients device, or microbatches 1",
     ),
     Rule(
-        asked.both(asked.gradients_host, asked.pipeline),
+        requests.combination(requests.gradients_host, requests.pipeline),
         "gradients on the host are not summed over its microbatches; take offload.gradients device, or leave the "
         "pipeline out",
     ),
     *(
         Rule(
-            asked.both(asked.split, host_request),
+            requests.combination(requests.split_weights, host_request),
             "the host would hold float32 weights, which split weights replace; leave out one of the two",
         )
-        for host_request in (asked.weights_host, asked.state_host)
+        for host_request in (requests.weights_host, requests.state_host)
     ),
     Rule(
-        asked.both(asked.keeps_weights, asked.weights_host),
+        requests.combination(requests.memory_of_weights, requests.weights_host),
         "it would keep every weight that is fetched to the device; take memory none, which keeps everything else",
     ),
     Rule(
-        asked.both(asked.memory("sqrt", "periodic", "revolve", "chain"), asked.weights_host),
+        requests.combination(requests.memory_rule("sqrt", "periodic", "revolve", "chain"), requests.weights_host),
         "segments of several blocks are cut out of the stacked weights, which would bring all of them to the device "
         "at once; take save:BYTES of at least the blocks' inputs, none, dots or full",
     ),
     Rule(
-        asked.both(asked.weights_host, asked.foreign),
+        requests.combination(requests.weights_host, requests.foreign_model),
         "weights are streamed to the blocks of layers.Stack and layers.Chain; take offload.optimizer_state streamed "
         "or host",
     ),
     Rule(
-        asked.unless(asked.host_updates_by_slices, lambda facts: facts.mixing is None),
+        requests.request_unless(requests.host_updates_by_slices, lambda facts: facts.mixing is None),
         "this optimizer's update mixes elements of a tensor ({mixing}), so it can't be run slice by slice; take "
         "adamw, lamb, lion or sgd, or offload.optimizer_state host, whose update is of whole tensors",
     ),
     # codecs, one-bit optimizers and DiLoCo
     Rule(
-        asked.both(asked.codec, asked.gradients_host),
+        requests.combination(requests.codec, requests.gradients_host),
         "a codec takes the gradients of a whole step on the device, and gradients on the host come block by block; "
         "take offload.gradients device, or leave reduce out",
     ),
-    Rule(asked.both(asked.codec, asked.model_state), OF_THE_WHOLE_BATCH + "; {no_codec}, or take a model without them"),
-    Rule(asked.both(asked.codec, asked.foreign_over_tensor), f"{LOOK_UPS}; take a mesh without tensor"),
     Rule(
-        asked.both(asked.one_bit, asked.codec_beside_one_bit),
+        requests.combination(requests.codec, requests.model_state),
+        OF_THE_WHOLE_BATCH + "; {no_codec}, or take a model without them",
+    ),
+    Rule(
+        requests.combination(requests.codec, requests.foreign_model_over_tensor),
+        f"{LOOK_UPS}; take a mesh without tensor",
+    ),
+    Rule(
+        requests.combination(requests.one_bit, requests.codec_beside_one_bit),
         "it sends momenta in one bit instead of gradients, so reduce has nothing to compress; leave reduce out",
     ),
     *(
         Rule(
-            asked.both(asked.one_bit, host_request),
+            requests.combination(requests.one_bit, host_request),
             "replicas send their new momentum in the middle of an update, from the device; keep it on the device",
         )
-        for host_request in (asked.weights_host, asked.state_off_device)
+        for host_request in (requests.weights_host, requests.state_off_device)
     ),
     Rule(
-        asked.both(asked.diloco, asked.one_bit),
+        requests.combination(requests.diloco, requests.one_bit),
         "its replicas exchange momenta in every step; take optimizer adamw, or leave diloco out",
     ),
     Rule(
-        asked.unless(asked.diloco, asked.meets_before_the_end),
-        "the run has {experiment.steps} steps, so replicas would synchronise only once, at its end; take a "
+        requests.request_unless(requests.diloco, requests.meets_before_the_end),
+        "the run has {experiment.steps} steps, so replicas would synchronize only once, at its end; take a "
         "smaller every=N in diloco, or leave diloco out",
     ),
     Rule(
-        asked.both(asked.diloco, asked.weights_host),
+        requests.combination(requests.diloco, requests.weights_host),
         "each replica has weights of its own, on the device; take offload.weights device, or leave diloco out",
     ),
     Rule(
-        asked.both(asked.diloco, asked.state_host),
+        requests.combination(requests.diloco, requests.state_host),
         "the host would update each replica's own weights, which lie on the device; take offload.optimizer_state "
         "streamed, or leave diloco out",
     ),
     Rule(
-        asked.both(asked.diloco, asked.split),
+        requests.combination(requests.diloco, requests.split_weights),
         "displacements are computed from float32 weights; take state.master float32",
     ),
     Rule(
-        asked.both(asked.diloco, asked.model_state),
+        requests.combination(requests.diloco, requests.model_state),
         f"{OF_THE_WHOLE_BATCH}; leave diloco out, or take a model without them",
     ),
-    Rule(asked.both(asked.diloco, asked.foreign_over_tensor), f"{LOOK_UPS}; take a mesh without tensor"),
+    Rule(
+        requests.combination(requests.diloco, requests.foreign_model_over_tensor),
+        f"{LOOK_UPS}; take a mesh without tensor",
+    ),
     # pipelines
     Rule(
-        asked.both(asked.other_microbatches, asked.pipeline),
+        requests.combination(requests.microbatches_beside_pipeline, requests.pipeline),
         "a pipeline specifies by itself how many parts it splits a batch into; leave microbatches out",
     ),
     *(
         Rule(
-            asked.both(asked.option(name), asked.newest_weights),
+            requests.combination(requests.pipeline_option(name), requests.newest_weights),
             f"its gradients are of the newest weights; leave {name} out, or take pipemare:P",
         )
         for name in ("anneal", "correction", "synchronous_steps")
     ),
     Rule(
-        asked.both(asked.correction, asked.own_weights),
+        requests.combination(requests.weight_correction, requests.own_weights),
         "its backward passes read the same weights as their forward passes; leave correction out, or take pipemare:P",
     ),
-    Rule(asked.both(asked.phased, asked.asynchronous), "its ticks mix forward and backward passes; leave lowering out"),
     Rule(
-        asked.both(asked.weights_host, asked.copied),
+        requests.combination(requests.phased_lowering, requests.asynchronous),
+        "its ticks mix forward and backward passes; leave lowering out",
+    ),
+    Rule(
+        requests.combination(requests.weights_host, requests.copied_stages),
         "two devices have each stage, and its weights go from one to the other in every step; take another pipeline, "
         "or offload.weights device",
     ),
     # asynchronous pipelines
     Rule(
-        asked.both(asked.split, asked.asynchronous),
+        requests.combination(requests.split_weights, requests.asynchronous),
         "its stages keep older weights whole; take state.master float32, or a synchronous pipeline",
     ),
     Rule(
-        asked.both(asked.weights_host, asked.asynchronous),
+        requests.combination(requests.weights_host, requests.asynchronous),
         f"{OWN_COPIES}; take offload.weights device, or a synchronous pipeline",
     ),
     Rule(
-        asked.both(asked.state_off_device, asked.asynchronous),
+        requests.combination(requests.state_off_device, requests.asynchronous),
         "a stage updates in the middle of a step, where nothing comes from the host; leave it out, or take a "
         "synchronous pipeline",
     ),
     Rule(
-        asked.both(asked.zero, asked.asynchronous),
+        requests.combination(requests.zero, requests.asynchronous),
         "a stage updates in the middle of a step, with weights and optimizer state of its own, whole on its device; "
         "take zero 0, or a synchronous pipeline",
     ),
     Rule(
-        asked.both(lambda facts: asked.codec(facts) if asked.along("tensor")(facts) else None, asked.asynchronous),
+        requests.combination(
+            lambda facts: requests.codec(facts) if requests.several_along("tensor")(facts) else None,
+            requests.asynchronous,
+        ),
         "each stage reduces its gradients in a branch of its own, in which XLA would wait for devices along tensor "
         "that do not run this branch; take a mesh without tensor, or a synchronous pipeline",
     ),
     Rule(
-        asked.both(asked.one_bit, asked.asynchronous),
+        requests.combination(requests.one_bit, requests.asynchronous),
         "replicas send momenta once, after a step, and a stage updates in the middle of it; take a synchronous "
         "pipeline, or {plain}",
     ),
     Rule(
-        asked.both(asked.diloco, asked.asynchronous),
+        requests.combination(requests.diloco, requests.asynchronous),
         f"{OWN_COPIES}, and replicas meet between steps; take a synchronous pipeline, or leave diloco out",
     ),
     Rule(
-        asked.both(
-            lambda facts: asked.memory("offload")(facts) if facts.plan.stages_keep == "residuals" else None,
-            asked.asynchronous,
+        requests.combination(
+            lambda facts: requests.memory_rule("offload")(facts) if facts.plan.stages_keep == "residuals" else None,
+            requests.asynchronous,
         ),
         "its stages keep activations from step to step, which must stay on the device; add the option stash=input, "
         "with which a stage offloads within its backward pass, or take a synchronous pipeline",
     ),
     Rule(
-        asked.unless(asked.asynchronous, lambda facts: not facts.has_reshaped_state),
+        requests.request_unless(requests.asynchronous, lambda facts: not facts.has_reshaped_state),
         "this optimizer keeps arrays of other shapes than its parameters, which cannot be divided into stages; take "
         "adamw, lamb, lion or sgd, or a synchronous pipeline",
     ),
     Rule(
-        asked.unless(asked.asynchronous, lambda facts: facts.mixing is None),
+        requests.request_unless(requests.asynchronous, lambda facts: facts.mixing is None),
         "this optimizer's update mixes elements of a tensor ({mixing}), which may belong to several layers, and a "
         "stage has only some of them; take an optimizer by name such as adamw or lamb, or a synchronous pipeline",
     ),
     # pipelines of unlike blocks
     Rule(
-        asked.both(asked.unlike, asked.asynchronous),
+        requests.combination(requests.unlike_blocks, requests.asynchronous),
         "its stages cannot update their weights at different times; take a synchronous pipeline",
     ),
     Rule(
-        asked.both(asked.residuals, asked.unlike),
+        requests.combination(requests.kept_residuals, requests.unlike_blocks),
         "residuals have other shapes in each stage, but all slots for them have one shape; add the option stash=input",
     ),
     *(
         Rule(
-            asked.both(asked.along(axis), asked.unlike),
+            requests.combination(requests.several_along(axis), requests.unlike_blocks),
             f"a stage's weights form one flat array, which nothing splits over {axis}; take data or fsdp instead",
         )
         for axis in ("tensor", "sequence")
     ),
     Rule(
-        asked.both(asked.field("zero", 3), asked.unlike),
+        requests.combination(requests.plan_field("zero", 3), requests.unlike_blocks),
         "a stage's weights form one flat array, whole on its device; take zero 2",
     ),
     Rule(
-        asked.both(asked.weights_host, asked.unlike),
+        requests.combination(requests.weights_host, requests.unlike_blocks),
         "a stage's weights form one flat array, whole on its device; take offload.weights device, or "
         "offload.optimizer_state host",
     ),
-    Rule(asked.both(asked.codec, asked.unlike), "codecs support only stages of alike blocks; {no_codec}"),
     Rule(
-        asked.both(asked.memory_of_sequences, asked.unlike),
+        requests.combination(requests.codec, requests.unlike_blocks),
+        "codecs support only stages of alike blocks; {no_codec}",
+    ),
+    Rule(
+        requests.combination(requests.memory_of_sequences, requests.unlike_blocks),
         "it looks at all blocks in sequence, but a stage has only some of them; take none, dots or full",
     ),
 )

@@ -1,4 +1,4 @@
-"""Experiment: a training run as a value. Settings that affect only speed and memory are in its Plan."""
+"""Experiment: a training run as a value. The settings that affect only speed and memory are in its Plan."""
 
 import dataclasses
 import math
@@ -11,21 +11,21 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.values import check_types
 
 
-def _check(record: "Evaluation | Samples | Checkpointing | Guard | Experiment", path: str, **least: int) -> None:
-    """Raise an error if a field has a wrong type, or is a number that is infinite or too small; `None` is accepted.
+def _check(record: "Evaluation | Samples | Checkpointing | Guard | Experiment", path: str, **minima: int) -> None:
+    """Refuse a field of a wrong type, or a number that is infinite or too small; `None` is accepted.
 
     Args:
         record: the value whose fields are checked.
         path: path of the record in the experiment, for messages; "" for the experiment itself.
-        least: the least allowed number of each numeric field.
+        minima: the least allowed value of each numeric field, by the name of the field.
     """
     check_types(record)
-    for name, least_number in least.items():
-        number = getattr(record, name)
-        if number is None or (number >= least_number and math.isfinite(number)):
+    for name, minimum in minima.items():
+        value = getattr(record, name)
+        if value is None or (value >= minimum and math.isfinite(value)):
             continue
-        kind = "whole number" if isinstance(number, int) else "number"
-        raise UserError(f"{f'{path}.' if path else ''}{name}: got {number!r}, expected a {kind} >= {least_number}")
+        kind = "whole number" if isinstance(value, int) else "number"
+        raise UserError(f"{f'{path}.' if path else ''}{name}: got {value!r}, expected a {kind} >= {minimum}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Evaluation:
     """When to measure the held-out loss.
 
     Args:
-        every: steps between evaluations; 0 evaluates at the end only.
-        batches: held-out batches per evaluation, spread evenly over the split; `None` takes all of it.
+        every: number of steps between evaluations; 0 evaluates at the end only.
+        batches: number of held-out batches per evaluation, spread evenly over the split; `None` takes the whole split.
     """
 
     every: int = 250
@@ -46,12 +46,12 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """What to generate while training, for models that can generate.
+    """The samples to generate during training, for models that can generate.
 
     Args:
-        every: steps between samples; 0 samples at the end only.
-        prompts: texts to continue, each by one sample; () draws no samples.
-        tokens: tokens per sample.
+        every: number of steps between samples; 0 samples at the end only.
+        prompts: texts to continue, one sample for each; () draws no samples.
+        tokens: number of tokens per sample.
         temperature: temperature of the softmax from which tokens are drawn; 0 takes the most likely token.
     """
 
@@ -71,14 +71,14 @@ class Samples:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpointing:
-    """When to save, and what to keep.
+    """When to save checkpoints, and which of them to keep.
 
     Args:
-        every: steps between checkpoints; 0 saves at the end only.
+        every: number of steps between checkpoints; 0 saves at the end only.
         minutes: minutes between checkpoints; `every` or `minutes` applies, whichever comes first. `None`
             counts steps only.
-        keep: how many of the newest checkpoints to keep.
-        best: also keep the checkpoint with the least held-out loss.
+        keep: number of the newest checkpoints to keep.
+        best: whether to keep the checkpoint with the least held-out loss too.
     """
 
     every: int = 500
@@ -92,11 +92,12 @@ class Checkpointing:
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """What to do about a step that would spoil the run. A step with a non-finite loss or gradient is always skipped.
+    """When to skip a step that would spoil the run. A step with a non-finite loss or gradient is always skipped.
 
     Args:
-        spike: skip a step whose gradient norm exceeds this many times its running mean; 0 turns this check off.
-        warmup: steps before the running mean is trusted.
+        spike: a step is skipped if its gradient norm is more than this many times the running mean of the norms; 0
+            turns this check off.
+        warmup: number of steps before the running mean is used.
         patience: number of steps skipped in a row after which the run stops, with exit code 4.
     """
 
@@ -121,10 +122,10 @@ class Experiment:
         batch: number of rows of the global batch.
         seed: seed of parameters, data order, dropout and samples.
         evaluation: when to measure the held-out loss.
-        samples: what to generate while training.
-        checkpoint: when to save, and what to keep.
-        guard: what to do about a step that would spoil the run.
-        plan: how to train.
+        samples: the samples to generate during training.
+        checkpoint: when to save checkpoints, and which of them to keep.
+        guard: when to skip a step that would spoil the run.
+        plan: the techniques with which to train.
     """
 
     name: str
@@ -142,18 +143,18 @@ class Experiment:
 
     def __post_init__(self) -> None:
         _check(self, "", steps=1, batch=1, seed=0)
-        for name in ("steps", "batch", "seed"):  # they are int32 on the devices
+        for name in ("steps", "batch", "seed"):  # these numbers are int32 on the devices
             if getattr(self, name) >= 2**31:
                 raise UserError(f"{name}: got {getattr(self, name)}, expected a whole number below 2**31")
         if not self.name or self.name in (".", "..") or any(character in self.name for character in "/\\\0"):
-            raise UserError(f"name: got {self.name!r}, expected the name of a folder: some text without / and \\")
+            raise UserError(f"name: got {self.name!r}, expected the name of a folder, without / and \\")
 
 
 def plan_of(experiment: Any, plan: Any) -> Plan:
     """Return the plan, or the experiment's own for `None`.
 
     Raises:
-        UserError: the arguments are no Experiment and Plan.
+        UserError: `experiment` is no Experiment, or `plan` is no Plan.
     """
     if not isinstance(experiment, Experiment):
         raise UserError(f"experiment: got {experiment!r}, expected an Experiment; load_file(PATH)[0] is that of a file")

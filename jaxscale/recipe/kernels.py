@@ -1,6 +1,6 @@
 """Kernels: the implementations of kernels that a plan names, as a value with a text form, and those that a step uses.
 
-This module needs no JAX: `step/traced_checks.py` records the implementations while a step is traced.
+This module does not import JAX. `step/traced_checks.py` records the implementations while it traces a step.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ KNOWN = {
 PLATFORMS = {"tpu": "tpu", "gpu": "gpu", "cudnn": "gpu", "splash": "tpu"}
 """The platform of each implementation that does not run on all platforms."""
 CODECS = ("quantize", "top_k")
-"""Kernels that codecs use. `pallas_kernels.dispatch.naming` passes the plan's choice of their implementations."""
+"""Kernels that codecs use; the step passes the plan's implementations of them through `pallas_kernels.dispatch`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,10 @@ class Kernels:
     The text form is "auto", "reference" or "KERNEL=IMPLEMENTATION[,...]", with or without "loss_chunk=POSITIONS".
 
     Args:
-        default: "auto" takes the best implementations that run on the platform; "reference" takes plain JAX.
+        default: "auto" takes the best implementation of each kernel that runs on the platform; "reference" takes plain
+            JAX.
         named: (kernel, implementation) for each kernel that does not follow the default.
-        loss_chunk: target positions of a row that the loss scores at a time; `None` scores all at once.
+        loss_chunk: number of target positions of a row for which the loss is computed at a time; `None` takes all.
 
     Example:
         >>> Kernels.parse("attention=chunked").of("attention"), Kernels.parse("reference").of("attention")
@@ -68,34 +69,34 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
 
     @classmethod
     def parse(cls, text: str) -> "Kernels":
-        """Parse a text form.
+        """Return the `Kernels` of a text form.
 
         Raises:
             UserError: the text names an unknown kernel or implementation (the message suggests a similar name).
         """
-        words = [word.strip() for word in text.split(",")]
-        default = words.pop(0) if words[0] in ("auto", "reference") else "auto"
+        entries = [entry.strip() for entry in text.split(",")]
+        default = entries.pop(0) if entries[0] in ("auto", "reference") else "auto"
         named_pairs, loss_chunk = [], None
-        for word in words:
-            kernel, equals, implementation = (part.strip() for part in word.partition("="))
-            if kernel == "loss_chunk" and equals:
+        for entry in entries:
+            name, equals, value = (part.strip() for part in entry.partition("="))
+            if name == "loss_chunk" and equals:
                 if loss_chunk is not None:
                     raise UserError(f"kernels {text!r}: got loss_chunk twice, expected it once")
-                loss_chunk = parse(implementation, int, f"kernels {text!r}: loss_chunk")
+                loss_chunk = parse(value, int, f"kernels {text!r}: loss_chunk")
                 continue
             if not equals:
-                suggestion = near_miss(word, ("auto", "reference", "loss_chunk", *KNOWN))
+                suggestion = near_miss(entry, ("auto", "reference", "loss_chunk", *KNOWN))
                 raise UserError(
                     f"kernels {text!r}: expected auto, reference, or KERNEL=IMPLEMENTATION such as "
                     f"attention=chunked{suggestion}"
                 )
-            named_pairs.append((kernel, implementation))
+            named_pairs.append((name, value))
         return cls(default, tuple(named_pairs), loss_chunk)
 
     def __str__(self) -> str:
-        words = [f"{kernel}={implementation}" for kernel, implementation in self.named]
-        words += [f"loss_chunk={self.loss_chunk}"] * (self.loss_chunk is not None)
-        return ",".join([self.default, *words] if self.default != "auto" or not words else words)
+        entries = [f"{kernel}={implementation}" for kernel, implementation in self.named]
+        entries += [f"loss_chunk={self.loss_chunk}"] * (self.loss_chunk is not None)
+        return ",".join([self.default, *entries] if self.default != "auto" or not entries else entries)
 
     @property
     def names_attention(self) -> bool:
@@ -104,20 +105,20 @@ cross_entropy, quantize, top_k; did you mean 'attention'?
 
     @property
     def attends(self) -> str:
-        """The implementation of attention, by the name that layers use for it."""
+        """The implementation of attention that the plan requests, by the name that layers use for it."""
         return {"reference": "plain"}.get(self.of("attention"), self.of("attention"))
 
     @property
     def scores(self) -> str:
-        """The implementation of cross-entropy that a loss uses; "auto" leaves the choice to `loss_chunk`."""
+        """The implementation of cross-entropy that the plan requests; "auto" leaves the choice to `loss_chunk`."""
         return dict(self.named).get("cross_entropy", "auto")
 
     def of(self, kernel: str) -> str:
-        """The implementation of a kernel: "auto", or a name of KNOWN."""
+        """Return the implementation of a kernel that the plan requests: "auto", or a name in `KNOWN`."""
         return dict(self.named).get(kernel, self.default)
 
     def of_codecs(self) -> dict[str, str]:
-        """The implementation of each kernel of `CODECS` whose choice is not "auto"."""
+        """Return the implementation of each kernel in `CODECS` by the kernel's name, without those that are "auto"."""
         return {kernel: self.of(kernel) for kernel in CODECS if self.of(kernel) != "auto"}
 
     def check_platform(self, platform: str) -> None:
@@ -143,55 +144,56 @@ AUTO = Kernels()
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
+class KernelChoice:
     """The implementation of a kernel that was chosen while a step was traced.
 
     Args:
         kernel: name of the kernel.
         platform_name: platform and chip, such as "tpu v5e".
-        chosen: name of the implementation.
-        why: why the implementation is not a kernel of the platform; `None` if it is one, or if there is no better one.
+        implementation: name of the chosen implementation.
+        why: the reason why the implementation is not a kernel of the platform; `None` if it is one, or if there is no
+            better one.
     """
 
     kernel: str
     platform_name: str
-    chosen: str
+    implementation: str
     why: str | None = None
 
 
-def fields_of(choices: Sequence[Taken]) -> dict[str, Any]:
-    """The kernels of a step as fields of an event in metrics.jsonl: platform, implementation by kernel, and reasons.
+def fields_of(choices: Sequence[KernelChoice]) -> dict[str, Any]:
+    """Return the kernels of a step as fields of an event in metrics.jsonl: platform, implementations, and reasons.
 
     Args:
         choices: the chosen implementations.
 
     Example:
-        >>> fields_of((Taken("attention", "cpu", "plain", "kernels are for TPU and GPU"),))
+        >>> fields_of((KernelChoice("attention", "cpu", "plain", "kernels are for TPU and GPU"),))
         {'platform': 'cpu', 'attention': 'plain', 'why': {'attention': 'kernels are for TPU and GPU'}}
     """
     fields: dict[str, Any] = {"platform": ", ".join(dict.fromkeys(choice.platform_name for choice in choices))}
     reasons: dict[str, str] = {}
     for choice in choices:
-        for text_by_kernel, text in ((fields, choice.chosen), (reasons, choice.why)):
-            kernel = choice.kernel
+        kernel = choice.kernel
+        for text_by_kernel, text in ((fields, choice.implementation), (reasons, choice.why)):
             if text is not None and text not in text_by_kernel.get(kernel, "").split("; "):
                 text_by_kernel[kernel] = f"{text_by_kernel[kernel]}; {text}" if kernel in text_by_kernel else text
     return fields | ({"why": reasons} if reasons else {})
 
 
 def platform_and_kernels(fields: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The platform of a step, and its kernels as text; `None` if it used no kernel.
+    """Return the platform of a step, and its kernels as text; `None` if it used no kernel.
 
     Args:
         fields: fields of an event, from `fields_of`.
 
     Example:
-        >>> choices = (Taken("adam8", "tpu v5e", "tpu"), Taken("cross_entropy", "tpu v5e", "chunked"))
+        >>> choices = (KernelChoice("adam8", "tpu v5e", "tpu"), KernelChoice("cross_entropy", "tpu v5e", "chunked"))
         >>> platform_and_kernels(fields_of(choices))
         ('tpu v5e', 'adam8 tpu, cross_entropy chunked')
     """
-    reasons = fields.get("why")
-    reasons = reasons if isinstance(reasons, Mapping) else {}
+    why = fields.get("why")
+    reasons = why if isinstance(why, Mapping) else {}
     kernel_texts = [
         f"{kernel} {fields[kernel]}" + (f" ({reasons[kernel]})" if kernel in reasons else "")
         for kernel in fields
@@ -200,15 +202,18 @@ def platform_and_kernels(fields: Mapping[str, Any]) -> tuple[str, str] | None:
     return (str(fields.get("platform", "")), ", ".join(kernel_texts)) if kernel_texts else None
 
 
-def lines_of(choices: Sequence[Taken]) -> list[str]:
-    """A line for the user on the kernels of a step; no line if it used no kernel.
+def lines_of(choices: Sequence[KernelChoice]) -> list[str]:
+    """Return a line for the user on the kernels of a step; no line if it used no kernel.
 
     Args:
         choices: the chosen implementations.
 
     Example:
-        >>> lines_of((Taken("attention", "cpu", "plain", "kernels are for TPU and GPU"),))
+        >>> lines_of((KernelChoice("attention", "cpu", "plain", "kernels are for TPU and GPU"),))
         ['kernels on cpu: attention plain (kernels are for TPU and GPU)']
     """
     texts = platform_and_kernels(fields_of(choices))
-    return [] if texts is None else [f"kernels on {texts[0]}: {texts[1]}"]
+    if texts is None:
+        return []
+    platform_name, kernels_text = texts
+    return [f"kernels on {platform_name}: {kernels_text}"]

@@ -1,4 +1,4 @@
-"""Plan: how to train, as a value. Its settings change speed and memory, and should not change the result."""
+"""Plan: the techniques of a training run, as a value. They affect speed and memory, and should not affect results."""
 
 import contextlib
 import contextvars
@@ -12,7 +12,7 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.recipe.combinations import check
 from jaxscale.recipe.kernels import AUTO, Kernels
-from jaxscale.recipe.plan_json import MOVED, OF_PIPELINE, upgraded
+from jaxscale.recipe.plan_json import MOVED_FIELDS, PIPELINE_FIELDS
 from jaxscale.recipe.requests import Facts
 from jaxscale.replicas.low_communication import Diloco
 from jaxscale.replicas.named import NamedCodec
@@ -23,12 +23,12 @@ from jaxscale.values import check_types, from_json, read_json, to_json
 
 T = TypeVar("T")
 PLAN_VERSION = 2
-"""The version written to plan.json. Files of version 1 can be read, and files of newer versions are refused."""
+"""The version that is written to plan.json. Files of version 1 can be read; files of newer versions are refused."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OffloadPlan:
-    """Where weights, gradients and optimizer state lie: on the device or in host memory.
+    """The memory of weights, gradients and optimizer state: that of the device, or that of the host.
 
     Args:
         weights: memory of the weights that the passes read. If they lie on the host, each block's weights are copied to
@@ -52,8 +52,8 @@ class OffloadPlan:
         check_types(self)
 
     def __str__(self) -> str:
-        memory_of_tensor = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return ", ".join(f"{name} {memory}" for name, memory in memory_of_tensor.items() if memory != "device")
+        memory_by_field = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return ", ".join(f"{name} {memory}" for name, memory in memory_by_field.items() if memory != "device")
 
     @property
     def masters(self) -> bool:
@@ -68,13 +68,13 @@ class OffloadPlan:
 
 @dataclasses.dataclass(frozen=True)
 class StatePlan:
-    """Numbers that an optimizer keeps between steps.
+    """Number formats of the weights and of the optimizer's moments between steps.
 
     Args:
         moments: number format of the moments: float32, int8 (softsign and square-root companding), dynamic8 (Dettmers'
-            map), int4 or fp8, in blocks with a scale. The moments of embeddings, heads, norms and small arrays
-            stay float32.
-        master: format of the weights between steps: "float32"; or "split", bfloat16 (which the passes read) with 8 bits
+            map), int4 or fp8. All but float32 are in blocks with a scale. The moments of embeddings, heads, norms and
+            small arrays stay float32.
+        master: format of the weights between steps: "float32", or "split": bfloat16, which the passes read, and 8 bits
             of correction.
     """
 
@@ -85,28 +85,30 @@ class StatePlan:
         check_types(self)
 
 
-_superseded: contextvars.ContextVar[bool] = contextvars.ContextVar("superseded", default=False)
+_ignores_moved: contextvars.ContextVar[bool] = contextvars.ContextVar("ignores_moved", default=False)
 """Whether `Plan` ignores fields of version 1 that have moved."""
 
 
-def superseded() -> contextlib.AbstractContextManager[None]:
-    """A context in which `Plan` ignores fields of version 1 that have moved, instead of refusing them.
+def ignoring_moved_fields() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which `Plan` ignores fields of version 1 that have moved, instead of refusing them.
 
-    It is for loading the experiment file of an earlier run; the run's actual plan is then read from plan.json.
+    The context is for loading the experiment file of an earlier run, whose actual plan is then read from plan.json.
     """
-    return scoped(_superseded, True)
+    return scoped(_ignores_moved, True)
 
 
 def _refusing_moved(cls: type[T]) -> type[T]:
-    """Make a class refuse fields of version 1 that have moved, with an error that names the new one, and return it."""
+    """Make a class refuse fields of version 1 that have moved, with an error that names their replacement."""
     init = cls.__init__
 
     @functools.wraps(init)
     def checked_init(self: T, *args: Any, **fields: Any) -> None:
-        """Refuse or, in the context of `superseded`, ignore fields that have moved; then initialize the value."""
-        moved_names = [name for name in MOVED if name in fields and (name != "state" or isinstance(fields[name], str))]
-        if moved_names and not _superseded.get():
-            raise UserError(f"plan.{moved_names[0]} has moved: set plan.{MOVED[moved_names[0]]}")
+        """Refuse fields that have moved, or ignore them inside `ignoring_moved_fields`; then initialize the value."""
+        moved_names = [
+            name for name in MOVED_FIELDS if name in fields and (name != "state" or isinstance(fields[name], str))
+        ]
+        if moved_names and not _ignores_moved.get():
+            raise UserError(f"plan.{moved_names[0]} has moved: set plan.{MOVED_FIELDS[moved_names[0]]}")
         init(self, *args, **{name: value for name, value in fields.items() if name not in moved_names})
 
     cls.__init__ = checked_init
@@ -119,32 +121,34 @@ class Plan:
     """The techniques with which to train.
 
     Args:
-        mesh: devices per axis, such as "data:2,fsdp:4"; `None` takes the largest number of local devices
-            among which the rows of a batch can be split evenly.
+        mesh: number of devices along each axis, such as "data:2,fsdp:4"; `None` takes the largest number of devices
+            over which the rows of a batch can be split evenly.
         zero: ZeRO stage over the fsdp axis: 1 shards optimizer state, 2 gradients too, 3 parameters too.
-        sequence_parallel: Megatron's sequence parallelism, which shards norms and residuals over the tensor axis along
-            the sequence.
+        sequence_parallel: whether to use Megatron's sequence parallelism, which splits the sequence of norms and
+            residuals over the tensor axis.
         microbatches: number of parts in which a batch is processed, one after the other; their gradients are summed.
         pipeline: the schedule by which stages of the model's blocks run on the devices of the pipe axis, such as
-            "1f1b:4x8": 4 stages, 8 microbatches; it sets both. Options follow: "1f1b:4x8,stash=input".
+            "1f1b:4x8", which sets 4 stages and 8 microbatches. Options follow: "1f1b:4x8,stash=input".
         precision: number format to compute in; parameters and optimizer state stay float32.
         matmul: precision of float32 matrix products, as in `jax.default_matmul_precision`; or the format to which
             layers round their operands and gradients: fp8 (e4m3, e5m2), int8, int4 (radix-4 gradients, Sun et al.).
-        reduce: number format in which gradients are reduced across devices; `None` is that of `precision`. Or a codec
-            that compresses gradients between replicas, over the slow axis: "int8", "powersgd:4", "topk:0.01"; within a
-            replica gradients are then reduced in the format of `precision`.
-        diloco: replicas train alone, and synchronise their weights every few steps, such as
-            "every=100,lr=0.7,momentum=0.9,fragments=1". Between synchronisations they exchange only single numbers. A
-            codec of `reduce` compresses the messages of a synchronisation. `None`: replicas take every step together.
-        memory: what the backward pass keeps of each block: "none" (all), "dots", "full" (recompute all).
+        reduce: number format in which gradients are reduced across devices; `None` takes the format of `precision`. Or
+            a codec that compresses gradients between replicas, over the slow axis: "int8", "powersgd:4", "topk:0.01".
+            With a codec, gradients within a replica are reduced in the format of `precision`.
+        diloco: settings with which replicas train alone, and synchronize their weights every few steps, such as
+            "every=100,lr=0.7,momentum=0.9,fragments=1". Between synchronizations, replicas exchange only single
+            numbers. A codec in `reduce` compresses the messages of a synchronization. With `None`, replicas take every
+            step together.
+        memory: rule for the values that each block keeps for the backward pass: "none" (all values), "dots" (matrix
+            products), "full" (no value, so that all are recomputed), and others.
         offload: tensors in host memory.
         state: numbers that the optimizer keeps.
         kernels: implementations of kernels: "auto", the best that run on the platform; "reference", plain JAX; or by
-            name, such as "attention=chunked,cross_entropy=tpu"; and "loss_chunk=128": target positions of a row that
-            the loss scores at a time.
-        unroll: layers per iteration of the scan over layers. It becomes 1 under a memory rule that treats one layer at
-            a time, and on a CPU under every memory rule but `none`.
-        rules: mesh axes per logical axis.
+            name, such as "attention=chunked,cross_entropy=tpu". In addition, "loss_chunk=128" sets the number of target
+            positions of a row for which the loss is computed at a time.
+        unroll: number of layers per iteration of the scan over layers. It becomes 1 under a memory rule that treats one
+            layer at a time, and on a CPU under every memory rule but `none`.
+        rules: mesh axes of each logical axis.
 
     A field with a text form accepts the text or its value: `mesh="fsdp:4"` is `mesh=MeshSpec(fsdp=4)`.
 
@@ -153,7 +157,7 @@ class Plan:
         4
     """
 
-    moved: ClassVar[Mapping[str, str]] = MOVED
+    moved: ClassVar[Mapping[str, str]] = MOVED_FIELDS
 
     mesh: MeshSpec | None = None
     zero: Literal[0, 1, 2, 3] = 0
@@ -207,7 +211,7 @@ class Plan:
                     f"pipeline {self.pipeline} takes {ranks} devices along pipe, but mesh {self.mesh} has "
                     f"{self.mesh.pipe}; leave pipe out of the mesh"
                 )
-        check(Facts(self))
+        check(Facts(self))  # refuses combinations of requests
 
     @property
     def asynchronous(self) -> bool:
@@ -216,22 +220,22 @@ class Plan:
 
     @property
     def stages_keep(self) -> Literal["residuals", "input"]:
-        """What stages keep from a forward pass for the backward pass; "residuals" without a pipeline."""
+        """The kind of values that stages keep for the backward pass; "residuals" without a pipeline."""
         return "residuals" if self.pipeline is None else self.pipeline.stash
 
     def without_pipeline(self) -> "Plan":
-        """The plan without its pipeline, for the devices of one stage."""
+        """Return the plan without its pipeline, for the devices of one stage."""
         mesh = None if self.mesh is None else dataclasses.replace(self.mesh, pipe=1)
         return dataclasses.replace(self, pipeline=None, mesh=mesh)
 
     @classmethod
     def upgraded_json(cls, data: Any) -> Any:
-        """The JSON of a plan in the current version, from that of an earlier version."""
-        return upgraded(data)
+        """Return the JSON of a plan in the current version, from that of an earlier version."""
+        return upgrade(data)
 
 
 def read_plan(path: Any) -> Plan:
-    """Read the plan of a plan.json; fields that it lacks take their defaults.
+    """Read and return the plan in a plan.json file; fields that the file lacks take their defaults.
 
     Raises:
         UserError: the file does not exist, is incomplete or of a newer version, or has an unknown field or wrong value.
@@ -242,28 +246,28 @@ def read_plan(path: Any) -> Plan:
     version = fields.pop("version", PLAN_VERSION)
     if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= PLAN_VERSION:
         raise UserError(
-            f"{path} has plan version {version!r}, and this jaxscale reads versions up to {PLAN_VERSION}; "
-            "read it with the jaxscale that wrote it, or a newer one"
+            f"{path}: got plan version {version!r}, expected a version from 1 to {PLAN_VERSION}; read the file with "
+            "the jaxscale that wrote it, or with a newer one"
         )
     return from_json(Plan, fields, str(path))
 
 
-def version_1(plan: Plan) -> dict[str, Any]:
-    """The JSON of a plan in version 1.
+def version_1_fields(plan: Plan) -> dict[str, Any]:
+    """Return the JSON of a plan in version 1.
 
-    Its hash is part of the names that checkpoints give to the arrays in flight of an asynchronous pipeline.
+    A hash of this JSON is part of the names of the arrays in flight of an asynchronous pipeline in a checkpoint.
 
     Example:
-        >>> version_1(Plan(pipeline=PipelinePlan.parse("1f1b:2x4,stash=input")))["stash"]
+        >>> version_1_fields(Plan(pipeline=PipelinePlan.parse("1f1b:2x4,stash=input")))["stash"]
         'input'
     """
     fields = to_json(plan)
     offload, state, kernels = fields.pop("offload"), fields.pop("state"), plan.kernels
     attention = dict(kernels.named).get("attention", "auto")
-    has_field = attention in ("plain", "chunked", "splash")  # version 1 had a field for these
+    has_field = attention in ("plain", "chunked", "splash")  # version 1 had a field for these implementations
     named_pairs = tuple(pair for pair in kernels.named if pair[0] != "attention" or not has_field)
     pipeline = PipelinePlan("auto", 1) if plan.pipeline is None else plan.pipeline
     fields |= {**offload, "state": state["moments"], "master": state["master"], "loss_chunk": kernels.loss_chunk}
     fields |= {"attention": attention if has_field else "auto", "kernels": str(Kernels(kernels.default, named_pairs))}
-    fields |= {name: getattr(pipeline, name) for name in OF_PIPELINE}
+    fields |= {name: getattr(pipeline, name) for name in PIPELINE_FIELDS}
     return fields | {"pipeline": None if plan.pipeline is None else pipeline.form}

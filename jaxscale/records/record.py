@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxscale.recipe.kernels import platform_and_kernels
-from jaxscale.recipe.plan_json import upgraded
+from jaxscale.recipe.plan_json import upgrade
 from jaxscale.records.metrics import MetricsRows, read_metrics
 from jaxscale.records.samples import Sample, read_samples
 from jaxscale.records.storage import run_path
@@ -65,7 +65,7 @@ class RunRecord:
             directory=str(directory),
             metrics=read_metrics(directory),
             experiment=experiment,
-            plan=upgraded(plan),
+            plan=upgrade(plan),
             layout=layout,
             source=source,
             samples=tuple(read_samples(directory)),

@@ -193,7 +193,7 @@ def load_experiment(run_dir: Any) -> "Experiment":
             defines.
     """
     from jaxscale.recipe.experiment import Experiment
-    from jaxscale.recipe.plan import Plan, read_plan, superseded
+    from jaxscale.recipe.plan import Plan, read_plan
 
     folder = run_path(run_dir)
     run_plan = read_plan(folder / "plan.json") if (folder / "plan.json").exists() else None
@@ -221,7 +221,7 @@ def load_experiment(run_dir: Any) -> "Experiment":
     try:
         provide_old_paths(source.text)
         # the run's plan replaces the plan of the file, which may be in an earlier form
-        with superseded() if run_plan is not None else contextlib.nullcontext():
+        with ignoring_moved_fields() if run_plan is not None else contextlib.nullcontext():
             base_experiment = _make_experiment(source.text, folder / FOLDER / str(source.file), origin, source.variant)
         overrides = {
             name: text for name, text in source.overrides.items() if run_plan is None or not name.startswith("plan.")

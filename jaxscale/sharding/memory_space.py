@@ -1,10 +1,11 @@
-"""The memory of an array: the device's, or its host's, which the device reads by DMA ("pinned_host").
+"""The memory space of an array: device memory, or host memory that the device reads by DMA ("pinned_host").
 
-The space is part of an array's type: an operation takes operands of one space, so arrays on the host are moved to the
-device explicitly. The gradient of `to_device` lies on the host, because the transpose moves it back.
+The memory space is part of the type of an array. All operands of an operation must lie in one space, so arrays on the
+host are moved to the device explicitly. The gradient of `to_device` lies on the host, because the transpose of the move
+is the move back.
 
-The CPU backend has the memory kinds without separate memories. On it offloading is a rehearsal: the program computes
-the same values, but moves no bytes.
+The CPU backend supports these memory kinds, but has only one memory. There, offload is a rehearsal: the program
+computes the same values, but moves no bytes.
 """
 
 from collections.abc import Iterable
@@ -18,10 +19,10 @@ from jaxscale.errors import UserError
 Tree = TypeVar("Tree")
 
 HOST_KIND = "pinned_host"
-"""Memory kind of host memory that the device can read and write."""
+"""Memory kind of the host memory that a device can read and write."""
 
-COPY = 2
-"""Host bytes for each offloaded byte, because XLA may hold the old and the new copy of a buffer at once."""
+HOST_BYTES_FACTOR = 2
+"""Bytes of host memory for each offloaded byte, because XLA may hold the old and the new copy of a buffer at once."""
 
 
 def on_host(x: Any) -> bool:
@@ -45,36 +46,36 @@ def to_host(tree: Tree) -> Tree:
 
 
 def in_memory_of(reference: NamedSharding, sharding: NamedSharding) -> NamedSharding:
-    """Return `sharding`, changed to host memory if the sharding `reference` is in host memory."""
+    """Return `sharding` with the host's memory kind if that is the memory kind of `reference`, otherwise unchanged."""
     return sharding.with_memory_kind(HOST_KIND) if reference.memory_kind == HOST_KIND else sharding
 
 
-def rehearses(devices: Iterable[Any]) -> bool:
-    """Return whether offload on these devices is a rehearsal: on CPU devices, whose own memory is the host's."""
+def is_rehearsal(devices: Iterable[Any]) -> bool:
+    """Return whether offload on these devices is only a rehearsal: they are CPUs, whose memory is the host's."""
     return all(device.platform == "cpu" for device in devices)
 
 
 def check_host_memory(devices: Iterable[Any], option: str) -> None:
-    """Raise an error if a device cannot reach host memory.
+    """Refuse an option that needs host memory, if a device cannot reach host memory.
 
     Args:
         devices: devices of the mesh.
-        option: the option that needs host memory, as the user wrote it.
+        option: the option, as the user wrote it.
 
     Raises:
         UserError: a device has no memory of the kind `pinned_host`, or JAX cannot list its memories.
     """
     # a described device lists no memories; TPUs and GPUs have host memory
-    real_devices = [device for device in devices if not isinstance(device, AbstractDevice)]
-    kinds_of_devices = [[memory.kind for memory in device.addressable_memories()] for device in real_devices]
-    if real_devices and not any(kinds_of_devices):
+    attached_devices = [device for device in devices if not isinstance(device, AbstractDevice)]
+    kinds_of_devices = [[memory.kind for memory in device.addressable_memories()] for device in attached_devices]
+    if attached_devices and not any(kinds_of_devices):
         raise UserError(
-            f"{option}: {real_devices[0].device_kind} is described, not attached, and JAX lists no memories of it, "
+            f"{option}: {attached_devices[0].device_kind} is described, not attached, and JAX lists no memories of it, "
             "so a part of the step cannot be compiled alone; use fit --verify, which compiles the whole step, or keep "
             "the values on the device"
         )
-    for device, device_kinds in zip(real_devices, kinds_of_devices, strict=True):
-        if device_kinds and HOST_KIND not in device_kinds:  # a device of another process lists no memories
+    for device, device_kinds in zip(attached_devices, kinds_of_devices, strict=True):
+        if device_kinds and HOST_KIND not in device_kinds:  # devices of other processes list no memories
             raise UserError(
                 f"{option}: {device.device_kind} ({device.platform}) has no memory of kind {HOST_KIND} "
                 f"(it has {', '.join(device_kinds)}), so nothing can be put on the host; keep the values on the device"

@@ -1,6 +1,6 @@
 """MeshSpec: the number of devices along each axis of parallelism.
 
-It is a value with a text form; only `build` touches devices.
+A `MeshSpec` is a value with a text form; only its method `build` needs devices.
 """
 
 import collections
@@ -19,7 +19,7 @@ AXES = ("replica", "data", "pipe", "fsdp", "expert", "sequence", "tensor")
 
 @dataclasses.dataclass(frozen=True)
 class MeshSpec:
-    """Devices along each mesh axis; an axis of 1 is absent. The text form is `"data:2,fsdp:4"`.
+    """Number of devices along each mesh axis. The text form is `"data:2,fsdp:4"`, without the axes of one device.
 
     Args:
         replica: copies of the whole model across slices or nodes (HSDP's outer axis).
@@ -53,7 +53,7 @@ class MeshSpec:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Devices along every axis, in the order of `AXES`."""
+        """Number of devices along every axis, in the order of `AXES`."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
@@ -63,12 +63,12 @@ class MeshSpec:
 
     @property
     def batch_shards(self) -> int:
-        """Number of shards of the batch."""
+        """Number of shards into which the rows of a batch are split."""
         return self.replica * self.data * self.fsdp
 
     @classmethod
     def parse(cls, text: str) -> "MeshSpec":
-        """Read a mesh from a text such as "data:2,fsdp:4"; "1" is a single device."""
+        """Return the mesh of a text form such as "data:2,fsdp:4"; "1" is a single device."""
         if not text.strip():
             raise UserError("mesh: got an empty text, expected AXIS:DEVICES such as data:2,fsdp:4, or 1 for one device")
         sizes: dict[str, int] = {}
@@ -81,7 +81,7 @@ class MeshSpec:
             if not colon or not count_text.isdigit():
                 raise UserError(f"mesh {text!r}: got {entry!r}, expected AXIS:DEVICES such as data:2,fsdp:4")
             if axis in sizes:
-                raise UserError(f"mesh {text!r}: axis {axis} is given twice; give it once")
+                raise UserError(f"mesh {text!r}: got axis {axis} twice, expected it once")
             sizes[axis] = int(count_text)
         return cls(**sizes)
 
@@ -89,35 +89,37 @@ class MeshSpec:
         return ",".join(f"{axis}:{count}" for axis, count in self.sizes.items() if count > 1) or "1"
 
     def build(self, devices: Sequence[Any] | None = None) -> Any:
-        """Build the `jax.sharding.Mesh`, with axes in Auto mode and devices in an order that follows their links.
+        """Build the `jax.sharding.Mesh`, with axes in Auto mode, and devices in an order that follows their links.
 
         Args:
-            devices: devices, of which the first `self.devices` are used; all of JAX's by default.
-                `jax.sharding.AbstractDevice`s give an `AbstractMesh`, on which programs can be traced, but not run.
+            devices: the mesh uses the first `self.devices` of these devices; all of JAX's by default. From
+                `jax.sharding.AbstractDevice`s, the result is an `AbstractMesh`, for which programs can be traced, but
+                not run.
 
         Raises:
-            UserError: there are fewer devices than the mesh takes, or unequal numbers of them on the TPU slices.
+            UserError: there are fewer devices than the mesh takes, or the TPU slices have unequal numbers of them.
         """
         import jax
         from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-        devices = list(jax.devices() if devices is None else devices)
-        if len(devices) < self.devices:
+        all_devices = list(jax.devices() if devices is None else devices)
+        if len(all_devices) < self.devices:
             raise UserError(
-                f"mesh {self} takes {self.devices} devices, but there are {len(devices)} "
-                f"({devices[0].device_kind}): use a smaller mesh, or set jax_num_cpu_devices for virtual CPU devices"
+                f"mesh {self} takes {self.devices} devices, but there are {len(all_devices)} "
+                f"({all_devices[0].device_kind}): use a smaller mesh, or set jax_num_cpu_devices for virtual CPU "
+                "devices"
             )
         sizes, modes = tuple(self.sizes.values()), (AxisType.Auto,) * len(AXES)
-        if isinstance(devices[0], AbstractDevice):
-            return AbstractMesh(sizes, AXES, axis_types=modes, abstract_device=devices[0])
-        mesh_devices = devices[: self.devices]
+        if isinstance(all_devices[0], AbstractDevice):
+            return AbstractMesh(sizes, AXES, axis_types=modes, abstract_device=all_devices[0])
+        mesh_devices = all_devices[: self.devices]
         count_by_slice = collections.Counter(getattr(device, "slice_index", 0) for device in mesh_devices)
         slice_count = len(count_by_slice)
         if len(set(count_by_slice.values())) > 1:
             raise UserError(
-                f"mesh {self} takes {self.devices} devices, of which its TPU slices have "
-                f"{' and '.join(map(str, count_by_slice.values()))}: expected the same number on each slice; use a "
-                f"mesh of {min(count_by_slice.values()) * slice_count} devices, or one within a slice"
+                f"mesh {self}: got TPU slices with {' and '.join(map(str, count_by_slice.values()))} of its "
+                f"{self.devices} devices, expected the same number on each slice; use a mesh of "
+                f"{min(count_by_slice.values()) * slice_count} devices, or one within a slice"
             )
         if slice_count == 1:
             return jax.make_mesh(sizes, AXES, axis_types=modes, devices=mesh_devices)
@@ -128,13 +130,13 @@ class MeshSpec:
         return jax.sharding.Mesh(create_hybrid_device_mesh(ici_shape, dcn_shape, mesh_devices), AXES, axis_types=modes)
 
     def across(self, slices: int) -> tuple[int, ...]:
-        """Return the number of slices that each axis spans; the slowest axes span the network between slices.
+        """Return the number of slices that each axis spans, in the order of `AXES`; the slowest axes span the slices.
 
         Args:
             slices: number of TPU slices, all of one size.
 
         Raises:
-            UserError: the axes, from the slowest on, cannot be split evenly over the slices.
+            UserError: the slowest axes cannot be split evenly over the slices.
 
         Example:
             >>> MeshSpec.parse("pipe:4,fsdp:8").across(2)

@@ -14,11 +14,11 @@ DimAxes = tuple[tuple[str, ...], ...]
 
 
 def dim_axes(spec: Iterable[Any], rank: int = 0) -> DimAxes:
-    """Return the mesh axes that split each dim.
+    """Return the mesh axes that split each dim of an array.
 
     Args:
-        spec: a `PartitionSpec`; a dim that it leaves to the compiler counts as whole.
-        rank: number of dims of the array; a spec may have fewer.
+        spec: a `PartitionSpec`, or its entries; a dim that it leaves to the compiler counts as whole.
+        rank: number of dims of the array, which may be more than the entries of `spec`.
 
     Example:
         >>> dim_axes(PartitionSpec(("data", "fsdp"), None, "tensor"), 4)
@@ -29,7 +29,10 @@ def dim_axes(spec: Iterable[Any], rank: int = 0) -> DimAxes:
 
 
 def spec_of(axes_of_dims: Sequence[Sequence[str]]) -> PartitionSpec:
-    """Return the `PartitionSpec` of these mesh axes per dim, without the whole dims at the end; inverse of `dim_axes`.
+    """Return the `PartitionSpec` that splits each dim over these mesh axes: the inverse of `dim_axes`.
+
+    Args:
+        axes_of_dims: the mesh axes of each dim; whole dims at the end are left out of the result.
 
     Example:
         >>> list(spec_of([("data", "fsdp"), (), ("tensor",), ()]))
@@ -45,16 +48,16 @@ def axes_of(spec: Iterable[Any]) -> tuple[str, ...]:
 
 
 def shard_count(mesh: Any, axes: Iterable[str]) -> int:
-    """Return the number of shards of a dim that these mesh axes split."""
+    """Return the number of shards into which these mesh axes split a dim."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def dividing(spec: PartitionSpec, shape: Sequence[int], mesh: Any) -> PartitionSpec:
-    """Return a `PartitionSpec` for an array of this shape: a dim that its axes cannot split evenly becomes whole.
+def divisible_spec(spec: PartitionSpec, shape: Sequence[int], mesh: Any) -> PartitionSpec:
+    """Return `spec` for an array of this shape, with dims that the mesh axes cannot split evenly left whole.
 
     Example:
         >>> from jax.sharding import AbstractMesh
-        >>> list(dividing(PartitionSpec("data", "fsdp"), (6, 5), AbstractMesh((2, 4), ("data", "fsdp"))))
+        >>> list(divisible_spec(PartitionSpec("data", "fsdp"), (6, 5), AbstractMesh((2, 4), ("data", "fsdp"))))
         ['data']
     """
     sizes_and_axes = zip(shape, dim_axes(spec, len(shape)), strict=False)

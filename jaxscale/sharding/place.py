@@ -1,7 +1,7 @@
-"""constrain: the placement of an activation, specified in logical axes, in one place.
+"""constrain: place an activation by the logical axes of its dims.
 
-The train step opens a `layout`. Inside it `constrain(x, "batch", "seq", "embed")` is a sharding constraint; outside it
-is the identity, so that the same model file runs on one device, in a notebook and on a pod.
+The train step opens a `layout`. Inside the layout, `constrain(x, "batch", "seq", "embed")` is a sharding constraint.
+Outside any layout it is the identity, so that the same model file runs on one device, in a notebook and on a pod.
 """
 
 import contextlib
@@ -19,9 +19,10 @@ from jaxscale.sharding.rules import AxisRules
 from jaxscale.typing import Array
 
 MeshAndRules: TypeAlias = tuple[Any, AxisRules]
-"""A mesh, abstract or of devices, and the rules that place arrays on it; hashable."""
+"""A mesh, abstract or of devices, and the rules that place arrays on it; this pair is hashable."""
 
 _layout: contextvars.ContextVar[MeshAndRules | None] = contextvars.ContextVar("layout", default=None)
+"""The mesh and rules in force; `None` outside any layout."""
 
 
 def layout(mesh: Any, rules: AxisRules) -> contextlib.AbstractContextManager[None]:
@@ -37,23 +38,23 @@ def layout(mesh: Any, rules: AxisRules) -> contextlib.AbstractContextManager[Non
 def under(mesh_and_rules: MeshAndRules | None) -> contextlib.AbstractContextManager[None]:
     """Return a context like that of `layout`, for a mesh and rules that `current` returned earlier.
 
-    JAX may trace the backward function of a `custom_vjp` after the call and under another layout, such as that of the
-    step around a pipeline stage's manual region. So a backward function that places arrays gets the layout of the call
-    as a static argument, and is traced under it.
+    JAX may trace the backward function of a `custom_vjp` after the forward call and under another layout, such as that
+    of the step around the manual region of a pipeline stage. So a backward function that places arrays takes the layout
+    of the forward call as a static argument, and opens it with this function.
     """
     return scoped(_layout, mesh_and_rules)
 
 
 def current() -> MeshAndRules | None:
-    """Return the mesh and rules in force; `None` outside any layout. Kernels that need `shard_map` read them."""
+    """Return the mesh and rules in force, for kernels that need `shard_map`; `None` outside any layout."""
     return _layout.get()
 
 
 def spec(shape: Sequence[int], names: Sequence[str | None], mesh: Any, rules: AxisRules) -> PartitionSpec:
     """Return the PartitionSpec of an array whose dims have the logical axes `names`.
 
-    A mesh axis is used once, by the first dim whose rule names it; a dim that its mesh axes cannot split evenly stays
-    whole (the sizes that a plan relies on are checked before tracing).
+    Each mesh axis is used once, for the first dim whose rule names it. A dim that its mesh axes cannot split evenly
+    stays whole. (The sizes that a plan relies on are checked before tracing.)
     """
     if len(names) != len(shape):
         raise ValueError(
@@ -69,7 +70,7 @@ def spec(shape: Sequence[int], names: Sequence[str | None], mesh: Any, rules: Ax
 
 
 def constrain(x: Array, *names: str | None) -> Array:
-    """Constrain `x` to the placement of its logical axes under the layout in force; return it.
+    """Constrain `x` to the placement of its logical axes under the layout in force, and return it.
 
     Args:
         x: an activation.
@@ -88,14 +89,14 @@ def constrain(x: Array, *names: str | None) -> Array:
 
 
 def move(x: Array, source: tuple[str | None, ...], target: tuple[str | None, ...]) -> Array:
-    """Move `x` from one placement to another; its gradient moves back.
+    """Move `x` from one placement to another, and return it; its gradient moves back.
 
-    A constraint alone would place the gradient by `target` too. Partial sums would be all-reduced and then sliced,
-    whereas `move` allows a reduce-scatter.
+    A constraint alone would place the gradient by `target` too: partial sums would be all-reduced and then sliced. With
+    `move`, XLA can use a reduce-scatter instead.
 
     Args:
         x: an activation.
-        source: the logical axis of each dim of `x` now.
+        source: the logical axis of each dim of `x`.
         target: the logical axis of each dim of the result.
     """
     mesh_and_rules = _layout.get()

@@ -1,9 +1,9 @@
 """AxisRules: the mesh axes of each logical axis.
 
-One field per logical axis, so that a strategy is a `replace` and a typo is an error.
+There is one field for each logical axis, so that a strategy is a `dataclasses.replace`, and a typo is an error.
 
-Parameters and activations share the names. ZeRO's sharding of parameters over "fsdp" is not a rule of an axis:
-`zero.py` chooses a dim of each parameter that can be split evenly.
+Parameters and activations use the same logical axes. The rules do not describe how ZeRO shards parameters over "fsdp":
+for each parameter, `zero.py` chooses a dim that can be split evenly.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from jaxscale.sharding.mesh import AXES
 from jaxscale.values import check_types
 
 Axes = tuple[str, ...]
+"""Names of mesh axes, from the slowest link to the fastest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +23,8 @@ class AxisRules:
     Args:
         batch: rows of the batch.
         seq: positions of the residual stream; Megatron's sequence parallelism adds "tensor" here.
-        inner_seq: positions inside attention and mlp, where "tensor" is taken by heads and mlp.
-        kv_seq: key and value positions; whole by default, since every query reads all of them.
+        inner_seq: positions inside attention and mlp, where "tensor" already splits heads and mlp.
+        kv_seq: key and value positions; whole by default, because every query reads all of them.
         embed: width of the residual stream.
         heads: query heads, and the (heads * head_dim) dim of their projections.
         kv_heads: key and value heads, and the (kv_heads * head_dim) dim of their projections.

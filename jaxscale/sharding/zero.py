@@ -1,4 +1,4 @@
-"""ZeRO as placement rules: the dim of each parameter that the fsdp axis splits, and the placement of a step's tensors.
+"""ZeRO as placement rules: the dim of each parameter that the fsdp axis splits, and the placements of the tensors.
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv 1910.02054.
 
@@ -9,7 +9,8 @@ Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Pa
 | 2 | split, if they are copied to bf16 | split | split | whole |
 | 3 | split | split | split | split, gathered layer by layer |
 
-HSDP applies the same rules to a mesh that also has a data or replica axis: split inside, replicated across.
+HSDP applies the same rules to a mesh that also has a data or replica axis. Tensors are split over the fsdp axis, and
+replicated over the other axis.
 """
 
 import dataclasses
@@ -25,20 +26,21 @@ from jaxscale.sharding.rules import AxisRules
 ZeroStage = Literal[0, 1, 2, 3]
 
 ZERO_AXIS = "fsdp"
+"""The mesh axis over which ZeRO shards."""
 
 
-def split(
+def split_spec(
     shape: Sequence[int], names: Sequence[str | None] | None, spec: PartitionSpec, mesh: Any, axis: str = ZERO_AXIS
 ) -> PartitionSpec:
     """Return `spec` with one dim split over `axis`, or unchanged if no dim can be split evenly.
 
-    Of the dims whose size on a device is a multiple of the axis, the largest one is split. The stacked "layers" dim is
-    never split, because a scan over layers would have to gather all of it.
+    Among the dims whose size on a device is a multiple of the size of the axis, the largest one is split. The stacked
+    "layers" dim is never split, because a scan over layers would have to gather all of it.
 
     Args:
         shape: shape of the parameter.
         names: logical axis of each dim; `None` for a parameter without names.
-        spec: placement before ZeRO (tensor parallelism).
+        spec: placement before this split, such as that of tensor parallelism.
         mesh: the mesh.
         axis: mesh axis to split over.
     """
@@ -69,10 +71,10 @@ class Placement:
     """The placement of the tensors that belong to one parameter.
 
     Args:
-        master: the parameter between steps.
-        state: optimizer state of the parameter's shape.
-        gradient: input of the optimizer.
-        compute: the copy that the forward and backward passes read.
+        master: placement of the parameter between steps.
+        state: placement of optimizer state that has the parameter's shape.
+        gradient: placement of the gradient, as an input of the optimizer.
+        compute: placement of the copy that the forward and backward passes read.
     """
 
     master: PartitionSpec
@@ -89,7 +91,7 @@ def placement(
     mesh: Any,
     rules: AxisRules,
 ) -> Placement:
-    """Return the placement of a parameter's tensors under a ZeRO stage.
+    """Return the placements of a parameter's tensors under a ZeRO stage.
 
     Args:
         shape: shape of the parameter.
@@ -100,46 +102,47 @@ def placement(
         rules: mesh axes per logical axis.
     """
     unsplit_spec = PartitionSpec() if names is None else place.spec(shape, names, mesh, rules)
-    split_spec = split(shape, names, unsplit_spec, mesh)
+    sharded_spec = split_spec(shape, names, unsplit_spec, mesh)
     return Placement(
-        master=split_spec if stage == 3 or (stage > 0 and has_copy) else unsplit_spec,
-        state=split_spec if stage > 0 else unsplit_spec,
-        gradient=split_spec if stage > 1 else unsplit_spec,
-        compute=split_spec if stage == 3 else unsplit_spec,
+        master=sharded_spec if stage == 3 or (stage > 0 and has_copy) else unsplit_spec,
+        state=sharded_spec if stage > 0 else unsplit_spec,
+        gradient=sharded_spec if stage > 1 else unsplit_spec,
+        compute=sharded_spec if stage == 3 else unsplit_spec,
     )
 
 
 def split_further(coarse_placement: Placement, axis: str, shape: Sequence[int], mesh: Any) -> Placement:
-    """Return a placement with all but the compute copy split over one more axis, if a dim can be split evenly.
+    """Return a placement with all tensors but the compute copy split over one more axis, if a dim can be split evenly.
 
-    All are split along the same dim, and over the new axis first, so that a shard of the finest placement lies within a
-    shard of the others. If not, XLA would exchange shards in every step, even over a slow axis.
+    All of them are split along the same dim, and over the additional axis first, so that each shard of the finest
+    placement lies within a shard of the others. Otherwise XLA would exchange shards in every step, even over a slow
+    axis.
 
     Args:
-        coarse_placement: the placement without the axis.
+        coarse_placement: the placement without the additional axis.
         axis: mesh axis to split over.
         shape: shape of the parameter.
         mesh: the mesh.
     """
     spec_by_field = {field: getattr(coarse_placement, field) for field in ("master", "state", "gradient")}
-    split_state = split(shape, None, coarse_placement.state, mesh, axis)
-    dims_before, dims_after = dim_axes(coarse_placement.state, len(shape)), dim_axes(split_state, len(shape))
-    dim = next((dim for dim in range(len(shape)) if dims_before[dim] != dims_after[dim]), None)
-    if dim is None:  # a coarser placement may have a dim that can be split evenly
-        split_specs = {field: split(shape, None, spec, mesh, axis) for field, spec in spec_by_field.items()}
+    state_spec = split_spec(shape, None, coarse_placement.state, mesh, axis)
+    axes_before, axes_after = dim_axes(coarse_placement.state, len(shape)), dim_axes(state_spec, len(shape))
+    dim = next((dim for dim in range(len(shape)) if axes_before[dim] != axes_after[dim]), None)
+    if dim is None:  # another tensor, which is split less finely, may have a dim that can be split evenly
+        split_specs = {field: split_spec(shape, None, spec, mesh, axis) for field, spec in spec_by_field.items()}
     else:
         split_specs = {field: _split_first(spec, dim, axis) for field, spec in spec_by_field.items()}
     return dataclasses.replace(coarse_placement, **split_specs)
 
 
 def _split_first(spec: PartitionSpec, dim: int, axis: str) -> PartitionSpec:
-    """Return a PartitionSpec with a dim split over one more axis, ahead of the axes that split it already."""
-    dims = dim_axes(spec, dim + 1)
-    return spec_of([*dims[:dim], (axis, *dims[dim]), *dims[dim + 1 :]])
+    """Return a PartitionSpec with a dim split over one more axis, before the axes that already split it."""
+    axes_of_dims = dim_axes(spec, dim + 1)
+    return spec_of([*axes_of_dims[:dim], (axis, *axes_of_dims[dim]), *axes_of_dims[dim + 1 :]])
 
 
 def stacked_over(tensor_placement: Placement, axis: str) -> Placement:
-    """Return the placement of a stack of tensors with this placement; the stack's first dim is split over `axis`.
+    """Return the placement of a stack of tensors that have this placement, with its first dim split over `axis`.
 
     Example:
         >>> spec = PartitionSpec("tensor")

@@ -1,4 +1,4 @@
-"""Rows of a batch: the rows that a process feeds, the devices on which they lie, and their split into microbatches."""
+"""Rows of a batch: the rows that each process feeds, their devices, and their division into microbatches."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
@@ -12,25 +12,25 @@ from jaxscale.layers.targets import IGNORED
 from jaxscale.recipe.experiment import Experiment
 from jaxscale.typing import Array, Batch
 
-BatchArrays = TypeVar("BatchArrays")
+BatchArrays = TypeVar("BatchArrays")  # a tree of arrays
 
 
-def shard_of(sharding: NamedSharding, rows: int) -> tuple[int, int]:
-    """(index, count): this process feeds part `index` of `count` equal parts of the rows of a batch.
+def shard_of(sharding: NamedSharding, row_count: int) -> tuple[int, int]:
+    """Return (index, count): this process feeds part `index` of `count` equal parts of the rows of a batch.
 
     If the rows on a process's devices are not contiguous (a torus orders devices by their links, not by their hosts),
-    the process reads the whole batch, (0, 1), and puts its own rows on its devices.
+    the result is (0, 1): the process reads the whole batch, and puts only the rows of its devices on them.
 
     Args:
         sharding: sharding of the arrays of a batch.
-        rows: number of rows of the global batch.
+        row_count: number of rows of the global batch.
     """
-    local_indices = sharding.addressable_devices_indices_map((rows,)).values()
-    return equal_part({span(index, rows) for index in local_indices if index is not None}, rows)
+    slices_of_devices = sharding.addressable_devices_indices_map((row_count,)).values()
+    return equal_part({span(slices, row_count) for slices in slices_of_devices if slices is not None}, row_count)
 
 
 def put(batch: Batch, sharding: NamedSharding, shard: tuple[int, int]) -> dict[str, Array]:
-    """Put the global batch on the devices, from this process's rows, and return its arrays.
+    """Put the rows of this process on the devices, and return the arrays of the global batch.
 
     Args:
         batch: arrays with this process's rows.
@@ -39,15 +39,15 @@ def put(batch: Batch, sharding: NamedSharding, shard: tuple[int, int]) -> dict[s
     """
     if jax.process_count() == 1:
         return jax.device_put(dict(batch), sharding)
-    index, count = shard
+    shard_index, shard_count = shard
 
     def put_array(local_rows: np.ndarray) -> Array:
-        row_count, first = count * len(local_rows), index * len(local_rows)
+        row_count, first_row = shard_count * len(local_rows), shard_index * len(local_rows)
 
         def rows_at(slices: tuple[slice, ...] | None) -> np.ndarray:
             assert slices is not None
             start, stop = span(slices, row_count)
-            return local_rows[start - first : stop - first]
+            return local_rows[start - first_row : stop - first_row]
 
         return jax.make_array_from_callback((row_count, *local_rows.shape[1:]), sharding, rows_at)
 
@@ -94,54 +94,59 @@ def check_values(batch: Batch, class_counts: Mapping[str, int]) -> None:
 
 
 def batch_shapes(experiment: Experiment) -> Batch:
-    """Shapes of a global batch: those that the data specifies, otherwise those of its first batch.
+    """Return the shapes of a global batch: those that the data specifies, otherwise those of its first batch.
 
     Raises:
         UserError: the experiment has no data.
     """
     shapes_of = getattr(experiment.data, "shapes", None)
     if shapes_of is not None:
-        items = shapes_of(experiment.batch).items()
-        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in items}
+        shapes_and_dtypes = shapes_of(experiment.batch)
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in shapes_and_dtypes.items()}
     if experiment.data is None:
         raise UserError(f"experiment {experiment.name} has no data, so the shapes of its batches are unknown; set data")
     return shapes(next(iter(experiment.data.open(experiment.batch, experiment.seed).train())))
 
 
 def shapes(batch: Batch, sharding: NamedSharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of a global batch of arrays (or of shapes), with a sharding if one is given."""
-    return {name: jax.ShapeDtypeStruct(np.shape(rows), rows.dtype, sharding=sharding) for name, rows in batch.items()}
+    """Return the shape and dtype of each array of a batch (of arrays or of shapes), with `sharding` if it is given."""
+    return {
+        name: jax.ShapeDtypeStruct(np.shape(array), array.dtype, sharding=sharding) for name, array in batch.items()
+    }
 
 
-def span(slices: Sequence[slice], rows: int) -> tuple[int, int]:
-    """(start, stop) of the rows that the first of some slices selects, from an array with a number of rows."""
-    return slices[0].start or 0, rows if slices[0].stop is None else slices[0].stop
+def span(slices: Sequence[slice], row_count: int) -> tuple[int, int]:
+    """Return (start, stop) of the rows that slices of an array with `row_count` rows select; the first is for rows."""
+    row_slice = slices[0]
+    return row_slice.start or 0, row_count if row_slice.stop is None else row_slice.stop
 
 
-def equal_part(spans: set[tuple[int, int]], rows: int) -> tuple[int, int]:
-    """(index, count) if spans of rows together are part `index` of `count` equal parts of all rows, otherwise (0, 1).
+def equal_part(spans: set[tuple[int, int]], row_count: int) -> tuple[int, int]:
+    """Return (index, count) if the spans together are part `index` of `count` equal parts of all rows, else (0, 1).
 
     Args:
         spans: (start, stop) of each span of rows.
-        rows: number of all rows.
+        row_count: number of all rows.
 
     Example:
         >>> equal_part({(4, 6), (6, 8)}, 8), equal_part({(0, 2), (4, 6)}, 8)
         ((1, 2), (0, 1))
     """
-    start, stop = min(start for start, _ in spans), max(stop for _, stop in spans)
-    size = stop - start
-    is_contiguous = sum(stop - start for start, stop in spans) == size
-    return (start // size, rows // size) if is_contiguous and rows % size == 0 and start % size == 0 else (0, 1)
+    first_row, last_stop = min(start for start, _ in spans), max(stop for _, stop in spans)
+    part_rows = last_stop - first_row
+    is_contiguous = sum(stop - start for start, stop in spans) == part_rows
+    if not is_contiguous or row_count % part_rows or first_row % part_rows:
+        return 0, 1
+    return first_row // part_rows, row_count // part_rows
 
 
-def microbatches(tree: BatchArrays, *, parts: int) -> BatchArrays:
-    """Arrays (B, ...) split into microbatches, as (parts, B / parts, ...).
+def microbatches(tree: BatchArrays, *, count: int) -> BatchArrays:
+    """Return arrays (B, ...) split into microbatches, as (count, B / count, ...).
 
-    Microbatch i has the rows i, i + parts, i + 2 parts, ..., so that no row changes its device on any mesh.
+    Microbatch i has the rows i, i + count, i + 2 count, ..., so that no row changes its device on any mesh.
 
     Args:
         tree: arrays whose first dim is the B rows of a batch.
-        parts: number of microbatches.
+        count: number of microbatches.
     """
-    return jax.tree.map(lambda x: x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1), tree)
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1), tree)

@@ -1,9 +1,10 @@
-"""StateExtra: what a technique adds to a train state, where it lies, and which part of it a checkpoint holds.
+"""StateExtra: the arrays that a technique adds to a train state, their placement, and their form in a checkpoint.
 
-`TrainState.extra` holds the value of an extra under its name, and a checkpoint holds arrays with that prefix. There are
-three extras: the residuals of a codec (`step/exchange.py`), the weights of replicas that train alone
-(`step/replicas.py`), and what an asynchronous pipeline has in flight (`step/pipelined/asynchronous.py`). A plan without
-a technique ignores its extra in a checkpoint. An extra that a checkpoint lacks starts from its initial value.
+`TrainState.extra` holds the value of each extra under the extra's name, which is also the prefix of its arrays in a
+checkpoint. There are three extras: the residuals of a codec (`step/exchange.py`), the weights of replicas that train
+alone (`step/replicas.py`), and the microbatches in flight of an asynchronous pipeline
+(`step/pipelined/asynchronous.py`). A plan without a technique ignores the technique's extra in a checkpoint. An extra
+that is missing from a checkpoint starts from its initial value.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ EXTRAS = ("in_flight", "reduce", "outer")
 
 
 class Unreadable(Exception):
-    """The text of a compiled program has a notation that is unknown to this version."""
+    """The text of a compiled program uses a notation that this version of jaxscale cannot read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +35,8 @@ class CompiledProgram:
     """A compiled program, parsed for checks.
 
     Args:
-        mesh: mesh of its devices.
-        as_text: function that returns its text; `None` if the backend has none.
+        mesh: mesh of the devices that the program runs on.
+        as_text: function that returns the text of the program, or `None` if the backend provides no text.
     """
 
     mesh: Mesh | AbstractMesh
@@ -46,7 +47,7 @@ class CompiledProgram:
         """The collectives of the program.
 
         Raises:
-            Unreadable: the text has an unknown notation.
+            Unreadable: the text uses an unknown notation.
         """
         try:
             return collectives(self._text, self.mesh)
@@ -55,21 +56,22 @@ class CompiledProgram:
 
     @functools.cached_property
     def slices(self) -> int:
-        """Number of TPU slices that the program sends between; 1 for a single slice."""
+        """Number of TPU slices between which the program sends; 1 if it runs on a single slice."""
         return slices_of(self._text)
 
     @functools.cached_property
     def _text(self) -> str:
+        """Text of the program; empty if the backend provides none."""
         return self.as_text() or ""
 
 
 @runtime_checkable
 class StateExtra(Protocol):
-    """What a technique adds to a train state."""
+    """The arrays that a technique adds to a train state."""
 
     @property
     def name(self) -> str:
-        """Key in `TrainState.extra`, and prefix of the names of its arrays in a checkpoint: one of `EXTRAS`."""
+        """Key of the extra in `TrainState.extra`, and prefix of its arrays' names in a checkpoint: one of `EXTRAS`."""
         ...
 
     @property
@@ -77,58 +79,58 @@ class StateExtra(Protocol):
         """Name of the extra in tables of memory."""
         ...
 
-    def placed(self, layout: Layout) -> Layout:
-        """The layout of a train state with this extra, from the layout without it."""
+    def add_to_layout(self, layout: Layout) -> Layout:
+        """Return the layout of a train state with this extra, given the layout without it."""
         ...
 
     def init(self, state: TrainState) -> PyTree:
-        """The initial value of the extra, from a state that lacks it: a function to jit with `out_shardings`."""
+        """Return the initial value of the extra, given a state without it: a function to jit with `out_shardings`."""
         ...
 
-    def saved(self, state: TrainState) -> TrainState:
-        """A train state with the extra in the form that a checkpoint holds."""
+    def to_saved(self, state: TrainState) -> TrainState:
+        """Return a train state whose extra is in the form that a checkpoint holds."""
         ...
 
-    def saved_abstract(self, abstract: TrainState) -> TrainState:
-        """`saved` for shapes, dtypes and placements instead of arrays."""
+    def to_saved_abstract(self, abstract: TrainState) -> TrainState:
+        """Return what `to_saved` returns, but with shapes, dtypes and placements instead of arrays."""
         ...
 
-    def loaded(self, state: TrainState) -> TrainState:
-        """The inverse of `saved`, from a state in which leaves that the checkpoint lacks are `None`."""
+    def from_saved(self, state: TrainState) -> TrainState:
+        """Return the inverse of `to_saved`; leaves of `state` that the checkpoint lacks are `None`."""
         ...
 
-    def parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
-        """A tree like the saved extra with a `Part` for each leaf: the arrays of a checkpoint that the leaf becomes.
+    def checkpoint_parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
+        """Return a tree like the saved extra, with a `Part` for each leaf: the arrays of a checkpoint that it becomes.
 
         Args:
             naming: names of the arrays of leaves that are shaped like parameters.
-            abstract: shapes of the saved state.
+            abstract: shapes of the train state in its saved form.
         """
         ...
 
-    def notes(self, names: Container[str], wanted: Iterable[str]) -> str:
-        """A note for the user on missing arrays of the extra, starting with a semicolon; empty if none are missing.
+    def note_on_missing(self, saved_names: Container[str], step_names: Iterable[str]) -> str:
+        """Return a note for the user on arrays that the checkpoint lacks, after a semicolon; empty if it lacks none.
 
         Args:
-            names: names of the arrays in the checkpoint.
-            wanted: names of the arrays that the step restores.
+            saved_names: names of the arrays in the checkpoint.
+            step_names: names of the arrays that the step restores.
         """
         ...
 
     def describe(self) -> list[str]:
-        """Lines for the user before the first step."""
+        """Return lines for the user that describe the technique, to print before the first step."""
         ...
 
     def check(self, program: CompiledProgram) -> None:
-        """Check that the compiled step does what the technique is for.
+        """Check that the technique takes effect in the compiled step.
 
         Raises:
-            NoEffect: it does not.
-            Unreadable: the text of the program has an unknown notation.
+            NoEffect: the technique takes no effect.
+            Unreadable: the text of the program uses an unknown notation.
         """
         ...
 
 
 def lacks(tree: PyTree) -> bool:
-    """Whether any leaf of a tree is `None`, because the checkpoint lacks it."""
+    """Return whether any leaf of a tree is `None`, which marks an array that the checkpoint lacks."""
     return any(leaf is None for leaf in jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None))

@@ -30,7 +30,7 @@ from jaxscale.trees import leaf_bytes, named_leaves, path_name
 from jaxscale.typing import Array, Params, PyTree
 
 Shapes: TypeAlias = PyTree[jax.ShapeDtypeStruct]
-"""Abstract arrays with shardings."""
+"""A tree of abstract arrays with shardings."""
 Shardings: TypeAlias = PyTree[NamedSharding]
 Label = TypeVar("Label", NamedSharding, str)
 BATCH_AXES = ("replica", "data", "fsdp")
@@ -38,12 +38,12 @@ BATCH_AXES = ("replica", "data", "fsdp")
 PIPE_AXIS = "pipe"
 """Mesh axis over which the stages of a pipeline are divided."""
 REPLICA_AXIS = "replica"
-"""Mesh axis with the slowest links, across slices or nodes, along which the whole model is copied."""
+"""Mesh axis along which the whole model is copied; its links, between slices or nodes, are the slowest."""
 
 
 @runtime_checkable
 class Device(Protocol):
-    """A device: one that is present, or one that is only described, to plan for it."""
+    """A device that is present, or the description of one, for planning."""
 
     @property
     def platform(self) -> str:
@@ -57,7 +57,7 @@ class Device(Protocol):
 
 
 def effective_rules(plan: Plan) -> AxisRules:
-    """The plan's axis rules, extended by the axes of Megatron's sequence parallelism and of pipeline stages."""
+    """Return the plan's axis rules, extended by the axes of Megatron's sequence parallelism and of pipeline stages."""
     rules = plan.rules
     if plan.sequence_parallel:
         rules = dataclasses.replace(rules, seq=(*rules.seq, "tensor"))
@@ -65,13 +65,13 @@ def effective_rules(plan: Plan) -> AxisRules:
 
 
 def vocab_multiple(plan: Plan) -> int:
-    """The number whose multiple the padded vocabulary must be, to be split over its mesh axes."""
+    """Return the number of shards of the vocabulary; the padded size of the vocabulary is a multiple of this number."""
     assert plan.mesh is not None
     return math.prod(plan.mesh.sizes[axis] for axis in plan.rules.vocab)
 
 
 def check_model(plan: Plan, model: Model) -> None:
-    """Refuse a plan that cannot split the model evenly, or that sets what the model does not use.
+    """Refuse a plan that cannot split the model evenly, or that has settings which the model does not use.
 
     Args:
         plan: the plan, with its mesh settled.
@@ -81,7 +81,7 @@ def check_model(plan: Plan, model: Model) -> None:
         UserError: a dim of the model cannot be split evenly over its mesh axes, or a setting has no effect.
     """
     assert plan.mesh is not None
-    rules, sizes = effective_rules(plan), plan.mesh.sizes
+    rules, axis_sizes = effective_rules(plan), plan.mesh.sizes
     if set(rules.batch) != set(BATCH_AXES):
         raise UserError(
             f"rules.batch: got {', '.join(rules.batch) or 'none'}, expected {', '.join(BATCH_AXES)}, because the rows "
@@ -89,9 +89,9 @@ def check_model(plan: Plan, model: Model) -> None:
         )
     for name, size in model.logical_sizes().items():
         axes = rules.axes(name)
-        shards = math.prod(sizes[axis] for axis in axes)
-        if name != "vocab" and size % shards:
-            axis_text = " x ".join(f"{axis}:{sizes[axis]}" for axis in axes if sizes[axis] > 1)
+        shard_count = math.prod(axis_sizes[axis] for axis in axes)
+        if name != "vocab" and size % shard_count:
+            axis_text = " x ".join(f"{axis}:{axis_sizes[axis]}" for axis in axes if axis_sizes[axis] > 1)
             raise UserError(
                 f"{name}: {size} cannot be split evenly over {axis_text}; change the mesh or the model, "
                 f"or keep {name} whole with --plan.rules.{name.replace('_', '-')} none"
@@ -122,21 +122,23 @@ def check_model(plan: Plan, model: Model) -> None:
             raise UserError(f"unroll {plan.unroll}: this model runs its own layers without a scan; leave unroll out")
     length = traits.context
     if length is not None:
-        shards = math.prod(sizes[axis] for axis in rules.seq)
-        if length % shards:
-            raise UserError(f"context {length}: mesh {plan.mesh} splits it {shards} ways; take a multiple of {shards}")
+        shard_count = math.prod(axis_sizes[axis] for axis in rules.seq)
+        if length % shard_count:
+            raise UserError(
+                f"context {length}: mesh {plan.mesh} splits it {shard_count} ways; take a multiple of {shard_count}"
+            )
 
 
 def placements_of(pure_model: PureModel, plan: Plan, mesh: Mesh | AbstractMesh) -> dict[str, Placement]:
-    """The placements of each parameter and of its gradient, state and copy, by the parameter's name."""
+    """Return the placements of each parameter and of its gradient, state and copy, by the parameter's name."""
     rules, has_copy = effective_rules(plan), plan.precision != "float32"
     placements = {}
-    for name, leaf in named_leaves(pure_model.params).items():
-        shape = leaf.shape[1:] if name in pure_model.copies else leaf.shape
-        param_placement = placement(shape, pure_model.names.get(name), plan.zero, has_copy, mesh, rules)
+    for name, abstract_param in named_leaves(pure_model.abstract_params).items():
+        shape = abstract_param.shape[1:] if name in pure_model.copies else abstract_param.shape
+        param_placement = placement(shape, pure_model.axis_names.get(name), plan.zero, has_copy, mesh, rules)
         if name in pure_model.copies:  # each stage's copy of a shared parameter stays on its device
             param_placement = stacked_over(param_placement, PIPE_AXIS)
-        elif plan.pipeline is not None and not pure_model.stacked(name):
+        elif plan.pipeline is not None and not pure_model.is_stacked(name):
             # a parameter that stages share is gathered when it is read, and split over the stages between steps
             param_placement = split_further(param_placement, PIPE_AXIS, shape, mesh)
         placements[name] = param_placement
@@ -145,16 +147,17 @@ def placements_of(pure_model: PureModel, plan: Plan, mesh: Mesh | AbstractMesh) 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the train state lives.
+    """The mesh, and the placement of every leaf of the train state on it.
 
     Args:
         plan: the plan, with its mesh settled.
         mesh: the mesh of the devices.
         rules: the mesh axes of each logical axis, from `effective_rules`.
         placements: placements of each parameter and of its gradient, state and copy, by the parameter's name.
-        masters, gradients, computes: trees like the parameters with the `NamedSharding` of each float32 master, of its
-            gradient, and of the copy that passes read.
-        state: a train state with the `NamedSharding` of every leaf.
+        master_shardings: the `NamedSharding` of each float32 master weight, in a tree like the parameters.
+        gradient_shardings: the `NamedSharding` of each gradient, in a tree like the parameters.
+        compute_shardings: the `NamedSharding` of the copy of each parameter that the passes read, in such a tree.
+        state_shardings: a train state with the `NamedSharding` of every leaf.
         abstract: a train state with the shape, dtype and sharding of every leaf.
     """
 
@@ -162,17 +165,17 @@ class Layout:
     mesh: Mesh | AbstractMesh
     rules: AxisRules
     placements: dict[str, Placement]
-    masters: Shardings
-    gradients: Shardings
-    computes: Shardings
-    state: TrainState
+    master_shardings: Shardings
+    gradient_shardings: Shardings
+    compute_shardings: Shardings
+    state_shardings: TrainState
     abstract: TrainState
 
     @classmethod
     def of(
         cls, pure_model: PureModel, optimizer: optax.GradientTransformation, plan: Plan, mesh: Mesh | AbstractMesh
     ) -> "Layout":
-        """The layout of a train state. Nothing is allocated.
+        """Return the layout of a train state; nothing is allocated.
 
         Args:
             pure_model: the model as pure functions.
@@ -182,122 +185,145 @@ class Layout:
         """
         rules, placements = effective_rules(plan), placements_of(pure_model, plan, mesh)
 
-        def sharding_tree(kind: str, is_on_host: Callable[[str], bool] = lambda name: False) -> Shardings:
+        def shardings_by_param(kind: str, is_on_host: Callable[[str], bool] = lambda name: False) -> Shardings:
+            """Return the sharding of one kind of tensor (a field of `Placement`) of each parameter."""
+
             def sharding_of(path: KeyPath, _: jax.ShapeDtypeStruct) -> NamedSharding:
                 name = path_name(path)
                 sharding = NamedSharding(mesh, getattr(placements[name], kind))
                 return sharding.with_memory_kind(HOST_KIND) if is_on_host(name) else sharding
 
-            return jax.tree_util.tree_map_with_path(sharding_of, pure_model.params)
+            return jax.tree_util.tree_map_with_path(sharding_of, pure_model.abstract_params)
 
-        masters = sharding_tree("master", lambda _: plan.offload.masters)
-
+        master_shardings = shardings_by_param("master", lambda _: plan.offload.masters)
+        gradient_shardings = shardings_by_param(
+            "gradient", lambda name: plan.offload.gradients == "host" and belongs_to_block(name)
+        )
         whole_sharding = NamedSharding(mesh, PartitionSpec())
-        params = pure_model.params
+        abstract_params = pure_model.abstract_params
         if plan.state.master == "split":  # masters are kept in bfloat16, with corrections in the optimizer's state
             narrow = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-            params = jax.tree.map(lambda p: narrow(p.shape) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
-        optimizer_state = jax.eval_shape(optimizer.init, params)
+            abstract_params = jax.tree.map(
+                lambda p: narrow(p.shape) if jnp.issubdtype(p.dtype, jnp.floating) else p, abstract_params
+            )
+        abstract_optimizer = jax.eval_shape(optimizer.init, abstract_params)
         optimizer_shardings = optax.tree.map_params(
             optimizer,
             # factored and scalar states, whose shape is not the parameter's, stay whole; codes and scales of a
             # quantized state have one sharding, because blocks divide a shard
-            lambda leaf, param, sharding: _alike(leaf, sharding if leaf.shape == param.shape else whole_sharding),
-            optimizer_state,
-            params,
-            sharding_tree("state", lambda _: plan.offload.optimizer_state != "device"),
+            lambda leaf, param, sharding: _labeled(leaf, sharding if leaf.shape == param.shape else whole_sharding),
+            abstract_optimizer,
+            abstract_params,
+            shardings_by_param("state", lambda _: plan.offload.optimizer_state != "device"),
             transform_non_params=lambda _: whole_sharding,
             is_leaf=is_quantized,
         )
-        step, watch = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), Watch.start()))
-        abstract = TrainState(step, params, optimizer_state, pure_model.rest, watch)
-        all_whole = jax.tree.map(lambda _: whole_sharding, abstract)
-        shardings = dataclasses.replace(all_whole, params=masters, optimizer=optimizer_shardings)
-        state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings)
-        gradients = sharding_tree("gradient", lambda name: plan.offload.gradients == "host" and belongs_to_block(name))
-        return cls(plan, mesh, rules, placements, masters, gradients, sharding_tree("compute"), shardings, state)
+        abstract_step, abstract_watch = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), Watch.start()))
+        unplaced_state = TrainState(
+            abstract_step, abstract_params, abstract_optimizer, pure_model.abstract_model_state, abstract_watch
+        )
+        whole_shardings = jax.tree.map(lambda _: whole_sharding, unplaced_state)
+        state_shardings = dataclasses.replace(whole_shardings, params=master_shardings, optimizer=optimizer_shardings)
+        abstract_state = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            unplaced_state,
+            state_shardings,
+        )
+        return cls(
+            plan,
+            mesh,
+            rules,
+            placements,
+            master_shardings,
+            gradient_shardings,
+            shardings_by_param("compute"),
+            state_shardings,
+            abstract_state,
+        )
 
     def with_extra(self, name: str, abstract: Shapes) -> "Layout":
-        """The layout of the train state with an extra added.
+        """Return the layout of the train state with an extra added.
 
         Args:
             name: name of the extra.
-            abstract: shapes, dtypes and shardings of its value.
+            abstract: shapes, dtypes and shardings of the value of the extra.
         """
+        extra_shardings = {**self.state_shardings.extra, name: shardings_of(abstract)}
         return dataclasses.replace(
             self,
-            state=dataclasses.replace(self.state, extra={**self.state.extra, name: shardings_of(abstract)}),
+            state_shardings=dataclasses.replace(self.state_shardings, extra=extra_shardings),
             abstract=dataclasses.replace(self.abstract, extra={**self.abstract.extra, name: abstract}),
         )
 
     @property
     def platform(self) -> str:
-        """Kind of the devices, which may be described ones: "cpu", "gpu" or "tpu"."""
+        """Kind of the devices of the mesh: "cpu", "gpu" or "tpu"."""
         return device_of(self.mesh).platform
 
     @property
-    def batch(self) -> NamedSharding:
-        """Sharding of every array of a batch: its rows are split over the data axes."""
+    def batch_sharding(self) -> NamedSharding:
+        """Sharding of every array of a batch: its rows are split over `BATCH_AXES`."""
         return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
 
     def check_axes_used(self, model: Model) -> None:
-        """Refuse a mesh axis over which nothing is split, a request without effect."""
-        used_axes = {axis for p in self.placements.values() for axis in axes_of(p.compute)} | set(BATCH_AXES)
+        """Refuse a mesh axis over which nothing is split, because such a request has no effect."""
+        param_axes = {axis for placement in self.placements.values() for axis in axes_of(placement.compute)}
+        used_axes = param_axes | set(BATCH_AXES)
         used_axes |= set() if self.plan.pipeline is None else {PIPE_AXIS}
         if ModelTraits.of(model).context is not None:
             used_axes |= set(self.rules.seq)
-        for axis, count in self.mesh.shape.items():
-            if count > 1 and axis not in used_axes:
+        for axis, device_count in self.mesh.shape.items():
+            if device_count > 1 and axis not in used_axes:
                 raise UserError(
                     f"mesh {self.plan.mesh}: no parameter or activation of this model is split over {axis}, so its "
-                    f"{count} devices would repeat the same work; use data or fsdp instead"
+                    f"{device_count} devices would repeat the same work; use data or fsdp instead"
                 )
 
     def check_zero_used(self, optimizer: optax.GradientTransformation) -> None:
-        """Refuse a ZeRO stage that splits nothing, a request without effect."""
+        """Refuse a ZeRO stage that splits nothing, because such a request has no effect."""
         if not self.plan.zero or self.mesh.shape["fsdp"] == 1:
             return
-        stage, count = self.plan.zero, self.mesh.shape["fsdp"]
+        zero_stage, fsdp_size = self.plan.zero, self.mesh.shape["fsdp"]
         if len(self.unsplit()) == len(self.placements):
             raise UserError(
-                f"zero {stage}: no parameter has a dim that can be split evenly over fsdp:{count}, so nothing would be "
-                "split; take fewer devices along fsdp, or zero 0"
+                f"zero {zero_stage}: no parameter has a dim that can be split evenly over fsdp:{fsdp_size}, so nothing "
+                "would be split; take fewer devices along fsdp, or zero 0"
             )
-        if stage == 1 and self.plan.precision == "float32" and not any(self.owners(optimizer)):
+        if zero_stage == 1 and self.plan.precision == "float32" and not any(self.owners(optimizer)):
             raise UserError(
                 "zero 1 splits the optimizer's state, and this optimizer keeps no state of its parameters' shapes; "
                 "take zero 2 or 3, or zero 0"
             )
 
     def owners(self, optimizer: optax.GradientTransformation) -> list[str]:
-        """For each leaf of the optimizer's state, the name of the parameter whose shape it has; "" for none.
+        """Return the owner of each leaf of the optimizer's state: the parameter's name if it has its shape, else "".
 
-        Codes and scales of a quantized array both have the array's parameter as their owner.
+        The codes and the scales of a quantized array have the same owner.
         """
-        params = self.abstract.params
-        names = jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), params)
-        owners = optax.tree.map_params(
+        abstract_params = self.abstract.params
+        name_tree = jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), abstract_params)
+        owner_tree = optax.tree.map_params(
             optimizer,
-            lambda leaf, param, name: _alike(leaf, name if leaf.shape == param.shape else ""),
+            lambda leaf, param, name: _labeled(leaf, name if leaf.shape == param.shape else ""),
             self.abstract.optimizer,
-            params,
-            names,
+            abstract_params,
+            name_tree,
             transform_non_params=lambda _: "",
             is_leaf=is_quantized,
         )
-        return jax.tree.leaves(owners)
+        return jax.tree.leaves(owner_tree)
 
     def unsplit(self) -> list[str]:
-        """Names of the parameters that ZeRO cannot split, because no dim can be split evenly."""
+        """Return the names of the parameters that ZeRO cannot split, because no dim can be split evenly."""
         if not self.plan.zero or self.mesh.shape["fsdp"] == 1:
             return []
-        return [name for name, p in self.placements.items() if "fsdp" not in axes_of(p.state)]
+        return [name for name, placement in self.placements.items() if "fsdp" not in axes_of(placement.state)]
 
     def table(self) -> dict[str, PyTree]:
-        """The layout as plain data for the report: the mesh, and the placement of each parameter, the biggest first."""
+        """Return the layout as plain data for the report: the mesh, and the parameters' placements, largest first."""
         rows = []
         for name, leaf in named_leaves(self.abstract.params).items():
-            shard_size = math.prod(leaf.sharding.shard_shape(leaf.shape))
+            shard_elements = math.prod(leaf.sharding.shard_shape(leaf.shape))
             rows.append(
                 {
                     "name": name,
@@ -305,7 +331,7 @@ class Layout:
                     "dtype": str(leaf.dtype),
                     "spec": [list(axes) if isinstance(axes, tuple) else axes for axes in leaf.sharding.spec],
                     "bytes": leaf_bytes(leaf),
-                    "bytes_per_device": leaf_bytes(leaf) * shard_size // max(math.prod(leaf.shape), 1),
+                    "bytes_per_device": leaf_bytes(leaf) * shard_elements // max(math.prod(leaf.shape), 1),
                 }
             )
         device = device_of(self.mesh)
@@ -319,53 +345,55 @@ class Layout:
 
 
 def device_of(mesh: Mesh | AbstractMesh) -> Device:
-    """One of the devices of a mesh."""
+    """Return one of the devices of a mesh; all its devices are alike."""
     return mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
 
 
 def shardings_of(abstract: Shapes) -> Shardings:
-    """The sharding of each leaf of a tree."""
+    """Return a tree with the sharding of each leaf of `abstract`."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
-def _alike(leaf: PyTree, label: Label) -> PyTree[Label]:
-    """The label in the structure of a leaf: once for an array, twice for a quantized one."""
+def _labeled(leaf: PyTree, label: Label) -> PyTree[Label]:
+    """Return the label in the structure of a leaf: once for an array, twice for a quantized array."""
     return jax.tree.map(lambda _: label, leaf)
 
 
 def first_weights(pure_model: PureModel, layout: Layout) -> tuple[Params, Params]:
-    """Create parameters and the model's other state before the first step. Every leaf is created sharded, never whole.
+    """Create the parameters and the model's other state before the first step, and return both in this order.
 
-    Parameters are drawn at random, or loaded if the model has `initial_params`.
+    Parameters are drawn at random, or loaded if the model has `initial_params`. Every leaf is created sharded, so that
+    no device holds all of it.
     """
-    params, rest = jax.jit(pure_model.create, out_shardings=(layout.masters, layout.state.rest))()
+    params, model_state = jax.jit(
+        pure_model.create, out_shardings=(layout.master_shardings, layout.state_shardings.rest)
+    )()
     load = getattr(pure_model.model, "initial_params", None)
     if load is None:
-        return params, rest
+        return params, model_state
 
     def place_array(array: LazyArray, abstract: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Array:
         """Put a host array on the devices shard by shard; dims that are padded in the model get zeros."""
-        if array.shape != abstract.shape:
-            padding = [(0, padded - size) for size, padded in zip(array.shape, abstract.shape, strict=True)]
-            array = np.pad(np.asarray(array), padding)  # pyright: ignore[reportAssignmentType]
+        padding = [(0, padded - size) for size, padded in zip(array.shape, abstract.shape, strict=True)]
+        padded_array = np.pad(np.asarray(array), padding) if array.shape != abstract.shape else array
         return jax.make_array_from_callback(
-            abstract.shape, sharding, lambda index: np.asarray(array[index or ()], abstract.dtype)
+            abstract.shape, sharding, lambda index: np.asarray(padded_array[index or ()], abstract.dtype)
         )
 
-    loaded_params = pure_model.in_rows(in_groups(load(), pure_model.groups))
-    return jax.tree.map(place_array, loaded_params, pure_model.params, layout.masters), rest
+    loaded_params = pure_model.in_rows(in_groups(load(), pure_model.group_depths))
+    return jax.tree.map(place_array, loaded_params, pure_model.abstract_params, layout.master_shardings), model_state
 
 
-def local_bytes(tree: PyTree, *, host: bool = False) -> int:
-    """Bytes of a tree of abstract arrays with shardings, per device.
+def local_bytes(tree: PyTree, *, is_on_host: bool = False) -> int:
+    """Return the number of bytes that a tree of abstract arrays with shardings takes on each device.
 
     Args:
         tree: tree of abstract arrays with shardings.
-        host: whether to count arrays in host memory instead of those in device memory.
+        is_on_host: whether to count arrays in host memory instead of those in device memory.
     """
-    total = 0
+    total_bytes = 0
     for leaf in jax.tree.leaves(tree):
-        if (leaf.sharding.memory_kind == HOST_KIND) == host:
-            size = math.prod(leaf.shape)
-            total += leaf_bytes(leaf) * math.prod(leaf.sharding.shard_shape(leaf.shape)) // max(size, 1)
-    return total
+        if (leaf.sharding.memory_kind == HOST_KIND) == is_on_host:
+            shard_elements = math.prod(leaf.sharding.shard_shape(leaf.shape))
+            total_bytes += leaf_bytes(leaf) * shard_elements // max(math.prod(leaf.shape), 1)
+    return total_bytes

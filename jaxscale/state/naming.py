@@ -1,6 +1,6 @@
 """Names of the arrays of a checkpoint, and how each leaf of a train state becomes one or several of these arrays.
 
-The canonical form is the set of arrays in a checkpoint (`canonical.py`).
+The arrays of a checkpoint are the canonical form of the train state (`canonical.py`).
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from jaxscale.trees import named_leaves, path_name
 from jaxscale.typing import PyTree
 
 CODES, SCALE = "codes.", "scale"
-"""Ends of the names of the two arrays that hold a quantized array. The name of its map of codes follows `CODES`."""
-WIDE = {"uint4": jnp.dtype(jnp.uint8), "int4": jnp.dtype(jnp.int8)}
-"""The dtype in which a checkpoint holds 4-bit codes, one byte for each code, by the name of the codes' dtype."""
+"""Ends of the names of the two arrays that hold a quantized array; the name of the map of its codes follows `CODES`."""
+SAVED_DTYPES = {"uint4": jnp.dtype(jnp.uint8), "int4": jnp.dtype(jnp.int8)}
+"""The dtype in which a checkpoint holds 4-bit codes, a byte for each code, by the name of their dtype in the state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,29 +30,29 @@ class Part:
     """How one leaf of a train state becomes arrays of the canonical form.
 
     Args:
-        names: names of its arrays: one per layer if the leaf is stacked (has a dim for layers), otherwise one; () if
-            the leaf has no elements.
-        layer_dim: the dim along which the leaf is split into layers; `None` if it is not split.
+        names: names of the arrays: one for each layer if the leaf is stacked (has a dim for layers), otherwise one; ()
+            if the leaf has no elements.
+        layer_dim: the dim along which the leaf is split into layers; `None` if the leaf is not split.
         shape: shape of the leaf without padding.
-        key: name of the generator's implementation if the leaf is a PRNG key.
-        rows: (start, stop) of the array's rows that the leaf is, for the layers of one group of a stack in groups;
-            `None` if the leaf is not such a group.
-        order: the row of a stacked leaf that each name is for; empty if there is a name for every row. The other rows
-            are zeros, which pad a pipeline's shorter stages.
-        dtype: dtype of the arrays; `None` for that of the leaf.
+        key_impl: name of the generator's implementation if the leaf is a PRNG key, otherwise `None`.
+        group_rows: (start, stop) of the rows of the array that the leaf holds, if the leaf has one group of a stack in
+            groups, otherwise `None`.
+        row_of_name: the row of a stacked leaf that becomes the array of each name; () if every row has a name. The rows
+            without a name are zeros, which pad the shorter stages of a pipeline.
+        dtype: dtype of the arrays; `None` for the dtype of the leaf.
     """
 
     names: tuple[str, ...]
     layer_dim: int | None
     shape: tuple[int, ...]
-    key: str | None = None
-    rows: tuple[int, int] | None = None
-    order: tuple[int, ...] = ()
+    key_impl: str | None = None
+    group_rows: tuple[int, int] | None = None
+    row_of_name: tuple[int, ...] = ()
     dtype: np.dtype | None = None
 
-    def rows_of(self) -> list[tuple[int, str]]:
-        """(index of its row, name) of each array of a stacked leaf."""
-        return list(zip(self.order or range(len(self.names)), self.names, strict=True))
+    def rows_and_names(self) -> list[tuple[int, str]]:
+        """Return (index of the row, name of the array) for each row of a stacked leaf that becomes an array."""
+        return list(zip(self.row_of_name or range(len(self.names)), self.names, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,97 +61,98 @@ class Naming:
 
     Args:
         pure_model: the model as pure functions.
-        split: whether weights are kept split, so that the optimizer's state is nested in that of the split weights.
+        is_split: whether weights are kept split, so that the optimizer's state is nested in that of the split weights.
     """
 
     pure_model: PureModel
-    split: bool
+    is_split: bool
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each parameter without padding, by name."""
-        pure_model = self.pure_model
-        if pure_model.vocab_multiple > 1:
-            unpadded = PureModel.of(pure_model.model, pure_model.seed, 1, pure_model.groups, pure_model.rows)
-            pure_model = unpadded.copied(pure_model.copies)
-        return {name: tuple(leaf.shape) for name, leaf in named_leaves(pure_model.params).items()}
+        padded = unpadded = self.pure_model
+        if padded.vocab_multiple > 1:
+            unpadded = PureModel.of(padded.model, padded.seed, 1, padded.group_depths, padded.layer_of_row)
+            unpadded = unpadded.with_copies(padded.copies)
+        return {name: tuple(leaf.shape) for name, leaf in named_leaves(unpadded.abstract_params).items()}
 
-    def of_param(
+    def part_of_param(
         self, prefix: str, path: KeyPath, name: str | None, leaf: jax.ShapeDtypeStruct, role: str = ""
     ) -> Part:
-        """The part of a leaf that is treated like a parameter.
+        """Return the `Part` of a leaf that is treated like a parameter.
 
         Args:
-            prefix: prefix of the names of its arrays.
+            prefix: prefix of the names of the arrays.
             path: path of the leaf, which follows the prefix.
-            name: name of the parameter; `None` for a leaf that belongs to none.
+            name: name of the parameter whose shape the leaf has; `None` for a leaf that belongs to no parameter.
             leaf: shape and dtype of the leaf.
             role: end of the name, from `roles`, if the leaf is one of the arrays of a quantized array; otherwise "".
         """
         pure_model = self.pure_model
-        if role:
-            path = path[:-1]
-        if self.split:  # names are the same as without split weights
-            path = tuple(key for key in path if getattr(key, "name", None) != "inner")
-        full_name = f"{prefix}/{path_name(path)}" if path else prefix
+        array_path = path[:-1] if role else path
+        if self.is_split:  # names are the same as without split weights
+            array_path = tuple(key for key in array_path if getattr(key, "name", None) != "inner")
+        full_name = f"{prefix}/{path_name(array_path)}" if array_path else prefix
         if name is None or len(leaf.shape) != len(self.shapes[name]):
-            return plain(full_name, leaf)
+            return part_of_whole(full_name, leaf)
         shape, suffix = self.shapes[name], f"/{role}" if role else ""
         if role == SCALE:  # blocks along the last dim but one, which is never padded
             shape = (*shape[:-2], leaf.shape[-2], shape[-1])
-        dtype = WIDE.get(str(leaf.dtype)) if role else None
+        dtype = SAVED_DTYPES.get(str(leaf.dtype)) if role else None
         if name in pure_model.copies:  # all copies but one are zeros
-            return Part((full_name + suffix,), 0, shape, order=(pure_model.copies[name].index(0),), dtype=dtype)
-        axis_names = pure_model.names.get(name) or ()
+            read_copy = pure_model.copies[name].index(0)
+            return Part((full_name + suffix,), 0, shape, row_of_name=(read_copy,), dtype=dtype)
+        axis_names = pure_model.axis_names.get(name) or ()
         if "layers" not in axis_names:
             return Part((full_name + suffix,), None, shape, dtype=dtype)
-        dim, layer_of_row = axis_names.index("layers"), pure_model.rows
-        if layer_of_row:
-            real_rows = tuple(row for row, layer in enumerate(layer_of_row) if layer >= 0)
-            names = tuple(layer_name(full_name, layer_of_row[row]) + suffix for row in real_rows)
-            return Part(names, dim, shape, order=real_rows, dtype=dtype)
-        return Part(tuple(layer_name(full_name, i) + suffix for i in range(leaf.shape[dim])), dim, shape, dtype=dtype)
+        layer_dim, layer_of_row = axis_names.index("layers"), pure_model.layer_of_row
+        row_of_name = tuple(row for row, layer in enumerate(layer_of_row) if layer >= 0)
+        layers = [layer_of_row[row] for row in row_of_name] if layer_of_row else range(leaf.shape[layer_dim])
+        names = tuple(layer_name(full_name, layer) + suffix for layer in layers)
+        return Part(names, layer_dim, shape, row_of_name=row_of_name, dtype=dtype)
 
-    def behind_replicas(
+    def with_replica_dim(
         self, has_replicas: bool, leaf: jax.ShapeDtypeStruct, part_of: Callable[[jax.ShapeDtypeStruct], Part]
     ) -> Part:
-        """The part of a leaf that may have a first dim for the replicas.
+        """Return the `Part` of a leaf that may have a first dim for the replicas.
 
         Args:
             has_replicas: whether the leaf has that dim.
             leaf: shape and dtype of the leaf.
-            part_of: function from the leaf of a single replica to its part.
+            part_of: function from the leaf of a single replica to the `Part` of that leaf.
         """
-        part = part_of(jax.ShapeDtypeStruct(leaf.shape[has_replicas:], leaf.dtype))
-        dim = None if part.layer_dim is None else part.layer_dim + has_replicas
-        return dataclasses.replace(part, layer_dim=dim, shape=(*leaf.shape[:has_replicas], *part.shape))
+        replica_part = part_of(jax.ShapeDtypeStruct(leaf.shape[has_replicas:], leaf.dtype))
+        layer_dim = None if replica_part.layer_dim is None else replica_part.layer_dim + has_replicas
+        shape = (*leaf.shape[:has_replicas], *replica_part.shape)
+        return dataclasses.replace(replica_part, layer_dim=layer_dim, shape=shape)
 
 
-def plain(name: str, leaf: jax.ShapeDtypeStruct) -> Part:
-    """The part of a leaf that is one array under its own name."""
+def part_of_whole(name: str, leaf: jax.ShapeDtypeStruct) -> Part:
+    """Return the `Part` of a leaf that becomes one array of this name."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         # the leaf is abstract, and only a traced key shows its implementation
         implementations: list[str] = []
         jax.eval_shape(lambda key: implementations.append(str(jax.random.key_impl(key))), leaf)
-        return Part((name,), None, tuple(leaf.shape), key=implementations[0])
+        return Part((name,), None, tuple(leaf.shape), key_impl=implementations[0])
     return Part((name,), None, tuple(leaf.shape))
 
 
 def roles(tree: PyTree) -> PyTree[str]:
-    """A tree with the end of each array's name: `CODES` and the map, or `SCALE`, if it is quantized; otherwise ""."""
+    """Return a tree with the role of each array: the end of its name if it is part of a quantized array, else ""."""
 
-    def role(leaf: jax.ShapeDtypeStruct | Quantized) -> PyTree[str]:
+    def role_of(leaf: jax.ShapeDtypeStruct | Quantized) -> PyTree[str]:
+        """Return `CODES` with the name of the map for codes, `SCALE` for scales, and "" for a plain array."""
         return dataclasses.replace(leaf, codes=CODES + leaf.map, scale=SCALE) if isinstance(leaf, Quantized) else ""
 
-    return jax.tree.map(role, tree, is_leaf=is_quantized)
+    return jax.tree.map(role_of, tree, is_leaf=is_quantized)
 
 
 def layer_name(name: str, layer: int) -> str:
-    """Name of one layer of a stacked parameter, with the number of the layer behind the last "layers" in the name.
+    """Return the name of one layer of a stacked parameter, with the index of the layer after the last "layers".
 
     Args:
         name: name of the stacked parameter.
-        layer: number of the layer within its stack, or within its group of a stack.
+        layer: index of the layer within its stack, or within its group of a stack.
 
     Example:
         >>> layer_name("params/blocks/layers/mlp/up/kernel", 3)
@@ -159,9 +160,9 @@ def layer_name(name: str, layer: int) -> str:
         >>> layer_name("params/blocks/layers_from_25/mlp/up/kernel", 3)
         'params/blocks/layers/28/mlp/up/kernel'
     """
-    name, start = in_one_stack(name)
-    matches = list(re.finditer(r"(?:^|/)layers(?=/|$)", name))
+    stack_name, first_layer = in_one_stack(name)
+    matches = list(re.finditer(r"(?:^|/)layers(?=/|$)", stack_name))
     if not matches:
-        return f"{name}/{layer}"
+        return f"{stack_name}/{layer}"
     end = matches[-1].end()
-    return f"{name[:end]}/{start + layer}{name[end:]}"
+    return f"{stack_name[:end]}/{first_layer + layer}{stack_name[end:]}"

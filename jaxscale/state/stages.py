@@ -1,10 +1,10 @@
-"""Stages: which layers of a model's stack each stage of a pipeline has, and where their parameters lie.
+"""Stages: the layers of a model's stack that each stage of a pipeline runs, and the placement of their parameters.
 
 A rank is a device of the pipe axis, a chunk is a stage on a rank, and a route is the list of ranks that a microbatch
-visits, stage by stage. A stacked parameter of a pipelined step has one row per layer in the order of the devices: rank
-by rank, chunk by chunk, layer by layer, so that its first dim is sharded over the pipe axis. Stages with fewer layers
-than the deepest are padded with rows of zeros. If a schedule runs a stage on two ranks (Chimera), the rank of the first
-route, its home, has the parameters, and the other one receives a copy at the start of every step.
+visits, stage by stage. A stacked parameter of a pipelined step has one row for each layer, ordered by rank, then by
+chunk, then by layer, so that the pipe axis splits its first dim. Rows of zeros pad the stages that have fewer layers
+than the deepest. Some schedules run a stage on two ranks (Chimera). Then the rank on the first route is the home of the
+stage and has its parameters, and the other rank receives a copy of them at the start of every step.
 """
 
 import dataclasses
@@ -32,72 +32,74 @@ class Stages:
 
     Args:
         schedule: the schedule that runs the stages.
-        layers: number of layers of each stage, in the model's order.
+        layer_counts: number of layers of each stage, in the model's order.
         chain: path of the `layers.Chain` in the model, if the blocks are unlike; `None` for a stack.
 
     Raises:
-        UserError: a stage has no layer, or `layers` is for another number of stages.
+        UserError: a stage has no layer, or `layer_counts` has another length than the schedule has stages.
 
     Example:
         >>> from jaxscale.pipeline.plan import PipelinePlan
         >>> stages = Stages.even(PipelinePlan.parse("1f1b:2x4").schedule(), 5)
-        >>> stages.layers, stages.starts, stages.rows
+        >>> stages.layer_counts, stages.first_layers, stages.layer_of_row
         ((3, 2), (0, 3), (0, 1, 2, 3, 4, -1))
     """
 
     schedule: Schedule
-    layers: tuple[int, ...]
+    layer_counts: tuple[int, ...]
     chain: str | None = None
 
     def __post_init__(self) -> None:
-        if len(self.layers) != self.schedule.stages or min(self.layers) < 1:
+        if len(self.layer_counts) != self.schedule.stages or min(self.layer_counts) < 1:
+            counts_text = ", ".join(map(str, self.layer_counts))
             raise UserError(
-                f"pipeline {self.schedule.name}: got stages of {', '.join(map(str, self.layers))} layers, expected "
-                f"{self.schedule.stages} stages of at least one layer"
+                f"pipeline {self.schedule.name}: got stages of {counts_text} layers, expected {self.schedule.stages} "
+                "stages of at least one layer"
             )
 
     @classmethod
-    def even(cls, schedule: Schedule, layers: int, period: int = 1) -> "Stages":
-        """Stages with equal numbers of layers; the first stages take one more each if some are left over.
+    def even(cls, schedule: Schedule, layer_count: int, period: int = 1) -> "Stages":
+        """Return stages of equal numbers of layers; if some layers are left over, the first stages have one more each.
 
         Args:
             schedule: the schedule of the pipeline.
-            layers: number of layers of the model.
-            period: number of layers after which the model's blocks repeat; each stage starts at a multiple of it.
+            layer_count: number of layers of the model.
+            period: number of layers after which the kinds of blocks repeat; stages start at multiples of it.
 
         Raises:
             UserError: there are more stages than layers (or than periods).
         """
-        units = layers // period
-        if units < schedule.stages:
-            groups_text = f" in groups of {period}" if period > 1 else ""
+        period_count = layer_count // period
+        if period_count < schedule.stages:
+            period_text = f" in groups of {period}" if period > 1 else ""
             raise UserError(
-                f"pipeline {schedule.name}: got {schedule.stages} stages, but the model has {layers} layers"
-                f"{groups_text}; take at most {units} stages, or a deeper model"
+                f"pipeline {schedule.name}: got {schedule.stages} stages, but the model has {layer_count} layers"
+                f"{period_text}; take at most {period_count} stages, or a deeper model"
             )
-        units_per_stage, left_over = divmod(units, schedule.stages)
-        layer_counts = [period * (units_per_stage + (stage < left_over)) for stage in range(schedule.stages)]
-        layer_counts[-1] += layers - units * period
+        periods_per_stage, left_over = divmod(period_count, schedule.stages)
+        layer_counts = [period * (periods_per_stage + (stage < left_over)) for stage in range(schedule.stages)]
+        layer_counts[-1] += layer_count - period_count * period
         return cls(schedule, tuple(layer_counts))
 
     def __str__(self) -> str:
-        is_even = len(set(self.layers)) == 1
-        layers_text = f"{self.layers[0]} layers each" if is_even else f"{', '.join(map(str, self.layers))} layers"
-        return f"pipeline {self.schedule.name}: {len(self.layers)} stages of {layers_text}"
+        is_even = len(set(self.layer_counts)) == 1
+        counts_text = ", ".join(map(str, self.layer_counts))
+        layers_text = f"{self.layer_counts[0]} layers each" if is_even else f"{counts_text} layers"
+        return f"pipeline {self.schedule.name}: {len(self.layer_counts)} stages of {layers_text}"
 
     @property
-    def starts(self) -> tuple[int, ...]:
-        """Number of the first layer of each stage."""
-        return tuple(itertools.accumulate((0, *self.layers[:-1])))
+    def first_layers(self) -> tuple[int, ...]:
+        """Index of the first layer of each stage."""
+        return tuple(itertools.accumulate((0, *self.layer_counts[:-1])))
 
     @property
     def depth(self) -> int:
-        """Number of rows of every chunk, which is the number of layers of the deepest stage."""
-        return max(self.layers)
+        """Number of layers of the deepest stage, which is the number of rows of every chunk."""
+        return max(self.layer_counts)
 
     @functools.cached_property
     def homes(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank, the stages whose home it is, chunk by chunk."""
+        """The stages whose home is each rank, in the order of their chunks."""
         homes: list[list[int]] = [[] for _ in range(self.schedule.ranks)]
         for stage, rank in enumerate(self.schedule.routes[0]):
             homes[rank].append(stage)
@@ -109,24 +111,25 @@ class Stages:
         return tuple(map(tuple, homes))
 
     @functools.cached_property
-    def rows(self) -> tuple[int, ...]:
-        """The layer in each row of a stacked parameter; -1 for a row that pads a chunk."""
-        numbers = self.numbers
-        return tuple(int(layer) for stages in self.homes for stage in stages for layer in numbers[stage])
+    def layer_of_row(self) -> tuple[int, ...]:
+        """Index of the layer in each row of a stacked parameter; -1 for a row that pads a chunk."""
+        layer_of_stage_row = self.layer_of_stage_row
+        return tuple(int(layer) for stages in self.homes for stage in stages for layer in layer_of_stage_row[stage])
 
     @functools.cached_property
-    def numbers(self) -> np.ndarray:
-        """The layer in each row of every stage, int32 of shape (stages, depth); -1 for rows that pad a stage."""
-        numbers = np.full((len(self.layers), self.depth), -1, np.int32)
-        for stage, (start, layers) in enumerate(zip(self.starts, self.layers, strict=True)):
-            numbers[stage, :layers] = np.arange(start, start + layers)
-        return numbers
+    def layer_of_stage_row(self) -> np.ndarray:
+        """Index of the layer in each row of every stage, int32 (stages, depth); -1 for a row that pads a stage."""
+        layer_of_stage_row = np.full((len(self.layer_counts), self.depth), -1, np.int32)
+        for stage, (first_layer, layer_count) in enumerate(zip(self.first_layers, self.layer_counts, strict=True)):
+            layer_of_stage_row[stage, :layer_count] = np.arange(first_layer, first_layer + layer_count)
+        return layer_of_stage_row
 
     @functools.cached_property
     def copies(self) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
-        """The copies that ranks hold of other ranks' stages: for each, (chunk that is sent, pairs of ranks).
+        """The copies that ranks have of other ranks' stages: for each chunk of copies, (sent chunk, pairs of ranks).
 
-        Each pair is (home rank that sends the chunk, rank that receives the copy).
+        The sent chunk is the index of the stages among the chunks of their homes. Each pair is (home rank, which sends
+        the chunk; rank that receives the copy).
         """
         copies = []
         for chunk in range(len(self.homes[0]), self.schedule.chunks):
@@ -148,79 +151,84 @@ class Stages:
 
 
 def stages_of(experiment: Experiment, plan: Plan) -> Stages:
-    """The stages of a plan's pipeline for a model.
+    """Return the stages of a plan's pipeline for a model.
 
     Args:
         experiment: the experiment, with its model.
         plan: the plan, with a pipeline.
 
     Raises:
-        UserError: the model has no blocks, or holds running statistics; it has fewer blocks than stages, or another
-            number than the plan specifies; or the pipeline cannot run the stages' copies or ticks.
+        UserError: the model has no blocks, or has running statistics; its number of blocks is less than that of the
+            stages, or differs from that in the plan; or the pipeline cannot run the copies or the ticks of the stages.
     """
     pipeline = plan.pipeline
     assert pipeline is not None
     pure_model = PureModel.of(experiment.model, experiment.seed)
-    depths = {leaf.shape[0] for name, leaf in named_leaves(pure_model.params).items() if pure_model.stacked(name)}
-    chains = chains_of(pure_model)
-    if not depths and not chains:
+    stack_depths = {
+        leaf.shape[0] for name, leaf in named_leaves(pure_model.abstract_params).items() if pure_model.is_stacked(name)
+    }
+    chain_lengths = chain_lengths_of(pure_model)
+    if not stack_depths and not chain_lengths:
         raise UserError(
             f"pipeline {pipeline}: this model has no blocks to cut into stages; build it of layers.Stack or "
             "layers.Chain"
         )
-    stack_texts = [f"a stack of {count} blocks" for count in sorted(depths)]
-    stack_texts += [f"a chain of {count} blocks" for count in chains.values()]
-    if len(stack_texts) > 1:
+    texts = [f"a stack of {depth} blocks" for depth in sorted(stack_depths)]
+    texts += [f"a chain of {length} blocks" for length in chain_lengths.values()]
+    if len(texts) > 1:
         raise UserError(
-            f"pipeline {pipeline}: this model has {' and '.join(stack_texts)}, and only one can be cut into stages; "
+            f"pipeline {pipeline}: this model has {' and '.join(texts)}, and only one can be cut into stages; "
             "build the model of one stack, or of one chain"
         )
-    statistics = list(named_leaves(pure_model.rest))
-    if statistics:
+    statistic_names = list(named_leaves(pure_model.abstract_model_state))
+    if statistic_names:
         raise UserError(
-            f"pipeline {pipeline}: this model holds running statistics ({statistics[0]}), which microbatches would "
-            "change one after the other, and stages at different times; use layer or group norm, or train without a "
-            "pipeline"
+            f"pipeline {pipeline}: this model holds running statistics ({statistic_names[0]}), which microbatches "
+            "would change one after the other, and stages at different times; use layer or group norm, or train "
+            "without a pipeline"
         )
-    count, chain = max(depths or chains.values()), next(iter(chains), None)
+    block_count, chain = max(stack_depths or chain_lengths.values()), next(iter(chain_lengths), None)
     schedule = pipeline.schedule()
     period = period_of(experiment.model)
-    layers = Stages.even(schedule, count, period).layers if pipeline.stages is None else pipeline.stages
-    if sum(layers) != count:
+    layer_counts = pipeline.stages
+    if layer_counts is None:
+        layer_counts = Stages.even(schedule, block_count, period).layer_counts
+    if sum(layer_counts) != block_count:
         raise UserError(
-            f"pipeline {pipeline}: its stages have {sum(layers)} blocks in total, but the model has {count} blocks"
+            f"pipeline {pipeline}: got stages of {sum(layer_counts)} blocks in total, expected {block_count}, the "
+            "number of blocks of the model; change the option stages"
         )
-    stages = Stages(schedule, layers, chain)
-    if any(start % period for start in stages.starts):
+    stages = Stages(schedule, layer_counts, chain)
+    if any(first_layer % period for first_layer in stages.first_layers):
         raise UserError(
             f"pipeline {pipeline}: the kinds of blocks in this model repeat every {period} blocks; take a "
             f"multiple of {period} blocks for each stage but the last"
         )
     assert len(stages.copies) == schedule.chunks - len(stages.homes[0])
-    lockstep = schedule.versions is not None or tabulate(schedule, pipeline.stash).lockstep
-    if pipeline.lowering == "phased" and not lockstep:
+    is_lockstep = schedule.versions is not None or tabulate(schedule, pipeline.stash).lockstep
+    if pipeline.lowering == "phased" and not is_lockstep:
         raise UserError(
-            f"lowering phased with pipeline {pipeline}: in some of its ticks some devices go forward and "
-            "others backward, and phased needs all alike; take lockstep or gpipe, or lowering switch"
+            f"lowering phased with pipeline {pipeline}: in some of its ticks, some devices run forward passes and "
+            "others backward passes, but phased needs passes of one kind; take lockstep or gpipe, or lowering switch"
         )
     return stages
 
 
-def chains_of(pure_model: PureModel) -> dict[str, int]:
-    """The number of blocks of each chain of unlike blocks in a model, by the path of the chain.
+def chain_lengths_of(pure_model: PureModel) -> dict[str, int]:
+    """Return the number of blocks of each chain of unlike blocks in a model, by the path of the chain.
 
     Example:
         >>> from jaxscale.models import ResNet
-        >>> chains_of(PureModel.of(ResNet(stages=(2, 1), width=8), 0))
+        >>> chain_lengths_of(PureModel.of(ResNet(stages=(2, 1), width=8), 0))
         {'blocks': 3}
     """
-    module = nnx.merge(pure_model.graphdef, pure_model.whole, pure_model.rest)
+    module = nnx.merge(pure_model.graphdef, pure_model.abstract_module_params, pure_model.abstract_model_state)
     nodes = nnx.iter_graph(module)
     return {"/".join(map(str, path)): len(node.layers) for path, node in nodes if isinstance(node, Chain)}
 
 
 def period_of(model: Model) -> int:
-    """Number of layers after which a model's blocks repeat, if kinds of attention alternate; 1 if all are alike.
+    """Return the number of layers after which the kinds of attention in a model repeat; 1 if all layers are alike.
 
     Example:
         >>> from jaxscale.models import Decoder

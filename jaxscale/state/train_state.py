@@ -1,4 +1,4 @@
-"""TrainState: everything that one step passes on to the next, and the watch for bad steps."""
+"""TrainState: the state that one step passes on to the next, and the watch that recognizes bad steps."""
 
 import dataclasses
 from typing import TypeAlias
@@ -18,13 +18,13 @@ Metrics: TypeAlias = dict[str, Array | np.float32]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Watch:
-    """A record of past steps, to recognise a bad one: a step with a non-finite loss, or a spike in its gradient norm.
+    """A record of past steps, to recognize a bad step: one with a non-finite loss or a spike in its gradient norm.
 
     Args:
         norm: running mean of the gradient norms of good steps.
-        good: good steps so far.
-        skipped: bad steps so far.
-        in_row: bad steps since the last good one.
+        good: number of good steps so far.
+        skipped: number of bad steps so far.
+        in_row: number of bad steps since the last good step.
     """
 
     norm: Float[Array, ""]
@@ -34,7 +34,7 @@ class Watch:
 
     @classmethod
     def start(cls) -> "Watch":
-        """The watch before the first step."""
+        """Return the watch before the first step."""
         return cls(jnp.zeros((), jnp.float32), *(jnp.zeros((), jnp.int32) for _ in range(3)))
 
     def judge(self, loss: Float[Array, ""], norm: Float[Array, ""], guard: Guard) -> tuple[Bool[Array, ""], "Watch"]:
@@ -43,12 +43,12 @@ class Watch:
         Args:
             loss: mean loss of the step.
             norm: global norm of its gradients.
-            guard: what makes a step bad.
+            guard: the conditions that make a step bad.
         """
         is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
         if guard.spike > 0:
             is_good &= (self.good < guard.warmup) | (norm <= guard.spike * self.norm)
-        # a plain mean of the first hundred norms, then an exponential one
+        # the plain mean of the first hundred norms, and then an exponential mean
         weight = 1.0 / jnp.minimum(self.good + 1, 100).astype(jnp.float32)
         return is_good, Watch(
             norm=jnp.where(is_good, self.norm + weight * (norm - self.norm), self.norm),
@@ -66,11 +66,11 @@ class TrainState:
     Args:
         step: number of steps so far, skipped ones included.
         params: float32 master weights, a nested dict by attribute name.
-        optimizer: the optax state.
+        optimizer: the optimizer's state, from optax.
         rest: the model's other state (batch statistics, generators of dropout), a nested dict.
         watch: record of past gradient norms and bad steps.
-        extra: what techniques add (`StateExtra`), by its name: microbatches in flight, residuals of a codec,
-            weights of replicas that train alone.
+        extra: the value of each extra that a technique adds (`StateExtra`), by the extra's name: microbatches in
+            flight, residuals of a codec, or weights of replicas that train alone.
     """
 
     step: Int[Array, ""]

@@ -1,4 +1,4 @@
-"""build: from an Experiment and a Plan to the train step, with every check that needs no tracing of the step."""
+"""build: make the train step of an Experiment under a Plan, with every check that needs no trace of the step."""
 
 import dataclasses
 import functools
@@ -27,16 +27,16 @@ from jaxscale.state.pure_model import PureModel
 from jaxscale.state.train_state import TrainState
 from jaxscale.step.exchange import (
     CodecResiduals,
-    Exchanged,
-    by_codec,
-    by_compiler,
-    leaves_of_gradients,
-    none_yet,
-    stage_of,
+    ExchangeResult,
+    exchange_by_codec,
+    exchange_by_compiler,
+    gradient_exchange_of,
+    gradient_leaves_of,
+    no_exchange,
 )
 from jaxscale.step.gradients import Objective, Whole
 from jaxscale.step.host import advance_of, check_host_size
-from jaxscale.step.memory_resolve import decide_memory, describe_decision, layers_of_groups, treatment_of
+from jaxscale.step.memory_resolve import decide_memory, depths_of_groups, describe_decision, treatment_of
 from jaxscale.step.pipelined.asynchronous import AsyncPipeline, InFlight
 from jaxscale.step.pipelined.gradients import Pipelined
 from jaxscale.step.planned_model import PlannedModel
@@ -50,11 +50,11 @@ from jaxscale.typing import Array, Bool
 
 
 def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence[Device] | None = None) -> TrainStep:
-    """Build the train step of an experiment under a plan. Everything is checked; nothing is compiled or allocated yet.
+    """Build the train step of an experiment under a plan, and check all requests. Nothing is compiled or allocated yet.
 
     Args:
         experiment: what to train.
-        plan: how to train it; the experiment's own plan by default.
+        plan: how to train; the experiment's own plan by default.
         devices: the devices to run on; all of JAX's by default.
 
     Raises:
@@ -62,31 +62,32 @@ def build(experiment: Experiment, plan: Plan | None = None, *, devices: Sequence
     """
     plan = plan_of(experiment, plan)
     keep_ordered_programs()
-    remark = provide_threads()
-    devices = list(jax.devices() if devices is None else devices)
-    resolved = resolve(experiment, plan, devices, remark)
+    thread_note = provide_threads()
+    device_list = list(jax.devices() if devices is None else devices)
+    resolved = resolve(experiment, plan, device_list, thread_note)
     assert resolved.plan.mesh is not None
-    assembly = Assembly.of(resolved, resolved.plan.mesh.build(devices))
+    assembly = Assembly.of(resolved, resolved.plan.mesh.build(device_list))
     assembly.check_combination()
     decision = None
     if needs_decision(resolved.plan.memory):
-        decision = decide_memory(assembly.objective(), devices)
-        groups = layers_of_groups(decision)
-        if groups and resolved.stages is None:  # a pipeline's step divides the few layers of a stage into groups itself
-            assembly = Assembly.of(resolved, assembly.layout.mesh, groups)
-    assembly.check(devices, 0 if decision is None else decision.host_bytes)
-    return TrainStep(assembly.parts(decision, devices))
+        decision = decide_memory(assembly.objective(), device_list)
+        group_depths = depths_of_groups(decision)
+        # the step of a pipeline divides the few layers of a stage into groups by itself
+        if group_depths and resolved.stages is None:
+            assembly = Assembly.of(resolved, assembly.layout.mesh, group_depths)
+    assembly.check(device_list, 0 if decision is None else decision.host_bytes)
+    return TrainStep(assembly.parts(decision, device_list))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Assembly:
-    """A resolved plan, with the model and the optimizer from which its train step is composed.
+    """A resolved plan, with the model and the optimizer from which a train step is composed.
 
     Args:
         resolved: the experiment, and the plan with its mesh and stages settled.
         pure_model: the model as pure functions.
-        update: the optimizer.
-        layout: the placements of the arrays of model and optimizer.
+        update: the optimizer in its three forms.
+        layout: the mesh, and the placement of every leaf of the train state, without extras.
     """
 
     resolved: ResolvedPlan
@@ -95,19 +96,19 @@ class Assembly:
     layout: Layout
 
     @classmethod
-    def of(cls, resolved: ResolvedPlan, mesh: Mesh | AbstractMesh, groups: tuple[int, ...] = ()) -> "Assembly":
-        """The model, its optimizer, and their layout.
+    def of(cls, resolved: ResolvedPlan, mesh: Mesh | AbstractMesh, group_depths: tuple[int, ...] = ()) -> "Assembly":
+        """Return a resolved plan with its model, its optimizer and their layout.
 
         Args:
             resolved: the experiment, and the plan with its mesh and stages settled.
             mesh: the mesh of the devices.
-            groups: number of layers in each group of layers that the memory rule treats alike; () for one group.
+            group_depths: number of layers in each group of layers that the memory rule treats alike; () for one group.
         """
         experiment, plan, stages = resolved.experiment, resolved.plan, resolved.stages
-        stage_rows = () if stages is None else stages.rows
-        pure_model = PureModel.of(experiment.model, experiment.seed, vocab_multiple(plan), groups, stage_rows)
+        layer_of_row = () if stages is None else stages.layer_of_row
+        pure_model = PureModel.of(experiment.model, experiment.seed, vocab_multiple(plan), group_depths, layer_of_row)
         update = Update.of(experiment, plan, pure_model, mesh)
-        return cls(resolved, pure_model, update, Layout.of(pure_model, update.whole, plan, mesh))
+        return cls(resolved, pure_model, update, Layout.of(pure_model, update.clipped_rule, plan, mesh))
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
@@ -115,24 +116,24 @@ class Assembly:
         """Check the plan against every row of `recipe/combinations.py`.
 
         Raises:
-            Incompatible: two requests of the plan do not work together; the error gives the reason and an alternative.
+            Incompatible: requests of the plan do not work together; the error gives the reason and an alternative.
         """
         plan, stages, update = self.resolved.plan, self.resolved.stages, self.update
-        updates_slices = plan.asynchronous or (plan.offload.any and plan.offload.optimizer_state != "host")
-        mixing = first_mixing(update.plain, self.pure_model.params) if updates_slices else None
+        is_sliced = plan.asynchronous or (plan.offload.any and plan.offload.optimizer_state != "host")
+        mixing_operation = first_mixing(update.float32_rule, self.pure_model.abstract_params) if is_sliced else None
         state_leaves = jax.tree.leaves(self.layout.abstract.optimizer)
-        owners = self.layout.owners(update.whole)
-        has_reshaped_state = mixing is not None and any(
+        owners = self.layout.owners(update.clipped_rule)
+        has_reshaped_state = mixing_operation is not None and any(
             leaf.ndim and not owner for leaf, owner in zip(state_leaves, owners, strict=True)
         )
-        mixes_by_layer = update.layers is not None and not has_reshaped_state
+        is_mixed_within_layers = update.is_by_layer is not None and not has_reshaped_state
         facts = Facts(
             plan,
             self.resolved.experiment,
-            state=tuple(named_leaves(self.pure_model.rest)),
+            state=tuple(named_leaves(self.pure_model.abstract_model_state)),
             has_unlike_blocks=stages is not None and stages.chain is not None,
             has_copies=stages is not None and bool(stages.copies),
-            mixing=None if mixes_by_layer else mixing,
+            mixing=None if is_mixed_within_layers else mixing_operation,
             has_reshaped_state=has_reshaped_state,
         )
         check(facts)
@@ -145,11 +146,11 @@ class Assembly:
             host_activation_bytes: bytes of activations that each device keeps on the host for the backward pass.
 
         Raises:
-            UserError: a request is refused; the error says why, and what to do instead.
+            UserError: a request is refused; the error gives the reason, and what to do instead.
         """
         experiment, plan, layout = self.resolved.experiment, self.resolved.plan, self.layout
         layout.check_axes_used(experiment.model)
-        layout.check_zero_used(self.update.whole)
+        layout.check_zero_used(self.update.clipped_rule)
         check_effect(experiment, layout)
         if plan.offload.any:
             check_host_memory(devices, str(plan.offload))
@@ -160,20 +161,20 @@ class Assembly:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def objective(self, treatment: Treatment | None = None) -> Objective:
-        """The loss of the model under its plan.
+        """Return the loss of the model under its plan.
 
         Args:
-            treatment: how its blocks run; `None` before the memory rule has its decision.
+            treatment: how the blocks of the model run; `None` before the memory rule has made its decision.
         """
-        plan, experiment = self.resolved.plan, self.resolved.experiment
+        plan, experiment, stages = self.resolved.plan, self.resolved.experiment, self.resolved.stages
         planned = PlannedModel(experiment, plan, self.pure_model, self.layout, treatment)
-        return Whole(planned) if self.resolved.stages is None else Pipelined(planned, self.resolved.stages)
+        return Whole(planned) if stages is None else Pipelined(planned, stages)
 
     def parts(self, decision: Decision | None, devices: Sequence[Device]) -> StepParts:
         """Compose the parts of the train step, and return them.
 
         Args:
-            decision: what the blocks keep; `None` if the memory rule does not depend on them.
+            decision: the values that the blocks keep; `None` if the memory rule does not depend on the blocks.
             devices: the devices to run on.
         """
         plan, update, experiment, layout = self.resolved.plan, self.update, self.resolved.experiment, self.layout
@@ -184,76 +185,82 @@ class Assembly:
         lines += describe_state(plan, layout.abstract.optimizer, self.pure_model.parameters)
         objective = self.objective(treatment_of(plan, decision, layout.platform))
         extras: tuple[StateExtra, ...] = ()
-        stream = replicas = None
+        async_pipeline = replicas = None
         if plan.asynchronous:
             assert isinstance(objective, Pipelined)
-            stream = AsyncPipeline(objective.planned, objective.stages, update.whole)
-            objective, layout, codec = stream.synchronous, stream.layout, stream.codec
-            step_function, extras = stream.step, (InFlight(stream),)
+            async_pipeline = AsyncPipeline(objective.planned, objective.stages, update.clipped_rule)
+            objective, layout = async_pipeline.synchronous, async_pipeline.layout
+            gradient_exchange = async_pipeline.gradient_exchange
+            step_function, extras = async_pipeline.step, (InFlight(async_pipeline),)
         else:
-            codec = stage_of(plan, self.pure_model, layout)
-            if codec is not None:
-                extras = (CodecResiduals(codec, experiment.optimizer, plan.diloco is None),)
+            gradient_exchange = gradient_exchange_of(plan, self.pure_model, layout)
+            if gradient_exchange is not None:
+                extras = (CodecResiduals(gradient_exchange, experiment.optimizer, plan.diloco is None),)
             advance = advance_of(plan, update, layout)
             if plan.diloco is not None:
-                gradient_leaves = leaves_of_gradients(plan, self.pure_model, layout)
-                replicas = Replicas(plan.diloco, layout, update.whole, gradient_leaves, codec)
+                displacement_leaves = gradient_leaves_of(plan, self.pure_model, layout)
+                replicas = Replicas(plan.diloco, layout, update.clipped_rule, displacement_leaves, gradient_exchange)
                 extras = (*extras, replicas)
-                gradients, exchange = functools.partial(replicas.gradients, objective), none_yet
-                update_function = functools.partial(replicas.update, advance)
+                gradient_fn, exchange = functools.partial(replicas.gradients, objective), no_exchange
+                update_fn = functools.partial(replicas.update, advance)
             else:
-                gradients = objective.gradients if codec is None else objective.gradients_apart
-                exchange = by_compiler(layout) if codec is None else by_codec(codec, update.messages, layout)
-                update_function = functools.partial(_update_shared, advance)
-            step_function = SynchronousStep(gradients, exchange, update_function, experiment.guard)
+                if gradient_exchange is None:
+                    gradient_fn, exchange = objective.gradients, exchange_by_compiler(layout)
+                else:
+                    gradient_fn = objective.gradients_by_replica
+                    exchange = exchange_by_codec(gradient_exchange, update.messages, layout)
+                update_fn = functools.partial(_update_shared_weights, advance)
+            step_function = SynchronousStep(gradient_fn, exchange, update_fn, experiment.guard)
         return StepParts(
             objective,
             layout,
             update,
             step_function,
             extras=extras,
-            stream=stream,
+            async_pipeline=async_pipeline,
             replicas=replicas,
-            codec=codec,
+            gradient_exchange=gradient_exchange,
             stages=self.resolved.stages,
             decision=decision,
             lines=tuple(lines),
         )
 
 
-def _update_shared(advance: Advance, exchanged: Exchanged, state: TrainState, good: Bool[Array, ""]) -> TrainState:
-    """The state after an update of weights that all replicas share."""
-    params, optimizer = advance(exchanged.gradients, state.optimizer, state.params, exchanged.norms, good)
-    return dataclasses.replace(state, params=params, optimizer=optimizer)
+def _update_shared_weights(
+    advance: Advance, exchange_result: ExchangeResult, state: TrainState, is_good: Bool[Array, ""]
+) -> TrainState:
+    """Update weights that all replicas share, if the step is good, and return the new state."""
+    gradients, clip_norm = exchange_result.gradients, exchange_result.clip_norms
+    params, optimizer_state = advance(gradients, state.optimizer, state.params, clip_norm, is_good)
+    return dataclasses.replace(state, params=params, optimizer=optimizer_state)
 
 
 def check_effect(experiment: Experiment, layout: Layout) -> None:
-    """Refuse requests that the shapes show to have no effect; `traced_checks.py` refuses others.
+    """Refuse requests whose lack of effect is visible in the shapes; `traced_checks.py` refuses others.
 
     Args:
         experiment: the experiment, whose data may specify the shapes of a batch.
-        layout: the layout of its train state, under its plan.
+        layout: the layout of the train state, under the plan.
 
     Raises:
-        UserError: a request would have no effect; the error says why, and what to do instead.
+        UserError: a request would have no effect; the error gives the reason, and what to do instead.
     """
-    plan, optimizer = layout.plan, layout.abstract.optimizer
-    length = _positions(experiment)
-    if plan.kernels.loss_chunk is not None and plan.kernels.scores == "auto" and length is not None:
-        shards = math.prod(layout.mesh.shape[axis] for axis in layout.rules.inner_seq)
-        local_length = length // shards if length % shards == 0 else length
+    plan, state_leaves = layout.plan, jax.tree.leaves(layout.abstract.optimizer)
+    row_length = _target_positions(experiment)
+    if plan.kernels.loss_chunk is not None and plan.kernels.scores == "auto" and row_length is not None:
+        shard_count = math.prod(layout.mesh.shape[axis] for axis in layout.rules.inner_seq)
+        local_length = row_length // shard_count if row_length % shard_count == 0 else row_length
         if plan.kernels.loss_chunk >= local_length:
-            positions = f"{length} target positions"
-            positions += f", {local_length} on each of {shards} devices" if local_length != length else ""
+            local_text = f", {local_length} on each of {shard_count} devices" if local_length != row_length else ""
             raise UserError(
-                f"loss_chunk {plan.kernels.loss_chunk}: a row has {positions}, so one chunk would hold all; take less "
-                f"than {local_length}, or leave loss_chunk out"
+                f"loss_chunk {plan.kernels.loss_chunk}: a row has {row_length} target positions{local_text}, so one "
+                f"chunk would hold all; take less than {local_length}, or leave loss_chunk out"
             )
-    if plan.offload.optimizer_state == "streamed" and not any(leaf.ndim for leaf in jax.tree.leaves(optimizer)):
-        rule = "the rule" if experiment.optimizer.custom is not None else experiment.optimizer.name
+    if plan.offload.optimizer_state == "streamed" and not any(leaf.ndim for leaf in state_leaves):
+        rule_name = "the rule" if experiment.optimizer.custom is not None else experiment.optimizer.name
         raise UserError(
-            f"optimizer_state streamed: {rule} keeps no array that could lie on the host; leave optimizer_state out, "
-            "or put the weights on the host with weights=host"
+            f"optimizer_state streamed: {rule_name} keeps no array that could lie on the host; leave optimizer_state "
+            "out, or put the weights on the host with weights=host"
         )
     pipeline = plan.pipeline
     if plan.asynchronous and pipeline is not None and pipeline.synchronous_steps >= experiment.steps:
@@ -263,8 +270,8 @@ def check_effect(experiment: Experiment, layout: Layout) -> None:
         )
 
 
-def _positions(experiment: Experiment) -> int | None:
-    """Number of target positions in a row; `None` if the data specifies no shapes, or its targets have no positions."""
+def _target_positions(experiment: Experiment) -> int | None:
+    """Return the number of target positions in a row; `None` if the data specifies no targets of shape (rows, n)."""
     shapes_of = getattr(experiment.data, "shapes", None)
-    shape: Sequence[int] = () if shapes_of is None else shapes_of(experiment.batch).get("targets", ((), ""))[0]
-    return shape[1] if len(shape) == 2 else None
+    target_shape: Sequence[int] = () if shapes_of is None else shapes_of(experiment.batch).get("targets", ((), ""))[0]
+    return target_shape[1] if len(target_shape) == 2 else None

@@ -1,7 +1,7 @@
-"""Checks of a compiled step: a request that took no effect is an error, not a surprise.
+"""Checks of a compiled step: a request that has no effect on the program is an error.
 
-The program shows what the compiler does with a plan: where the state lies, what is sent between devices and in which
-type, and how many bytes are on the host. It does not show speed.
+The compiled program shows where the train state lies, which bytes in which type the devices send to one another, and
+how many bytes lie on the host. It does not show the speed of the step.
 """
 
 import dataclasses
@@ -23,21 +23,21 @@ from jaxscale.recipe.plan import Plan
 from jaxscale.replicas import Codec, wire
 from jaxscale.replicas.low_communication import Diloco
 from jaxscale.replicas.reduce import GradientExchange
-from jaxscale.sharding.memory_space import HOST_KIND, rehearses
+from jaxscale.sharding.memory_space import HOST_KIND, is_rehearsal
 from jaxscale.state.extra import CompiledProgram, StateExtra, Unreadable
 from jaxscale.state.layout import BATCH_AXES, REPLICA_AXIS, Layout, device_of, local_bytes
 from jaxscale.state.train_state import TrainState
 from jaxscale.trees import leaf_bytes, named_leaves
 from jaxscale.typing import PyTree
 
-SCALARS = 256
-"""Most bytes that a step sends in single numbers: sums of losses and weights, norms, whether a step is good."""
-PADDED = 4096
-"""Most bytes that a step sends in single numbers on a TPU, whose network sends at least 512 bytes for each."""
+SCALAR_BYTES = 256
+"""Upper bound on the bytes of a step's single numbers: sums of losses and weights, norms, whether the step is good."""
+PADDED_SCALAR_BYTES = 4096
+"""Upper bound on the bytes of a step's single numbers on a TPU, whose network sends at least 512 bytes for each."""
 
 
 class NoEffect(AssertionError):
-    """The compiled program does not do what the plan asked for: a defect of jaxscale or of the compiler."""
+    """The compiled program does not do what the plan requests: a defect of jaxscale or of the compiler."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Compiled:
         argument_bytes: bytes of the arguments: the train state and the batch.
         output_bytes: bytes of the outputs: the next state and the metrics.
         alias_bytes: bytes of the outputs that reuse the memory of donated arguments.
-        temp_bytes: bytes of all that lives only within the step: gradients, activations, gathered weights.
+        temp_bytes: bytes of arrays that exist only within the step: gradients, activations, gathered weights.
         flop: floating-point operations as the compiler counts them; a loop's body counts once.
     """
 
@@ -62,21 +62,21 @@ class Compiled:
 
     @classmethod
     def of(cls, executable: jax.stages.Compiled, seconds: float) -> "Compiled":
-        """Read the bytes and FLOP of a program, as the compiler reports them.
+        """Return the bytes and FLOP of a program, as the compiler reports them.
 
         Args:
             executable: the compiled program.
             seconds: seconds that its compilation took.
         """
-        memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
-        assert memory is not None, "CPU, GPU and TPU all report it"
+        memory, costs = executable.memory_analysis(), executable.cost_analysis() or {}
+        assert memory is not None, "compilers for CPU, GPU and TPU all report memory"
         return cls(
             seconds=seconds,
             argument_bytes=memory.argument_size_in_bytes,
             output_bytes=memory.output_size_in_bytes,
             alias_bytes=memory.alias_size_in_bytes,
             temp_bytes=memory.temp_size_in_bytes,
-            flop=float(cost.get("flops", 0.0)),
+            flop=float(costs.get("flops", 0.0)),
         )
 
 
@@ -91,32 +91,33 @@ def check_compiled(
     Args:
         layout: layout of the train state, under the plan.
         optimizer: the whole optimizer, clipping included.
-        extras: what techniques add to the train state.
+        extras: the extras of the train state; each has a check of its own.
         executable: the compiled step.
 
     Raises:
-        NoEffect: ZeRO left state whole or gradients unscattered, moments are kept in more bits than the plan asks for,
-            or gradients are reduced in another type than the plan asks for.
+        NoEffect: ZeRO leaves state whole or gradients unscattered, moments take more bits than the plan specifies, or
+            gradients are reduced in another type than the plan specifies.
     """
     plan, mesh = layout.plan, layout.mesh
     check_state(layout, optimizer, executable.output_shardings[0])
     check_state_bits(plan, executable.out_info[0].optimizer)
-    scatters = plan.zero > 1 and mesh.shape["fsdp"] > 1
+    is_scattered = plan.zero > 1 and mesh.shape["fsdp"] > 1
     is_narrow = plan.precision == "bfloat16" and math.prod(mesh.shape[axis] for axis in BATCH_AXES) > 1
     program = CompiledProgram(mesh, executable.as_text)
     try:
-        if scatters or is_narrow:
-            check_wires(plan, layout.platform, program.collectives, scatters)
+        if is_scattered or is_narrow:
+            check_wires(plan, layout.platform, program.collectives, is_scattered)
         for extra in extras:
             extra.check(program)
     except Unreadable as error:  # an unknown notation in the program's text must not stop a run
-        warnings.warn(f"what the compiled step sends is not checked, as its text is unreadable: {error}", stacklevel=2)
+        message = f"the bytes that the compiled step sends are not checked, because its text is unreadable: {error}"
+        warnings.warn(message, stacklevel=2)
 
 
 def check_kept_on_host(layout: Layout, decision: Decision | None, temp_bytes: int) -> None:
-    """Compare what a compiled step keeps on the host for its backward pass with the memory plan's decision.
+    """Compare the bytes that a compiled step keeps on the host for its backward pass with the memory plan's decision.
 
-    On a CPU, which has no memory beside the host's, offload moves nothing (a rehearsal), and nothing is checked.
+    On a CPU, whose only memory is the host's, offload moves nothing (a rehearsal), and nothing is checked.
 
     Args:
         layout: layout of the train state, under the plan.
@@ -124,10 +125,10 @@ def check_kept_on_host(layout: Layout, decision: Decision | None, temp_bytes: in
         temp_bytes: bytes of temporaries of the compiled step that are on the host.
 
     Raises:
-        NoEffect: less is on the host than the decision puts there.
+        NoEffect: fewer bytes are on the host than the decision requires.
     """
     planned_bytes = 0 if decision is None else decision.host_bytes
-    if not planned_bytes or rehearses([device_of(layout.mesh)]):
+    if not planned_bytes or is_rehearsal([device_of(layout.mesh)]):
         return
     if temp_bytes < planned_bytes:
         raise NoEffect(
@@ -137,20 +138,20 @@ def check_kept_on_host(layout: Layout, decision: Decision | None, temp_bytes: in
 
 
 def check_host_bytes(layout: Layout, argument_bytes: int, as_text: Callable[[], str | None]) -> None:
-    """Compare what a compiled step has on the host with its plan.
+    """Compare the arrays that a compiled step has on the host with its plan.
 
     Args:
         layout: layout of the train state.
         argument_bytes: bytes of arguments of the compiled step that are on the host.
-        as_text: function that returns the text of the compiled step.
+        as_text: function that returns the text of the compiled step, or `None` if the backend provides no text.
 
     Raises:
-        NoEffect: less lies on the host than the plan puts there, or the step copies a whole stacked array from the
+        NoEffect: fewer bytes lie on the host than the plan requires, or the step copies a whole stacked array from the
             host to the device at once, which saves no memory.
     """
-    if not layout.plan.offload.any or rehearses([device_of(layout.mesh)]):
+    if not layout.plan.offload.any or is_rehearsal([device_of(layout.mesh)]):
         return
-    planned_bytes = local_bytes(layout.abstract, host=True)
+    planned_bytes = local_bytes(layout.abstract, is_on_host=True)
     if argument_bytes < planned_bytes:
         raise NoEffect(
             f"{layout.plan.offload}: {argument_bytes} bytes of the compiled step's arguments lie on the host, but the "
@@ -169,20 +170,24 @@ def check_host_bytes(layout: Layout, argument_bytes: int, as_text: Callable[[], 
         local_shape = leaf.sharding.shard_shape(leaf.shape)
         if leaf.sharding.memory_kind != HOST_KIND or local_shape in copied_shapes:
             continue
-        pieces = cut(leaf.shape, leaf.dtype.itemsize, leaf.sharding).pieces
-        if pieces > 1 and brought_whole(text, local_shape):
+        slice_count = cut(leaf.shape, leaf.dtype.itemsize, leaf.sharding).pieces
+        if slice_count > 1 and copies_to_device(text, local_shape):
             raise NoEffect(
                 f"{layout.plan.offload}: the compiled step brings a whole array of shape {local_shape} to the device "
-                f"at once, which saves no memory; expected {pieces} slices, one by one"
+                f"at once, which saves no memory; expected {slice_count} slices, one by one"
             )
 
 
-def brought_whole(text: str, shape: Sequence[int]) -> bool:
-    """Whether a compiled program copies an array of this shape from host memory to the device.
+def copies_to_device(text: str, shape: Sequence[int]) -> bool:
+    """Return whether a compiled program copies an array of this shape from host memory to the device.
+
+    Args:
+        text: text of the program.
+        shape: shape of the array on one device.
 
     Example:
-        >>> start = "%c = (f32[4,8]{1,0:T(8,128)}, f32[4,8]{1,0:T(8,128)S(5)}, u32[]{:S(2)}) copy-start(%p)"
-        >>> brought_whole(start, (4, 8)), brought_whole(start, (4, 4))
+        >>> text = "%c = (f32[4,8]{1,0:T(8,128)}, f32[4,8]{1,0:T(8,128)S(5)}, u32[]{:S(2)}) copy-start(%p)"
+        >>> copies_to_device(text, (4, 8)), copies_to_device(text, (4, 4))
         (True, False)
     """
     dims = re.escape(f"[{','.join(map(str, shape))}]")
@@ -192,7 +197,7 @@ def brought_whole(text: str, shape: Sequence[int]) -> bool:
 
 
 def check_state(layout: Layout, optimizer: GradientTransformation, shardings: TrainState) -> None:
-    """Compare where the compiled step leaves its state with the placement of each parameter.
+    """Compare the shardings of the state that a compiled step returns with the placements of the layout.
 
     Args:
         layout: layout of the train state.
@@ -200,19 +205,20 @@ def check_state(layout: Layout, optimizer: GradientTransformation, shardings: Tr
         shardings: shardings of the state that the compiled step returns.
 
     Raises:
-        NoEffect: the shards of a tensor have another shape than ZeRO's stage gives them.
+        NoEffect: the shards of a tensor have another shape than under the plan's ZeRO stage.
     """
     if not layout.plan.zero or layout.mesh.shape["fsdp"] == 1:
         return
     owners, state_leaves = layout.owners(optimizer), jax.tree.leaves(layout.abstract.optimizer)
+    # (description, shape, expected placement, actual sharding) of each tensor
     tensors = [
-        (f"optimizer state of {name}", leaf.shape, layout.placements[name].state, sharding)
-        for name, leaf, sharding in zip(owners, state_leaves, jax.tree.leaves(shardings.optimizer), strict=True)
-        if name
+        (f"optimizer state of {owner}", leaf.shape, layout.placements[owner].state, sharding)
+        for owner, leaf, sharding in zip(owners, state_leaves, jax.tree.leaves(shardings.optimizer), strict=True)
+        if owner
     ]
-    params = named_leaves(layout.abstract.params)
+    abstract_params = named_leaves(layout.abstract.params)
     tensors += [
-        (f"parameter {name}", params[name].shape, layout.placements[name].master, sharding)
+        (f"parameter {name}", abstract_params[name].shape, layout.placements[name].master, sharding)
         for name, sharding in named_leaves(shardings.params).items()
     ]
     for description, shape, spec, sharding in tensors:
@@ -226,14 +232,14 @@ def check_state(layout: Layout, optimizer: GradientTransformation, shardings: Tr
 
 
 def check_state_bits(plan: Plan, state: PyTree) -> None:
-    """Compare the bytes that a compiled step keeps the optimizer's moments in with its plan.
+    """Compare the size of the optimizer's moments in a compiled step with its plan.
 
     Args:
         plan: the plan, which specifies the bits of a moment.
         state: shapes and dtypes of the optimizer's state that the compiled step returns.
 
     Raises:
-        NoEffect: no array is quantized, or one has more bytes than its codes and a scale for each block of them.
+        NoEffect: no array is quantized, or one takes more bytes than its codes and one scale for each block of codes.
     """
     if plan.state.moments == "float32":
         return
@@ -241,90 +247,103 @@ def check_state_bits(plan: Plan, state: PyTree) -> None:
     moments = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_quantized) if is_quantized(leaf)]
     if not moments:
         raise NoEffect(f"state {plan.state.moments}: the compiled step keeps no moment in {bits} bits")
-    for array in moments:
-        array_bytes, bytes_per_number = leaf_bytes(array.codes) + leaf_bytes(array.scale), bits / 8 + 4 / array.block
-        if array_bytes > 1.01 * bytes_per_number * array.size:
+    for moment in moments:
+        moment_bytes = leaf_bytes(moment.codes) + leaf_bytes(moment.scale)
+        bytes_per_number = bits / 8 + 4 / moment.block
+        if moment_bytes > 1.01 * bytes_per_number * moment.size:
             raise NoEffect(
-                f"state {plan.state.moments}: the compiled step keeps a moment of shape {array.shape} in "
-                f"{array_bytes / array.size:.2f} bytes a number, but the plan requires {bytes_per_number:.2f}"
+                f"state {plan.state.moments}: the compiled step keeps a moment of shape {moment.shape} in "
+                f"{moment_bytes / moment.size:.2f} bytes a number, but the plan requires {bytes_per_number:.2f}"
             )
 
 
-def check_wires(plan: Plan, platform: str, sends: Sequence[Collective], scatters: bool) -> None:
-    """Compare what a compiled step sends with its plan.
+def check_wires(plan: Plan, platform: str, collectives: Sequence[Collective], is_scattered: bool) -> None:
+    """Compare the collectives of a compiled step with its plan.
 
     Args:
         plan: the plan of the step.
-        platform: kind of its devices: "cpu", "gpu" or "tpu".
-        sends: the collectives of the compiled step.
-        scatters: whether ZeRO 2 or 3 shards over more than one device, so that gradients are to be scattered.
+        platform: kind of the devices: "cpu", "gpu" or "tpu".
+        collectives: the collectives of the compiled step.
+        is_scattered: whether the plan requires scattered gradients: ZeRO 2 or 3 over more than one device.
 
     Raises:
-        NoEffect: no gradient is scattered over fsdp, or gradients are reduced in another type than asked for.
+        NoEffect: no gradient is scattered over fsdp, or gradients are reduced in another type than the plan specifies.
     """
-    if scatters:
+    if is_scattered:
         kinds = {"reduce-scatter"}
         # a TPU computes the product of a sharded weight around a ring
         kinds |= {"collective-permute", "all-to-all"} if platform == "tpu" and plan.zero == 3 else set()
-        if not any(send.kind in kinds and (send.axes is None or "fsdp" in send.axes) for send in sends):
+        if not any(
+            collective.kind in kinds and (collective.axes is None or "fsdp" in collective.axes)
+            for collective in collectives
+        ):
             raise NoEffect(f"zero {plan.zero}: the compiled step scatters no gradient over fsdp")
     if plan.precision == "bfloat16" and platform != "cpu":  # XLA:CPU reduces nothing in less than float32
         reduced_bytes = {"bf16": 0, "f32": 0}  # by dtype
         # `check_codec` checks what a codec sends over the replicas
         data_axes = {*BATCH_AXES} - ({REPLICA_AXIS} if isinstance(plan.reduce, Codec) else set())
-        for send in sends:
-            if send.kind in ("all-reduce", "reduce-scatter") and send.axes is not None and set(send.axes) & data_axes:
-                reduced_bytes[send.dtype] = reduced_bytes.get(send.dtype, 0) + send.bytes * send.count
-        wanted, unwanted = ("f32", "bf16") if plan.reduce == "float32" else ("bf16", "f32")
-        if reduced_bytes[unwanted] > reduced_bytes[wanted]:
+        for collective in collectives:
+            if (
+                collective.kind in ("all-reduce", "reduce-scatter")
+                and collective.axes is not None
+                and set(collective.axes) & data_axes
+            ):
+                reduced_bytes[collective.dtype] = (
+                    reduced_bytes.get(collective.dtype, 0) + collective.bytes * collective.count
+                )
+        planned_dtype, other_dtype = ("f32", "bf16") if plan.reduce == "float32" else ("bf16", "f32")
+        planned_bytes, other_bytes = reduced_bytes[planned_dtype], reduced_bytes[other_dtype]
+        if other_bytes > planned_bytes:
             raise NoEffect(
-                f"reduce {plan.reduce or plan.precision}: of what the compiled step reduces over the data axes, "
-                f"{reduced_bytes[unwanted]} bytes are {unwanted}, and only {reduced_bytes[wanted]} bytes are {wanted}"
+                f"reduce {plan.reduce or plan.precision}: over the data axes, the compiled step reduces "
+                f"{other_bytes} bytes in {other_dtype}, and only {planned_bytes} bytes in {planned_dtype}"
             )
 
 
-def bytes_over(sends: Sequence[Collective], axis: str, n: int, *, slices: int = 1) -> int:
-    """Bytes that one device sends over an axis of n devices, by the formulas of `replicas/wire.py`.
+def bytes_over(collectives: Sequence[Collective], axis: str, n: int, *, slices: int = 1) -> int:
+    """Return the bytes that one device sends over an axis of n devices, by the formulas of `replicas/wire.py`.
 
     Args:
-        sends: collectives of a compiled program.
+        collectives: collectives of a compiled program.
         axis: name of the mesh axis.
-        n: number of devices along it.
-        slices: number of TPU slices that the program sends between. An all-gather between slices is listed with the
-            bytes of a device's input, any other with those of its output.
+        n: number of devices along the axis.
+        slices: number of TPU slices between which the program sends; 1 for a single slice. The program lists an
+            all-gather between slices with the bytes of a device's input, and any other with the bytes of its output.
     """
-    total = 0
-    for send in sends:
-        if send.axes is None or axis not in send.axes:
+    total_bytes = 0
+    for collective in collectives:
+        if collective.axes is None or axis not in collective.axes:
             continue
-        if send.kind == "all-gather":
-            sent_bytes = wire.all_gather(send.bytes if slices > 1 else send.bytes // n, n)
-        elif send.kind == "all-reduce":
-            sent_bytes = wire.all_reduce(send.bytes, n)
+        if collective.kind == "all-gather":
+            sent_bytes = wire.all_gather(collective.bytes if slices > 1 else collective.bytes // n, n)
+        elif collective.kind == "all-reduce":
+            sent_bytes = wire.all_reduce(collective.bytes, n)
         else:
-            sent_bytes = send.bytes if send.kind == "collective-permute" else wire.all_to_all(send.bytes, n)
-        total += sent_bytes * send.count
-    return total
+            sent_bytes = (
+                collective.bytes if collective.kind == "collective-permute" else wire.all_to_all(collective.bytes, n)
+            )
+        total_bytes += sent_bytes * collective.count
+    return total_bytes
 
 
-def check_codec(exchange: GradientExchange, sent_bytes: int, *, slices: int = 1) -> None:
-    """Compare what a compiled step sends over a codec's axis with the bytes that the codec computes.
+def check_codec(gradient_exchange: GradientExchange, sent_bytes: int, *, slices: int = 1) -> None:
+    """Compare the bytes that a compiled step sends over the axis of a codec with the bytes that the codec computes.
 
     Args:
-        exchange: the exchange of gradients by the codec.
-        sent_bytes: bytes that one device of the compiled step sends.
-        slices: number of TPU slices that the program sends between; single numbers take more bytes there.
+        gradient_exchange: the exchange of gradients by the codec.
+        sent_bytes: bytes that one device of the compiled step sends over the axis.
+        slices: number of TPU slices between which the program sends; between slices, single numbers take more bytes.
 
     Raises:
-        NoEffect: more bytes are sent than the codec computes, such as gradients in full precision; or fewer.
+        NoEffect: the step sends more bytes than the codec computes, such as gradients in full precision, or fewer.
     """
-    codec_bytes = exchange.program_bytes
-    # single numbers come on top; between slices one may fill a tile, of 4096 bytes, behind the codes
-    scalar_bytes = SCALARS if slices == 1 else 2 * PADDED
+    codec_bytes, float32_bytes = gradient_exchange.program_bytes, gradient_exchange.exact_bytes
+    # single numbers are sent in addition; between slices, one of them may fill a tile of 4096 bytes after the codes
+    scalar_bytes = SCALAR_BYTES if slices == 1 else 2 * PADDED_SCALAR_BYTES
     if not 0.98 * codec_bytes - scalar_bytes <= sent_bytes <= 1.02 * codec_bytes + scalar_bytes:
         raise NoEffect(
-            f"reduce {exchange.codec}: a device of the compiled step sends {sent_bytes} bytes over {exchange.axis}, "
-            f"but the codec computes {codec_bytes} bytes (and {exchange.exact_bytes} for float32)"
+            f"reduce {gradient_exchange.codec}: a device of the compiled step sends {sent_bytes} bytes over "
+            f"{gradient_exchange.axis}, but the codec computes {codec_bytes} bytes (and {float32_bytes} for float32)"
         )
 
 
@@ -332,39 +351,47 @@ def check_alone(diloco: Diloco, sent_bytes: int) -> None:
     """Check that a compiled inner step of DiLoCo sends nothing but single numbers over the replica axis.
 
     Args:
-        diloco: when replicas synchronise.
+        diloco: settings of DiLoCo, for the message.
         sent_bytes: bytes that one device of the compiled inner step sends over the replica axis.
 
     Raises:
-        NoEffect: more is sent, such as a gradient.
+        NoEffect: the step sends more bytes than that, such as a gradient.
     """
-    if sent_bytes > PADDED:
+    if sent_bytes > PADDED_SCALAR_BYTES:
         raise NoEffect(
             f"diloco {diloco}: a device of the compiled inner step sends {sent_bytes} bytes over {REPLICA_AXIS}; "
-            f"replicas should train alone, and send only single numbers, at most {PADDED} bytes"
+            f"replicas should train alone, and send only single numbers, at most {PADDED_SCALAR_BYTES} bytes"
         )
 
 
-def check_meeting(diloco: Diloco, exchange: GradientExchange | None, exact: int, program: CompiledProgram) -> None:
-    """Compare what a compiled meeting (`meetings.py`) sends over the replica axis with the bytes expected of it.
+def check_meeting(
+    diloco: Diloco, exchange: GradientExchange | None, float32_bytes: int, program: CompiledProgram
+) -> None:
+    """Compare the bytes that a compiled meeting (`meetings.py`) sends over the replica axis with the expected bytes.
 
     Args:
-        diloco: when replicas meet.
-        exchange: the exchange by the codec; `None` without a codec.
-        exact: bytes that one device is to send in float32; used without a codec.
+        diloco: settings of DiLoCo, for the message.
+        exchange: the exchange of displacements by the codec; `None` without a codec.
+        float32_bytes: bytes that one device is expected to send in float32; unused with a codec.
         program: the compiled meeting.
 
     Raises:
-        NoEffect: more bytes are sent, or fewer.
+        NoEffect: the meeting sends more bytes than expected, or fewer.
     """
     axis = REPLICA_AXIS
     try:
         sent_bytes = bytes_over(program.collectives, axis, program.mesh.shape[axis], slices=program.slices)
     except Unreadable as error:
-        warnings.warn(f"what a meeting sends is not checked, as its text is unreadable: {error}", stacklevel=2)
+        message = f"the bytes that a meeting sends are not checked, because its text is unreadable: {error}"
+        warnings.warn(message, stacklevel=2)
         return
     if exchange is not None:
         check_codec(exchange, sent_bytes, slices=program.slices)
-    elif not 0.98 * exact - PADDED <= sent_bytes <= 1.02 * exact + PADDED:
-        sent_text = f"a device sends {sent_bytes} bytes over {axis} in a compiled meeting"
-        raise NoEffect(f"diloco {diloco}: {sent_text}, but {exact} bytes were expected")
+        return
+    least_bytes = 0.98 * float32_bytes - PADDED_SCALAR_BYTES
+    most_bytes = 1.02 * float32_bytes + PADDED_SCALAR_BYTES
+    if not least_bytes <= sent_bytes <= most_bytes:
+        raise NoEffect(
+            f"diloco {diloco}: a device sends {sent_bytes} bytes over {axis} in a compiled meeting, but "
+            f"{float32_bytes} bytes were expected"
+        )

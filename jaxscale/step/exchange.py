@@ -1,11 +1,11 @@
-"""Exchange: what replicas send one another in a step, and what a codec for it keeps in the train state.
+"""Exchange: how replicas average their gradients in a step, and the state that a codec keeps for it in the train state.
 
-A codec compresses what is sent. The residual is the difference between a gradient and what the codec sent of it, and
-is sent in later steps. A stage is the exchange of all gradients by a codec (`GradientExchange`).
-Under a codec the gradients of each replica come from `Objective.gradients_apart`. Under any ZeRO stage, they are
-split over the devices inside a replica as far as their dims can be split evenly, so that no two of these devices send
-the same number.
-`replicas/reduce.py` computes their mean, which is then placed like the gradients of the plan.
+A codec compresses the gradients that replicas send. Its residual is the part of a gradient that it has not sent yet,
+and sends in later steps. A `GradientExchange` applies one codec to all gradients of the model.
+
+Under a codec, `Objective.gradients_by_replica` computes the gradients of each replica. Under every ZeRO stage, each
+gradient is then split over the devices of its replica if one of its dims can be split evenly, so that no two of these
+devices send the same numbers. `replicas/reduce.py` computes the mean gradients, which the plan's layout then places.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.plan import Plan
 from jaxscale.replicas.codec import Codec
 from jaxscale.replicas.reduce import RESIDUAL, CodecStates, GradientExchange, GradientLeaf
-from jaxscale.sharding.zero import split
+from jaxscale.sharding.zero import split_spec
 from jaxscale.state.extra import CompiledProgram, lacks
 from jaxscale.state.layout import PIPE_AXIS, REPLICA_AXIS, Layout
-from jaxscale.state.naming import Naming, Part, plain
+from jaxscale.state.naming import Naming, Part, part_of_whole
 from jaxscale.state.pure_model import PureModel
 from jaxscale.state.train_state import TrainState
 from jaxscale.step.compiled_checks import bytes_over, check_codec
@@ -39,247 +39,268 @@ from jaxscale.values.byte_sizes import bytes_at_least
 
 REDUCE = "reduce"
 """Name of the `StateExtra` of a codec."""
-ONE, ALL = "one", "all"
-"""Keys of a saved extra: the states of a single replica in place of all, and the states of every replica."""
+ONE_REPLICA, ALL_REPLICAS = "one", "all"
+"""Keys of the extra in a checkpoint: the states of all replicas merged into those of one, and the states of all."""
 
 
-def stage_of(plan: Plan, pure_model: PureModel, layout: Layout) -> GradientExchange | None:
-    """The exchange of the model's gradients by the plan's codec; `None` if XLA reduces them.
+def gradient_exchange_of(plan: Plan, pure_model: PureModel, layout: Layout) -> GradientExchange | None:
+    """Return the exchange of the model's gradients by the plan's codec; `None` if XLA reduces them.
 
     Raises:
-        UserError: the codec can be applied to none of the gradients.
+        UserError: the codec supports none of the gradients.
     """
     if not isinstance(plan.reduce, Codec):
         return None
-    leaves = leaves_of_gradients(plan, pure_model, layout)
-    return GradientExchange(plan.reduce, layout.mesh, leaves, REPLICA_AXIS, pure_model.seed)
+    gradient_leaves = gradient_leaves_of(plan, pure_model, layout)
+    return GradientExchange(plan.reduce, layout.mesh, gradient_leaves, REPLICA_AXIS, pure_model.seed)
 
 
-def leaves_of_gradients(plan: Plan, pure_model: PureModel, layout: Layout) -> dict[str, GradientLeaf]:
-    """Shape and placement of each gradient that replicas send, by name.
+def gradient_leaves_of(plan: Plan, pure_model: PureModel, layout: Layout) -> dict[str, GradientLeaf]:
+    """Return the shape and placement of each gradient that replicas send, by the name of its parameter.
 
-    Each is split over the devices of a replica, along dims that can be split evenly.
+    Each gradient is split over the devices of a replica, along dims that can be split evenly.
 
     Args:
         plan: the plan, with or without a pipeline.
         pure_model: the model as pure functions.
         layout: the mesh, and the placements of gradients before this split.
     """
-    leaf_of_gradient = {}
-    for name, leaf in named_leaves(pure_model.params).items():
-        spec, names = layout.placements[name].gradient, pure_model.names.get(name)
+    gradient_leaves = {}
+    for name, abstract_param in named_leaves(pure_model.abstract_params).items():
+        shape, axis_names = tuple(abstract_param.shape), pure_model.axis_names.get(name)
+        spec = layout.placements[name].gradient
         for axis in ("fsdp", "data", *((PIPE_AXIS,) if plan.pipeline is not None else ())):
-            spec = split(leaf.shape, names, spec, layout.mesh, axis)
-        is_stacked = pure_model.stacked(name)
-        stack, first_layer = in_one_stack(name) if is_stacked else (None, 0)
-        leaf_of_gradient[name] = GradientLeaf(tuple(leaf.shape), spec, is_stacked, stack, first_layer)
-    return leaf_of_gradient
+            spec = split_spec(shape, axis_names, spec, layout.mesh, axis)
+        is_stacked = pure_model.is_stacked(name)
+        stack_name, first_layer = in_one_stack(name) if is_stacked else (None, 0)
+        gradient_leaves[name] = GradientLeaf(shape, spec, is_stacked, stack_name, first_layer)
+    return gradient_leaves
 
 
-class Exchanged(NamedTuple):
+class ExchangeResult(NamedTuple):
     """The inputs of an update, after replicas have exchanged gradients.
 
     Args:
         gradients: mean gradients, placed by the plan; under DiLoCo each replica's own gradients along a first dim.
-        norm: global norm of the mean gradient, by which a step is judged good or bad.
-        norms: norms that gradients are clipped by: `norm`, or under DiLoCo each replica's own.
-        metrics: metrics of the exchange.
-        extra: new values of entries of `TrainState.extra`, by name; kept only if the step is good.
+        norm: the norm that shows whether a step is good: in general the global norm of the mean gradients.
+        clip_norms: the norm by which gradients are clipped: `norm`, or under DiLoCo an array of each replica's own.
+        metrics: metrics of the exchange, by name.
+        extra: new values of entries of `TrainState.extra`, by name; the step stores them only if it is good.
     """
 
     gradients: Params
     norm: Float[Array, ""]
-    norms: Array
+    clip_norms: Array
     metrics: dict[str, Array]
     extra: dict[str, CodecStates]
 
 
-Exchange = Callable[[Params, TrainState], Exchanged]
-"""From the gradients of a step, and the state before it, to the inputs of the update."""
+Exchange = Callable[[Params, TrainState], ExchangeResult]
+"""A function from the gradients of a step and the state before the step to the inputs of the update."""
 
 
-def by_compiler(layout: Layout) -> Exchange:
-    """An `Exchange` that sends nothing, for gradients that XLA has reduced to their mean already.
+def exchange_by_compiler(layout: Layout) -> Exchange:
+    """Return an `Exchange` that sends nothing, for gradients that XLA has already averaged.
 
     Args:
-        layout: placements of the gradients.
+        layout: the layout of the train state, with the placements of the gradients.
     """
 
-    def exchange(gradients: Params, state: TrainState) -> Exchanged:
-        norm = global_norm(gradients, layout.gradients)
-        return Exchanged(gradients, norm, norm, {}, {})
+    def exchange(gradients: Params, state: TrainState) -> ExchangeResult:
+        norm = global_norm(gradients, layout.gradient_shardings)
+        return ExchangeResult(gradients, norm, norm, {}, {})
 
     return exchange
 
 
-def by_codec(stage: GradientExchange, messages: Messages | None, layout: Layout) -> Exchange:
-    """An `Exchange` that sends gradients by a codec and returns their mean.
+def exchange_by_codec(gradient_exchange: GradientExchange, messages: Messages | None, layout: Layout) -> Exchange:
+    """Return an `Exchange` that sends gradients by a codec and computes their mean.
 
-    The norm is the global norm of the mean gradient. If momenta are sent instead, it is the root of the mean square of
-    the norms of the replicas' own gradients.
+    Its `norm` is the global norm of the mean gradients. If replicas send momenta instead, `norm` is the root mean
+    square of the norms of the replicas' own gradients.
 
     Args:
-        stage: the exchange of gradients by the codec.
-        messages: computes what each replica sends in place of its gradient; `None` if it sends its gradient.
-        layout: placements of the gradients.
+        gradient_exchange: the exchange of gradients by the codec.
+        messages: function that computes the momenta that each replica sends (1-bit Adam and LAMB); `None` if replicas
+            send gradients.
+        layout: the layout of the train state, with the placements of the gradients.
     """
 
-    def exchange(gradients: Params, state: TrainState) -> Exchanged:
-        momenta, updates = None, state.step
+    def exchange(gradients: Params, state: TrainState) -> ExchangeResult:
+        sent, arrays_to_send, update_count = None, gradients, state.step
         if messages is not None:
-            momenta = jax.vmap(messages, in_axes=(0, None))(gradients, state.optimizer)
-            updates = messages.count(state.optimizer)
-            gradients = momenta.message
-        placed = {}
-        for name, gradient in named_leaves(gradients).items():
-            spec = PartitionSpec(REPLICA_AXIS, *stage.leaves[name].spec)
+            sent = jax.vmap(messages, in_axes=(0, None))(gradients, state.optimizer)
+            arrays_to_send, update_count = sent.message, messages.count(state.optimizer)
+        array_by_name = {}
+        for name, array in named_leaves(arrays_to_send).items():
+            spec = PartitionSpec(REPLICA_AXIS, *gradient_exchange.leaves[name].spec)
             sharding = NamedSharding(layout.mesh, spec)
-            placed[name] = jax.lax.with_sharding_constraint(gradient.astype(jnp.float32), sharding)
-        reduced = stage(placed, state.extra[REDUCE], updates)
-        mean = jax.tree_util.tree_map_with_path(
-            lambda path, sharding: jax.lax.with_sharding_constraint(reduced.mean[path_name(path)], sharding),
-            layout.gradients,
+            array_by_name[name] = jax.lax.with_sharding_constraint(array.astype(jnp.float32), sharding)
+        reduction = gradient_exchange(array_by_name, state.extra[REDUCE], update_count)
+        means = jax.tree_util.tree_map_with_path(
+            lambda path, sharding: jax.lax.with_sharding_constraint(reduction.mean[path_name(path)], sharding),
+            layout.gradient_shardings,
         )
-        norm = global_norm(mean, layout.gradients)
-        if momenta is not None:
-            norm = jnp.where(momenta.frozen[0], jnp.sqrt(jnp.mean(jnp.square(momenta.norm))), norm)
-        metrics = {"residual_norm": reduced.residual_norm, "wire_bytes": stage.wire_bytes_at(updates)}
-        return Exchanged(mean, norm, norm, metrics, {REDUCE: reduced.states})
+        norm = global_norm(means, layout.gradient_shardings)
+        if sent is not None:
+            norm = jnp.where(sent.frozen[0], jnp.sqrt(jnp.mean(jnp.square(sent.norm))), norm)
+        wire_bytes = gradient_exchange.wire_bytes_at(update_count)
+        metrics = {"residual_norm": reduction.residual_norm, "wire_bytes": wire_bytes}
+        return ExchangeResult(means, norm, norm, metrics, {REDUCE: reduction.states})
 
     return exchange
 
 
-def none_yet(gradients: Params, state: TrainState) -> Exchanged:
-    """The `Exchange` of replicas that train alone, which sends no gradients.
+def no_exchange(gradients: Params, state: TrainState) -> ExchangeResult:
+    """Return the gradients unchanged: the `Exchange` of replicas that train alone, which sends no gradients.
 
-    The norm by which all replicas judge a step is the root of the mean square of their gradients' norms.
+    The `norm` of the result is the root mean square of the norms of the replicas' gradients.
     """
-    norms = jax.vmap(optax.tree.norm)(gradients)
-    return Exchanged(gradients, jnp.sqrt(jnp.mean(jnp.square(norms))), norms, {}, {})
+    replica_norms = jax.vmap(optax.tree.norm)(gradients)
+    return ExchangeResult(gradients, jnp.sqrt(jnp.mean(jnp.square(replica_norms))), replica_norms, {}, {})
 
 
-def describe_codec(stage: GradientExchange, optimizer: Optimizer) -> list[str]:
-    """Lines for the user on a codec, before the first step."""
-    lines, codec, (last_change, _) = [], stage.codec, stage.codec.timetable[-1]
-    if last_change:
-        lines.append(f"reduce {codec}: more bytes are sent in each step before step {last_change}")
-    if codec.late and codec.feedback and (momentum := optimizer.momentum_after()):
-        name, decay = momentum
-        lines.append(
+def describe_codec(gradient_exchange: GradientExchange, optimizer: Optimizer) -> list[str]:
+    """Return lines for the user on a codec, to print before the first step."""
+    codec, later_lines = gradient_exchange.codec, []
+    last_phase_start, _ = codec.timetable[-1]
+    if last_phase_start:
+        later_lines.append(f"reduce {codec}: more bytes are sent in each step before step {last_phase_start}")
+    if codec.late and codec.feedback and (name_and_decay := optimizer.momentum_after()):
+        name, decay = name_and_decay
+        later_lines.append(
             f"reduce {codec} with {optimizer.name}, {name} {decay:g}: this momentum repeats gradients that arrive many "
             f"steps late, which costs loss (0.2 nats of 2.3 in 400 steps at 1 %); take {name} 0, or codec dgc, which "
             "has SGD's momentum built in"
         )
-    small_text = f"; {len(stage.plain)} of {len(stage.leaves)} gradients are small and sent as float32"
+    plain_count, leaf_count = len(gradient_exchange.plain), len(gradient_exchange.leaves)
+    small_text = f"; {plain_count} of {leaf_count} gradients are small and sent as float32" if plain_count else ""
+    wire_bytes, ratio = gradient_exchange.wire_bytes, gradient_exchange.exact_bytes / gradient_exchange.wire_bytes
     return [
-        f"reduce {codec}: {bytes_at_least(stage.wire_bytes)} per device and step over {stage.axis}, "
-        f"{stage.exact_bytes / stage.wire_bytes:.1f} times fewer than float32{small_text * bool(stage.plain)}",
-        *lines,
+        f"reduce {codec}: {bytes_at_least(wire_bytes)} per device and step over {gradient_exchange.axis}, "
+        f"{ratio:.1f} times fewer than float32{small_text}",
+        *later_lines,
     ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CodecResiduals:
-    """The extra of a codec: its state for each gradient, by the gradient's name.
+    """The `StateExtra` of a codec: the codec's states for each gradient, by the gradient's name.
 
     Args:
-        stage: the exchange of gradients by the codec.
+        gradient_exchange: the exchange of gradients by the codec.
         optimizer: the experiment's optimizer.
-        each_step: whether the codec runs in every step; if not, it runs when DiLoCo's replicas meet.
+        is_used_in_every_step: whether the codec runs in every step; if not, it runs when DiLoCo's replicas meet.
+        name: key of this extra in `TrainState.extra`.
+        label: name of this extra in tables of memory.
     """
 
-    stage: GradientExchange
+    gradient_exchange: GradientExchange
     optimizer: Optimizer
-    each_step: bool = True
+    is_used_in_every_step: bool = True
     name: str = dataclasses.field(default=REDUCE, init=False)
     label: str = dataclasses.field(default="residuals", init=False)
 
-    def placed(self, layout: Layout) -> Layout:
-        """As in `StateExtra`."""
-        return layout.with_extra(self.name, self.stage.abstract())
+    def add_to_layout(self, layout: Layout) -> Layout:
+        """Return the layout of a train state with the codec's states, given the layout without them."""
+        return layout.with_extra(self.name, self.gradient_exchange.abstract())
 
     def init(self, state: TrainState) -> CodecStates:
-        """As in `StateExtra`."""
-        return self.stage.init()
+        """Return the codec's states before the first step."""
+        return self.gradient_exchange.init()
 
-    def saved(self, state: TrainState) -> TrainState:
-        """As in `StateExtra`: the states of every replica, and the states of a single replica in place of all."""
+    def to_saved(self, state: TrainState) -> TrainState:
+        """Return the train state for a checkpoint, with the states of all replicas and the states merged into one."""
         states = state.extra[self.name]
-        return _with(state, self.name, {ALL: states, ONE: self.stage.merge(states)})
+        return _with_extra(state, self.name, {ALL_REPLICAS: states, ONE_REPLICA: self.gradient_exchange.merge(states)})
 
-    def saved_abstract(self, abstract: TrainState) -> TrainState:
-        """As in `StateExtra`."""
-        return _with(abstract, self.name, {ALL: self.stage.abstract(), ONE: self.stage.abstract(merged=True)})
+    def to_saved_abstract(self, abstract: TrainState) -> TrainState:
+        """Return the shapes, dtypes and placements of the train state that `to_saved` returns."""
+        abstract_states = self.gradient_exchange.abstract()
+        abstract_merged = self.gradient_exchange.abstract(merged=True)
+        return _with_extra(abstract, self.name, {ALL_REPLICAS: abstract_states, ONE_REPLICA: abstract_merged})
 
-    def loaded(self, state: TrainState) -> TrainState:
-        """As in `StateExtra`.
+    def from_saved(self, state: TrainState) -> TrainState:
+        """Return the train state of a step, from the one that a checkpoint holds.
 
-        If the number of replicas has changed, each starts from the saved state of a single replica. An array that is
-        missing there too starts from its initial value.
+        If the number of replicas has changed, each replica starts from the merged states. An array that the merged
+        states lack starts from its initial value.
         """
-        stage, states, one_replica = self.stage, state.extra[self.name][ALL], state.extra[self.name][ONE]
-        if not lacks(states):
-            return _with(state, self.name, states)
-        merged = {name: {key: x for key, x in arrays.items() if x is not None} for name, arrays in one_replica.items()}
-        spread_states = jax.jit(stage.spread, out_shardings=stage.shardings())(merged)
+        saved_states, saved_merged = state.extra[self.name][ALL_REPLICAS], state.extra[self.name][ONE_REPLICA]
+        if not lacks(saved_states):
+            return _with_extra(state, self.name, saved_states)
+        merged = {
+            name: {key: array for key, array in arrays.items() if array is not None}
+            for name, arrays in saved_merged.items()
+        }
+        shardings = self.gradient_exchange.shardings()
+        spread_states = jax.jit(self.gradient_exchange.spread, out_shardings=shardings)(merged)
         states = {
             name: {key: spread_states[name][key] if array is None else array for key, array in arrays.items()}
-            for name, arrays in states.items()
+            for name, arrays in saved_states.items()
         }
-        return _with(state, self.name, states)
+        return _with_extra(state, self.name, states)
 
-    def parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
-        """As in `StateExtra`: a residual is taken apart like its parameter, behind the dim of replicas.
+    def checkpoint_parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
+        """Return the `Part` of each state: a residual becomes the same arrays as its parameter, one set per replica.
 
-        Arrays of one name must have one shape. So an array whose shape is not its gradient's has the codec and a hash
-        of the shards in its name too.
+        Arrays with the same name must have the same shape. So a state whose shape is not that of its gradient also has
+        the codec and a hash of the gradient's shards in its name.
         """
-        stage = self.stage
+        gradient_exchange = self.gradient_exchange
 
-        def part(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Part:
-            group, name, key = (entry.key for entry in path)  # group: ONE or ALL
-            replica_prefix = f"of_{stage.replicas}" if group == ALL else ONE
+        def part_of(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> Part:
+            group, name, key = (entry.key for entry in path)  # group: ONE_REPLICA or ALL_REPLICAS
+            has_replicas = group == ALL_REPLICAS
+            replica_prefix = f"of_{gradient_exchange.replicas}" if has_replicas else ONE_REPLICA
             if key == RESIDUAL:
                 prefix = f"{self.name}/{replica_prefix}/{key}/{name}"
-                return naming.behind_replicas(group == ALL, leaf, lambda one: naming.of_param(prefix, (), name, one))
-            gradient_leaf = stage.leaves[name]
-            fields = ", ".join(
+                return naming.with_replica_dim(
+                    has_replicas, leaf, lambda replica_leaf: naming.part_of_param(prefix, (), name, replica_leaf)
+                )
+            gradient_leaf = gradient_exchange.leaves[name]
+            fields_text = ", ".join(
                 f"{field.name}={getattr(gradient_leaf, field.name)!r}" for field in dataclasses.fields(gradient_leaf)
             )
-            # checkpoints hold the hash: a class may get another name, and this text keeps its own
-            facts = f"({str(stage.codec)!r}, Leaf({fields}), {tuple(stage.mesh.shape.items())[1:]!r})"
-            return plain(
-                f"{self.name}/{replica_prefix}/{stage.codec} {zlib.crc32(facts.encode()):08x}/{key}/{name}", leaf
-            )
+            # checkpoints contain a hash of this text, so it contains `Leaf`, although the class has another name now
+            mesh_sizes = tuple(gradient_exchange.mesh.shape.items())[1:]
+            hashed_text = f"({str(gradient_exchange.codec)!r}, Leaf({fields_text}), {mesh_sizes!r})"
+            codec_text = f"{gradient_exchange.codec} {zlib.crc32(hashed_text.encode()):08x}"
+            return part_of_whole(f"{self.name}/{replica_prefix}/{codec_text}/{key}/{name}", leaf)
 
-        return jax.tree_util.tree_map_with_path(part, abstract.extra[self.name])
+        return jax.tree_util.tree_map_with_path(part_of, abstract.extra[self.name])
 
-    def notes(self, names: Container[str], wanted: Iterable[str]) -> str:
-        """As in `StateExtra`."""
-        wanted_words = [name.split("/") for name in wanted if name.startswith(f"{self.name}/")]
-        missing_words = [words for words in wanted_words if "/".join(words) not in names]
-        if not any(words[1] != ONE for words in missing_words):
+    def note_on_missing(self, saved_names: Container[str], step_names: Iterable[str]) -> str:
+        """Return a note for the user on states that a checkpoint lacks; empty if it lacks none that matters.
+
+        Args:
+            saved_names: names of the arrays in the checkpoint.
+            step_names: names of the arrays that the step restores.
+        """
+        step_words = [name.split("/") for name in step_names if name.startswith(f"{self.name}/")]
+        missing_words = [words for words in step_words if "/".join(words) not in saved_names]
+        if not any(words[1] != ONE_REPLICA for words in missing_words):
             return ""
-        lost_states = {words[2].split(" ")[0] for words in missing_words if words[1] == ONE} - {RESIDUAL}
-        if any(words[1:3] == [ONE, RESIDUAL] for words in missing_words):
-            return f"; it has no state of reduce {self.stage.codec}, which starts from its initial value"
+        codec_text = f"reduce {self.gradient_exchange.codec}"
+        lost_states = {words[2].split(" ")[0] for words in missing_words if words[1] == ONE_REPLICA} - {RESIDUAL}
+        if any(words[1:3] == [ONE_REPLICA, RESIDUAL] for words in missing_words):
+            return f"; it has no state of {codec_text}, which starts from its initial value"
         lacks_residuals = any(words[2] == RESIDUAL for words in missing_words)
         note = "; each replica starts from the mean of the saved residuals" * lacks_residuals
-        return note + f"; other state of reduce {self.stage.codec} starts from its initial value" * bool(lost_states)
+        return note + f"; other state of {codec_text} starts from its initial value" * bool(lost_states)
 
     def describe(self) -> list[str]:
-        """As in `StateExtra`; `Replicas.describe` covers a codec that runs when replicas meet."""
-        return describe_codec(self.stage, self.optimizer) if self.each_step else []
+        """Return lines for the user on a codec that runs in every step; `Replicas.describe` describes any other."""
+        return describe_codec(self.gradient_exchange, self.optimizer) if self.is_used_in_every_step else []
 
     def check(self, program: CompiledProgram) -> None:
-        """As in `StateExtra`: compare what is sent over the codec's axis."""
-        if self.each_step:
-            stage, slices = self.stage, program.slices
-            check_codec(
-                stage, bytes_over(program.collectives, stage.axis, stage.replicas, slices=slices), slices=slices
-            )
+        """Compare the bytes that the compiled step sends over the codec's axis with those that the codec computes."""
+        if self.is_used_in_every_step:
+            axis, replica_count = self.gradient_exchange.axis, self.gradient_exchange.replicas
+            sent_bytes = bytes_over(program.collectives, axis, replica_count, slices=program.slices)
+            check_codec(self.gradient_exchange, sent_bytes, slices=program.slices)
 
 
-def _with(state: TrainState, name: str, value: PyTree) -> TrainState:
-    """The state with another value of one extra."""
+def _with_extra(state: TrainState, name: str, value: PyTree) -> TrainState:
+    """Return a train state in which the extra of this name has another value."""
     return dataclasses.replace(state, extra={**state.extra, name: value})

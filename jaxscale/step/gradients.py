@@ -1,8 +1,8 @@
 """Gradients: the loss of a global batch and its gradients, computed as the plan specifies.
 
 Loss and gradients are means over all targets of the global batch, whatever the mesh, the packing and the number of
-microbatches: every part gives sums, which are divided once. ZeRO is expressed by sharding constraints in Auto mode, in
-the form that XLA turns into the collectives one expects (`sharding/zero.py` has the table).
+microbatches: sums are computed over parts of the batch, added, and divided once. ZeRO is expressed by sharding
+constraints in Auto mode, which XLA turns into the collectives that the table in `sharding/zero.py` implies.
 """
 
 import dataclasses
@@ -30,39 +30,43 @@ Sums = TypeVar("Sums")
 
 @runtime_checkable
 class Objective(Protocol):
-    """The loss of a model under a plan, with methods for its gradients and for its sums: `Whole` or `Pipelined`."""
+    """The loss of a model under a plan, with methods that compute its gradients and its sums: `Whole` or `Pipelined`.
+
+    Attributes:
+        planned: the model under its plan.
+    """
 
     planned: PlannedModel
 
     @property
     def stage_depth(self) -> int | None:
-        """Number of blocks in a pipeline's stage; `None` without a pipeline, when a device runs all blocks."""
+        """Number of blocks in a stage of a pipeline; `None` without a pipeline, where each device runs all blocks."""
         ...
 
     @property
-    def stages_here(self) -> int:
-        """Number of stages of a pipeline that one device runs; 1 without a pipeline."""
+    def stages_per_device(self) -> int:
+        """Number of a pipeline's stages that one device runs; 1 without a pipeline."""
         ...
 
     def gradients(self, state: TrainState, batch: Batch) -> LossAndGradients:
-        """Loss and gradients of a global batch; the gradients are float32 means over its targets."""
+        """Return the loss and the gradients of a global batch; the gradients are float32 means over its targets."""
         ...
 
-    def gradients_apart(self, state: TrainState, batch: Batch, weights: Params | None = None) -> LossAndGradients:
-        """Loss and gradients of a global batch, with each replica's own gradients along a first dim.
+    def gradients_by_replica(self, state: TrainState, batch: Batch, weights: Params | None = None) -> LossAndGradients:
+        """Return the loss of a global batch, and each replica's own gradients along a first dim.
 
-        The mean over that dim is the gradient of the global batch. No array as large as a parameter is sent over the
-        replica axis.
+        The mean of the gradients over the first dim is the gradient of the global batch. No array as large as a
+        parameter is sent over the replica axis.
 
         Args:
             state: the train state.
             batch: the global batch.
-            weights: float32 weights of each replica along a first dim; by default all replicas use the state's.
+            weights: float32 weights of each replica along a first dim; `None` if all replicas use those of `state`.
         """
         ...
 
     def sums(self, score: Callable[[nnx.Module, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
-        """Score all microbatches, one by one so that memory is no more than in training, and return the sum.
+        """Apply a score to the microbatches one by one, so that memory is no more than in training; return the sum.
 
         Args:
             score: function from the module and a microbatch to a tree of sums.
@@ -71,12 +75,12 @@ class Objective(Protocol):
         """
         ...
 
-    def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
-        """The objective of one microbatch, from float32 masters on the device: a function to trace, not to run.
+    def loss_of_masters(self, params: Params, model_state: Params, batch: Batch, key: Key, examples: Array) -> Array:
+        """Return the objective of one microbatch, from float32 masters on the device: a function to trace, not to run.
 
         Args:
             params: float32 master weights.
-            rest: the model's other state.
+            model_state: the model's other state.
             batch: one microbatch.
             key: key of the step.
             examples: index of every row in the global batch.
@@ -85,7 +89,7 @@ class Objective(Protocol):
 
 
 def evaluate(objective: Objective, state: TrainState, batch: Batch) -> Loss:
-    """Sums of the loss of a batch, without dropout or other randomness."""
+    """Return the sums of the loss over a batch, without dropout or other randomness."""
     planned = objective.planned
 
     def score(module: nnx.Module, microbatch: Batch) -> Loss:
@@ -96,7 +100,7 @@ def evaluate(objective: Objective, state: TrainState, batch: Batch) -> Loss:
 
 
 def accuracy(objective: Objective, state: TrainState, batch: Batch) -> tuple[Array, Array]:
-    """Numbers of correct targets and of all targets in a batch, for a model that has `accuracy`: a classifier."""
+    """Return the numbers of correct targets and of all targets in a batch; the model must have `accuracy`."""
     planned = objective.planned
     count_correct = getattr(planned.experiment.model, "accuracy", None)
     assert count_correct is not None
@@ -105,149 +109,182 @@ def accuracy(objective: Objective, state: TrainState, batch: Batch) -> tuple[Arr
 
 @dataclasses.dataclass(eq=False)
 class Whole:
-    """The objective of a model that every device computes from end to end, `value_and_grad` of its loss.
+    """The objective of a model that every device computes from end to end; its gradients are those of `jax.grad`.
 
     Args:
         planned: the model under its plan.
+        stage_depth: `None`, because there is no pipeline.
+        stages_per_device: 1, because there is no pipeline.
     """
 
     planned: PlannedModel
     stage_depth: None = dataclasses.field(default=None, init=False)
-    stages_here: int = dataclasses.field(default=1, init=False)
+    stages_per_device: int = dataclasses.field(default=1, init=False)
 
     def gradients(self, state: TrainState, batch: Batch) -> LossAndGradients:
-        """As in `Objective`."""
+        """Return the loss and the gradients of a global batch; the gradients are float32 means over its targets."""
         with self.planned.tracing():
             weights, params_of = self.planned.differentiated(state.params)
             key, examples = self.planned.key(state), self.planned.examples(batch)
             return self._gradients(weights, params_of, state.rest, batch, key, examples)
 
-    def gradients_apart(self, state: TrainState, batch: Batch, weights: Params | None = None) -> LossAndGradients:
-        """As in `Objective`: the replica axis is manual here, and the compiler handles all other axes."""
-        planned, replicas = self.planned, self.planned.layout.mesh.shape[REPLICA_AXIS]
-        whole, by_replica = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+    def gradients_by_replica(self, state: TrainState, batch: Batch, weights: Params | None = None) -> LossAndGradients:
+        """Return the loss of a global batch, and each replica's own gradients along a first dim.
 
-        def body(copies: PyTree, rest: Params, batch: Batch, key: Key, examples: Array) -> LossAndGradients:
+        The replica axis is manual here, and the compiler handles all other axes.
+
+        Args:
+            state: the train state.
+            batch: the global batch.
+            weights: float32 weights of each replica along a first dim; `None` if all replicas use those of `state`.
+        """
+        planned, replica_count = self.planned, self.planned.layout.mesh.shape[REPLICA_AXIS]
+        whole_spec, replica_spec = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+
+        def replica_gradients(
+            weight_arrays: PyTree, model_state: Params, batch: Batch, key: Key, examples: Array
+        ) -> LossAndGradients:
+            """Return the loss of the global batch, and this replica's gradients with a first dim of 1.
+
+            `weight_arrays` are (masters, copies) that all replicas share, or copies of this replica's own weights.
+            """
             if weights is None:
-                leaves, params_of = planned.differentiated(*copies, is_manual=True)
+                leaves, params_of = planned.differentiated(*weight_arrays, is_manual=True)
             else:
-                leaves, params_of = jax.tree.map(lambda weight: weight[0], copies), unchanged
-            loss, gradients, rest = self._gradients(leaves, params_of, rest, batch, key, examples, replicas)
-            loss = jax.tree.map(lambda local_sum: jax.lax.psum(local_sum, REPLICA_AXIS), loss)
-            return loss, jax.tree.map(lambda g: g[None], gradients), rest
+                leaves, params_of = jax.tree.map(lambda weight: weight[0], weight_arrays), unchanged
+            local_loss, gradients, new_model_state = self._gradients(
+                leaves, params_of, model_state, batch, key, examples, replica_count
+            )
+            loss = jax.tree.map(lambda local_sum: jax.lax.psum(local_sum, REPLICA_AXIS), local_loss)
+            return loss, jax.tree.map(lambda g: g[None], gradients), new_model_state
 
         with planned.tracing():
             if weights is None:
-                copies, copies_spec = (state.params, planned.copies(to_device(state.params))), whole
+                weight_arrays, weight_spec = (state.params, planned.copies(to_device(state.params))), whole_spec
             else:
-                copies, copies_spec = jax.vmap(planned.copies, spmd_axis_name=REPLICA_AXIS)(weights), by_replica
-            inputs, outputs = (copies_spec, whole, by_replica, whole, by_replica), (whole, by_replica, whole)
-            return planned.mapped(body, (REPLICA_AXIS,), inputs, outputs)(
-                copies, state.rest, dict(batch), planned.key(state), planned.examples(batch)
+                weight_arrays = jax.vmap(planned.copies, spmd_axis_name=REPLICA_AXIS)(weights)
+                weight_spec = replica_spec
+            input_specs = (weight_spec, whole_spec, replica_spec, whole_spec, replica_spec)
+            output_specs = (whole_spec, replica_spec, whole_spec)
+            return planned.mapped(replica_gradients, (REPLICA_AXIS,), input_specs, output_specs)(
+                weight_arrays, state.rest, dict(batch), planned.key(state), planned.examples(batch)
             )
 
     def _gradients(
         self,
         weights: Params,
         params_of: FromWeights,
-        rest: Params,
+        model_state: Params,
         batch: Batch,
         key: Key,
         examples: Array,
-        replicas: int = 1,
+        replica_count: int = 1,
     ) -> LossAndGradients:
-        """Loss and gradients of a global batch, or of one replica's rows in a region that is manual over replicas.
+        """Return the loss and the gradients of a global batch, or of one replica's rows in a manual region.
 
         Args:
             weights: the differentiated leaves.
-            params_of: function from them to the module's parameters.
-            rest: the model's other state.
+            params_of: function from the differentiated leaves to the module's parameters.
+            model_state: the model's other state.
             batch: rows of the global batch, or of the replica.
             key: key of the step.
             examples: index of every row in the global batch.
-            replicas: number of replicas in a manual region; 1 outside of one.
+            replica_count: number of replicas inside a region that is manual over replicas; 1 outside of such a region.
         """
-        planned, is_manual = self.planned, replicas > 1
+        planned, is_manual = self.planned, replica_count > 1
 
         def objective(
-            weights: Params, rest: Params, batch: Batch, context: Context
+            weights: Params, model_state: Params, batch: Batch, context: Context
         ) -> tuple[Array, tuple[Loss, Params]]:
-            return self._loss(params_of(weights), rest, batch, context, replicas)
+            """Return the number to differentiate, and (sums of the loss, the model's other state) as its auxiliary."""
+            return self._loss(params_of(weights), model_state, batch, context, replica_count)
 
-        grad = jax.value_and_grad(objective, has_aux=True)
+        value_and_gradients = jax.value_and_grad(objective, has_aux=True)
 
-        def of_microbatch(rest: Params, batch: Batch, examples: Array) -> LossAndGradients:
-            (_, (loss, rest)), gradients = grad(weights, rest, batch, planned.context(key, examples))
-            return loss, planned.placed(gradients, is_manual=is_manual), rest
+        def microbatch_gradients(model_state: Params, batch: Batch, examples: Array) -> LossAndGradients:
+            """Return the loss and the gradients of one microbatch, and the model's other state after it."""
+            context = planned.context(key, examples)
+            (_, (loss, new_model_state)), gradients = value_and_gradients(weights, model_state, batch, context)
+            return loss, planned.place_gradients(gradients, is_manual=is_manual), new_model_state
 
         if planned.plan.microbatches == 1:
-            return of_microbatch(rest, batch, examples)
+            return microbatch_gradients(model_state, batch, examples)
 
-        def add(carry: LossAndGradients, microbatch: tuple[Batch, Array]) -> tuple[LossAndGradients, None]:
-            loss, gradients, rest = of_microbatch(carry[2], *microbatch)
-            return (*jax.tree.map(jnp.add, (carry[0], carry[1]), (loss, gradients)), rest), None
+        def add_microbatch(carry: LossAndGradients, microbatch: tuple[Batch, Array]) -> tuple[LossAndGradients, None]:
+            """Add the loss and the gradients of one microbatch to those of the earlier ones: a body for `lax.scan`."""
+            loss_sums, gradient_sums, model_state = carry
+            loss, gradients, new_model_state = microbatch_gradients(model_state, *microbatch)
+            return (*jax.tree.map(jnp.add, (loss_sums, gradient_sums), (loss, gradients)), new_model_state), None
 
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), planned.pure_model.params)
-        first_sums = (Loss(jnp.zeros(()), jnp.zeros(())), planned.placed(zeros, is_manual=is_manual), rest)
-        stacked_microbatches = microbatches((dict(batch), examples), parts=planned.plan.microbatches)
-        (loss, gradients, rest), _ = jax.lax.scan(add, first_sums, stacked_microbatches)
-        scale = 1.0 / _divisor(loss.weight, replicas)
-        return loss, jax.tree.map(lambda g: g * scale, gradients), rest
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), planned.pure_model.abstract_params)
+        zero_sums = (
+            Loss(jnp.zeros(()), jnp.zeros(())),
+            planned.place_gradients(zeros, is_manual=is_manual),
+            model_state,
+        )
+        stacked_microbatches = microbatches((dict(batch), examples), count=planned.plan.microbatches)
+        (loss, gradient_sums, new_model_state), _ = jax.lax.scan(add_microbatch, zero_sums, stacked_microbatches)
+        scale = 1.0 / _divisor(loss.weight, replica_count)
+        return loss, jax.tree.map(lambda g: g * scale, gradient_sums), new_model_state
 
     def _loss(
-        self, params: Params, rest: Params, batch: Batch, context: Context, replicas: int = 1
+        self, params: Params, model_state: Params, batch: Batch, context: Context, replica_count: int = 1
     ) -> tuple[Array, tuple[Loss, Params]]:
-        """The loss to differentiate: the mean if the batch is one microbatch, otherwise the sum of one of several.
+        """Return the objective of a microbatch: its mean loss if it is the whole batch, otherwise its summed loss.
 
         Returns:
-            The objective to differentiate, and with it the sums of the loss and the model's other state.
+            The number to differentiate, and a pair of the sums of the loss and the model's other state.
         """
-        module = self.planned.pure_model.module(params, rest)
+        module = self.planned.pure_model.module(params, model_state)
         loss = self.planned.loss(module, batch, context)
         objective = loss.total + loss.penalty
         if self.planned.plan.microbatches == 1:
-            objective = objective / _divisor(jax.lax.stop_gradient(loss.weight), replicas)
-        return objective, (Loss(loss.total, loss.weight), self.planned.pure_model.rest_of(module))
+            objective = objective / _divisor(jax.lax.stop_gradient(loss.weight), replica_count)
+        return objective, (Loss(loss.total, loss.weight), self.planned.pure_model.model_state_of(module))
 
-    def loss_of_masters(self, params: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
-        """As in `Objective`. Under a codec or DiLoCo, whose replicas have their own gradients, the loss of one."""
+    def loss_of_masters(self, params: Params, model_state: Params, batch: Batch, key: Key, examples: Array) -> Array:
+        """Return the objective of one microbatch, from float32 masters on the device: a function to trace, not to run.
+
+        Under a codec or DiLoCo, where each replica has its own gradients, it is the objective of one replica's rows.
+        """
         planned = self.planned
         copies = planned.copies(params)
         if not isinstance(planned.plan.reduce, NamedCodec) and planned.plan.diloco is None:
-            return self._loss(copies, rest, batch, planned.context(key, examples))[0]
-        whole, by_replica = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+            return self._loss(copies, model_state, batch, planned.context(key, examples))[0]
+        whole_spec, replica_spec = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
 
-        def body(copies: Params, rest: Params, batch: Batch, key: Key, examples: Array) -> Array:
-            replicas = planned.layout.mesh.shape[REPLICA_AXIS]
-            return self._loss(copies, rest, batch, planned.context(key, examples), replicas)[0]
+        def replica_objective(copies: Params, model_state: Params, batch: Batch, key: Key, examples: Array) -> Array:
+            replica_count = planned.layout.mesh.shape[REPLICA_AXIS]
+            return self._loss(copies, model_state, batch, planned.context(key, examples), replica_count)[0]
 
-        return planned.mapped(body, (REPLICA_AXIS,), (whole, whole, by_replica, whole, by_replica), whole)(
-            copies, rest, dict(batch), key, examples
+        input_specs = (whole_spec, whole_spec, replica_spec, whole_spec, replica_spec)
+        return planned.mapped(replica_objective, (REPLICA_AXIS,), input_specs, whole_spec)(
+            copies, model_state, dict(batch), key, examples
         )
 
     def sums(self, score: Callable[[nnx.Module, Batch], Sums], state: TrainState, batch: Batch) -> Sums:
-        """As in `Objective`."""
+        """Apply a score to the microbatches one by one, and return the sum."""
         planned = self.planned
         with planned.tracing(is_forward_only=True):
             weights, params_of = planned.differentiated(state.params)
             params = params_of(weights)
 
-            def of_microbatch(batch: Batch) -> Sums:
-                return score(planned.pure_model.module(params, state.rest), batch)
+            def score_microbatch(microbatch: Batch) -> Sums:
+                return score(planned.pure_model.module(params, state.rest), microbatch)
 
             if planned.plan.microbatches == 1:
-                return of_microbatch(batch)
-            stacked_microbatches = microbatches(dict(batch), parts=planned.plan.microbatches)
-            return jax.tree.map(lambda sums: sums.sum(0), jax.lax.map(of_microbatch, stacked_microbatches))
+                return score_microbatch(batch)
+            stacked_microbatches = microbatches(dict(batch), count=planned.plan.microbatches)
+            return jax.tree.map(lambda sums: sums.sum(0), jax.lax.map(score_microbatch, stacked_microbatches))
 
 
-def _divisor(weight: Float[Array, ""], replicas: int) -> Float[Array, ""]:
-    """The divisor of a replica's sums with which the mean over replicas is the mean over all targets.
+def _divisor(weight: Float[Array, ""], replica_count: int) -> Float[Array, ""]:
+    """Return the divisor that turns a replica's sums into values whose mean over replicas is the mean over all targets.
 
     Replicas may have different numbers of targets.
 
     Args:
         weight: number of targets, or their summed weights; in a manual region, of one replica alone.
-        replicas: number of replicas in a manual region; 1 outside of one.
+        replica_count: number of replicas inside a region that is manual over replicas; 1 outside of such a region.
     """
-    return positive(weight) if replicas == 1 else positive(jax.lax.psum(weight, REPLICA_AXIS)) / replicas
+    return positive(weight) if replica_count == 1 else positive(jax.lax.psum(weight, REPLICA_AXIS)) / replica_count

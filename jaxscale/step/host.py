@@ -18,7 +18,7 @@ from jaxscale.offload.updates import Advance, update_in_slices, update_on_device
 from jaxscale.offload.weights import Streamed, belongs_to_block
 from jaxscale.programs.elementwise import first_mixing
 from jaxscale.recipe.plan import Plan
-from jaxscale.sharding.memory_space import COPY, rehearses
+from jaxscale.sharding.memory_space import HOST_BYTES_FACTOR, is_rehearsal
 from jaxscale.state.layout import Layout, device_of, local_bytes
 from jaxscale.step.update import Update
 from jaxscale.trees import path_name
@@ -27,45 +27,50 @@ from jaxscale.values.byte_sizes import bytes_text
 
 
 def check_host_size(layout: Layout, host_bytes: int | None, activation_bytes: int = 0) -> None:
-    """Refuse to put more on this process's host than it holds, before anything is allocated.
+    """Refuse a plan that puts more bytes on this process's host than it has, before anything is allocated.
 
     State on the host counts twice, because a checkpoint copies it, and XLA may not update it in place.
 
     Args:
-        layout: layout of the train state; nothing is checked for devices that are only described.
+        layout: layout of the train state. If its devices are only described, nothing is checked.
         host_bytes: bytes of main memory of the host; `None` if unknown.
         activation_bytes: bytes of activations that each device keeps on the host for the backward pass.
 
     Raises:
         UserError: the host has too little memory.
     """
-    plan, bytes_per_device = layout.plan, COPY * local_bytes(layout.abstract, host=True) + activation_bytes
+    plan, bytes_per_device = (
+        layout.plan,
+        HOST_BYTES_FACTOR * local_bytes(layout.abstract, is_on_host=True) + activation_bytes,
+    )
     if not bytes_per_device or host_bytes is None or isinstance(layout.mesh, AbstractMesh):
         return
     local_devices = jax.local_devices()
-    count = sum(device in local_devices for device in layout.mesh.devices.flat)
-    if bytes_per_device * count > host_bytes:
+    device_count = sum(device in local_devices for device in layout.mesh.devices.flat)
+    if bytes_per_device * device_count > host_bytes:
         requests = [str(plan.offload)] * plan.offload.any + [f"memory {plan.memory}"] * (activation_bytes > 0)
-        twice = " (of the state twice, with the copy of a checkpoint)" if plan.offload.any else ""
+        copy_text = " (the state counts twice, with the copy of a checkpoint)" if plan.offload.any else ""
         raise UserError(
-            f"{', '.join(requests)}: {bytes_text(bytes_per_device)} for each of {count} devices lies on their "
-            f"host{twice}, {bytes_text(bytes_per_device * count)} together, but the host has {bytes_text(host_bytes)}; "
-            "take more hosts, or keep more on the device"
+            f"{', '.join(requests)}: each of {device_count} devices needs {bytes_text(bytes_per_device)} on the "
+            f"host{copy_text}, {bytes_text(bytes_per_device * device_count)} together, but the host has "
+            f"{bytes_text(host_bytes)}; take more hosts, or keep more on the device"
         )
 
 
 def describe(layout: Layout) -> list[str]:
-    """Lines for the user on a plan's offload, before the first step; none if the plan offloads nothing."""
+    """Return lines for the user on a plan's offload, to print before the first step; none without offload."""
     if not layout.plan.offload.any:
         return []
-    lines = [f"{layout.plan.offload}: {bytes_text(local_bytes(layout.abstract, host=True))} per device on the host"]
-    if rehearses([device_of(layout.mesh)]):
+    lines = [
+        f"{layout.plan.offload}: {bytes_text(local_bytes(layout.abstract, is_on_host=True))} per device on the host"
+    ]
+    if is_rehearsal([device_of(layout.mesh)]):
         lines.append("a rehearsal: a CPU has no memory but its host's, so the values are right and nothing is moved")
     return lines
 
 
 def advance_of(plan: Plan, update: Update, layout: Layout) -> Advance:
-    """The optimizer's step under a plan.
+    """Return the function that applies one update of the optimizer, on the device or on the host.
 
     Args:
         plan: the plan, which specifies where weights and optimizer state lie.
@@ -75,62 +80,68 @@ def advance_of(plan: Plan, update: Update, layout: Layout) -> Advance:
     if plan.offload.optimizer_state == "host":
         return update_on_host(update.rule, clip=update.clip)
     if not plan.offload.any:
-        return update.fused or update_on_device(update.whole)
+        return update.fused or update_on_device(update.clipped_rule)
 
-    def placed(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def with_state_sharding(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """Return an abstract parameter with the sharding of its optimizer state."""
         sharding = NamedSharding(layout.mesh, layout.placements[path_name(path)].state)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    params = jax.tree_util.tree_map_with_path(placed, layout.abstract.params)
-    mixes = first_mixing(update.plain, layout.abstract.params) is not None
-    layers = update.layers if mixes else None
-    return update_in_slices(update.rule, params, clip=update.clip, elementwise=update.plain, layers=layers)
+    abstract_params = jax.tree_util.tree_map_with_path(with_state_sharding, layout.abstract.params)
+    is_mixing = first_mixing(update.float32_rule, layout.abstract.params) is not None
+    return update_in_slices(
+        update.rule,
+        abstract_params,
+        clip=update.clip,
+        elementwise=update.float32_rule,
+        layers=update.is_by_layer if is_mixing else None,
+    )
 
 
 def streamed_weights(
-    plan: Plan, params: Params, copies: Params, gradients: Params
+    plan: Plan, params: Params, copies: Params, gradient_shardings: Params
 ) -> tuple[Params, Callable[[Params], Params]]:
-    """The differentiated leaves of weights on the host, and a function from them to the module's parameters.
+    """Return the differentiated leaves of weights on the host, and a function from them to the module's parameters.
 
-    A weight of a block becomes a `Streamed`. If its gradient is to lie on the host, the differentiated leaf is the
-    weight itself; if on the device, the leaf is an array of zeros there, which receives the gradient. All other weights
-    are copied to the device for the step.
+    In the parameters, a weight of a block is a `Streamed`. If the plan puts its gradient on the host, the
+    differentiated leaf is the weight itself. If on the device, the leaf is an array of zeros there, which receives the
+    gradient. All other weights are copied to the device for the step.
 
     Args:
         plan: the plan, which specifies dtypes, and where gradients lie.
         params: the masters, on the host.
         copies: the copy of each weight that a pass on the device reads.
-        gradients: `NamedSharding` of each gradient.
+        gradient_shardings: `NamedSharding` of each gradient.
     """
     map_with_path = jax.tree_util.tree_map_with_path
-    gradients_on_host = plan.offload.gradients == "host"
+    has_host_gradients = plan.offload.gradients == "host"
 
     def differentiated_leaf(path: KeyPath, param: Array, copy: Array, sharding: NamedSharding) -> Array:
         if not belongs_to_block(path_name(path)):
             return copy
         zeros = jnp.zeros(param.shape, param.dtype)
-        return param if gradients_on_host else jax.lax.with_sharding_constraint(zeros, sharding)
+        return param if has_host_gradients else jax.lax.with_sharding_constraint(zeros, sharding)
 
     def params_of(leaves: Params) -> Params:
         def param_of(path: KeyPath, leaf: Array, param: Array) -> Array | Streamed:
             if not belongs_to_block(path_name(path)):
                 return leaf
-            return streamed_weight(plan, leaf) if gradients_on_host else streamed_weight(plan, param, leaf)
+            return streamed_weight(plan, leaf) if has_host_gradients else streamed_weight(plan, param, leaf)
 
         return map_with_path(param_of, leaves, params)
 
-    return map_with_path(differentiated_leaf, params, copies, gradients), params_of
+    return map_with_path(differentiated_leaf, params, copies, gradient_shardings), params_of
 
 
-def streamed_weight(plan: Plan, weight: Array, tie: Array | None = None) -> Streamed:
-    """A weight on the host in the form that a block reads.
+def streamed_weight(plan: Plan, weight: Array, zeros: Array | None = None) -> Streamed:
+    """Return a weight on the host in the form that a block reads.
 
-    The block computes in the dtype of `plan.precision`, and the gradient is summed in that of `plan.reduce`.
+    The block computes in the dtype of `plan.precision`, and the gradient is summed in the dtype of `plan.reduce`.
 
     Args:
         plan: the plan, which specifies the dtypes.
         weight: the float32 weight, on the host.
-        tie: zeros of the weight's shape on the device, which receive the gradient; `None` keeps it on the host.
+        zeros: zeros of the weight's shape on the device, which receive the gradient; `None` keeps it on the host.
     """
-    low = None if plan.precision == "float32" else plan.precision
-    return Streamed(weight, tie, low, plan.reduce == "float32")
+    compute_dtype = None if plan.precision == "float32" else plan.precision
+    return Streamed(weight, zeros, compute_dtype, plan.reduce == "float32")

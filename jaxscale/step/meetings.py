@@ -1,9 +1,9 @@
-"""Meetings: the programs in which DiLoCo's replicas synchronise their weights, after steps that they train alone.
+"""Meetings: the programs in which DiLoCo's replicas synchronize their weights, after steps in which they train alone.
 
-The inner step is one compiled program, checked to send nothing over the replica axis but single numbers: sums of the
-loss and its weight, norms, agreement on a bad step. A meeting is a program of its own for each fragment of the weights
-(a part of them that synchronises at once, `replicas.py`). The host decides after which steps one is due. The last step
-of a run ends with a meeting of all fragments.
+The inner step is one compiled program. A check ensures that it sends only single numbers over the replica axis: sums of
+the loss and its weight, norms, and whether the step is good. The weights are divided into fragments (`replicas.py`),
+and the meeting of each fragment is a program of its own. The host decides after which steps a meeting is due. After the
+last step of a run, all fragments meet.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jaxscale.step.replicas import Replicas
 from jaxscale.typing import Array
 
 Meeting: TypeAlias = Callable[[TrainState], tuple[TrainState, Metrics]]
-"""From the train state to the state after a fragment of the weights is synchronised, and metrics of the meeting."""
+"""A function from the train state to the state after the meeting of a fragment, and the metrics of the meeting."""
 
 
 class Meetings:
@@ -30,57 +30,63 @@ class Meetings:
     Args:
         replicas: the replicas that meet.
         layout: layout of the train state.
-        steps: number of steps of the run.
-        noted: wraps a function so that its trace notes which kernels it takes.
+        step_count: number of steps of the run.
+        recording: function that wraps a meeting, so that a trace of it records the kernels that it uses.
+
+    Attributes:
+        programs: the jitted meeting of each fragment.
     """
 
-    def __init__(self, replicas: Replicas, layout: Layout, steps: int, noted: Callable[[Meeting], Meeting]) -> None:
-        self.replicas, self._layout, self._steps = replicas, layout, steps
+    def __init__(
+        self, replicas: Replicas, layout: Layout, step_count: int, recording: Callable[[Meeting], Meeting]
+    ) -> None:
+        self.replicas, self._layout, self._step_count = replicas, layout, step_count
         self.programs = [
             jax.jit(
-                noted(functools.partial(replicas.meet, fragment)),
+                recording(functools.partial(replicas.meet, fragment_index)),
                 donate_argnums=0,
-                in_shardings=(layout.state,),
-                out_shardings=(layout.state, None),
+                in_shardings=(layout.state_shardings,),
+                out_shardings=(layout.state_shardings, None),
             )
-            for fragment in range(len(replicas.fragments))
+            for fragment_index in range(len(replicas.names_of_fragments))
         ]
-        self._executables: list[jax.stages.Compiled] = []
-        # (step counter of the newest state, its number), so that the number need not be read from the device
-        self._counted: tuple[Array | None, int] = (None, 0)
+        self._executables: list[jax.stages.Compiled] = []  # one for each fragment; empty before `compile`
+        # the newest state's step counter on the device, and its value, so that no step reads it from the device
+        self._newest_counter: Array | None = None
+        self._newest_step = 0
 
     def trace(self) -> list[jax.stages.Traced]:
-        """Trace the program of each fragment of the weights, and return what was traced."""
+        """Trace the program of each fragment, and return the traced programs."""
         return [program.trace(self._layout.abstract) for program in self.programs]
 
     def compile(self) -> None:
-        """Compile a program for each fragment of the weights, and check what each sends."""
-        executables = [traced.lower().compile() for traced in self.trace()]
-        for fragment, executable in enumerate(executables):
+        """Compile the program of each fragment, and check the number of bytes that it sends."""
+        executables, replicas = [traced.lower().compile() for traced in self.trace()], self.replicas
+        for fragment_index, executable in enumerate(executables):
             program = CompiledProgram(self._layout.mesh, executable.as_text)
-            replicas = self.replicas
-            check_meeting(replicas.diloco, replicas.stages[fragment], replicas.wire_bytes(fragment), program)
+            exchange, wire_bytes = replicas.fragment_exchanges[fragment_index], replicas.wire_bytes(fragment_index)
+            check_meeting(replicas.diloco, exchange, wire_bytes, program)
         self._executables = executables
 
-    def number(self, state: TrainState) -> int:
-        """The number of the step that starts from a state; the first step is 1."""
-        counter, number = self._counted
-        return 1 + (number if state.step is counter else int(state.step))
+    def step_after(self, state: TrainState) -> int:
+        """Return which step starts from a state, counted from 1."""
+        return 1 + (self._newest_step if state.step is self._newest_counter else int(state.step))
 
-    def hold(self, number: int, state: TrainState, metrics: Metrics, *, by_jit: bool) -> tuple[TrainState, Metrics]:
-        """Run the meetings that are due, and return the state after them, and metrics with the bytes sent.
+    def run_due(self, step: int, state: TrainState, metrics: Metrics, *, by_jit: bool) -> tuple[TrainState, Metrics]:
+        """Run the meetings that are due; return the state after them, and the metrics with the number of bytes sent.
 
         Args:
-            number: number of the step that has just run.
+            step: the step that has just run, counted from 1.
             state: the state after that step.
             metrics: metrics of that step.
-            by_jit: whether to call `jit`'s own programs instead of the compiled executables.
+            by_jit: whether to call the jitted programs instead of the compiled executables.
         """
-        fragments = range(len(self.programs))
+        programs = self._executables if self._executables and not by_jit else self.programs
+        fragment_indices = range(len(self.programs)) if step == self._step_count else self.replicas.diloco.due(step)
         sent_bytes = 0
-        for fragment in fragments if number == self._steps else self.replicas.diloco.due(number):
-            meet = self._executables[fragment] if self._executables and not by_jit else self.programs[fragment]
-            state, meeting_metrics = meet(state)
-            metrics, sent_bytes = {**metrics, **meeting_metrics}, sent_bytes + self.replicas.wire_bytes(fragment)
-        self._counted = (state.step, number)
+        for fragment_index in fragment_indices:
+            state, meeting_metrics = programs[fragment_index](state)
+            metrics = {**metrics, **meeting_metrics}
+            sent_bytes += self.replicas.wire_bytes(fragment_index)
+        self._newest_counter, self._newest_step = state.step, step
         return state, {**metrics, "wire_bytes": np.float32(sent_bytes)}

@@ -1,7 +1,7 @@
-"""The decision of a plan's memory rule for one step: what each of the model's blocks keeps for its backward pass.
+"""The decision of a plan's memory rule for one step: the values that each block keeps for its backward pass.
 
-The rules `none`, `dots`, `full` and `jax:POLICY` specify this without a look at the blocks. For every other rule the
-blocks are traced first: their values, bytes per device and microbatch, FLOP, and seconds if the chip's rates are known.
+The rules `none`, `dots`, `full` and `jax:POLICY` need no trace of the blocks. Every other rule decides from a trace of
+the blocks: their values, bytes per device and microbatch, FLOP, and seconds if the chip's rates are known.
 """
 
 import dataclasses
@@ -26,17 +26,15 @@ from jaxscale.state.layout import Device
 from jaxscale.step.gradients import Objective
 from jaxscale.values.units import rate, size
 
-REHEARSED = "v5e"
-"""The chip for which offload is planned on a CPU. There it is a rehearsal that moves nothing: all memory is the host's.
-"""
+REHEARSAL_CHIP = "v5e"
+"""The chip for which offload is planned on a CPU, where all memory is the host's and offload moves nothing."""
 
-
-_OF_SEGMENTS = ("sqrt", "periodic", "revolve", "chain")
+_SEGMENT_RULES = ("sqrt", "periodic", "revolve", "chain")
 """Rules that recompute segments of several blocks."""
 
 
 def decide_memory(objective: Objective, devices: Sequence[Device]) -> Decision:
-    """The decision of the plan's memory rule, for the blocks as the step will call them.
+    """Return the decision of the plan's memory rule for the blocks, traced as the step will call them.
 
     Args:
         objective: the objective of the step, built without a treatment of its blocks.
@@ -45,9 +43,9 @@ def decide_memory(objective: Objective, devices: Sequence[Device]) -> Decision:
     Raises:
         UserError: the rule does not fit the model, or its budget is below the least possible.
     """
-    decision, plan = _decided(objective, devices), objective.planned.plan
-    segments = decision.chain is not None or (decision.stack is not None and decision.stack.segment is not None)
-    if plan.offload.weights == "host" and segments:
+    decision, plan = _decide_unchecked(objective, devices), objective.planned.plan
+    has_segments = decision.chain is not None or (decision.stack is not None and decision.stack.segment is not None)
+    if plan.offload.weights == "host" and has_segments:
         raise UserError(
             f"memory {plan.memory} with offload.weights host: segments of several blocks are cut out of the stacked "
             "weights, which would bring all of them to the device at once; take none, dots, full, or save:BYTES with "
@@ -62,79 +60,93 @@ def decide_memory(objective: Objective, devices: Sequence[Device]) -> Decision:
     return decision
 
 
-def _decided(objective: Objective, devices: Sequence[Device]) -> Decision:
-    """The decision of the plan's memory rule, without a check against the rest of the plan."""
-    plan = objective.planned.plan.memory
-    foreign = ModelTraits.of(objective.planned.experiment.model).foreign
-    if plan.rule == "file":
-        decision, calls = read_decision(plan.name), traced_blocks(objective)
-        layers, blocks = sum(call.count for call in calls), tuple(kinds_of(calls))
-        if layers != decision.layers:
+def _decide_unchecked(objective: Objective, devices: Sequence[Device]) -> Decision:
+    """Return the decision of the plan's memory rule, without a check against the other settings of the plan."""
+    memory_plan = objective.planned.plan.memory
+    is_foreign = ModelTraits.of(objective.planned.experiment.model).foreign
+    if memory_plan.rule == "file":
+        decision, calls = read_decision(memory_plan.name), traced_blocks(objective)
+        block_count, block_kinds = sum(call.count for call in calls), tuple(kinds_of(calls))
+        if block_count != decision.layers:
             raise UserError(
-                f"memory {plan}: the file was made for {decision.layers} blocks, but this model has {layers}; make a "
-                "file for this model"
+                f"memory {memory_plan}: the file was made for {decision.layers} blocks, but this model has "
+                f"{block_count}; make a file for this model"
             )
-        if decision.blocks and blocks != decision.blocks:
+        if decision.blocks and block_kinds != decision.blocks:
             raise UserError(
-                f"memory {plan}: the file was made for block {', '.join(decision.blocks)}, but this model has "
-                f"{', '.join(blocks)} (another model, another version of it, or other shapes); make a new file for "
-                "this model"
+                f"memory {memory_plan}: the file was made for block {', '.join(decision.blocks)}, but this model has "
+                f"{', '.join(block_kinds)} (another model, another version of it, or other shapes); make a new file "
+                "for this model"
             )
-        if foreign and decision.chain is not None:
-            raise _no_segments(plan)
+        if is_foreign and decision.chain is not None:
+            raise _segment_error(memory_plan)
         return decision
-    if foreign and plan.rule in _OF_SEGMENTS:
-        raise _no_segments(plan)
+    if is_foreign and memory_plan.rule in _SEGMENT_RULES:
+        raise _segment_error(memory_plan)
     chip = chip_of(devices[0].device_kind, devices[0].platform)
-    if plan.rule == "offload" and chip.kind == "cpu":
-        chip = chips()[REHEARSED]
-    calls, stages = traced_blocks(objective, chip), objective.stages_here
-    if stages == 1 or plan.budget is None:
-        return decide(plan, calls, chip)
+    if memory_plan.rule == "offload" and chip.kind == "cpu":
+        chip = chips()[REHEARSAL_CHIP]
+    calls, stage_count = traced_blocks(objective, chip), objective.stages_per_device
+    if stage_count == 1 or memory_plan.budget is None:
+        return decide(memory_plan, calls, chip)
     # the budget is for all blocks on a device, whose stages are alike; if each stage is recomputed in its backward
-    # pass, only one stage at a time keeps anything
-    keeping_stages = stages if objective.planned.plan.stages_keep == "residuals" else 1
-    of_stage = decide(dataclasses.replace(plan, budget=plan.budget // keeping_stages), calls, chip)
-    device_bytes, on_host = keeping_stages * of_stage.bytes, keeping_stages * of_stage.host_bytes
-    return dataclasses.replace(of_stage, plan=plan, bytes=device_bytes, host_bytes=on_host, flop=stages * of_stage.flop)
+    # pass, only one stage at a time keeps values
+    keeping_stages = stage_count if objective.planned.plan.stages_keep == "residuals" else 1
+    stage_plan = dataclasses.replace(memory_plan, budget=memory_plan.budget // keeping_stages)
+    stage_decision = decide(stage_plan, calls, chip)
+    return dataclasses.replace(
+        stage_decision,
+        plan=memory_plan,
+        bytes=keeping_stages * stage_decision.bytes,
+        host_bytes=keeping_stages * stage_decision.host_bytes,
+        flop=stage_count * stage_decision.flop,
+    )
 
 
-def _no_segments(plan: MemoryPlan) -> UserError:
-    """The error for a rule of segments on a model that is not built of our layers."""
+def _segment_error(memory_plan: MemoryPlan) -> UserError:
+    """Return the error for a rule of segments on a model that is not built of jaxscale's layers."""
     return UserError(
-        f"memory {plan}: this rule recomputes segments of several blocks, and this model's own code calls its blocks "
-        "one by one, possibly with other code between them; take save:BYTES, dots or full, which treat each block by "
-        "itself, or build the model of layers.Stack or layers.Chain"
+        f"memory {memory_plan}: this rule recomputes segments of several blocks, and this model's own code calls its "
+        "blocks one by one, possibly with other code between them; take save:BYTES, dots or full, which treat each "
+        "block by itself, or build the model of layers.Stack or layers.Chain"
     )
 
 
 def traced_blocks(objective: Objective, chip: Chip | None = None) -> tuple[BlockCall, ...]:
-    """The blocks of the model, or of a pipeline's stage, as one microbatch of a train step calls them.
+    """Return the calls of the model's blocks, or of the blocks of one stage, in one microbatch of a train step.
 
     Args:
         objective: the objective of the step.
-        chip: the chip whose rates give the seconds of their operations; `None` leaves the seconds out.
+        chip: the chip, from whose rates the seconds of operations are computed; `None` leaves the seconds out.
     """
-    microbatches = objective.planned.plan.microbatches
-    batch = {
-        name: jax.ShapeDtypeStruct((array.shape[0] // microbatches, *array.shape[1:]), array.dtype)
-        for name, array in batch_shapes(objective.planned.experiment).items()
+    microbatch_count = objective.planned.plan.microbatches
+    microbatch = {
+        name: jax.ShapeDtypeStruct((rows.shape[0] // microbatch_count, *rows.shape[1:]), rows.dtype)
+        for name, rows in batch_shapes(objective.planned.experiment).items()
     }
-    pure_model, row_count = objective.planned.pure_model, next(iter(batch.values())).shape[0]
-    # arguments rather than constants, so that a block is traced as in the step
+    pure_model, row_count = objective.planned.pure_model, next(iter(microbatch.values())).shape[0]
+    # key and indices are arguments rather than constants, so that a block is traced as in the step
     key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(row_count, dtype="int32")))
     with objective.planned.tracing(is_forward_only=True):
-        calls = collect(objective.loss_of_masters, pure_model.whole, pure_model.rest, batch, key, examples, chip=chip)
+        calls = collect(
+            objective.loss_of_masters,
+            pure_model.abstract_module_params,
+            pure_model.abstract_model_state,
+            microbatch,
+            key,
+            examples,
+            chip=chip,
+        )
     depth = objective.stage_depth
     return calls if depth is None else tuple(dataclasses.replace(call, count=depth) for call in calls)
 
 
 def treatment_of(plan: Plan, decision: Decision | None, platform: str) -> Treatment:
-    """How the blocks of a model run under a plan.
+    """Return how the blocks of a model run under a plan.
 
     Args:
         plan: the plan, with its memory rule and number of unrolled layers.
-        decision: what the blocks keep; `None` if the memory rule does not depend on them.
+        decision: the values that the blocks keep; `None` if the memory rule does not depend on the blocks.
         platform: kind of the devices: "cpu", "gpu" or "tpu".
     """
     if decision is None:
@@ -144,27 +156,28 @@ def treatment_of(plan: Plan, decision: Decision | None, platform: str) -> Treatm
     return dataclasses.replace(treatment, held=platform == "cpu" and runs_recomputation_early())
 
 
-def layers_of_groups(decision: Decision | None) -> tuple[int, ...]:
-    """Number of layers in each group of layers that a decision treats alike; () if the stack is one group."""
+def depths_of_groups(decision: Decision | None) -> tuple[int, ...]:
+    """Return the number of layers in each group that a decision treats alike; () if the stack is one group."""
     stack = None if decision is None else decision.stack
     return () if stack is None or len(stack.groups) == 1 else tuple(group.layers for group in stack.groups)
 
 
 def describe_decision(decision: Decision, platform: str = "tpu") -> str:
-    """A decision in one line.
+    """Return a line for the user that describes a decision.
 
     Args:
-        decision: what the blocks keep.
+        decision: the values that the blocks keep.
         platform: kind of the devices: "cpu", "gpu" or "tpu".
 
     Example:
         >>> describe_decision(Decision(MemoryPlan.parse("save:1MiB"), layers=4, bytes=900_000, flop=2_000_000))
         'memory save:1MiB: 879 KiB kept per device and microbatch, 220 KiB a block, 2.00 MFLOP recomputed'
     """
-    rehearsal = ""
+    rehearsal_text = ""
     if platform == "cpu" and decision.plan.rule == "offload":
-        rehearsal = f" (a rehearsal: planned as for a {REHEARSED}; a CPU has no memory beside the host's)"
-    hosted = f", {size(decision.host_bytes)} on the host" if decision.host_bytes else ""
-    kept = f"{size(decision.bytes)} kept per device and microbatch"
-    kept += f", {size(decision.bytes_of_a_block)} a block" if decision.layers else ""
-    return f"memory {decision.plan}: {kept}{hosted}, {rate(decision.flop, 'FLOP')} recomputed{rehearsal}"
+        rehearsal_text = f" (a rehearsal: planned as for a {REHEARSAL_CHIP}; a CPU has no memory beside the host's)"
+    host_text = f", {size(decision.host_bytes)} on the host" if decision.host_bytes else ""
+    device_text = f"{size(decision.bytes)} kept per device and microbatch"
+    device_text += f", {size(decision.bytes_of_a_block)} a block" if decision.layers else ""
+    flop_text = f"{rate(decision.flop, 'FLOP')} recomputed"
+    return f"memory {decision.plan}: {device_text}{host_text}, {flop_text}{rehearsal_text}"

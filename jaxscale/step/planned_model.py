@@ -1,6 +1,6 @@
 """PlannedModel: a model with its plan, which sets placements, blocks, precision and weights while the model is traced.
 
-The modules that compute gradients or score a batch use it (`gradients.py`, `pipelined/`).
+The modules that compute gradients or scores of a batch (`gradients.py`, `pipelined/`) trace the model through it.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ from jaxscale.typing import Array, Batch, Float, Key, Params, PyTree
 
 R = TypeVar("R")
 FromWeights = Callable[[Params], Params]
-"""From the differentiated leaves to the parameters of the module."""
+"""A function from the differentiated leaves to the parameters of the module."""
 Specs: TypeAlias = PyTree[PartitionSpec]
-"""Placements of the leaves of a tree; one placement may stand for all leaves of a subtree."""
+"""A tree of placements; one placement may stand for all leaves of a subtree."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class PlannedModel:
         plan: the plan, with its mesh settled.
         pure_model: the model as pure functions.
         layout: the mesh and every placement.
-        treatment: how blocks run if gradients are taken; `None` leaves them unchanged.
+        treatment: how blocks run in a pass that computes gradients; `None` leaves them unchanged.
     """
 
     experiment: Experiment
@@ -61,9 +61,9 @@ class PlannedModel:
         Args:
             is_forward_only: whether no backward pass follows, so that blocks keep nothing for one.
         """
-        matmul = self.plan.matmul if self.plan.matmul in ("high", "highest") else None
+        precision = self.plan.matmul if self.plan.matmul in ("high", "highest") else None
         with (
-            jax.default_matmul_precision(matmul) if matmul else contextlib.nullcontext(),
+            jax.default_matmul_precision(precision) if precision else contextlib.nullcontext(),
             place.layout(self.layout.mesh, self.layout.rules),
             blocks.treating(self._treatment(is_forward_only)),
         ):
@@ -79,20 +79,23 @@ class PlannedModel:
         has_pipeline = self.plan.pipeline is not None
         return offloading_later(treatment) if has_pipeline and self.plan.stages_keep == "residuals" else treatment
 
-    def mapped(self, body: Callable[..., R], manual: Sequence[str], inputs: Specs, outputs: Specs) -> Callable[..., R]:
+    def mapped(
+        self, body: Callable[..., R], manual_axes: Sequence[str], input_specs: Specs, output_specs: Specs
+    ) -> Callable[..., R]:
         """Return a function that runs `body` on every device, in a region that is manual over some mesh axes.
 
-        In the region `body` computes on this device's shards, and sends along the manual axes by itself. The compiler
-        handles the other axes, and `constrain` places arrays along those only.
+        In the region, `body` computes with this device's shards, and contains all communication along the manual axes.
+        The compiler handles the other axes, and `constrain` places arrays along the other axes only.
 
         Args:
-            body: function of this device's shards. If it receives weights whole, their gradients are not summed over
+            body: function of this device's shards. The gradients of weights that it receives whole are not summed over
                 the manual axes.
-            manual: names of the manual mesh axes.
-            inputs, outputs: placements of the arguments and of the results of `body`, by the manual axes.
+            manual_axes: names of the manual mesh axes.
+            input_specs: placements of the arguments of `body` along the manual axes.
+            output_specs: placements of the results of `body` along the manual axes.
         """
         automatic_axes = {
-            field.name: tuple(axis for axis in getattr(self.layout.rules, field.name) if axis not in manual)
+            field.name: tuple(axis for axis in getattr(self.layout.rules, field.name) if axis not in manual_axes)
             for field in dataclasses.fields(AxisRules)
         }
 
@@ -104,14 +107,14 @@ class PlannedModel:
         return jax.shard_map(
             body_in_layout,
             mesh=self.layout.mesh,
-            in_specs=inputs,
-            out_specs=outputs,
-            axis_names=set(manual),
+            in_specs=input_specs,
+            out_specs=output_specs,
+            axis_names=set(manual_axes),
             check_vma=False,
         )
 
     def context(self, key: Key | None, examples: Array | None = None) -> Context:
-        """The settings of a forward pass.
+        """Return the settings of a forward pass.
 
         Args:
             key: key of the step; `None` if nothing is random.
@@ -128,28 +131,28 @@ class PlannedModel:
         )
 
     def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
-        """Sums of the model's loss."""
+        """Return the sums of the model's loss over a batch."""
         return self.experiment.model.loss(module, batch, context)
 
     def examples(self, batch: Batch) -> Array:
-        """The index of every row of a global batch."""
+        """Return the index of every row of a global batch."""
         return jnp.arange(next(iter(batch.values())).shape[0], dtype=jnp.int32)
 
     def key(self, state: TrainState) -> Key:
-        """The key of a step."""
+        """Return the random key of the step that starts from a state."""
         return jax.random.fold_in(jax.random.key(self.experiment.seed), state.step)
 
     def read_spec(self, name: str) -> PartitionSpec:
-        """Return the placement in which a pipeline's loop reads a parameter; one that all stages share is not split."""
+        """Return the placement in which the loop of a pipeline reads a parameter; fsdp does not split shared ones."""
         placement = self.layout.placements[name]
-        if not self.pure_model.stacked(name):
+        if not self.pure_model.is_stacked(name):
             return without_axis(placement.compute, "fsdp")
         return placement.master if self.plan.offload.weights == "host" else placement.compute
 
     # -- weights and gradients -----------------------------------------------------------------------------------------
 
-    def placed(self, gradients: Params, *, is_manual: bool = False) -> Params:
-        """Return the gradients in float32, placed by the plan.
+    def place_gradients(self, gradients: Params, *, is_manual: bool = False) -> Params:
+        """Return the gradients in float32, placed by the plan; gradients on the host stay unchanged.
 
         Args:
             gradients: the gradient of every parameter.
@@ -157,16 +160,16 @@ class PlannedModel:
         """
 
         def place_gradient(gradient: Array, sharding: NamedSharding) -> Array:
-            """Constrain one gradient to its sharding and cast it to float32; one on the host stays unchanged."""
+            """Constrain one gradient to its sharding, cast it to float32, and return it."""
             if on_host(gradient):
                 return gradient
             mesh = jax.sharding.get_abstract_mesh() if is_manual else sharding.mesh
             return jax.lax.with_sharding_constraint(gradient, NamedSharding(mesh, sharding.spec)).astype(jnp.float32)
 
-        return jax.tree.map(place_gradient, gradients, self.layout.gradients)
+        return jax.tree.map(place_gradient, gradients, self.layout.gradient_shardings)
 
     def copies(self, params: Params) -> Params:
-        """Return the copy of the parameters that the forward and backward passes read. It is what is differentiated."""
+        """Return the copy of the parameters that the passes read, with respect to which the loss is differentiated."""
         if self.plan.precision == "float32":
             return params
         is_split, dtype = self.plan.zero in (1, 2), jnp.dtype(self.plan.precision)
@@ -174,7 +177,7 @@ class PlannedModel:
             return params  # the layers cast at the point of use, and return float32 gradients
 
         def copy(param: Array, master: NamedSharding, compute: NamedSharding) -> Array:
-            """Copy a parameter from the sharding of its master to the one that the passes read, in few bits."""
+            """Return a parameter in `dtype`, moved from the sharding of its master to the one that the passes read."""
             master_on_device = NamedSharding(master.mesh, master.spec)  # masters themselves may lie on the host
             if not jnp.issubdtype(param.dtype, jnp.floating):
                 return param
@@ -186,7 +189,7 @@ class PlannedModel:
                 narrow_param = jax.lax.with_sharding_constraint(narrow_param, compute)
             return narrow_param.astype(param.dtype) if self.plan.reduce == "float32" else narrow_param
 
-        return jax.tree.map(copy, params, self.layout.masters, self.layout.computes)
+        return jax.tree.map(copy, params, self.layout.master_shardings, self.layout.compute_shardings)
 
     def differentiated(
         self, params: Params, copies: Params | None = None, *, is_manual: bool = False
@@ -195,13 +198,13 @@ class PlannedModel:
 
         Args:
             params: the float32 masters, on device or host.
-            copies: the copy of each parameter that a pass on the device reads; by default this function makes it.
+            copies: the copy of each parameter that a pass on the device reads; by default the result of `copies`.
             is_manual: whether this is inside a region that is manual over replicas.
         """
         copies = self.copies(to_device(params)) if copies is None else copies
         if self.plan.offload.weights == "device":
             return copies, unchanged
-        shardings = self.layout.gradients
+        shardings = self.layout.gradient_shardings
         if is_manual:
             mesh = jax.sharding.get_abstract_mesh()
             shardings = jax.tree.map(lambda sharding: NamedSharding(mesh, sharding.spec), shardings)
@@ -209,7 +212,7 @@ class PlannedModel:
 
 
 def unchanged(weights: Params) -> Params:
-    """Return the leaves unchanged: the `FromWeights` if the module's parameters themselves are differentiated."""
+    """Return the leaves unchanged: the `FromWeights` of a model whose parameters are the differentiated leaves."""
     return weights
 
 

@@ -1,13 +1,13 @@
-"""Replicas: what DiLoCo adds to a train state, where it lies, how replicas synchronise, and what a checkpoint holds.
+"""Replicas: the arrays that DiLoCo adds to a train state, their placement, their synchronization and their saved form.
 
-The parameters of the state are the weights that all replicas share (θ): evaluation, samples and export read them. Each
-replica's own weights, and its optimizer state, lie along a first dim for the replicas. In a meeting, replicas
-synchronise one fragment of the weights (a part of them): θ moves by the mean displacement θ - w_i of the replicas'
-weights. Every device sends its shard of the displacements over the replica axis, and no two devices of a replica send
-the same number, whatever ZeRO's stage.
+The parameters of the train state are the weights that all replicas share (θ); evaluation, samples and export read θ.
+Each replica also has weights (w_i) and optimizer state of its own, in arrays with a first dim for the replicas. The
+weights are divided into fragments. In a meeting, the replicas synchronize one fragment: θ moves by the mean of the
+replicas' displacements θ - w_i. Every device sends its shard of the displacements over the replica axis. Under every
+ZeRO stage, no two devices of a replica send the same numbers.
 
-A checkpoint holds the arrays of all replicas, and also their mean, for a single replica. So a run can continue from
-that mean with another number of replicas, or from θ without DiLoCo. A run without DiLoCo can continue with DiLoCo.
+A checkpoint holds the arrays of all replicas and the mean over the replicas. So a run can continue from the mean with
+another number of replicas, or from θ without DiLoCo. A run without DiLoCo can continue with DiLoCo.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from jaxscale.state.layout import REPLICA_AXIS, Layout, Shapes, shardings_of
 from jaxscale.state.naming import Naming, Part, roles
 from jaxscale.state.train_state import Metrics, TrainState
 from jaxscale.step.compiled_checks import bytes_over, check_alone
-from jaxscale.step.exchange import REDUCE, Exchanged
+from jaxscale.step.exchange import REDUCE, ExchangeResult
 from jaxscale.step.gradients import LossAndGradients, Objective
 from jaxscale.step.planned_model import Specs
 from jaxscale.trees import filled, named_leaves, path_name
@@ -44,125 +44,131 @@ R = TypeVar("R")
 OUTER = "outer"
 """Name of this `StateExtra`: each replica's own weights, and the outer momentum."""
 WEIGHTS, MOMENTUM, OPTIMIZER = "weights", "momentum", "optimizer"
-"""Keys of the value of this extra, and of its saved form."""
-ONE, ALL = "one", "all"
-"""Keys of the saved form: the arrays of a single replica in place of all, and the arrays of all replicas."""
+"""Keys of the value of this extra, in the train state and in a checkpoint."""
+ONE_REPLICA, ALL_REPLICAS = "one", "all"
+"""Keys of the extra in a checkpoint: the means over the replicas, as of a single replica, and the arrays of all."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replicas:
-    """DiLoCo on a mesh: replicas that train alone, and synchronise their weights in meetings.
+    """DiLoCo on a mesh: replicas that train alone, and synchronize their weights in meetings.
 
     Args:
-        diloco: when replicas meet, and the outer step that they then take.
-        plain: the layout of the train state without extras.
+        diloco: settings of DiLoCo: when replicas meet, and the outer step that they then take.
+        plain_layout: the layout of the train state without extras.
         optimizer: the whole optimizer of each replica, clipping included.
-        leaves: shape and placement of each displacement that is sent, by the parameter's name.
-        stage: the exchange of all displacements by the codec; `None` sends them in float32.
+        displacement_leaves: shape and placement of each displacement that is sent, by the parameter's name.
+        displacement_exchange: the exchange of all displacements by the codec; `None` sends them in float32.
+        name: key of this extra in `TrainState.extra`.
+        label: name of this extra in tables of memory.
 
     Raises:
-        UserError: there are more fragments than tensors, or the codec can be applied to no tensor of a fragment.
+        UserError: there are more fragments than tensors, or the codec supports no tensor of a fragment.
     """
 
     diloco: Diloco
-    plain: Layout
+    plain_layout: Layout
     optimizer: optax.GradientTransformation
-    leaves: Mapping[str, GradientLeaf]
-    stage: GradientExchange | None = None
+    displacement_leaves: Mapping[str, GradientLeaf]
+    displacement_exchange: GradientExchange | None = None
     name: str = dataclasses.field(default=OUTER, init=False)
     label: str = dataclasses.field(default="outer state", init=False)
 
     def __post_init__(self) -> None:
-        assert len(self.stages) == len(self.fragments)
+        assert len(self.fragment_exchanges) == len(self.names_of_fragments)
 
     # -- facts ---------------------------------------------------------------------------------------------------------
 
     @property
-    def replicas(self) -> int:
+    def replica_count(self) -> int:
         """Number of replicas."""
-        return self.plain.mesh.shape[REPLICA_AXIS]
+        return self.plain_layout.mesh.shape[REPLICA_AXIS]
 
     @functools.cached_property
-    def fragments(self) -> tuple[tuple[str, ...], ...]:
+    def names_of_fragments(self) -> tuple[tuple[str, ...], ...]:
         """Names of the parameters of each fragment."""
-        sizes = {name: leaf.size for name, leaf in named_leaves(self.plain.abstract.params).items()}
+        sizes = {name: leaf.size for name, leaf in named_leaves(self.plain_layout.abstract.params).items()}
         return fragments_of(sizes, self.diloco.fragments)
 
     @functools.cached_property
-    def stages(self) -> tuple[GradientExchange | None, ...]:
-        """The exchange of each fragment by the codec; `None` for each without a codec."""
-        if self.stage is None:
-            return (None,) * len(self.fragments)
-        leaves_by_fragment = [{name: self.leaves[name] for name in names} for names in self.fragments]
-        return tuple(dataclasses.replace(self.stage, leaves=leaves) for leaves in leaves_by_fragment)
+    def fragment_exchanges(self) -> tuple[GradientExchange | None, ...]:
+        """For each fragment, the exchange of its displacements by the codec; `None` without a codec."""
+        if self.displacement_exchange is None:
+            return (None,) * len(self.names_of_fragments)
+        leaves_of_fragments = [
+            {name: self.displacement_leaves[name] for name in names} for names in self.names_of_fragments
+        ]
+        return tuple(dataclasses.replace(self.displacement_exchange, leaves=leaves) for leaves in leaves_of_fragments)
 
-    def exact_bytes(self, fragment: int) -> int:
-        """Bytes that a device sends over the replica axis in a meeting of a fragment, in float32."""
-        leaves = [self.leaves[name] for name in self.fragments[fragment]]
-        shapes = [NamedSharding(self.plain.mesh, leaf.spec).shard_shape(leaf.shape) for leaf in leaves]
-        return sum(wire.exact(shape, self.replicas) for shape in shapes)
+    def exact_bytes(self, fragment_index: int) -> int:
+        """Bytes that a device would send over the replica axis in float32, in the meeting of a fragment."""
+        leaves = [self.displacement_leaves[name] for name in self.names_of_fragments[fragment_index]]
+        local_shapes = [NamedSharding(self.plain_layout.mesh, leaf.spec).shard_shape(leaf.shape) for leaf in leaves]
+        return sum(wire.exact(local_shape, self.replica_count) for local_shape in local_shapes)
 
-    def wire_bytes(self, fragment: int) -> int:
-        """Bytes that a device sends over the replica axis in a meeting of a fragment, by the codec if there is one."""
-        stage = self.stages[fragment]
-        return self.exact_bytes(fragment) if stage is None else stage.wire_bytes
+    def wire_bytes(self, fragment_index: int) -> int:
+        """Bytes that a device sends over the replica axis in the meeting of a fragment."""
+        exchange = self.fragment_exchanges[fragment_index]
+        return self.exact_bytes(fragment_index) if exchange is None else exchange.wire_bytes
 
     def describe(self) -> list[str]:
-        """As in `StateExtra`: a line on how many bytes are sent, and how often."""
-        count, diloco = len(self.fragments), self.diloco
-        byte_texts = [bytes_at_least(self.wire_bytes(fragment)) for fragment in range(count)]
-        ratio = sum(map(self.exact_bytes, range(count))) / sum(map(self.wire_bytes, range(count)))
-        codec_text = f", {ratio:.1f} times fewer than float32," if self.stage else ""
+        """Return a line for the user on the bytes that cross the replica axis, and how often they do."""
+        diloco, fragment_count = self.diloco, len(self.names_of_fragments)
+        fragment_indices = range(fragment_count)
+        byte_texts = [bytes_at_least(self.wire_bytes(index)) for index in fragment_indices]
+        ratio = sum(map(self.exact_bytes, fragment_indices)) / sum(map(self.wire_bytes, fragment_indices))
+        codec_text = f", {ratio:.1f} times fewer than float32," if self.displacement_exchange else ""
         return [
-            f"diloco {diloco}: {self.replicas} replicas train alone, and {' and '.join(byte_texts)} per "
-            f"device{codec_text} cross {REPLICA_AXIS} every {diloco.every} steps{' in turn' * (count > 1)}; "
+            f"diloco {diloco}: {self.replica_count} replicas train alone, and {' and '.join(byte_texts)} per "
+            f"device{codec_text} cross {REPLICA_AXIS} every {diloco.every} steps{' in turn' * (fragment_count > 1)}; "
             "single numbers in between"
         ]
 
     # -- the state -----------------------------------------------------------------------------------------------------
 
-    def placed(self, layout: Layout) -> Layout:
-        """As in `StateExtra`; the optimizer's state has a dim of replicas too."""
-        optimizer = self._abstract_apart(layout.abstract.optimizer)
-        state = dataclasses.replace(layout.state, optimizer=shardings_of(optimizer))
-        abstract = dataclasses.replace(layout.abstract, optimizer=optimizer)
-        return dataclasses.replace(layout, state=state, abstract=abstract).with_extra(self.name, self._abstract())
+    def add_to_layout(self, layout: Layout) -> Layout:
+        """Return the layout with this extra added, and with a first dim for the replicas in the optimizer's state."""
+        abstract_optimizer = self._add_replica_dim(layout.abstract.optimizer)
+        shardings = dataclasses.replace(layout.state_shardings, optimizer=shardings_of(abstract_optimizer))
+        abstract_state = dataclasses.replace(layout.abstract, optimizer=abstract_optimizer)
+        replica_layout = dataclasses.replace(layout, state_shardings=shardings, abstract=abstract_state)
+        return replica_layout.with_extra(self.name, self._abstract_value())
 
-    def _abstract_apart(self, abstract: Shapes) -> Shapes:
-        """Shapes with a first dim for the replicas."""
+    def _add_replica_dim(self, abstract: Shapes) -> Shapes:
+        """Return abstract arrays with a first dim for the replicas, split over the replica axis."""
 
-        def apart(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            plain = leaf.sharding
-            sharding = in_memory_of(plain, NamedSharding(plain.mesh, PartitionSpec(REPLICA_AXIS, *plain.spec)))
-            return jax.ShapeDtypeStruct((self.replicas, *leaf.shape), leaf.dtype, sharding=sharding)
+        def add_to_leaf(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            mesh, spec = leaf.sharding.mesh, PartitionSpec(REPLICA_AXIS, *leaf.sharding.spec)
+            sharding = in_memory_of(leaf.sharding, NamedSharding(mesh, spec))
+            return jax.ShapeDtypeStruct((self.replica_count, *leaf.shape), leaf.dtype, sharding=sharding)
 
-        return jax.tree.map(apart, abstract)
+        return jax.tree.map(add_to_leaf, abstract)
 
-    def _abstract(self) -> dict[str, Shapes]:
-        """Shapes, dtypes and shardings of the value of this extra."""
-        params = self.plain.abstract.params
-        abstract = {WEIGHTS: self._abstract_apart(params)}
+    def _abstract_value(self) -> dict[str, Shapes]:
+        """Return the shapes, dtypes and shardings of the value of this extra."""
+        abstract_params = self.plain_layout.abstract.params
+        abstract_value = {WEIGHTS: self._add_replica_dim(abstract_params)}
         if self.diloco.momentum:
-            abstract[MOMENTUM] = jax.tree_util.tree_map_with_path(
+            abstract_value[MOMENTUM] = jax.tree_util.tree_map_with_path(
                 lambda path, leaf: jax.ShapeDtypeStruct(
                     leaf.shape,
                     jnp.float32,
-                    sharding=NamedSharding(self.plain.mesh, self.leaves[path_name(path)].spec),
+                    sharding=NamedSharding(self.plain_layout.mesh, self.displacement_leaves[path_name(path)].spec),
                 ),
-                params,
+                abstract_params,
             )
-        return abstract
+        return abstract_value
 
     def _spread(self, tree: PyTree) -> PyTree:
-        """Arrays repeated for every replica, along a new first dim."""
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.replicas, *x.shape)), tree)
+        """Repeat each array once for every replica, along a new first dim."""
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.replica_count, *x.shape)), tree)
 
     def init_optimizer(self, params: Params) -> optax.OptState:
-        """Each replica's optimizer state before the first step: a function to jit with `out_shardings`."""
+        """Return each replica's optimizer state before the first step: a function to jit with `out_shardings`."""
         return self._spread(self.optimizer.init(params))
 
     def init(self, state: TrainState) -> dict[str, Params]:
-        """As in `StateExtra`: all replicas begin with the shared weights."""
+        """Return the value of this extra before the first step, in which all replicas have the shared weights."""
         outer_state = {WEIGHTS: self._spread(state.params)}
         if self.diloco.momentum:
             outer_state[MOMENTUM] = _zeros(state.params)
@@ -172,204 +178,235 @@ class Replicas:
 
     def gradients(self, objective: Objective, state: TrainState, batch: Batch) -> LossAndGradients:
         """Compute the gradients of each replica at its own weights, and return them with the loss."""
-        return objective.gradients_apart(state, batch, state.extra[self.name][WEIGHTS])
+        return objective.gradients_by_replica(state, batch, state.extra[self.name][WEIGHTS])
 
-    def update(self, advance: Advance, exchanged: Exchanged, state: TrainState, good: Bool[Array, ""]) -> TrainState:
+    def update(
+        self, advance: Advance, exchange_result: ExchangeResult, state: TrainState, is_good: Bool[Array, ""]
+    ) -> TrainState:
         """Update each replica by itself, in a region that is manual over replicas, and return the new state.
 
         Args:
             advance: one step of the optimizer.
-            exchanged: each replica's gradients and their norms.
+            exchange_result: each replica's gradients and their norms.
             state: the state before the update.
-            good: whether the step is good; if not, weights and optimizer state are left unchanged.
+            is_good: whether the step is good; if not, weights and optimizer state are left unchanged.
         """
-        by_replica, whole = PartitionSpec(REPLICA_AXIS), PartitionSpec()
+        replica_spec, whole_spec = PartitionSpec(REPLICA_AXIS), PartitionSpec()
         outer_state = state.extra[self.name]
 
-        def body(
-            gradients: Params, optimizer: optax.OptState, weights: Params, norms: Array, good: Array
+        def update_replica(
+            gradients: Params, optimizer_state: optax.OptState, weights: Params, clip_norm: Array, is_good: Array
         ) -> tuple[Params, optax.OptState]:
-            gradients, optimizer, weights, norms = jax.tree.map(lambda x: x[0], (gradients, optimizer, weights, norms))
-            return jax.tree.map(lambda x: x[None], advance(gradients, optimizer, weights, norms, good))
+            """Return one replica's new weights and optimizer state; arrays but `is_good` have a first dim of 1."""
+            own_gradients, own_state, own_weights, own_norm = jax.tree.map(
+                lambda x: x[0], (gradients, optimizer_state, weights, clip_norm)
+            )
+            return jax.tree.map(lambda x: x[None], advance(own_gradients, own_state, own_weights, own_norm, is_good))
 
-        weights, optimizer = self._alone(body, (by_replica, by_replica, by_replica, by_replica, whole), by_replica)(
-            exchanged.gradients, state.optimizer, outer_state[WEIGHTS], exchanged.norms, good
+        specs = (replica_spec, replica_spec, replica_spec, replica_spec, whole_spec)
+        weights, optimizer_state = self._manual_over_replicas(update_replica, specs, replica_spec)(
+            exchange_result.gradients, state.optimizer, outer_state[WEIGHTS], exchange_result.clip_norms, is_good
         )
         extra = {**state.extra, self.name: {**outer_state, WEIGHTS: weights}}
-        return dataclasses.replace(state, optimizer=optimizer, extra=extra)
+        return dataclasses.replace(state, optimizer=optimizer_state, extra=extra)
 
     # -- meetings ------------------------------------------------------------------------------------------------------
 
-    def meet(self, fragment: int, state: TrainState) -> tuple[TrainState, Metrics]:
-        """Synchronise a fragment of the weights: a function to jit, whose state is donated.
+    def meet(self, fragment_index: int, state: TrainState) -> tuple[TrainState, Metrics]:
+        """Synchronize a fragment of the weights: a function to jit, whose state is donated.
 
         If the weights of a replica are not finite, all weights stay unchanged.
 
         Args:
-            fragment: index of the fragment.
+            fragment_index: index of the fragment.
             state: the train state.
 
         Returns:
-            The state after the meeting, and with a codec the norm of the residuals.
+            The state after the meeting, and metrics: the norm of the residuals with a codec, otherwise none.
         """
-        stage, names, mesh = self.stages[fragment], self.fragments[fragment], self.plain.mesh
-        whole, by_replica = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
+        exchange, names = self.fragment_exchanges[fragment_index], self.names_of_fragments[fragment_index]
+        whole_spec, replica_spec = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
         outer_state, extra = state.extra[self.name], dict(state.extra)
         metrics: Metrics = {}
-        shared, own = named_leaves(state.params), named_leaves(outer_state[WEIGHTS])
+        shared_weights, replica_weights = named_leaves(state.params), named_leaves(outer_state[WEIGHTS])
         momenta = named_leaves(outer_state.get(MOMENTUM, {}))
-        thetas = {name: shared[name] for name in names}
+        thetas = {name: shared_weights[name] for name in names}
+        displacement_specs = {name: self.displacement_leaves[name].spec for name in names}
 
-        def displace(thetas: Params, own: Params) -> dict[str, Array]:
-            return {n: self._constrained(thetas[n] - own[n][0], self.leaves[n].spec)[None] for n in names}
+        def displace(thetas: Params, replica_weights: Params) -> dict[str, Array]:
+            """Return this replica's displacement of each weight, with a first dim of 1."""
+            return {
+                name: self._constrain(thetas[name] - replica_weights[name][0], displacement_specs[name])[None]
+                for name in names
+            }
 
-        displacements = self._alone(displace, (whole, by_replica), by_replica)(thetas, {n: own[n] for n in names})
-        if stage is not None:
-            residuals = state.extra[REDUCE]
-            reduced = stage(displacements, {name: residuals[name] for name in stage.coded}, state.step)
-            means, extra[REDUCE] = reduced.mean, {**residuals, **reduced.states}
-            metrics = {"residual_norm": reduced.residual_norm}
+        displacements = self._manual_over_replicas(displace, (whole_spec, replica_spec), replica_spec)(
+            thetas, {name: replica_weights[name] for name in names}
+        )
+        if exchange is not None:
+            codec_states = state.extra[REDUCE]
+            reduction = exchange(displacements, {name: codec_states[name] for name in exchange.coded}, state.step)
+            means, extra[REDUCE] = reduction.mean, {**codec_states, **reduction.states}
+            metrics = {"residual_norm": reduction.residual_norm}
         else:
-            specs = {name: self.leaves[name].spec for name in names}
             means = jax.shard_map(
                 lambda arrays: jax.tree.map(lambda array: lax.pmean(array[0], REPLICA_AXIS), arrays),
-                mesh=mesh,
-                in_specs=({name: PartitionSpec(REPLICA_AXIS, *spec) for name, spec in specs.items()},),
-                out_specs=specs,
+                mesh=self.plain_layout.mesh,
+                in_specs=({name: PartitionSpec(REPLICA_AXIS, *spec) for name, spec in displacement_specs.items()},),
+                out_specs=displacement_specs,
             )(displacements)
         is_good = jnp.isfinite(optax.tree.norm(means))
-        masters = named_leaves(self.plain.masters)
+        master_shardings = named_leaves(self.plain_layout.master_shardings)
 
-        def moved(thetas: Params, momenta: Params, means: Params) -> dict[str, tuple[Array, Array | None]]:
+        def take_outer_step(thetas: Params, momenta: Params, means: Params) -> dict[str, tuple[Array, Array | None]]:
+            """Return the new θ of each weight, and its new momentum (`None` without momentum)."""
             new_arrays = {}
             for name in names:
-                theta = self._constrained(thetas[name], self.leaves[name].spec)
-                weight, momentum = self.diloco.outer_step(theta, momenta.get(name), means[name])
-                weight = jnp.where(is_good, weight, theta)
-                if momentum is not None:
-                    momentum = jnp.where(is_good, momentum, momenta[name])
-                new_arrays[name] = self._constrained(weight, masters[name].spec), momentum
+                theta = self._constrain(thetas[name], displacement_specs[name])
+                new_theta, new_momentum = self.diloco.outer_step(theta, momenta.get(name), means[name])
+                new_theta = jnp.where(is_good, new_theta, theta)
+                if new_momentum is not None:
+                    new_momentum = jnp.where(is_good, new_momentum, momenta[name])
+                new_arrays[name] = self._constrain(new_theta, master_shardings[name].spec), new_momentum
             return new_arrays
 
         fragment_momenta = {name: momenta[name] for name in names if name in momenta}
-        new_arrays = self._alone(moved, whole, whole)(thetas, fragment_momenta, means)
-        for name, (weight, momentum) in new_arrays.items():
-            shared[name] = weight
-            own[name] = jnp.where(is_good, weight[None], own[name])
+        new_arrays = self._manual_over_replicas(take_outer_step, whole_spec, whole_spec)(
+            thetas, fragment_momenta, means
+        )
+        for name, (theta, momentum) in new_arrays.items():
+            shared_weights[name] = theta
+            replica_weights[name] = jnp.where(is_good, theta[None], replica_weights[name])
             if momentum is not None:
                 momenta[name] = momentum
 
-        extra[self.name] = {WEIGHTS: filled(outer_state[WEIGHTS], own)}
+        extra[self.name] = {WEIGHTS: filled(outer_state[WEIGHTS], replica_weights)}
         if momenta:
             extra[self.name][MOMENTUM] = filled(outer_state[MOMENTUM], momenta)
-        return dataclasses.replace(state, params=filled(state.params, shared), extra=extra), metrics
+        return dataclasses.replace(state, params=filled(state.params, shared_weights), extra=extra), metrics
 
-    def _alone(self, function: Callable[..., R], inputs: Specs, outputs: Specs) -> Callable[..., R]:
-        """`function` in a region that is manual over replicas, so that it sends nothing between replicas."""
+    def _manual_over_replicas(
+        self, function: Callable[..., R], input_specs: Specs, output_specs: Specs
+    ) -> Callable[..., R]:
+        """Return `function` in a region that is manual over replicas, so that it sends nothing between replicas."""
         return jax.shard_map(
             function,
-            mesh=self.plain.mesh,
-            in_specs=inputs,
-            out_specs=outputs,
+            mesh=self.plain_layout.mesh,
+            in_specs=input_specs,
+            out_specs=output_specs,
             axis_names={REPLICA_AXIS},
             check_vma=False,
         )
 
-    def _constrained(self, x: Array, spec: PartitionSpec) -> Array:
-        """An array constrained to a placement, inside or outside of a manual region."""
+    def _constrain(self, x: Array, spec: PartitionSpec) -> Array:
+        """Constrain an array to a placement, inside or outside of a manual region, and return it."""
         return lax.with_sharding_constraint(x, NamedSharding(jax.sharding.get_abstract_mesh(), spec))
 
     # -- in checkpoints ------------------------------------------------------------------------------------------------
 
-    def saved(self, state: TrainState) -> TrainState:
-        """As in `StateExtra`: the optimizer state is that of a single replica; the extra has those of all replicas."""
-        return self._saved(state, _mean(state.extra[self.name][WEIGHTS]), _mean(state.optimizer))
+    def to_saved(self, state: TrainState) -> TrainState:
+        """Return the train state for a checkpoint: the mean optimizer state, and in the extra that of every replica."""
+        return self._in_saved_form(state, _mean(state.extra[self.name][WEIGHTS]), _mean(state.optimizer))
 
-    def saved_abstract(self, abstract: TrainState) -> TrainState:
-        """As in `StateExtra`."""
-        return self._saved(abstract, self.plain.abstract.params, self.plain.abstract.optimizer)
+    def to_saved_abstract(self, abstract: TrainState) -> TrainState:
+        """Return the shapes, dtypes and placements of the train state that `to_saved` returns."""
+        plain_state = self.plain_layout.abstract
+        return self._in_saved_form(abstract, plain_state.params, plain_state.optimizer)
 
-    def _saved(self, state: TrainState, weights: Params, optimizer: optax.OptState) -> TrainState:
-        """A state in the form that a checkpoint holds.
+    def _in_saved_form(self, state: TrainState, mean_weights: Params, mean_optimizer: optax.OptState) -> TrainState:
+        """Return a train state in the form that a checkpoint holds.
 
         Args:
-            state: the train state.
-            weights: mean weights of the replicas, from which a run without replicas continues.
-            optimizer: mean optimizer state of the replicas, likewise.
+            state: the train state, of arrays or of abstract arrays.
+            mean_weights: mean of the replicas' weights, from which a run with another number of replicas continues.
+            mean_optimizer: mean of the replicas' optimizer states, from which any other run continues.
         """
         outer_state = dict(state.extra[self.name])
         all_replicas = {WEIGHTS: outer_state.pop(WEIGHTS), OPTIMIZER: state.optimizer}
-        saved = {ALL: all_replicas, ONE: {WEIGHTS: weights}, **outer_state}
-        return dataclasses.replace(state, optimizer=optimizer, extra={**state.extra, self.name: saved})
+        saved_value = {ALL_REPLICAS: all_replicas, ONE_REPLICA: {WEIGHTS: mean_weights}, **outer_state}
+        return dataclasses.replace(state, optimizer=mean_optimizer, extra={**state.extra, self.name: saved_value})
 
-    def loaded(self, state: TrainState) -> TrainState:
-        """As in `StateExtra`.
+    def from_saved(self, state: TrainState) -> TrainState:
+        """Return the train state of a step, from the one that a checkpoint holds.
 
-        If the number of replicas has changed, each starts from the mean of the saved replicas. If the run had no DiLoCo
-        before, each starts from the weights of that run.
+        If the number of replicas has changed, each replica starts from the mean of the saved replicas. If the run had
+        no DiLoCo before, each replica starts from the weights of that run.
         """
-        saved, shardings = state.extra[self.name], self.placed(self.plain).state
+        saved_value, shardings = state.extra[self.name], self.add_to_layout(self.plain_layout).state_shardings
         outer_shardings = shardings.extra[self.name]
-        mean_weights, weights, optimizer = saved[ONE][WEIGHTS], saved[ALL][WEIGHTS], saved[ALL][OPTIMIZER]
-        if lacks(weights):
+        mean_weights, all_replicas = saved_value[ONE_REPLICA][WEIGHTS], saved_value[ALL_REPLICAS]
+        replica_weights, optimizer_state = all_replicas[WEIGHTS], all_replicas[OPTIMIZER]
+        if lacks(replica_weights):
             spread = jax.jit(self._spread, out_shardings=outer_shardings[WEIGHTS])
-            weights = spread(state.params if lacks(mean_weights) else mean_weights)
-        if lacks(optimizer):
-            optimizer = jax.jit(self._spread, out_shardings=shardings.optimizer)(state.optimizer)
-        outer_state = {WEIGHTS: weights}
+            replica_weights = spread(state.params if lacks(mean_weights) else mean_weights)
+        if lacks(optimizer_state):
+            optimizer_state = jax.jit(self._spread, out_shardings=shardings.optimizer)(state.optimizer)
+        outer_state = {WEIGHTS: replica_weights}
         if self.diloco.momentum:
-            momentum = saved[MOMENTUM]
+            momentum = saved_value[MOMENTUM]
             if lacks(momentum):
                 momentum = jax.jit(_zeros, out_shardings=outer_shardings[MOMENTUM])(state.params)
             outer_state[MOMENTUM] = momentum
-        return dataclasses.replace(state, optimizer=optimizer, extra={**state.extra, self.name: outer_state})
+        return dataclasses.replace(state, optimizer=optimizer_state, extra={**state.extra, self.name: outer_state})
 
-    def parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
-        """As in `StateExtra`: arrays are named by their parameter; those of all replicas have a first dim for them."""
-        saved = abstract.extra[self.name]
-        structure = jax.tree.structure(abstract.optimizer)
-        trees = jax.tree.unflatten(structure, self.plain.owners(self.optimizer)), roles(abstract.optimizer)
-        owners, kinds = (jax.tree.map(lambda _: "", saved) for _ in trees)
-        owners[ALL][OPTIMIZER], kinds[ALL][OPTIMIZER] = trees
+    def checkpoint_parts(self, naming: Naming, abstract: TrainState) -> PyTree[Part]:
+        """Return the `Part` of each leaf of the saved extra; arrays of all replicas have a first dim for them.
 
-        def part(path: KeyPath, leaf: jax.ShapeDtypeStruct, owner: str, role: str) -> Part:
-            key = path[0].key  # ONE, ALL or MOMENTUM
-            if key == MOMENTUM:
-                prefix, path = f"{self.name}/{MOMENTUM}", path[1:]
+        Args:
+            naming: names of the arrays of leaves that are shaped like parameters.
+            abstract: shapes of the train state in its saved form.
+        """
+        saved_value, optimizer_structure = abstract.extra[self.name], jax.tree.structure(abstract.optimizer)
+        # trees like the saved extra: the parameter whose shape each leaf of the optimizer state has, and its role
+        owners, role_texts = (jax.tree.map(lambda _: "", saved_value) for _ in range(2))
+        owners[ALL_REPLICAS][OPTIMIZER] = optimizer_structure.unflatten(self.plain_layout.owners(self.optimizer))
+        role_texts[ALL_REPLICAS][OPTIMIZER] = roles(abstract.optimizer)
+
+        def part_of(path: KeyPath, leaf: jax.ShapeDtypeStruct, owner: str, role: str) -> Part:
+            group = path[0].key  # ONE_REPLICA, ALL_REPLICAS or MOMENTUM
+            if group == MOMENTUM:
+                prefix, leaf_path = f"{self.name}/{MOMENTUM}", path[1:]
             else:
-                count = f"of_{self.replicas}" if key == ALL else ONE
-                prefix, path = f"{self.name}/{count}/{path[1].key}", path[2:]
-            name = owner if prefix.endswith(OPTIMIZER) else path_name(path)
-            return naming.behind_replicas(
-                key == ALL, leaf, lambda one: naming.of_param(prefix, path, name or None, one, role)
+                replica_prefix = f"of_{self.replica_count}" if group == ALL_REPLICAS else ONE_REPLICA
+                prefix, leaf_path = f"{self.name}/{replica_prefix}/{path[1].key}", path[2:]
+            param_name = owner if prefix.endswith(OPTIMIZER) else path_name(leaf_path)
+            return naming.with_replica_dim(
+                group == ALL_REPLICAS,
+                leaf,
+                lambda replica_leaf: naming.part_of_param(prefix, leaf_path, param_name or None, replica_leaf, role),
             )
 
-        return jax.tree_util.tree_map_with_path(part, saved, owners, kinds)
+        return jax.tree_util.tree_map_with_path(part_of, saved_value, owners, role_texts)
 
-    def notes(self, names: Container[str], wanted: Iterable[str]) -> str:
-        """As in `StateExtra`."""
-        missing = [name for name in wanted if name.startswith(f"{self.name}/") and name not in names]
-        if any(name.startswith(f"{self.name}/{ONE}/") for name in missing):
-            return f"; it was trained without diloco, so {self.replicas} replicas start from its weights"
-        if any(name.startswith(f"{self.name}/of_{self.replicas}/") for name in missing):
-            return f"; it had another number of replicas, so {self.replicas} replicas start from their mean"
-        if any(name.startswith(f"{self.name}/{MOMENTUM}/") for name in missing):
+    def note_on_missing(self, saved_names: Container[str], step_names: Iterable[str]) -> str:
+        """Return a note for the user on arrays of this extra that a checkpoint lacks; empty if it lacks none.
+
+        Args:
+            saved_names: names of the arrays in the checkpoint.
+            step_names: names of the arrays that the step restores.
+        """
+        missing_names = [name for name in step_names if name.startswith(f"{self.name}/") and name not in saved_names]
+        if any(name.startswith(f"{self.name}/{ONE_REPLICA}/") for name in missing_names):
+            return f"; it was trained without diloco, so {self.replica_count} replicas start from its weights"
+        if any(name.startswith(f"{self.name}/of_{self.replica_count}/") for name in missing_names):
+            return f"; it had another number of replicas, so {self.replica_count} replicas start from their mean"
+        if any(name.startswith(f"{self.name}/{MOMENTUM}/") for name in missing_names):
             return "; it had no outer momentum, which starts from zero"
         return ""
 
     def check(self, program: CompiledProgram) -> None:
-        """As in `StateExtra`: check that a step sends only single numbers over the replica axis."""
-        sent_bytes = bytes_over(program.collectives, REPLICA_AXIS, self.replicas, slices=program.slices)
+        """Check that the compiled step sends only single numbers over the replica axis."""
+        sent_bytes = bytes_over(program.collectives, REPLICA_AXIS, self.replica_count, slices=program.slices)
         check_alone(self.diloco, sent_bytes)
 
 
 def _zeros(params: Params) -> Params:
-    """Outer momentum before the first meeting."""
+    """Return the outer momentum before the first meeting: float32 zeros in the shapes of the parameters."""
     return jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), params)
 
 
 def _mean(tree: PyTree) -> PyTree:
-    """The mean of arrays over their first dim, the replicas; for quantized and integer arrays, those of replica 0."""
+    """Return the mean of each array over the replicas, its first dim; replica 0's if it is integer or quantized."""
 
     def mean_leaf(leaf: Array | Quantized) -> Array | Quantized:
         if isinstance(leaf, Quantized) or not jnp.issubdtype(leaf.dtype, jnp.floating):

@@ -1,4 +1,4 @@
-"""resolve: settle all of a plan that needs no trace of the model: mesh, codec of momenta, pipeline stages, unroll."""
+"""resolve: settle the settings of a plan that need no trace of the model: mesh, codec of momenta, stages and unroll."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ class ResolvedPlan:
     """A plan, settled for an experiment and its devices.
 
     Args:
-        experiment: what is trained.
+        experiment: the experiment that is trained.
         plan: the plan, with its mesh settled.
         stages: the stages of its pipeline; `None` without a pipeline.
-        line: a line for the user on how the plan was settled.
+        line: a line for the user that reports how the plan was settled.
     """
 
     experiment: Experiment
@@ -36,45 +36,48 @@ class ResolvedPlan:
     line: str
 
 
-def resolve(experiment: Experiment, plan: Plan, devices: Sequence[Device], remark: str = "") -> ResolvedPlan:
-    """Settle a plan.
+def resolve(experiment: Experiment, plan: Plan, devices: Sequence[Device], note: str = "") -> ResolvedPlan:
+    """Settle a plan for an experiment and its devices, and return it.
 
     Args:
-        experiment: what is trained.
+        experiment: the experiment that is trained.
         plan: the plan, as the user wrote it.
         devices: the devices to run on.
-        remark: text for the user, shown if the mesh has several devices.
+        note: text for the user, shown if the mesh has several devices.
 
     Raises:
         UserError: the plan does not fit the model, the batch or the devices.
     """
     plan, line = resolve_mesh(plan, experiment.batch, devices)
-    check(Facts(plan, experiment))
-    plan = with_messages(experiment, plan)
+    check(Facts(plan, experiment))  # refuses combinations of requests
+    plan = with_momentum_codec(experiment, plan)
     stages = None
     if plan.pipeline is not None:
         stages = stages_of(experiment, plan)
         line += f"; {stages}"
-    layers = ModelTraits.of(experiment.model).layers if stages is None else stages.depth
-    if isinstance(layers, int) and plan.unroll > layers:
-        whose = "the model" if stages is None else "a stage"
-        line += f"; unroll {plan.unroll}: {whose} has {layers} layers, all run in one iteration"
-        plan = dataclasses.replace(plan, unroll=layers)
-    plan, note = settled_unroll(plan, devices[0].platform)
+    layer_count = ModelTraits.of(experiment.model).layers if stages is None else stages.depth
+    if isinstance(layer_count, int) and plan.unroll > layer_count:
+        owner = "the model" if stages is None else "a stage"
+        line += f"; unroll {plan.unroll}: {owner} has {layer_count} layers, all run in one iteration"
+        plan = dataclasses.replace(plan, unroll=layer_count)
+    plan, unroll_note = settle_unroll(plan, devices[0].platform)
     assert plan.mesh is not None
-    line += note + remark * (plan.mesh.devices > 1)
+    line += unroll_note + note * (plan.mesh.devices > 1)
     check_model(plan, experiment.model)
     if plan.memory.rule == "fit":
-        raise UserError("memory fit: it is settled before a step is built; jaxscale train and jaxscale.train do that")
+        raise UserError(
+            "memory fit: got this rule in a step that is built directly, expected a settled rule; call jaxscale train "
+            "or jaxscale.train, which settle it first"
+        )
     return ResolvedPlan(experiment, plan, stages, line)
 
 
 def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Device]) -> tuple[Plan, str]:
     """Settle the mesh of a plan, and return the plan and a line for the user that describes the choice.
 
-    Without a mesh in the plan, the run uses as many devices as divide the rows of a microbatch: along "fsdp" if ZeRO
-    shards, otherwise along "data". If that is one device, ZeRO has nothing to shard over and is left out, so that the
-    same plan runs on a laptop.
+    Without a mesh in the plan, the run uses the largest number of devices over which the rows of a microbatch can be
+    split evenly. They are along "fsdp" if the plan has a ZeRO stage, otherwise along "data". For a single device, the
+    ZeRO stage becomes 0, so that the same plan runs on a laptop.
 
     Args:
         plan: the plan, as the user wrote it.
@@ -84,7 +87,7 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Device]) -> tuple[Pla
     Raises:
         UserError: the batch cannot be split evenly, or the mesh takes more devices than there are.
     """
-    plan.kernels.check_platform(devices[0].platform)
+    plan.kernels.check_platform(devices[0].platform)  # refuses kernels of other platforms
     if plan.pipeline is not None:
         ranks, microbatches = plan.pipeline.shape()
         mesh = None if plan.mesh is None else dataclasses.replace(plan.mesh, pipe=ranks)
@@ -94,19 +97,19 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Device]) -> tuple[Pla
             f"batch {batch} cannot be split evenly into {plan.microbatches} microbatches: "
             f"choose a batch that is a multiple of {plan.microbatches}"
         )
-    rows = batch // plan.microbatches
+    row_count = batch // plan.microbatches
     if plan.mesh is None:
-        pipe = 1 if plan.pipeline is None else plan.pipeline.shape()[0]
-        if pipe > len(devices):
+        pipe_size = 1 if plan.pipeline is None else plan.pipeline.shape()[0]
+        if pipe_size > len(devices):
             raise UserError(
-                f"pipeline {plan.pipeline} takes {pipe} devices, but there are {len(devices)}: take fewer stages"
+                f"pipeline {plan.pipeline} takes {pipe_size} devices, but there are {len(devices)}: take fewer stages"
             )
-        count = max(n for n in range(1, len(devices) // pipe + 1) if rows % n == 0)
-        mesh = MeshSpec(pipe=pipe, fsdp=count) if plan.zero else MeshSpec(pipe=pipe, data=count)
+        data_size = max(n for n in range(1, len(devices) // pipe_size + 1) if row_count % n == 0)
+        mesh = MeshSpec(pipe=pipe_size, fsdp=data_size) if plan.zero else MeshSpec(pipe=pipe_size, data=data_size)
         plural = "s" if len(devices) > 1 else ""
         line = f"mesh {mesh}: {mesh.devices} of {len(devices)} {devices[0].device_kind} device{plural}"
-        line += f", the most that divide {rows} rows" if mesh.devices < len(devices) else ""
-        if plan.zero and count == 1:
+        line += f", the most that divide {row_count} rows" if mesh.devices < len(devices) else ""
+        if plan.zero and data_size == 1:
             line += f"; zero 0 instead of {plan.zero}, because there is one device along fsdp and nothing to shard"
             plan = dataclasses.replace(plan, zero=0)
         return dataclasses.replace(plan, mesh=mesh), line
@@ -115,17 +118,17 @@ def resolve_mesh(plan: Plan, batch: int, devices: Sequence[Device]) -> tuple[Pla
             f"mesh {plan.mesh} takes {plan.mesh.devices} devices, but there are {len(devices)} "
             f"({devices[0].device_kind}): ask for a smaller mesh"
         )
-    shards = plan.mesh.batch_shards
-    if rows % shards:
+    shard_count = plan.mesh.batch_shards
+    if row_count % shard_count:
         raise UserError(
-            f"batch {batch} in {plan.microbatches} microbatches is {rows} rows each, but mesh {plan.mesh} splits them "
-            f"{shards} ways: choose a batch that is a multiple of {plan.microbatches * shards}"
+            f"batch {batch} in {plan.microbatches} microbatches is {row_count} rows each, but mesh {plan.mesh} splits "
+            f"them {shard_count} ways: choose a batch that is a multiple of {plan.microbatches * shard_count}"
         )
     return plan, f"mesh {plan.mesh}: {plan.mesh.devices} of {len(devices)} devices"
 
 
-def with_messages(experiment: Experiment, plan: Plan) -> Plan:
-    """The plan with a codec of momenta, if the optimizer is one whose replicas send momenta (1-bit Adam and LAMB).
+def with_momentum_codec(experiment: Experiment, plan: Plan) -> Plan:
+    """Return the plan, with a codec of momenta if the optimizer's replicas send momenta (1-bit Adam and LAMB).
 
     Args:
         experiment: the experiment, with its optimizer and number of steps.
@@ -148,16 +151,16 @@ def with_messages(experiment: Experiment, plan: Plan) -> Plan:
 
 
 def needs_decision(plan: MemoryPlan) -> bool:
-    """Whether a memory plan can only be applied once the model's blocks are known."""
+    """Return whether the rule of a memory plan needs a decision that depends on the model's blocks."""
     return plan.rule != "none" and policy_of(plan) is None
 
 
-def settled_unroll(plan: Plan, platform: str) -> tuple[Plan, str]:
-    """The plan with one layer per iteration if its memory rule needs that, and a note on the change for the user.
+def settle_unroll(plan: Plan, platform: str) -> tuple[Plan, str]:
+    """Return the plan, with one layer per iteration if its memory rule requires it, and a note on that for the user.
 
-    The decision of a rule that depends on the blocks is for one layer at a time. On a CPU every rule runs one layer per
-    iteration: such a loop uses the least memory there, and is no slower (the default experiment under `full`: 21.4 MiB
-    of temporaries in a loop, 23.1 without one).
+    A rule that depends on the blocks decides for one layer at a time. On a CPU, one layer per iteration is required by
+    every rule but `none`: such a loop uses the least memory there, and is no slower (the default experiment under
+    `full`: 21.4 MiB of temporaries in a loop, 23.1 without one).
 
     Args:
         plan: the plan, with its mesh settled.
@@ -176,7 +179,7 @@ def settled_unroll(plan: Plan, platform: str) -> tuple[Plan, str]:
 
 
 def describe_products(plan: Plan, device: Device) -> list[str]:
-    """A line for the user if the device emulates the matrix products of the plan; no line if its chip has them."""
+    """Return a line for the user if the device emulates the plan's matrix products; no line if its chip has them."""
     recipe = RECIPES.get(plan.matmul)
     if recipe is None:
         return []

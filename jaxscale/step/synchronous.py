@@ -8,45 +8,47 @@ import jax.numpy as jnp
 
 from jaxscale.recipe.experiment import Guard
 from jaxscale.state.train_state import Metrics, TrainState
-from jaxscale.step.exchange import Exchange, Exchanged
+from jaxscale.step.exchange import Exchange, ExchangeResult
 from jaxscale.step.gradients import LossAndGradients
 from jaxscale.step.planned_model import positive
 from jaxscale.typing import Array, Batch, Bool
 
 GradientFn = Callable[[TrainState, Batch], LossAndGradients]
-"""From a state and a global batch to sums of the loss, gradients, and the model's other state."""
-UpdateFn = Callable[[Exchanged, TrainState, Bool[Array, ""]], TrainState]
-"""From exchanged gradients, the state, and whether the step is good, to the state with new weights."""
+"""A function from a state and a global batch to sums of the loss, gradients, and the model's other state."""
+UpdateFn = Callable[[ExchangeResult, TrainState, Bool[Array, ""]], TrainState]
+"""A function from the exchanged gradients, the state, and whether the step is good, to the state with new weights."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SynchronousStep:
-    """A function from a state and a global batch to the next state and its metrics.
+    """A function from a state and a global batch to the next state and the metrics of the step.
 
     Args:
-        gradients: computes mean gradients, or each replica's gradients.
-        exchange: exchanges gradients between replicas.
-        update: updates weights and optimizer state, in the memory where they lie.
-        guard: what makes a step bad; a bad step is not applied.
+        gradient_fn: function that computes mean gradients, or each replica's gradients.
+        exchange: function that exchanges gradients between replicas.
+        update_fn: function that updates weights and optimizer state, in the memory where they lie.
+        guard: the conditions that make a step bad; a bad step is not applied.
     """
 
-    gradients: GradientFn
+    gradient_fn: GradientFn
     exchange: Exchange
-    update: UpdateFn
+    update_fn: UpdateFn
     guard: Guard
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Return the next state, and as metrics `loss`, `grad_norm`, `weight` and those of the exchange."""
-        loss, gradients, rest = self.gradients(state, batch)
-        exchanged = self.exchange(gradients, state)
-        mean_loss = loss.total / positive(loss.weight)
-        good, watch = state.watch.judge(mean_loss, exchanged.norm, self.guard)
-        # a bad step leaves parameters, optimizer, extras and batch statistics as they were
-        next_state = self.update(exchanged, state, good)
-        old_extra = {name: state.extra[name] for name in exchanged.extra}
-        rest, extra = jax.tree.map(
-            lambda new, old: jnp.where(good, new, old), (rest, exchanged.extra), (state.rest, old_extra)
+        loss_sums, gradients, new_model_state = self.gradient_fn(state, batch)
+        result = self.exchange(gradients, state)
+        mean_loss = loss_sums.total / positive(loss_sums.weight)
+        is_good, watch = state.watch.judge(mean_loss, result.norm, self.guard)
+        # a bad step leaves parameters, optimizer, extras and batch statistics unchanged
+        updated_state = self.update_fn(result, state, is_good)
+        old_extra = {name: state.extra[name] for name in result.extra}
+        model_state, extra = jax.tree.map(
+            lambda new, old: jnp.where(is_good, new, old), (new_model_state, result.extra), (state.rest, old_extra)
         )
-        extra = {**next_state.extra, **extra}
-        next_state = dataclasses.replace(next_state, step=state.step + 1, rest=rest, watch=watch, extra=extra)
-        return next_state, {"loss": mean_loss, "grad_norm": exchanged.norm, "weight": loss.weight, **exchanged.metrics}
+        next_state = dataclasses.replace(
+            updated_state, step=state.step + 1, rest=model_state, watch=watch, extra={**updated_state.extra, **extra}
+        )
+        step_metrics: Metrics = {"loss": mean_loss, "grad_norm": result.norm, "weight": loss_sums.weight}
+        return next_state, {**step_metrics, **result.metrics}

@@ -1,11 +1,11 @@
-"""Checks of a traced step: a request that took no effect is an error, before anything is compiled.
+"""Checks of a traced step: a request that has no effect is an error, before anything is compiled.
 
-The program shows what the model does with a plan: blocks that are run again, the types of its matrix products, the
-kernels that it takes, and whether it reads a setting at all.
+The traced program shows which blocks are recomputed, the types of the matrix products, the kernels that are used, and
+whether the model reads a setting at all.
 
-A layer with weight W (a matrix) has three matrix products, and the dims summed over show which one a product is:
-forward, y = x W, sums over the last dim of x and the first of W; onward, the gradient of x, over the last dims of both
-operands; inward, the gradient of W, over all dims but the last of both operands.
+A layer with weight W (a matrix) computes three matrix products. The dims that a product sums over identify it. The
+forward product y = x W sums over the last dim of x and the first dim of W. The onward product, the gradient of x, sums
+over the last dims of both operands. The inward product, the gradient of W, sums over all dims but the last of both.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.memory.save_set import EVERYTHING
 from jaxscale.programs import walk
 from jaxscale.programs.flop import FORMULAS
-from jaxscale.recipe.kernels import Taken
+from jaxscale.recipe.kernels import KernelChoice
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.layout import device_of
 from jaxscale.step.planned_model import PlannedModel
@@ -41,7 +41,7 @@ from pallas_kernels.target import target
 P = ParamSpec("P")
 R = TypeVar("R")
 _PASS_NONE = "Pass implementation=None to take one that can."
-"""End of a kernel's own error, for callers of the function; a plan leaves the kernel out instead."""
+"""The advice at the end of a kernel's error, for callers of its function; the advice for a plan replaces it."""
 
 
 class KernelTrace:
@@ -50,74 +50,75 @@ class KernelTrace:
     Args:
         plan: the plan, which may name implementations.
         mesh: devices of the step.
-        unfused: why no kernel updates an optimizer state in few bits; `None` if one does.
+        unfused_reason: why no kernel updates an optimizer state in few bits; `None` if one does.
     """
 
-    def __init__(self, plan: Plan, mesh: Mesh | AbstractMesh, unfused: str | None) -> None:
-        self._plan, self._mesh, self._unfused = plan, mesh, unfused
+    def __init__(self, plan: Plan, mesh: Mesh | AbstractMesh, unfused_reason: str | None) -> None:
+        self._plan, self._mesh, self._unfused_reason = plan, mesh, unfused_reason
         self._notes: dispatch.Notes = []
 
     @property
-    def taken(self) -> tuple[Taken, ...]:
-        """The implementations that were chosen; choices that differ only in their shapes are listed once."""
-        choices = (Taken(note.kernel, str(note.target), note.chosen, note.why) for note, _ in self._notes)
+    def choices(self) -> tuple[KernelChoice, ...]:
+        """The chosen implementations; choices that differ only in the shapes of the arrays are listed once."""
+        choices = (KernelChoice(note.kernel, str(note.target), note.chosen, note.why) for note, _ in self._notes)
         return tuple(dict.fromkeys(choices))
 
-    def noted(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Wrap a function so that its traces choose kernels by the plan and record the choices here.
+    def recording(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Return `function` in a form whose traces choose kernels by the plan, and record the choices here.
 
         Args:
             function: a function of the step, to be traced.
         """
 
         @functools.wraps(function)
-        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        def recorded_function(*args: P.args, **kwargs: P.kwargs) -> R:
             with dispatch.naming(self._plan.kernels.of_codecs()), dispatch.noting(self._notes):
                 try:
                     results = function(*args, **kwargs)
                 except dispatch.CannotRun as error:
-                    reason = str(error)
-                    if reason.endswith(_PASS_NONE):
-                        reason = f"{reason.removesuffix(_PASS_NONE)}Leave it out for one that can"
-                        reason = f"kernels {self._plan.kernels}: {reason}"
-                    raise UserError(reason) from error
-                self._note_update()
+                    message = str(error)
+                    if message.endswith(_PASS_NONE):
+                        reason = message.removesuffix(_PASS_NONE)
+                        message = f"kernels {self._plan.kernels}: {reason}Leave it out for one that can"
+                    raise UserError(message) from error
+                self._record_update()
             return results
 
-        return run
+        return recorded_function
 
-    def _note_update(self) -> None:
+    def _record_update(self) -> None:
         """Record why no kernel updates a state in few bits, unless the trace has recorded a choice."""
         if self._plan.state.moments == "float32" or any(note.kernel == "adam8" for note, _ in self._notes):
             return
         device = device_of(self._mesh)
-        why = self._unfused or "no moment lies as the kernel takes it"
+        reason = self._unfused_reason or "no moment has a layout that the kernel supports"
         device_target = target(f"{device.platform} {device.device_kind}")
-        dispatch.note(dispatch.Explanation("adam8", device_target, "reference", {}, why))
+        dispatch.note(dispatch.Explanation("adam8", device_target, "reference", {}, reason))
 
 
-def check_taken(plan: Plan, taken: Sequence[Taken]) -> None:
-    """Refuse a plan that names an implementation of a kernel if the step uses another one, or not the kernel at all.
+def check_kernel_choices(plan: Plan, choices: Sequence[KernelChoice]) -> None:
+    """Refuse a plan that names an implementation of a kernel, if the step uses another one or does not use the kernel.
 
     Args:
         plan: the plan, which may name implementations.
-        taken: the kernels of the traced step, with the implementation of each.
+        choices: the implementations that the traced step uses; several of one kernel if it uses several.
 
     Raises:
         UserError: the named implementation is not used; the error reports which one is.
     """
     for kernel, name in plan.kernels.named:
-        choices = [choice for choice in taken if choice.kernel == kernel]
-        if kernel == "attention":  # a model that reads no such setting is refused by `check_traced`
+        kernel_choices = [choice for choice in choices if choice.kernel == kernel]
+        if kernel == "attention":  # `check_traced` refuses a model that does not read this setting
             continue
-        if not choices:
+        if not kernel_choices:
             raise UserError(f"kernels {kernel}={name}: no part of this step uses {kernel}; leave it out")
-        if name not in [choice.chosen for choice in choices]:
-            refusal = f"kernels {kernel}={name}: this step uses {kernel} {choices[0].chosen}"
+        if name not in [choice.implementation for choice in kernel_choices]:
+            refusal = f"kernels {kernel}={name}: this step uses {kernel} {kernel_choices[0].implementation}"
             if kernel == "cross_entropy":
                 advice = "pass context.loss and context.loss_chunk to the cross entropy of the model's own loss"
                 raise UserError(f"{refusal}; {advice}, or leave it out")
-            raise UserError(f"{refusal}{'' if choices[0].why is None else f' ({choices[0].why})'}; leave it out")
+            why = kernel_choices[0].why
+            raise UserError(f"{refusal}{'' if why is None else f' ({why})'}; leave it out")
 
 
 def check_traced(
@@ -131,19 +132,19 @@ def check_traced(
 
     Args:
         planned: the model under its plan.
-        decision: what the blocks keep; `None` if the memory rule does not depend on them.
-        batch: arrays or shapes of a batch, to trace the loss again and see whether the model reads a setting.
+        decision: the values that the blocks keep; `None` if the memory rule does not depend on the blocks.
+        batch: arrays or shapes of a batch, for further traces that show whether the model reads a setting.
         jaxpr: jaxpr of the whole step.
         trace_loss: function that traces the loss alone.
 
     Raises:
-        UserError: the model does not do what the plan asks for.
+        UserError: a request of the plan has no effect on the traced step.
     """
     plan = planned.plan
     equations = list(walk.equations(jaxpr))
     policies = [eqn.params.get("policy") for eqn, _ in equations if eqn.params.get("differentiated", True)]
-    recomputes = plan.memory.rule != "none" and not _keeps_all(decision)
-    if recomputes and not any(_is_of(plan.memory, policy) for policy in policies):
+    is_recomputation_planned = plan.memory.rule != "none" and not _keeps_all(decision)
+    if is_recomputation_planned and not any(_is_of(plan.memory, policy) for policy in policies):
         raise UserError(
             f"memory {plan.memory}: nothing is recomputed, because this model marks no blocks; build it of "
             "layers.Stack or layers.Chain, wrap it in a ForeignModel, or leave memory out"
@@ -155,7 +156,7 @@ def check_traced(
         )
     if plan.precision == "bfloat16":
         narrow_share = _narrow_share(equations)
-        # an optimizer that decomposes matrices, or a codec, may have more products than the model
+        # an optimizer that decomposes matrices, or a codec, may compute more products than the model: trace it alone
         if narrow_share < 0.5:
             narrow_share = _narrow_share(walk.equations(trace_loss().jaxpr))
         if narrow_share < 0.5:
@@ -178,7 +179,7 @@ def _check_products(plan: Plan, equations: Sequence[tuple[JaxprEqn, int]]) -> No
 
     Args:
         plan: the plan, whose `matmul` may be a recipe of matrix products.
-        equations: equations of the step and of the jaxprs inside it, with the number of times that each runs.
+        equations: each equation of the step, jaxprs inside it included, with the number of times that it runs.
 
     Raises:
         UserError: no layer multiplies by the recipe, or one of the three products of a layer is in another type.
@@ -186,26 +187,26 @@ def _check_products(plan: Plan, equations: Sequence[tuple[JaxprEqn, int]]) -> No
     recipe = RECIPES.get(plan.matmul)
     if recipe is None:
         return
-    count_of_role = dict.fromkeys(ROLES, 0)
-    for eqn, times in equations:
+    count_by_role = dict.fromkeys(ROLES, 0)
+    for eqn, run_count in equations:
         role = _role_of(eqn)
         if role is not None and {operand.dtype.name for operand in _operands(eqn)} == recipe.types(role):
-            count_of_role[role] += times
-    lacking_products = [ROLES[role] for role, count in count_of_role.items() if not count]
-    if len(lacking_products) == len(ROLES):
+            count_by_role[role] += run_count
+    missing_products = [ROLES[role] for role, count in count_by_role.items() if not count]
+    if len(missing_products) == len(ROLES):
         raise UserError(
             f"matmul {plan.matmul}: no layer of this model multiplies by this recipe; pass the context to the layers "
             "of jaxscale.layers, as MLP and Attention do, or leave matmul out"
         )
-    if lacking_products:
+    if missing_products:
         raise UserError(
-            f"matmul {plan.matmul}: {' and '.join(lacking_products)} are computed in another type, because the model "
+            f"matmul {plan.matmul}: {' and '.join(missing_products)} are computed in another type, because the model "
             "defines a backward pass of its own; leave matmul out"
         )
 
 
 def _role_of(eqn: JaxprEqn) -> str | None:
-    """Return which product of a layer an equation is: "forward", "onward" or "inward"; `None` for other operations."""
+    """Return which product of a layer an equation computes: "forward", "onward" or "inward"; `None` for none."""
     if eqn.primitive.name != "dot_general":
         return None
     (left_dims, right_dims), (batch_dims, _) = eqn.params["dimension_numbers"]
@@ -220,12 +221,12 @@ def _role_of(eqn: JaxprEqn) -> str | None:
 
 
 def _operands(eqn: JaxprEqn) -> list[ShapedArray]:
-    """Shapes and types of the operands of an equation on arrays."""
+    """Return the shapes and types of the operands of an equation that are arrays."""
     return [variable.aval for variable in eqn.invars if isinstance(variable.aval, ShapedArray)]
 
 
 def _keeps_all(decision: Decision | None) -> bool:
-    """Whether a decision keeps all values on the device, because the budget is enough or a chain has a single block."""
+    """Return whether every block keeps all its values on the device under a decision."""
     if decision is None or decision.stack is not None:
         return False
     chain = decision.chain
@@ -237,7 +238,7 @@ def _keeps_all(decision: Decision | None) -> bool:
 
 
 def _is_of(plan: MemoryPlan, policy: Callable[..., bool] | None) -> bool:
-    """Whether a checkpoint policy is the one that a memory plan puts around blocks, rather than one of the user's."""
+    """Return whether a checkpoint policy is one that a memory plan applies to blocks, rather than the user's own."""
     plan_policy = policy_of(plan)
     if plan_policy is not None:
         return policy == plan_policy
@@ -245,35 +246,42 @@ def _is_of(plan: MemoryPlan, policy: Callable[..., bool] | None) -> bool:
 
 
 def _narrow_share(equations: Iterable[tuple[JaxprEqn, int]]) -> float:
-    """Share of the FLOP of matrix products and convolutions that have both operands narrower than float32."""
+    """Return the share of the FLOP of matrix products and convolutions with both operands narrower than float32.
+
+    Args:
+        equations: each equation, with the number of times that it runs.
+    """
     narrow_flop, total_flop = 0, 0
-    for eqn, times in equations:
+    for eqn, run_count in equations:
         formula = FORMULAS.get(eqn.primitive.name)
         if formula is not None:
-            flop = times * formula(eqn)
+            flop = run_count * formula(eqn)
             total_flop += flop
             narrow_flop += flop if all(operand.dtype.itemsize < 4 for operand in _operands(eqn)[:2]) else 0
     return narrow_flop / total_flop if total_flop else 1.0
 
 
 def _reads(planned: PlannedModel, batch: Batch, field: str, settings: tuple[str | int | None, ...]) -> bool:
-    """Whether the traced loss depends on a field of its context.
+    """Return whether the traced loss depends on a field of its context.
 
     Args:
         planned: the model under its plan.
         batch: arrays or shapes of a batch.
         field: name of the field of `Context`.
-        settings: values of the field whose programs are compared.
+        settings: values of the field; the programs that they give are compared.
     """
-    abstract = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
+    abstract_batch = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
     pure_model = planned.pure_model
 
-    def traced_text(setting: str | int | None) -> str:
+    def program_text(setting: str | int | None) -> str:
+        """Return the text of the program of the loss with one setting of the field."""
         context = dataclasses.replace(Context(), **{field: setting})
 
-        def loss(params: Params, rest: Params, batch: Batch) -> tuple[Array | float, ...]:
-            return tuple(planned.loss(pure_model.module(params, rest), batch, context))
+        def loss(params: Params, model_state: Params, batch: Batch) -> tuple[Array | float, ...]:
+            return tuple(planned.loss(pure_model.module(params, model_state), batch, context))
 
-        return str(jax.make_jaxpr(loss)(pure_model.whole, pure_model.rest, abstract))
+        return str(
+            jax.make_jaxpr(loss)(pure_model.abstract_module_params, pure_model.abstract_model_state, abstract_batch)
+        )
 
-    return len(set(map(traced_text, settings))) > 1
+    return len(set(map(program_text, settings))) > 1

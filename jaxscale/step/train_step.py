@@ -2,8 +2,8 @@
 
     (TrainState, batch) -> (TrainState, metrics)
 
-`build` composes it of `StepParts`. The function itself is a `SynchronousStep`, or the step of an asynchronous pipeline,
-which ends before all of its microbatches have passed through the stages (`step/pipelined/asynchronous.py`).
+`build` composes a `TrainStep` of `StepParts`. The step function is a `SynchronousStep`, or the step of an asynchronous
+pipeline, which ends before all microbatches have passed through the stages (`step/pipelined/asynchronous.py`).
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jaxscale.layers.targets import noting_class_counts
 from jaxscale.memory.decision import Decision
 from jaxscale.model_traits import ModelTraits
 from jaxscale.programs.flop import model_flop
-from jaxscale.recipe.kernels import Taken
+from jaxscale.recipe.kernels import KernelChoice
 from jaxscale.replicas.reduce import GradientExchange
 from jaxscale.state import batches
 from jaxscale.state.canonical import Canonical
@@ -38,40 +38,41 @@ from jaxscale.step.host import describe
 from jaxscale.step.meetings import Meetings
 from jaxscale.step.pipelined.asynchronous import AsyncPipeline
 from jaxscale.step.replicas import Replicas
-from jaxscale.step.traced_checks import KernelTrace, check_taken, check_traced
+from jaxscale.step.traced_checks import KernelTrace, check_kernel_choices, check_traced
 from jaxscale.step.update import Update
 from jaxscale.typing import Array, Batch, Float, Params
 
 StepFunction = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-"""From a state and a global batch to the next state and its metrics."""
+"""A function from a train state and a global batch to the next state and the metrics of the step."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepParts:
-    """The parts of a train step, made by `build`.
+    """The parts of a train step, which `build` makes.
 
     Args:
         objective: the loss of the model under its plan, at the newest weights.
         layout: the mesh and every placement, without extras.
-        optimizer: the optimizer in its three forms.
-        function: the step function: a `SynchronousStep`, or the step of an asynchronous pipeline.
-        extras: what techniques add to the train state.
-        stream: the asynchronous pipeline; `None` without one.
-        replicas: the replicas of DiLoCo, which train alone and synchronise now and then; `None` without DiLoCo.
-        codec: the exchange by a codec of gradients, or of displacements under DiLoCo; `None` without a codec.
+        update: the optimizer in its three forms.
+        step_function: a `SynchronousStep`, or the step of an asynchronous pipeline.
+        extras: the extras that techniques add to the train state.
+        async_pipeline: the asynchronous pipeline; `None` without one.
+        replicas: the replicas of DiLoCo, which train alone between meetings; `None` without DiLoCo.
+        gradient_exchange: the exchange by a codec of gradients, or of displacements under DiLoCo; `None` without a
+            codec.
         stages: the stages of the pipeline; `None` without one.
-        decision: what the blocks keep; `None` if the plan's memory rule does not depend on them.
-        lines: lines for the user: how the mesh was chosen, the memory rule's decision, and others.
+        decision: the values that the blocks keep; `None` if the plan's memory rule does not depend on the blocks.
+        lines: lines for the user, on the choice of the mesh, the decision of the memory rule, and others.
     """
 
     objective: Objective
     layout: Layout
-    optimizer: Update
-    function: StepFunction
+    update: Update
+    step_function: StepFunction
     extras: tuple[StateExtra, ...] = ()
-    stream: AsyncPipeline | None = None
+    async_pipeline: AsyncPipeline | None = None
     replicas: Replicas | None = None
-    codec: GradientExchange | None = None
+    gradient_exchange: GradientExchange | None = None
     stages: Stages | None = None
     decision: Decision | None = None
     lines: tuple[str, ...] = ()
@@ -81,43 +82,57 @@ class TrainStep:
     """A train step, its evaluation, and the placements of their arrays. Make one with `build`.
 
     Args:
-        parts: the parts of the train step, from `build`.
+        parts: the parts of the train step, from `build`. Their fields are also attributes of the step.
+
+    Attributes:
+        experiment, plan: what is trained, and the plan with its mesh settled.
+        pure_model: the model as pure functions; under an asynchronous pipeline, with copies of shared parameters.
+        optimizer: the whole optimizer, clipping included.
+        plain_layout, layout: the mesh and every placement, without extras and with them.
+        step_fn, gradients_fn, evaluate_fn, accuracy_fn: jitted functions of (state, batch).
+        meetings: the programs in which DiLoCo's replicas synchronize; `None` without DiLoCo.
     """
 
     def __init__(self, parts: StepParts) -> None:
         planned = parts.objective.planned
         self.parts = parts
         self.experiment, self.plan = planned.experiment, planned.plan
-        self.pure_model = planned.pure_model if parts.stream is None else parts.stream.model_with_copies
-        self.objective, self.update = parts.objective, parts.optimizer
-        self.optimizer = parts.optimizer.whole
+        async_pipeline = parts.async_pipeline
+        self.pure_model = planned.pure_model if async_pipeline is None else async_pipeline.model_with_copies
+        self.objective, self.update, self.optimizer = parts.objective, parts.update, parts.update.clipped_rule
         self.stages, self.decision, self.extras = parts.stages, parts.decision, parts.extras
-        self.stream, self.replicas, self.codec = parts.stream, parts.replicas, parts.codec
+        self.async_pipeline, self.replicas = async_pipeline, parts.replicas
+        self.gradient_exchange = parts.gradient_exchange
         self.plain_layout = layout = parts.layout
         for extra in parts.extras:
-            layout = extra.placed(layout)
+            layout = extra.add_to_layout(layout)
         self.layout = layout
-        self._kernels = KernelTrace(self.plan, layout.mesh, parts.optimizer.unfused)
-        state, batches, whole = layout.state, layout.batch, NamedSharding(layout.mesh, PartitionSpec())
+        self._kernel_trace = KernelTrace(self.plan, layout.mesh, parts.update.unfused_reason)
+        whole_sharding = NamedSharding(layout.mesh, PartitionSpec())
+        in_shardings = (layout.state_shardings, layout.batch_sharding)
         self.step_fn = jax.jit(
-            self._kernels.noted(self._step),
+            self._kernel_trace.recording(self._step),
             donate_argnums=0,
-            in_shardings=(state, batches),
-            out_shardings=(state, whole),
+            in_shardings=in_shardings,
+            out_shardings=(layout.state_shardings, whole_sharding),
         )
-        on_batch = functools.partial(jax.jit, in_shardings=(state, batches))
-        self.gradients_fn = on_batch(self._mean_gradients, out_shardings=layout.gradients)
-        self.evaluate_fn = on_batch(self._evaluate, out_shardings=whole)
-        self.accuracy_fn = on_batch(self._accuracy, out_shardings=whole)
+        jit = functools.partial(jax.jit, in_shardings=in_shardings)
+        self.gradients_fn = jit(self._mean_gradients, out_shardings=layout.gradient_shardings)
+        self.evaluate_fn = jit(self._evaluate, out_shardings=whole_sharding)
+        self.accuracy_fn = jit(self._accuracy, out_shardings=whole_sharding)
         self.meetings = None
         if parts.replicas is not None:
-            self.meetings = Meetings(parts.replicas, layout, self.experiment.steps, self._kernels.noted)
+            step_count, recording = self.experiment.steps, self._kernel_trace.recording
+            self.meetings = Meetings(parts.replicas, layout, step_count, recording)
         self._executable: jax.stages.Compiled | None = None
         self._class_counts: dict[str, int] | None = None  # counted for the first batch
-        # up to JAX 0.10, collectives of some fifty programs in flight starve one another of a CPU's threads
-        self._one_at_a_time = layout.mesh.size > 1 and layout.platform == "cpu"
-        # up to JAX 0.10 a compiled program refuses its own 4-bit arrays; `jit` runs the same program, compiled once
-        self._by_jit = any(leaf.dtype in (jnp.int4, jnp.uint4) for leaf in jax.tree.leaves(layout.abstract.optimizer))
+        # whether each program waits for the one before: up to JAX 0.10, collectives of some fifty programs in flight
+        # starve one another of a CPU's threads
+        self._is_serial = layout.mesh.size > 1 and layout.platform == "cpu"
+        # up to JAX 0.10, an executable refuses its own 4-bit arrays; a jitted function compiles the same program once
+        self._is_run_by_jit = any(
+            leaf.dtype in (jnp.int4, jnp.uint4) for leaf in jax.tree.leaves(layout.abstract.optimizer)
+        )
 
     # -- facts ---------------------------------------------------------------------------------------------------------
 
@@ -133,13 +148,13 @@ class TrainStep:
 
     @property
     def parameters(self) -> int:
-        """Number of trained numbers, the elements of all parameters."""
+        """Number of trained numbers: the elements of all parameters."""
         return self.pure_model.parameters
 
     @property
-    def kernels(self) -> tuple[Taken, ...]:
-        """The implementation of each kernel that the step uses, and why not a better one; () before a trace."""
-        return self._kernels.taken
+    def kernels(self) -> tuple[KernelChoice, ...]:
+        """The implementation of each kernel that the step uses, and the reason for it; () before a trace."""
+        return self._kernel_trace.choices
 
     @property
     def program(self) -> str | None:
@@ -147,18 +162,19 @@ class TrainStep:
         return None if self._executable is None else self._executable.as_text()
 
     def describe(self) -> list[str]:
-        """Lines for the user on the plan's effects, before the first step."""
+        """Return lines for the user on the effects of the plan, to print before the first step."""
         lines = list(self.parts.lines)
-        unsplit = self.layout.unsplit()
-        if unsplit:
-            shown_names = ", ".join(unsplit[:5]) + (f" and {len(unsplit) - 5} more" if len(unsplit) > 5 else "")
-            lines.append(f"zero {self.plan.zero}: no dim can be split evenly, kept whole: {shown_names}")
+        whole_names = self.layout.unsplit()
+        if whole_names:
+            more_text = f" and {len(whole_names) - 5} more" if len(whole_names) > 5 else ""
+            names_text = ", ".join(whole_names[:5]) + more_text
+            lines.append(f"zero {self.plan.zero}: no dim can be split evenly, kept whole: {names_text}")
         for extra in self.extras:
             lines += extra.describe()
         return lines + describe(self.layout)
 
     def memory(self, batch: Batch) -> dict[str, int]:
-        """Bytes that each device holds in its own memory between steps, by kind of tensor."""
+        """Return the bytes that each device holds in its own memory between steps, by kind of tensor."""
         abstract = self.layout.abstract
         return {
             "parameters": local_bytes(abstract.params),
@@ -169,37 +185,43 @@ class TrainStep:
         }
 
     def host_memory(self) -> dict[str, int]:
-        """Bytes that each device keeps on its host, by kind of tensor; {} if everything is on the device."""
+        """Return the bytes that each device keeps on its host, by kind of tensor; {} if everything is on the device."""
         abstract = self.layout.abstract
-        kinds = {
-            "parameters": local_bytes(abstract.params, host=True),
-            "optimizer": local_bytes(abstract.optimizer, host=True),
+        bytes_by_kind = {
+            "parameters": local_bytes(abstract.params, is_on_host=True),
+            "optimizer": local_bytes(abstract.optimizer, is_on_host=True),
             "kept activations": 0 if self.decision is None else self.decision.host_bytes,
         }
-        return {kind: count for kind, count in kinds.items() if count}
+        return {kind: kind_bytes for kind, kind_bytes in bytes_by_kind.items() if kind_bytes}
 
     def model_flop(self, batch: Batch) -> int:
-        """FLOP of the matrix products and convolutions of a step's forward and backward pass, without recomputation."""
-        context = self.objective.planned.context(None)
-        context = dataclasses.replace(context, attention="plain", loss_chunk=None, loss="reference")
+        """Return the FLOP of a step's matrix products and convolutions, forward and backward, without recomputation."""
+        plan_context = self.objective.planned.context(None)
+        context = dataclasses.replace(plan_context, attention="plain", loss_chunk=None, loss="reference")
 
-        def total_loss(params: Params, rest: Params, batch: Batch) -> Float[Array, ""]:
-            return self.experiment.model.loss(self.pure_model.module(params, rest), batch, context).total
+        def total_loss(params: Params, model_state: Params, batch: Batch) -> Float[Array, ""]:
+            return self.experiment.model.loss(self.pure_model.module(params, model_state), batch, context).total
 
-        return model_flop(jax.grad(total_loss), self.pure_model.whole, self.pure_model.rest, batches.shapes(batch))
+        return model_flop(
+            jax.grad(total_loss),
+            self.pure_model.abstract_module_params,
+            self.pure_model.abstract_model_state,
+            batches.shapes(batch),
+        )
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def data_shard(self) -> tuple[int, int]:
-        """(index, count): this process feeds part `index` of `count` equal parts of the rows of a batch."""
+        """Return (index, count): this process feeds part `index` of `count` equal parts of the rows of a batch."""
         return self._data_shard
 
     @functools.cached_property
     def _data_shard(self) -> tuple[int, int]:
-        return batches.shard_of(self.layout.batch, self.experiment.batch)
+        """The pair that `data_shard` returns, computed once."""
+        return batches.shard_of(self.layout.batch_sharding, self.experiment.batch)
 
     def place(self, batch: Batch) -> dict[str, Array]:
-        """Put the global batch on the devices, from this process's rows, and return its arrays.
+        """Put the rows of this process on the devices, and return the arrays of the global batch.
 
         Raises:
             UserError: the batch holds tokens or labels that the model does not have.
@@ -207,7 +229,7 @@ class TrainStep:
         if self._class_counts is None:
             self._class_counts = self._count_classes(batch)
         batches.check_values(batch, self._class_counts)
-        return batches.put(batch, self.layout.batch, self._data_shard)
+        return batches.put(batch, self.layout.batch_sharding, self._data_shard)
 
     def _count_classes(self, batch: Batch) -> dict[str, int]:
         """Return the number of tokens or classes of each array of a batch that holds them, by the array's name."""
@@ -216,46 +238,52 @@ class TrainStep:
             counts = {"tokens": traits.vocab, "targets": traits.vocab, "labels": traits.classes}
             return {name: count for name, count in counts.items() if count is not None}
 
-        def total_loss(params: Params, rest: Params, batch: Batch) -> Float[Array, ""]:
-            module = self.pure_model.module(params, rest)
+        def total_loss(params: Params, model_state: Params, batch: Batch) -> Float[Array, ""]:
+            module = self.pure_model.module(params, model_state)
             return self.experiment.model.loss(module, batch, self.objective.planned.context(None)).total
 
         with noting_class_counts() as counts:
-            jax.eval_shape(total_loss, self.pure_model.whole, self.pure_model.rest, batches.shapes(batch))
+            jax.eval_shape(
+                total_loss,
+                self.pure_model.abstract_module_params,
+                self.pure_model.abstract_model_state,
+                batches.shapes(batch),
+            )
         return counts
 
     def abstract_batch(self, batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and shardings of a global batch, from its arrays or shapes."""
-        return batches.shapes(batch, self.layout.batch)
+        """Return the abstract arrays of a global batch, with shardings, from its arrays or shapes."""
+        return batches.shapes(batch, self.layout.batch_sharding)
 
     # -- states --------------------------------------------------------------------------------------------------------
 
     def init(self) -> TrainState:
-        """Create the state before the first step. Every leaf is created already sharded, never whole on one device."""
-        params, rest = first_weights(self.pure_model, self.layout)
-        shardings = self.layout.state
-        if self.update.split:
+        """Create the state before the first step, and return it. No device ever holds a sharded leaf whole."""
+        params, model_state = first_weights(self.pure_model, self.layout)
+        shardings = self.layout.state_shardings
+        if self.update.is_split:
             start = jax.jit(self.update.start, out_shardings=(shardings.params, shardings.optimizer))
-            params, optimizer = start(params)
+            params, optimizer_state = start(params)
         else:
             init = self.optimizer.init if self.replicas is None else self.replicas.init_optimizer
-            optimizer = jax.jit(init, out_shardings=shardings.optimizer)(params)
+            optimizer_state = jax.jit(init, out_shardings=shardings.optimizer)(params)
         step, watch = jax.jit(
             lambda: (jnp.zeros((), jnp.int32), Watch.start()), out_shardings=(shardings.step, shardings.watch)
         )()
-        state = TrainState(step, params, optimizer, rest, watch)
+        state = TrainState(step, params, optimizer_state, model_state, watch)
         for extra in self.extras:
-            extra_state = jax.jit(extra.init, out_shardings=shardings.extra[extra.name])(state)
-            state = dataclasses.replace(state, extra={**state.extra, extra.name: extra_state})
+            extra_value = jax.jit(extra.init, out_shardings=shardings.extra[extra.name])(state)
+            state = dataclasses.replace(state, extra={**state.extra, extra.name: extra_value})
         return state
 
     @functools.cached_property
     def _canonical(self) -> Canonical:
-        naming = Naming(self.pure_model, self.update.split)
+        """The functions that convert a state to its canonical form and back."""
+        naming = Naming(self.pure_model, self.update.is_split)
         return Canonical(self.layout, self.extras, naming, self.plain_layout.owners(self.optimizer))
 
     def canonical_abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes, dtypes and placements of the arrays of a canonical form, to restore a checkpoint into."""
+        """Return the shape, dtype and sharding of each array of the canonical form, by name, to restore into."""
         return self._canonical.abstract()
 
     @property
@@ -264,55 +292,62 @@ class TrainStep:
         return self._canonical.copy_bytes
 
     def to_canonical(self, state: TrainState) -> dict[str, Array]:
-        """The canonical form of a state, which checkpoints hold: a flat dict of arrays.
+        """Return the canonical form of a state, which checkpoints hold: a flat dict of arrays, by name.
 
-        Its names and shapes do not depend on mesh, ZeRO stage or stacking of layers.
+        The names and shapes do not depend on the mesh, the ZeRO stage or the stacking of layers.
         """
         return self._canonical.take_apart(state)
 
     def from_canonical(self, arrays: Mapping[str, Array]) -> TrainState:
-        """The state of a canonical form, whose arrays are placed as in `canonical_abstract`. The arrays are donated.
+        """Return the state that a canonical form describes; its arrays are donated.
 
         Arrays of extras may be missing; such an extra starts from its initial value.
+
+        Args:
+            arrays: arrays of the canonical form by name, placed as `canonical_abstract` specifies.
         """
         return self._canonical.put_together(dict(arrays))
 
     def describe_restored(self, names: Container[str]) -> str:
-        """A note for the user on missing arrays of extras, starting with a semicolon; empty if none are missing.
+        """Return a note for the user on missing arrays of extras, after a semicolon; empty if none are missing.
 
         Args:
             names: names of the arrays in the checkpoint.
         """
-        return "".join(extra.notes(names, self.canonical_abstract()) for extra in self.extras)
+        return "".join(extra.note_on_missing(names, self.canonical_abstract()) for extra in self.extras)
 
     def module(self, state: TrainState) -> nnx.Module:
-        """The user's module with the parameters of a state, for generation, export or inspection."""
+        """Return the user's module with the parameters of a state, for generation, export or inspection."""
         params = state.params
         if self.plan.offload.masters:
-            device_shardings = jax.tree.map(lambda s: NamedSharding(s.mesh, s.spec), self.layout.masters)
+            device_shardings = jax.tree.map(lambda s: NamedSharding(s.mesh, s.spec), self.layout.master_shardings)
             params = jax.device_put(params, device_shardings)
         return self.pure_model.module(self.pure_model.in_layers(params), state.rest)
 
     # -- running -------------------------------------------------------------------------------------------------------
 
     def compile(self, batch: Batch) -> Compiled:
-        """Compile the step for batches like `batch` (of global shapes), and check that every request took effect."""
-        start = time.perf_counter()
+        """Compile the step for batches of the (global) shapes of `batch`, and check that every request takes effect.
+
+        Returns:
+            Bytes and FLOP of the compiled step, and the seconds that compilation took.
+        """
+        start_time = time.perf_counter()
         traced = self.step_fn.trace(self.layout.abstract, self.abstract_batch(batch))
         self.check_traced(traced.jaxpr, batch)
         self.check_kernels()
         executable = traced.lower().compile()
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start_time
         check_compiled(self.layout, self.optimizer, self.extras, executable)
         self._executable = executable
         memory = executable.memory_analysis()
-        assert memory is not None, "CPU, GPU and TPU all report it"
+        assert memory is not None, "compilers for CPU, GPU and TPU all report memory"
         check_kept_on_host(self.layout, self.decision, memory.host_temp_size_in_bytes)
         check_host_bytes(self.layout, memory.host_argument_size_in_bytes, executable.as_text)
         if self.meetings is not None:
-            start = time.perf_counter()
+            start_time = time.perf_counter()
             self.meetings.compile()
-            seconds += time.perf_counter() - start
+            seconds += time.perf_counter() - start_time
         return Compiled.of(executable, seconds)
 
     def check_traced(self, jaxpr: ClosedJaxpr, batch: Batch) -> None:
@@ -320,26 +355,26 @@ class TrainStep:
 
         Args:
             jaxpr: jaxpr of the whole step.
-            batch: arrays or shapes that the step was traced for.
+            batch: arrays or shapes of the batch for which the step was traced.
 
         Raises:
-            UserError: a request has no effect; the error says why, and what to do instead.
+            UserError: a request has no effect; the error gives the reason, and what to do instead.
         """
-        evaluation = functools.partial(self.evaluate_fn.trace, self.layout.abstract, self.abstract_batch(batch))
-        check_traced(self.objective.planned, self.decision, batch, jaxpr, evaluation)
+        trace_loss = functools.partial(self.evaluate_fn.trace, self.layout.abstract, self.abstract_batch(batch))
+        check_traced(self.objective.planned, self.decision, batch, jaxpr, trace_loss)
 
     def check_kernels(self) -> None:
-        """Refuse a plan that names an implementation of a kernel which the traced step does not use.
+        """Refuse a plan that names an implementation of a kernel, if the traced step does not use the implementation.
 
         Raises:
             UserError: the named implementation is not used; the error reports which one is.
         """
-        if self.meetings is not None and self.codec is not None:  # the kernels of the codec are used in meetings
-            self.meetings.trace()
-        check_taken(self.plan, self.kernels)
+        if self.meetings is not None and self.gradient_exchange is not None:
+            self.meetings.trace()  # records the kernels of the codec, which only meetings use
+        check_kernel_choices(self.plan, self.kernels)
 
     def __call__(self, state: TrainState, batch: Mapping[str, Array]) -> tuple[TrainState, Metrics]:
-        """Run one step, and the meetings that are due after it. The state is donated: use the one that is returned.
+        """Run one step, and the meetings that are due after it. The state is donated: use the returned one instead.
 
         Args:
             state: the train state.
@@ -348,66 +383,70 @@ class TrainStep:
         Returns:
             The next state, and scalars: `loss` (nats per target), `grad_norm` before clipping, `learning_rate`,
             `weight` (targets), `skipped` (steps so far that were not applied), `skipped_in_row`; with a codec
-            `residual_norm` (norm of what replicas have yet to send) and `wire_bytes` (bytes that each device sends over
-            the replica axis). Under DiLoCo `grad_norm` is the root of the mean square of the replicas' norms, and
+            `residual_norm` (norm of the residuals) and `wire_bytes` (bytes that each device sends over the replica
+            axis). Under DiLoCo `grad_norm` is the root of the mean square of the replicas' norms, and
             `wire_bytes` is 0 in steps without a meeting.
         """
-        if self._one_at_a_time:
+        if self._is_serial:
             jax.block_until_ready(state.watch)
-        number = 0 if self.meetings is None else self.meetings.number(state)
-        state, metrics = (self.step_fn if self._executable is None or self._by_jit else self._executable)(state, batch)
+        run_step = self.step_fn if self._executable is None or self._is_run_by_jit else self._executable
         if self.meetings is None:
-            return state, metrics
-        return self.meetings.hold(number, state, metrics, by_jit=self._by_jit)
+            return run_step(state, batch)
+        step = self.meetings.step_after(state)  # before the step, which donates the state
+        next_state, metrics = run_step(state, batch)
+        return self.meetings.run_due(step, next_state, metrics, by_jit=self._is_run_by_jit)
 
     def evaluate(self, state: TrainState, batch: Mapping[str, Array]) -> Loss:
-        """Compute the sums of the loss of a batch, without dropout, microbatch by microbatch as in training."""
+        """Return the sums of the loss over a batch, without dropout, computed by microbatches as in training."""
         loss = self.evaluate_fn(state, batch)
-        return jax.block_until_ready(loss) if self._one_at_a_time else loss
+        return jax.block_until_ready(loss) if self._is_serial else loss
 
     def accuracy(self, state: TrainState, batch: Mapping[str, Array]) -> tuple[Array, Array] | None:
-        """Numbers of correct targets and of all targets in a batch, from a forward pass as for the loss.
+        """Count the correct targets in a batch, by a forward pass as for the loss.
 
         Returns:
-            Two sums; `None` if the model has no `accuracy`.
+            The number of correct targets, and the number of all targets; `None` if the model has no `accuracy`.
         """
         if getattr(self.experiment.model, "accuracy", None) is None:
             return None
         sums = self.accuracy_fn(state, batch)
-        return jax.block_until_ready(sums) if self._one_at_a_time else sums
+        return jax.block_until_ready(sums) if self._is_serial else sums
 
     # -- the step itself -----------------------------------------------------------------------------------------------
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """The step function, with the metrics that all steps have in common."""
-        next_state, metrics = self.parts.function(state, batch)
-        rate = self.experiment.optimizer.schedule_fn(self.experiment.steps)(state.watch.good)
+        """Run the step function, and return the next state, and the metrics with those that all steps have."""
+        next_state, metrics = self.parts.step_function(state, batch)
+        learning_rate = self.experiment.optimizer.schedule_fn(self.experiment.steps)(state.watch.good)
         common_metrics = {
-            "learning_rate": jnp.asarray(rate, jnp.float32),
+            "learning_rate": jnp.asarray(learning_rate, jnp.float32),
             "skipped": next_state.watch.skipped,
             "skipped_in_row": next_state.watch.in_row,
         }
         return next_state, {**metrics, **common_metrics}
 
     def _mean_gradients(self, state: TrainState, batch: Batch) -> Params:
-        """The gradients of a global batch.
+        """Return the mean gradients over a global batch.
 
         Raises:
             UserError: the pipeline is asynchronous.
         """
-        if self.stream is not None:
+        if self.async_pipeline is not None:
             raise UserError(
-                f"{self.stream.pipeline_text}: a step has no gradients of its own; take a synchronous pipeline to "
-                "compute them"
+                f"{self.async_pipeline.pipeline_text}: a step has no gradients of its own; take a synchronous pipeline "
+                "to compute them"
             )
-        return self.objective.gradients(state, batch)[1]
+        _, gradients, _ = self.objective.gradients(state, batch)
+        return gradients
 
     def _evaluate(self, state: TrainState, batch: Batch) -> Loss:
-        return evaluate(self.objective, self._newest(state), batch)
+        """Return the sums of the loss over a batch: the function that `evaluate` jits."""
+        return evaluate(self.objective, self._with_newest_weights(state), batch)
 
     def _accuracy(self, state: TrainState, batch: Batch) -> tuple[Array, Array]:
-        return accuracy(self.objective, self._newest(state), batch)
+        """Return the numbers of correct targets and of all targets: the function that `accuracy` jits."""
+        return accuracy(self.objective, self._with_newest_weights(state), batch)
 
-    def _newest(self, state: TrainState) -> TrainState:
-        """The state with the newest weights, for an evaluation."""
-        return state if self.stream is None else self.stream.newest(state)
+    def _with_newest_weights(self, state: TrainState) -> TrainState:
+        """Return the state that an evaluation reads, with the newest weights in the form of a synchronous step."""
+        return state if self.async_pipeline is None else self.async_pipeline.newest(state)

@@ -1,8 +1,8 @@
 """Update: the optimizer of an experiment, with its state in the number of bits that the plan specifies.
 
-The experiment specifies the update rule (an optax transformation). The plan specifies in how many bits its moments are
-kept; blocks of moments within a device's shard share a scale. `Layout` places the state, and `step/host.py` selects
-device or host for the update.
+The experiment specifies the update rule (an optax transformation), and the plan specifies the bits of its moments. In a
+state of few bits, each block of moments, which lies within one device's shard, shares a scale. `Layout` places the
+state, and `step/host.py` selects the device or the host for the update.
 """
 
 import dataclasses
@@ -32,51 +32,54 @@ class Update:
     """An optimizer in its three forms.
 
     Args:
-        plain: the experiment's rule without clipping, with float32 weights and state.
+        float32_rule: the experiment's rule without clipping, with float32 weights and state.
         rule: the rule without clipping, with weights and state in the bits that the plan specifies.
-        whole: clipping, then `rule`.
-        clip: global norm that gradients are clipped to; `None` never clips.
-        split: whether weights are kept in bfloat16, with their rounding errors as part of the optimizer state.
-        messages: computes what each replica sends (1-bit Adam and LAMB); `None` if replicas send gradients.
+        clipped_rule: the whole optimizer: clipping, then `rule`.
+        clip: global norm to which gradients are clipped; `None` never clips.
+        is_split: whether weights are kept in bfloat16, with their rounding errors in the optimizer state.
+        messages: function that computes the momenta that each replica sends (1-bit Adam and LAMB); `None` if replicas
+            send gradients.
         fused: the whole update by a fused kernel of the plan's platform; `None` if there is no such kernel.
-        unfused: why no kernel updates a state in few bits; `None` if one does, or if the state is float32.
-        layers: for each parameter, whether it is a stack of layers that the rule treats one by one; `None` for a rule
-            of the user's own, of which this is unknown.
+        unfused_reason: why no kernel updates a state in few bits; `None` if one does, or if the state is float32.
+        is_by_layer: tree that shows for each parameter whether it is a stack whose layers the rule treats one by one;
+            `None` for a rule of the user's own, because it is unknown.
     """
 
-    plain: optax.GradientTransformation
+    float32_rule: optax.GradientTransformation
     rule: optax.GradientTransformation
-    whole: optax.GradientTransformation
+    clipped_rule: optax.GradientTransformation
     clip: float | None
-    split: bool = False
+    is_split: bool = False
     messages: Messages | None = None
     fused: Advance | None = None
-    unfused: str | None = None
-    layers: Params | None = None
+    unfused_reason: str | None = None
+    is_by_layer: PyTree[bool] | None = None
 
     @classmethod
     def of(cls, experiment: Experiment, plan: Plan, pure_model: PureModel, mesh: Mesh | AbstractMesh) -> "Update":
-        """Make the optimizer of an experiment under a plan.
+        """Return the optimizer of an experiment under a plan.
 
         Raises:
-            UserError: moments of this rule cannot be kept in the plan's bits, or the plan updates such moments on
-                the host of a TPU, which the compiler for TPU does not support.
+            UserError: moments of this rule cannot be kept in the bits that the plan specifies, or the plan updates such
+                moments on the host of a TPU, which the compiler for TPU does not support.
         """
         placements, map_with_path = placements_of(pure_model, plan, mesh), jax.tree_util.tree_map_with_path
         shardings = map_with_path(
-            lambda path, _: NamedSharding(mesh, placements[path_name(path)].state), pure_model.params
+            lambda path, _: NamedSharding(mesh, placements[path_name(path)].state), pure_model.abstract_params
         )
-        leaf_descriptions = map_with_path(
+        param_infos = map_with_path(
             lambda path, leaf, sharding: leaf_of(
-                path_name(path), pure_model.names.get(path_name(path)), leaf.shape, sharding
+                path_name(path), pure_model.axis_names.get(path_name(path)), leaf.shape, sharding
             ),
-            pure_model.params,
+            pure_model.abstract_params,
             shardings,
         )
-        plain = rule = experiment.optimizer.rule(experiment.steps, leaf_descriptions)
-        fused = unfused = None
+        float32_rule = rule = experiment.optimizer.rule(experiment.steps, param_infos)
+        fused = unfused_reason = None
         if plan.state.moments != "float32":
-            is_stacked = map_with_path(lambda path, _: pure_model.stacked(path_name(path)), pure_model.params)
+            is_stacked = map_with_path(
+                lambda path, _: pure_model.is_stacked(path_name(path)), pure_model.abstract_params
+            )
             device = device_of(mesh)
             if plan.offload.optimizer_state == "host" and device.platform == "tpu":
                 raise UserError(
@@ -86,30 +89,27 @@ class Update:
                 )
             platform = "cpu" if plan.offload.optimizer_state == "host" else device.platform
             rule = quantize_state(rule, plan.state.moments, local=shardings, layers=is_stacked, platform=platform)
-            unfused = _why_unfused(experiment.optimizer, plan, platform)
-            if unfused is None:
+            unfused_reason = _unfused_reason(experiment.optimizer, plan, platform)
+            if unfused_reason is None:
                 device_name = f"{platform} {device.device_kind}"
-                fused = _fused_adamw(
-                    experiment.optimizer, experiment.steps, rule, leaf_descriptions, shardings, device_name
-                )
+                fused = _fused_adamw(experiment.optimizer, experiment.steps, rule, param_infos, shardings, device_name)
         if plan.state.master == "split":
             rule = split_weights(rule)
         clip, messages = experiment.optimizer.clip, experiment.optimizer.messages(experiment.steps)
-        whole = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
+        clipped_rule = rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule)
         if messages is not None:
-            whole = clipped(rule, messages)
+            clipped_rule = clipped(rule, messages)
         is_known_rule = experiment.optimizer.custom is None
-        is_by_layer = jax.tree.map(lambda leaf: leaf.stack > 0, leaf_descriptions) if is_known_rule else None
         return cls(
-            plain=plain,
+            float32_rule=float32_rule,
             rule=rule,
-            whole=whole,
+            clipped_rule=clipped_rule,
             clip=clip,
-            split=plan.state.master == "split",
+            is_split=plan.state.master == "split",
             messages=messages,
             fused=fused,
-            unfused=unfused,
-            layers=is_by_layer,
+            unfused_reason=unfused_reason,
+            is_by_layer=jax.tree.map(lambda info: info.stack > 0, param_infos) if is_known_rule else None,
         )
 
     def start(self, params: Params) -> tuple[Params, optax.OptState]:
@@ -119,20 +119,23 @@ class Update:
             params: float32 parameters.
 
         Returns:
-            Weights in bfloat16, and the optimizer state with their rounding errors.
+            The weights in bfloat16, and the optimizer state, which contains their rounding errors.
         """
-        weights_with_corrections = jax.tree.map(
-            lambda p: split(p) if jnp.issubdtype(p.dtype, jnp.floating) else (p, optax.MaskedNode()), params
-        )
-        structure = jax.tree.structure(params)
-        pairs = structure.flatten_up_to(weights_with_corrections)
-        weights, corrections = (structure.unflatten([pair[i] for pair in pairs]) for i in (0, 1))
-        state: PyTree = self.rule.init(weights)
-        state = state._replace(correction=corrections)
-        return weights, state if self.clip is None else (optax.clip_by_global_norm(self.clip).init(weights), state)
+        weights_and_corrections = [
+            split(param) if jnp.issubdtype(param.dtype, jnp.floating) else (param, optax.MaskedNode())
+            for param in jax.tree.leaves(params)
+        ]
+        treedef = jax.tree.structure(params)
+        weights = treedef.unflatten([weight for weight, _ in weights_and_corrections])
+        initial_state: PyTree = self.rule.init(weights)
+        corrections = treedef.unflatten([correction for _, correction in weights_and_corrections])
+        rule_state = initial_state._replace(correction=corrections)
+        if self.clip is None:
+            return weights, rule_state
+        return weights, (optax.clip_by_global_norm(self.clip).init(weights), rule_state)
 
 
-def _why_unfused(optimizer: Optimizer, plan: Plan, platform: str) -> str | None:
+def _unfused_reason(optimizer: Optimizer, plan: Plan, platform: str) -> str | None:
     """Return why the kernel of 8-bit AdamW cannot update a state in few bits; `None` if it can."""
     if plan.offload.optimizer_state != "device" or plan.offload.weights != "device":
         return "it needs weights and state on the device"
@@ -154,7 +157,7 @@ def _fused_adamw(
     optimizer: Optimizer,
     steps: int,
     rule: optax.GradientTransformation,
-    leaf_descriptions: Params,
+    param_infos: Params,
     shardings: Params,
     device_name: str,
 ) -> Advance:
@@ -164,14 +167,14 @@ def _fused_adamw(
         optimizer: AdamW, with its options.
         steps: number of steps of the run, for the schedule of the learning rate.
         rule: the rule with its state in few bits, without clipping.
-        leaf_descriptions: description of each parameter (`optim.leaves`), with whether it decays.
+        param_infos: tree with the `ParamInfo` of each parameter, which shows whether the parameter decays.
         shardings: `NamedSharding` of each parameter's state.
         device_name: platform and kind of the device, such as "tpu TPU v5e".
     """
     from jaxscale.optim.fused import AdamW, fused
 
-    mask = jax.tree.map(lambda leaf: leaf.decays, leaf_descriptions) if optimizer.decay == "matrices" else None
-    adamw = AdamW(optimizer.schedule_fn(steps), **optimizer.options(), mask=mask)
+    decay_mask = jax.tree.map(lambda info: info.decays, param_infos) if optimizer.decay == "matrices" else None
+    adamw = AdamW(optimizer.schedule_fn(steps), **optimizer.options(), mask=decay_mask)
     return fused(rule, adamw, platform=device_name, state_shardings=shardings, clip=optimizer.clip)
 
 
@@ -181,7 +184,7 @@ def describe_state(plan: Plan, state: PyTree, parameters: int) -> list[str]:
     Args:
         plan: the plan, which specifies the bits of a moment.
         state: shapes of the optimizer's state.
-        parameters: number of trained numbers.
+        parameters: number of trained numbers: the elements of all parameters.
 
     Example:
         >>> from jaxscale.lowbit.quantize import zeros
@@ -192,8 +195,8 @@ def describe_state(plan: Plan, state: PyTree, parameters: int) -> list[str]:
     if plan.state.moments == "float32":
         return []
     moment_bytes, moment_count = state_bytes(state)
-    others = "the others in float32" + (", corrections of weights in int8" if plan.state.master == "split" else "")
+    correction_text = ", corrections of weights in int8" if plan.state.master == "split" else ""
     return [
         f"state {plan.state.moments}: {tree_bytes(state) / parameters:.2f} bytes a parameter; {moment_count:,} moments "
-        f"in {moment_bytes / moment_count:.2f} bytes each, {others}"
+        f"in {moment_bytes / moment_count:.2f} bytes each, the others in float32{correction_text}"
     ]

@@ -144,7 +144,7 @@ def test_a_file_of_bytes(toy: Path, capsys):
     ("content", "message"),
     [
         ('{"version": 1, "zeor": 3}', "plan.json: unknown field 'zeor'"),
-        ('{"version": 99}', "plan.json has plan version 99, and this jaxscale reads versions up to 2"),
+        ('{"version": 99}', "plan.json: got plan version 99, expected a version from 1 to 2"),
         ('{"version": 1, "ze', "plan.json is not JSON"),
         ("[]", "plan.json: got a list, expected a JSON object with the fields of a plan"),
         ('{"version": 1, "microbatches": 0}', "microbatches: got 0"),

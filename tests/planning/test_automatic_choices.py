@@ -41,7 +41,7 @@ def test_auto_becomes_a_schedule_that_builds():
     assert plan.pipeline.ranks == 2
     assert 4 % (2 * plan.pipeline.microbatches) == 0
     step = build(EXPERIMENT, plan)
-    assert all(start % 2 == 0 for start in step.stages.starts)
+    assert all(start % 2 == 0 for start in step.stages.first_layers)
 
 
 def test_auto_keeps_to_the_limit():

@@ -25,10 +25,13 @@ INT8 = Codec.parse("int8")
 def test_a_codec_s_states_and_bytes_are_told(planned):
     experiment = planned(MESH, zero=2, reduce=INT8, precision="bfloat16")
     estimated, step = estimate(experiment, SLICES), described_step(experiment, Platform.parse(SLICES))
-    assert step.codec is not None
+    assert step.gradient_exchange is not None
     assert estimated.device["residuals"] == step.memory(batch_shapes(experiment))["residuals"]
     assert estimated.wire is not None
-    assert (estimated.wire.bytes, estimated.wire.exact_bytes) == (step.codec.wire_bytes, step.codec.exact_bytes)
+    assert (estimated.wire.bytes, estimated.wire.exact_bytes) == (
+        step.gradient_exchange.wire_bytes,
+        step.gradient_exchange.exact_bytes,
+    )
     assert estimated.wire.seconds == pytest.approx(estimated.wire.bytes / (25e9 / 8))
     assert estimated.state_bytes == pytest.approx(8, rel=1e-3)
     # the model's activations are within a region of each replica's own, and are seen all the same

@@ -39,4 +39,4 @@ def test_what_lies_on_the_host_of_a_described_gpu_is_there(name, monkeypatch, tm
     report = compile_report(functools.partial(lowered_step, make=tiny, plan=plan), platform)
     assert report.crashed is None
     state = described_step(tiny(), platform, plan).layout.abstract
-    assert report.host_argument_bytes == local_bytes(state, host=True) > 0
+    assert report.host_argument_bytes == local_bytes(state, is_on_host=True) > 0

@@ -19,12 +19,12 @@ from jaxscale.planning.fit import fit
 from jaxscale.planning.program import described_step, lowered_step
 from jaxscale.platforms.platform import Platform
 from jaxscale.recipe.experiment import Experiment
-from jaxscale.recipe.kernels import Kernels, Taken, fields_of, lines_of
+from jaxscale.recipe.kernels import KernelChoice, Kernels, fields_of, lines_of
 from jaxscale.recipe.plan import Plan
 from jaxscale.state.batches import batch_shapes
 from jaxscale.step.build import build
 from jaxscale.step.resolve import resolve_mesh
-from jaxscale.step.traced_checks import KernelTrace, check_taken
+from jaxscale.step.traced_checks import KernelTrace, check_kernel_choices
 from jaxscale.values import override, to_json
 from pallas_kernels.dispatch import CannotRun, noting
 from tests.kernels.aot import compiled, tpu_compiler
@@ -112,8 +112,8 @@ def took(platform, **changes):
     plan = override(Plan(precision="bfloat16"), grouped(changes))
     step = described_step(experiment(), Platform.parse(platform), plan)
     step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment())))
-    check_taken(step.plan, step.kernels)
-    return {one.kernel: (one.chosen, one.why) for one in step.kernels}
+    check_kernel_choices(step.plan, step.kernels)
+    return {one.kernel: (one.implementation, one.why) for one in step.kernels}
 
 
 def test_a_step_tells_what_it_took_and_why_no_kernel():
@@ -174,7 +174,7 @@ def test_estimates_and_meetings_tell_it_too():
     step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch_shapes(experiment())))
     assert "quantize" not in {one.kernel for one in step.kernels}
     step.check_kernels()
-    found = {one.kernel: (one.chosen, one.why) for one in step.kernels}
+    found = {one.kernel: (one.implementation, one.why) for one in step.kernels}
     assert found["quantize"] == ("tpu", None)
     assert found["adam8"] == ("reference", "replicas under diloco are updated together by XLA's program")
 
@@ -197,16 +197,16 @@ def test_a_loss_by_any_name_is_the_loss(name):
 
 def test_what_is_named_must_be_taken():
     plan = Plan(kernels=Kernels.parse("attention=chunked,cross_entropy=chunked"))
-    check_taken(plan, (Taken("cross_entropy", "cpu", "chunked"),))
+    check_kernel_choices(plan, (KernelChoice("cross_entropy", "cpu", "chunked"),))
     with pytest.raises(UserError, match="cross_entropy=chunked: no part of this step uses cross_entropy; leave it"):
-        check_taken(plan, ())
+        check_kernel_choices(plan, ())
     with pytest.raises(UserError, match=r"uses cross_entropy reference; pass context.loss and context.loss_chunk"):
-        check_taken(plan, (Taken("cross_entropy", "cpu", "reference", "no chunk"),))
+        check_kernel_choices(plan, (KernelChoice("cross_entropy", "cpu", "reference", "no chunk"),))
     largest = Plan(kernels=Kernels.parse("top_k=gpu"))
     with pytest.raises(
         UserError, match=r"top_k=gpu: this step uses top_k reference \(kernels are of blocks\); leave it"
     ):
-        check_taken(largest, (Taken("top_k", "gpu", "reference", "kernels are of blocks"),))
+        check_kernel_choices(largest, (KernelChoice("top_k", "gpu", "reference", "kernels are of blocks"),))
 
 
 def small(**changes):
@@ -257,7 +257,7 @@ def test_a_codec_that_no_kernel_knows_says_why(kernels, codec, why):
 def test_a_state_on_the_host_is_why_no_kernel_steps_it():
     plan = override(Plan(), {"state.moments": "int8", "offload.optimizer_state": "streamed", "zero": "1"})
     step = described_step(experiment(), Platform.parse("tpu v5e:2x2"), plan)
-    assert step.update.unfused == "it needs weights and state on the device"
+    assert step.update.unfused_reason == "it needs weights and state on the device"
 
 
 @pytest.mark.parametrize(
@@ -275,11 +275,11 @@ def test_what_cannot_run_is_told_in_its_own_words(said, told):
         raise CannotRun(said)
 
     with pytest.raises(UserError, match=f"^{told}$"):
-        KernelTrace(Plan(), None, None).noted(cannot)()
+        KernelTrace(Plan(), None, None).recording(cannot)()
 
 
 def test_a_kernel_taken_in_two_ways_is_told_in_one_line():
-    found = (Taken("adam8", "tpu v5e", "tpu"), Taken("adam8", "tpu v5e", "reference", "it needs more"))
+    found = (KernelChoice("adam8", "tpu v5e", "tpu"), KernelChoice("adam8", "tpu v5e", "reference", "it needs more"))
     assert fields_of(found) == {"platform": "tpu v5e", "adam8": "tpu; reference", "why": {"adam8": "it needs more"}}
     assert lines_of(found) == ["kernels on tpu v5e: adam8 tpu; reference (it needs more)"]
     assert lines_of(()) == []

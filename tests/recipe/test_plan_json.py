@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jaxscale.errors import UserError
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.recipe.kernels import Kernels
-from jaxscale.recipe.plan import OffloadPlan, Plan, StatePlan, read_plan, superseded, version_1
-from jaxscale.recipe.plan_json import MOVED
+from jaxscale.recipe.plan import OffloadPlan, Plan, StatePlan, ignoring_moved_fields, read_plan, version_1_fields
+from jaxscale.recipe.plan_json import MOVED_FIELDS
 from jaxscale.values import changes, from_json, override, to_json
 
 PIPELINES = ("1f1b:2x4", "gpipe:2x4,stash=input,lowering=phased", "2bw:2x4,stages=3+1,synchronous_steps=4")
@@ -36,8 +36,8 @@ def test_a_plan_of_version_1_is_the_plan_of_today(pipeline, offload, moments, ke
         state=StatePlan(moments),
         kernels=Kernels.parse(kernels),
     )
-    earlier = json.loads(json.dumps(version_1(plan)))
-    assert set(MOVED) <= set(earlier)
+    earlier = json.loads(json.dumps(version_1_fields(plan)))
+    assert set(MOVED_FIELDS) <= set(earlier)
     assert from_json(Plan, earlier) == plan
     assert changes(plan, earlier) == []
 
@@ -50,7 +50,7 @@ def test_options_of_a_pipeline_have_a_text(text):
         fields["pipeline"] += f",v={fields.pop('v')}"
     if "stages" in fields:
         fields["stages"] = [int(count) for count in fields["stages"].split("+")]  # as JSON of version 1 had them
-    earlier = {**version_1(Plan()), **fields}
+    earlier = {**version_1_fields(Plan()), **fields}
     assert PipelinePlan.parse(text) == from_json(Plan, earlier).pipeline
 
 
@@ -62,15 +62,15 @@ def test_a_file_of_version_1_is_read(tmp_path):
     assert read_plan(tmp_path / "plan.json") == expected
 
 
-@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("name", MOVED_FIELDS)
 def test_an_earlier_flag_is_refused_with_the_new_one(name):
-    with pytest.raises(UserError, match=re.escape(f"plan.{name} has moved: set plan.{MOVED[name]}")):
+    with pytest.raises(UserError, match=re.escape(f"plan.{name} has moved: set plan.{MOVED_FIELDS[name]}")):
         override(_job(), {f"plan.{name}": "1"})
     with pytest.raises(UserError, match="has moved"):
         override(Plan(), {name.replace("_", "-"): "1"})
     with pytest.raises(UserError, match=f"plan.{name} has moved"):
         Plan(**{name: "int8"})
-    with superseded():
+    with ignoring_moved_fields():
         assert Plan(zero=1, **{name: "int8"}) == Plan(zero=1)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxscale.errors import UserError
-from jaxscale.sharding.memory_space import check_host_memory, on_host, rehearses, to_device, to_host
+from jaxscale.sharding.memory_space import check_host_memory, is_rehearsal, on_host, to_device, to_host
 
 
 def test_the_space_is_part_of_the_type_and_the_gradient_goes_back():
@@ -27,7 +27,7 @@ def test_the_space_is_part_of_the_type_and_the_gradient_goes_back():
 
 def test_devices_without_host_memory_are_refused():
     check_host_memory(jax.devices(), "weights host")
-    assert rehearses(jax.devices())
+    assert is_rehearsal(jax.devices())
     memories = [types.SimpleNamespace(kind="device")]
     device = types.SimpleNamespace(device_kind="Abacus", platform="wood", addressable_memories=lambda: memories)
     says = r"weights host: Abacus \(wood\) has no memory of kind pinned_host \(it has device\)"
@@ -36,4 +36,4 @@ def test_devices_without_host_memory_are_refused():
     memories.clear()
     with pytest.raises(UserError, match=r"weights host: Abacus is described, not attached.* use fit --verify"):
         check_host_memory([device], "weights host")
-    assert not rehearses([device])
+    assert not is_rehearsal([device])

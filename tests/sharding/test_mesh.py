@@ -19,7 +19,7 @@ def test_the_text_form_round_trips(sizes):
         ("fdsp:4", "did you mean 'fsdp'"),
         ("data", "expected AXIS:DEVICES"),
         ("data:two", "expected AXIS:DEVICES"),
-        ("data:2,data:4", "given twice"),
+        ("data:2,data:4", "got axis data twice, expected it once"),
         ("data:0", "expected a whole number of devices >= 1"),
     ],
 )

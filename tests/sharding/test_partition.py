@@ -2,7 +2,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.sharding.partition import axes_of, dim_axes, dividing, shard_count, spec_of
+from jaxscale.sharding.partition import axes_of, dim_axes, divisible_spec, shard_count, spec_of
 
 MESH = AbstractMesh((2, 4, 2), ("data", "fsdp", "tensor"))
 
@@ -33,7 +33,7 @@ def test_dims_that_do_not_divide_are_whole():
     assert shard_count(MESH, ("data", "fsdp")) == 8
     assert shard_count(MESH, ()) == 1
     spec = P(("data", "fsdp"), "tensor")
-    assert dividing(spec, (16, 6), MESH) == spec
-    assert dividing(spec, (12, 6), MESH) == P(None, "tensor")
-    assert dividing(spec, (16, 5, 3), MESH) == P(("data", "fsdp"))
-    assert dividing(spec, (16,), MESH) == P(("data", "fsdp"))
+    assert divisible_spec(spec, (16, 6), MESH) == spec
+    assert divisible_spec(spec, (12, 6), MESH) == P(None, "tensor")
+    assert divisible_spec(spec, (16, 5, 3), MESH) == P(("data", "fsdp"))
+    assert divisible_spec(spec, (16,), MESH) == P(("data", "fsdp"))

@@ -3,7 +3,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.rules import AxisRules
-from jaxscale.sharding.zero import Placement, placement, split, split_further
+from jaxscale.sharding.zero import Placement, placement, split_further, split_spec
 
 MESH = MeshSpec(fsdp=4, tensor=2).build()
 
@@ -22,7 +22,7 @@ MESH = MeshSpec(fsdp=4, tensor=2).build()
     ],
 )
 def test_split_takes_the_largest_dim_per_device_that_divides(shape, names, whole, expected):
-    assert split(shape, names, whole, MESH) == expected
+    assert split_spec(shape, names, whole, MESH) == expected
 
 
 @pytest.mark.parametrize("copied", [False, True])

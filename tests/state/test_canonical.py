@@ -237,7 +237,7 @@ def test_a_state_moves_between_layouts_bit_by_bit_and_training_goes_on(name):
     assert jax.tree.map(lambda a: (a.shape, a.dtype), moved) == jax.tree.map(
         lambda a: (a.shape, a.dtype), other.layout.abstract
     )
-    for leaf, sharding in zip(jax.tree.leaves(moved), jax.tree.leaves(other.layout.state), strict=True):
+    for leaf, sharding in zip(jax.tree.leaves(moved), jax.tree.leaves(other.layout.state_shardings), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     again = other.to_canonical(moved)
     assert bits(again) == kept

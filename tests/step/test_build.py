@@ -102,7 +102,7 @@ def test_weight_decay_reaches_the_matrices_of_a_stack_and_spares_its_gains_and_b
 
     @jax.jit
     def after():
-        params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), step.pure_model.params)
+        params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), step.pure_model.abstract_params)
         gradients = jax.tree.map(jnp.zeros_like, params)
         updates, _ = step.optimizer.update(gradients, step.optimizer.init(params), params)
         return optax.apply_updates(params, updates)
@@ -185,7 +185,9 @@ def test_loaded_parameters_are_placed_in_parts_and_padded_with_zeros(mesh, zero)
     step = make(model, mesh, zero=zero)
     params = step.init().params
     padded = 0
-    for (name, leaf), sharding in zip(named_leaves(params).items(), jax.tree.leaves(step.layout.masters), strict=True):
+    for (name, leaf), sharding in zip(
+        named_leaves(params).items(), jax.tree.leaves(step.layout.master_shardings), strict=True
+    ):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
         host = named_leaves(host_params(model))[name]
         inside = tuple(slice(0, size) for size in host.shape)

@@ -65,10 +65,10 @@ def test_gradients_and_loss_equal_one_device(changes: dict[str, str], reference:
     for name, leaf in others.items():
         np.testing.assert_allclose(np.asarray(weights[name]), np.asarray(leaf), rtol=1e-6, err_msg=name)
     # a device computes with its stages' weights alone, and between steps has a share of each parameter
-    longest = max(place.end for place in step.objective.form.places.values())
+    longest = max(part.end for part in step.objective.form.flat_slices.values())
     own = longest * step.stages.schedule.chunks
     assert own <= step.parameters
-    split = [leaf for leaf in jax.tree.leaves(step.layout.masters) if "pipe" in str(leaf.spec)]
+    split = [leaf for leaf in jax.tree.leaves(step.layout.master_shardings) if "pipe" in str(leaf.spec)]
     assert len(split) > 5
 
 
@@ -94,7 +94,7 @@ def test_it_trains() -> None:
         ({"stash": "input", "memory": "sqrt"}, "take none, dots or full"),
         ({"pipeline": "pipedream:2"}, "cannot update their weights at different times; take a synchronous pipeline"),
         ({"pipeline": "1f1b:8x8"}, "8 stages, but the model has 4 layers"),
-        ({"stages": "3,2"}, "its stages have 5 blocks in total, but the model has 4"),
+        ({"stages": "3,2"}, "got stages of 5 blocks in total, expected 4"),
     ],
 )
 def test_what_does_not_go_with_unlike_blocks_is_refused(changes: dict[str, str], message: str) -> None:

@@ -165,7 +165,9 @@ def test_optimizer_state_that_the_layout_forgot_to_split_is_found():
     """Placements say what is meant; a step built with other shardings does not do it."""
     step = make(mesh="fsdp:4", zero=1)
     whole = NamedSharding(step.mesh, PartitionSpec())
-    state = dataclasses.replace(step.layout.state, optimizer=jax.tree.map(lambda _: whole, step.layout.state.optimizer))
+    state = dataclasses.replace(
+        step.layout.state_shardings, optimizer=jax.tree.map(lambda _: whole, step.layout.state_shardings.optimizer)
+    )
     abstract = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), step.layout.abstract, state
     )

@@ -113,10 +113,10 @@ def test_three_axes_train_as_one_device_does(changes: dict[str, str]) -> None:
     moments = [leaf for leaf in jax.tree.leaves(state.optimizer, is_leaf=is_quantized) if is_quantized(leaf)]
     assert len(moments) == 4
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.bfloat16)}
-    if step.codec is None:
+    if step.gradient_exchange is None:
         return
-    assert not step.codec.plain
-    assert step.codec.exact_bytes > 3.8 * step.codec.wire_bytes
+    assert not step.gradient_exchange.plain
+    assert step.gradient_exchange.exact_bytes > 3.8 * step.gradient_exchange.wire_bytes
     # that no replica has what another has not: each computes the same mean
     for leaf in jax.tree.leaves(state.params):
         by_index: dict[str, bytes] = {}
@@ -179,7 +179,7 @@ def main(cases: list[str]) -> None:
             losses.append(float(metrics["loss"]))
         held = step.evaluate(state, step.place(sentences(256, 1000)))
         sent = [c for c in collectives(step.program or "", step.mesh) if c.axes is None or "replica" in c.axes]
-        stage = step.codec
+        stage = step.gradient_exchange
         told.append(
             {
                 "start": losses[0],

@@ -161,7 +161,7 @@ def test_a_checkpoint_of_one_placement_is_one_of_every_other(places):
     assert there.canonical_copy_bytes < here.canonical_copy_bytes
     moved = {name: jax.device_put(jax.device_get(array), abstract[name].sharding) for name, array in wanted.items()}
     back = there.from_canonical(moved)
-    assert jax.tree.map(lambda a: a.sharding, back) == there.layout.state
+    assert jax.tree.map(lambda a: a.sharding, back) == there.layout.state_shardings
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(back.params), jax.device_get(here.init().params))
 
 
@@ -186,14 +186,14 @@ def test_a_host_that_is_too_small_is_refused():
     check_host_size(layout, None)
     check_host_size(layout, 2**30)
     with pytest.raises(
-        UserError, match=r"for each of 2 devices lies on their host \(of the state twice.* but the host has 1KiB"
+        UserError, match=r"each of 2 devices needs .* on the host \(the state counts twice.* but the host has 1KiB"
     ):
         check_host_size(layout, 1024)
 
 
 def test_a_compiled_step_without_host_bytes_or_with_whole_copies_has_no_effect(monkeypatch):
     layout = make(mesh="1", weights="host", optimizer_state="streamed").layout
-    monkeypatch.setattr("jaxscale.step.compiled_checks.rehearses", lambda devices: False)
+    monkeypatch.setattr("jaxscale.step.compiled_checks.is_rehearsal", lambda devices: False)
     monkeypatch.setattr("jaxscale.step.compiled_checks.cut", lambda *args: types.SimpleNamespace(pieces=3))
     with pytest.raises(NoEffect, match="0 bytes of the compiled step's arguments lie on the host"):
         check_host_bytes(layout, 0, str)

@@ -23,7 +23,7 @@ from jaxscale.state.pure_model import PureModel, in_groups
 from jaxscale.step import compiled_checks
 from jaxscale.step.build import build
 from jaxscale.step.compiled_checks import NoEffect, check_kept_on_host
-from jaxscale.step.resolve import settled_unroll
+from jaxscale.step.resolve import settle_unroll
 from jaxscale.step.train_step import TrainStep
 from jaxscale.values import from_json, override, to_json
 from tests.plans import plan_of
@@ -121,7 +121,7 @@ def test_an_offload_that_shows_no_host_bytes_is_an_error(monkeypatch):
     assert step.decision is not None
     assert step.decision.host_bytes > 0
     check_kept_on_host(step.layout, step.decision, step.decision.host_bytes - 1)  # a CPU rehearses
-    monkeypatch.setattr(compiled_checks, "rehearses", lambda devices: False)
+    monkeypatch.setattr(compiled_checks, "is_rehearsal", lambda devices: False)
     with pytest.raises(NoEffect, match="on the host for its backward pass"):
         check_kept_on_host(step.layout, step.decision, step.decision.host_bytes - 1)
     check_kept_on_host(step.layout, step.decision, step.decision.host_bytes)
@@ -148,7 +148,7 @@ def test_a_decision_is_read_from_a_file_and_refused_for_another_model(memory, tm
 
 def test_activations_on_a_host_that_is_too_small_are_refused(monkeypatch):
     monkeypatch.setattr("jaxscale.step.build.host_memory", lambda: 1024)
-    with pytest.raises(UserError, match=r"^memory offload:pofo:24KiB: .* lies on their host, .* the host has 1KiB"):
+    with pytest.raises(UserError, match=r"^memory offload:pofo:24KiB: .* on the host, .* the host has 1KiB"):
         step_of("offload:pofo:24KiB")
 
 
@@ -179,7 +179,7 @@ def test_what_does_not_go_is_refused_before_anything_is_compiled(memory, plan, m
     ],
 )
 def test_a_plan_settles_unroll_under_a_rule_that_wants_a_loop_and_says_so(memory, platform, unroll):
-    plan, said = settled_unroll(Plan(memory=MemoryPlan.parse(memory), unroll=3), platform)
+    plan, said = settle_unroll(Plan(memory=MemoryPlan.parse(memory), unroll=3), platform)
     assert plan.unroll == unroll
     assert (f"unroll 1 instead of 3 under memory {memory}" in said) == (unroll == 1)
 
@@ -201,7 +201,7 @@ def test_loaded_weights_reach_a_stack_in_groups():
     model = Pretrained(str(golden))
     whole = PureModel.of(model, 0)
     layers = model.model.layers
-    grouped = PureModel.of(model, 0, groups=(layers - 1, 1))
+    grouped = PureModel.of(model, 0, group_depths=(layers - 1, 1))
     loaded = in_groups(model.initial_params(), grouped.groups)
     assert jax.tree.structure(loaded) == jax.tree.structure(grouped.params) != jax.tree.structure(whole.params)
     for leaf, abstract in zip(jax.tree.leaves(loaded), jax.tree.leaves(grouped.params), strict=True):

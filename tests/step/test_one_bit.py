@@ -55,7 +55,7 @@ def run(step: Any, state: Any, batches: Any = BATCHES) -> tuple[Any, list[dict[s
 def test_exact_then_in_bits_and_on_from_a_checkpoint(name: str, plan: dict[str, str]) -> None:
     step = build(experiment(name, freeze=FREEZE), override(Plan(), grouped(plan)))
     step.compile(BATCHES[0])
-    assert step.codec is not None
+    assert step.gradient_exchange is not None
     assert step.plan.reduce == OneBit(start=FREEZE)
     state, found = run(step, step.init(), BATCHES[:FREEZE])
     # the warm-up is that of Adam or LAMB on all rows at once
@@ -66,7 +66,7 @@ def test_exact_then_in_bits_and_on_from_a_checkpoint(name: str, plan: dict[str, 
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         assert row["residual_norm"] == 0
-        assert row["wire_bytes"] == step.codec.exact_bytes
+        assert row["wire_bytes"] == step.gradient_exchange.exact_bytes
     ours, theirs = (
         {n: np.asarray(a) for n, a in s.to_canonical(x).items()} for s, x in ((step, state), (alone, wanted))
     )
@@ -81,7 +81,7 @@ def test_exact_then_in_bits_and_on_from_a_checkpoint(name: str, plan: dict[str, 
     for row in found:
         assert np.isfinite(row["loss"])
         assert row["residual_norm"] > 0
-        assert row["wire_bytes"] == step.codec.wire_bytes < step.codec.exact_bytes / 3
+        assert row["wire_bytes"] == step.gradient_exchange.wire_bytes < step.gradient_exchange.exact_bytes / 3
         assert row["skipped"] == 0
     for leaf in jax.tree.leaves(state.params):
         shards: dict[str, bytes] = {}
@@ -93,12 +93,14 @@ def test_exact_then_in_bits_and_on_from_a_checkpoint(name: str, plan: dict[str, 
 @pytest.mark.slow
 def test_gradients_sent_in_full_are_found() -> None:
     step = build(experiment("one_bit_adam", freeze=FREEZE), Plan(mesh=MeshSpec(replica=2)))
-    assert step.codec is not None
+    assert step.gradient_exchange is not None
     whole = build(experiment("adamw"), Plan(mesh=MeshSpec(replica=2)))
     whole.compile(BATCHES[0])
-    sent = bytes_over(collectives(whole.program or "", whole.mesh), step.codec.axis, step.codec.replicas)
+    sent = bytes_over(
+        collectives(whole.program or "", whole.mesh), step.gradient_exchange.axis, step.gradient_exchange.replicas
+    )
     with pytest.raises(NoEffect, match="onebit"):
-        check_codec(step.codec, sent)
+        check_codec(step.gradient_exchange, sent)
 
 
 @pytest.mark.parametrize(

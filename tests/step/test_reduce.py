@@ -52,7 +52,7 @@ def batch() -> dict[str, np.ndarray]:
 
 
 def mean_apart(step: TrainStep, state: Any) -> Any:
-    found = jax.jit(step.objective.gradients_apart)(state, step.place(batch()))[1]
+    found = jax.jit(step.objective.gradients_by_replica)(state, step.place(batch()))[1]
     found = jax.tree.map(lambda g: np.asarray(g).mean(0), found)
     return jax.tree.map(np.asarray, step.pure_model.in_layers(found))
 
@@ -89,7 +89,7 @@ def test_the_mean_of_replicas_is_that_of_the_batch(changes: dict[str, str], expe
 
 def test_a_step_trains_and_goes_on_from_its_checkpoint(expected: Any) -> None:
     step = build(EXPERIMENT, Plan(mesh=MeshSpec(replica=2, fsdp=2), zero=2, reduce=Codec.parse("int8")))
-    assert step.codec is not None
+    assert step.gradient_exchange is not None
     step.compile(batch())
     state = step.init()
     start = jax.tree.map(np.asarray, state.params)
@@ -163,14 +163,14 @@ def test_momentum_after_late_gradients_is_said() -> None:
 def test_a_warm_up_trains() -> None:
     experiment = dataclasses.replace(EXPERIMENT, model=dataclasses.replace(MODEL, layers=1))
     step = build(experiment, Plan(mesh=MeshSpec(replica=2), reduce=Codec.parse("dgc:0.05,warmup=4")))
-    assert step.codec is not None
+    assert step.gradient_exchange is not None
     step.compile(batch())
     state, sent = step.init(), []
     for _ in range(5):
         state, metrics = step(state, step.place(batch()))
         sent.append(float(metrics["wire_bytes"]))
         assert np.isfinite(float(metrics["loss"]))
-    assert sent[0] == sent[1] > sent[2] == sent[3] > sent[4] == step.codec.wire_bytes
+    assert sent[0] == sent[1] > sent[2] == sent[3] > sent[4] == step.gradient_exchange.wire_bytes
 
 
 def test_more_replicas_owe_as_much_on_average() -> None:

@@ -118,7 +118,7 @@ def check(step: TrainStep, alone: TrainStep, steps: int = STEPS, bound: float = 
     assert plan is not None
     assert plan.ranks is not None
     assert step.stages is not None
-    expected = Reference(step.stages.layers, alone)
+    expected = Reference(step.stages.layer_counts, alone)
     for number in range(steps):
         delays = [plan.ranks - 1 - s for s in range(plan.ranks)] if plan.name == "pipedream" else [1] * plan.ranks
         expected.feed(number, [max(0, number - delay) for delay in delays])
@@ -322,8 +322,8 @@ def test_a_codec_reports_what_stages_send_and_owe() -> None:
     """Nothing while a pipe fills: 2BW makes the first update of a batch when the next one enters."""
     wide = dataclasses.replace(EXPERIMENT, model=dataclasses.replace(MODEL, embed=16))
     step = step_of("pipeline=2bw:2x2; mesh=replica:2,data:2; reduce=int8; synchronous_steps=1", wide)
-    assert step.stream is not None
-    codes = step.stream.codec
+    assert step.async_pipeline is not None
+    codes = step.async_pipeline.gradient_exchange
     state, metrics = fed(step, step.init(), range(4))
     sent, owed = ([one[name] for one in metrics] for name in ("wire_bytes", "residual_norm"))
     assert sent == [codes.exact_bytes, 0, codes.wire_bytes, codes.wire_bytes]

@@ -1,21 +1,21 @@
 """The two forms in which a pipeline's stages read a model's blocks: rows of a stack, or a chain of unlike blocks.
 
-A model is one function of its module, and need not be written in parts. To divide it, it is traced with its blocks
-replaced (`blocks.cutting`): a part before the blocks, the blocks of one stage inside, and a part behind them, which
-ends with the loss.
+A model is written as one function of its module. A pipeline divides it by tracing it with other functions in place of
+its blocks (`blocks.cutting`). The result is three parts: one before the blocks, one with the blocks of a single stage,
+and one after the blocks, which ends with the loss.
 
-A rank is a device of the pipe axis. The stages of a rank are its chunks; a message is what one stage sends to the next.
-A few schedules run a stage on two ranks: one is its home, the other has a copy of its weights.
+A rank is a device of the pipe axis. The stages of a rank are its chunks, and the arrays that one stage sends to the
+next are a message. A few schedules run a stage on two ranks: its home, and a rank that has a copy of its weights.
 
-In a stack all blocks are alike, and the blocks of a stage are those rows of a stacked parameter that lie on its device.
-In a `layers.Chain` blocks differ, but one program serves all devices: a `lax.switch` on the stage's number runs the
-stage's blocks. The parameters of each stage are one flat array, padded to the length of the longest, and a device
-holds only those of its own stages. Messages are flattened too, one array for each dtype, padded to the length of the
-longest. Between steps the parameters of a chain are split over the pipe axis wherever a dim divides. Every device
-gathers each parameter once before the loop over ticks, and scatters its gradient once after the loop.
+In a stack, all blocks are alike, and the blocks of a stage are the rows of the stacked parameters that lie on its rank.
+In a `layers.Chain`, blocks differ, and one program serves all ranks: a `lax.switch` on the index of the stage runs the
+blocks of the stage. The parameters of each stage are one flat array, padded to the length of the longest, and a rank
+has only those of its own stages. Messages are flattened too, into one array for each dtype, padded to the length of the
+longest. Between steps, the parameters of a chain are split over the pipe axis where a dim can be split evenly. Every
+rank gathers each parameter once before the loop over ticks, and scatters its gradient once after the loop.
 
-Not supported for chains, and refused (`recipe/combinations.py`): plans that split the flat array further, that keep
-residuals in slots, whose memory rule depends on all blocks at once, and asynchronous schedules.
+For chains, `recipe/combinations.py` refuses asynchronous schedules, and plans that split the flat array further, that
+keep residuals in slots, or whose memory rule depends on all blocks at once.
 """
 
 import collections
@@ -42,121 +42,130 @@ from jaxscale.step.planned_model import PlannedModel
 from jaxscale.trees import filled, named_leaves, path_name
 from jaxscale.typing import Array, Batch, Int, Key, Params, PyTree
 
-Scored: TypeAlias = Callable[[nnx.Module, Batch, Context], PyTree]
-"""A score: a function from the module, a microbatch and the settings of the pass to sums, such as those of the loss."""
-Named: TypeAlias = dict[str, Array]
+Score: TypeAlias = Callable[[nnx.Module, Batch, Context], PyTree]
+"""A function from the module, a microbatch and the settings of the pass to sums, such as those of the loss."""
+Arrays: TypeAlias = dict[str, Array]
 """Arrays by the name of their parameter."""
-Weights: TypeAlias = Mapping[str, Array | Streamed]
-"""Arrays by the name of their parameter, some of which may come from the host."""
+WeightsByName: TypeAlias = Mapping[str, Array | Streamed]
+"""Weights by the name of their parameter; some may come from the host."""
 Microbatch: TypeAlias = tuple[Batch, Array]
-"""Rows of a batch, and the index of each in the global batch."""
-RunBlocks: TypeAlias = Callable[..., PyTree]
-"""A function of traced arrays: it runs blocks, as a cut model passes it to `blocks.Between`, or one part of a model."""
+"""Rows of a batch, and the index of each row in the global batch."""
+TracedFn: TypeAlias = Callable[..., PyTree]
+"""A function of traced arrays: one that runs blocks, which a cut model passes to `blocks.Between`, or a model part."""
 
 
-class Reached(Exception):
-    """Ends the trace of a model early, and carries the traced value that the trace was for."""
+class TraceEnd(Exception):
+    """Ends the trace of a model early.
+
+    Args:
+        value: the traced value for which the model was traced.
+    """
 
     def __init__(self, value: PyTree) -> None:
-        super().__init__("a traced value, on its way out of the model")
+        super().__init__("a trace ended early, and nothing caught its value")
         self.value = value
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class ModelParts:
     """A model in three functions.
 
-    Each takes (stacked, shared, microbatch, key, stage); `inside` and `behind` take a message `x` before them.
+    Each takes (stage parameters, shared parameters, microbatch, key, stage index). For `inside` and `after`, a message
+    comes before these arguments.
 
     Args:
         before: returns the message to the first stage.
-        inside: runs the blocks of the stage on `x`, and returns the message to the next stage.
-        behind: returns sums, from the message of the last stage.
+        inside: runs the blocks of the stage on the message, and returns the message to the next stage.
+        after: returns sums, from the message of the last stage.
     """
 
-    before: Callable[..., PyTree]
-    inside: Callable[..., PyTree]
-    behind: Callable[..., PyTree]
+    before: TracedFn
+    inside: TracedFn
+    after: TracedFn
 
 
-def with_copies(stages: Stages, chunks: Named) -> Named:
-    """Receive the copies of other ranks' chunks that the schedule runs here; return them behind this rank's chunks."""
-    for sent, pairs in stages.copies:
-        copy = jax.tree.map(lambda leaf, s=sent, p=pairs: jax.lax.ppermute(leaf[s], PIPE_AXIS, p)[None], chunks)
-        chunks = jax.tree.map(lambda own, copied: jnp.concatenate([own, copied]), chunks, copy)
+def append_copies(stages: Stages, chunks: Arrays) -> Arrays:
+    """Receive copies of the chunks of other ranks that the schedule runs here; return them after this rank's chunks."""
+    for sent_chunk, rank_pairs in stages.copies:
+        copy = jax.tree.map(
+            lambda leaf, chunk=sent_chunk, pairs=rank_pairs: jax.lax.ppermute(leaf[chunk], PIPE_AXIS, pairs)[None],
+            chunks,
+        )
+        chunks = jax.tree.map(lambda leaf, leaf_copy: jnp.concatenate([leaf, leaf_copy]), chunks, copy)
     return chunks
 
 
-def added_home(stages: Stages, gradients: Named) -> Named:
+def sum_at_home(stages: Stages, gradients: Arrays) -> Arrays:
     """Receive the gradients of copies on other ranks, and return them added to those of this rank's own chunks."""
-    count = len(stages.homes[0])
+    own_chunk_count = len(stages.homes[0])
 
-    def summed(leaf: Array) -> Array:
-        own_rows = leaf[:count]
-        for chunk, (sent, pairs) in enumerate(stages.copies, count):
-            of_copy = jax.lax.ppermute(leaf[chunk], PIPE_AXIS, [(copy, home) for home, copy in pairs])
-            own_rows = own_rows.at[sent].add(of_copy)
-        return own_rows
+    def sum_leaf(leaf: Array) -> Array:
+        own_gradients = leaf[:own_chunk_count]
+        for copy_chunk, (sent_chunk, rank_pairs) in enumerate(stages.copies, own_chunk_count):
+            copy_to_home = [(copy_rank, home) for home, copy_rank in rank_pairs]
+            copy_gradient = jax.lax.ppermute(leaf[copy_chunk], PIPE_AXIS, copy_to_home)
+            own_gradients = own_gradients.at[sent_chunk].add(copy_gradient)
+        return own_gradients
 
-    return jax.tree.map(summed, gradients)
+    return jax.tree.map(sum_leaf, gradients)
 
 
-def _traced_cut(
-    planned: PlannedModel, cut: Cut, score: Scored, by_name: Weights, microbatch: Microbatch, key: Key
+def _trace_cut(
+    planned: PlannedModel, cut: Cut, score: Score, params: WeightsByName, microbatch: Microbatch, key: Key
 ) -> PyTree:
     """Trace a model with its blocks replaced, and return its score, or the value with which the trace ended early.
 
     Args:
         planned: the model under its plan.
-        cut: the function that runs in place of the model's blocks, and what it needs.
+        cut: the function that replaces the model's blocks, and the values that it needs.
         score: function from the module, a microbatch and the settings of the pass to sums.
-        by_name: all parameters, by name.
+        params: all parameters, by name.
         microbatch: rows of a batch, and their indices.
         key: key of the step.
     """
     batch, examples = microbatch
-    module = planned.pure_model.module(filled(planned.pure_model.params, by_name), {})
+    module = planned.pure_model.module(filled(planned.pure_model.abstract_params, params), {})
     try:
         with blocks.cutting(cut):
             return score(module, batch, planned.context(key, examples))
-    except Reached as reached:
-        return reached.value
+    except TraceEnd as trace_end:
+        return trace_end.value
 
 
-def _parts(traced: RunBlocks, enter: RunBlocks, through: RunBlocks, leave: RunBlocks) -> Parts:
-    """The parts of a model that is traced with its blocks cut.
+def _model_parts(trace: TracedFn, enter: TracedFn, run_stage: TracedFn, leave: TracedFn) -> ModelParts:
+    """Return the parts of a model, from traces in which another function replaces its blocks.
 
-    In the signatures below, `run` is a function that runs blocks, `x` the first block's input, and `args` the arguments
-    of a part.
+    In the signatures below, `run` is a function that runs blocks, `x` is the input of the first block, and `args` are
+    the arguments of a part.
 
     Args:
-        traced: (between, *args) -> the model's sums, with `between` in place of the blocks.
+        trace: (between, *args) -> the model's sums, with `between` in place of the blocks.
         enter: (run, x) -> the message to the first stage.
-        through: (run, x, message, *args) -> the message to the next stage.
+        run_stage: (run, x, message, *args) -> the message to the next stage.
         leave: (run, x, message) -> the last block's output, from the message of the last stage.
     """
 
     def before(*args: PyTree) -> PyTree:
-        def between(run: RunBlocks, x: PyTree) -> PyTree:
-            raise Reached(enter(run, x))
+        def between(run: TracedFn, x: PyTree) -> PyTree:
+            raise TraceEnd(enter(run, x))
 
-        return traced(between, *args)
+        return trace(between, *args)
 
     def inside(message: PyTree, *args: PyTree) -> PyTree:
-        def between(run: RunBlocks, x: PyTree) -> PyTree:
-            raise Reached(through(run, x, message, *args))
+        def between(run: TracedFn, x: PyTree) -> PyTree:
+            raise TraceEnd(run_stage(run, x, message, *args))
 
-        return traced(between, *args)
+        return trace(between, *args)
 
-    def behind(message: PyTree, *args: PyTree) -> PyTree:
-        return traced(lambda run, x: leave(run, x, message), *args)
+    def after(message: PyTree, *args: PyTree) -> PyTree:
+        return trace(lambda run, x: leave(run, x, message), *args)
 
-    return Parts(before, inside, behind)
+    return ModelParts(before, inside, after)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackForm:
-    """Stages that are rows of a stack: `lax.scan` runs a stage's rows.
+    """Stages that are rows of a stack: a `lax.scan` runs the rows of a stage.
 
     Args:
         planned: the model under its plan.
@@ -167,37 +176,46 @@ class StackForm:
     stages: Stages
 
     def is_staged(self, name: str) -> bool:
-        """Whether a parameter belongs to one stage; if not, it is shared."""
-        return self.planned.pure_model.stacked(name)
+        """Return whether a parameter belongs to one stage; if not, all stages share it."""
+        return self.planned.pure_model.is_stacked(name)
 
-    def parts(self, score: Scored) -> Parts:
-        """The model in three parts: before its blocks, the blocks of a stage, and behind its blocks."""
+    def model_parts(self, score: Score) -> ModelParts:
+        """Return the model in three parts: before its blocks, with the blocks of one stage, and after its blocks."""
         planned, plan = self.planned, self.planned.plan
-        numbers = jnp.asarray(self.stages.numbers)
-        gather = self._gathered if plan.zero == 3 or (plan.zero and plan.offload.weights == "host") else None
+        layer_of_stage_row = jnp.asarray(self.stages.layer_of_stage_row)
+        is_gathered = plan.zero == 3 or (plan.zero and plan.offload.weights == "host")
+        gather = self._gather_block if is_gathered else None
 
-        def traced(
-            between: Between, stacked: Weights, shared: Named, microbatch: Microbatch, key: Key, stage: Int[Array, ""]
+        def trace(
+            between: Between,
+            stage_params: WeightsByName,
+            shared_params: Arrays,
+            microbatch: Microbatch,
+            key: Key,
+            stage: Int[Array, ""],
         ) -> PyTree:
-            cut = Cut(numbers[stage], self.stages.starts, -1 in self.stages.rows, between, gather)
-            return _traced_cut(planned, cut, score, {**stacked, **shared}, microbatch, key)
+            first_layers, has_padding = self.stages.first_layers, -1 in self.stages.layer_of_row
+            cut = Cut(layer_of_stage_row[stage], first_layers, has_padding, between, gather)
+            return _trace_cut(planned, cut, score, {**stage_params, **shared_params}, microbatch, key)
 
-        def through(run: RunBlocks, x: PyTree, message: PyTree, *args: PyTree) -> PyTree:
+        def run_stage(run: TracedFn, x: PyTree, message: PyTree, *args: PyTree) -> PyTree:
             return run(message)
 
-        return _parts(traced, lambda run, x: x, through, lambda run, x, message: message)
+        return _model_parts(trace, lambda run, x: x, run_stage, lambda run, x, message: message)
 
-    def _gathered(self, params: Params) -> Params:
-        """Gather a block's parameters from their shards; under ZeRO 3 in both the forward and the backward pass."""
+    def _gather_block(self, params: Params) -> Params:
+        """Gather the parameters of one block from their shards, and return them."""
         planned = self.planned
-        paths = [name.split("/") for name in planned.layout.placements if self.is_staged(name)]
-        common_length = next((n for n in range(min(map(len, paths))) if len({path[n] for path in paths}) > 1), None)
-        prefix = paths[0][:common_length] if common_length is not None else paths[0]
-        start = len(prefix) - prefix[::-1].index("layers")
-        specs = {"/".join(path[start:]): planned.read_spec("/".join(path)) for path in paths}
+        words_of_names = [name.split("/") for name in planned.layout.placements if self.is_staged(name)]
+        # the words before the first one that differs between names, and of them those up to the last "layers"
+        shortest = min(map(len, words_of_names))
+        common_length = next((n for n in range(shortest) if len({words[n] for words in words_of_names}) > 1), None)
+        common_words = words_of_names[0][:common_length]
+        start = len(common_words) - common_words[::-1].index("layers")
+        spec_by_name = {"/".join(words[start:]): planned.read_spec("/".join(words)) for words in words_of_names}
 
         def gather(path: KeyPath, leaf: Array) -> Array:
-            for dim, axes in enumerate(dim_axes(specs[path_name(path)])):
+            for dim, axes in enumerate(dim_axes(spec_by_name[path_name(path)])):
                 if "fsdp" in axes:
                     # the placement has a first dim for the layers, which one block does not have
                     leaf = jax.lax.all_gather(leaf, "fsdp", axis=dim - 1, tiled=True)
@@ -205,14 +223,16 @@ class StackForm:
 
         return jax.tree_util.tree_map_with_path(gather, params)
 
-    def chunks(self, staged: Named) -> Named:
-        """Rows of this rank's stages as (chunks, depth, ...), and behind them its copies of other ranks' stages."""
+    def chunks(self, stage_params: Arrays) -> Arrays:
+        """Return the rows of this rank's stages as (chunks, depth, ...), and after them its copies of other stages."""
         depth = self.stages.depth
-        return with_copies(self.stages, jax.tree.map(lambda leaf: leaf.reshape(-1, depth, *leaf.shape[1:]), staged))
+        own_chunks = jax.tree.map(lambda leaf: leaf.reshape(-1, depth, *leaf.shape[1:]), stage_params)
+        return append_copies(self.stages, own_chunks)
 
-    def home(self, gradients: Named) -> Named:
-        """The inverse of `chunks` for gradients; gradients of copies are sent to the stage's home and added there."""
-        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), added_home(self.stages, gradients))
+    def gradients_at_home(self, chunk_gradients: Arrays) -> Arrays:
+        """Return the gradient rows of this rank's stages, from the gradients of `chunks` on all ranks."""
+        own_gradients = sum_at_home(self.stages, chunk_gradients)
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), own_gradients)
 
 
 FLAT = "flat"
@@ -220,12 +240,12 @@ FLAT = "flat"
 
 
 @dataclasses.dataclass(frozen=True)
-class StagePlace:
-    """Where a parameter of a chain lies in the flat array of its stage.
+class FlatSlice:
+    """The slice of the flat array of a stage that holds one parameter of a chain.
 
     Args:
-        stage: number of the stage that reads the parameter.
-        begin: index of its first element in the stage's array.
+        stage: index of the stage that reads the parameter.
+        begin: index of the parameter's first element in the flat array.
         shape: shape of the parameter.
     """
 
@@ -235,60 +255,61 @@ class StagePlace:
 
     @property
     def end(self) -> int:
-        """Index one past its last element."""
+        """Index after that of the parameter's last element in the flat array."""
         return self.begin + math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class MessageForm:
-    """Packs messages of different shapes into one form: a flat array for each dtype, padded for the longest message.
+    """One form for messages of different shapes: a flat array for each dtype, padded for the longest message.
 
     Args:
-        shapes: the message at each boundary, as a tree of shapes; boundary 0 is before the first stage.
+        abstract_messages: the abstract message at each boundary of stages; boundary 0 is before the first stage.
 
     Example:
-        >>> wire = MessageForm([(jnp.ones((2, 3)),), (jnp.ones(4), jnp.ones(1, int))])
-        >>> packed = wire.pack((jnp.arange(4.0), jnp.array([7])))
+        >>> form = MessageForm([(jnp.ones((2, 3)),), (jnp.ones(4), jnp.ones(1, int))])
+        >>> packed = form.pack((jnp.arange(4.0), jnp.array([7])))
         >>> {name: leaf.tolist() for name, leaf in packed.items()}
         {'float32': [0.0, 1.0, 2.0, 3.0, 0.0, 0.0], 'int32': [7]}
-        >>> [leaf.tolist() for leaf in wire.unpack(packed, 1)]
+        >>> [leaf.tolist() for leaf in form.unpack(packed, 1)]
         [[0.0, 1.0, 2.0, 3.0], [7]]
     """
 
-    shapes: Sequence[PyTree]
+    abstract_messages: Sequence[PyTree]
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Length of the flat array of each dtype."""
-        longest: dict[str, int] = {}
-        for message in self.shapes:
-            elements: collections.Counter[str] = collections.Counter()
+        """Length of the flat array of each dtype, by the name of the dtype."""
+        lengths: dict[str, int] = {}
+        for message in self.abstract_messages:
+            element_counts: collections.Counter[str] = collections.Counter()
             for leaf in jax.tree.leaves(message):
-                elements[str(leaf.dtype)] += math.prod(leaf.shape)
-            longest = {name: max(longest.get(name, 0), elements[name]) for name in {**longest, **elements}}
-        return dict(sorted(longest.items()))
+                element_counts[str(leaf.dtype)] += math.prod(leaf.shape)
+            dtypes = {**lengths, **element_counts}
+            lengths = {dtype: max(lengths.get(dtype, 0), element_counts[dtype]) for dtype in dtypes}
+        return dict(sorted(lengths.items()))
 
-    def pack(self, message: PyTree) -> dict[str, Array]:
-        """A message as flat arrays of `lengths`, by dtype."""
-        flat: dict[str, list[Array]] = {dtype: [] for dtype in self.lengths}
+    def pack(self, message: PyTree) -> Arrays:
+        """Return a message as flat arrays of `lengths`, by the name of the dtype."""
+        flat_leaves: dict[str, list[Array]] = {dtype: [] for dtype in self.lengths}
         for leaf in jax.tree.leaves(message):
-            flat[str(leaf.dtype)].append(leaf.reshape(-1))
-        return {dtype: padded(flat[dtype], length, dtype) for dtype, length in self.lengths.items()}
+            flat_leaves[str(leaf.dtype)].append(leaf.reshape(-1))
+        return {dtype: concatenate_padded(flat_leaves[dtype], length, dtype) for dtype, length in self.lengths.items()}
 
     def unpack(self, packed: Mapping[str, Array], boundary: int) -> PyTree:
-        """The message at a boundary, from its flat arrays; boundary 0 is before the first stage."""
-        ends = dict.fromkeys(packed, 0)  # end of the leaves read so far in each dtype's array
+        """Return the message at a boundary, from its flat arrays; boundary 0 is before the first stage."""
+        end_by_dtype = dict.fromkeys(packed, 0)  # end of the leaves that have been read from each flat array
 
-        def leaf(shape: jax.ShapeDtypeStruct) -> Array:
-            dtype, size = str(shape.dtype), math.prod(shape.shape)
-            ends[dtype] += size
-            return packed[dtype][ends[dtype] - size : ends[dtype]].reshape(shape.shape)
+        def unpack_leaf(leaf: jax.ShapeDtypeStruct) -> Array:
+            dtype, size = str(leaf.dtype), math.prod(leaf.shape)
+            end_by_dtype[dtype] += size
+            return packed[dtype][end_by_dtype[dtype] - size : end_by_dtype[dtype]].reshape(leaf.shape)
 
-        return jax.tree.map(leaf, self.shapes[boundary])
+        return jax.tree.map(unpack_leaf, self.abstract_messages[boundary])
 
 
-def padded(arrays: Sequence[Array], length: int, dtype: DTypeLike) -> Array:
-    """Flat arrays, concatenated and padded with zeros to a length."""
+def concatenate_padded(arrays: Sequence[Array], length: int, dtype: DTypeLike) -> Array:
+    """Return flat arrays, concatenated and padded with zeros to a length."""
     padding = length - sum(array.size for array in arrays)
     return jnp.concatenate([*arrays, jnp.zeros((padding,), dtype)])
 
@@ -312,107 +333,121 @@ class ChainForm:
         return f"{self.stages.chain}/layers/"
 
     @functools.cached_property
-    def places(self) -> dict[str, StagePlace]:
-        """Where each parameter of a block lies in the flat array of its stage, by the parameter's name."""
-        starts, places, lengths = self.stages.starts, {}, [0] * len(self.stages.layers)
-        for name, leaf in named_leaves(self.planned.pure_model.params).items():
+    def flat_slices(self) -> dict[str, FlatSlice]:
+        """The slice of its stage's flat array that holds each parameter of a block, by the parameter's name."""
+        flat_slices, lengths = {}, [0] * len(self.stages.layer_counts)
+        for name, leaf in named_leaves(self.planned.pure_model.abstract_params).items():
             if self.is_staged(name):
                 block = int(name.removeprefix(self._prefix).split("/")[0])
-                stage = sum(start <= block for start in starts) - 1
-                places[name] = StagePlace(stage, lengths[stage], leaf.shape)
-                lengths[stage] = places[name].end
-        return places
+                stage = sum(first_layer <= block for first_layer in self.stages.first_layers) - 1
+                flat_slices[name] = FlatSlice(stage, lengths[stage], leaf.shape)
+                lengths[stage] = flat_slices[name].end
+        return flat_slices
 
     def is_staged(self, name: str) -> bool:
-        """As in `StackForm`."""
+        """Return whether a parameter belongs to one stage; if not, all stages share it."""
         return name.startswith(self._prefix)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def _home_of(self, stage: int) -> tuple[int, int]:
-        """The home rank of a stage, and the index of the stage among its chunks."""
-        rank = self.stages.schedule.routes[0][stage]
-        return rank, self.stages.homes[rank].index(stage)
+        """Return the home rank of a stage, and the index of the stage among the chunks of that rank."""
+        home = self.stages.schedule.routes[0][stage]
+        return home, self.stages.homes[home].index(stage)
 
-    def chunks(self, staged: Named) -> Named:
-        """The flat arrays (chunks, length) of this rank's stages, and behind them its copies of other ranks' stages."""
+    def chunks(self, stage_params: Arrays) -> Arrays:
+        """Return the flat arrays (chunks, length) of this rank's stages, and after them its copies of other stages."""
         dtype, rank = jnp.dtype(self.planned.plan.precision), jax.lax.axis_index(PIPE_AXIS)
-        length = max(place.end for place in self.places.values())
-        rows = [jnp.zeros((length,), dtype)] * len(self.stages.homes[0])
-        for stage in range(len(self.stages.layers)):
+        length = max(flat_slice.end for flat_slice in self.flat_slices.values())
+        own_chunks = [jnp.zeros((length,), dtype)] * len(self.stages.homes[0])
+        for stage in range(len(self.stages.layer_counts)):
             home, chunk = self._home_of(stage)
-            names = [name for name, place in self.places.items() if place.stage == stage]
-            flat = [staged[name].astype(dtype).reshape(-1) for name in names]
-            rows[chunk] = jnp.where(rank == home, padded(flat, length, dtype), rows[chunk])
-        return with_copies(self.stages, {FLAT: jnp.stack(rows)})
+            names = [name for name, flat_slice in self.flat_slices.items() if flat_slice.stage == stage]
+            flat_params = [stage_params[name].astype(dtype).reshape(-1) for name in names]
+            is_home = rank == home
+            own_chunks[chunk] = jnp.where(is_home, concatenate_padded(flat_params, length, dtype), own_chunks[chunk])
+        return append_copies(self.stages, {FLAT: jnp.stack(own_chunks)})
 
-    def home(self, gradients: Named) -> Named:
-        """The gradient of each parameter on the home rank of its stage, and zeros on the other ranks."""
-        rows, rank = added_home(self.stages, gradients)[FLAT], jax.lax.axis_index(PIPE_AXIS)
-        by_name = {}
-        for name, place in self.places.items():
-            home, chunk = self._home_of(place.stage)
-            gradient = rows[chunk, place.begin : place.end]
-            by_name[name] = jnp.where(rank == home, gradient, 0.0).reshape(place.shape)
-        return by_name
+    def gradients_at_home(self, chunk_gradients: Arrays) -> Arrays:
+        """Return the gradient of each parameter on the home rank of its stage, and zeros on the other ranks."""
+        own_gradients = sum_at_home(self.stages, chunk_gradients)[FLAT]
+        rank = jax.lax.axis_index(PIPE_AXIS)
+        gradient_by_name = {}
+        for name, flat_slice in self.flat_slices.items():
+            home, chunk = self._home_of(flat_slice.stage)
+            gradient = own_gradients[chunk, flat_slice.begin : flat_slice.end]
+            gradient_by_name[name] = jnp.where(rank == home, gradient, 0.0).reshape(flat_slice.shape)
+        return gradient_by_name
 
-    def _block_params(self, flat: Array, stage: int) -> list[Params]:
-        """The parameters of each block of a stage, from the stage's flat array."""
-        layers: Params = self.planned.pure_model.params
+    def _block_params(self, flat_array: Array, stage: int) -> list[Params]:
+        """Return a list with the parameters of each block of a stage, from the flat array of the stage."""
+        abstract_layers: Params = self.planned.pure_model.abstract_params
         for key in self._prefix.strip("/").split("/"):
-            layers = layers[key]
-        first, count = self.stages.starts[stage], self.stages.layers[stage]
+            abstract_layers = abstract_layers[key]
+        first_block = self.stages.first_layers[stage]
+        blocks_of_stage = range(first_block, first_block + self.stages.layer_counts[stage])
 
-        def leaf(path: KeyPath, _: jax.ShapeDtypeStruct) -> Array:
-            place = self.places[f"{self._prefix}{path_name(path)}"]
-            return flat[place.begin : place.end].reshape(place.shape)
+        def read_param(path: KeyPath, _: jax.ShapeDtypeStruct) -> Array:
+            flat_slice = self.flat_slices[f"{self._prefix}{path_name(path)}"]
+            return flat_array[flat_slice.begin : flat_slice.end].reshape(flat_slice.shape)
 
-        keys = {int(key): key for key in layers}
-        stage_layers = {keys[block]: layers[keys[block]] for block in range(first, first + count) if block in keys}
-        params = jax.tree_util.tree_map_with_path(leaf, stage_layers)
-        return [params.get(keys.get(block), {}) for block in range(first, first + count)]
+        key_of_block = {int(key): key for key in abstract_layers}  # a block without parameters has no key
+        stage_keys = [key_of_block[block] for block in blocks_of_stage if block in key_of_block]
+        params_by_key = jax.tree_util.tree_map_with_path(read_param, {key: abstract_layers[key] for key in stage_keys})
+        return [params_by_key.get(key_of_block.get(block), {}) for block in blocks_of_stage]
 
     # -- the model in parts --------------------------------------------------------------------------------------------
 
-    def parts(self, score: Scored) -> Parts:
-        """As in `StackForm`; messages are packed."""
-        ends = [0, *itertools.accumulate(self.stages.layers)]
+    def model_parts(self, score: Score) -> ModelParts:
+        """Return the model in three parts: before its blocks, with the blocks of one stage, and after its blocks."""
+        stage_count = len(self.stages.layer_counts)
+        boundaries = [0, *itertools.accumulate(self.stages.layer_counts)]  # stage i has blocks [i] to [i + 1] of these
 
-        def traced(
-            between: Between, stacked: Named, shared: Named, microbatch: Microbatch, key: Key, stage: Int[Array, ""]
+        def trace(
+            between: Between,
+            stage_params: Arrays,
+            shared_params: Arrays,
+            microbatch: Microbatch,
+            key: Key,
+            stage: Int[Array, ""],
         ) -> PyTree:
             dtype = self.planned.plan.precision
-            # these are never read, because blocks get their parameters from the stage's flat array
-            unread = {name: jnp.zeros(place.shape, dtype) for name, place in self.places.items()}
-            cut = Cut(jnp.zeros((0,), jnp.int32), self.stages.starts, False, between)
-            return _traced_cut(self.planned, cut, score, {**unread, **shared}, microbatch, key)
+            # nothing reads these zeros, because blocks get their parameters from the stage's flat array
+            zeros = {name: jnp.zeros(flat_slice.shape, dtype) for name, flat_slice in self.flat_slices.items()}
+            cut = Cut(jnp.zeros((0,), jnp.int32), self.stages.first_layers, False, between)
+            return _trace_cut(self.planned, cut, score, {**zeros, **shared_params}, microbatch, key)
 
-        def form_of(run: RunBlocks, x: PyTree) -> MessageForm:
-            shapes = [jax.eval_shape(lambda x: x, x)]
-            for start, stop in itertools.pairwise(ends):
-                shapes.append(jax.eval_shape(run(start, stop), shapes[-1]))
-            return MessageForm(shapes)
+        def message_form(run: TracedFn, x: PyTree) -> MessageForm:
+            """Return the form of all messages, from the function that runs blocks and the input of the first block."""
+            abstract_messages = [jax.eval_shape(lambda x: x, x)]
+            for start, stop in itertools.pairwise(boundaries):
+                abstract_messages.append(jax.eval_shape(run(start, stop), abstract_messages[-1]))
+            return MessageForm(abstract_messages)
 
-        def through(run: RunBlocks, x: PyTree, packed: Named, stacked: Named, *args: PyTree) -> Named:
-            form, stage = form_of(run, x), args[-1]
+        def run_stage(run: TracedFn, x: PyTree, packed: Arrays, stage_params: Arrays, *args: PyTree) -> Arrays:
+            """Run the stage whose index is the last of `args` on a packed message; return the next packed message."""
+            form, traced_stage = message_form(run, x), args[-1]
 
-            def branch(number: int) -> Callable[[Array, Named], Named]:
-                def compute(flat: Array, packed: Named) -> Named:
-                    run_stage = run(ends[number], ends[number + 1], self._block_params(flat, number))
-                    return form.pack(run_stage(form.unpack(packed, number)))
+            def branch(stage: int) -> Callable[[Array, Arrays], Arrays]:
+                """Return the function that runs one stage, from its flat array and the packed message."""
 
-                return compute
+                def run_blocks(flat_array: Array, packed: Arrays) -> Arrays:
+                    block_params = self._block_params(flat_array, stage)
+                    run_message = run(boundaries[stage], boundaries[stage + 1], block_params)
+                    return form.pack(run_message(form.unpack(packed, stage)))
 
-            branches = [branch(number) for number in range(len(self.stages.layers))]
-            return jax.lax.switch(stage, branches, stacked[FLAT], packed)
+                return run_blocks
 
-        return _parts(
-            traced,
-            lambda run, x: form_of(run, x).pack(x),
-            through,
-            lambda run, x, packed: form_of(run, x).unpack(packed, len(self.stages.layers)),
+            branches = [branch(stage) for stage in range(stage_count)]
+            return jax.lax.switch(traced_stage, branches, stage_params[FLAT], packed)
+
+        return _model_parts(
+            trace,
+            lambda run, x: message_form(run, x).pack(x),
+            run_stage,
+            lambda run, x, packed: message_form(run, x).unpack(packed, stage_count),
         )
 
 
 StageForm: TypeAlias = StackForm | ChainForm
-"""How stages read the parameters of their blocks."""
+"""The form in which stages read the parameters of their blocks."""

@@ -1,7 +1,7 @@
-"""For an asynchronous pipeline: which stages read shared parameters, and the weight of a batch, by traces of the model.
+"""Traces of the model for an asynchronous pipeline: the stages that read shared parameters, and the weight of a batch.
 
-Shared parameters are those outside of the blocks, such as embedding and head. The weight of a batch is the number of
-its targets, or their summed weights, by which the loss is divided.
+Shared parameters are those outside of the blocks, such as the embedding and the head. The weight of a batch, by which
+its loss is divided, is the number of its targets, or the sum of the weights of its targets.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ from jaxscale.typing import Array, Batch, Float, Params, PyTree
 
 
 def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...]]:
-    """Return, by the name of each shared parameter, a number for each rank: 0 if the rank's stage reads it, else -1.
+    """Return a number for the copy of each rank, by the name of the shared parameter, as in `PureModel.copies`.
 
-    The copy of a rank with -1 stays zero.
+    The number is 0 if the stage of the rank reads the parameter, and -1 if not; a copy with -1 stays zero.
 
     Args:
         pipeline: the pipeline of the model, with one stage on each rank.
@@ -32,7 +32,7 @@ def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...
     """
     planned, stages = pipeline.planned, pipeline.stages
     pipeline_text = f"pipeline {planned.plan.pipeline}"
-    stage_params, shared_params = pipeline.divide(named_leaves(planned.pure_model.params))
+    stage_params, shared_params = pipeline.divide(named_leaves(planned.pure_model.abstract_params))
     stage_params = {
         name: jax.ShapeDtypeStruct((stages.depth, *leaf.shape[1:]), leaf.dtype) for name, leaf in stage_params.items()
     }
@@ -40,66 +40,71 @@ def shared_copies(pipeline: Pipelined, batch: Batch) -> dict[str, tuple[int, ...
     microbatch = {name: jax.ShapeDtypeStruct((row_count, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()}
     stage, key = jax.eval_shape(lambda: (jnp.int32(0), jax.random.key(0)))
     args = (stage_params, shared_params, (microbatch, jax.ShapeDtypeStruct((row_count,), jnp.int32)), key, stage)
-    # "" for a parameter of the stages; the leaves of the other arguments follow and have no entry
+    # the shared parameter of each leaf of `args`, "" for parameters of stages; later arguments have no entry
     name_of_leaf = jax.tree.leaves(({**dict.fromkeys(stage_params, "")}, {name: name for name in shared_params}))
-    parts = pipeline.form.parts(pipeline.loss)
+    parts = pipeline.form.model_parts(pipeline.loss)
 
     def names_read_by(function: Callable[..., PyTree], *message: PyTree) -> set[str]:
         """Return the names of the shared parameters that one part of the model reads."""
-        is_read = find_leaves_read(function, *message, *args)
+        leaf_reads = find_leaves_read(function, *message, *args)
         start = len(jax.tree.leaves(message))
-        return {name for name, reads in zip(name_of_leaf, is_read[start:], strict=False) if name and reads}
+        return {name for name, is_read in zip(name_of_leaf, leaf_reads[start:], strict=False) if name and is_read}
 
-    # without the treatment of blocks, because the memory rule decided on it for the rows of one device
+    # blocks run without their treatment, which the memory rule chose for the rows of one device
     with planned.tracing(is_forward_only=True):
         message = jax.eval_shape(parts.before, *args)
-        read_before, read_inside = names_read_by(parts.before), names_read_by(parts.inside, message)
-        read_behind = names_read_by(parts.behind, message)
-    if read_inside:
+        names_before, names_inside = names_read_by(parts.before), names_read_by(parts.inside, message)
+        names_after = names_read_by(parts.after, message)
+    if names_inside:
         raise UserError(
-            f"{pipeline_text}: all blocks of this model read {', '.join(sorted(read_inside))}, and each stage would "
+            f"{pipeline_text}: all blocks of this model read {', '.join(sorted(names_inside))}, and each stage would "
             "update a copy of its own; give each block its own parameters, or take a synchronous pipeline"
         )
-    if read_before & read_behind:
+    if names_before & names_after:
         raise UserError(
-            f"{pipeline_text}: {', '.join(sorted(read_before & read_behind))} is read both before and "
-            "behind the blocks (tied weights), and the first and the last stage would each update a copy of their own; "
-            "untie the weights (tied=False), or take a synchronous pipeline"
+            f"{pipeline_text}: {', '.join(sorted(names_before & names_after))} is read both before and after the "
+            "blocks (tied weights), so the first stage and the last stage would each update a copy of their own; untie "
+            "the weights (tied=False), or take a synchronous pipeline"
         )
-    ranks = stages.schedule.ranks
-    rank_of_name = {name: ranks - 1 if name in read_behind else 0 for name in shared_params}
-    return {name: tuple(0 if rank == home else -1 for rank in range(ranks)) for name, home in rank_of_name.items()}
+    rank_count = stages.schedule.ranks
+    rank_of_name = {name: rank_count - 1 if name in names_after else 0 for name in shared_params}
+    return {
+        name: tuple(0 if rank == reading_rank else -1 for rank in range(rank_count))
+        for name, reading_rank in rank_of_name.items()
+    }
 
 
-def weight_program(planned: PlannedModel, batch: Batch) -> Callable[[Batch], Float[Array, ""]]:
-    """Return a function from a batch to the weight of its targets.
+def batch_weight_fn(planned: PlannedModel, batch: Batch) -> Callable[[Batch], Float[Array, ""]]:
+    """Return a function from a batch to its weight.
 
     Args:
         planned: the model under its plan.
         batch: shapes of a global batch.
 
     Raises:
-        UserError: the weight depends on the model.
+        UserError: the weight depends on parameters of the model.
     """
 
-    def weight(params: Params, rest: Params, batch: Batch) -> Float[Array, ""]:
-        loss = planned.loss(planned.pure_model.module(params, rest), batch, planned.context(None))
+    def weight_of_loss(params: Params, model_state: Params, batch: Batch) -> Float[Array, ""]:
+        loss = planned.loss(planned.pure_model.module(params, model_state), batch, planned.context(None))
         return jnp.asarray(loss.weight, jnp.float32)
 
     with planned.tracing(is_forward_only=True):
-        program = jax.make_jaxpr(weight)(planned.pure_model.whole, planned.pure_model.rest, dict(batch))
-    pruned, is_read = prune(program, [True])
-    model_leaf_count = len(is_read) - len(batch)
-    if any(is_read[:model_leaf_count]):
+        program = jax.make_jaxpr(weight_of_loss)(
+            planned.pure_model.abstract_module_params, planned.pure_model.abstract_model_state, dict(batch)
+        )
+    pruned_program, leaf_reads = prune(program, [True])  # leaf_reads: whether it reads each leaf of its arguments
+    model_leaf_count = len(leaf_reads) - len(batch)
+    if any(leaf_reads[:model_leaf_count]):
         raise UserError(
             f"pipeline {planned.plan.pipeline}: the weight of this model's loss depends on its parameters, but the "
             "first update of a batch needs the weight before the last forward pass; take a synchronous pipeline"
         )
 
     def compute_weight(batch: Batch) -> Float[Array, ""]:
-        """Return the weight of a batch, computed from those of its arrays that the weight depends on."""
-        leaves_and_reads = zip(jax.tree.leaves(dict(batch)), is_read[model_leaf_count:], strict=True)
-        (sum_of_weights,) = jex.jaxpr_as_fun(pruned)(*[leaf for leaf, reads in leaves_and_reads if reads])
-        return jnp.asarray(sum_of_weights)  # it is a NumPy number if it depends only on shapes
+        """Return the weight of a batch."""
+        leaves_and_reads = zip(jax.tree.leaves(dict(batch)), leaf_reads[model_leaf_count:], strict=True)
+        (weight,) = jex.jaxpr_as_fun(pruned_program)(*[leaf for leaf, is_read in leaves_and_reads if is_read])
+        return jnp.asarray(weight)  # a weight that depends only on shapes is a NumPy number
 
     return compute_weight
