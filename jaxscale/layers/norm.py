@@ -1,5 +1,5 @@
-"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), over the last dim. Statistics and the gain are
-applied in float32; the result has the type of the input.
+"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), over the last dim. Statistics
+and gain are in float32; the result has the type of the input.
 """
 
 import jax
@@ -10,7 +10,7 @@ from jaxscale.typing import Array, Float
 
 
 def as_row(vector: jax.Array, x: jax.Array) -> jax.Array:
-    """Reshape a vector along the last dim of `x` to the rank of `x`, in float32."""
+    """Return a vector (C,) in float32 with the rank of `x`, (1, ..., 1, C)."""
     return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
@@ -36,7 +36,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Normalise `x` over its last dim, in the type of `x`."""
         x_float32 = x.astype(jnp.float32)
-        # not jnp.square, whose derivative keeps 2 * x_float32 besides x_float32
+        # jnp.square would keep 2 * x_float32 for the backward pass, besides x_float32
         normalised = x_float32 * jax.lax.rsqrt(jnp.mean(x_float32 * x_float32, -1, keepdims=True) + self.eps)
         gain = as_row(self.weight[...], x)
         return (normalised * (1 + gain if self.plus_one else gain)).astype(x.dtype)
