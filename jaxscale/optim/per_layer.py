@@ -73,7 +73,7 @@ def per_layer(
             init_tensors = jax.vmap(init_tensor) if param_info.stack else init_tensor
             tensor_states = init_tensors(_to_tensors(param, param_info, as_matrices))
             leaf_states.append(
-                jax.tree.map(lambda s, leaf=param_info: _to_leaf(s, param_info, as_matrices), tensor_states)
+                jax.tree.map(lambda s, param_info=param_info: _to_leaf(s, param_info, as_matrices), tensor_states)
             )
         _, shared_state = state_form.split(rule.init(_PLACEHOLDER))
         state_trees = [treedef.unflatten(arrays) for arrays in zip(*leaf_states, strict=True)]
@@ -102,12 +102,14 @@ def per_layer(
             if on_whole_tensors:
                 leaf_inputs = _constrain(leaf_inputs, param_info, is_whole=True)
             tensor_inputs = jax.tree.map(
-                lambda x, leaf=param_info: _to_tensors(x, param_info, as_matrices), leaf_inputs
+                lambda x, param_info=param_info: _to_tensors(x, param_info, as_matrices), leaf_inputs
             )
             update_tensors = jax.vmap(update_tensor, out_axes=(0, 0, None)) if param_info.stack else update_tensor
             new_update, tensor_states, new_shared_state = update_tensors(*tensor_inputs)
             new_update = new_update.reshape(gradient.shape)
-            new_states = jax.tree.map(lambda s, leaf=param_info: _to_leaf(s, param_info, as_matrices), tensor_states)
+            new_states = jax.tree.map(
+                lambda s, param_info=param_info: _to_leaf(s, param_info, as_matrices), tensor_states
+            )
             if on_whole_tensors:
                 whole_arrays = _constrain((new_update, new_states), param_info, is_whole=True)
                 new_update, new_states = _constrain(whole_arrays, param_info, is_whole=False)
