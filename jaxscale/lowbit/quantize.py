@@ -144,7 +144,7 @@ def compute_codes(
     """
     code_map = MAPS[map]
     numbers, inverse_scale = pair_with_scales(_finite(x), 1 / jnp.maximum(scale, LEAST), repeated)
-    ratios = jnp.clip(numbers * inverse_scale, -1.0 if code_map.signed else 0.0, 1.0)
+    ratios = jnp.clip(numbers * inverse_scale, -1.0 if code_map.is_signed else 0.0, 1.0)
     rounded_codes = code_map.encode(ratios)
     if key is not None:
         nearest_value = code_map.decode(rounded_codes)
@@ -203,7 +203,7 @@ def zeros(shape: tuple[int, ...], map: str, block: int) -> Quantized:
     code_map = map_of(map)
     check_block(shape, block)
     scale = jnp.zeros((*shape[:-2], shape[-2] // block, shape[-1]), jnp.float32)
-    return Quantized(jnp.full(shape, code_map.zero, code_map.dtype), scale, map, block)
+    return Quantized(jnp.full(shape, code_map.zero_code, code_map.dtype), scale, map, block)
 
 
 def block_of(rows: int, most: int) -> int:

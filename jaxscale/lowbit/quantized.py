@@ -25,7 +25,7 @@ from jax.sharding import Sharding
 
 from jaxscale.errors import UserError, unknown
 from jaxscale.lowbit import quantize
-from jaxscale.lowbit.in_blocks import find_reshaper, owner_of
+from jaxscale.lowbit.in_blocks import find_reshaper, owner_path_of
 from jaxscale.lowbit.quantize import block_of, decode, encode, is_quantized, zeros
 from jaxscale.trees import leaf_bytes, path_name
 from jaxscale.typing import Params
@@ -321,13 +321,13 @@ def _choose_maps(
 
     def choose_map(path: tuple[Any, ...], leaf: Any) -> tuple[str, int] | None:
         """Return (map name, block) for the leaf at this path of the state, or `None`."""
-        owner = owner_of(path, facts_by_path)
-        if owner is None or owner == path or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        owner_path = owner_path_of(path, facts_by_path)
+        if owner_path is None or owner_path == path or not jnp.issubdtype(leaf.dtype, jnp.floating):
             return None
-        shape, sharding, is_stacked = facts_by_path[owner]
-        field_name = path_name(path[: len(path) - len(owner)][-1:])
+        shape, sharding, is_stacked = facts_by_path[owner_path]
+        field_name = path_name(path[: len(path) - len(owner_path)][-1:])
         map_name = map_by_field.get(field_name)
-        if map_name is None or leaf.shape != shape or re.search(policy.skip, path_name(owner)):
+        if map_name is None or leaf.shape != shape or re.search(policy.skip, path_name(owner_path)):
             return None
         if len(shape) - is_stacked < 2 or math.prod(shape) < policy.least:
             return None
