@@ -193,10 +193,8 @@ class BatchNorm(nnx.Module):
         else:
             mean = x_float32.mean(averaged_dims)
             var = jnp.square(x_float32 - as_row(mean, x)).mean(averaged_dims)
-            for running_statistic, batch_statistic in ((self.mean, mean), (self.var, var)):
-                running_statistic[...] = self.momentum * running_statistic[...] + (
-                    1 - self.momentum
-                ) * jax.lax.stop_gradient(batch_statistic)
+            for average, statistic in ((self.mean, mean), (self.var, var)):
+                average[...] = self.momentum * average[...] + (1 - self.momentum) * jax.lax.stop_gradient(statistic)
         scale = jax.lax.rsqrt(var + self.eps) * self.weight[...].astype(jnp.float32)
         return ((x_float32 - as_row(mean, x)) * as_row(scale, x) + as_row(self.bias[...], x)).astype(x.dtype)
 

@@ -10,7 +10,16 @@ from safetensors.numpy import load_file
 
 from jaxscale.errors import UserError
 from jaxscale.lowbit.codebooks import MAPS, encode_by_table
-from jaxscale.lowbit.quantize import LEAST, Quantized, block_of, compute_codes, compute_scales, decode, encode, zeros
+from jaxscale.lowbit.quantize import (
+    LEAST_SCALE,
+    Quantized,
+    block_of,
+    compute_codes,
+    compute_scales,
+    decode,
+    encode,
+    zeros,
+)
 
 GOLDEN = Path(__file__).parent.parent / "golden/quantize/bitsandbytes.safetensors"
 encoded = jax.jit(encode, static_argnums=(1, 2))
@@ -103,8 +112,8 @@ def test_neither_nan_nor_infinity_nor_what_is_flushed_to_zero_enters_a_scale(nam
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found[[0, 2, 3], :3], 0.5, rtol=2e-6)
     assert (np.abs(found[1, :3]) <= 0.5 * MAPS[name].table[0 if not MAPS[name].is_signed else -1]).all()
-    assert (np.abs(found[:, 3]) <= LEAST).all()
-    np.testing.assert_allclose(found[:, 4], 1 / LEAST, rtol=2e-6)
+    assert (np.abs(found[:, 3]) <= LEAST_SCALE).all()
+    np.testing.assert_allclose(found[:, 4], 1 / LEAST_SCALE, rtol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["soft8", "sqrt8", "dynamic8", "dynamic4", "linear4_unsigned"])

@@ -17,7 +17,7 @@ from jaxscale.compiler.compile import compile_report
 from jaxscale.compiler.described import abstract, lower_for
 from jaxscale.errors import UserError
 from jaxscale.lowbit.quantize import is_quantized
-from jaxscale.lowbit.quantized import placed
+from jaxscale.lowbit.quantized import quantized_shardings
 from jaxscale.lowbit.split_weights import split_weights
 from jaxscale.offload.slices import SliceCut, cut
 from jaxscale.offload.updates import (
@@ -338,7 +338,9 @@ def hosted_step(devices, quantized=False):
         rule, lambda _, place: place, state, host, transform_non_params=lambda _: whole, is_leaf=is_quantized
     )
     state = jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, placed(state, spread)
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        state,
+        quantized_shardings(state, spread),
     )
 
     def step(params, state):
