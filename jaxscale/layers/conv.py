@@ -162,6 +162,9 @@ class BatchNorm(nnx.Module):
         gain: initial value of every entry of `w`. With 0 in the last norm of a residual branch, the block is initially
             the identity (Goyal et al. 2017, arXiv:1706.02677).
 
+    Attributes:
+        mean, var: running statistics of the channels.
+
     Example:
         >>> import jax
         >>> from flax import nnx
@@ -184,7 +187,7 @@ class BatchNorm(nnx.Module):
         self.var = nnx.BatchStat(jnp.ones((size,), jnp.float32))
 
     def __call__(self, x: Float[Array, "*B C"], *, context: Context = Context()) -> Float[Array, "*B C"]:
-        """Return `x` normalised per channel, in the type of `x`."""
+        """Return `x` normalized per channel, in the type of `x`."""
         x_float32 = x.astype(jnp.float32)
         averaged_dims = tuple(range(x.ndim - 1))
 

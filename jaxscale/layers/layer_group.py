@@ -1,4 +1,4 @@
-"""LayerGroup: neighbouring layers of a `Stack` that one wrapper treats, run in a scan or one by one."""
+"""LayerGroup: neighboring layers of a `Stack` that one wrapper treats, run in a scan or one by one."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ def concatenate_layers(trees: Sequence[PyTree]) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class LayerGroup:
-    """Neighbouring layers with the same wrapper.
+    """Neighboring layers with the same wrapper.
 
     The methods take `inputs`, a tuple of (parameters, other state, layer indices, per-layer arguments) with leaves
     (n, ...), and the number n of layers. A block's result is the pair (new state, output).

@@ -59,7 +59,7 @@ class Map:
 
     @property
     def is_integer(self) -> bool:
-        """Whether codes are integers, so that neighbouring values have consecutive codes."""
+        """Whether codes are integers, so that neighboring values have consecutive codes."""
         return bool(jnp.issubdtype(self.dtype, jnp.integer))
 
     @property
@@ -250,7 +250,7 @@ def encode_by_table(numbers: Array, map: Map) -> Array:
     return jnp.searchsorted(jnp.asarray(midpoints), numbers, side="left")
 
 
-def neighbour(map: Map, codes: Array, is_above: Array) -> Array:
+def neighbor(map: Map, codes: Array, is_above: Array) -> Array:
     """Return the next higher or lower codes, to which stochastic rounding may round instead of the nearest ones.
 
     The highest code stays unchanged if a higher one is requested, and the lowest code if a lower one is.
@@ -265,5 +265,5 @@ def neighbour(map: Map, codes: Array, is_above: Array) -> Array:
     """
     if not map.is_integer:
         raise UserError(f"map {map.name!r} can't round stochastically; use a map with integer codes, such as 'soft8'")
-    neighbours = codes.astype(jnp.int32) + jnp.where(is_above, 1, -1)
-    return jnp.clip(neighbours, *map.code_limits).astype(map.dtype)
+    neighbors = codes.astype(jnp.int32) + jnp.where(is_above, 1, -1)
+    return jnp.clip(neighbors, *map.code_limits).astype(map.dtype)

@@ -56,7 +56,7 @@ class BlockReshaper:
         return jax.tree_util.tree_map_with_path(leaf_to_blocks, tree, is_leaf=is_quantized)
 
     def disguise(self, tree: Any, state: Any) -> Any:
-        """Return gradients or parameters unchanged, as an expression that XLA does not recognise as a reshape.
+        """Return gradients or parameters unchanged, as an expression that XLA does not recognize as a reshape.
 
         XLA would move a reshape after the operations that use its result, and store their results in memory.
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.errors import UserError
-from jaxscale.lowbit.codebooks import MAPS, map_of, neighbour
+from jaxscale.lowbit.codebooks import MAPS, map_of, neighbor
 from jaxscale.typing import Array, Float, Key
 
 LEAST_SCALE = 2.0**-126
@@ -38,7 +38,7 @@ class Quantized:
         codes: codes in the shape of the array and the dtype of the map.
         scale: float32 scales, in the shape of the array with the second-minor dim divided by `block`.
         map: name of the codes' map, in `codebooks.MAPS`.
-        block: number of neighbouring elements of a column that share a scale.
+        block: number of neighboring elements of a column that share a scale.
 
     Example:
         >>> q = encode(jnp.ones((2, 512, 3)), "soft8", 256)
@@ -154,10 +154,10 @@ def compute_codes(
     codes = code_map.encode(ratios)
     if key is not None:
         nearest_value = code_map.decode(codes)
-        neighbours = neighbour(code_map, codes, ratios > nearest_value)
-        gap = code_map.decode(neighbours) - nearest_value
+        neighbors = neighbor(code_map, codes, ratios > nearest_value)
+        gap = code_map.decode(neighbors) - nearest_value
         probability = (ratios - nearest_value) / jnp.where(gap == 0, 1, gap)
-        codes = jnp.where(jax.random.uniform(key, ratios.shape) < probability, neighbours, codes)
+        codes = jnp.where(jax.random.uniform(key, ratios.shape) < probability, neighbors, codes)
     return codes.reshape(x.shape)
 
 

@@ -22,7 +22,7 @@ def cross_entropy(
     """Return the loss of each target in nats: (1 - a) * -log p[label] + a * mean over classes of -log p.
 
     Args:
-        logits: unnormalised log-probabilities, of any float type; the loss is computed in float32.
+        logits: unnormalized log-probabilities, of any float type; the loss is computed in float32.
         labels: class of each target.
         smoothing: a, the share of the target spread over all classes.
 

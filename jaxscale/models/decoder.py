@@ -55,7 +55,7 @@ class Llama3Scaling:
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
                 f"rotary_scaling: got low_freq_factor {self.low_freq_factor} and high_freq_factor "
-                f"{self.high_freq_factor}, expected the latter to be greater; swap them"
+                f"{self.high_freq_factor}, expected the second to be greater; swap them"
             )
 
     def __call__(self, frequencies: "np.ndarray") -> "np.ndarray":

@@ -105,6 +105,10 @@ class DecoderModule(nnx.Module):
         config: the model value.
         vocab_multiple: the tables of the embedding and the head are padded to a multiple of this number of rows.
 
+    Attributes:
+        positions: table of learned positions; `None` for other kinds of positions.
+        head: table of the output projection; `None` if it is the table of the embedding.
+
     Example:
         >>> tiny = Decoder(vocab=5, context=8, layers=2, embed=8, heads=2)
         >>> module = tiny.build(nnx.Rngs(0), vocab_multiple=4)

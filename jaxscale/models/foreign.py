@@ -197,7 +197,7 @@ class ForeignModel:
 
 @dataclasses.dataclass(frozen=True)
 class FromLinen:
-    """Builds an NNX module around a Linen module, and initialises its variables by a forward pass over zeros.
+    """Builds an NNX module around a Linen module, and initializes its variables by a forward pass over zeros.
 
     Args:
         module: Linen module.
@@ -218,7 +218,7 @@ class FromLinen:
 def linen_model(module: Any, *inputs: Any, score: Score) -> ForeignModel:
     """Return a Flax Linen module as a model value. It is one block, because the bridge exposes no submodules.
 
-    Training updates the collections that the module has after initialisation ("batch_stats", ...).
+    Training updates the collections that the module has after initialization ("batch_stats", ...).
 
     Args:
         module: Linen module. Its `__call__` may take a `train` argument (`TRAINING_ARGUMENTS`).

@@ -86,7 +86,8 @@ def load(folder: str | Path) -> tuple[Any, dict[str, Any]]:
         folder: folder that contains config.json and safetensors, in one file or sharded, in any floating-point type.
 
     Returns:
-        The model value, and its parameters as a nested dict of numpy arrays in the file's type, named as in its module.
+        The model value, and its parameters as a nested dict of numpy arrays in the file's type, with the names that
+        they have in its module.
 
     Raises:
         UserError: the folder is invalid; the message names the file, field or tensor.

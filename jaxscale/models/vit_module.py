@@ -61,6 +61,11 @@ class ViTModule(nnx.Module):
     Args:
         config: the model value.
         rngs: random streams; the weights are drawn from `params`.
+
+    Attributes:
+        patches: projection of the pixels of a patch to the residual stream.
+        token: learned input of the classifier, (D,); `None` if the classifier pools patches.
+        positions: table of learned positions.
     """
 
     def __init__(self, config: ViT, *, rngs: nnx.Rngs):

@@ -256,7 +256,7 @@ def run_in_slices(
             param_indices: list[int] = param_indices,
             state_indices: list[int] = state_indices,
         ) -> tuple[list[Array], Any]:
-            """Run `step` on a slice of each leaf of the group; `shared_leaves` are the state's leaves without a parameter."""
+            """Run `step` on a slice of each leaf of the group; the shared leaves belong to no parameter."""
             leaf_slices = _put_at(old_leaves, param_indices, written_slices[: len(param_indices)])
             state_slices = _put_at(state_leaves, state_indices, written_slices[len(param_indices) :])
             for index in shared_indices:
@@ -265,11 +265,11 @@ def run_in_slices(
                 treedef.unflatten(_put_at(read_leaves, param_indices, read_slices)) if read_leaves else None
             )
             new_trees = step(read_tree_slices, (treedef.unflatten(leaf_slices), state_def.unflatten(state_slices)))
-            leaf_slices, state_slices = treedef.flatten_up_to(new_trees[0]), state_def.flatten_up_to(new_trees[1])
-            new_slices = [leaf_slices[index] for index in param_indices] + [
-                state_slices[index] for index in state_indices
-            ]
-            return new_slices, [state_slices[index] for index in shared_indices]
+            new_leaf_slices = treedef.flatten_up_to(new_trees[0])
+            new_state_slices = state_def.flatten_up_to(new_trees[1])
+            new_slices = [new_leaf_slices[index] for index in param_indices]
+            new_slices += [new_state_slices[index] for index in state_indices]
+            return new_slices, [new_state_slices[index] for index in shared_indices]
 
         reads = [(read_leaves[index], cuts[index].dim) for index in param_indices] if read_leaves else []
         writes = [(old_leaves[index], cuts[index].dim) for index in param_indices]

@@ -46,7 +46,7 @@ class Optimizer:
     | lamb | Adam for large batches | b1 0.9, b2 0.999, eps 1e-06, weight_decay 0.01 |
     | one_bit_adam | adamw with one-bit messages | those of adamw, freeze 0.25 |
     | one_bit_lamb | lamb with one-bit messages | b1 0.9, b2 0.999, eps 1e-06, freeze 0.25, weight_decay 0.01 |
-    | muon | orthogonalised momentum | momentum 0.95, scale moonshot, precision bfloat16, and those of adamw |
+    | muon | orthogonalized momentum | momentum 0.95, scale moonshot, precision bfloat16, and those of adamw |
     | soap | Adam in Shampoo's eigenbasis | b1 0.95, b2 0.95, eps 1e-08, every 10, max_dim 10000, weight_decay 0.1 |
     | galore | AdamW in a low-rank subspace | b1 0.9, b2 0.95, eps 1e-08, rank 128, every 200, weight_decay 0.1 |
 
@@ -73,7 +73,7 @@ class Optimizer:
         trust: norm of an update divided by the norm of the weights, at learning rate 1 (lars).
         scale: scale of an orthogonal update of n rows and m columns: sqrt(max(1, m / n)) for "keller", and for
             "moonshot" 0.2 sqrt(max(n, m)), which suits AdamW's learning rates (muon).
-        precision: dtype of the orthogonalisation and its messages between devices: bfloat16 or float32 (muon).
+        precision: dtype of the orthogonalization and its messages between devices: bfloat16 or float32 (muon).
         rank: rank of the projection (galore).
         every: number of updates between new bases (soap, galore).
         max_dim: largest dim that is rotated (soap).

@@ -8,7 +8,7 @@ columns: Jordan's sqrt(max(1, m / n)), and 0.2 sqrt(max(n, m)), whose updates ar
 learning rates (Liu et al. 2025, arXiv 2502.16982).
 
 For a sharded matrix, every product of the iteration would be reduced over the mesh. Instead, an all-to-all moves whole
-layers to each device, which orthogonalises them, and a second all-to-all returns them. So each device sends its shard
+layers to each device, which orthogonalizes them, and a second all-to-all returns them. So each device sends its shard
 only twice, in bfloat16 if configured. A stack whose number of layers is not a multiple of the number of shards is
 padded; such stacks of the same shape are concatenated first. Left out: the distribution of layers over axes that
 replicate them (data), which would save products and cost a gather.
@@ -62,7 +62,7 @@ def muon(
         rate: learning rate of both, or its schedule.
         momentum: decay of the average of gradients.
         scale: name of the rule in `scale_factor` that scales an orthogonal update.
-        precision: dtype of the orthogonalisation and of its messages between devices. For Gaussian matrices,
+        precision: dtype of the orthogonalization and of its messages between devices. For Gaussian matrices,
             updates in bfloat16 differ from those in float32 by 4 %.
         b1, b2, eps: AdamW's constants.
         weight_decay: factor of the decoupled weight decay.
@@ -96,12 +96,12 @@ class MuonState(NamedTuple):
 def scale_by_muon(
     momentum: float = 0.95, scale: Scale = "moonshot", precision: Dtype = "bfloat16", leaves: Any = None
 ) -> UpdateRule:
-    """Return a rule whose update is the momentum, orthogonalised layer by layer for leaves that are matrices.
+    """Return a rule whose update is the momentum, orthogonalized layer by layer for leaves that are matrices.
 
     Args:
         momentum: decay of the average of gradients.
         scale: name of the rule in `scale_factor` that scales an orthogonal update.
-        precision: dtype of the orthogonalisation and its messages between devices.
+        precision: dtype of the orthogonalization and its messages between devices.
         leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
     """
 
@@ -109,7 +109,7 @@ def scale_by_muon(
         return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        """Return the orthogonalised momentum for the gradients `updates`, and the new state."""
+        """Return the orthogonalized momentum for the gradients `updates`, and the new state."""
         step = state.step + 1
         mu = optax.tree.update_moment(updates, state.mu, momentum, 1)
         next_mean = optax.tree.bias_correction(mu, momentum, step + 1)
@@ -167,7 +167,7 @@ def newton_schulz(x: Float[Array, "N R C"], steps: int = STEPS) -> Float[Array, 
 
 
 def orthogonal(arrays: Sequence[Array], param_infos: Sequence[ParamInfo], precision: Dtype = "bfloat16") -> list[Array]:
-    """Return parameters with every matrix orthogonalised by `newton_schulz`, on one device per matrix.
+    """Return parameters with every matrix orthogonalized by `newton_schulz`, on one device per matrix.
 
     Args:
         arrays: arrays shaped like parameters of kind "matrix".
