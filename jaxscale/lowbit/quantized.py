@@ -166,6 +166,8 @@ def quantize_state(
         return treedef.unflatten(map(quantize_leaf, state_leaves, maps_and_blocks, _zero_flags(base_rule.init, params)))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        """Return the updates for the gradients `updates`, and the new state."""
+
         def update_float32(float32_state: Any) -> tuple[Any, Any]:
             """Return the updates and the new state of the rule."""
             return base_rule.update(updates, float32_state, params, **extra_args)

@@ -88,6 +88,7 @@ def stochastic_weights(rule: optax.GradientTransformation, seed: int = 0) -> opt
         return StochasticState(jnp.zeros((), jnp.int32), base_rule.init(in_float32(params)))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, StochasticState]:
+        """Return the updates for the gradients `updates`, and the new state."""
         float32_weights = in_float32(params)
         rule_updates, rule_state = base_rule.update(in_float32(updates), state.inner, float32_weights, **extra)
 

@@ -131,6 +131,7 @@ def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransform
         return SplitState(jax.tree.map(zero_correction, params), base_rule.init(in_float32(params)))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, SplitState]:
+        """Return the updates for the gradients `updates`, and the new state."""
         if params is None:
             raise UserError("split_weights: update got no params; pass the parameters as its third argument")
         float32_weights = join_params(params, state)

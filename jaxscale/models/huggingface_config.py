@@ -284,13 +284,13 @@ class SlidingWindows:
         """Return our field `windows`, as the shortest tuple that repeats over the layers."""
         layer_count = file.get("num_hidden_layers", kind=int)
         window_length = file.get("sliding_window", self.default_length, int)
-        has_windows = file.get("use_sliding_window", self.is_alternating, bool)
+        uses_windows = file.get("use_sliding_window", self.is_alternating, bool)
         first_window_layer = file.get("max_window_layers", 0, int)
         if self.is_alternating:
-            has_window = [layer % 2 == 0 for layer in range(layer_count)]
+            window_flags = [layer % 2 == 0 for layer in range(layer_count)]
         else:
-            has_window = [has_windows and layer >= first_window_layer for layer in range(layer_count)]
-        default_types = ["sliding_attention" if is_windowed else "full_attention" for is_windowed in has_window]
+            window_flags = [uses_windows and layer >= first_window_layer for layer in range(layer_count)]
+        default_types = ["sliding_attention" if is_windowed else "full_attention" for is_windowed in window_flags]
         layer_types = file.get("layer_types", default_types, list)
         if len(layer_types) != layer_count or not all(
             layer_type in ("full_attention", "sliding_attention") for layer_type in layer_types

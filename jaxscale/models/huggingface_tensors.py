@@ -169,8 +169,8 @@ def open_params(folder: str | Path, family: Family, model: Any) -> dict[str, Any
     param_shapes = _param_shapes(model)
     layouts = _tensor_layouts(family, model, param_shapes)
     if family.prefix and not any(name.startswith(family.prefix) for name in tensors):
-        full_names = {name.removeprefix(family.prefix): name for name in layouts}
-        tensors = {full_names.get(name, name): tensor for name, tensor in tensors.items()}
+        full_name_by_short_name = {name.removeprefix(family.prefix): name for name in layouts}
+        tensors = {full_name_by_short_name.get(name, name): tensor for name, tensor in tensors.items()}
     _check_names(folder, family, layouts, tensors)
     layers_by_path: dict[str, list[np.ndarray]] = {path: [] for path in param_shapes}
     for name, layout in layouts.items():
@@ -183,9 +183,9 @@ def open_params(folder: str | Path, family: Family, model: Any) -> dict[str, Any
             raise UserError(f"{folder}: tensor {name} has dtype {tensor.dtype}, expected floating point numbers")
         for path, param in zip(layout.rule.ours, layout.split(tensor), strict=True):
             layers_by_path[path].append(param)
-    is_stacked = {path: layout.layer is not None for layout in layouts.values() for path in layout.rule.ours}
+    is_stacked_by_path = {path: layout.layer is not None for layout in layouts.values() for path in layout.rule.ours}
     return nested_dict(
-        {path: Stacked(arrays) if is_stacked[path] else arrays[0] for path, arrays in layers_by_path.items()}
+        {path: Stacked(arrays) if is_stacked_by_path[path] else arrays[0] for path, arrays in layers_by_path.items()}
     )
 
 

@@ -98,14 +98,14 @@ class ResNetModule(nnx.Module):
         self.stem = ConvNorm(
             config.channels, config.width, window=stem_window, stride=stride, momentum=config.momentum, rngs=rngs
         )
-        blocks, channels = [], config.width
+        blocks, channel_count = [], config.width
         for stage_index, block_count in enumerate(config.stages):
             width = config.width * 2**stage_index
             for block_index in range(block_count):
                 stride = 2 if stage_index and not block_index else 1
                 blocks.append(
                     ResidualBlock(
-                        channels,
+                        channel_count,
                         width,
                         stride=stride,
                         bottleneck=config.bottleneck,
@@ -113,11 +113,11 @@ class ResNetModule(nnx.Module):
                         rngs=rngs,
                     )
                 )
-                channels = width * (4 if config.bottleneck else 1)
+                channel_count = width * (4 if config.bottleneck else 1)
         self.blocks = Chain(blocks)
         # zeros: the first loss is log(classes) for any features
         zeros = nnx.initializers.zeros_init()
-        self.head = Linear(channels, config.classes, axes=("channels", None), bias=True, init=zeros, rngs=rngs)
+        self.head = Linear(channel_count, config.classes, axes=("channels", None), bias=True, init=zeros, rngs=rngs)
 
     def __call__(self, images: Float[Array, "B I J C"], *, context: Context = Context()) -> Float[Array, "B V"]:
         """Return the logits of the classes.

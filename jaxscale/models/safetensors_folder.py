@@ -164,27 +164,27 @@ def write(folder: Path, tensors: Mapping[str, ArrayLike], *, shard_bytes: int) -
         tensors: arrays by name; their order determines their shards.
         shard_bytes: largest number of bytes of one file; a larger tensor gets a separate file.
     """
-    names_by_shard: list[list[str]] = [[]]
+    shard_tensor_names: list[list[str]] = [[]]
     used_bytes = 0
     for name, tensor in tensors.items():
         tensor_bytes = math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize
-        if names_by_shard[-1] and used_bytes + tensor_bytes > shard_bytes:
-            names_by_shard.append([])
+        if shard_tensor_names[-1] and used_bytes + tensor_bytes > shard_bytes:
+            shard_tensor_names.append([])
             used_bytes = 0
-        names_by_shard[-1].append(name)
+        shard_tensor_names[-1].append(name)
         used_bytes += tensor_bytes
-    if len(names_by_shard) == 1:
+    if len(shard_tensor_names) == 1:
         _write_file(folder / SINGLE, tensors)
         return
     file_names = [
-        f"model-{shard_number:05d}-of-{len(names_by_shard):05d}.safetensors"
-        for shard_number in range(1, len(names_by_shard) + 1)
+        f"model-{shard_number:05d}-of-{len(shard_tensor_names):05d}.safetensors"
+        for shard_number in range(1, len(shard_tensor_names) + 1)
     ]
-    for file_name, names in zip(file_names, names_by_shard, strict=True):
+    for file_name, names in zip(file_names, shard_tensor_names, strict=True):
         _write_file(folder / file_name, {name: tensors[name] for name in names})
     total_size = sum(math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize for tensor in tensors.values())
     weight_map = {
-        name: file_name for file_name, names in zip(file_names, names_by_shard, strict=True) for name in names
+        name: file_name for file_name, names in zip(file_names, shard_tensor_names, strict=True) for name in names
     }
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     with write_complete(folder / INDEX) as path:

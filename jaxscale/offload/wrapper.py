@@ -127,6 +127,7 @@ def offload_state(
         return jax.jit(base_rule.init, out_shardings=out_shardings)(params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        """Return the updates for the gradients `updates`, and the new state."""
         state = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf), state)
         _check_devices(jax.tree.leaves(state))
         _check_on_host(state, regex)

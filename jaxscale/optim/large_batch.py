@@ -91,8 +91,10 @@ def ramp_up(rows: int, start: int, end: int, over: int, *, factor: int = 2) -> t
         (Phase(steps=32, batch=32), Phase(steps=16, batch=64), Phase(steps=62, batch=128))
     """
     if start < 1 or factor < 2 or rows < 1:
-        got = f"rows={rows}, start={start} and factor={factor}"
-        raise UserError(f"ramp_up: got {got}, expected rows and start of at least 1, and a factor of at least 2")
+        numbers_text = f"rows={rows}, start={start} and factor={factor}"
+        raise UserError(
+            f"ramp_up: got {numbers_text}, expected rows and start of at least 1, and a factor of at least 2"
+        )
     batch_sizes = list(
         itertools.takewhile(
             lambda batch_size: batch_size <= end, (start * factor**phase_index for phase_index in itertools.count())

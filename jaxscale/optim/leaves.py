@@ -122,14 +122,20 @@ def param_infos_of(leaves: Any, tree: Any) -> list[ParamInfo]:
         return []
     param_infos = jax.tree.structure(tree).flatten_up_to(leaves_of(tree) if leaves is None else leaves)
 
-    def adapt(leaf: ParamInfo, shape: tuple[int, ...]) -> ParamInfo:
-        """Return the `ParamInfo` of an array of this shape that stands for the parameter `leaf`."""
-        if leaf.shape == shape:
-            return leaf
-        has_some_layers = leaf.stack > 0 and leaf.shape[1:] == shape[1:] and len(leaf.shape) == len(shape)
-        return dataclasses.replace(leaf, shape=shape) if has_some_layers else ParamInfo(shape, "vector", decays=False)
+    def adapt(param_info: ParamInfo, shape: tuple[int, ...]) -> ParamInfo:
+        """Return the `ParamInfo` of an array of this shape that stands for a parameter."""
+        if param_info.shape == shape:
+            return param_info
+        has_some_layers = (
+            param_info.stack > 0 and param_info.shape[1:] == shape[1:] and len(param_info.shape) == len(shape)
+        )
+        return (
+            dataclasses.replace(param_info, shape=shape)
+            if has_some_layers
+            else ParamInfo(shape, "vector", decays=False)
+        )
 
-    return [adapt(leaf, shape) for leaf, shape in zip(param_infos, shapes, strict=True)]
+    return [adapt(param_info, shape) for param_info, shape in zip(param_infos, shapes, strict=True)]
 
 
 def is_decayed(axes: Sequence[str | None] | None, shape: Sequence[int]) -> bool:

@@ -278,8 +278,8 @@ def one_bit_lamb(
             r = jnp.minimum(
                 1.0, _norms(adam_step, param_info) / jnp.maximum(_norms(u, param_info), jnp.finfo(jnp.float32).tiny)
             )
-            factor = jnp.clip(r * root_ratio + 1 - r, *factors)
-            limited_factor = jnp.clip(factor, (1 - change) * old_factor, (1 + change) * old_factor)
+            bounded_factor = jnp.clip(r * root_ratio + 1 - r, *factors)
+            limited_factor = jnp.clip(bounded_factor, (1 - change) * old_factor, (1 + change) * old_factor)
             factor = jnp.where(is_frozen, limited_factor, old_factor)
             # corrects the bias of the running mean of ratios, which started from zero
             mean_ratio = ratio / (1 - smooth ** jnp.minimum(adam_state.count, freeze))
