@@ -120,7 +120,7 @@ class ConfigFile:
         for key, value in self.values.items():
             if key not in self.read_keys | HARMLESS and value not in (None, False, 0, "", [], {}):
                 raise UserError(
-                    f"{self.path}: {key}: {value!r} is not supported, and may change what the model computes. "
+                    f"{self.path}: {key}: {value!r} is not supported, and may change the outputs of the model. "
                     "Remove the key if it does not"
                 )
 

@@ -100,7 +100,9 @@ def _read_shards(folder: Path, shard_by_tensor: Mapping[str, str]) -> dict[str, 
         if shard not in tensors_by_shard:
             tensors_by_shard[shard] = _read_file(folder / shard)
         if name not in tensors_by_shard[shard]:
-            raise UserError(f"{folder / shard}: the index lists tensor {name} in this file, which lacks it; copy both")
+            raise UserError(
+                f"{folder / shard}: the index lists tensor {name} in this file, which lacks it; copy both files again"
+            )
     for shard, tensors in tensors_by_shard.items():
         for name in tensors:
             if shard_by_tensor.get(name) != shard:
@@ -144,7 +146,7 @@ def _view(path: Path, name: str, entry: Any, body: np.ndarray) -> np.ndarray:
     if not 0 <= start_byte <= stop_byte or stop_byte - start_byte != expected_bytes:
         raise UserError(
             f"{path}: tensor {name} of shape {shape} has bytes {start_byte} to {stop_byte}, "
-            f"expected {expected_bytes} of them"
+            f"expected {expected_bytes} of them; copy the file again"
         )
     if stop_byte > body.size:
         raise UserError(

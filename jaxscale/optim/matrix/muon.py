@@ -118,7 +118,7 @@ def scale_by_muon(
         new_updates, treedef = jax.tree.flatten(nesterov_mean)
         param_infos = param_infos_of(leaves, updates)
         matrix_indices = [index for index, param_info in enumerate(param_infos) if param_info.kind == "matrix"]
-        matrices = orthogonal(
+        matrices = orthogonalize(
             [new_updates[index] for index in matrix_indices],
             [param_infos[index] for index in matrix_indices],
             precision,
@@ -166,7 +166,9 @@ def newton_schulz(x: Float[Array, "N R C"], steps: int = STEPS) -> Float[Array, 
     return x.swapaxes(1, 2) if is_tall else x
 
 
-def orthogonal(arrays: Sequence[Array], param_infos: Sequence[ParamInfo], precision: Dtype = "bfloat16") -> list[Array]:
+def orthogonalize(
+    arrays: Sequence[Array], param_infos: Sequence[ParamInfo], precision: Dtype = "bfloat16"
+) -> list[Array]:
     """Return parameters with every matrix orthogonalized by `newton_schulz`, on one device per matrix.
 
     Args:
@@ -198,22 +200,19 @@ def orthogonal(arrays: Sequence[Array], param_infos: Sequence[ParamInfo], precis
         param_info = param_infos[indices[0]]
         mesh_axes = _sharded_axes(param_info)
         if mesh_axes:
-            stack = jnp.pad(
-                stack, ((0, -len(stack) % shard_count(param_info.sharding.mesh, mesh_axes)), (0, 0), (0, 0))
-            )
+            padding = -len(stack) % shard_count(param_info.sharding.mesh, mesh_axes)
+            padded_stack = jnp.pad(stack, ((0, padding), (0, 0), (0, 0)))
             route = _route(param_info)
-            stack = _move_along(newton_schulz(_move_along(stack, route)), route[::-1])
+            new_stack = _move_along(newton_schulz(_move_along(padded_stack, route)), route[::-1])
         else:
-            stack = newton_schulz(stack)
-        matrix_start = 0
-        for index, matrix_count in zip(indices, matrix_counts, strict=True):
-            array = _to_leaf_shape(
-                stack[matrix_start : matrix_start + matrix_count] if len(stack) > matrix_count else stack,
-                param_infos[index],
-            )
+            new_stack = newton_schulz(stack)
+        start = 0
+        for index, count in zip(indices, matrix_counts, strict=True):
+            matrices = new_stack[start : start + count] if len(new_stack) > count else new_stack
+            array = _to_leaf_shape(matrices, param_infos[index])
             if mesh_axes:
                 array = jax.lax.with_sharding_constraint(array, param_infos[index].sharding)
-            new_arrays[index], matrix_start = array, matrix_start + matrix_count
+            new_arrays[index], start = array, start + count
     return new_arrays
 
 
