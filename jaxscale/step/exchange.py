@@ -142,7 +142,7 @@ def by_codec(stage: GradientExchange, messages: Messages | None, layout: Layout)
         )
         norm = global_norm(mean, layout.gradients)
         if momenta is not None:
-            norm = jnp.where(momenta.frozen[0], jnp.sqrt(jnp.mean(jnp.square(momenta.norm))), norm)
+            norm = jnp.where(momenta.is_momentum[0], jnp.sqrt(jnp.mean(jnp.square(momenta.norm))), norm)
         metrics = {"residual_norm": reduced.residual_norm, "wire_bytes": stage.wire_bytes_at(updates)}
         return Exchanged(mean, norm, norm, metrics, {REDUCE: reduced.states})
 

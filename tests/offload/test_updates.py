@@ -280,7 +280,7 @@ def test_a_state_is_made_beside_its_parameters():
         (optax.sgd(0.1), {}, "state has no arrays that could lie on the host"),
         (optax.lamb(0.1), {}, r'mixes elements of a tensor \(reduce_sum\).* Use run="host"'),
         (optax.adam(0.1), {"shardings": None}, r"bias lies on a mesh \{'fsdp': 8\}.* Pass shardings="),
-        (optax.adam(0.1), {"shardings": {"bias": None}}, "no sharding of bias: expected a tree like the parameters"),
+        (optax.adam(0.1), {"shardings": {"bias": None}}, "shardings lacks bias; expected a tree like the parameters"),
     ],
 )
 def test_what_a_wrapper_refuses(rule, options, says):

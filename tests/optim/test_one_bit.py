@@ -191,13 +191,13 @@ def test_means_of_gradients_are_clipped_and_momenta_are_not():
     gradient = jax.tree.map(lambda g: jnp.asarray(g[0]), GRADIENTS[0])
     state: Any = rule.init(PARAMS)
     sent = messages(gradient, state)
-    assert not sent.frozen
+    assert not sent.is_momentum
     jax.tree.map(np.testing.assert_array_equal, sent.message, gradient)
     state = rule.update(gradient, state, PARAMS)[1]
     norm = float(optax.tree.norm(gradient))
     np.testing.assert_allclose(state[1][0].mu["w"], (1 - B1) * gradient["w"] * 0.5 / norm, rtol=1e-5)
     sent = messages(gradient, state)
-    assert sent.frozen
+    assert sent.is_momentum
     np.testing.assert_allclose(sent.norm, norm, rtol=1e-6)
     expected = B1 * state[1][0].mu["b"] + (1 - B1) * gradient["b"] * 0.5 / norm
     np.testing.assert_allclose(sent.message["b"], expected, rtol=1e-5)
