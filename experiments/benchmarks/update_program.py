@@ -177,7 +177,7 @@ def _shapes(update: Update, mesh: Any) -> tuple[Any, dict[str, Any], Any]:
     import optax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from jaxscale.lowbit.quantized import is_quantized, placed, quantize_state
+    from jaxscale.lowbit.quantized import is_quantized, quantize_state, quantized_shardings
     from jaxscale.lowbit.split_weights import split_weights
 
     def spec(shape: tuple[int, ...]) -> PartitionSpec:
@@ -205,4 +205,4 @@ def _shapes(update: Update, mesh: Any) -> tuple[Any, dict[str, Any], Any]:
     def on(x: Any, place: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    return rule, jax.tree.map(on, params, places), jax.tree.map(on, state, placed(state, spread))
+    return rule, jax.tree.map(on, params, places), jax.tree.map(on, state, quantized_shardings(state, spread))

@@ -16,7 +16,8 @@
 | loss, loss_kernel | `cross_entropy`, `logits` |
 | shards, traced_device | where a kernel runs: its shards on a mesh, and the device |
 
-Parameters are `nnx.Param`s with logical axis names, created in float32, on no mesh: the train step places them.
+Parameters are `nnx.Param`s with names of logical axes. They are created in float32, without a mesh; the train step
+places them on its mesh.
 """
 
 from typing import TYPE_CHECKING

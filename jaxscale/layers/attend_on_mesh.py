@@ -1,4 +1,4 @@
-"""attend: attention by one of several implementations, and their selection.
+"""attend: attention by one of several implementations, and the selection of the implementation.
 
 | implementation | file | stores | for |
 |---|---|---|---|
@@ -27,8 +27,9 @@ from pallas_kernels.attention.visibility import Visibility
 
 AttentionImplementation = Literal["auto", "plain", "chunked", "tpu", "gpu", "cudnn", "splash"]
 
-PLAIN_SCORES = 512 * 512
-"""Most scores per head for which "auto" selects plain. On a CPU, chunks of 256 are as fast there and faster beyond."""
+MAX_PLAIN_SCORES = 512 * 512
+"""Largest number of scores per head for which "auto" selects plain. On a CPU, chunks of 256 are as fast at this number
+and faster above it."""
 
 
 def attend(
@@ -47,7 +48,7 @@ def attend(
     implementation: str = "auto",
     chunk: int = 256,
 ) -> Float[Array, "B T N H"]:
-    """Compute attention of queries over the keys they see: `softmax(cap(scale * q k^T)) v`, `cap(s) = c tanh(s / c)`.
+    """Compute attention: `softmax(cap(scale * q k^T)) v` over the keys that each query sees, `cap(s) = c tanh(s / c)`.
 
     Query head n reads key head n // (N / K). A query that sees no key gives zeros, and zero gradients.
 
@@ -58,7 +59,7 @@ def attend(
         q_segments, kv_segments: segments of queries and of keys; a query sees keys of its segment only. Segment 0 is
             padding, which sees no key and is seen by no query.
         window: number of positions that a query sees: keys with 0 <= q_position - kv_position < window.
-        soft_cap: bound c of the scores; `None` for no bound.
+        soft_cap: cap c of the scores; `None` for no cap.
         scale: factor of the scores; 1 / sqrt(H) by default.
         implementation: "plain" or "chunked"; "tpu", "gpu", "cudnn" or "splash" on a device that has it; or "auto", the
             first of these that supports the call: our kernel of the platform, splash on a TPU, plain up to 512 * 512
@@ -78,13 +79,17 @@ def attend(
         >>> attend(q, k, v)[0, :, 0, 0].tolist()
         [0.0, 0.5, 1.0]
     """
-    heads, kv_heads = q.shape[2], k.shape[2]
-    if heads % kv_heads:
-        raise UserError(f"attention: got {heads} query heads, expected a multiple of the {kv_heads} key heads")
+    head_count, kv_head_count = q.shape[2], k.shape[2]
+    if head_count % kv_head_count:
+        raise UserError(
+            f"attention: got {head_count} query heads, expected a multiple of the {kv_head_count} key heads"
+        )
     if (q_segments is None) != (kv_segments is None):
-        raise UserError("attention: got segments of either queries or keys alone: pass segments of both")
+        raise UserError("attention: got segments of only the queries or only the keys; pass segments of both")
     if window is not None and not causal:
-        raise UserError("attention: got a window, which looks back from a query, with causal=False: drop one of them")
+        raise UserError(
+            "attention: got a window, which looks back from a query, with causal=False; leave one of them out"
+        )
     if isinstance(window, int) and window < 1:
         raise UserError(f"attention: got window {window}, expected at least 1 position")
     if chunk < 1:
@@ -92,63 +97,63 @@ def attend(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     visibility = Visibility(q_positions, kv_positions, q_segments, kv_segments, window, causal)
     settings: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
-    selected, reason = _choose(implementation, q, k, v, visibility, settings)
-    if selected in KERNELS:
-        return attend_kernel(q, k, v, visibility, implementation=selected, **settings)
-    note_selection("attention", selected, reason)
-    if selected == "splash":
+    selection, reason = _choose_implementation(implementation, q, k, v, visibility, settings)
+    if selection in KERNELS:
+        return attend_kernel(q, k, v, visibility, implementation=selection, **settings)
+    note_selection("attention", selection, reason)
+    if selection == "splash":
         platform = traced_device()[0]
         if platform != "tpu":
-            raise UserError(f"attention 'splash' is a TPU kernel, but this runs on {platform}: use 'chunked' or 'auto'")
+            raise UserError(f"attention 'splash': got platform {platform}, expected tpu; use 'chunked' or 'auto'")
         return attend_splash(q, k, v, visibility, **settings)
-    if selected == "plain":
+    if selection == "plain":
         return _attend_plain(q, k, v, visibility, scale, soft_cap)
-    q, remaining_scale = _scale_queries(q, scale)
-    return attend_chunked(q, k, v, visibility, scale=remaining_scale, soft_cap=soft_cap, chunk=chunk)
+    scaled_q, remaining_scale = _scale_queries(q, scale)
+    return attend_chunked(scaled_q, k, v, visibility, scale=remaining_scale, soft_cap=soft_cap, chunk=chunk)
 
 
 def _scale_queries(q: Any, scale: float) -> tuple[Any, float]:
-    """Return `q` scaled, and the scale that remains for the scores; an unscaled `q` if scaling would round it."""
+    """Return queries and the factor of their scores: scaled `q` and 1, or `q` and `scale` if scaling rounds `q`."""
     if q.dtype == jnp.float32 or math.frexp(scale)[0] == 0.5:
         return q * jnp.asarray(scale, q.dtype), 1.0
     return q, scale
 
 
 def _attend_plain(q: Any, k: Any, v: Any, visibility: Visibility, scale: float, soft_cap: float | None) -> Any:
-    """Compute attention with all scores at once; JAX differentiates it, and keeps the probabilities in `v`'s type."""
-    batch, queries, heads, width = q.shape
-    keys, kv_heads = k.shape[1:3]
-    is_grouped = heads != kv_heads
-    q = q.reshape(batch, queries, kv_heads, heads // kv_heads, width) if is_grouped else q
-    q, remaining_scale = _scale_queries(q, scale)
-    attention_scores = scores(q, k, remaining_scale, soft_cap)
+    """Compute attention with all scores at once; its gradient keeps the probabilities in the type of `v`."""
+    batch_size, query_count, head_count, head_dim = q.shape
+    key_count, kv_head_count = k.shape[1:3]
+    is_grouped = head_count != kv_head_count
+    grouped_shape = (batch_size, query_count, kv_head_count, head_count // kv_head_count, head_dim)
+    scaled_q, remaining_scale = _scale_queries(q.reshape(grouped_shape) if is_grouped else q, scale)
+    attention_scores = scores(scaled_q, k, remaining_scale, soft_cap)
     if visibility.trivial:
         probabilities = jax.nn.softmax(attention_scores, -1)
     else:
-        is_visible = visibility.mask(jnp.arange(queries), jnp.arange(keys))
+        is_visible = visibility.mask(jnp.arange(query_count), jnp.arange(key_count))
         is_visible = jnp.expand_dims(is_visible, (1, 2) if is_grouped else 1)
         probabilities = jax.nn.softmax(jnp.where(is_visible, attention_scores, UNSEEN), -1)
-        if visibility.may_be_blind(queries, keys):
+        if visibility.may_be_blind(query_count, key_count):
             probabilities = jnp.where(jnp.any(is_visible, -1, keepdims=True), probabilities, 0.0)
     output = jnp.einsum("bkgts,bskh->btkgh" if is_grouped else "bnts,bsnh->btnh", probabilities.astype(v.dtype), v)
-    return checkpoint_name(output.reshape(batch, queries, heads, width), "attention_out")
+    return checkpoint_name(output.reshape(batch_size, query_count, head_count, head_dim), "attention_out")
 
 
-def _choose(
+def _choose_implementation(
     implementation: str, q: Any, k: Any, v: Any, visibility: Visibility, settings: dict[str, Any]
 ) -> tuple[str, str]:
-    """Return the selected implementation, and the reason why it is not the platform's kernel."""
+    """Return the name of the selected implementation, and the reason why it is not the platform's kernel."""
     if implementation not in get_args(AttentionImplementation):
         raise unknown("implementation of attention", implementation, get_args(AttentionImplementation))
     if implementation != "auto":
         return implementation, f"{implementation} is named"
-    platform, (queries, keys) = traced_device()[0], (q.shape[1], k.shape[1])
+    platform, (query_count, key_count) = traced_device()[0], (q.shape[1], k.shape[1])
     reason = "kernels are for TPU and GPU"
     if platform in ("tpu", "gpu"):
         refusal = why_not_kernel(platform, q, k, v, visibility, **settings)
         if refusal is None:
             return platform, ""
         reason = refusal.removeprefix(f"attention: implementation '{platform}' cannot run: ").removesuffix(".")
-    if platform == "tpu" and why_not_splash(queries, keys, visibility) is None:
+    if platform == "tpu" and why_not_splash(query_count, key_count, visibility) is None:
         return "splash", reason
-    return "plain" if queries * keys <= PLAIN_SCORES else "chunked", reason
+    return "plain" if query_count * key_count <= MAX_PLAIN_SCORES else "chunked", reason

@@ -1,5 +1,5 @@
-"""Attention: the layer around `attend`, with its projections, rotary positions, q/k norms and cache (Vaswani et al.
-2017; grouped key heads, Ainslie et al. 2023).
+"""Attention: the layer around `attend`, with projections, rotary positions, norms of queries and keys, and a cache
+(Vaswani et al. 2017; grouped key heads, Ainslie et al. 2023).
 """
 
 from typing import Any
@@ -21,10 +21,10 @@ from jaxscale.typing import Array, Float, Int
 
 __all__ = ["Attention", "attend"]
 
-_KEYS = ("batch", "kv_seq", "kv_heads", "head_dim")
+_KEY_AXES = ("batch", "kv_seq", "kv_heads", "head_dim")
 """Logical axes of keys and values in `attend`."""
-_KEYS_ALONG_QUERIES = ("batch", "inner_seq", "kv_heads", "head_dim")
-"""Logical axes of keys and values as projected, sharded along the sequence like queries."""
+_PROJECTED_KEY_AXES = ("batch", "inner_seq", "kv_heads", "head_dim")
+"""Logical axes of keys and values after their projection, sharded along the sequence like queries."""
 
 
 class Attention(nnx.Module):
@@ -35,15 +35,15 @@ class Attention(nnx.Module):
 
     Args:
         embed: width of input and output.
-        heads: query heads, a multiple of `kv_heads`.
-        kv_heads: key and value heads.
+        heads: number of query heads, a multiple of `kv_heads`.
+        kv_heads: number of key and value heads.
         head_dim: width of a head.
-        rotary: rotation of queries and keys by their positions; `None` leaves them unchanged.
+        rotary: rotation of queries and keys by their positions; `None` for no rotation.
         bias: whether `q`, `k` and `v` have biases.
         out_bias: whether `out` has a bias.
         qk_norm: eps of the RMSNorms over each head of queries and keys, before rotation; `None` for no norms.
-        soft_cap: bound of the scores; `None` for no bound.
-        window: number of positions that a query sees, the last of which is its own; `None` for all.
+        soft_cap: cap of the scores; `None` for no cap.
+        window: number of most recent positions that a query sees, its own included; `None` for all.
         scale: factor of the scores; 1 / sqrt(head_dim) by default.
         dropout: rate of the dropout of the output.
         init: initializer of `q`, `k` and `v`.
@@ -101,29 +101,29 @@ class Attention(nnx.Module):
         cache: KVCache | None = None,
         window: int | Int[Array, ""] | str | None = "own",
     ) -> Any:
-        """Return the layer's output, without the residual; with a cache, a pair of output and new cache.
+        """Return the layer's output, without the residual; with a cache, the pair (output, new cache).
 
         Args:
             x: normed residual stream.
-            positions: positions of the tokens, for the rotary angles; the index in the row by default. Tokens of a
-                segment must lie in the order of their positions.
+            positions: positions of the tokens, for the rotary angles; the indices in the row by default. The tokens
+                of a segment must be in the order of their positions.
             segments: segment of each token, which sees only tokens of its segment; 0 is padding.
             context: context of the forward pass; its `attention` selects the implementation.
             causal: whether a token sees no later tokens.
             cache: keys and values of earlier tokens, to which those of the tokens of `x` are appended. Segments then
                 only mark padding (0), and the default positions continue those of the cache.
-            window: window to use instead of the layer's, `None` for no window; "own" keeps the layer's.
+            window: number of positions to see instead of the layer's `window`, `None` for all; "own" keeps the layer's.
         """
-        batch, length, _ = x.shape
+        batch_size, length, _ = x.shape
         if isinstance(window, str):
             if window != "own":
                 raise UserError(f"attention: got window {window!r}, expected a whole number, None, or 'own'")
             window = self.window
         # if the sequence is sharded, this is one gather for the three projections, and one scatter of their gradients
         x = move(x, ("batch", "seq", "embed"), ("batch", "inner_seq", "embed"))
-        q = checkpoint_name(self.q(x, context), "attention_q").reshape(batch, length, self.heads, self.head_dim)
-        k = checkpoint_name(self.k(x, context), "attention_k").reshape(batch, length, self.kv_heads, self.head_dim)
-        v = checkpoint_name(self.v(x, context), "attention_v").reshape(batch, length, self.kv_heads, self.head_dim)
+        q = checkpoint_name(self.q(x, context), "attention_q").reshape(batch_size, length, self.heads, self.head_dim)
+        k = checkpoint_name(self.k(x, context), "attention_k").reshape(batch_size, length, self.kv_heads, self.head_dim)
+        v = checkpoint_name(self.v(x, context), "attention_v").reshape(batch_size, length, self.kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if positions is None and (self.rotary is not None or cache is not None):
@@ -150,10 +150,9 @@ class Attention(nnx.Module):
             if context.attention not in ("plain", "chunked"):
                 settings["implementation"] = "auto"  # kernels support no cache, and a plan that names one still samples
         # if the sequence is sharded, this is one gather of keys and values, and one scatter of their gradients
-        k, v = (move(array, _KEYS_ALONG_QUERIES, _KEYS) for array in (k, v))
-        y = attend(q, k, v, **settings)
-        y = constrain(y, "batch", "inner_seq", "heads", "head_dim")
-        y = self.out(y.reshape(batch, length, self.heads * self.head_dim), context)
+        k, v = (move(array, _PROJECTED_KEY_AXES, _KEY_AXES) for array in (k, v))
+        head_outputs = constrain(attend(q, k, v, **settings), "batch", "inner_seq", "heads", "head_dim")
+        y = self.out(head_outputs.reshape(batch_size, length, self.heads * self.head_dim), context)
         y = constrain(y, "batch", "seq", "embed")
         y = self.dropout(y, context)
         return y if cache is None else (y, cache)

@@ -1,9 +1,10 @@
 """Attention by the chunks of `pallas_kernels.attention.chunked`, under any layout.
 
-Under a layout that shards the sequence every device loops over its queries and all keys, which are gathered once; their
-gradient is reduced and scattered once, in float32. The loops are manual over those mesh axes alone, so a device skips
-the chunks that its queries cannot see; the compiler partitions other axes (batch, heads). Left out: an order of
-positions that balances causal work (the device of the last positions sees most keys), and rings of keys.
+Under a layout that shards the sequence, every device loops over its queries and all keys, which are gathered once; the
+gradients of the keys and values are reduced and scattered once, in float32. The loops are manual over those mesh axes
+alone, so a device skips the chunks that its queries cannot see; the compiler partitions other axes (batch, heads). Left
+out: an order of positions that balances causal work (the device of the last positions sees most keys), and ring
+attention.
 """
 
 import functools
@@ -26,9 +27,9 @@ class _Call(NamedTuple):
     """The static parameters of a call of `attend_chunked`."""
 
     chunking: Chunking
-    layout: MeshAndRules | None
-    axes: tuple[str, ...]  # mesh axes that shard the positions of the queries
-    shards: int  # number of shards of the positions of the queries
+    layout: MeshAndRules | None  # the layout in force, which the backward pass also uses
+    query_axes: tuple[str, ...]  # mesh axes that shard the positions of the queries
+    query_shards: int  # number of shards of the positions of the queries
 
 
 def attend_chunked(
@@ -47,50 +48,50 @@ def attend_chunked(
         q, k, v: queries, keys, values.
         visibility: mask of the keys that each query sees.
         scale: factor of the scores.
-        soft_cap: bound of the scores; `None` for no bound.
+        soft_cap: cap of the scores; `None` for no cap.
         chunk: number of queries (of a device) and of keys in a chunk; the lengths need not be multiples of it.
     """
-    batch, queries, heads, width = q.shape
-    keys, kv_heads = k.shape[1:3]
-    axes = axes_by_dim((batch, queries), "batch", "inner_seq")[1]
-    shards = shard_count(axes)
-    chunking = Chunking(min(chunk, queries // shards), min(chunk, keys), scale, soft_cap)
-    q = q.reshape(batch, queries, kv_heads, heads // kv_heads, width)
-    output: Any = _attend(_Call(chunking, current(), axes, shards), q, k, v, visibility)
-    return output.reshape(batch, queries, heads, width)
+    batch_size, query_count, head_count, head_dim = q.shape
+    key_count, kv_head_count = k.shape[1:3]
+    query_axes = axes_by_dim((batch_size, query_count), "batch", "inner_seq")[1]
+    query_shards = shard_count(query_axes)
+    chunking = Chunking(min(chunk, query_count // query_shards), min(chunk, key_count), scale, soft_cap)
+    grouped_q = q.reshape(batch_size, query_count, kv_head_count, head_count // kv_head_count, head_dim)
+    output: Any = _attend(_Call(chunking, current(), query_axes, query_shards), grouped_q, k, v, visibility)
+    return output.reshape(batch_size, query_count, head_count, head_dim)
 
 
 def _map_shards(call: _Call, function: Any, sharded_arrays: Any, whole_arrays: Any, out_dims: tuple[int, ...]) -> Any:
     """Call `function(chunking, start, *sharded_arrays, *whole_arrays)` on every shard of the queries.
 
-    `start` holds the index of the shard's first query. Returns the results, whose shards are put together.
+    `start` (1,) holds the index of the shard's first query. Returns the results, concatenated over shards.
 
     Args:
         call: static parameters.
         function: `chunked.attend` or `_gradients`.
         sharded_arrays: arrays (B, T, ...), sharded along the queries.
         whole_arrays: arrays that every shard gets whole.
-        out_dims: the dim of every result along which it is sharded.
+        out_dims: for each result, the dim along which its shards are concatenated.
     """
-    function = functools.partial(function, call.chunking)
-    starts = jnp.arange(call.shards) * (sharded_arrays[0].shape[1] // call.shards)
-    if call.layout is None or not call.axes:
-        return function(starts, *sharded_arrays, *whole_arrays)
-    dim_specs = PartitionSpec(call.axes), PartitionSpec(None, call.axes)
-    sharded_function = jax.shard_map(
-        function,
+    shard_function = functools.partial(function, call.chunking)
+    starts = jnp.arange(call.query_shards) * (sharded_arrays[0].shape[1] // call.query_shards)
+    if call.layout is None or not call.query_axes:
+        return shard_function(starts, *sharded_arrays, *whole_arrays)
+    spec_by_dim = PartitionSpec(call.query_axes), PartitionSpec(None, call.query_axes)
+    mapped_function = jax.shard_map(
+        shard_function,
         mesh=call.layout[0],
-        axis_names=frozenset(call.axes),
-        in_specs=(dim_specs[0], *(dim_specs[1],) * len(sharded_arrays), *(PartitionSpec(),) * len(whole_arrays)),
-        out_specs=tuple(dim_specs[dim] for dim in out_dims),
+        axis_names=frozenset(call.query_axes),
+        in_specs=(spec_by_dim[0], *(spec_by_dim[1],) * len(sharded_arrays), *(PartitionSpec(),) * len(whole_arrays)),
+        out_specs=tuple(spec_by_dim[dim] for dim in out_dims),
         check_vma=False,
     )
-    return sharded_function(starts, *sharded_arrays, *whole_arrays)
+    return mapped_function(starts, *sharded_arrays, *whole_arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: _Call, q: Any, k: Any, v: Any, visibility: Visibility) -> Any:
-    """Compute attention of grouped queries (B, T, K, N / K, H), with a backward pass that also goes chunk by chunk."""
+    """Compute attention of grouped queries (B, T, K, N / K, H), with a backward pass that is also chunked."""
     return _map_shards(call, chunked.attend, (q,), (k, v, visibility), (1, 1))[0]
 
 
@@ -116,7 +117,7 @@ def _gradients(*arguments: Any) -> tuple[Any, Any, Any]:
 
 
 def _sum_of_shards(shard_gradients: Any, dtype: Any) -> Any:
-    """Sum gradients (shards, B, S, K, H) over shards; the sum is sharded like the queries, by a reduce-scatter."""
+    """Sum gradients (shards, B, S, K, H) over shards; the sum is sharded like the queries (a reduce-scatter)."""
     return constrain(jnp.sum(shard_gradients, 0), "batch", "inner_seq", "kv_heads", "head_dim").astype(dtype)
 
 

@@ -2,9 +2,9 @@
 
 Under a layout, rows, heads and query positions are sharded by the rules, and keys and values are whole along the
 sequence. Each device passes the index of its first query to the kernel; the gradients of keys and values are summed
-over the devices of a sequence in their type. Queries and keys must be in the order of their indices. Left out: an order
-of positions that balances causal work. The device of the last positions sees most keys: of n devices it works
-2 - 1 / n times as long as the mean, and the others wait.
+over the devices of a sequence, in the type of keys and values. Queries and keys must be in the order of their indices.
+Left out: an order of positions that balances causal work. The device of the last positions sees most keys: with n
+devices it works 2 - 1 / n times as long as the mean device, and the others wait.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxscale.errors import UserError
-from jaxscale.layers.shards import axes_by_dim, key_heads_for_shards, map_over_devices, shard_count
+from jaxscale.layers.shards import axes_by_dim, map_over_devices, repeat_key_heads, shard_count
 from jaxscale.layers.traced_device import traced_device
 from jaxscale.sharding.place import current
 from jaxscale.typing import Array, Float
@@ -27,7 +27,7 @@ _QUERY_DIMS = ("batch", "inner_seq", "heads", "head_dim")
 
 
 def why_not_static(visibility: Visibility) -> str | None:
-    """Return why kernels, which are built for static masks, do not support a visibility; `None` if they do."""
+    """Return why kernels, which need static masks, do not support this visibility; `None` if they do."""
     if not visibility.ordered_by_index:
         return "got positions, expected queries and keys in the order of their index (no cache)"
     if visibility.window is not None and not isinstance(visibility.window, int | np.integer):
@@ -45,29 +45,29 @@ def why_not_kernel(
         q, k, v: queries, keys, values, or their shapes and types.
         visibility: mask of the keys that each query sees.
         scale: factor of the scores.
-        soft_cap: bound of the scores; `None` for no bound.
+        soft_cap: cap of the scores; `None` for no cap.
     """
     if reason := why_not_static(visibility):
         return reason
     from pallas_kernels.attention.api import explain
 
-    shards = shard_count(axes_by_dim(q.shape, *_QUERY_DIMS)[1])
-    q = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] // shards, *q.shape[2:]), q.dtype)
-    segment_ids = None
+    query_shards = shard_count(axes_by_dim(q.shape, *_QUERY_DIMS)[1])
+    abstract_q = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] // query_shards, *q.shape[2:]), q.dtype)
+    abstract_segment_ids = None
     if visibility.q_segments is not None:
-        segment_ids = tuple(jax.ShapeDtypeStruct(array.shape[:2], jnp.int32) for array in (q, k))
-    settings = _settings(visibility, scale, soft_cap)
-    if shards > 1:
+        abstract_segment_ids = tuple(jax.ShapeDtypeStruct(array.shape[:2], jnp.int32) for array in (abstract_q, k))
+    settings = _kernel_settings(visibility, scale, soft_cap)
+    if query_shards > 1:
         settings["query_offset"] = jax.ShapeDtypeStruct((), jnp.int32)
     try:
         platform = " ".join(traced_device())
-        explain(q, k, v, segment_ids=segment_ids, implementation=name, platform=platform, **settings)
+        explain(abstract_q, k, v, segment_ids=abstract_segment_ids, implementation=name, platform=platform, **settings)
     except (NotImplementedError, ValueError) as error:
         return str(error).removesuffix(" Pass implementation=None to take one that can.")
     return None
 
 
-def _settings(visibility: Visibility, scale: float, soft_cap: float | None) -> dict[str, Any]:
+def _kernel_settings(visibility: Visibility, scale: float, soft_cap: float | None) -> dict[str, Any]:
     """Return the keyword arguments of `pallas_kernels.attention` that describe the mask and the scores."""
     window = None if visibility.window is None else int(visibility.window)
     return {"causal": visibility.causal, "window": window, "logit_soft_cap": soft_cap, "scale": scale}
@@ -90,7 +90,7 @@ def attend_kernel(
         q, k, v: queries, keys, values.
         visibility: mask of the keys that each query sees.
         scale: factor of the scores.
-        soft_cap: bound of the scores; `None` for no bound.
+        soft_cap: cap of the scores; `None` for no cap.
         implementation: "tpu", "gpu" or "cudnn".
         interpret: whether to run the kernel step by step in plain JAX, for tests.
 
@@ -104,32 +104,34 @@ def attend_kernel(
 
     segment_ids = None
     if visibility.q_segments is not None:
-        rows = q.shape[0]
+        row_count = q.shape[0]
         # padding (segment 0) gets ids that differ between queries and keys: it sees no key and is seen by no query
-        segments_and_padding = ((visibility.q_segments, -1), (visibility.kv_segments, -2))
+        segments_and_padding_ids = ((visibility.q_segments, -1), (visibility.kv_segments, -2))
         segment_ids = tuple(
-            jnp.broadcast_to(jnp.where(segments == 0, padding, segments).astype(jnp.int32), (rows, segments.shape[1]))
-            for segments, padding in segments_and_padding
+            jnp.broadcast_to(
+                jnp.where(segments == 0, padding_id, segments).astype(jnp.int32), (row_count, segments.shape[1])
+            )
+            for segments, padding_id in segments_and_padding_ids
         )
-    settings = _settings(visibility, **score_settings)
+    settings = _kernel_settings(visibility, **score_settings)
     settings |= {"implementation": implementation, "platform": " ".join(traced_device()), "interpret": interpret}
 
-    def run(starts: Any, q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
-        """Run the kernel on one device; `starts` holds the index of its first query (`None`: 0)."""
+    def run_shard(starts: Any, q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
+        """Run the kernel on one device. `starts` (1,) holds the index of its first query; `None` means 0."""
         return attention(q, k, v, segment_ids=segment_ids, query_offset=0 if starts is None else starts[0], **settings)
 
-    return _run_on_devices(run, q, k, v, segment_ids)
+    return _run_on_devices(run_shard, q, k, v, segment_ids)
 
 
-def _run_on_devices(run: Any, q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
-    """Call `run` on every device of the current layout, for its shard of rows, query positions and heads."""
+def _run_on_devices(run_shard: Any, q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
+    """Call `run_shard` on every device of the current layout, with its shard of rows, query positions and heads."""
     if current() is None:
-        return run(None, q, k, v, segment_ids)
+        return run_shard(None, q, k, v, segment_ids)
     row_axes, position_axes, head_axes, _ = axes_by_dim(q.shape, *_QUERY_DIMS)
-    k, v = key_heads_for_shards(k, v, q.shape[2], shard_count(head_axes), dim=2)
-    position_shards, starts = shard_count(position_axes), None
-    if position_shards > 1:
-        starts = jnp.arange(position_shards, dtype=jnp.int32) * (q.shape[1] // position_shards)
+    k, v = repeat_key_heads(k, v, q.shape[2], shard_count(head_axes), dim=2)
+    query_shards, starts = shard_count(position_axes), None
+    if query_shards > 1:
+        starts = jnp.arange(query_shards, dtype=jnp.int32) * (q.shape[1] // query_shards)
     query_spec = PartitionSpec(row_axes, position_axes, head_axes)
     key_spec = PartitionSpec(row_axes, None, head_axes)
     in_specs = (
@@ -139,4 +141,4 @@ def _run_on_devices(run: Any, q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
         key_spec,
         None if segment_ids is None else (PartitionSpec(row_axes, position_axes), PartitionSpec(row_axes)),
     )
-    return map_over_devices(run, in_specs, query_spec)(starts, q, k, v, segment_ids)
+    return map_over_devices(run_shard, in_specs, query_spec)(starts, q, k, v, segment_ids)

@@ -1,8 +1,8 @@
 """Attention by JAX's splash kernel, on TPU: `jax.experimental.pallas.ops.tpu.splash_attention`.
 
 Under a layout, rows, heads and query positions are sharded by the rules, and keys and values are whole along the
-sequence. There must be as many queries as keys, ordered by their index. Heads are padded with zeros to a width that is
-a multiple of 128.
+sequence. There must be as many queries as keys, in the order of their indices. The width of heads is padded with
+zeros to a multiple of 128.
 """
 
 import functools
@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxscale.errors import UserError
 from jaxscale.layers.attention_kernel import why_not_static
-from jaxscale.layers.shards import axes_by_dim, key_heads_for_shards, map_over_devices, shard_count
+from jaxscale.layers.shards import axes_by_dim, map_over_devices, repeat_key_heads, shard_count
 from jaxscale.sharding.place import current
 from jaxscale.typing import Array, Float
 from pallas_kernels.attention.visibility import Visibility
@@ -25,14 +25,14 @@ TILES = (512, 256, 128)
 """Tile lengths; the kernel gets the longest that divides a device's queries."""
 
 
-def why_not_splash(queries: int, keys: int, visibility: Visibility) -> str | None:
+def why_not_splash(query_count: int, key_count: int, visibility: Visibility) -> str | None:
     """Return why the kernel does not support this call, and what to do about it; `None` if it does."""
     if reason := why_not_static(visibility):
         return reason
-    if queries != keys:
-        return f"got {queries} queries and {keys} keys, expected equal numbers"
-    if queries // shard_count(axes_by_dim((queries,), "inner_seq")[0]) % LANES:
-        return f"got {queries} positions, expected a multiple of {LANES} on every device: pad the sequence"
+    if query_count != key_count:
+        return f"got {query_count} queries and {key_count} keys, expected equal numbers"
+    if query_count // shard_count(axes_by_dim((query_count,), "inner_seq")[0]) % LANES:
+        return f"got {query_count} positions, expected a multiple of {LANES} on every device: pad the sequence"
     return None
 
 
@@ -52,7 +52,7 @@ def attend_splash(
         q, k, v: queries, keys, values.
         visibility: mask of the keys that each query sees.
         scale: factor of the scores.
-        soft_cap: bound of the scores; `None` for no bound.
+        soft_cap: cap of the scores; `None` for no cap.
         interpret: whether to run the kernel step by step in plain JAX, for tests.
 
     Raises:
@@ -61,14 +61,14 @@ def attend_splash(
     reason = why_not_splash(q.shape[1], k.shape[1], visibility)
     if reason:
         raise UserError(f"attention 'splash': {reason}; or use attention 'chunked'")
-    width, dtype = q.shape[-1], q.dtype
-    q = (q.astype(jnp.float32) * scale).astype(dtype)
-    q, k, v = (_pad_heads(jnp.swapaxes(x, 1, 2)) for x in (q, k, v))
+    head_dim = q.shape[-1]
+    scaled_q = (q.astype(jnp.float32) * scale).astype(q.dtype)
+    padded_q, padded_k, padded_v = (_pad_heads(jnp.swapaxes(x, 1, 2)) for x in (scaled_q, k, v))
     segments = None if visibility.q_segments is None else (visibility.q_segments, visibility.kv_segments)
     run = functools.partial(_run_on_devices, visibility=visibility, soft_cap=soft_cap, interpret=interpret)
-    output = jnp.swapaxes(run(q, k, v, segments), 1, 2)[..., :width]
+    output = jnp.swapaxes(run(padded_q, padded_k, padded_v, segments), 1, 2)[..., :head_dim]
     if visibility.q_segments is not None:
-        # the kernel does not know padding: to it, segment 0 is one more document
+        # the kernel has no padding: it treats segment 0 as one more document
         output = jnp.where((visibility.q_segments != 0)[:, :, None, None], output, jnp.zeros((), output.dtype))
     return output
 
@@ -79,38 +79,38 @@ def _pad_heads(x: Any) -> Any:
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, padding))) if padding else x
 
 
-def _kernel(
+def _make_kernel(
     visibility: Visibility,
-    heads: int,
-    queries: int,
+    head_count: int,
+    query_count: int,
     head_shards: int,
     q_shards: int,
     soft_cap: float | None,
     interpret: bool,
 ) -> Any:
-    """Build the kernel for all heads of a row, with the mask of `visibility`, while tracing, from static values.
+    """Build the kernel for all heads of a row, with the mask of `visibility`; all arguments are static values.
 
     Args:
         visibility: mask of the keys that each query sees.
-        heads, queries: numbers of heads and of queries, on all devices.
+        head_count, query_count: numbers of heads and of queries, on all devices together.
         head_shards, q_shards: numbers of shards of the heads and of the queries.
-        soft_cap: bound of the scores; `None` for no bound.
+        soft_cap: cap of the scores; `None` for no cap.
         interpret: whether the kernel runs step by step in plain JAX.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    shape = (queries, queries)
+    mask_shape = (query_count, query_count)
     if visibility.window is not None:
-        mask: Any = splash.LocalMask(shape, (int(visibility.window) - 1, 0), 0, shard_count=q_shards)
+        mask: Any = splash.LocalMask(mask_shape, (int(visibility.window) - 1, 0), 0, shard_count=q_shards)
     elif visibility.causal:
-        mask = splash.CausalMask(shape, shard_count=q_shards)
+        mask = splash.CausalMask(mask_shape, shard_count=q_shards)
     else:
-        mask = splash.FullMask(shape)
-    tile = next(tile for tile in TILES if queries // q_shards % tile == 0)
+        mask = splash.FullMask(mask_shape)
+    tile = next(tile for tile in TILES if query_count // q_shards % tile == 0)
     array_names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     block_lengths: dict[str, Any] = {f"block_{array}": tile for array in array_names}
     return splash.make_splash_mha(
-        splash.MultiHeadMask([mask] * heads),
+        splash.MultiHeadMask([mask] * head_count),
         block_sizes=splash.BlockSizes(**block_lengths),
         attn_logits_soft_cap=soft_cap,
         head_shards=head_shards,
@@ -132,16 +132,18 @@ def _run_rows(kernel: Any, q: Any, k: Any, v: Any, segments: Any) -> Any:
 def _run_on_devices(
     q: Any, k: Any, v: Any, segments: Any, *, visibility: Visibility, soft_cap: float | None, interpret: bool
 ) -> Any:
-    """Run the kernel on every device of the current layout; returns the attention output (B, N, T, H)."""
-    heads, queries = q.shape[1:3]
+    """Run the kernel on every device of the current layout, and return the attention output (B, N, T, H)."""
+    head_count, query_count = q.shape[1:3]
     layout = current()
     if layout is None or layout[0].size == 1:
-        return _run_rows(_kernel(visibility, heads, queries, 1, 1, soft_cap, interpret), q, k, v, segments)
+        return _run_rows(
+            _make_kernel(visibility, head_count, query_count, 1, 1, soft_cap, interpret), q, k, v, segments
+        )
     mesh = layout[0]
     row_axes, head_axes, position_axes, _ = axes_by_dim(q.shape, "batch", "heads", "inner_seq", "head_dim")
     head_shards, q_shards = shard_count(head_axes), shard_count(position_axes)
-    k, v = key_heads_for_shards(k, v, heads, head_shards, dim=1)
-    kernel = _kernel(visibility, heads, queries, head_shards, q_shards, soft_cap, interpret)
+    k, v = repeat_key_heads(k, v, head_count, head_shards, dim=1)
+    kernel = _make_kernel(visibility, head_count, query_count, head_shards, q_shards, soft_cap, interpret)
     auto_axes = (AxisType.Auto,) * len(mesh.axis_names)
     auto_mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto_axes) if mesh.manual_axes else mesh
     kernel_spec = kernel.manual_sharding_spec(NamedSharding(auto_mesh, PartitionSpec(head_axes, position_axes)))

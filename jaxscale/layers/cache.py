@@ -1,4 +1,4 @@
-"""KVCache: keys and values of earlier positions, for generation. Fixed length, filled from the front."""
+"""KVCache: keys and values of earlier positions, for generation. It is of fixed length, filled from the front."""
 
 import dataclasses
 from typing import Any
@@ -11,18 +11,18 @@ from jax import lax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """The cache of one attention layer: B rows of S slots. The caches of a `Stack` are one cache whose leaves have a
-    leading dim L.
+    """The cache of one attention layer: B rows of S slots. All layers of a `Stack` share one cache, with leaves
+    (L, ...).
 
-    The rows of a slot may hold different positions: prompts of unequal lengths are padded, left or right, to the same
-    number of slots, and padding is not `valid`. Appending beyond S silently overwrites the last slots: the caller must
-    ensure room.
+    A slot may hold a different position in each row: prompts of unequal lengths are padded, left or right, to the same
+    number of slots, and the slots of padding are not `valid`. Appending beyond S silently overwrites the last slots:
+    the caller must ensure room.
 
     Args:
         k, v: keys and values, float (B, S, K, H).
         positions: int32 (B, S), position of the token in each slot.
         valid: bool (B, S), whether the slot holds a token.
-        length: int32, number of slots filled.
+        length: int32 scalar, number of filled slots.
     """
 
     k: Any
@@ -42,7 +42,7 @@ class KVCache:
         *,
         layers: int | None = None,
     ) -> "KVCache":
-        """Make an empty cache with `length` slots per row, for one layer or for all `layers` of a `Stack`.
+        """Make an empty cache of `batch` rows of `length` slots, for one layer or for all `layers` of a `Stack`.
 
         Example:
             >>> KVCache.empty(2, 16, 4, 8, layers=3).k.shape
@@ -58,7 +58,7 @@ class KVCache:
         )
 
     def append(self, k: Any, v: Any, positions: Any, valid: Any) -> "KVCache":
-        """Return the cache with T more slots filled.
+        """Return a cache in which T more slots are filled.
 
         Args:
             k, v: new keys and values, float (B, T, K, H).
@@ -67,9 +67,9 @@ class KVCache:
         """
 
         def write(slots: Any, entries: Any) -> Any:
-            """Write entries (B or 1, T, ...) to the slots (B, S, ...) after those that are filled."""
-            entries = jnp.broadcast_to(entries.astype(slots.dtype), (slots.shape[0], *entries.shape[1:]))
-            return lax.dynamic_update_slice_in_dim(slots, entries, self.length, 1)
+            """Write entries (B or 1, T, ...) to the first free slots of (B, S, ...)."""
+            row_entries = jnp.broadcast_to(entries.astype(slots.dtype), (slots.shape[0], *entries.shape[1:]))
+            return lax.dynamic_update_slice_in_dim(slots, row_entries, self.length, 1)
 
         return KVCache(
             k=write(self.k, k),

@@ -22,16 +22,18 @@ from jaxscale.sharding.place import constrain
 from jaxscale.typing import Array, Float
 
 Padding = str | int | Sequence[tuple[int, int]]
-"""Rows and columns of zeros around an image: "SAME", "VALID", a number for all sides, or (low, high) per dim."""
+"""Numbers of rows and columns of zeros around an image: "SAME", "VALID", one number for all sides, or (low, high) per
+dim."""
 
 _NHWC = ("NHWC", "HWIO", "NHWC")
+"""Dims of images, kernel and output."""
 _TO_KERNEL = jax.lax.ConvDimensionNumbers(lhs_spec=(3, 0, 1, 2), rhs_spec=(3, 0, 1, 2), out_spec=(2, 3, 0, 1))
 """Dims of the convolution that gives the kernel's gradient: the input's channels serve as batch, and the output's
 gradient serves as kernel."""
 
 
 def _pads(padding: Padding, image_size: Sequence[int], window: Sequence[int], strides: Sequence[int]) -> Any:
-    """Return the numbers of padding rows and columns, as (low, high) per spatial dim."""
+    """Return the numbers of padding rows and of padding columns, each as (low, high)."""
     if isinstance(padding, str):
         if padding not in ("SAME", "VALID"):
             raise UserError(f"padding: got {padding!r}, expected SAME, VALID, a number, or (low, high) per dim")
@@ -46,7 +48,7 @@ def _convolve(x: Any, w: Any, strides: Any, pads: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _convolve_mixed(x: Any, w: Any, strides: Any, pads: Any) -> Any:
-    """`_convolve` for `x` and `w` of different types; the gradient of `w` has the type of `w`."""
+    """Compute `_convolve` for `x` and `w` of different types; the gradient of `w` has the type of `w`."""
     return _convolve(x, w, strides, pads)
 
 
@@ -55,10 +57,10 @@ def _convolve_mixed_forward(x: Any, w: Any, strides: Any, pads: Any) -> Any:
 
 
 def _convolve_mixed_backward(strides: Any, pads: Any, residuals: Any, dy: Any) -> Any:
-    """Return the gradients of `x` and `w`, from the pair `residuals` of both and the gradient of the output."""
+    """Return the gradients of `x` and `w`; `residuals` holds these two, and `dy` is the gradient of the output."""
     x, w = residuals
     (dx,) = jax.linear_transpose(lambda x: _convolve(x, w, strides, pads), x)(dy)
-    # low padding as in the forward pass; the high padding gives the output the size of the kernel, and is negative if
+    # low padding is as in the forward pass; high padding gives the output the size of the kernel, and is negative if
     # the strides do not reach the last rows
     dw_pads = [
         (pads[dim][0], w.shape[dim] + (dy.shape[1 + dim] - 1) * strides[dim] - x.shape[1 + dim] - pads[dim][0])
@@ -106,7 +108,7 @@ class Conv(nnx.Module):
         stride: step between output positions.
         padding: zeros around the images, as "SAME", "VALID", a number, or (low, high) per dim.
         bias: whether the layer has a bias, initially zeros.
-        axes: logical axes of the kernel (height, width, in, out); the bias carries the last.
+        axes: logical axes of the kernel (height, width, in, out); the bias has the last of them.
         init: initializer of the kernel; by default normal with variance 2 / (window^2 * out_channels) (He et al. 2015).
         rngs: random streams; the kernel is drawn from `params`.
 
@@ -129,9 +131,9 @@ class Conv(nnx.Module):
         init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
-        for name, number in (("window", window), ("stride", stride)):
-            if number < 1:
-                raise UserError(f"convolution: got {name} {number}, expected at least 1")
+        for name, value in (("window", window), ("stride", stride)):
+            if value < 1:
+                raise UserError(f"convolution: got {name} {value}, expected at least 1")
         init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal") if init is None else init
         shape = (window, window, in_channels, out_channels)
         self.stride, self.padding = stride, padding
@@ -139,19 +141,19 @@ class Conv(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_channels,), jnp.float32), out_sharding=axes[-1:]) if bias else None
 
     def __call__(self, x: Float[Array, "B I J C"]) -> Float[Array, "B P Q O"]:
-        """`x` convolved, in the type of `x`."""
+        """Return the convolution of `x`, in the type of `x`."""
         y = convolve(x, self.weight[...], stride=self.stride, padding=self.padding)
         y = y if self.bias is None else add_bias(y, self.bias[...])
         return constrain(checkpoint_name(y, "conv"), "batch", None, None, "channels")
 
 
 class BatchNorm(nnx.Module):
-    """`(x - mean) / sqrt(var + eps) * w + b` per channel, statistics in float32 over every other dim.
+    """`(x - mean) / sqrt(var + eps) * w + b` per channel, with statistics in float32 over all other dims.
 
     In training (the context has a key) the statistics are those of the **microbatch**, over the rows of all devices.
-    Unlike that of every other layer, the result depends on the number of microbatches, though not on the mesh. Once per
-    microbatch, `running <- momentum * running + (1 - momentum) * batch`, with the biased variance as in Flax (PyTorch's
-    is the unbiased one). Evaluation uses the running statistics.
+    Unlike the results of all other layers, the result depends on the number of microbatches, but not on the mesh. Once
+    per microbatch, `running <- momentum * running + (1 - momentum) * batch`, with the biased variance as in Flax
+    (PyTorch's is the unbiased one). Evaluation uses the running statistics.
 
     Args:
         size: number of channels.
@@ -159,6 +161,9 @@ class BatchNorm(nnx.Module):
         eps: constant added to the variance.
         gain: initial value of every entry of `w`. With 0 in the last norm of a residual branch, the block is initially
             the identity (Goyal et al. 2017, arXiv:1706.02677).
+
+    Attributes:
+        mean, var: running statistics of the channels.
 
     Example:
         >>> import jax
@@ -182,7 +187,7 @@ class BatchNorm(nnx.Module):
         self.var = nnx.BatchStat(jnp.ones((size,), jnp.float32))
 
     def __call__(self, x: Float[Array, "*B C"], *, context: Context = Context()) -> Float[Array, "*B C"]:
-        """`x` normalised per channel, in the type of `x`."""
+        """Return `x` normalized per channel, in the type of `x`."""
         x_float32 = x.astype(jnp.float32)
         averaged_dims = tuple(range(x.ndim - 1))
 
@@ -191,8 +196,8 @@ class BatchNorm(nnx.Module):
         else:
             mean = x_float32.mean(averaged_dims)
             var = jnp.square(x_float32 - as_row(mean, x)).mean(averaged_dims)
-            for running, statistic in ((self.mean, mean), (self.var, var)):
-                running[...] = self.momentum * running[...] + (1 - self.momentum) * jax.lax.stop_gradient(statistic)
+            for average, statistic in ((self.mean, mean), (self.var, var)):
+                average[...] = self.momentum * average[...] + (1 - self.momentum) * jax.lax.stop_gradient(statistic)
         scale = jax.lax.rsqrt(var + self.eps) * self.weight[...].astype(jnp.float32)
         return ((x_float32 - as_row(mean, x)) * as_row(scale, x) + as_row(self.bias[...], x)).astype(x.dtype)
 

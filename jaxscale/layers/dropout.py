@@ -11,11 +11,11 @@ from jaxscale.typing import Array, Float
 
 
 class Dropout(nnx.Module):
-    """Zeroes a share of the values and scales the others up, in training; the identity if the context has no key.
+    """Zeroes a share of the values and scales up the others in training; it is the identity if the context has no key.
 
     Args:
         rate: share of the values zeroed, in [0, 1).
-        site: name of the place inside a block; two places of one block with the same name would share their masks.
+        site: name of the place inside a block; two places in a block with the same name would share their masks.
 
     Example:
         >>> import jax
@@ -32,7 +32,7 @@ class Dropout(nnx.Module):
         self.rate, self.site = rate, site
 
     def __call__(self, x: Float[Array, "B *_"], context: Context) -> Float[Array, "B *_"]:
-        """`x` with a share of its values zeroed."""
+        """Return `x` with a share of its values zeroed."""
         if self.rate == 0 or context.key is None:
             return x
         keep_rate = 1 - self.rate

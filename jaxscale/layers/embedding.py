@@ -1,5 +1,6 @@
 """Embedding and PositionTable: rows of a table by token and by position. The table of an Embedding is (vocab, embed),
-which is also the layout of an output head: a tied head is `embedding.weight`, an untied one another `Embedding`.
+which is also the layout of an output head: a tied head is `embedding.weight`, and an untied head is
+another `Embedding`.
 """
 
 from typing import Any
@@ -18,21 +19,26 @@ from jaxscale.typing import Array, Float, Int
 def _look_up(table: Any, indices: Any) -> Any:
     """Return the rows of a table at `indices`; their gradients are summed in float32 for every type of the table.
 
-    A frequent token's row sums thousands of gradients: in bfloat16 a sum of ones stops at 256. If some axes of the mesh
-    are manual, those of the indices become manual too. XLA aborts on a look-up in a table that is sharded over one axis
-    by indices that are sharded over another (JAX 0.10 and 0.12).
+    The row of a frequent token sums thousands of gradients, and in bfloat16 a sum of ones stops at 256. If some axes of
+    the mesh are manual, the axes that shard the indices become manual too. XLA aborts on a look-up in a table that is
+    sharded over one axis by indices that are sharded over another (JAX 0.10 and 0.12).
     """
     layout = place.current()
     mesh, rules = layout or (None, None)
     if rules is None or not getattr(mesh, "manual_axes", ()):
         return _take_rows(table, indices)
-    spec = place.spec(indices.shape, ("batch", "seq", *(None,) * indices.ndim)[: indices.ndim], mesh, rules)
-    axes = set(axes_of(spec))
-    if not axes:
+    index_spec = place.spec(indices.shape, ("batch", "seq", *(None,) * indices.ndim)[: indices.ndim], mesh, rules)
+    index_axes = set(axes_of(index_spec))
+    if not index_axes:
         return _take_rows(table, indices)
     replicated = PartitionSpec()
     return jax.shard_map(
-        _take_rows, mesh=mesh, in_specs=(replicated, spec), out_specs=spec, axis_names=axes, check_vma=False
+        _take_rows,
+        mesh=mesh,
+        in_specs=(replicated, index_spec),
+        out_specs=index_spec,
+        axis_names=index_axes,
+        check_vma=False,
     )(table, indices)
 
 
@@ -50,24 +56,24 @@ def _take_narrow(table: Any, indices: Any) -> Any:
 
 
 def _take_narrow_backward(residuals: Any, row_gradients: Any) -> Any:
-    """Return the gradients of table and indices (none), from the pair `residuals` of both and those of the rows."""
+    """Return the gradients of the table and of the indices (`None`); `residuals` holds the table and the indices."""
     table, indices = residuals
-    indices = jnp.clip(indices, 0, table.shape[0] - 1)
-    table_gradient = jnp.zeros(table.shape, jnp.float32).at[indices].add(row_gradients.astype(jnp.float32))
+    clipped_indices = jnp.clip(indices, 0, table.shape[0] - 1)
+    table_gradient = jnp.zeros(table.shape, jnp.float32).at[clipped_indices].add(row_gradients.astype(jnp.float32))
     return table_gradient.astype(table.dtype), None
 
 
-_take_narrow.defvjp(lambda table, index: (_take_narrow(table, index), (table, index)), _take_narrow_backward)
+_take_narrow.defvjp(lambda table, indices: (_take_narrow(table, indices), (table, indices)), _take_narrow_backward)
 
 
 class Embedding(nnx.Module):
-    """A table with a row per token, padded with rows of zeros to a multiple.
+    """A table with a row per token, padded with rows of zeros.
 
     Args:
         vocab: number of tokens.
         size: width of a row.
-        vocab_multiple: number that divides the padded number of rows, so that a mesh axis may shard them. The initial
-            rows of tokens do not depend on it.
+        vocab_multiple: the table is padded to a multiple of this number of rows, so that a mesh axis may shard them. It
+            does not affect the initial rows of tokens.
         init: initializer of the rows of tokens; normal with standard deviation 0.02 by default.
 
     Example:
@@ -81,12 +87,14 @@ class Embedding(nnx.Module):
         self, vocab: int, size: int, *, vocab_multiple: int = 1, init: Initializer | None = None, rngs: nnx.Rngs
     ):
         init = nnx.initializers.normal(0.02) if init is None else init
-        rows = init(rngs.params(), (vocab, size), jnp.float32)
+        token_rows = init(rngs.params(), (vocab, size), jnp.float32)
         self.vocab = vocab
-        self.weight = nnx.Param(jnp.pad(rows, ((0, -vocab % vocab_multiple), (0, 0))), out_sharding=("vocab", "embed"))
+        self.weight = nnx.Param(
+            jnp.pad(token_rows, ((0, -vocab % vocab_multiple), (0, 0))), out_sharding=("vocab", "embed")
+        )
 
     def lookup(self, tokens: Int[Array, "*B"], dtype: Any = None) -> Float[Array, "*B D"]:
-        """The rows of `tokens`, in `dtype` (by default the parameters'); gradients are summed in float32."""
+        """Return the rows of `tokens`, in `dtype` (by default the table's); gradients are summed in float32."""
         rows = _look_up(self.weight[...], tokens)
         return rows if dtype is None else rows.astype(dtype)
 
@@ -110,6 +118,6 @@ class PositionTable(nnx.Module):
         self.weight = nnx.Param(init(rngs.params(), (length, size), jnp.float32), out_sharding=("position", "embed"))
 
     def lookup(self, positions: Int[Array, "*B"], dtype: Any = None) -> Float[Array, "*B D"]:
-        """The rows of `positions`, in `dtype` (by default the parameters')."""
+        """Return the rows of `positions`, in `dtype` (by default the table's)."""
         rows = _look_up(self.weight[...], positions)
         return rows if dtype is None else rows.astype(dtype)

@@ -1,15 +1,15 @@
-"""Linear, and its matrix product, which has a custom backward pass, for two reasons.
+"""Linear, and its matrix product, which has a custom backward pass for two reasons.
 
 Mixed precision needs no setting: `matmul` computes in the type of `x` and returns the gradient of `w` in the type of
 `w`. With float32 parameters and bfloat16 activations the gradient leaves the product's float32 accumulator unrounded,
 and is reduced across devices in float32; with bfloat16 parameters it is bfloat16.
 
-The gradient of `w` is the product of two activations, one of which must be transposed. Autodiff always transposes that
-of the output; here it is the narrower one. XLA:CPU recomputes the elementwise work that leads to a transposed operand,
-with strided memory access: for the wide operand, in an MLP, this took a quarter of the time of a training step of
-`experiments/shakespeare.py` (measured by `experiments/benchmarks/peer.py`).
+The gradient of `w` is the product of two activations, one of which must be transposed. Autodiff always transposes the
+gradient of the output; here the narrower one is transposed. XLA:CPU recomputes the elementwise work that leads to a
+transposed operand, with strided memory access: for the wide operand, in an MLP, this took a quarter of the time of a
+training step of `experiments/shakespeare.py` (measured by `experiments/benchmarks/peer.py`).
 
-Left out: forward-mode differentiation (`jax.jvp`, `jax.linearize`), which functions with a custom backward pass lack.
+Left out: forward-mode differentiation (`jax.jvp`, `jax.linearize`), which a custom backward pass excludes.
 """
 
 import functools
@@ -38,7 +38,7 @@ def _contract(x: Any, w: Any, w_dim: int, result_type: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _product(x: Any, w: Any, w_dim: int, result_type: Any) -> Any:
-    """`_contract`, with the backward pass that the module describes."""
+    """Compute `_contract`, with the backward pass that the module's docstring describes."""
     return _contract(x, w, w_dim, result_type)
 
 
@@ -47,17 +47,19 @@ def _product_forward(x: Any, w: Any, w_dim: int, result_type: Any) -> Any:
 
 
 def _product_backward(w_dim: int, result_type: Any, residuals: Any, dy: Any) -> Any:
-    """Return the gradients of `x` and `w`, from the pair `residuals` of both and the gradient of the product."""
+    """Return the gradients of `x` and `w`; `residuals` holds these two, and `dy` is the gradient of the product."""
     x, w = residuals
     dy = dy.astype(x.dtype)
     dx = _contract(dy, w, 1 - w_dim, x.dtype)
-    leading_dims = tuple(range(x.ndim - 1))
+    batch_dims = tuple(range(x.ndim - 1))
     if x.dtype == w.dtype:
         is_x_left = x.shape[-1] <= dy.shape[-1]
     else:
         is_x_left = w_dim == 0  # XLA:CPU has no product of narrow types whose wide result is transposed
-    left, right = (x, dy) if is_x_left else (dy, x)
-    dw = jax.lax.dot_general(left, right, ((leading_dims, leading_dims), ((), ())), preferred_element_type=w.dtype)
+    left_operand, right_operand = (x, dy) if is_x_left else (dy, x)
+    dw = jax.lax.dot_general(
+        left_operand, right_operand, ((batch_dims, batch_dims), ((), ())), preferred_element_type=w.dtype
+    )
     return dx, (dw if is_x_left == (w_dim == 0) else dw.T).astype(w.dtype)
 
 
@@ -67,7 +69,7 @@ _product.defvjp(_product_forward, _product_backward)
 def matmul(
     x: Float[Array, "*B I"], w: Float[Array, "_ _"], *, transposed: bool = False, result: Any = None
 ) -> Float[Array, "*B O"]:
-    """Compute `x @ w` in the type of `x`; the gradient of `w` is accumulated in, and has, the type of `w`.
+    """Compute `x @ w` in the type of `x`; the gradient of `w` is accumulated and returned in the type of `w`.
 
     Args:
         x: activations (*B, I).
@@ -90,7 +92,7 @@ def matmul(
 
 @jax.custom_vjp
 def _add_narrow(x: Any, b: Any) -> Any:
-    """`x + b` for an `x` of another type than `b`."""
+    """Compute `x + b` for `x` and `b` of different types."""
     return x + b.astype(x.dtype).reshape((1,) * (x.ndim - 1) + b.shape)
 
 
@@ -102,7 +104,7 @@ _add_narrow.defvjp(lambda x, b: (_add_narrow(x, b), jnp.zeros((), b.dtype)), _ad
 
 
 def add_bias(x: Float[Array, "*B O"], b: Float[Array, "O"]) -> Float[Array, "*B O"]:
-    """`x + b` in the type of `x`; the gradient of `b` is summed in the type of `b`."""
+    """Compute `x + b` in the type of `x`; the gradient of `b` is summed in the type of `b`."""
     if x.dtype == b.dtype:
         return x + b.reshape((1,) * (x.ndim - 1) + b.shape)
     return _add_narrow(x, b)
@@ -114,7 +116,7 @@ class Linear(nnx.Module):
     Args:
         in_size: width of the input.
         out_size: width of the output.
-        axes: logical axes of the dims of `W`; the bias has the second.
+        axes: logical axes of the dims of `W`; the bias has the second of them.
         bias: whether the layer has a `b`, initially zeros.
         init: initializer of `W`; by default normal with variance 1 / in_size.
         rngs: random streams; `W` is drawn from `params`.

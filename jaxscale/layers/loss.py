@@ -1,8 +1,9 @@
 """Cross-entropy over a vocabulary, without all logits in memory at once.
 
-With `chunk` the loss is that of `pallas_kernels.cross_entropy.chunked`: some positions are scored at a time, and their
-part of the gradients is computed immediately, so that logits are neither kept nor computed twice. Under a layout every
-shard of the batch and of the sequence sums its gradient of the head, which is reduced over devices once, at the end.
+With `chunk` the loss is that of `pallas_kernels.cross_entropy.chunked`: it scores some positions at a time, and
+immediately computes their part of the gradients, so that logits are neither kept nor computed twice. Under a layout,
+every shard of the batch and of the sequence sums its own gradient of the head; these are reduced over devices once, at
+the end.
 """
 
 import functools
@@ -34,7 +35,7 @@ class _Call(NamedTuple):
 
     terms: Terms
     chunking: Chunking
-    layout: MeshAndRules | None
+    layout: MeshAndRules | None  # the layout in force
 
 
 def logits(
@@ -46,7 +47,7 @@ def logits(
         hidden: last hidden states.
         head: output projection with a row per token, as in an `Embedding`; rows from `vocab` on are padding.
         vocab: number of tokens.
-        soft_cap: c of `c tanh(logits / c)`; `None` leaves them unchanged.
+        soft_cap: c of `c tanh(logits / c)`; `None` leaves the logits unchanged.
 
     Example:
         >>> logits(jnp.ones((1, 2)), jnp.ones((4, 2)), vocab=3).tolist()
@@ -56,7 +57,7 @@ def logits(
 
 
 def _product(hidden: Any, head: Any) -> Any:
-    """`hidden @ head.T` in float32."""
+    """Compute `hidden @ head.T` in float32."""
     return matmul(hidden, head, transposed=True, result=jnp.float32)
 
 
@@ -75,7 +76,7 @@ def cross_entropy(
     """Sum `weight * (logsumexp(z) - z[target])` over targets, with `z = hidden @ head.T` in float32.
 
     The `penalty` of the result sums `weight * z_loss * logsumexp(z)^2` (PaLM, Chowdhery et al. 2022). Differentiate
-    `total + penalty`: with a chunk and a z-loss, `total` alone has the gradient of both.
+    `total + penalty`: with a chunk and a z-loss, the gradient of `total` is that of the sum.
 
     Args:
         hidden: last hidden states.
@@ -83,17 +84,17 @@ def cross_entropy(
         targets: tokens to predict; one that is no token, such as -100, has weight 0.
         weights: weights of the targets; all ones by default.
         vocab: number of tokens.
-        chunk: number of positions of a row scored at a time (on every device, if the sequence is sharded); `None`
-            scores all at once. It need not divide the sequence.
+        chunk: number of positions of a row to score at a time (on every device, if the sequence is sharded); `None`
+            scores all at once. It need not divide the length of the sequence.
         z_loss: factor of the penalty.
-        soft_cap: bound of the logits; `None` for no bound.
-        implementation: "auto" scores by chunks if `chunk` is given and shorter than a row. "chunked" always does, with
-            256 positions by default. "reference" scores all positions at once. "tpu" is a kernel that never stores
-            logits and computes them three times. The last two ignore `chunk`.
+        soft_cap: cap of the logits; `None` for no cap.
+        implementation: "auto" scores by chunks if `chunk` is set and shorter than a row. "chunked" always does, by 256
+            positions if `chunk` is `None`. "reference" scores all positions at once. "tpu" is a kernel that never
+            stores logits and computes them three times. The last two ignore `chunk`.
 
     Returns:
-        The weighted sums and the sum of the weights, in float32. The gradient of the head is summed in float32, and has
-        the type of the head.
+        The weighted sums and the sum of the weights, in float32. The gradient of the head is summed in float32 and
+        returned in the type of the head.
 
     Example:
         >>> loss = cross_entropy(jnp.zeros((1, 2, 3)), jnp.ones((4, 3)), jnp.zeros((1, 2), int), vocab=4)
@@ -101,7 +102,7 @@ def cross_entropy(
         1.3863
     """
     if head.shape[0] < vocab:
-        raise UserError(f"cross-entropy: got a head of {head.shape[0]} rows, expected {vocab} or more: one per token")
+        raise UserError(f"cross-entropy: got a head of {head.shape[0]} rows, expected at least {vocab}, one per token")
     if chunk is not None and chunk < 1:
         raise UserError(f"cross-entropy: got chunk {chunk}, expected at least 1 position, or None")
     if implementation not in get_args(LossImplementation):
@@ -115,15 +116,17 @@ def cross_entropy(
     weight_sum = jnp.sum(weights)
     hidden = constrain(hidden, "batch", "inner_seq", "embed")
     if implementation == "tpu":
-        from jaxscale.layers.loss_kernel import sums
+        from jaxscale.layers.loss_kernel import kernel_sums
 
-        total_and_penalty, penalty = sums(hidden, head, targets, weights, vocab=vocab, z_loss=z_loss, soft_cap=soft_cap)
+        total_and_penalty, penalty = kernel_sums(
+            hidden, head, targets, weights, vocab=vocab, z_loss=z_loss, soft_cap=soft_cap
+        )
         return Loss(total_and_penalty - penalty, weight_sum, penalty)
     if chunk is None or (chunk >= hidden.shape[1] and implementation == "auto"):
         reason = "no chunk: all logits at once" if chunk is None else "one chunk holds all"
         note_selection("cross_entropy", "reference", reason)
-        scores = constrain(_product(hidden, head), "batch", "inner_seq", "vocab")
-        losses, penalties = reference.score(scores, targets, terms, gather=can_gather)
+        float_logits = constrain(_product(hidden, head), "batch", "inner_seq", "vocab")
+        losses, penalties = reference.score(float_logits, targets, terms, gather=can_gather)
         penalty = jnp.sum(penalties * weights) if z_loss else jnp.zeros(())
         return Loss(jnp.sum(losses * weights), weight_sum, penalty)
     note_selection("cross_entropy", "chunked")
@@ -135,12 +138,12 @@ def cross_entropy(
 
 
 def _place_logits(logits: Any) -> Any:
-    """Constrain logits (row shards, rows, position shards, positions, V) of a chunk to the layout."""
+    """Constrain the logits of a chunk, (row shards, rows, position shards, positions, V), to the layout."""
     return constrain(logits, "batch", None, "inner_seq", None, "vocab")
 
 
 def _place_head(gradients: Any) -> Any:
-    """Constrain gradients of the head (row shards, position shards, V, D) to the layout."""
+    """Constrain the head's gradients of all shards, (row shards, position shards, V, D), to the layout."""
     return constrain(gradients, "batch", "inner_seq", "vocab", None)
 
 
@@ -151,15 +154,15 @@ def _chunked_sums(call: _Call, hidden: Any, head: Any, targets: Any, weights: An
 
 
 def _chunked_forward(call: _Call, hidden: Any, head: Any, targets: Any, weights: Any) -> tuple[tuple[Any, Any], Any]:
-    """Return both sums, and as residuals the gradients of the first, which every shard sums separately."""
-    arguments = (hidden, head.astype(hidden.dtype), targets, weights)
+    """Return both sums, and as residuals the gradients of the first one, which every shard sums separately."""
+    inputs = (hidden, head.astype(hidden.dtype), targets, weights)
     with under(call.layout):
-        sums, (d_hidden, d_head, d_weights) = chunked.with_gradients(*arguments, call.terms, call.chunking)
+        sums, (d_hidden, d_head, d_weights) = chunked.with_gradients(*inputs, call.terms, call.chunking)
     return sums, (d_hidden, d_head.astype(head.dtype), d_weights)
 
 
 def _chunked_backward(call: _Call, gradients: Any, d_sums: Any) -> tuple[Any, ...]:
-    """Scale the gradients of the first sum, which are the residuals, by the gradient of that sum."""
+    """Scale the gradients of the first sum (the residuals) by the gradient of the loss with respect to that sum."""
     d_hidden, d_head, d_weights = (
         (gradient.astype(jnp.float32) * d_sums[0]).astype(gradient.dtype) for gradient in gradients
     )

@@ -24,11 +24,11 @@ class _Kind(NamedTuple):
 
     Args:
         activation: elementwise function.
-        gated: whether the activation of a gate multiplies the values; otherwise it is applied to the values.
+        is_gated: whether the activation of a gate multiplies the values; otherwise it is applied to the values.
     """
 
     activation: Callable[[Any], Any]
-    gated: bool
+    is_gated: bool
 
 
 def _gelu(x: Any) -> Any:
@@ -57,8 +57,8 @@ assert set(_KINDS) == set(get_args(Nonlinearity))
 class MLP(nnx.Module):
     """`down(act(up(x)))`, or `down(act(gate(x)) * up(x))` for the gated kinds.
 
-    Products are named for remat before the nonlinearity ("mlp_gate", "mlp_up"): values named after it would not save
-    recomputing the products.
+    The names for remat ("mlp_gate", "mlp_up") refer to the products before the nonlinearity: if only the values after
+    it were saved, the products would be recomputed.
 
     Args:
         embed: width of input and output.
@@ -92,7 +92,7 @@ class MLP(nnx.Module):
             raise unknown("kind of mlp", kind, _KINDS)
         self.kind = kind
         projection_settings: dict[str, Any] = {"axes": ("embed", "mlp"), "bias": bias, "init": init, "rngs": rngs}
-        self.gate = Linear(embed, mlp, **projection_settings) if _KINDS[kind].gated else None
+        self.gate = Linear(embed, mlp, **projection_settings) if _KINDS[kind].is_gated else None
         self.up = Linear(embed, mlp, **projection_settings)
         self.down = Linear(mlp, embed, axes=("mlp", "embed"), bias=bias, init=out_init, rngs=rngs)
         self.dropout = Dropout(dropout, site="mlp")

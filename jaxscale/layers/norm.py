@@ -1,5 +1,5 @@
-"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), over the last dim. Statistics and the gain are
-applied in float32; the result has the type of the input.
+"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), over the last dim. Statistics
+and gain are in float32; the result has the type of the input.
 """
 
 import jax
@@ -10,7 +10,7 @@ from jaxscale.typing import Array, Float
 
 
 def as_row(vector: jax.Array, x: jax.Array) -> jax.Array:
-    """Reshape a vector along the last dim of `x` to the rank of `x`, in float32."""
+    """Return a vector (C,) in float32 with the rank of `x`, (1, ..., 1, C)."""
     return vector.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
@@ -18,7 +18,7 @@ class RMSNorm(nnx.Module):
     """`x / sqrt(mean(x^2) + eps) * w`, or `* (1 + w)` as in Gemma.
 
     Args:
-        size: size of the last dim, which is normalised.
+        size: size of the last dim, which is normalized.
         eps: constant added to the mean square.
         plus_one: whether to multiply by `1 + w`, with `w` initially zeros, rather than by `w`, initially ones.
 
@@ -34,19 +34,19 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(make_weight((size,), jnp.float32), out_sharding=("norm",))
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Normalise `x` over its last dim, in the type of `x`."""
+        """Normalize `x` over its last dim, in the type of `x`."""
         x_float32 = x.astype(jnp.float32)
-        # not jnp.square, whose derivative keeps 2 * x_float32 besides x_float32
-        normalised = x_float32 * jax.lax.rsqrt(jnp.mean(x_float32 * x_float32, -1, keepdims=True) + self.eps)
+        # jnp.square would keep 2 * x_float32 for the backward pass, besides x_float32
+        normalized = x_float32 * jax.lax.rsqrt(jnp.mean(x_float32 * x_float32, -1, keepdims=True) + self.eps)
         gain = as_row(self.weight[...], x)
-        return (normalised * (1 + gain if self.plus_one else gain)).astype(x.dtype)
+        return (normalized * (1 + gain if self.plus_one else gain)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
     """`(x - mean(x)) / sqrt(var(x) + eps) * w + b`.
 
     Args:
-        size: size of the last dim, which is normalised.
+        size: size of the last dim, which is normalized.
         eps: constant added to the variance.
         bias: whether the layer has a `b`.
 
@@ -62,11 +62,11 @@ class LayerNorm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((size,), jnp.float32), out_sharding=("norm",)) if bias else None
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Normalise `x` over its last dim, in the type of `x`."""
+        """Normalize `x` over its last dim, in the type of `x`."""
         x_float32 = x.astype(jnp.float32)
-        centred = x_float32 - jnp.mean(x_float32, -1, keepdims=True)
-        normalised = centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + self.eps)
-        y = normalised * as_row(self.weight[...], x)
+        centered = x_float32 - jnp.mean(x_float32, -1, keepdims=True)
+        normalized = centered * jax.lax.rsqrt(jnp.mean(centered * centered, -1, keepdims=True) + self.eps)
+        y = normalized * as_row(self.weight[...], x)
         if self.bias is not None:
             y = y + as_row(self.bias[...], x)
         return y.astype(x.dtype)

@@ -1,6 +1,6 @@
-"""Rotary position embedding (Su et al. 2021), halves convention: dim i is paired with dim i + H/2, as in Hugging Face's
-Llama (the paper pairs neighbours; weights of one convention are a permutation of the other's). Frequencies may be
-scaled by any function of them, such as `models.Llama3Scaling`; scaling by the length of the input is left out.
+"""Rotary position embedding (Su et al. 2021). Dim i is paired with dim i + H/2, as in Hugging Face's Llama; the paper
+pairs neighbors, so weights for it are a permutation of weights for this layer. Frequencies may be scaled by any
+function of them, such as `models.Llama3Scaling`. Left out: scaling by the length of the input.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ class Rotary:
 
     Args:
         head_dim: width of a head, even.
-        base: ratio of the longest wavelength (in the limit of wide heads) to the shortest, which is 2 pi positions.
+        base: longest wavelength (in the limit of wide heads) divided by the shortest, which is 2 pi positions.
         scaling: function from frequencies, float64 (head_dim / 2,) in radians per position, to scaled frequencies;
             `None` leaves them unchanged.
 
@@ -44,8 +44,10 @@ class Rotary:
     def frequencies(self) -> np.ndarray:
         """Radians per position of every pair, float32 (head_dim / 2,)."""
         exponents = np.arange(0, self.head_dim, 2, dtype=np.float64) / self.head_dim
-        frequencies = self.base**-exponents
-        return np.asarray(frequencies if self.scaling is None else self.scaling(frequencies), np.float32)
+        unscaled_frequencies = self.base**-exponents
+        return np.asarray(
+            unscaled_frequencies if self.scaling is None else self.scaling(unscaled_frequencies), np.float32
+        )
 
     def apply(self, x: Float[Array, "B T N H"], positions: Int[Array, "#B T"]) -> Float[Array, "B T N H"]:
         """Rotate `x` by the angles of its positions, in float32; the result has the type of `x`."""

@@ -1,6 +1,6 @@
 """Kernels on a mesh: the shards of arrays under the layout in force, and code that runs on each device.
 
-A kernel is code of one device, so under a layout it runs in a `shard_map`.
+A kernel is code for one device, so under a layout it runs in a `shard_map`.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,9 +33,9 @@ def shard_count(axes: Sequence[str]) -> int:
 
 
 def map_over_devices(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """Return `function` in a `shard_map` over the mesh of the layout in force.
+    """Return `function`, mapped by `shard_map` over the mesh of the layout in force.
 
-    Within a region that is manual over some axes (a pipeline's), the function becomes manual over all other axes.
+    In a region that is manual over some axes (a pipeline's), only the other axes become manual.
     """
     layout = current()
     assert layout is not None
@@ -46,8 +46,8 @@ def map_over_devices(function: Callable[..., Any], in_specs: Any, out_specs: Any
     )
 
 
-def key_heads_for_shards(k: Any, v: Any, query_heads: int, shards: int, dim: int) -> tuple[Any, Any]:
-    """Repeat keys and values until each shard of the query heads has its key heads on the same device.
+def repeat_key_heads(k: Any, v: Any, query_head_count: int, query_head_shards: int, dim: int) -> tuple[Any, Any]:
+    """Return keys and values with heads repeated so that each shard of the query heads has its key heads on its device.
 
     Args:
         k, v: keys and values.
@@ -55,8 +55,12 @@ def key_heads_for_shards(k: Any, v: Any, query_heads: int, shards: int, dim: int
         shards: number of shards of the query heads.
         dim: dim of `k` and `v` that holds the heads.
     """
-    key_heads = k.shape[dim]
-    if key_heads % shards == 0:
+    key_head_count = k.shape[dim]
+    if key_head_count % query_head_shards == 0:
         return k, v
-    copies = shards // key_heads if shards % key_heads == 0 else query_heads // key_heads
-    return jnp.repeat(k, copies, dim), jnp.repeat(v, copies, dim)
+    copies_per_head = (
+        query_head_shards // key_head_count
+        if query_head_shards % key_head_count == 0
+        else query_head_count // key_head_count
+    )
+    return jnp.repeat(k, copies_per_head, dim), jnp.repeat(v, copies_per_head, dim)

@@ -1,8 +1,8 @@
 """Stack and Chain: the blocks of a model in sequence, of one structure (`Stack`) or of several (`Chain`).
 
-Every block is called through `blocks.wrap`, which is how remat, offload and pipelines reach a model from outside. A
+Every block is called through `blocks.wrap`, by which remat, offload and pipelines act on a model from outside. A
 block's arrays enter the wrapped function as arguments, never by closure, and the state it mutates (running statistics)
-is returned. In a pipeline, a `blocks.Cut` describes the stage whose layers this device runs.
+is returned. In a pipeline, a `blocks.Cut` describes the stage that this device runs.
 """
 
 import functools
@@ -23,15 +23,15 @@ from jaxscale.typing import PyTree
 
 
 def _split_module(module: nnx.Module) -> tuple[Any, Any, Any]:
-    """Return structure, parameters and other state of a module, the last two as plain nested dicts of arrays."""
+    """Return the structure, the parameters and the other state of a module, the last two as nested dicts of arrays."""
     graphdef, params, other_state = nnx.split(module, nnx.Param, ...)
     return graphdef, nnx.to_pure_dict(params), nnx.to_pure_dict(other_state)
 
 
 def _call_merged(graphdef: Any, params: Any, other_state: Any, call: Callable[[Any], Any]) -> tuple[Any, Any]:
     """Merge a module, and return the output of `call(module)` and the module's other state after the call."""
-    states = (params, other_state) if other_state else (params,)
-    module = nnx.merge(graphdef, *states, copy=True)
+    nonempty_states = (params, other_state) if other_state else (params,)
+    module = nnx.merge(graphdef, *nonempty_states, copy=True)
     output = call(module)
     return output, nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param))) if other_state else other_state
 
@@ -42,14 +42,18 @@ class Stack(nnx.Module):
     The block is called as `block(x, *shared, context=context.at_layer(i), **per_layer_i, **cycle_i, **shared_by_name)`
     and returns a new `x` of the same shape and type. Parameters are stored under the attribute `layers`: the leaf
     `layers/w` of shape (L, ...) stacks the leaves `layers/i/w` of a `Chain` (`unstack`). Built under
-    `blocks.grouping((25, 7))`, a stack of 32 blocks stores the last seven under `layers_from_25`.
+    `blocks.grouping((25, 7))`, a stack of 32 blocks stores the last seven of them under `layers_from_25`.
 
     Args:
         make: function that builds a block from random streams.
         layers: number L of blocks.
-        rngs: random streams; the values drawn for block i depend neither on the number of blocks nor on groups.
+        rngs: random streams; the values drawn for block i do not depend on the number of blocks or on groups.
         scan: whether to compile one block and loop over it (`lax.scan`) rather than compile L blocks in sequence; the
             parameters and the result are the same.
+
+    Attributes:
+        count: number L of blocks.
+        groups: number of layers in each group of stacked parameters, in order.
 
     Example:
         >>> from flax import nnx
@@ -74,14 +78,14 @@ class Stack(nnx.Module):
             graphdef, state = nnx.split(rngs)
             return [build_stacked(nnx.merge(graphdef, slice_layers(state, span, layers))) for span in self._spans()]
 
-        modules = nnx.split_rngs(splits=layers)(build_groups)(rngs)
-        for span, module in zip(self._spans(), modules, strict=True):
-            setattr(self, group_name(span.start), module)
+        group_modules = nnx.split_rngs(splits=layers)(build_groups)(rngs)
+        for span, group_module in zip(self._spans(), group_modules, strict=True):
+            setattr(self, group_name(span.start), group_module)
 
     def _spans(self) -> list[slice]:
-        """Return the range of layers of each group, as slices."""
+        """Return the range of layers of each group."""
         ends = list(itertools.accumulate(self.groups))
-        return [slice(end - count, end) for end, count in zip(ends, self.groups, strict=True)]
+        return [slice(end - layer_count, end) for end, layer_count in zip(ends, self.groups, strict=True)]
 
     def __call__(
         self,
@@ -100,17 +104,18 @@ class Stack(nnx.Module):
             shared: positional arguments passed to every block.
             context: context of the forward pass; block i gets `context.at_layer(i)`.
             per_layer: keyword arguments whose leaves have a leading dim of L; block i gets slice i (caches).
-            cycle: keyword arguments that stay Python values; block i gets `cycle[i % len(cycle)]`. The alternating
-                windows of Gemma-2 are `cycle=({"window": 4096}, {"window": None})`. A scan iteration runs one cycle.
+            cycle: keyword arguments that stay Python values; block i gets `cycle[i % len(cycle)]`. For example, the
+                alternating windows of Gemma-2 are `cycle=({"window": 4096}, {"window": None})`. A scan iteration runs
+                one cycle.
             outputs: whether blocks return `(x, output)` instead of `x`.
             shared_by_name: keyword arguments passed to every block.
 
         Returns:
-            The last `x`, or with `outputs` a pair of it and the stacked outputs, with leaves (L, ...).
+            The last `x`; with `outputs`, the pair of the last `x` and the stacked outputs, with leaves (L, ...).
         """
         per_layer = {} if per_layer is None else dict(per_layer)
         treatment = blocks.treatment()
-        is_one_by_one = treatment.sequence is not None or not self.scan
+        is_unrolled = treatment.sequence is not None or not self.scan
         calls, stacked_results = [], []  # results are pairs (new state, output)
 
         def block_function(graphdef: Any, settings: Mapping[str, Any]) -> BlockFunction:
@@ -146,46 +151,46 @@ class Stack(nnx.Module):
                 start, stop = max(range_start, span.start), min(range_stop, span.stop)
                 if start >= stop:
                     continue
-                rows = slice(start - span.start, stop - span.start)
-                inputs = (
-                    *slice_layers((params, state), rows, span.stop - span.start),
+                group_rows = slice(start - span.start, stop - span.start)
+                layer_inputs = (
+                    *slice_layers((params, state), group_rows, span.stop - span.start),
                     jnp.arange(start, stop, dtype=jnp.int32),
                     slice_layers(per_layer, slice(start, stop), self.count),
                 )
-                settings = [cycle[layer % len(cycle)] for layer in range(start, start + len(cycle))]
+                cycle_settings = [cycle[layer % len(cycle)] for layer in range(start, start + len(cycle))]
                 group = LayerGroup(
-                    [block_function(graphdef, layer_settings) for layer_settings in settings],
+                    [block_function(graphdef, layer_settings) for layer_settings in cycle_settings],
                     wrapper,
                     treatment.unroll,
                     treatment.segment,
                 )
-                if is_one_by_one:
-                    calls += group.calls(inputs, stop - start)
+                if is_unrolled:
+                    calls += group.calls(layer_inputs, stop - start)
                 else:
-                    x, group_results = group.scan_layers(x, inputs, stop - start)
+                    x, group_results = group.scan_layers(x, layer_inputs, stop - start)
                     stacked_results.append(group_results)
-        if is_one_by_one and treatment.segment is not None and treatment.sequence is None:
+        if is_unrolled and treatment.segment is not None and treatment.sequence is None:
             for start in range(0, self.count, treatment.segment):
                 x, layer_results = blocks.run_recomputed(calls[start : start + treatment.segment], x)
                 stacked_results += [restack(layer_results)]
-        elif is_one_by_one:
+        elif is_unrolled:
             x, layer_results = blocks.run(calls, x)
             stacked_results = [restack(layer_results)]
-        new_state, output = concatenate_layers(stacked_results)
+        new_state, stacked_outputs = concatenate_layers(stacked_results)
         for span in self._spans():
             if new_state:
                 nnx.update(getattr(self, group_name(span.start)), slice_layers(new_state, span, self.count))
-        return (x, output) if outputs else x
+        return (x, stacked_outputs) if outputs else x
 
-    def _stage(self, cut: Cut, cycle: Sequence[Callable[[Any], BlockFunction]]) -> Callable[[Any], Any]:
-        """Return a function that runs the layers of a pipeline stage; `self` holds the parameters of that stage alone.
+    def _stage(self, cut: Cut, block_makers: Sequence[Callable[[Any], BlockFunction]]) -> Callable[[Any], Any]:
+        """Return a function that runs the layers of a pipeline stage; `self` holds the parameters of this stage only.
 
         Args:
-            cut: the stage.
-            cycle: for each layer of a cycle, the function that makes its block function from the block's graphdef.
+            cut: description of the stage.
+            block_makers: for each layer of a cycle, a function that makes its block function from the block's graphdef.
 
         Raises:
-            UserError: layers hold state besides parameters, or a stage begins within a cycle.
+            UserError: the layers have state besides parameters, or a stage begins within a cycle.
         """
         graphdef, params, state = _split_module(self.layers)
         if jax.tree.leaves(state):
@@ -193,36 +198,36 @@ class Stack(nnx.Module):
                 "pipeline: the blocks of this model hold running statistics, which each microbatch would change in "
                 "turn; use layer or group norm, or train without a pipeline"
             )
-        uneven_starts = [start for start in cut.starts if start % len(cycle)]
+        uneven_starts = [start for start in cut.starts if start % len(block_makers)]
         if uneven_starts:
             raise UserError(
                 f"pipeline: a stage begins with layer {uneven_starts[0]}, but the layers of this model repeat every "
-                f"{len(cycle)} layers: give each stage a multiple of {len(cycle)} layers"
+                f"{len(block_makers)} layers: give each stage a multiple of {len(block_makers)} layers"
             )
-        treatment, row_count = blocks.treatment(), len(cut.numbers)
-        inputs = (params, state, cut.numbers, {})
+        treatment, stage_layer_count = blocks.treatment(), len(cut.numbers)
+        stage_inputs = (params, state, cut.numbers, {})
 
-        def run(x: Any) -> Any:
+        def run_stage(x: Any) -> Any:
             """Return `x` after the layers of the stage."""
-            for start, stop, wrapper in treatment.runs(row_count):
+            for start, stop, wrapper in treatment.runs(stage_layer_count):
                 group = LayerGroup(
-                    [_with_gathering(make_block(graphdef), cut) for make_block in cycle],
+                    [_with_gathering(make_block(graphdef), cut) for make_block in block_makers],
                     _skip_padding(wrapper) if cut.padded else wrapper,
                     treatment.unroll,
                     treatment.segment,
                 )
-                stage_rows = slice_layers(inputs, slice(start, stop), row_count)
+                range_inputs = slice_layers(stage_inputs, slice(start, stop), stage_layer_count)
                 if treatment.sequence is not None or not self.scan:
-                    x, _ = blocks.run(group.calls(stage_rows, stop - start), x)
+                    x, _ = blocks.run(group.calls(range_inputs, stop - start), x)
                 else:
-                    x, _ = group.scan_layers(x, stage_rows, stop - start)
+                    x, _ = group.scan_layers(x, range_inputs, stop - start)
             return x
 
-        return run
+        return run_stage
 
 
 def _with_gathering(block: BlockFunction, cut: Cut) -> BlockFunction:
-    """Return `block`, changed so that it first gathers its parameters if the cut shards them."""
+    """Return a function that gathers the block's parameters if the cut shards them, and then calls `block`."""
     if cut.gather is None:
         return block
     gather = cut.gather
@@ -230,15 +235,15 @@ def _with_gathering(block: BlockFunction, cut: Cut) -> BlockFunction:
 
 
 def _skip_padding(wrapper: Wrapper) -> Wrapper:
-    """Return `wrapper`, changed so that a block with a negative layer number returns `x` unchanged."""
+    """Return a wrapper like `wrapper`, but a block with a negative layer index returns `x` unchanged."""
 
     def wrap(block: BlockFunction, rolled: bool) -> BlockFunction:
-        body = wrapper(block, rolled)
+        wrapped_block = wrapper(block, rolled)
 
         def run(params: Any, state: Any, x: Any, index: Any, per_layer: Any) -> Any:
             return jax.lax.cond(
                 index >= 0,
-                body,
+                wrapped_block,
                 lambda *operands: (operands[2], (state, None)),
                 params,
                 state,
@@ -253,7 +258,7 @@ def _skip_padding(wrapper: Wrapper) -> Wrapper:
 
 
 def group_name(start: int) -> str:
-    """Return the name of the attribute of a `Stack` that holds the group of layers that begins with number `start`.
+    """Return the name of the attribute of a `Stack` that holds the group of layers with the first index `start`.
 
     Example:
         >>> group_name(0), group_name(25)
@@ -263,7 +268,7 @@ def group_name(start: int) -> str:
 
 
 def in_one_stack(name: str) -> tuple[str, int]:
-    """Return the name that a parameter would have in a stack without groups, and the first layer of its group.
+    """Return the name that a parameter would have in a stack without groups, and the index of its group's first layer.
 
     Example:
         >>> in_one_stack("blocks/layers_from_25/mlp"), in_one_stack("blocks/layers/mlp")
@@ -309,12 +314,12 @@ class Chain(nnx.Module):
         cut = blocks.cut()
         if cut is not None:
 
-            def make_stage(start: int, stop: int, params: Sequence[Any] | None = None) -> Callable[[Any], Any]:
-                """Return a function that runs blocks `start` to `stop - 1`, with `params` as their parameters."""
+            def make_stage(start: int, stop: int, params_by_block: Sequence[Any] | None = None) -> Callable[[Any], Any]:
+                """Return a function that runs blocks `start` to `stop - 1`, by default with their own parameters."""
                 calls = [make_call(self.layers[index], context.at_layer(index)) for index in range(start, stop)]
-                if params is not None:
-                    pairs = zip(calls, params, strict=True)
-                    calls = [block._replace(before=(block_params, block.before[1])) for block, block_params in pairs]
+                if params_by_block is not None:
+                    pairs = zip(calls, params_by_block, strict=True)
+                    calls = [call._replace(before=(block_params, call.before[1])) for call, block_params in pairs]
                 return lambda x: blocks.run(calls, x)[0]
 
             return cut.between(make_stage, x)

@@ -1,4 +1,4 @@
-"""The device that a program is traced for, and notes for reports on the implementations that layers select there."""
+"""The device that a program is traced for, and notes for reports on the implementations that layers select."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from pallas_kernels.target import target
 
 
 def traced_device() -> tuple[str, str]:
-    """Return the platform ("cpu", "gpu", "tpu") and kind of the device traced for: the layout's, or the default one."""
+    """Return the platform ("cpu", "gpu", "tpu") and the kind of the layout's first device, or of the default device."""
     layout = current()
     if layout is None:
         device: Any = jax.devices()[0]
@@ -20,13 +20,13 @@ def traced_device() -> tuple[str, str]:
     return device.platform, device.device_kind
 
 
-def note_selection(kernel: str, selected: str, reason: str | None = None) -> None:
+def note_selection(kernel: str, implementation: str, reason: str | None = None) -> None:
     """Note the implementation that is about to run, if it was selected without the dispatch of `pallas_kernels`.
 
     Args:
         kernel: name of the operation, "attention" or "cross_entropy".
         selected: name of the implementation.
-        reason: why no kernel of the platform was selected, in a few words; `None` if no implementation is better.
+        reason: a few words on why no kernel of the platform was selected; `None` if no implementation is better.
     """
     if listening():
-        note(Explanation(kernel, target(" ".join(traced_device())), selected, {}, reason))
+        note(Explanation(kernel, target(" ".join(traced_device())), implementation, {}, reason))

@@ -1,15 +1,16 @@
-r"""The maps between codes of a few bits and numbers of at most 1, for quantized arrays.
+r"""The maps between codes of a few bits and numbers of magnitude at most 1, for quantized arrays.
 
 * `soft8` for first moments and `sqrt8` for second moments compress the range of numbers by arithmetic (FlashOptim,
-  Gonzalez Ortiz et al. 2026, arXiv 2602.23349). Unlike there, no level of `sqrt8` is zero, as Li et al. recommend: a
-  root that rounds to zero makes an update many times too long.
-* `dynamic8`, `dynamic8_unsigned` and `dynamic4` have decades (powers of ten), each with twice the levels of the one
-  below (Dettmers et al. 2021, arXiv 2110.02861); the values equal `bitsandbytes.functional.create_dynamic_map`.
-* `linear4_unsigned` has the values :math:`(k + 1) / 16`, four bits without zero (Li et al. 2023, arXiv 2309.01507).
+  Gonzalez Ortiz et al. 2026, arXiv 2602.23349). In contrast to that paper, no value of `sqrt8` is zero, as Li et al.
+  recommend: a root that is rounded to zero makes an update many times too large.
+* `dynamic8`, `dynamic8_unsigned` and `dynamic4` have decades (powers of ten), each with twice as many values as the one
+  below it (Dettmers et al. 2021, arXiv 2110.02861); the values equal `bitsandbytes.functional.create_dynamic_map`.
+* `linear4_unsigned` has the values :math:`(k + 1) / 16`, in four bits and without zero (Li et al. 2023, arXiv
+  2309.01507).
 * `e4m3` and `sqrt_e4m3` are eight-bit floating point, for a first moment and for the root of a second moment.
 
-Every map is elementwise arithmetic: on TPU a table lookup is a gather, which costs three thousand times the traffic.
-The table is the definition: `Map.table`. Left out: quantile maps, which need a sort.
+Every map is computed by elementwise arithmetic: on TPU a table lookup is a gather, which costs three thousand times
+the traffic. The table `Map.table` is the definition. Left out: quantile maps, which need a sort.
 """
 
 import dataclasses
@@ -32,10 +33,10 @@ class Map:
     Args:
         name: key in `MAPS`.
         dtype: dtype of the codes.
-        signed: whether numbers are from -1 to 1; otherwise they are from 0 to 1.
-        zero: code of every element of an array of zeros. It need not decode to 0, because the array's scale is 0.
-        encode: function from float32 numbers of at most 1 to the nearest codes; ties go to the lower code in dynamic
-            maps, to the even code in others.
+        is_signed: whether numbers are from -1 to 1; otherwise they are from 0 to 1.
+        zero_code: code of every element of an array of zeros. It need not decode to 0, because the array's scale is 0.
+        encode: function from float32 numbers of magnitude at most 1 to the nearest codes; ties go to the lower code in
+            dynamic maps, and to the even code in others.
         decode: function from codes to float32 numbers.
 
     Example:
@@ -46,56 +47,56 @@ class Map:
 
     name: str
     dtype: np.dtype
-    signed: bool
-    zero: int
+    is_signed: bool
+    zero_code: int
     encode: Elementwise
     decode: Elementwise
 
     @property
     def bits(self) -> int:
         """Number of bits of a code."""
-        return int(jnp.iinfo(self.dtype).bits if self.integer else jnp.finfo(self.dtype).bits)
+        return int(jnp.iinfo(self.dtype).bits if self.is_integer else jnp.finfo(self.dtype).bits)
 
     @property
-    def integer(self) -> bool:
-        """Whether codes are integers, so that neighbouring values have consecutive codes."""
+    def is_integer(self) -> bool:
+        """Whether codes are integers, so that neighboring values have consecutive codes."""
         return bool(jnp.issubdtype(self.dtype, jnp.integer))
 
     @property
-    def limits(self) -> tuple[int, int]:
+    def code_limits(self) -> tuple[int, int]:
         """The lowest and the highest code of a map with integer codes."""
         highest = int(jnp.iinfo(self.dtype).max)
         return -highest if self.dtype == jnp.int8 else 0, highest
 
     @property
     def table(self) -> np.ndarray:
-        """The numbers of all codes, ascending, float32; for dynamic maps, bit for bit those of bitsandbytes."""
+        """The numbers of all codes in ascending order, float32; for dynamic maps, bit for bit those of bitsandbytes."""
         if self.name.startswith("dynamic"):
-            return dynamic_table(self.bits, self.signed)
-        if self.integer:
-            lowest, highest = self.limits
+            return dynamic_table(self.bits, self.is_signed)
+        if self.is_integer:
+            lowest, highest = self.code_limits
             codes = np.arange(lowest, highest + 1)
         else:
             codes = np.arange(2**self.bits, dtype=np.uint8).view(self.dtype).astype(np.float32)
-            codes = codes[np.isfinite(codes) & (codes >= (-np.inf if self.signed else 0))]
+            codes = codes[np.isfinite(codes) & (codes >= (-np.inf if self.is_signed else 0))]
         with jax.ensure_compile_time_eval():
             return np.unique(np.asarray(self.decode(jnp.asarray(codes).astype(self.dtype))))
 
 
-def dynamic_table(bits: int, signed: bool) -> np.ndarray:
-    r"""Compute the values of a dynamic map, ascending, in float32.
+def dynamic_table(bits: int, is_signed: bool) -> np.ndarray:
+    r"""Return the values of a dynamic map in ascending order, float32.
 
     Decade :math:`i = 0 \dots b - 2` of :math:`b` bits has :math:`n = 2^i` values (unsigned :math:`2^{i + 1}`), the
-    middles of :math:`n` equal parts of :math:`[0.1, 1]`, times :math:`10^{i - b + 2}`. The values 0 and 1 are added,
+    midpoints of :math:`n` equal parts of :math:`[0.1, 1]`, times :math:`10^{i - b + 2}`. The values 0 and 1 are added,
     but not -1.
 
     Args:
         bits: number of bits of a code.
-        signed: whether half of the codes are for numbers below 0.
+        is_signed: whether half of the codes are for numbers below 0.
 
     Returns:
         `2**bits` values, bit for bit those of bitsandbytes. Its `torch.linspace` adds multiples of a float32 step to
-        both ends, by a fused multiply-add, up to the middle.
+        the start and subtracts them from the end, by a fused multiply-add, up to the middle.
 
     Example:
         >>> dynamic_table(4, True).round(4)[7:].tolist()  # doctest: +NORMALIZE_WHITESPACE
@@ -105,47 +106,51 @@ def dynamic_table(bits: int, signed: bool) -> np.ndarray:
     values = [0.0, 1.0]
     decade_count = bits - 1
     for decade in range(decade_count):
-        n = 2 ** (decade if signed else decade + 1)
-        step, start = np.float64(np.float32(1 - np.float32(0.1)) / np.float32(n)), np.float64(np.float32(0.1))
-        index = np.arange(n + 1)
-        edges = np.where(index < (n + 1) // 2, start + step * index, 1.0 - step * (n - index)).astype(np.float32)
-        middles = np.float32(10.0 ** (decade - decade_count + 1)) * ((edges[:-1] + edges[1:]) / np.float32(2))
-        values += middles.tolist() + ((-middles).tolist() if signed else [])
+        n = 2 ** (decade if is_signed else decade + 1)
+        step, first_edge = np.float64(np.float32(1 - np.float32(0.1)) / np.float32(n)), np.float64(np.float32(0.1))
+        edge_indices = np.arange(n + 1)
+        edges = np.where(
+            edge_indices < (n + 1) // 2, first_edge + step * edge_indices, 1.0 - step * (n - edge_indices)
+        ).astype(np.float32)
+        midpoints = np.float32(10.0 ** (decade - decade_count + 1)) * ((edges[:-1] + edges[1:]) / np.float32(2))
+        values += midpoints.tolist() + ((-midpoints).tolist() if is_signed else [])
     return np.sort(np.asarray(values, np.float32))
 
 
-def _dynamic(name: str, bits: int, signed: bool, dtype: type) -> Map:
-    """Make a dynamic map that computes by arithmetic, without a table.
+def _dynamic(name: str, bits: int, is_signed: bool, dtype: type) -> Map:
+    """Return a dynamic map that computes by arithmetic, without a table.
 
     A decade has n bins, where n is a power of two: 2**first_exponent in the first decade. The distance of a code from
     the code of zero is n + bin - first_exponent.
     """
-    table = dynamic_table(bits, signed)
-    decade_count, first_exponent = bits - 1, 0 if signed else 1
+    table = dynamic_table(bits, is_signed)
+    decade_count, first_exponent = bits - 1, 0 if is_signed else 1
     positive_values = table[table > 0]  # the last is 1
     midpoints = (positive_values[:-1] + positive_values[1:]) / np.float32(2)
-    # the greatest magnitudes that are rounded to 0, and to the greatest number below 1
-    zero_bound, one_bound = float(positive_values[0] / np.float32(2)), float(midpoints[-1])
+    # the greatest magnitudes that round to 0, and to the greatest value below 1
+    zero_limit, one_limit = float(positive_values[0] / np.float32(2)), float(midpoints[-1])
     # midpoints between the last value of a decade and the first of the next
-    bounds = [float(midpoints[2 ** (i + first_exponent) - 2**first_exponent - 1]) for i in range(1, decade_count)]
+    decade_limits = [
+        float(midpoints[2 ** (i + first_exponent) - 2**first_exponent - 1]) for i in range(1, decade_count)
+    ]
     decade_tops = [float(np.float32(10.0 ** (i - decade_count + 1))) for i in range(decade_count)]
-    zero_code, top_distance = (2**decade_count - 1, 2**decade_count) if signed else (0, 2**bits - 1)
+    zero_code, top_distance = (2**decade_count - 1, 2**decade_count) if is_signed else (0, 2**bits - 1)
 
     def encode(numbers: Array) -> Array:
-        """Return the codes of float32 numbers of at most 1."""
+        """Return the codes of float32 numbers of magnitude at most 1."""
         magnitude = jnp.abs(numbers)
         decade = jnp.zeros(magnitude.shape, jnp.int32)
         inverse_top = jnp.full(magnitude.shape, 10.0 ** (decade_count - 1), jnp.float32)
-        for i, bound in enumerate(bounds, 1):
-            is_above = magnitude > bound
+        for i, decade_limit in enumerate(decade_limits, 1):
+            is_above = magnitude > decade_limit
             decade = jnp.where(is_above, i, decade)
             inverse_top = jnp.where(is_above, float(10 ** (decade_count - 1 - i)), inverse_top)
         # 2**(decade + first_exponent), by its bits
         bin_count = jax.lax.bitcast_convert_type((decade + (first_exponent + 127)) << 23, jnp.float32)
         bin_index = jnp.clip(jnp.ceil((magnitude * inverse_top - 0.1) * (bin_count * (1 / 0.9))) - 1, 0, bin_count - 1)
         distance = (bin_count + bin_index).astype(jnp.int32) - first_exponent
-        distance = jnp.where(magnitude > one_bound, top_distance, jnp.where(magnitude > zero_bound, distance, 0))
-        if not signed:
+        distance = jnp.where(magnitude > one_limit, top_distance, jnp.where(magnitude > zero_limit, distance, 0))
+        if not is_signed:
             return distance.astype(dtype)
         signed_distance = jnp.where(numbers < 0, -jnp.minimum(distance, top_distance - 1), distance)
         return (zero_code + signed_distance).astype(dtype)
@@ -153,54 +158,55 @@ def _dynamic(name: str, bits: int, signed: bool, dtype: type) -> Map:
     def decode(codes: Array) -> Array:
         """Return the float32 numbers of codes."""
         signed_distance = codes.astype(jnp.int32) - zero_code
-        bin_sum = jnp.abs(signed_distance) + first_exponent
-        exponent = jax.lax.bitcast_convert_type(jnp.maximum(bin_sum, 1).astype(jnp.float32), jnp.int32) >> 23
+        count_plus_index = jnp.abs(signed_distance) + first_exponent
+        exponent = jax.lax.bitcast_convert_type(jnp.maximum(count_plus_index, 1).astype(jnp.float32), jnp.int32) >> 23
         inverse_bin_count = jax.lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)  # 1 / n
         decade_top = jnp.full(signed_distance.shape, decade_tops[-1], jnp.float32)
         for i in range(decade_count - 2, -1, -1):
             decade_top = jnp.where(exponent <= 127 + first_exponent + i, decade_tops[i], decade_top)
-        value = decade_top * (0.1 + 0.9 * ((bin_sum.astype(jnp.float32) + 0.5) * inverse_bin_count - 1))
+        value = decade_top * (0.1 + 0.9 * ((count_plus_index.astype(jnp.float32) + 0.5) * inverse_bin_count - 1))
         value = jnp.where(signed_distance == top_distance, 1.0, jnp.where(signed_distance == 0, 0.0, value))
-        return jnp.where(signed_distance < 0, -value, value) if signed else value
+        return jnp.where(signed_distance < 0, -value, value) if is_signed else value
 
-    return Map(name, jnp.dtype(dtype), signed, zero_code, encode, decode)
+    return Map(name, jnp.dtype(dtype), is_signed, zero_code, encode, decode)
 
 
-def _soft8_encode(y: Array) -> Array:
-    return jnp.round(y * 254 / (1 + jnp.abs(y))).astype(jnp.int8)
+def _soft8_encode(numbers: Array) -> Array:
+    return jnp.round(numbers * 254 / (1 + jnp.abs(numbers))).astype(jnp.int8)
 
 
 def _soft8_decode(codes: Array) -> Array:
-    t = codes.astype(jnp.float32)
-    return t / (254 - jnp.abs(t))  # 127 decodes to exactly 1: an array decoded and encoded again is unchanged
+    float_codes = codes.astype(jnp.float32)
+    # 127 decodes to exactly 1, so that an array that is decoded and encoded again is unchanged
+    return float_codes / (254 - jnp.abs(float_codes))
 
 
-def _sqrt8_encode(y: Array) -> Array:
-    return (jnp.maximum(jnp.round(jnp.sqrt(y) * 256), 1) - 1).astype(jnp.uint8)
+def _sqrt8_encode(numbers: Array) -> Array:
+    return (jnp.maximum(jnp.round(jnp.sqrt(numbers) * 256), 1) - 1).astype(jnp.uint8)
 
 
 def _sqrt8_decode(codes: Array) -> Array:
     return jnp.square((codes.astype(jnp.float32) + 1) * (1 / 256))
 
 
-def _linear4_encode(y: Array) -> Array:
-    return (jnp.maximum(jnp.round(y * 16), 1) - 1).astype(jnp.int32).astype(jnp.uint4)
+def _linear4_encode(numbers: Array) -> Array:
+    return (jnp.maximum(jnp.round(numbers * 16), 1) - 1).astype(jnp.int32).astype(jnp.uint4)
 
 
 def _linear4_decode(codes: Array) -> Array:
     return (codes.astype(jnp.int32).astype(jnp.float32) + 1) * (1 / 16)
 
 
-def _e4m3_encode(y: Array) -> Array:
-    return (y * 448).astype(jnp.float8_e4m3fn)
+def _e4m3_encode(numbers: Array) -> Array:
+    return (numbers * 448).astype(jnp.float8_e4m3fn)
 
 
 def _e4m3_decode(codes: Array) -> Array:
     return codes.astype(jnp.float32) * (1 / 448)
 
 
-def _sqrt_e4m3_encode(y: Array) -> Array:
-    return (jnp.sqrt(y) * 448).astype(jnp.float8_e4m3fn)
+def _sqrt_e4m3_encode(numbers: Array) -> Array:
+    return (jnp.sqrt(numbers) * 448).astype(jnp.float8_e4m3fn)
 
 
 def _sqrt_e4m3_decode(codes: Array) -> Array:
@@ -223,7 +229,7 @@ MAPS: Mapping[str, Map] = {m.name: m for m in _ALL}
 
 
 def map_of(name: str) -> Map:
-    """The map with a name.
+    """Return the map with this name.
 
     Raises:
         UserError: there is no map of this name.
@@ -233,31 +239,31 @@ def map_of(name: str) -> Map:
     return MAPS[name]
 
 
-def encode_by_table(y: Array, map: Map) -> Array:
+def encode_by_table(numbers: Array, map: Map) -> Array:
     """Return the index of the nearest value in a map's table, by search; this defines `Map.encode`.
 
     Args:
-        y: float32 numbers of at most 1.
+        numbers: float32 numbers of magnitude at most 1.
         map: any map; ties go to the lower value.
     """
     midpoints = (map.table[:-1] + map.table[1:]) / np.float32(2)
-    return jnp.searchsorted(jnp.asarray(midpoints), y, side="left")
+    return jnp.searchsorted(jnp.asarray(midpoints), numbers, side="left")
 
 
-def neighbour(map: Map, codes: Array, above: Array) -> Array:
-    """Return the next higher or lower codes, to which stochastic rounding may round instead of the nearest.
+def neighbor(map: Map, codes: Array, is_above: Array) -> Array:
+    """Return the next higher or lower codes, to which stochastic rounding may round instead of the nearest ones.
 
-    The highest code has no higher one and the lowest no lower one: they are returned unchanged.
+    The highest code stays unchanged if a higher one is requested, and the lowest code if a lower one is.
 
     Args:
         map: map with integer codes.
         codes: codes of this map.
-        above: bool array like `codes`, true for the next higher code, false for the next lower one.
+        is_above: bool array like `codes`, true for the next higher code, false for the next lower one.
 
     Raises:
         UserError: the map has floating-point codes.
     """
-    if not map.integer:
-        raise UserError(f"map {map.name!r} can't round stochastically: use a map with integer codes, such as 'soft8'")
-    neighbours = codes.astype(jnp.int32) + jnp.where(above, 1, -1)
-    return jnp.clip(neighbours, *map.limits).astype(map.dtype)
+    if not map.is_integer:
+        raise UserError(f"map {map.name!r} can't round stochastically; use a map with integer codes, such as 'soft8'")
+    neighbors = codes.astype(jnp.int32) + jnp.where(is_above, 1, -1)
+    return jnp.clip(neighbors, *map.code_limits).astype(map.dtype)

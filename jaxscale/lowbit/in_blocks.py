@@ -1,8 +1,8 @@
-"""Compute a rule's new state on arrays reshaped to blocks, so that XLA for TPU keeps none of them in float32.
+"""Compute a rule's new state on arrays that are reshaped to blocks, so that XLA for TPU stores none of them in float32.
 
 The scale of a block is a maximum over part of the second-minor dim. XLA for TPU fuses the operands of a maximum over a
 whole dim. It does not fuse through the reshape before a maximum over part of a dim, but writes 8 bytes for each number
-of each leaf whose shards have several blocks. A rule that treats each number by itself can run on arrays of shape (..,
+of each leaf whose shards have several blocks. A rule that treats each number separately can run on arrays of shape (..,
 blocks, block, cols) instead of (.., rows, cols) from the start, which avoids that reshape.
 """
 
@@ -21,8 +21,8 @@ from jaxscale.programs.walk import equations
 from jaxscale.trees import shapes_of
 
 TreePath = tuple[Any, ...]
-IMPOSSIBLE = -4.0
-"""A bound below every scale. The compiler does not know that no scale is below it."""
+BELOW_ALL_SCALES = -4.0
+"""A number below every scale; the compiler cannot infer that no scale is below it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,32 +38,34 @@ class BlockReshaper:
     whole_shape_by_path: dict[TreePath, tuple[int, ...]]
 
     def to_blocks(self, tree: Any) -> Any:
-        """Reshape a tree of gradients, parameters or state to blocks."""
+        """Return a tree of gradients, parameters or state, reshaped to blocks."""
 
         def leaf_to_blocks(path: TreePath, leaf: Any) -> Any:
-            """Reshape a leaf that belongs to a parameter with quantized state; return others unchanged."""
-            owner = owner_of(path, self.whole_shape_by_path)
-            if owner not in self.blocked_shape_by_path or leaf.shape != self.whole_shape_by_path[owner]:
+            """Return a leaf reshaped to blocks if its parameter has quantized state; return other leaves unchanged."""
+            owner_path = owner_path_of(path, self.whole_shape_by_path)
+            if owner_path not in self.blocked_shape_by_path or leaf.shape != self.whole_shape_by_path[owner_path]:
                 return leaf
             if is_quantized(leaf):
                 return dataclasses.replace(
-                    leaf, codes=leaf.codes.reshape(self.blocked_shape_by_path[owner]), scale=leaf.scale[..., None, :]
+                    leaf,
+                    codes=leaf.codes.reshape(self.blocked_shape_by_path[owner_path]),
+                    scale=leaf.scale[..., None, :],
                 )
-            return leaf.reshape(self.blocked_shape_by_path[owner])
+            return leaf.reshape(self.blocked_shape_by_path[owner_path])
 
         return jax.tree_util.tree_map_with_path(leaf_to_blocks, tree, is_leaf=is_quantized)
 
     def disguise(self, tree: Any, state: Any) -> Any:
-        """Return gradients or parameters unchanged, as an expression that XLA does not recognise as a reshape.
+        """Return gradients or parameters unchanged, as an expression that XLA does not recognize as a reshape.
 
-        XLA would move a reshape below the operations that consume its result, and keep what they return in memory.
+        XLA would move a reshape after the operations that use its result, and store their results in memory.
 
         Args:
             tree: gradients or parameters, reshaped to blocks.
             state: the rule's state, reshaped to blocks.
         """
         scale_by_path = {
-            owner_of(path, self.whole_shape_by_path): q.scale
+            owner_path_of(path, self.whole_shape_by_path): q.scale
             for path, q in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)[0]
             if is_quantized(q)
         }
@@ -71,16 +73,16 @@ class BlockReshaper:
         def disguise_leaf(path: TreePath, leaf: Any) -> Any:
             if path not in scale_by_path:
                 return leaf
-            return jnp.where(scale_by_path[path] < IMPOSSIBLE, jnp.zeros((), leaf.dtype), leaf)
+            return jnp.where(scale_by_path[path] < BELOW_ALL_SCALES, jnp.zeros((), leaf.dtype), leaf)
 
         return jax.tree_util.tree_map_with_path(disguise_leaf, tree)
 
 
 def find_reshaper(rule: optax.GradientTransformation, gradients: Any, state: Any) -> BlockReshaper | None:
-    """Return the reshaper with which a rule can run; `None` if the rule needs the arrays' original shapes.
+    """Return the reshaper to blocks for a rule; `None` if the rule needs the arrays' original shapes.
 
-    A rule needs the original shapes if it mixes numbers of an array, or if its operations depend on shapes. Examples
-    are a mask by `ndim`, a rate by fan-in and a constant array.
+    A rule needs the original shapes if it mixes the numbers of an array, or if its operations depend on shapes.
+    Examples are a mask that depends on `ndim`, a rate that depends on the fan-in, and a constant array.
 
     Args:
         rule: an optax transformation of float32 state.
@@ -99,22 +101,24 @@ def find_reshaper(rule: optax.GradientTransformation, gradients: Any, state: Any
     blocked_shape_by_path = {}
     for path, q in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)[0]:
         if is_quantized(q):
-            owner = owner_of(path, whole_shape_by_path)
+            owner_path = owner_path_of(path, whole_shape_by_path)
             blocked_shape = (*q.shape[:-2], q.shape[-2] // q.block, q.block, q.shape[-1])
-            if owner is None or blocked_shape_by_path.setdefault(owner, blocked_shape) != blocked_shape:
+            if owner_path is None or blocked_shape_by_path.setdefault(owner_path, blocked_shape) != blocked_shape:
                 return None
     reshaper = BlockReshaper(blocked_shape_by_path, whole_shape_by_path)
-    shapes = shapes_of(gradients)
-    blocked_shapes = jax.eval_shape(reshaper.to_blocks, shapes)
-    if first_mixing(rule, shapes) is not None or _operations(rule, shapes) != _operations(rule, blocked_shapes):
+    abstract_gradients = shapes_of(gradients)
+    abstract_blocks = jax.eval_shape(reshaper.to_blocks, abstract_gradients)
+    if first_mixing(rule, abstract_gradients) is not None or _operations(rule, abstract_gradients) != _operations(
+        rule, abstract_blocks
+    ):
         return None
     return reshaper
 
 
-def owner_of(path: TreePath, param_paths: Any) -> TreePath | None:
+def owner_path_of(path: TreePath, param_paths: Any) -> TreePath | None:
     """Return the path of the parameter that a leaf of a state belongs to; `None` if there is none.
 
-    It is the longest suffix of the leaf's path that is the path of a parameter.
+    The parameter's path is the longest suffix of the leaf's path that is a path of a parameter.
 
     Args:
         path: path of a leaf in the state.
@@ -123,16 +127,20 @@ def owner_of(path: TreePath, param_paths: Any) -> TreePath | None:
     return next((path[i:] for i in range(len(path) + 1) if path[i:] in param_paths), None)
 
 
-def _operations(rule: optax.GradientTransformation, shapes: Any) -> list[Any]:
+def _operations(rule: optax.GradientTransformation, abstract_gradients: Any) -> list[Any]:
     """Return the operations of a rule's update, in order, with their settings and constants."""
 
     def value_of(constant: Any) -> Any:
-        """Return a value by which constants are compared: the number, or the identity of a traced one."""
+        """Return a value to compare a constant by: its number, or its identity if it is traced."""
         return id(constant) if isinstance(constant, Tracer) else np.asarray(constant).item()
 
-    program = jax.make_jaxpr(rule.update)(shapes, jax.eval_shape(rule.init, shapes), shapes)
+    program = jax.make_jaxpr(rule.update)(
+        abstract_gradients, jax.eval_shape(rule.init, abstract_gradients), abstract_gradients
+    )
     operations: list[Any] = []
-    for eqn, _ in equations(program):
-        settings = [x for x in eqn.params.values() if isinstance(x, int | float | str)]
-        operations.append((eqn.primitive.name, settings, [value_of(v.val) for v in eqn.invars if hasattr(v, "val")]))
+    for equation, _ in equations(program):
+        settings = [x for x in equation.params.values() if isinstance(x, int | float | str)]
+        operations.append(
+            (equation.primitive.name, settings, [value_of(v.val) for v in equation.invars if hasattr(v, "val")])
+        )
     return [*operations, *map(value_of, program.consts)]

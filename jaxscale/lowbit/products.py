@@ -1,32 +1,33 @@
 r"""Products of layers in 8 and 4 bits: fp8, int8, and Sun et al.'s 4-bit training.
 
-A layer has three products, and each operand of each is rounded to a grid before it is multiplied:
+A layer has three products, and the operands of each are rounded to grids before they are multiplied:
 
     y  = Q(x) Q(w)            summed over the inputs
     dx = Q'(dy) Q(w)^T        summed over the outputs
     dw = Q(x)^T Q''(dy)       summed over the tokens
 
-Q, Q' and Q'' round to three grids, which a `ProductGrids` specifies; one engine computes every recipe. A scale is
-recomputed in each product from the largest magnitude, either of the whole operand or of each of its channels. A channel
-is a line along the dims that the product sums over, so that a sum has one scale. The gradient passes rounding
+Q, Q' and Q'' round to three grids, which a `ProductGrids` specifies; one engine computes every recipe. In each
+product, scales are recomputed from the largest magnitude, either of the whole operand or of each of its channels. A
+channel is a line along the dims that the product sums over, so that a sum has one scale. Gradients pass the rounding
 unchanged. Codes are multiplied in their type; if a chip has no such product, XLA widens the operands, and the result is
 the same.
 
     fp8    e4m3 forward, e5m2 gradients (Micikevicius et al. 2022), a scale for each operand
     int8   all three products in int8, a scale for each channel
     int4   activations and weights in INT4, a scale for each channel; gradients in radix 4 (a sign and three bits of
-           exponent: 0 and +-4^k), a scale for each operand. Rounding has two phases: to 4^k in the product for the
-           input's gradient, to 4^k / 2 in that for the weight's, so that their errors differ (Sun et al. 2020)
+           exponent: 0 and +-4^k), a scale for each operand. Rounding has two phases: to 4^k in the product that gives
+           the input's gradient, and to 4^k / 2 in the product that gives the weight's gradient, so that their errors
+           differ (Sun et al. 2020)
 
-No chip multiplies int4's operands: INT4 codes are multiplied in int8, or in e4m3 with gradients, which are powers of
-two and exact in e5m2. Embeddings, heads, norms and attention's scores and values are unchanged; parameters and their
+No chip multiplies the operands of int4: INT4 codes are multiplied in int8, or in e4m3 with gradients, which are powers
+of two and exact in e5m2. Embeddings, heads, norms and attention's scores and values are unchanged; parameters and their
 gradients keep their type. Left out: scales that are learned or remembered (PACT, SAWB, delayed scaling; Sun et al.
 adjust the gradient scale of each layer from step to step), stochastic rounding, convolutions.
 
 The library qwix is not used (0.1.8, tried on JAX 0.10.2 and 0.12): it replaces `jax.lax.dot_general` while a module is
-called, but the backward pass of `linear.matmul` is traced later. Of the 63 products of a decoder's layers only the 21
-forward ones became int8, and also those of attention and of the head. It does not pass on the accumulator's type, so
-that gradients of float32 parameters would be bfloat16, and it has no radix 4 and no two phases.
+called, but the backward pass of `linear.matmul` is traced later. Of the 63 products of a decoder's layers it
+converted only the 21 forward ones to int8, but also those of attention and of the head. It does not pass on the type of
+the accumulator, so that gradients of float32 parameters would be bfloat16. It has neither radix 4 nor two phases.
 
 References:
     Sun et al. 2020, "Ultra-Low Precision 4-bit Training of Deep Neural Networks", NeurIPS.
@@ -43,24 +44,24 @@ import jax.numpy as jnp
 
 from jaxscale.typing import Array, Float
 
-SMALLEST = 2.0**-100
-"""The least magnitude from which a scale is computed; a smaller scale may be a denormal, which XLA flushes to zero."""
-STEPS = 7
-"""Number of magnitudes of a radix-4 number besides zero, encoded in three bits of exponent."""
+LEAST_MAGNITUDE = 2.0**-100
+"""Least magnitude from which a scale is computed: a smaller scale may be a denormal, which XLA flushes to zero."""
+RADIX_4_LEVELS = 7
+"""Number of nonzero magnitudes of a radix-4 number, which three bits of exponent encode."""
 
 
-def _rounded(x: Any, limit: float) -> Any:
-    """Round to the nearest integers, clipped to +-limit."""
+def _round_and_clip(x: Any, limit: float) -> Any:
+    """Return the nearest integers, clipped to +-limit."""
     return jnp.clip(jnp.round(x), -limit, limit)
 
 
-def _cast(x: Any, top: float) -> Any:
-    """Clip numbers to +-top; the later cast to a floating-point type rounds them."""
+def _clip(x: Any, top: float) -> Any:
+    """Return numbers clipped to +-top; a later cast to a floating-point type rounds them."""
     return jnp.clip(x, -top, top)
 
 
 def radix_4(x: Float[Array, "*B"], top: float) -> Float[Array, "*B"]:
-    """Round to the nearest of 0 and +-top / 4^k, for k from 0 to 6; ties go to the greater magnitude.
+    """Return the nearest of 0 and +-top / 4^k for k from 0 to 6; ties go to the greater magnitude.
 
     With `top` = 4^3 the magnitudes are 4^-3 ... 4^3, the first phase of two-phase rounding; `top` = 4^3 / 2 gives the
     second phase.
@@ -70,7 +71,7 @@ def radix_4(x: Float[Array, "*B"], top: float) -> Float[Array, "*B"]:
         [0.25, 1.0, 4.0, -64.0, 0.0]
     """
     magnitude, rounded_magnitude, lower_level = jnp.abs(x), jnp.zeros_like(x), 0.0
-    for k in reversed(range(STEPS)):
+    for k in reversed(range(RADIX_4_LEVELS)):
         level = top / 4.0**k
         rounded_magnitude += jnp.where(magnitude >= (lower_level + level) / 2, level - lower_level, 0.0)
         lower_level = level
@@ -87,8 +88,8 @@ class Grid:
         rounding: function from float32 numbers and `top` to the nearest codes.
         by_channel: whether each channel (a line along the dims that the product sums over) has its own scale; otherwise
             the operand has one scale.
-        reach: scales are powers of two that bring the largest magnitude to between half of `reach` and `reach`; `None`
-            for scales that bring it to `top`.
+        reach: with this number, scales are powers of two that bring the largest magnitude to between half of `reach`
+            and `reach`; with `None`, scales bring it to `top`.
 
     Example:
         >>> codes, scale = INT8.encode(jnp.array([[1.0, -2.0], [0.0, 0.0]]), (1,))
@@ -103,24 +104,26 @@ class Grid:
     reach: float | None = None
 
     def encode(self, x: Float[Array, "..."], summed_dims: Sequence[int]) -> tuple[Array, Float[Array, "..."]]:
-        """Return the codes and the scales of an operand; `x` is nearly `codes * scales`.
+        """Return the codes and the scales of an operand, so that `x` is nearly `codes * scales`.
 
         Args:
             x: an operand of a product.
             summed_dims: dims that the product sums over; the scales have size 1 along them.
         """
-        x = x.astype(jnp.float32)
-        largest_magnitude = jnp.max(jnp.abs(x), axis=tuple(summed_dims) if self.by_channel else None, keepdims=True)
-        scale = jnp.maximum(largest_magnitude, SMALLEST) / (self.reach or self.top)
+        numbers = x.astype(jnp.float32)
+        largest_magnitude = jnp.max(
+            jnp.abs(numbers), axis=tuple(summed_dims) if self.by_channel else None, keepdims=True
+        )
+        scale = jnp.maximum(largest_magnitude, LEAST_MAGNITUDE) / (self.reach or self.top)
         if self.reach is not None:
             scale = jnp.exp2(jnp.ceil(jnp.log2(scale)))
-        return self.rounding(x / scale, self.top).astype(self.dtype), scale
+        return self.rounding(numbers / scale, self.top).astype(self.dtype), scale
 
 
-INT8 = Grid("int8", 127.0, _rounded, by_channel=True)
-INT4 = Grid("int8", 7.0, _rounded, by_channel=True)  # XLA:CPU multiplies no 4-bit arguments (jaxlib 0.10.2)
-E4M3 = Grid("float8_e4m3fn", 448.0, _cast)
-E5M2 = Grid("float8_e5m2", 57344.0, _cast)
+INT8 = Grid("int8", 127.0, _round_and_clip, by_channel=True)
+INT4 = Grid("int8", 7.0, _round_and_clip, by_channel=True)  # XLA:CPU multiplies no 4-bit arguments (jaxlib 0.10.2)
+E4M3 = Grid("float8_e4m3fn", 448.0, _clip)
+E5M2 = Grid("float8_e5m2", 57344.0, _clip)
 FP4_EVEN = Grid("float8_e5m2", 4.0**3, radix_4, reach=4.0**3)
 FP4_ODD = Grid("float8_e5m2", 4.0**3 / 2, radix_4, reach=4.0**3)
 
@@ -130,7 +133,7 @@ ROLES = {
     "onward": "the gradients of their inputs",
     "inward": "the gradients of their weights",
 }
-"""What each of a layer's three products computes, by the role of the product."""
+"""Results of a layer's three products, by the role of the product."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,24 +144,24 @@ class ProductGrids:
         operands: grid of the activations and the weights.
         onward: grid of the output's gradient in the product that computes the input's gradient.
         inward: grid of the output's gradient in the product that computes the weight's gradient.
-        emulated: whether no chip has these products, so that they are computed in wider types, with the same result.
+        is_emulated: whether no chip has these products, so that wider types are used, with the same results.
     """
 
     operands: Grid
     onward: Grid
     inward: Grid
-    emulated: bool = False
+    is_emulated: bool = False
 
     def types(self, role: str) -> frozenset[str]:
-        """Dtypes of the operands in the product with this role, a key of `ROLES`."""
-        gradient_grid = {"forward": self.operands, "onward": self.onward, "inward": self.inward}[role]
-        return frozenset(_multiplied_types((self.operands.dtype, gradient_grid.dtype)))
+        """Return the dtypes of the operands in the product with this role, a key of `ROLES`."""
+        second_grid = {"forward": self.operands, "onward": self.onward, "inward": self.inward}[role]
+        return frozenset(_multiplied_types((self.operands.dtype, second_grid.dtype)))
 
 
 RECIPES = {
     "fp8": ProductGrids(E4M3, E5M2, E5M2),
     "int8": ProductGrids(INT8, INT8, INT8),
-    "int4": ProductGrids(INT4, FP4_EVEN, FP4_ODD, emulated=True),
+    "int4": ProductGrids(INT4, FP4_EVEN, FP4_ODD, is_emulated=True),
 }
 """Recipes for products, by the name in a plan's `matmul`."""
 
@@ -170,42 +173,44 @@ def _multiplied_types(dtypes: tuple[str, str]) -> tuple[str, str]:
     """
     if len({jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes}) == 1:
         return dtypes
-    first, second = ("float8_e4m3fn" if jnp.issubdtype(dtype, jnp.integer) else dtype for dtype in dtypes)
-    return first, second
+    first_dtype, second_dtype = ("float8_e4m3fn" if jnp.issubdtype(dtype, jnp.integer) else dtype for dtype in dtypes)
+    return first_dtype, second_dtype
 
 
 def _multiply(a: Any, b: Any, grids: tuple[Grid, Grid], dims: Any, dtype: Any) -> Any:
-    """Round two operands to their grids and multiply them.
+    """Round two operands to their grids, and return their product.
 
     Args:
         a, b: the operands, of any float dtype.
         grids: grid of each operand.
-        dims: pair of tuples, the dims of each operand that the product sums over.
+        dims: pair of tuples: the dims of `a` and of `b` that the product sums over.
         dtype: dtype of the product.
     """
     codes, scales = [], []
     for x, grid, summed_dims in zip((a, b), grids, dims, strict=True):
-        x_codes, scale = grid.encode(x, summed_dims)
+        x_codes, x_scale = grid.encode(x, summed_dims)
         codes.append(x_codes)
-        scales.append(jnp.squeeze(scale, summed_dims))
-    dtypes = _multiplied_types((grids[0].dtype, grids[1].dtype))
-    first_codes, second_codes = (x_codes.astype(code_dtype) for x_codes, code_dtype in zip(codes, dtypes, strict=True))
+        scales.append(jnp.squeeze(x_scale, summed_dims))
+    code_dtypes = _multiplied_types((grids[0].dtype, grids[1].dtype))
+    first_codes, second_codes = (
+        x_codes.astype(code_dtype) for x_codes, code_dtype in zip(codes, code_dtypes, strict=True)
+    )
     is_integer = jnp.issubdtype(first_codes.dtype, jnp.integer)
-    y = jax.lax.dot_general(
+    code_product = jax.lax.dot_general(
         first_codes, second_codes, (dims, ((), ())), preferred_element_type=jnp.int32 if is_integer else jnp.float32
     ).astype(jnp.float32)
     first_scale, second_scale = scales
-    y = (
-        y
+    scaled_product = (
+        code_product
         * first_scale.reshape(first_scale.shape + (1,) * second_scale.ndim)
         * second_scale.reshape((1,) * first_scale.ndim + second_scale.shape)
     )
-    return y.astype(dtype)
+    return scaled_product.astype(dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(x: Any, w: Any, grids: ProductGrids) -> Any:
-    """`x @ w` on the grids of a recipe."""
+    """Compute `x @ w` on the grids of a recipe."""
     operand_grids = (grids.operands, grids.operands)
     return _multiply(x, w, operand_grids, ((x.ndim - 1,), (0,)), x.dtype)
 
@@ -223,7 +228,7 @@ _product.defvjp(lambda x, w, grids: (_product(x, w, grids), (x, w)), _product_ba
 
 
 def product(x: Float[Array, "*B I"], w: Float[Array, "I O"], recipe: str) -> Float[Array, "*B O"]:
-    """Multiply `x @ w` in few bits; each gradient has the dtype of its operand.
+    """Compute `x @ w` in few bits; each gradient has the dtype of its operand.
 
     Args:
         x: activations (*B, I).

@@ -1,11 +1,12 @@
 r"""Arrays in a few bits: a code for each number, and a float32 scale for each block of a column.
 
 A block is `block` consecutive numbers along the second-minor dim. Codes have the array's shape, and therefore its
-sharding; in the shape of scales that dim is divided by the block. On TPU, whose arrays lie in tiles of (8, 128) over
-the last two dims, XLA fuses this without a copy. The usual blocks along the last dim would cost 16 bytes of temporary
-memory for each number (Dettmers et al. 2021, arXiv 2110.02861, flatten the array and take 256 numbers in a row).
+sharding; in the shape of the scales, this dim is divided by the block. On TPU, where arrays lie in tiles of (8, 128)
+over the last two dims, XLA fuses this without a copy. The usual blocks along the last dim would cost 16 bytes of
+temporary memory for each number (Dettmers et al. 2021, arXiv 2110.02861, flatten the array and take 256 numbers in a
+row).
 
-    scale = max |x| over a block; NaN and infinity count as 0, and become 0
+    scale = max |x| over a block; NaN and infinity count as 0 and become 0
     codes = nearest code to x / scale
 
 Left out: scales in fewer bits, a second level of scales, and the rank-1 scales of Li et al. 2023, which are maxima over
@@ -21,11 +22,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.errors import UserError
-from jaxscale.lowbit.codebooks import MAPS, map_of, neighbour
+from jaxscale.lowbit.codebooks import MAPS, map_of, neighbor
 from jaxscale.typing import Array, Float, Key
 
-LEAST = 2.0**-126
-"""Least divisor: smaller scales would be flushed to zero, and 0 / 0 is NaN."""
+LEAST_SCALE = 2.0**-126
+"""Least scale to divide by: smaller ones would be flushed to zero, and 0 / 0 is NaN."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=["map", "block"])
@@ -34,10 +35,10 @@ class Quantized:
     """An array in a few bits, as a pytree of two arrays.
 
     Args:
-        codes: codes of the array's shape, in the dtype of its map.
-        scale: float32 scales, of the array's shape with the second-minor dim divided by `block`.
+        codes: codes in the shape of the array and the dtype of the map.
+        scale: float32 scales, in the shape of the array with the second-minor dim divided by `block`.
         map: name of the codes' map, in `codebooks.MAPS`.
-        block: number of neighbouring elements of a column that share a scale.
+        block: number of neighboring elements of a column that share a scale.
 
     Example:
         >>> q = encode(jnp.ones((2, 512, 3)), "soft8", 256)
@@ -72,7 +73,7 @@ class Quantized:
 
 
 def is_quantized(x: Any) -> bool:
-    """Whether a node of a tree is a quantized array; for the `is_leaf` argument of tree functions."""
+    """Return whether a node of a tree is a quantized array; for the `is_leaf` argument of tree functions."""
     return isinstance(x, Quantized)
 
 
@@ -83,12 +84,12 @@ def encode(x: Array, map: str, block: int, key: Key | None = None, *, by_rows: b
         x: array of two dims or more, of any floating dtype. NaN and infinities become 0.
         map: name of the codes' map, in `codebooks.MAPS`; an unsigned one needs x >= 0.
         block: number of elements of a column that share a scale; it must divide the second-minor dim.
-        key: key for stochastic rounding, so that the mean over keys is `x`; `None` rounds to the nearest.
+        key: key for stochastic rounding, for which the mean over keys is `x`; `None` rounds to the nearest code.
         by_rows: whether to take maxima row by row, as in `compute_scales`.
 
     Raises:
-        UserError: the block does not divide the second-minor dim, the array has fewer than two dims, or there is no
-            such map.
+        UserError: the block does not divide the second-minor dim, the array has fewer than two dims, or no map has
+            this name.
 
     Example:
         >>> x = jnp.array([[0.5, -8.0], [1.0, 4.0]])
@@ -107,56 +108,61 @@ def compute_scales(x: Array, map: str, block: int, *, by_rows: bool = False) -> 
         x: array of two dims or more.
         map: name of the codes' map.
         block: number of elements of a column that share a scale.
-        by_rows: whether to take the maximum in a loop over a block's rows. XLA for CPU would otherwise read column by
+        by_rows: whether to take the maximum in a loop over a block's rows; otherwise XLA for CPU reads column by
             column.
     """
-    map_of(map)
+    map_of(map)  # refuses an unknown name
     check_block(x.shape, block)
-    blocked_shape = _blocked(x.shape, block)
+    blocked_shape = _blocked_shape(x.shape, block)
     if by_rows:
-        blocked_array = _finite(x).reshape(blocked_shape)
+        blocked_numbers = _finite_float32(x).reshape(blocked_shape)
 
-        def magnitudes(i: Any) -> Array:
-            """Return the magnitudes of the numbers in row i of every block.
+        def magnitudes(row_index: Any) -> Array:
+            """Return the magnitudes of the numbers in one row of every block.
 
-            No constant takes part: it would lie on the device, although `x` may lie in host memory.
+            This uses no constant, which would lie on the device although `x` may lie in host memory.
             """
-            return jnp.abs(jax.lax.dynamic_index_in_dim(blocked_array, i, x.ndim - 1, keepdims=False))
+            return jnp.abs(jax.lax.dynamic_index_in_dim(blocked_numbers, row_index, x.ndim - 1, keepdims=False))
 
-        maxima = jax.lax.fori_loop(1, block, lambda i, running: jnp.maximum(running, magnitudes(i)), magnitudes(0))
+        maxima = jax.lax.fori_loop(
+            1,
+            block,
+            lambda row_index, running_maxima: jnp.maximum(running_maxima, magnitudes(row_index)),
+            magnitudes(0),
+        )
     else:
-        maxima = jnp.max(jnp.abs(_finite(x)).reshape(blocked_shape), -2)
-    return jnp.minimum(maxima, 1 / LEAST)  # the inverse of a larger scale is flushed to zero
+        maxima = jnp.max(jnp.abs(_finite_float32(x)).reshape(blocked_shape), -2)
+    return jnp.minimum(maxima, 1 / LEAST_SCALE)  # the inverse of a larger scale is flushed to zero
 
 
 def compute_codes(
     x: Array, scale: Array, map: str, block: int, key: Key | None = None, *, repeated: bool = False
 ) -> Array:
-    """Return the codes of an array for given scales; a number greater than its scale gets the last code.
+    """Return the codes of an array for these scales; a number beyond its scale gets the first or last code.
 
     Args:
         x: array of two dims or more.
-        scale: scale of each block, as `compute_scales` returns them.
+        scale: scale of each block, as `compute_scales` returns it.
         map: name of the codes' map.
         block: number of elements of a column that share a scale.
-        key: key for stochastic rounding; `None` rounds to the nearest.
+        key: key for stochastic rounding; `None` rounds to the nearest code.
         repeated: whether to broadcast the scales to the array's shape, as in `pair_with_scales`.
     """
     code_map = MAPS[map]
-    numbers, inverse_scale = pair_with_scales(_finite(x), 1 / jnp.maximum(scale, LEAST), repeated)
-    ratios = jnp.clip(numbers * inverse_scale, -1.0 if code_map.signed else 0.0, 1.0)
-    rounded_codes = code_map.encode(ratios)
+    numbers, inverse_scale = pair_with_scales(_finite_float32(x), 1 / jnp.maximum(scale, LEAST_SCALE), repeated)
+    ratios = jnp.clip(numbers * inverse_scale, -1.0 if code_map.is_signed else 0.0, 1.0)
+    codes = code_map.encode(ratios)
     if key is not None:
-        nearest_value = code_map.decode(rounded_codes)
-        neighbours = neighbour(code_map, rounded_codes, ratios > nearest_value)
-        gap = code_map.decode(neighbours) - nearest_value
+        nearest_value = code_map.decode(codes)
+        neighbors = neighbor(code_map, codes, ratios > nearest_value)
+        gap = code_map.decode(neighbors) - nearest_value
         probability = (ratios - nearest_value) / jnp.where(gap == 0, 1, gap)
-        rounded_codes = jnp.where(jax.random.uniform(key, ratios.shape) < probability, neighbours, rounded_codes)
-    return rounded_codes.reshape(x.shape)
+        codes = jnp.where(jax.random.uniform(key, ratios.shape) < probability, neighbors, codes)
+    return codes.reshape(x.shape)
 
 
 def decode(q: Quantized, *, repeated: bool = False) -> Float[Array, "..."]:
-    """The float32 array that a quantized one encodes.
+    """Return the float32 array that a quantized array encodes.
 
     Args:
         q: the quantized array.
@@ -177,8 +183,8 @@ def pair_with_scales(x: Array, scale: Array, repeated: bool = False) -> tuple[Ar
         x: array (.., rows, cols).
         scale: scales (.., blocks, cols).
         repeated: whether to broadcast scales to the shape of the array; otherwise the array is reshaped to (.., blocks,
-            block, cols). XLA for TPU fuses the broadcast. For the reshape it keeps 16 bytes a number if a shard has
-            several blocks. On GPU it is the reverse.
+            block, cols). XLA for TPU fuses the broadcast; for the reshape it stores 16 bytes per number if a shard has
+            several blocks. XLA for GPU does the reverse.
 
     Example:
         >>> [a.shape for a in pair_with_scales(jnp.ones((6, 2)), jnp.ones((3, 2)))]
@@ -186,14 +192,14 @@ def pair_with_scales(x: Array, scale: Array, repeated: bool = False) -> tuple[Ar
         >>> [a.shape for a in pair_with_scales(jnp.ones((6, 2)), jnp.ones((3, 2)), repeated=True)]
         [(6, 2), (6, 2)]
     """
-    blocked_shape = _blocked(x.shape, x.shape[-2] // scale.shape[-2])
+    blocked_shape = _blocked_shape(x.shape, x.shape[-2] // scale.shape[-2])
     if repeated:
         return x, jnp.broadcast_to(scale[..., None, :], blocked_shape).reshape(x.shape)
     return x.reshape(blocked_shape), scale[..., None, :]
 
 
 def zeros(shape: tuple[int, ...], map: str, block: int) -> Quantized:
-    """Make a quantized array of zeros without encoding it: XLA would spend seconds a leaf on folding constants.
+    """Return a quantized array of zeros without encoding it: XLA would spend seconds per leaf on folding constants.
 
     Args:
         shape: shape of the decoded array, of two dims or more.
@@ -203,48 +209,48 @@ def zeros(shape: tuple[int, ...], map: str, block: int) -> Quantized:
     code_map = map_of(map)
     check_block(shape, block)
     scale = jnp.zeros((*shape[:-2], shape[-2] // block, shape[-1]), jnp.float32)
-    return Quantized(jnp.full(shape, code_map.zero, code_map.dtype), scale, map, block)
+    return Quantized(jnp.full(shape, code_map.zero_code, code_map.dtype), scale, map, block)
 
 
-def block_of(rows: int, most: int) -> int:
-    """Return the block to use for an array: how many elements of a column share a scale.
+def block_of(row_count: int, max_block: int) -> int:
+    """Return the block to use for an array: the number of elements of a column that share a scale.
 
-    It is the largest divisor of `rows` that is at most `most`. If that is less than an eighth of `most`, scales would
-    take more than half a byte for each 8-bit number. The block is then the whole column: coarser, but with few scales.
+    The block is the largest divisor of `row_count` up to `max_block`. If that is less than an eighth of `max_block`,
+    scales would take more than half a byte for each 8-bit number. The block is then the whole column, for few scales.
 
     Args:
-        rows: size of the second-minor dim on one device.
-        most: largest block.
+        row_count: size of the second-minor dim on one device.
+        max_block: largest block, unless it is a whole column.
 
     Example:
         >>> block_of(4096, 256), block_of(688, 256), block_of(8, 256), block_of(2 * 1009, 256)
         (256, 172, 8, 2018)
     """
-    divisor = next(n for n in range(min(rows, most), 0, -1) if rows % n == 0)
-    return rows if divisor < min(rows, most // 8) else divisor
+    divisor = next(n for n in range(min(row_count, max_block), 0, -1) if row_count % n == 0)
+    return row_count if divisor < min(row_count, max_block // 8) else divisor
 
 
 def check_block(shape: tuple[int, ...], block: int) -> None:
-    """Raise unless a block divides the second-minor dim of an array.
+    """Raise UserError unless a block divides the second-minor dim of an array.
 
     Raises:
         UserError: the block does not divide that dim, or the array has fewer than two dims.
     """
     if len(shape) < 2:
-        raise UserError(f"an array of shape {shape} can't be quantized: expected two dims or more")
+        raise UserError(f"an array of shape {shape} can't be quantized; expected two dims or more")
     if block < 1 or shape[-2] % block:
         raise UserError(
-            f"the {shape[-2]} rows of shape {shape} cannot be split evenly into blocks of {block}: expected a divisor, "
+            f"the {shape[-2]} rows of shape {shape} cannot be split evenly into blocks of {block}; expected a divisor, "
             f"such as {block_of(shape[-2], max(block, 1))}"
         )
 
 
-def _blocked(shape: tuple[int, ...], block: int) -> tuple[int, ...]:
-    """A shape whose second-minor dim is split into blocks."""
+def _blocked_shape(shape: tuple[int, ...], block: int) -> tuple[int, ...]:
+    """Return a shape (.., rows, cols) with the second-minor dim split: (.., blocks, block, cols)."""
     return (*shape[:-2], shape[-2] // block, block, shape[-1])
 
 
-def _finite(x: Array) -> Array:
+def _finite_float32(x: Array) -> Array:
     """Return an array in float32, with zeros instead of NaN and infinities."""
-    x = x.astype(jnp.float32)
-    return jnp.where(jnp.abs(x) < jnp.inf, x, 0)
+    numbers = x.astype(jnp.float32)
+    return jnp.where(jnp.abs(numbers) < jnp.inf, numbers, 0)

@@ -3,12 +3,12 @@ r"""Any optax transformation with its state in 8 or 4 bits.
 Between steps the moments are quantized arrays (`quantize.py`). A step decodes them, updates them by the rule in
 float32, computes the update of the weights from the unrounded moments, and encodes the moments again (Dettmers et al.
 2021, arXiv 2110.02861; Li et al. 2023, arXiv 2309.01507). XLA fuses all of it, so that no float32 moment lies in
-memory. The state is the rule's with `Quantized` instead of some arrays, and works wherever an optax state does.
+memory. The state is the rule's state with `Quantized` instead of some arrays, and works wherever an optax state does.
 
-Two names select what is quantized. The name of the state's field (`mu`, `nu`, ...) also determines whether the map is
-signed, which never depends on the data. By the name of the parameter, embedding, head, norms and small leaves stay
-float32; in an embedding, a block of a column would mix frequent tokens with rare ones. AdamW's step as one kernel is in
-`optim/fused.py`. Left out: separate rules such as `Adam8bit`.
+Two names select the leaves to quantize. The name of the state's field (`mu`, `nu`, ...) also determines whether the map
+is signed, which never depends on the data. The name of the parameter excludes embedding, head and norms; in an
+embedding, a block of a column would mix frequent tokens with rare ones. Small leaves stay float32 too. AdamW's step as
+one kernel is in `optim/fused.py`. Left out: separate rules such as `Adam8bit`.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jax.sharding import Sharding
 
 from jaxscale.errors import UserError, unknown
 from jaxscale.lowbit import quantize
-from jaxscale.lowbit.in_blocks import find_reshaper, owner_of
+from jaxscale.lowbit.in_blocks import find_reshaper, owner_path_of
 from jaxscale.lowbit.quantize import block_of, decode, encode, is_quantized, zeros
 from jaxscale.trees import leaf_bytes, path_name
 from jaxscale.typing import Params
@@ -33,19 +33,19 @@ from jaxscale.typing import Params
 MomentsFormat = Literal["float32", "int8", "dynamic8", "int4", "fp8"]
 """Format of an optimizer's state between steps."""
 
-_MAPS: Mapping[str, tuple[str, str, int]] = {
+_FORMATS: Mapping[str, tuple[str, str, int]] = {
     "int8": ("soft8", "sqrt8", 256),
     "dynamic8": ("dynamic8", "dynamic8_unsigned", 256),
     "int4": ("dynamic4", "linear4_unsigned", 128),
     "fp8": ("e4m3", "sqrt_e4m3", 256),
 }
-"""For each format: the map of signed fields, the map of unsigned fields, and the largest block."""
+"""(map of signed fields, map of unsigned fields, largest block) of each format."""
 
-SIGNED = ("mu", "trace", "momentum", "m", "m1", "m2", "exp_avg", "velocity")
+SIGNED_FIELDS = ("mu", "trace", "momentum", "m", "m1", "m2", "exp_avg", "velocity")
 """Names of state fields, in optax and elsewhere, that are first moments."""
-UNSIGNED = ("nu", "nu_max", "v", "exp_avg_sq")
+UNSIGNED_FIELDS = ("nu", "nu_max", "v", "exp_avg_sq")
 """Names of state fields, in optax and elsewhere, that are second moments."""
-NEVER: Mapping[str, str] = {
+NEVER_QUANTIZED: Mapping[str, str] = {
     "acc_grads": "a sum of gradients, in which small ones would be lost",
     "z": "schedule-free's weights, not a moment",
     "x0": "weights",
@@ -61,7 +61,7 @@ NEVER: Mapping[str, str] = {
     "projector": "a basis, whose columns must stay orthogonal",
     "residual": "the error feedback of compression, which must be exact",
 }
-"""Names of state fields that must never be quantized, with what the field holds and why that must be exact."""
+"""Names of state fields that must never be quantized, with the contents of the field and why they must be exact."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,16 +85,18 @@ class StatePolicy:
     skip: str = r"embed|norm|bias|(^|[/_])(head|wte|wpe|scale)(/|$)"
     least: int = 4096
     block: int | None = None
-    signed: tuple[str, ...] = SIGNED
-    unsigned: tuple[str, ...] = UNSIGNED
+    signed: tuple[str, ...] = SIGNED_FIELDS
+    unsigned: tuple[str, ...] = UNSIGNED_FIELDS
 
     def __post_init__(self) -> None:
         for name in (*self.signed, *self.unsigned):
-            if name in NEVER:
-                raise UserError(f"field {name!r} must stay float32, because it holds {NEVER[name]}: leave it out")
+            if name in NEVER_QUANTIZED:
+                raise UserError(
+                    f"field {name!r} must stay float32, because it holds {NEVER_QUANTIZED[name]}: leave it out"
+                )
         shared_names = sorted(set(self.signed) & set(self.unsigned))
         if shared_names:
-            raise UserError(f"field {shared_names[0]!r} is both signed and unsigned: list it in only one of the two")
+            raise UserError(f"field {shared_names[0]!r} is both signed and unsigned; list it in only one of the two")
         if self.block is not None and self.block < 1:
             raise UserError(f"block: got {self.block}, expected a number of elements >= 1")
         try:
@@ -122,10 +124,11 @@ def quantize_state(
             "float32" returns the rule unchanged.
         policy: selects the leaves to quantize.
         local: tree like the parameters, of their `Sharding`s or of the shapes of one device's shards. Blocks then
-            divide every shard; without `local` they divide the global shape.
-        layers: tree of bools like the parameters: whether the first dim is stacked layers, along which no block lies.
-            By default, blocks lie along the second-last dim of any array of two dims or more.
-        platform: platform on which updates run: "tpu", "gpu" or "cpu"; `None` chooses it when a program is compiled.
+            divide every shard; without `local`, they divide the global shape.
+        layers: tree of bools like the parameters, true if the first dim is stacked layers, along which no block lies.
+            By default, blocks lie along the second-last dim of every array of two dims or more.
+        platform: platform on which updates run, "tpu", "gpu" or "cpu"; `None` for the platform that a program is
+            compiled for.
 
     Returns:
         The transformation. Its `init` raises `UserError` if no leaf would be quantized.
@@ -149,32 +152,38 @@ def quantize_state(
     def init(params: Any) -> Any:
         if not jax.tree.leaves(params):  # `optax.tree.map_params` passes placeholders
             return base_rule.init(params)
-        shapes = jax.eval_shape(base_rule.init, params)
-        maps_and_blocks = _choose_maps(shapes, params, states, policy, local, layers)
+        abstract_state = jax.eval_shape(base_rule.init, params)
+        maps_and_blocks = _choose_maps(abstract_state, params, states, policy, local, layers)
         if not any(maps_and_blocks):
-            raise UserError(_refusal_message(shapes, states))
-        leaves, treedef = jax.tree.flatten(base_rule.init(params))
+            raise UserError(_refusal_message(abstract_state, states))
+        state_leaves, treedef = jax.tree.flatten(base_rule.init(params))
 
         def quantize_leaf(leaf: Any, map_and_block: tuple[str, int] | None, is_zero: bool) -> Any:
             if map_and_block is None:
                 return leaf
             return zeros(leaf.shape, *map_and_block) if is_zero else encode(leaf, *map_and_block)
 
-        return treedef.unflatten(map(quantize_leaf, leaves, maps_and_blocks, _zero_flags(base_rule.init, params)))
+        return treedef.unflatten(map(quantize_leaf, state_leaves, maps_and_blocks, _zero_flags(base_rule.init, params)))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        """Return the updates for the gradients `updates`, and the new state."""
+
         def update_float32(float32_state: Any) -> tuple[Any, Any]:
             """Return the updates and the new state of the rule."""
-            return base_rule.update(updates, float32_state, params, **extra)
+            return base_rule.update(updates, float32_state, params, **extra_args)
 
         def new_state_in_blocks(state: Any) -> Any:
-            """Return the rule's new float32 state from the quantized state, reshaped to blocks if the rule allows."""
-            reshaper = None if extra else find_reshaper(base_rule, updates, state)
+            """Return the rule's new float32 state for a quantized state, computed on blocks if the rule allows it."""
+            reshaper = None if extra_args else find_reshaper(base_rule, updates, state)
             if reshaper is None:
-                return update_float32(_decode_disguised(state, bound=-1.0, repeated=True))[1]
-            state = reshaper.to_blocks(state)
-            gradients, weights = (reshaper.disguise(reshaper.to_blocks(tree), state) for tree in (updates, params))
-            return base_rule.update(gradients, _decode_disguised(state, bound=-1.0, repeated=True), weights)[1]
+                return update_float32(_decode_disguised(state, threshold=-1.0, repeated=True))[1]
+            blocked_state = reshaper.to_blocks(state)
+            gradients, weights = (
+                reshaper.disguise(reshaper.to_blocks(tree), blocked_state) for tree in (updates, params)
+            )
+            return base_rule.update(
+                gradients, _decode_disguised(blocked_state, threshold=-1.0, repeated=True), weights
+            )[1]
 
         update_by_platform = {
             "cpu": functools.partial(_update_once, update_float32),
@@ -191,7 +200,7 @@ def quantize_state(
 
 
 def dequantize(state: Any, *, repeated: bool = False) -> Any:
-    """Decode the quantized arrays of a state to float32: the result is a state of the wrapped rule.
+    """Return a state with its quantized arrays decoded to float32, which is a state of the wrapped rule.
 
     Args:
         state: state of `quantize_state`.
@@ -200,10 +209,10 @@ def dequantize(state: Any, *, repeated: bool = False) -> Any:
     return _map_quantized(functools.partial(decode, repeated=repeated), state)
 
 
-def placed(state: Any, shardings: Any) -> Any:
-    """Return the shardings of the codes and scales in a state, from a tree with one sharding per quantized array.
+def quantized_shardings(state: Any, shardings: Any) -> Any:
+    """Return a tree with the shardings of codes and scales, from a tree with one sharding per quantized array.
 
-    Codes and scales share the parameter's sharding: codes have the parameter's shape, and blocks divide its shards.
+    Codes and scales have the parameter's sharding: codes have the parameter's shape, and blocks divide its shards.
 
     Args:
         state: state with `Quantized` nodes, of arrays or shapes.
@@ -227,7 +236,7 @@ def state_bytes(state: Any) -> tuple[int, int]:
 
 
 def _update_once(update: Any, state: Any) -> tuple[Params, Any]:
-    """Decode, update and encode a state: for CPU, where arithmetic is the bottleneck and memory is not.
+    """Decode, update and encode a state. This is for CPUs, where arithmetic is the bottleneck and memory is not.
 
     Args:
         update: function from a state in float32 to the updates and the new state.
@@ -241,11 +250,11 @@ def _update_once(update: Any, state: Any) -> tuple[Params, Any]:
 
 
 def _update_recomputed(update: Any, state: Any, repeated: bool, state_for_scales: Any = None) -> tuple[Any, Any]:
-    """Decode, update and encode a state without keeping float32 moments: the rule runs for updates, scales and codes.
+    """Decode, update and encode a state; the rule runs three times, for updates, for scales and for codes.
 
-    XLA would keep float32 moments rather than recompute them: up to 3.5 bytes a parameter on H100 (dynamic map), 10 on
-    v5e (`int8`). It drops optimization barriers before common-subexpression elimination, so the three runs must
-    differ as expressions.
+    XLA would otherwise store float32 moments: up to 3.5 bytes per parameter on H100 (dynamic map), and 10 on v5e
+    (`int8`). It drops optimization barriers before common-subexpression elimination, so the three runs must differ as
+    expressions.
 
     Args:
         update: function from a state in float32 to the updates and the new state.
@@ -259,15 +268,15 @@ def _update_recomputed(update: Any, state: Any, repeated: bool, state_for_scales
     """
     updates, new_state = update(dequantize(state, repeated=repeated))
 
-    def recompute_state(bound: float) -> Any:
-        """Return the new float32 state by expressions that differ with `bound`."""
-        return update(_decode_disguised(state, bound=bound, repeated=repeated))[1]
+    def recompute_state(threshold: float) -> Any:
+        """Return the new float32 state by expressions that differ with `threshold`."""
+        return update(_decode_disguised(state, threshold=threshold, repeated=repeated))[1]
 
     scale_state = state_for_scales(state) if state_for_scales else recompute_state(-1.0)
     code_state = recompute_state(-2.0)
 
     def encode_leaf(q: Any, scale_array: Any, code_array: Any, _: Any) -> Any:
-        """Return a new quantized array like `q`: scales are those of `scale_array`, codes those of `code_array`."""
+        """Return a new quantized array like `q`, with the scales of `scale_array` and the codes of `code_array`."""
         scale = quantize.compute_scales(scale_array, q.map, q.block).reshape(q.scale.shape)
         codes = quantize.compute_codes(code_array, scale, q.map, q.block, repeated=repeated)
         return dataclasses.replace(q, codes=codes, scale=scale)
@@ -275,25 +284,25 @@ def _update_recomputed(update: Any, state: Any, repeated: bool, state_for_scales
     return updates, _map_quantized(encode_leaf, state, scale_state, code_state, new_state)
 
 
-def _decode_disguised(state: Any, *, bound: float, repeated: bool) -> Any:
-    """Decode a state by an expression that differs with `bound`, so that XLA does not merge it with another decoding.
+def _decode_disguised(state: Any, *, threshold: float, repeated: bool) -> Any:
+    """Decode a state by an expression that differs with `threshold`, so that XLA does not merge it with another one.
 
-    Codes would become 0 if their scale were below `bound`. No scale is negative, and XLA does not know that.
+    Codes would become 0 if their scale were below `threshold`. But no scale is negative, which XLA cannot infer.
     """
 
     def disguise(q: Any) -> Any:
-        """Return a quantized array with equal codes, which depend on `bound` as an expression."""
+        """Return a quantized array with equal codes, which depend on `threshold` as an expression."""
         codes, scale = quantize.pair_with_scales(q.codes, q.scale, repeated)
-        codes = jnp.where(scale < bound, jnp.zeros((), codes.dtype), codes)
-        return dataclasses.replace(q, codes=codes.reshape(q.shape))
+        disguised_codes = jnp.where(scale < threshold, jnp.zeros((), codes.dtype), codes)
+        return dataclasses.replace(q, codes=disguised_codes.reshape(q.shape))
 
     return dequantize(_map_quantized(disguise, state), repeated=repeated)
 
 
 def _map_quantized(function: Any, state: Any, *trees: Any) -> Any:
-    """Map a function over the quantized arrays of a state and the nodes of further trees at the same paths.
+    """Map a function over the quantized arrays of a state and the nodes of other trees at the same paths.
 
-    All other leaves are those of the last tree.
+    All other leaves of the result are those of the last tree.
     """
 
     def map_node(*nodes: Any) -> Any:
@@ -303,59 +312,62 @@ def _map_quantized(function: Any, state: Any, *trees: Any) -> Any:
 
 
 def _choose_maps(
-    shapes: Any, params: Params, states: str, policy: StatePolicy, local: Params | None, layers: Params | None
+    abstract_state: Any, params: Params, states: str, policy: StatePolicy, local: Params | None, layers: Params | None
 ) -> list[tuple[str, int] | None]:
-    """Return (map name, block) for each leaf of a state of these shapes; `None` for a leaf that stays float32.
+    """Return (map name, block) for each leaf of a state; `None` for a leaf that stays float32.
 
     The other arguments are those of `quantize_state`.
     """
-    signed_map, unsigned_map, max_block = _MAPS[states]
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
-    shardings: list[Any] = [None] * len(leaves) if local is None else treedef.flatten_up_to(local)
-    stacked_flags: list[Any] = [False] * len(leaves) if layers is None else treedef.flatten_up_to(layers)
+    signed_map, unsigned_map, max_block = _FORMATS[states]
+    param_leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+    shardings: list[Any] = [None] * len(param_leaves) if local is None else treedef.flatten_up_to(local)
+    stacked_flags: list[Any] = [False] * len(param_leaves) if layers is None else treedef.flatten_up_to(layers)
     map_by_field = dict.fromkeys(policy.unsigned, unsigned_map) | dict.fromkeys(policy.signed, signed_map)
     # (shape, sharding, whether the first dim is layers) of each parameter
     facts_by_path = {
-        path: (leaf.shape, *pair) for (path, leaf), *pair in zip(leaves, shardings, stacked_flags, strict=True)
+        path: (leaf.shape, *sharding_and_flag)
+        for (path, leaf), *sharding_and_flag in zip(param_leaves, shardings, stacked_flags, strict=True)
     }
 
     def choose_map(path: tuple[Any, ...], leaf: Any) -> tuple[str, int] | None:
         """Return (map name, block) for the leaf at this path of the state, or `None`."""
-        owner = owner_of(path, facts_by_path)
-        if owner is None or owner == path or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        owner_path = owner_path_of(path, facts_by_path)
+        if owner_path is None or owner_path == path or not jnp.issubdtype(leaf.dtype, jnp.floating):
             return None
-        shape, sharding, is_stacked = facts_by_path[owner]
-        field_name = path_name(path[: len(path) - len(owner)][-1:])
+        shape, sharding, is_stacked = facts_by_path[owner_path]
+        field_name = path_name(path[: len(path) - len(owner_path)][-1:])
         map_name = map_by_field.get(field_name)
-        if map_name is None or leaf.shape != shape or re.search(policy.skip, path_name(owner)):
+        if map_name is None or leaf.shape != shape or re.search(policy.skip, path_name(owner_path)):
             return None
         if len(shape) - is_stacked < 2 or math.prod(shape) < policy.least:
             return None
         return map_name, block_of(_local_shape(shape, sharding)[-2], policy.block or max_block)
 
-    state_leaves, _ = jax.tree_util.tree_flatten_with_path(shapes)
+    state_leaves, _ = jax.tree_util.tree_flatten_with_path(abstract_state)
     return [choose_map(path, leaf) for path, leaf in state_leaves]
 
 
-def _local_shape(shape: tuple[int, ...], local: Any) -> tuple[int, ...]:
+def _local_shape(shape: tuple[int, ...], sharding_or_shape: Any) -> tuple[int, ...]:
     """Return the shape of one device's shard.
 
     Args:
         shape: shape of the whole array.
-        local: the array's `Sharding`, or the shard's shape; `None` if the array is whole.
+        sharding_or_shape: the array's `Sharding`, or the shard's shape; `None` if the array is not sharded.
     """
-    if local is None:
+    if sharding_or_shape is None:
         return shape
-    if isinstance(local, Sharding):
-        return local.shard_shape(shape)
-    return tuple(getattr(local, "shape", local))
+    if isinstance(sharding_or_shape, Sharding):
+        return sharding_or_shape.shard_shape(shape)
+    return tuple(getattr(sharding_or_shape, "shape", sharding_or_shape))
 
 
-def _refusal_message(shapes: Any, states: str) -> str:
-    """The message of the error for a state of which no leaf would be quantized."""
-    leaves = jax.tree_util.tree_flatten_with_path(shapes)[0]
+def _refusal_message(abstract_state: Any, states: str) -> str:
+    """Return the error message for a state without a leaf that would be quantized."""
+    leaves = jax.tree_util.tree_flatten_with_path(abstract_state)[0]
     paths = sorted(path_name(path) for path, leaf in leaves if leaf.ndim > 0)
-    field_by_reason = {reason: name for path in paths for name, reason in NEVER.items() if name in path.split("/")}
+    field_by_reason = {
+        reason: name for path in paths for name, reason in NEVER_QUANTIZED.items() if name in path.split("/")
+    }
     paths_text = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "") if paths else "it has no arrays"
     reasons = (f" Field {name} holds {reason}." for reason, name in field_by_reason.items())
     return (
@@ -366,21 +378,21 @@ def _refusal_message(shapes: Any, states: str) -> str:
 
 
 def _zero_flags(init: Any, params: Params) -> list[bool]:
-    """Return for each leaf of a state whether `init` makes it as zeros, according to its traced program."""
+    """Return for each leaf of a state whether `init` returns zeros for it, according to its traced program."""
     closed_jaxpr = jax.make_jaxpr(init)(params)
     return [_is_zero(closed_jaxpr.jaxpr, variable) for variable in closed_jaxpr.jaxpr.outvars]
 
 
 def _is_zero(jaxpr: Any, atom: Any) -> bool:
-    """Whether an atom (a variable or literal) of a program is the constant 0, perhaps broadcast."""
+    """Return whether an atom (a variable or literal) of a program is the constant 0, perhaps broadcast."""
     if hasattr(atom, "val"):
         return bool(jnp.size(atom.val) == 1 and atom.val == 0)
-    equation = next((eqn for eqn in jaxpr.eqns if atom in eqn.outvars), None)
+    equation = next((candidate for candidate in jaxpr.eqns if atom in candidate.outvars), None)
     if equation is None:
         return False
     if equation.primitive.name in ("broadcast_in_dim", "convert_element_type", "copy", "reshape"):
         return _is_zero(jaxpr, equation.invars[0])
-    inner = equation.params.get("jaxpr")
-    if equation.primitive.name in ("jit", "pjit") and inner is not None:
-        return _is_zero(inner.jaxpr, inner.jaxpr.outvars[equation.outvars.index(atom)])
+    inner_jaxpr = equation.params.get("jaxpr")
+    if equation.primitive.name in ("jit", "pjit") and inner_jaxpr is not None:
+        return _is_zero(inner_jaxpr.jaxpr, inner_jaxpr.jaxpr.outvars[equation.outvars.index(atom)])
     return False

@@ -3,11 +3,11 @@ r"""Weights as bfloat16 and an 8-bit correction: three bytes, instead of six wit
     weight      bfloat16, read by the model
     correction  int8, the rounding error, in units of 2/255 of the weight's unit in the last place
 
-Together they give the float32 weight to a relative 1.54e-5 (2^-8 / 255; bfloat16 alone: 3.9e-3), so that updates far
-below bfloat16's precision still add up (FlashOptim, Gonzalez Ortiz et al. 2026, arXiv 2602.23349). With gradients in
-bfloat16 and moments in 8 bits that is 7 bytes a parameter; mixed-precision Adam takes 16. Left out: corrections for
-weights of other dtypes, and corrections of 16 bits, which would be exact and save less. `rounding.py` does without
-corrections.
+Together they give the float32 weight to a relative error of 1.54e-5 (2^-8 / 255; bfloat16 alone: 3.9e-3), so that
+updates far below bfloat16's precision still add up (FlashOptim, Gonzalez Ortiz et al. 2026, arXiv 2602.23349). With
+gradients in bfloat16 and moments in 8 bits this takes 7 bytes per parameter; mixed-precision Adam takes 16. Left out:
+corrections for weights of other dtypes, and corrections of 16 bits, which would be exact and save less. `rounding.py`
+needs no corrections.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from jaxscale.lowbit.rounding import in_float32
 from jaxscale.typing import Array, Float
 
 _STEPS = 127.5
-"""Corrections per half unit in the last place. The largest correction, 127, is less than half a unit."""
+"""Number of correction steps per half unit in the last place; the largest correction is 127 steps."""
 
 
 class SplitState(NamedTuple):
@@ -59,7 +59,7 @@ def split(x: Float[Array, "..."]) -> tuple[Array, Array]:
 
 
 def join(weight: Array, correction: Array) -> Float[Array, "..."]:
-    """Return the float32 array of bfloat16 numbers and corrections: the inverse of `split`, to a relative 1.54e-5."""
+    """Return the float32 array of bfloat16 numbers and corrections: the inverse of `split`, within 1.54e-5 of it."""
     return weight.astype(jnp.float32) + correction.astype(jnp.float32) * (1 / _STEPS) * _half_unit(weight)
 
 
@@ -70,18 +70,18 @@ def split_params(params: Any) -> tuple[Any, Any]:
         params: tree of float32 arrays.
 
     Returns:
-        Two trees like `params`: weights and corrections. `rule.init(weights)._replace(correction=corrections)` starts
-        from `params`.
+        Two trees like `params`: weights and corrections. `rule.init(weights)._replace(correction=corrections)` is the
+        state for `params`.
     """
-    pairs = jax.tree.map(split, params)
-    return jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0)), pairs)
+    pair_tree = jax.tree.map(split, params)
+    return jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0)), pair_tree)
 
 
 def join_params(params: Any, state: SplitState) -> Any:
     """Return the float32 parameters that a step starts from.
 
     Args:
-        params: parameters, whose bfloat16 leaves are joined with their corrections; others are unchanged.
+        params: parameters; bfloat16 leaves are joined with their corrections, and others stay unchanged.
         state: state of `split_weights`.
     """
 
@@ -92,7 +92,7 @@ def join_params(params: Any, state: SplitState) -> Any:
 
 
 def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """An optax transformation of bfloat16 weights whose state contains their rounding errors.
+    """Return an optax transformation of bfloat16 weights with a state that contains their rounding errors.
 
     Args:
         rule: any optax transformation, also one that `quantize_state` returned; its weights, gradients and state are in
@@ -100,7 +100,7 @@ def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransform
 
     Returns:
         The transformation. Its updates are the differences of rounded weights, in float32, so that
-        `optax.apply_updates` returns these weights. The rule alone updates weights of other dtypes.
+        `optax.apply_updates` returns these weights. For weights of other dtypes, it returns the rule's updates.
 
     Raises:
         UserError: in `init`, no parameter is bfloat16; in `update`, `params` is `None`.
@@ -121,7 +121,7 @@ def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransform
         leaves = jax.tree.leaves(params)
         if leaves and not any(leaf.dtype == jnp.bfloat16 for leaf in leaves):
             raise UserError(
-                "split_weights: no parameter is bfloat16. Cast them first, or use split_params(params), which keeps "
+                "split_weights: no parameter is bfloat16; cast them first, or use split_params(params), which keeps "
                 "the rounding errors of the cast"
             )
 
@@ -131,21 +131,26 @@ def split_weights(rule: optax.GradientTransformation) -> optax.GradientTransform
         return SplitState(jax.tree.map(zero_correction, params), base_rule.init(in_float32(params)))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, SplitState]:
+        """Return the updates for the gradients `updates`, and the new state."""
         if params is None:
             raise UserError("split_weights: update got no params; pass the parameters as its third argument")
-        weights = join_params(params, state)
-        rule_updates, rule_state = base_rule.update(in_float32(updates), state.inner, weights, **extra)
+        float32_weights = join_params(params, state)
+        rule_updates, rule_state = base_rule.update(in_float32(updates), state.inner, float32_weights, **extra)
 
         def split_leaf(correction: Any, old_weight: Array, joined_weight: Array, rule_update: Array) -> tuple[Any, Any]:
             """Return the update of a weight and its new correction."""
             if _is_masked(correction):
                 return rule_update, correction
-            weight, correction = split(joined_weight + rule_update)
-            return weight.astype(jnp.float32) - old_weight.astype(jnp.float32), correction
+            new_weight, new_correction = split(joined_weight + rule_update)
+            return new_weight.astype(jnp.float32) - old_weight.astype(jnp.float32), new_correction
 
-        pairs = jax.tree.map(split_leaf, state.correction, params, weights, rule_updates, is_leaf=_is_masked)
+        update_and_correction_tree = jax.tree.map(
+            split_leaf, state.correction, params, float32_weights, rule_updates, is_leaf=_is_masked
+        )
         treedef = jax.tree.structure(params)
-        new_updates, corrections = map(treedef.unflatten, zip(*treedef.flatten_up_to(pairs), strict=True))
+        new_updates, corrections = map(
+            treedef.unflatten, zip(*treedef.flatten_up_to(update_and_correction_tree), strict=True)
+        )
         return new_updates, SplitState(corrections, rule_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -158,5 +163,5 @@ def _half_unit(weight: Array) -> Array:
 
 
 def _is_masked(x: Any) -> bool:
-    """Whether a node of the tree of corrections is the mask of a parameter without one."""
+    """Return whether a node of the tree of corrections is the mask of a parameter without a correction."""
     return isinstance(x, optax.MaskedNode)

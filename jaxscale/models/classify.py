@@ -1,7 +1,8 @@
-"""Loss and accuracy of image classifiers: cross-entropy over classes with label smoothing, and correct rows.
+"""Loss and accuracy of image classifiers: cross-entropy over classes with label smoothing, and the
+weight of the rows that are classified correctly.
 
 Label smoothing follows Szegedy et al. 2016 (arXiv:1512.00567), section 7: the target distribution gives a / V to each
-of V classes, and 1 - a more to the label.
+of V classes, and an additional 1 - a to the label.
 """
 
 from collections.abc import Callable
@@ -19,10 +20,10 @@ from jaxscale.typing import Array, Batch, Bool, Float, Int
 def cross_entropy(
     logits: Float[Array, "*rows V"], labels: Int[Array, "*rows"], smoothing: float = 0.0
 ) -> Float[Array, "*rows"]:
-    """Return nats per target: (1 - a) * -log p[label] + a * mean over classes of -log p.
+    """Return the loss of each target in nats: (1 - a) * -log p[label] + a * mean over classes of -log p.
 
     Args:
-        logits: unnormalised log-probabilities, of any float type; computed in float32.
+        logits: unnormalized log-probabilities, of any float type; the loss is computed in float32.
         labels: class of each target; one that is no class, such as -100, has loss 0.
         smoothing: a, the share of the target spread over all classes.
 
@@ -43,37 +44,39 @@ def cross_entropy(
 
 
 def weighted_sum(losses: Float[Array, "B ..."], batch: Batch, is_counted: Bool[Array, "B ..."] | None = None) -> Loss:
-    """Return the weighted sum of losses, and the sum of `batch["weights"]`; without weights each target has weight 1.
+    """Return the sum of the weighted losses and the sum of `batch["weights"]`; without them, each target weighs 1.
 
-    Weights have shape [B], one per row, or the shape of the losses, one per target. Losses that `is_counted` leaves out
-    have weight 0.
+    The weights have shape [B] (one per row) or the shape of the losses (one per target). A loss for which `is_counted`
+    is False has weight 0.
+
 
     Raises:
-        UserError: the weights have neither of these shapes.
+        UserError: the weights have another shape.
     """
     losses = losses.astype(jnp.float32)
-    weights = batch.get("weights")
-    if weights is None and is_counted is None:
+    batch_weights = batch.get("weights")
+    if batch_weights is None and is_counted is None:
         return Loss(losses.sum(), jnp.float32(losses.size))
-    weights = jnp.ones(losses.shape[:1], jnp.float32) if weights is None else jnp.asarray(weights, jnp.float32)
+    weights = jnp.ones(losses.shape[:1]) if batch_weights is None else jnp.asarray(batch_weights, jnp.float32)
     if weights.shape != losses.shape[: weights.ndim] or weights.ndim not in (1, losses.ndim):
         raise UserError(
             f"weights: got shape {weights.shape} for losses of shape {losses.shape}; "
             f"expected one weight per row {losses.shape[:1]} or one per loss {losses.shape}"
         )
-    weights = jnp.broadcast_to(weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim)), losses.shape)
+    trailing_ones = (1,) * (losses.ndim - weights.ndim)
+    weights = jnp.broadcast_to(weights.reshape(weights.shape + trailing_ones), losses.shape)
     weights = weights if is_counted is None else jnp.where(is_counted, weights, 0.0)
     # a row of weight 0 must not change the sum, even with an infinite or NaN loss
     return Loss(jnp.where(weights == 0, 0.0, losses * weights).sum(), weights.sum())
 
 
-def correct(logits: Float[Array, "*rows V"], labels: Int[Array, "*rows"]) -> Float[Array, "*rows"]:
+def correct_targets(logits: Float[Array, "*rows V"], labels: Int[Array, "*rows"]) -> Float[Array, "*rows"]:
     """Return 1.0 for each target whose label has the largest logit, 0.0 for the others."""
     return (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
 
 
 def image_loss(module: Callable[..., Any], batch: Batch, context: Context, smoothing: float) -> Loss:
-    """Sum the cross-entropy between `module(batch["images"])` and `batch["labels"]`, and the weights."""
+    """Return the weighted sum of cross-entropies of `module(batch["images"])` and `batch["labels"]`."""
     logits, labels = module(jnp.asarray(batch["images"]), context=context), jnp.asarray(batch["labels"])
     return weighted_sum(cross_entropy(logits, labels, smoothing), batch, is_class(labels, logits.shape[-1]))
 
@@ -81,7 +84,7 @@ def image_loss(module: Callable[..., Any], batch: Batch, context: Context, smoot
 def image_accuracy(
     module: Callable[..., Any], batch: Batch, context: Context
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Return the sum of the weights of the rows whose label has the largest logit, and that of all rows."""
+    """Return two sums of row weights: of the rows whose label has the largest logit, and of all rows with a label."""
     logits, labels = module(jnp.asarray(batch["images"]), context=context), jnp.asarray(batch["labels"])
-    correct_sum = weighted_sum(correct(logits, labels), batch, is_class(labels, logits.shape[-1]))
-    return correct_sum.total, correct_sum.weight
+    sums = weighted_sum(correct_targets(logits, labels), batch, is_class(labels, logits.shape[-1]))
+    return sums.total, sums.weight

@@ -2,8 +2,9 @@
 
 Each field is one independent choice. The choices come from the papers on Llama (arXiv:2302.13971, 2407.21783), GPT-2
 (Radford et al., 2019), Qwen3 (arXiv:2505.09388) and Gemma 2 (arXiv:2408.00118). Left out: experts, cross-attention,
-attention that shares or compresses keys beyond groups of heads, dropout of attention weights. The module that a Decoder
-builds is in `decoder_module.py`; this file imports neither JAX nor Flax, so that a mistyped field is reported at once.
+attention with compressed keys or with keys shared across layers, dropout of attention weights. The module that a
+Decoder builds is in `decoder_module.py`; this file imports neither JAX nor Flax, so that a mistyped field is reported
+at once.
 """
 
 import dataclasses
@@ -28,13 +29,13 @@ GATED = frozenset({"swiglu", "geglu", "geglu_tanh", "reglu"})
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's change of the rotary frequencies for a longer context: low frequencies are divided, high ones kept.
+    """Llama 3.1's change of the rotary frequencies for a longer context: it divides low frequencies.
 
     Args:
         factor: divisor of low frequencies: the ratio of the longer context to the original one.
-        low_freq_factor: frequencies with a wavelength above original_context / low_freq_factor are divided.
-        high_freq_factor: frequencies with a wavelength below original_context / high_freq_factor are kept. Frequencies
-            with a wavelength between the two are interpolated.
+        low_freq_factor: frequencies with a wavelength above original_context / low_freq_factor are divided by `factor`.
+        high_freq_factor: frequencies with a wavelength below original_context / high_freq_factor stay unchanged; those
+            between the two wavelengths are interpolated.
         original_context: context of the original training, in positions.
 
     References:
@@ -49,12 +50,12 @@ class Llama3Scaling:
 
     def __post_init__(self) -> None:
         check_types(self)
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
-        check_positive(self, names, "rotary_scaling.")
+        field_names = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
+        check_positive(self, field_names, "rotary_scaling.")
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
                 f"rotary_scaling: got low_freq_factor {self.low_freq_factor} and high_freq_factor "
-                f"{self.high_freq_factor}, expected the latter to be greater; swap them"
+                f"{self.high_freq_factor}, expected the second to be greater; swap them"
             )
 
     def __call__(self, frequencies: "np.ndarray") -> "np.ndarray":
@@ -91,8 +92,8 @@ class Decoder:
         attention_bias: whether the projections of attention have biases.
         mlp_bias: whether the feed-forward layers have biases.
         qk_norm: whether each head of queries and keys has an RMSNorm (Qwen3).
-        attention_soft_cap: bound of the attention scores s, which become bound * tanh(s / bound); `None` for no bound.
-        final_soft_cap: bound of the logits, in the same way.
+        attention_soft_cap: cap of the attention scores s, which become cap * tanh(s / cap); `None` for no cap.
+        final_soft_cap: cap of the logits, in the same way.
         windows: number of most recent positions that each layer sees, `None` for all; the tuple repeats over the
             layers, so that (4096, None) alternates.
         embedding_scale: whether embeddings are multiplied by sqrt(embed) (Gemma).
@@ -105,7 +106,7 @@ class Decoder:
             (GPT-2).
 
     Raises:
-        UserError: a field out of range, or two incompatible fields.
+        UserError: a field is out of range, or two fields are incompatible.
 
     Example:
         >>> small = Decoder(vocab=256, context=64, layers=2, embed=64, heads=4, kv_heads=2)
@@ -149,8 +150,15 @@ class Decoder:
     def __post_init__(self) -> None:
         check_types(self)
         check_counts(self, ("vocab", "context", "layers", "embed", "heads", "kv_heads", "head_dim", "mlp"))
-        names = ("norm_eps", "rotary_base", "attention_soft_cap", "final_soft_cap", "attention_scale", "init_std")
-        check_positive(self, names)
+        positive_fields = (
+            "norm_eps",
+            "rotary_base",
+            "attention_soft_cap",
+            "final_soft_cap",
+            "attention_scale",
+            "init_std",
+        )
+        check_positive(self, positive_fields)
         check_rates(self, ("dropout",))
         if not (self.z_loss >= 0 and math.isfinite(self.z_loss)):
             raise UserError(f"z_loss: got {self.z_loss!r}, expected a weight >= 0 (1e-4 is usual)")
@@ -163,17 +171,21 @@ class Decoder:
         if self.positions == "rotary" and self.head_width % 2:
             raise UserError(f"head_dim: got {self.head_width}, expected an even number for rotary positions")
         if self.rotary_scaling is not None and self.positions != "rotary":
-            raise UserError(f"rotary_scaling is for rotary positions, got positions {self.positions!r}: leave one out")
+            raise UserError(
+                f"rotary_scaling: got positions {self.positions!r}, expected 'rotary'; leave rotary_scaling out"
+            )
         if self.norm_plus_one and self.norm != "rms":
-            raise UserError(f"norm_plus_one is for the norm 'rms', got norm {self.norm!r}: leave one out")
+            raise UserError(f"norm_plus_one: got norm {self.norm!r}, expected 'rms'; leave norm_plus_one out")
         if not self.windows:
-            raise UserError("windows: got (), expected one entry per layer of the pattern; (None,) sees all positions")
+            raise UserError("windows: got (), expected at least one entry; give (None,) to see all positions")
         for window in self.windows:
             if window is not None and window < 1:
-                raise UserError(f"windows: got {window!r} in {self.windows}, expected positions >= 1, or None for all")
+                raise UserError(
+                    f"windows: got {window!r} in {self.windows}, expected a number of positions >= 1, or None for all"
+                )
         if len(self.windows) > self.layers:
             raise UserError(
-                f"windows: got {len(self.windows)} entries, expected at most one for each of {self.layers} layers"
+                f"windows: got {len(self.windows)} entries, expected at most one for each of the {self.layers} layers"
             )
 
     @property
@@ -194,19 +206,19 @@ class Decoder:
     @property
     def parameters(self) -> int:
         """Number of trained parameters, without padding of the vocabulary."""
-        norm_count = self.embed * (2 if self.norm == "layer" else 1)
+        norm_parameters = self.embed * (2 if self.norm == "layer" else 1)
         query_width, key_width = self.heads * self.head_width, self.kv_count * self.head_width
-        attention_count = self.embed * (2 * query_width + 2 * key_width) + 2 * self.head_width * self.qk_norm
-        attention_count += (query_width + 2 * key_width + self.embed) * self.attention_bias
-        input_projections = 2 if self.mlp_kind in GATED else 1
-        mlp_count = (1 + input_projections) * self.embed * self.mlp_width
-        mlp_count += (input_projections * self.mlp_width + self.embed) * self.mlp_bias
-        block_count = attention_count + mlp_count + (4 if self.post_norms else 2) * norm_count
-        table_rows = self.vocab * (1 if self.tied else 2) + self.context * (self.positions == "learned")
-        return self.layers * block_count + norm_count + table_rows * self.embed
+        attention_parameters = self.embed * (2 * query_width + 2 * key_width) + 2 * self.head_width * self.qk_norm
+        attention_parameters += (query_width + 2 * key_width + self.embed) * self.attention_bias
+        input_projection_count = 2 if self.mlp_kind in GATED else 1
+        mlp_parameters = (1 + input_projection_count) * self.embed * self.mlp_width
+        mlp_parameters += (input_projection_count * self.mlp_width + self.embed) * self.mlp_bias
+        block_parameters = attention_parameters + mlp_parameters + (4 if self.post_norms else 2) * norm_parameters
+        table_row_count = self.vocab * (1 if self.tied else 2) + self.context * (self.positions == "learned")
+        return self.layers * block_parameters + norm_parameters + table_row_count * self.embed
 
     def logical_sizes(self) -> dict[str, int]:
-        """Size of each logical axis that a mesh axis must divide; the vocabulary is padded instead."""
+        """Return the size of each logical axis that a mesh axis must divide; the vocabulary is padded instead."""
         return {"heads": self.heads, "kv_heads": self.kv_count, "mlp": self.mlp_width, "embed": self.embed}
 
     def build(self, rngs: "nnx.Rngs", *, vocab_multiple: int = 1) -> "DecoderModule":
@@ -216,7 +228,7 @@ class Decoder:
         return DecoderModule(self, vocab_multiple=vocab_multiple, rngs=rngs)
 
     def loss(self, module: "DecoderModule", batch: "Batch", context: "Context") -> "Loss":
-        """Sum the cross-entropy of a batch's targets, in chunks of `context.loss_chunk` positions.
+        """Return the summed cross-entropy of a batch's targets, computed `context.loss_chunk` positions at a time.
 
         Args:
             module: the result of `build`, or a copy with other parameters.

@@ -1,4 +1,4 @@
-"""The module of a `Decoder`: embedding, a stack of blocks, norm, head.
+"""The module of a `Decoder`: an embedding, a stack of blocks, a norm and a head.
 
 It reads as code for one device; a plan's layout, remat and precision reach it through `layers`, `constrain` and the
 context.
@@ -34,7 +34,7 @@ def make_norm(config: Decoder) -> RMSNorm | LayerNorm:
 
 
 def make_attention(config: Decoder, inits: dict[str, Any], rngs: nnx.Rngs) -> Attention:
-    """Make the attention of a block; `inits` are its arguments `init` and `out_init`."""
+    """Make the attention of a block; `inits` holds the initializers to pass as `init` and `out_init`."""
     rotary = None
     if config.positions == "rotary":
         rotary = Rotary(config.head_width, config.rotary_base, config.rotary_scaling)
@@ -88,8 +88,8 @@ class Block(nnx.Module):
     ) -> Any:
         """Return the residual stream after this block; with a cache, a pair of the stream and the new cache."""
         settings = {"positions": positions, "segments": segments, "window": window, "context": context}
-        y = self.attention(self.attention_norm(x), cache=cache, **settings)
-        y, cache = (y, None) if cache is None else y
+        attention_result = self.attention(self.attention_norm(x), cache=cache, **settings)
+        y, cache = (attention_result, None) if cache is None else attention_result
         y = y if self.attention_post_norm is None else self.attention_post_norm(y)
         x = constrain(x + y, "batch", "seq", "embed")
         y = self.mlp(self.mlp_norm(x), context=context)
@@ -99,11 +99,15 @@ class Block(nnx.Module):
 
 
 class DecoderModule(nnx.Module):
-    """Tokens to logits of the next token.
+    """Maps tokens to the logits of the tokens that follow them.
 
     Args:
         config: the model value.
-        vocab_multiple: number that divides the padded number of rows of the embedding and of the head.
+        vocab_multiple: the tables of the embedding and the head are padded to a multiple of this number of rows.
+
+    Attributes:
+        positions: table of learned positions; `None` for other kinds of positions.
+        head: table of the output projection; `None` if it is the table of the embedding.
 
     Example:
         >>> tiny = Decoder(vocab=5, context=8, layers=2, embed=8, heads=2)
@@ -111,9 +115,9 @@ class DecoderModule(nnx.Module):
         >>> tokens = jnp.array([[1, 2, 3]])
         >>> module(tokens).shape, module.embedding.weight.shape
         ((1, 3, 8), (8, 8))
-        >>> first, cache = module(tokens[:, :2], cache=tiny.init_cache(1, 8, jnp.float32))
-        >>> last, cache = module(tokens[:, 2:], cache=cache)
-        >>> bool(jnp.allclose(last[:, 0], module(tokens)[:, 2], atol=1e-5))
+        >>> prompt_logits, cache = module(tokens[:, :2], cache=tiny.init_cache(1, 8, jnp.float32))
+        >>> next_logits, cache = module(tokens[:, 2:], cache=cache)
+        >>> bool(jnp.allclose(next_logits[:, 0], module(tokens)[:, 2], atol=1e-5))
         True
     """
 
@@ -122,8 +126,8 @@ class DecoderModule(nnx.Module):
         table_settings = {"vocab_multiple": vocab_multiple, "init": init, "rngs": rngs}
         self.config = config
         self.embedding = Embedding(config.vocab, config.embed, **table_settings)
-        has_table = config.positions == "learned"
-        self.positions = PositionTable(config.context, config.embed, init=init, rngs=rngs) if has_table else None
+        is_learned = config.positions == "learned"
+        self.positions = PositionTable(config.context, config.embed, init=init, rngs=rngs) if is_learned else None
         self.dropout = Dropout(config.dropout, site="embedding")
         self.blocks = Stack(lambda rngs: Block(config, rngs), config.layers, rngs=rngs)
         self.norm = make_norm(config)
@@ -146,7 +150,7 @@ class DecoderModule(nnx.Module):
         return constrain(self.dropout(x, context), "batch", "seq", "embed")
 
     def _position_rows(self, table: PositionTable, length: int, positions: Any, cache: KVCache | None) -> Any:
-        """Return the rows of the table of learned positions, (1 or B, T, D)."""
+        """Return the learned positions of `length` tokens, (1 or B, T, D)."""
         if length > self.config.context:
             raise UserError(
                 f"sequence: got {length} tokens, expected at most {self.config.context} (learned positions); shorten it"
@@ -178,13 +182,13 @@ class DecoderModule(nnx.Module):
 
     @property
     def table(self) -> Array:
-        """Rows of the output projection, (padded V, D): the head's, or the embedding's."""
+        """Table of the output projection, (padded V, D): the head's, or the embedding's if they are tied."""
         return (self.embedding if self.head is None else self.head).weight[...]
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Return the logits of the next token, float32; minus infinity in the columns that pad the vocabulary."""
-        scores = logits(hidden, self.table, vocab=self.config.vocab, soft_cap=self.config.final_soft_cap)
-        return constrain(scores, "batch", "inner_seq", "vocab")
+        next_logits = logits(hidden, self.table, vocab=self.config.vocab, soft_cap=self.config.final_soft_cap)
+        return constrain(next_logits, "batch", "inner_seq", "vocab")
 
     def __call__(
         self,
@@ -199,9 +203,9 @@ class DecoderModule(nnx.Module):
 
         Args:
             tokens: ids of the tokens.
-            positions: positions of the tokens in their documents; by default the index in the row, or with a cache the
-                next positions after the cached ones.
-            segments: number of each token's document in its row, from 1; 0 is padding.
+            positions: positions of the tokens in their documents; by default the indices in the row, or with a cache
+                the positions that follow the cached ones.
+            segments: index of each token's document within the row, counted from 1; 0 is padding.
             cache: keys and values of earlier tokens (`Decoder.init_cache`).
             context: context of the forward pass: key, compute dtype, implementations.
         """
@@ -213,7 +217,7 @@ class DecoderModule(nnx.Module):
 
 
 def decoder_loss(module: DecoderModule, batch: Batch, context: Context) -> Loss:
-    """Sums of the cross-entropy of a batch: see `Decoder.loss`."""
+    """Return the summed cross-entropy of a batch, as `Decoder.loss` documents."""
     settings = {"positions": batch.get("positions"), "segments": batch.get("segments"), "context": context}
     return cross_entropy(
         module.hidden(batch["tokens"], **settings),
@@ -229,5 +233,5 @@ def decoder_loss(module: DecoderModule, batch: Batch, context: Context) -> Loss:
 
 
 def init_cache(config: Decoder, batch: int, length: int, dtype: Any) -> KVCache:
-    """An empty cache of all layers: see `Decoder.init_cache`."""
+    """Return an empty cache for all layers, as `Decoder.init_cache` documents."""
     return KVCache.empty(batch, length, config.kv_count, config.head_width, dtype, layers=config.layers)

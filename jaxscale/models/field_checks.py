@@ -16,7 +16,7 @@ def check_counts(model: Any, names: Iterable[str]) -> None:
 
 
 def check_positive(model: Any, names: Iterable[str], prefix: str = "") -> None:
-    """Raise UserError if a field is not a finite number above 0; `None` passes.
+    """Raise UserError if one of these fields is not a finite number above 0; `None` passes.
 
     Args:
         model: the model value.
@@ -24,9 +24,9 @@ def check_positive(model: Any, names: Iterable[str], prefix: str = "") -> None:
         prefix: text before the field's name in the message.
     """
     for name in names:
-        number = getattr(model, name)
-        if number is not None and not (number > 0 and math.isfinite(number)):
-            raise UserError(f"{prefix}{name}: got {number!r}, expected a number > 0")
+        value = getattr(model, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise UserError(f"{prefix}{name}: got {value!r}, expected a number > 0")
 
 
 def check_rates(model: Any, names: Iterable[str]) -> None:

@@ -1,7 +1,7 @@
 """Foreign models: an unmodified Flax NNX or Linen module as a model value that trains under any plan.
 
 The module keeps its class, its layers, its batch statistics and its dropout. This file sets, from outside, training or
-evaluation mode, dropout keys that follow from seed and step, the plan's type for computation, and rematerialization of
+evaluation mode, dropout keys derived from seed and step, the plan's compute type, and rematerialization of
 the submodules that repeat (`foreign_blocks.py`). Left out: packing (a foreign module takes no segment ids), padding of
 the vocabulary, generation.
 """
@@ -20,8 +20,8 @@ from flax import nnx
 from jaxscale.blocks import Context, Loss
 from jaxscale.errors import UserError
 from jaxscale.layers.targets import note_class_count
-from jaxscale.models.classify import correct, cross_entropy, weighted_sum
-from jaxscale.models.foreign_blocks import as_one_block, blocks_wrapped, repeated_blocks
+from jaxscale.models.classify import correct_targets, cross_entropy, weighted_sum
+from jaxscale.models.foreign_blocks import blocks_wrapped, repeated_blocks, run_as_one_block
 from jaxscale.typing import Array, Batch, Bool, Float
 
 TRAINING_ARGUMENTS: Mapping[str, bool] = {
@@ -31,7 +31,7 @@ TRAINING_ARGUMENTS: Mapping[str, bool] = {
     "deterministic": False,
     "use_running_average": False,
 }
-"""Arguments that set the mode of a module's `__call__`, with their value in training; evaluation negates it."""
+"""Arguments of a module's `__call__` that set its mode, with their values in training; evaluation negates them."""
 
 
 Score = Callable[[Callable[..., Any], Batch], Any]
@@ -56,7 +56,7 @@ class CrossEntropy:
     smoothing: float = 0.0
 
     def __call__(self, module: Callable[..., Any], batch: Batch) -> Array:
-        """Nats per label, float32; 0 for a label that is no class, such as -100."""
+        """Return the loss of each label in nats, float32; 0 for a label that is no class, such as -100."""
         logits, labels = self._logits(module, batch)
         return cross_entropy(logits, labels, self.smoothing)
 
@@ -65,22 +65,22 @@ class CrossEntropy:
         return jnp.asarray(batch[self.labels]) >= 0
 
     def correct(self, module: Callable[..., Any], batch: Batch) -> Array:
-        """1.0 for each label that has the largest logit, 0.0 for the others."""
-        return correct(*self._logits(module, batch))
+        """Return 1.0 for each label that has the largest logit, 0.0 for the others."""
+        return correct_targets(*self._logits(module, batch))
 
     def _logits(self, module: Callable[..., Any], batch: Batch) -> tuple[Array, Array]:
         """Return the module's logits and the batch's labels, after a check of their names and shapes."""
         for name in (self.inputs, self.labels):
             if name not in batch:
                 raise UserError(
-                    f"the score reads batch[{name!r}], but the batch has {', '.join(sorted(batch))}; "
+                    f"the score reads batch[{name!r}], but the batch contains {', '.join(sorted(batch))}; "
                     "name the arrays as the data does: CrossEntropy(inputs=..., labels=...)"
                 )
         logits, labels = module(batch[self.inputs]), jnp.asarray(batch[self.labels])
-        shape_or_type = getattr(logits, "shape", type(logits).__name__)
-        if shape_or_type[:-1] != labels.shape:
+        logits_shape = getattr(logits, "shape", type(logits).__name__)  # a type if the module returned no array
+        if logits_shape[:-1] != labels.shape:
             raise UserError(
-                f"the module returned {shape_or_type} for labels of shape {labels.shape}; expected logits of shape "
+                f"the module returned {logits_shape} for labels of shape {labels.shape}; expected logits of shape "
                 f"{(*labels.shape, 'classes')}: return logits, or pass ForeignModel another score"
             )
         note_class_count(self.labels, logits.shape[-1])
@@ -88,12 +88,12 @@ class CrossEntropy:
 
 
 def classification(inputs: str = "images", labels: str = "labels", smoothing: float = 0.0) -> CrossEntropy:
-    """The score of a module that maps images to logits of shape [B, classes]."""
+    """Return the score of a module that maps images to logits of shape [B, classes]."""
     return CrossEntropy(inputs, labels, smoothing)
 
 
 def language_model(inputs: str = "tokens", targets: str = "targets") -> CrossEntropy:
-    """The score of a module that maps tokens [B, S] to logits [B, S, V] of the tokens that follow."""
+    """Return the score of a module that maps tokens [B, S] to the logits [B, S, V] of the tokens that follow them."""
     return CrossEntropy(inputs, targets)
 
 
@@ -103,10 +103,11 @@ class ForeignModel:
 
     Training switches the module as `module.train()` does, and passes True for a `train` argument of its `__call__` (see
     `TRAINING_ARGUMENTS`); evaluation does the opposite. Batch statistics are those of the microbatch, over all devices,
-    and dropout follows from seed, step and microbatch: both depend on the number of microbatches, and not on the mesh.
+    and dropout follows from seed, step and microbatch. So both depend on the number of microbatches, but not on the
+    mesh.
 
     Args:
-        make: builds the module from `nnx.Rngs`; it has the streams "params" and "dropout".
+        make: function that builds the module from `nnx.Rngs` with the streams "params" and "dropout".
         score: `score(module, batch)` returns one loss per row or per target, such as `classification()` and
             `language_model()`.
         blocks: paths of the submodules to rematerialize one by one ("layers/0"), by default those that repeat. With
@@ -144,7 +145,7 @@ class ForeignModel:
         return module
 
     def loss(self, module: nnx.Module, batch: Batch, context: Context) -> Loss:
-        """Sum the weighted losses, and the weights.
+        """Return the sum of the weighted losses and the sum of the weights.
 
         In training, the call also updates the module's other variables, such as batch statistics.
         """
@@ -161,19 +162,19 @@ class ForeignModel:
     @property
     def accuracy(self) -> Callable[[nnx.Module, Batch, Context], tuple[Array, Array]] | None:
         """`accuracy(module, batch, context)` returns (correct targets, all targets); `None` without `score.correct`."""
-        correct_score = getattr(self.score, "correct", None)
-        return None if correct_score is None else functools.partial(self._accuracy, correct_score)
+        correct_fn = getattr(self.score, "correct", None)
+        return None if correct_fn is None else functools.partial(self._accuracy, correct_fn)
 
     def logical_sizes(self) -> dict[str, int]:
-        """Empty, because the axes of a foreign module are unknown."""
+        """Return an empty dict: the logical axes of a foreign module are unknown."""
         return {}
 
     def _accuracy(
-        self, correct_score: Score, module: nnx.Module, batch: Batch, context: Context
+        self, correct_fn: Score, module: nnx.Module, batch: Batch, context: Context
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """Return the sum of the weights of the correct targets, and that of all targets."""
-        correct_sum = weighted_sum(self._run(correct_score, module, batch, context), batch, self._is_counted(batch))
-        return correct_sum.total, correct_sum.weight
+        """Return two sums of weights: of the correct targets, and of all targets."""
+        sums = weighted_sum(self._run(correct_fn, module, batch, context), batch, self._is_counted(batch))
+        return sums.total, sums.weight
 
     def _is_counted(self, batch: Batch) -> Bool[Array, "..."] | None:
         """Whether each loss counts, of a score that reports it; `None` if all count."""
@@ -181,7 +182,7 @@ class ForeignModel:
         return None if is_counted is None else is_counted(batch)
 
     def _run(self, score: Score, module: nnx.Module, batch: Batch, context: Context) -> Any:
-        """Return what `score` returns for the module, with the mode, keys and type of the context."""
+        """Return `score(module, batch)`, computed with the mode, random keys and compute type of the context."""
         # on a copy: the caller's module keeps its mode, types and rng state, and gets no variables from `sow`
         module_copy = nnx.clone(module)
         is_training = context.key is not None
@@ -191,21 +192,23 @@ class ForeignModel:
         batch = dict(batch)
         if context.dtype is not None:
             batch = _set_dtype(jnp.dtype(context.dtype), module_copy, batch)
-        paths = repeated_blocks(module_copy) if self.blocks is None else self.blocks
+        block_paths = repeated_blocks(module_copy) if self.blocks is None else self.blocks
 
         def forward(module: nnx.Module, batch: Batch) -> Any:
             return score(_bind_mode(module, is_training), batch)
 
-        with blocks_wrapped(module_copy, paths):
-            losses = forward(module_copy, batch) if paths else as_one_block(forward, module_copy, batch)
+        with blocks_wrapped(module_copy, block_paths):
+            target_scores = (
+                forward(module_copy, batch) if block_paths else run_as_one_block(forward, module_copy, batch)
+            )
         if is_training:
             _copy_variables(module, module_copy)
-        return losses
+        return target_scores
 
 
 @dataclasses.dataclass(frozen=True)
 class FromLinen:
-    """Builds the NNX module around a Linen module, whose variables a forward pass over zeros initialises.
+    """Builds an NNX module around a Linen module, and initializes its variables by a forward pass over zeros.
 
     Args:
         module: Linen module.
@@ -216,22 +219,22 @@ class FromLinen:
     inputs: tuple[jax.ShapeDtypeStruct, ...]
 
     def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
-        """The NNX module that `flax.nnx.bridge` makes."""
+        """Return the NNX module that `flax.nnx.bridge` makes of the Linen module."""
         module = nnx.bridge.ToNNX(self.module, rngs=rngs)
-        zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.inputs]
-        nnx.bridge.lazy_init(module, *zeros, **_mode_arguments(self.module, training=False))
+        zeros = [jnp.zeros(abstract.shape, abstract.dtype) for abstract in self.inputs]
+        nnx.bridge.lazy_init(module, *zeros, **_mode_arguments(self.module, is_training=False))
         return module
 
 
 def linen_model(module: Any, *inputs: Any, score: Score) -> ForeignModel:
-    """A Flax Linen module as a model value. The whole module is one block, because the bridge exposes no submodules.
+    """Return a Flax Linen module as a model value. It is one block, because the bridge exposes no submodules.
 
-    Collections that the module has after initialisation ("batch_stats", ...) are updated in training.
+    Training updates the collections that the module has after initialization ("batch_stats", ...).
 
     Args:
         module: Linen module. Its `__call__` may take a `train` argument (`TRAINING_ARGUMENTS`).
-        inputs: shapes and types of the arrays of one call, as `jax.ShapeDtypeStruct` or NumPy arrays; JAX arrays in an
-            experiment file would start the backend before the plan sets the number of devices.
+        inputs: shapes and types of the arrays of one call, as `jax.ShapeDtypeStruct` or NumPy arrays. Do not pass JAX
+            arrays: in an experiment file they would start the backend before the plan sets the number of devices.
         score: function of module and batch that returns the losses, as in `ForeignModel`.
 
     Example:
@@ -241,26 +244,34 @@ def linen_model(module: Any, *inputs: Any, score: Score) -> ForeignModel:
         >>> model.build(nnx.Rngs(0)).kernel.shape
         (2, 3)
     """
-    shapes = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in inputs)
-    return ForeignModel(FromLinen(module, shapes), score)
+    abstract_inputs = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in inputs)
+    return ForeignModel(FromLinen(module, abstract_inputs), score)
 
 
-def _bind_mode(module: nnx.Module, training: bool) -> Callable[..., Any]:
-    """Bind the mode arguments of the module's `__call__`."""
+def _bind_mode(module: nnx.Module, is_training: bool) -> Callable[..., Any]:
+    """Return the module's call with its mode arguments bound to their values for training or evaluation."""
     if isinstance(module, nnx.bridge.ToNNX):
-        arguments: dict[str, Any] = dict(_mode_arguments(module.to_nnx__module, training))
-        types = {type(variable) for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param)))}
-        collections = {nnx.variable_name_from_type(cls) for cls in types if not issubclass(cls, nnx.RngState)}
-        arguments["mutable"] = sorted(collections) if training else False
+        mode_arguments: dict[str, Any] = dict(_mode_arguments(module.to_nnx__module, is_training))
+        variable_types = {type(variable) for _, variable in nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param)))}
+        collection_names = {
+            nnx.variable_name_from_type(variable_type)
+            for variable_type in variable_types
+            if not issubclass(variable_type, nnx.RngState)
+        }
+        mode_arguments["mutable"] = sorted(collection_names) if is_training else False
     else:
-        arguments = _mode_arguments(module, training)
-    return functools.partial(module, **arguments) if arguments else module
+        mode_arguments = _mode_arguments(module, is_training)
+    return functools.partial(module, **mode_arguments) if mode_arguments else module
 
 
-def _mode_arguments(module: Any, training: bool) -> dict[str, bool]:
+def _mode_arguments(module: Any, is_training: bool) -> dict[str, bool]:
     """Return the mode arguments that the module's `__call__` has, with their values for training or evaluation."""
     parameters = inspect.signature(type(module).__call__).parameters
-    return {name: flag == training for name, flag in TRAINING_ARGUMENTS.items() if name in parameters}
+    return {
+        name: value_in_training == is_training
+        for name, value_in_training in TRAINING_ARGUMENTS.items()
+        if name in parameters
+    }
 
 
 def _reseed(module: nnx.Module, context: Context) -> None:
@@ -269,15 +280,15 @@ def _reseed(module: nnx.Module, context: Context) -> None:
     key = context.key if context.examples is None else jax.random.fold_in(context.key, context.examples[0])
     for path, stream in nnx.iter_graph(module):
         if isinstance(stream, nnx.RngStream):
-            name = "/".join(map(str, path))
-            stream_key = jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
-            shape = stream.key.shape
-            stream.key[...] = jax.random.split(stream_key, shape) if shape else stream_key
+            stream_name = "/".join(map(str, path))
+            stream_key = jax.random.fold_in(key, zlib.crc32(stream_name.encode()) & 0x7FFFFFFF)
+            key_shape = stream.key.shape
+            stream.key[...] = jax.random.split(stream_key, key_shape) if key_shape else stream_key
             stream.count[...] = jnp.zeros(stream.count.shape, stream.count.dtype)
 
 
 def _set_dtype(dtype: Any, module: nnx.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """Set `dtype` in the module's layers without one, cast its parameters to it, and return the batch, cast too."""
+    """Set `dtype` in the module's layers that have none, cast its parameters, and return the batch cast to it."""
     for _, node in nnx.iter_graph(module):
         if type(node).__module__.startswith("flax.") and getattr(node, "dtype", dtype) is None:
             setattr(node, "dtype", dtype)  # noqa: B010 - only Flax's layers have this attribute
@@ -289,12 +300,12 @@ def _set_dtype(dtype: Any, module: nnx.Module, batch: dict[str, Any]) -> dict[st
     }
 
 
-def _copy_variables(module: nnx.Module, source: nnx.Module) -> None:
-    """Copy variables other than parameters and rng state from `source` to `module`, keeping shapes and types."""
+def _copy_variables(target: nnx.Module, source: nnx.Module) -> None:
+    """Copy variables other than parameters and rng state from `source` to `target`, in the types of `target`."""
     other_variables = nnx.All(nnx.Variable, nnx.Not(nnx.Param), nnx.Not(nnx.RngState))
     source_variables = dict(nnx.to_flat_state(nnx.state(source, other_variables)))
     new_variables = {}
-    for path, old_variable in nnx.to_flat_state(nnx.state(module, other_variables)):
+    for path, old_variable in nnx.to_flat_state(nnx.state(target, other_variables)):
         if path in source_variables:
             new_variable = source_variables[path]
             if new_variable.shape != old_variable.shape:
@@ -303,4 +314,4 @@ def _copy_variables(module: nnx.Module, source: nnx.Module) -> None:
                     f"{new_variable.shape}, but a variable that is kept from step to step must keep its shape"
                 )
             new_variables[path] = old_variable.replace(new_variable[...].astype(old_variable.dtype))
-    nnx.update(module, nnx.from_flat_state(new_variables))
+    nnx.update(target, nnx.from_flat_state(new_variables))

@@ -1,9 +1,10 @@
 """The blocks of a foreign module: its repeated submodules, run through `blocks.wrap` from outside.
 
-A block is one of several like submodules: members of one list (`nnx.List`, `nnx.Sequential`), or attributes whose names
-are one stem and a number (`block0`, `block1`). While a loss is traced, the `__call__` of exactly these instances goes
-through `blocks.wrap` as a pure function of (parameters, other variables, arguments). So `jax.checkpoint` sees every
-input, and the function returns batch statistics and dropout counts. The user's class is restored when the trace ends.
+A block is one of several similar submodules: members of one list (`nnx.List`, `nnx.Sequential`), or attributes whose
+names are one stem and a number (`block0`, `block1`). While a loss is traced, the `__call__` of exactly these instances
+goes through `blocks.wrap` as a pure function of (parameters, other variables, arguments), so that `jax.checkpoint` sees
+every input; the function also returns updated batch statistics and dropout counts. The user's class is restored when
+the trace ends.
 
 Left out: blocks inside the user's `nnx.scan` or `nnx.vmap` (one submodule with stacked parameters), blocks run by a
 method other than `__call__`, and one block called several times under several names (tied layers): name them with
@@ -31,9 +32,10 @@ _patch_lock = threading.RLock()
 def repeated_blocks(module: nnx.Module) -> tuple[str, ...]:
     """Return the paths of the outermost submodules that repeat: "layers/0", "layers/1", ...
 
-    Two submodules repeat if they lie in the same list (or have names of one stem and a number), are of the same class,
-    and have parameters of the same names, shapes and types. Other submodules of this class in this list are blocks too.
-    Layers of Flax itself (`nnx.Linear`, ...) are too small to be blocks, but containers (`nnx.Sequential`) may be.
+    Two submodules repeat if they lie in the same list (or their names are the same stem with different numbers), are of
+    the same class, and have parameters of the same names, shapes and types. Then all submodules of this class in the
+    list are blocks. Layers of Flax itself (`nnx.Linear`, ...) are too small to be blocks, but containers
+    (`nnx.Sequential`) may be.
 
     Example:
         >>> class Block(nnx.Module):
@@ -48,15 +50,15 @@ def repeated_blocks(module: nnx.Module) -> tuple[str, ...]:
         ('layers/0', 'layers/1', 'layers/2')
     """
     submodules = _submodules(module)
-    paths_by_family: dict[tuple[ModulePath, str, type], list[ModulePath]] = defaultdict(list)
+    paths_by_group: dict[tuple[ModulePath, str, type], list[ModulePath]] = defaultdict(list)
     for path, node in submodules.items():
         stem = _stem(path[-1]) if path else None
         if stem is not None and _may_be_block(node):
-            paths_by_family[(path[:-1], stem, type(node))].append(path)
+            paths_by_group[(path[:-1], stem, type(node))].append(path)
     block_paths: list[ModulePath] = []
-    for parent, stem, cls in sorted(paths_by_family, key=lambda family: len(family[0])):
-        paths = paths_by_family[(parent, stem, cls)]
-        is_in_block = any(parent[: len(block_path)] == block_path for block_path in block_paths)
+    for parent_path, stem, cls in sorted(paths_by_group, key=lambda group: len(group[0])):
+        paths = paths_by_group[(parent_path, stem, cls)]
+        is_in_block = any(parent_path[: len(block_path)] == block_path for block_path in block_paths)
         if not is_in_block and len({_signature(submodules[path]) for path in paths}) < len(paths):
             block_paths += sorted(paths, key=lambda path: int(re.findall(r"\d+", str(path[-1]))[-1]))
     return tuple("/".join(map(str, path)) for path in block_paths)
@@ -64,23 +66,23 @@ def repeated_blocks(module: nnx.Module) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def blocks_wrapped(module: nnx.Module, paths: Sequence[str]) -> Iterator[None]:
-    """While the context is open, traced calls of the submodules at `paths` go through `blocks.wrap`.
+    """Return a context in which traced calls of the submodules at `paths` go through `blocks.wrap`.
 
     Raises:
-        UserError: a submodule does not exist, or a plan treats blocks and no block was called.
+        UserError: a submodule does not exist, or a plan treats blocks but the forward pass called none.
     """
     if not paths or _is_untreated():
         yield
         return
-    module_by_name = {"/".join(map(str, path)): node for path, node in _submodules(module).items()}
+    module_by_path = {"/".join(map(str, path)): node for path, node in _submodules(module).items()}
     for path in paths:
-        if path not in module_by_name:
-            raise unknown("block", path, [name for name in module_by_name if name])
-    block_ids = {id(module_by_name[path]) for path in paths}
+        if path not in module_by_path:
+            raise unknown("block", path, [name for name in module_by_path if name])
+    block_ids = {id(module_by_path[path]) for path in paths}
     called_ids: set[int] = set()
     # the lock is held while tracing: a patch of another thread must not be restored out of order
     with _patch_lock, contextlib.ExitStack() as patches:
-        for cls in {type(module_by_name[path]) for path in paths}:
+        for cls in {type(module_by_path[path]) for path in paths}:
             patches.enter_context(_patch_calls(cls, block_ids, called_ids))
         yield
     if not called_ids:
@@ -91,7 +93,7 @@ def blocks_wrapped(module: nnx.Module, paths: Sequence[str]) -> Iterator[None]:
         )
 
 
-def as_one_block(function: Callable[..., Any], *args: Any) -> Any:
+def run_as_one_block(function: Callable[..., Any], *args: Any) -> Any:
     """Run `function(*args)` through `blocks.wrap` as one block, and return its result.
 
     The variables of modules among the arguments, or inside them, are updated as by a plain call. A variable that the
@@ -108,41 +110,41 @@ def as_one_block(function: Callable[..., Any], *args: Any) -> Any:
         return output, nnx.split(block_args, nnx.Param, nnx.Variable, ...)[2]
 
     output, new_state = blocks.wrap(block, rolled=False)(params, state, arrays)
-    old_variables = dict(nnx.to_flat_state(state))
+    existing_paths = {path for path, _ in nnx.to_flat_state(state)}
     updated_variables, new_variables = {}, {}
     for path, variable in nnx.to_flat_state(new_state):
-        (updated_variables if path in old_variables else new_variables)[path] = variable
+        (updated_variables if path in existing_paths else new_variables)[path] = variable
     nnx.update(args, nnx.from_flat_state(updated_variables))
     for path, variable in new_variables.items():
         parent: Any = args
-        for key in path[:-1]:
-            parent = parent[key] if isinstance(key, int) or isinstance(parent, dict) else getattr(parent, key)
+        for name in path[:-1]:
+            parent = parent[name] if isinstance(name, int) or isinstance(parent, dict) else getattr(parent, name)
         setattr(parent, path[-1], variable)
     return output
 
 
 def _is_untreated() -> bool:
-    """Whether no plan treats blocks, so that calls stay unchanged."""
+    """Return whether no plan treats blocks, so that calls stay unchanged."""
     return blocks.wrap(_is_untreated, rolled=False) is _is_untreated
 
 
 @contextlib.contextmanager
 def _patch_calls(cls: type, block_ids: set[int], called_ids: set[int]) -> Iterator[None]:
-    """While open, run calls of the instances of `cls` with these ids as blocks, and add the ids to `called_ids`."""
+    """Return a context that runs calls of these instances of `cls` as blocks, and adds their ids to `called_ids`."""
     original_call: Any = cls.__call__
-    is_overridden = "__call__" in vars(cls)
+    has_own_call = "__call__" in vars(cls)
 
     def call_as_block(self: Any, *args: Any, **kwargs: Any) -> Any:
         if id(self) not in block_ids:  # another module, or its own copy inside the block
             return original_call(self, *args, **kwargs)
         called_ids.add(id(self))
-        return as_one_block(lambda self, args, kwargs: original_call(self, *args, **kwargs), self, args, kwargs)
+        return run_as_one_block(lambda self, args, kwargs: original_call(self, *args, **kwargs), self, args, kwargs)
 
     setattr(cls, "__call__", call_as_block)  # noqa: B010 - a method of a foreign class
     try:
         yield
     finally:
-        if is_overridden:
+        if has_own_call:
             setattr(cls, "__call__", original_call)  # noqa: B010
         else:
             del cls.__call__
@@ -154,7 +156,7 @@ def _submodules(module: nnx.Module) -> dict[ModulePath, nnx.Module]:
 
 
 def _stem(name: Any) -> str | None:
-    """Return the name without its number: "" for list members, "block" for block0; `None` for a name without one."""
+    """Return the name without its number: "" for a list member, "block" for block0, `None` if it ends in no number."""
     if isinstance(name, int):
         return ""
     match = _NUMBERED.fullmatch(str(name))
@@ -162,12 +164,12 @@ def _stem(name: Any) -> str | None:
 
 
 def _may_be_block(node: nnx.Module) -> bool:
-    """Whether a submodule is callable, has parameters, and is no layer of Flax itself."""
-    is_foreign = not type(node).__module__.startswith("flax.") or isinstance(node, nnx.Sequential)
-    return is_foreign and callable(node) and bool(jax.tree.leaves(nnx.state(node, nnx.Param)))
+    """Return whether a submodule is callable, has parameters, and is not a layer of Flax itself."""
+    is_not_flax_layer = not type(node).__module__.startswith("flax.") or isinstance(node, nnx.Sequential)
+    return is_not_flax_layer and callable(node) and bool(jax.tree.leaves(nnx.state(node, nnx.Param)))
 
 
 def _signature(node: nnx.Module) -> Any:
-    """Return names, shapes and types of a submodule's parameters, which are equal for repeated submodules."""
-    leaves = nnx.to_flat_state(nnx.state(node, nnx.Param))
-    return tuple((path, tuple(variable.shape), str(variable.dtype)) for path, variable in leaves)
+    """Return the names, shapes and types of a submodule's parameters, which repeated submodules have in common."""
+    params = nnx.to_flat_state(nnx.state(node, nnx.Param))
+    return tuple((path, tuple(param.shape), str(param.dtype)) for path, param in params)

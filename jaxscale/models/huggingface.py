@@ -1,6 +1,6 @@
 """Read and write model folders of Hugging Face's transformers, and continue training from them.
 
-`huggingface_config.py` reads config.json, `safetensors_folder.py` the weights; `huggingface_tensors.py` matches the two
+`huggingface_config.py` reads config.json, `safetensors_folder.py` the weights; `huggingface_tensors.py` matches them
 by the tables of `huggingface_families.py`. Left out: pickled weights, quantized weights, architectures without a table.
 """
 
@@ -20,7 +20,7 @@ from jaxscale.errors import UserError, unknown
 from jaxscale.models import safetensors_folder
 from jaxscale.models.huggingface_config import ConfigFile
 from jaxscale.models.huggingface_families import FAMILIES, Family
-from jaxscale.models.huggingface_tensors import flat, nested, open_params, their_tensors
+from jaxscale.models.huggingface_tensors import flat_leaves, nested_dict, open_params, their_tensors
 from jaxscale.values import check_types
 
 if TYPE_CHECKING:
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
     from jaxscale.typing import Batch
 
 TRAINING_ONLY = ("dropout", "z_loss", "init_std", "scaled_init", "smoothing")
-"""Fields that do not affect the outputs of a trained model, so that a file need not have the same values."""
-WRITTEN = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
+"""Fields that do not affect the outputs of a trained model; a config.json may lack or contradict their values."""
+WRITABLE_DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "bfloat16", "float16")}
 """Types that `save` can write, by name."""
 SHARD_BYTES = 5_000_000_000
-"""Most bytes of one file that `save` writes, as transformers does by default."""
+"""Largest size in bytes of a file that `save` writes: the default of transformers."""
 
 
 def read_config(folder: str | Path, **settings: Any) -> tuple[Family, Any]:
-    """Read the family of a folder's model, and the model as one of jaxscale's values.
+    """Read a folder's config.json, and return the family of its model, and the model as one of jaxscale's values.
 
     Args:
         folder: folder that contains a config.json of transformers 4 or 5.
-        settings: fields set by the caller (dropout, z_loss); a field that the architecture lacks must be 0.
+        settings: fields that the file does not determine (dropout, z_loss); one that the model lacks must be 0.
 
     Raises:
         UserError: a file is missing, the architecture is unknown, or a value is wrong or not supported.
     """
     file = ConfigFile.open(Path(folder))
     architectures = file.values.get("architectures") or []
-    families = [FAMILIES[key] for key in architectures if key in FAMILIES]
+    families = [FAMILIES[name] for name in architectures if name in FAMILIES]
     if not architectures:
         families = [family for family in FAMILIES.values() if family.model_type == file.values.get("model_type")]
     if not families:
@@ -65,18 +65,18 @@ def read_config(folder: str | Path, **settings: Any) -> tuple[Family, Any]:
 
 
 def _read_model(family: Family, file: ConfigFile, settings: Mapping[str, Any]) -> Any:
-    """Make the model value that a config.json describes, with the fields of `settings`."""
-    fields: dict[str, Any] = dict(family.settles)
+    """Return the model value that a config.json describes, with its fields replaced by `settings`."""
+    fields: dict[str, Any] = dict(family.fixed_fields)
     for piece in family.pieces:
         fields |= piece.read(file)
-    file.refuse_unread_keys()
-    field_names = {field.name for field in dataclasses.fields(family.value)}
+    file.check_unread_keys()
+    field_names = {field.name for field in dataclasses.fields(family.model_class)}
     for name, value in settings.items():
         if name in field_names:
             fields[name] = value
         elif value:
             raise UserError(f"{name}: got {value!r}, but {family.architecture} has no such field; leave it out")
-    return family.value(**fields)
+    return family.model_class(**fields)
 
 
 def load(folder: str | Path) -> tuple[Any, dict[str, Any]]:
@@ -86,14 +86,15 @@ def load(folder: str | Path) -> tuple[Any, dict[str, Any]]:
         folder: folder that contains config.json and safetensors, in one file or sharded, in any floating-point type.
 
     Returns:
-        The model value, and its parameters as a nested dict of numpy arrays in the file's type, named as in its module.
+        The model value, and its parameters as a nested dict of numpy arrays in the file's type, with the names that
+        they have in its module.
 
     Raises:
-        UserError: an invalid folder; the message names the file, field or tensor.
+        UserError: the folder is invalid; the message names the file, field or tensor.
     """
     family, model = read_config(folder)
-    params = dict(flat(open_params(folder, family, model)))
-    return model, nested({path: np.array(leaf) for path, leaf in params.items()})
+    leaf_by_path = dict(flat_leaves(open_params(folder, family, model)))
+    return model, nested_dict({path: np.array(leaf) for path, leaf in leaf_by_path.items()})
 
 
 def _comparable_fields(model: Any) -> dict[str, Any]:
@@ -101,50 +102,56 @@ def _comparable_fields(model: Any) -> dict[str, Any]:
     fields = {
         field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.name not in TRAINING_ONLY
     }
-    properties = {"kv_heads": "kv_count", "head_dim": "head_width", "mlp": "mlp_width"}
-    fields |= {name: getattr(model, implied) for name, implied in properties.items() if hasattr(model, implied)}
+    implied_properties = {"kv_heads": "kv_count", "head_dim": "head_width", "mlp": "mlp_width"}
+    fields |= {
+        name: getattr(model, property_name)
+        for name, property_name in implied_properties.items()
+        if hasattr(model, property_name)
+    }
     if "windows" in fields:
-        pattern, layers = fields["windows"], fields["layers"]
-        fields["windows"] = tuple(pattern[layer % len(pattern)] for layer in range(layers))
+        window_pattern, layer_count = fields["windows"], fields["layers"]
+        fields["windows"] = tuple(window_pattern[layer % len(window_pattern)] for layer in range(layer_count))
         fields["attention_scale"] = round(fields["attention_scale"] or fields["head_dim"] ** -0.5, 12)
     return fields
 
 
 def describe(model: Any) -> tuple[Family, dict[str, Any], Any]:
-    """Return the family of a model, its config.json, and the model that this config.json describes.
+    """Return the family of a model, the entries of its config.json, and the model that this config.json describes.
 
     Raises:
-        UserError: no family has this model; the message names the nearest family and the fields that it lacks.
+        UserError: no family can express this model; the message names the nearest family and the fields that it lacks.
     """
     lacking_fields: dict[str, list[str]] = {}
     for family in FAMILIES.values():
-        if not isinstance(model, family.value):
+        if not isinstance(model, family.model_class):
             continue
         config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
         config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # otherwise transformers sets its own
         for piece in family.pieces:
             config |= piece.write(model)
-        fields = _comparable_fields(model)
+        model_fields = _comparable_fields(model)
         try:
-            read_model = _read_model(family, ConfigFile(Path("config.json"), config), {})
+            config_model = _read_model(family, ConfigFile(Path("config.json"), config), {})
         except UserError:
             continue
-        read_fields = _comparable_fields(read_model)
+        config_fields = _comparable_fields(config_model)
         lacking_fields[family.architecture] = [
             name
-            for name in fields
-            if read_fields[name] != fields[name] and read_fields[name] != family.zeros.get(name, fields[name])
+            for name in model_fields
+            if config_fields[name] != model_fields[name]
+            and config_fields[name] != family.zero_fields.get(name, model_fields[name])
         ]
         if not lacking_fields[family.architecture]:
-            return family, config, read_model
+            return family, config, config_model
     if not lacking_fields:
         raise UserError(
-            f"no architecture of transformers is known for a {type(model).__name__}; expected a model of one of "
-            f"{', '.join(FAMILIES)}"
+            f"model: got {type(model).__name__}, expected a model of one of these architectures: {', '.join(FAMILIES)}"
         )
     nearest = min(lacking_fields, key=lambda name: len(lacking_fields[name]))
-    lacking = ", ".join(f"{name}={getattr(model, name)!r}" for name in lacking_fields[nearest])
-    raise UserError(f"no known architecture of transformers fits this model; the nearest, {nearest}, lacks {lacking}")
+    lacking_text = ", ".join(f"{name}={getattr(model, name)!r}" for name in lacking_fields[nearest])
+    raise UserError(
+        f"no known architecture of transformers fits this model; the nearest, {nearest}, lacks {lacking_text}"
+    )
 
 
 def save(
@@ -168,22 +175,22 @@ def save(
         shard_bytes: largest number of bytes of one file.
 
     Raises:
-        UserError: no known architecture expresses the model, or the folder already contains a model.
+        UserError: no known architecture can express the model, or the folder already contains a model.
     """
-    if dtype not in WRITTEN:
-        raise unknown("dtype", dtype, WRITTEN)
-    family, config, target_model = describe(model)
+    if dtype not in WRITABLE_DTYPES:
+        raise unknown("dtype", dtype, WRITABLE_DTYPES)
+    family, config, config_model = describe(model)
     folder = Path(folder)
     if folder.exists() and (
         not folder.is_dir() or (folder / "config.json").exists() or any(folder.glob("*.safetensors"))
     ):
-        raise UserError(f"{folder}: holds a model already, or is not a folder: give a new folder")
+        raise UserError(f"{folder}: already contains a model, or is not a folder; give a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = their_tensors(family, target_model, params, WRITTEN[dtype])
+    tensors = their_tensors(family, config_model, params, WRITABLE_DTYPES[dtype])
     safetensors_folder.write(folder, tensors, shard_bytes=shard_bytes)
     if tokenizer is not None:
         shutil.copyfile(tokenizer, folder / "tokenizer.json")
-    config |= {"dtype": dtype, "torch_dtype": dtype}  # of transformers 5 and of 4
+    config |= {"dtype": dtype, "torch_dtype": dtype}  # the keys of transformers 5 and 4
     with safetensors_folder.write_complete(folder / "config.json") as path:
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -192,8 +199,8 @@ def save(
 class Pretrained:
     """The model of a folder that transformers saved, to be trained further.
 
-    Training starts from `initial_params` instead of random ones. All other attributes (`vocab`, `init_cache`,
-    `accuracy`) are those of the wrapped `model`.
+    Training starts from `initial_params` instead of random parameters. All other attributes (`vocab`, `init_cache`,
+    `accuracy`) come from the wrapped `model`.
 
     Args:
         folder: folder that contains config.json and safetensors; stored as an absolute path.
@@ -201,7 +208,7 @@ class Pretrained:
         z_loss: weight of the z-loss, as in `Decoder`.
 
     Raises:
-        UserError: an invalid config.json. `initial_params` checks the weights.
+        UserError: config.json is invalid. `initial_params` checks the weights.
     """
 
     folder: str = dataclasses.field(metadata={"place": "name"})
@@ -211,40 +218,40 @@ class Pretrained:
     def __post_init__(self) -> None:
         check_types(self)
         object.__setattr__(self, "folder", os.path.abspath(os.path.expanduser(self.folder)))
-        _ = self.model
+        _ = self.model  # refuses an invalid config.json
 
     @functools.cached_property
-    def _read(self) -> tuple[Family, Any]:
-        """The family and the model value of the folder."""
+    def _family_and_model(self) -> tuple[Family, Any]:
+        """The family of the folder's model, and the model value."""
         return read_config(self.folder, dropout=self.dropout, z_loss=self.z_loss)
 
     @property
     def model(self) -> Any:
         """The folder's model value."""
-        return self._read[1]
+        return self._family_and_model[1]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in self.__dataclass_fields__:  # the instance has no fields yet
+        if name.startswith("_") or name in self.__dataclass_fields__:  # the instance may have no fields yet
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return getattr(self.model, name)
 
     def initial_params(self) -> dict[str, Any]:
         """Return a nested dict of memory-mapped array-likes in the file's type, without padding of the vocabulary.
 
-        Leaves are for `jax.make_array_from_callback`: each has `shape`, `dtype` and `[index]`, which reads only the
+        Each leaf suits `jax.make_array_from_callback`: it has `shape`, `dtype` and `[index]`, which reads only the
         elements at this index.
         """
-        family, model = self._read
+        family, model = self._family_and_model
         return open_params(self.folder, family, model)
 
     def logical_sizes(self) -> dict[str, int]:
-        """The logical sizes of the wrapped model."""
+        """Return the logical sizes of the wrapped model."""
         return self.model.logical_sizes()
 
     def build(self, rngs: Any, *, vocab_multiple: int = 1) -> Any:
-        """The module, with random weights, which the train step replaces by `initial_params`."""
+        """Build the module with random weights, which the train step replaces by `initial_params`."""
         return self.model.build(rngs, vocab_multiple=vocab_multiple)
 
     def loss(self, module: Any, batch: "Batch", context: "Context") -> "Loss":
-        """The loss of the wrapped model."""
+        """Return the loss of the wrapped model."""
         return self.model.loss(module, batch, context)

@@ -1,8 +1,8 @@
 """Pieces that translate between config.json of transformers 4 and 5 and the fields of our models.
 
 Each piece reads and writes some keys; a family (`huggingface_families.py`) is a list of pieces. `theirs` is a name in
-transformers, `ours` one in jaxscale. A key that no piece reads is rejected by name, unless its value is empty or
-it is in `HARMLESS`: an unread key may change the mathematics.
+transformers, `ours` one in jaxscale. A key that no piece reads may change the mathematics, so it
+is rejected by name, unless its value is empty or the key is in `HARMLESS`.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxscale.errors import UserError, unknown
 from jaxscale.models.decoder import Llama3Scaling
 
 REQUIRED: Any = object()
-"""Stands for the default of a required key, which has none."""
+"""Placeholder for the default of a required key."""
 
 _BOOKKEEPING = ("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path")
 _BOOKKEEPING += ("auto_map", "tokenizer_class", "label2id", "problem_type", "finetuning_task", "task_specific_params")
@@ -38,6 +38,7 @@ ROPE_KEYS = {
     "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "original_context",
 }
+"""Fields of `Llama3Scaling` by their keys in transformers."""
 
 ACTIVATIONS = {
     "silu": ("silu", "swiglu"),
@@ -48,7 +49,7 @@ ACTIVATIONS = {
     "gelu": ("gelu", "geglu"),
     "relu": ("relu", "reglu"),
 }
-"""By the name of an activation in transformers: our kinds of feed-forward layers with it, (plain, gated)."""
+"""Our `mlp_kind` of a plain and of a gated feed-forward layer, by the name of their activation in transformers."""
 
 
 _TYPES_AND_NOUNS: dict[type, tuple[type | tuple[type, ...], str]] = {
@@ -58,10 +59,16 @@ _TYPES_AND_NOUNS: dict[type, tuple[type | tuple[type, ...], str]] = {
     list: (list, "a list"),
     dict: (dict, "a JSON object"),
 }
+"""Types that `ConfigFile.convert` accepts for a value of each type, and the noun for them in messages."""
 
 
 class ConfigFile:
-    """A config.json that records which of its keys were read."""
+    """A config.json that records which of its keys were read.
+
+    Args:
+        path: path of the file, for messages.
+        values: values of the file by key.
+    """
 
     def __init__(self, path: Path, values: Mapping[str, Any]):
         self.path, self.values = path, values
@@ -72,7 +79,7 @@ class ConfigFile:
         """Read the config.json of `folder`.
 
         Raises:
-            UserError: the folder or file is missing, or the file holds no JSON object.
+            UserError: the folder or file is missing, or the file does not contain a JSON object.
         """
         path = folder / "config.json"
         if not folder.is_dir():
@@ -92,7 +99,7 @@ class ConfigFile:
         return UserError(f"{self.path}: {key}: got {self.values.get(key)!r}, expected {expected}")
 
     def get(self, key: str, default: Any = REQUIRED, kind: type | None = None) -> Any:
-        """Return the value of `key`, converted to `kind` if given; null and absent keys have the default."""
+        """Return the value of `key`, converted to `kind` unless that is `None`; `default` for a null or absent key."""
         self.read_keys.add(key)
         value = self.values.get(key)
         if value is not None:
@@ -102,18 +109,18 @@ class ConfigFile:
         return default
 
     def convert(self, key: str, value: Any, kind: type) -> Any:
-        """Convert `value`, the value of `key`, to `kind`, or raise UserError if it has another type."""
-        types, expected = _TYPES_AND_NOUNS[kind]
-        if not isinstance(value, types) or (isinstance(value, bool) and kind is not bool):
-            raise self.error(key, expected)
+        """Return `value`, the value of `key`, as a `kind`, or raise UserError if its type is wrong."""
+        accepted_types, expected_noun = _TYPES_AND_NOUNS[kind]
+        if not isinstance(value, accepted_types) or (isinstance(value, bool) and kind is not bool):
+            raise self.error(key, expected_noun)
         return kind(value)
 
-    def refuse_unread_keys(self) -> None:
-        """Raise UserError for a key that no piece has read, unless its value is empty or the key is harmless."""
+    def check_unread_keys(self) -> None:
+        """Raise UserError if no piece has read a key, unless its value is empty or the key is harmless."""
         for key, value in self.values.items():
             if key not in self.read_keys | HARMLESS and value not in (None, False, 0, "", [], {}):
                 raise UserError(
-                    f"{self.path}: {key}: {value!r} is not supported, and could change what the model computes. "
+                    f"{self.path}: {key}: {value!r} is not supported, and may change the outputs of the model. "
                     "Remove the key if it does not"
                 )
 
@@ -123,11 +130,11 @@ class ConfigPiece(Protocol):
     """Some keys of a config.json, and the equivalent fields of our models."""
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        """Our fields by name, from the file."""
+        """Return our fields by name, with the values that the file specifies."""
         ...
 
     def write(self, model: Any) -> dict[str, Any]:
-        """Their keys and values for a model; if these cannot express it, `read` returns other fields."""
+        """Return their keys and values for a model; if they cannot express the model, `read` returns other fields."""
         ...
 
 
@@ -140,42 +147,42 @@ class ConfigKey:
         ours: name of our field.
         kind: type of the value.
         default: value if the key is absent or null, as in transformers.
-        resolved: name of the property that has the implied value of a field that may be `None`.
-        null: whether null means `None` instead of the default.
+        resolved_name: property of the model to write instead, for a field that may be `None`.
+        is_null_none: whether null means `None` instead of the default.
     """
 
     theirs: str
     ours: str
     kind: type = int
     default: Any = REQUIRED
-    resolved: str | None = None
-    null: bool = False
+    resolved_name: str | None = None
+    is_null_none: bool = False
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        """Our field and its value."""
-        default = None if self.null and self.theirs in file.values else self.default
+        """Return our field and its value."""
+        default = None if self.is_null_none and self.theirs in file.values else self.default
         return {self.ours: file.get(self.theirs, default, self.kind)}
 
     def write(self, model: Any) -> dict[str, Any]:
-        """Their key and its value."""
-        return {self.theirs: getattr(model, self.resolved or self.ours)}
+        """Return their key and its value."""
+        return {self.theirs: getattr(model, self.resolved_name or self.ours)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Only:
-    """A key of which only the `values` are supported; the first is the default, and is written."""
+class RestrictedKey:
+    """A key that determines no field, and must have one of the supported `values`; the first is the default."""
 
     theirs: str
     values: tuple[Any, ...]
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        """No fields; raise UserError for another value."""
+        """Return no fields, or raise UserError if the value is not supported."""
         if file.get(self.theirs, self.values[0]) not in self.values:
             raise file.error(self.theirs, f"{' or '.join(map(repr, self.values))}: nothing else is supported")
         return {}
 
     def write(self, model: Any) -> dict[str, Any]:
-        """Their key with the first value."""
+        """Return their key with the first value."""
         return {self.theirs: self.values[0]}
 
 
@@ -185,28 +192,28 @@ class Activation:
 
     Args:
         theirs: name of the key.
-        gated: whether the feed-forward layers of this architecture are gated.
-        prefer: activation name to write if several names mean the same.
-        older: name of the key in files that are older than `theirs`.
+        is_gated: whether the feed-forward layers of this architecture are gated.
+        preferred_name: activation name to write if several names mean the same.
+        older_key: name of the key in older files, which lack `theirs`.
     """
 
     theirs: str
-    gated: bool
-    prefer: str = "gelu_pytorch_tanh"
-    older: str | None = None
+    is_gated: bool
+    preferred_name: str = "gelu_pytorch_tanh"
+    older_key: str | None = None
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        """Our field `mlp_kind` and its value."""
-        older_name = file.get(self.older, None) if self.older else None
+        """Return our field `mlp_kind` and its value."""
+        older_name = file.get(self.older_key, None) if self.older_key else None
         name = file.get(self.theirs, REQUIRED if older_name is None else older_name)
         if name not in ACTIVATIONS:
             raise UserError(f"{file.path}: {self.theirs}: {unknown('activation', str(name), ACTIVATIONS)}")
-        return {"mlp_kind": ACTIVATIONS[name][self.gated]}
+        return {"mlp_kind": ACTIVATIONS[name][self.is_gated]}
 
     def write(self, model: Any) -> dict[str, Any]:
-        """Their key and its value, `None` if there is no such activation."""
-        names = [name for name, kinds in ACTIVATIONS.items() if kinds[self.gated] == model.mlp_kind]
-        return {self.theirs: self.prefer if self.prefer in names else names[0] if names else None}
+        """Return their key and its value: the activation's name, or `None` if transformers has no such activation."""
+        names = [name for name, kinds in ACTIVATIONS.items() if kinds[self.is_gated] == model.mlp_kind]
+        return {self.theirs: self.preferred_name if self.preferred_name in names else names[0] if names else None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,44 +221,51 @@ class Rope:
     """Rotary frequencies: `rope_parameters` in transformers 5, `rope_theta` and `rope_scaling` in 4."""
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        """Our `rotary_base` and `rotary_scaling`."""
-        rope_parameters, rope_scaling = (file.get(key, None, dict) for key in ("rope_parameters", "rope_scaling"))
-        theta = file.get("rope_theta", 10_000.0, float)
-        key = "rope_parameters" if rope_parameters else "rope_scaling"
+        """Return our fields `rotary_base` and `rotary_scaling`."""
+        rope_parameters, rope_scaling = (
+            file.get(source_key, None, dict) for source_key in ("rope_parameters", "rope_scaling")
+        )
+        default_base = file.get("rope_theta", 10_000.0, float)
+        source_key = "rope_parameters" if rope_parameters else "rope_scaling"
         rope_settings = dict(rope_parameters or rope_scaling or {})
-        rope_base = rope_settings.pop("rope_theta", theta)
+        rope_base = rope_settings.pop("rope_theta", default_base)
         rope_type = rope_settings.pop("rope_type", rope_settings.pop("type", "default"))
         rope_settings.pop("type", None)
         if isinstance(rope_type, dict) or any(isinstance(value, dict) for value in rope_settings.values()):
-            raise file.error(key, "one set of frequencies for all layers: one per kind of layer is not supported")
+            raise file.error(
+                source_key,
+                "the same frequencies for all layers: frequencies that depend on the kind of layer are not supported",
+            )
         if rope_type not in ("default", "llama3"):
-            raise file.error(key, f"rope_type default or llama3, got {rope_type!r}: other types are not supported")
+            raise file.error(
+                source_key, f"rope_type default or llama3, got {rope_type!r}: other types are not supported"
+            )
         if rope_settings.pop("partial_rotary_factor", 1.0) != 1.0:
-            raise file.error(key, "partial_rotary_factor 1.0: rotating a part of each head is not supported")
+            raise file.error(source_key, "partial_rotary_factor 1.0: rotating a part of each head is not supported")
         if rope_type == "default":
             rope_settings.pop("factor", None)
         expected_keys = set(ROPE_KEYS) if rope_type == "llama3" else set()
-        numbers = [rope_base, *rope_settings.values()]
-        if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in numbers):
-            raise file.error(key, "a number for each of rope_theta, " + ", ".join(ROPE_KEYS))
+        base_and_settings = [rope_base, *rope_settings.values()]
+        if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in base_and_settings):
+            raise file.error(source_key, "a number for each of rope_theta, " + ", ".join(ROPE_KEYS))
         if set(rope_settings) != expected_keys:
-            keys = ", ".join(sorted(expected_keys)) or "(none)"
-            raise file.error(key, f"the keys {keys} for rope_type {rope_type}, got {sorted(rope_settings)}")
+            key_list = ", ".join(sorted(expected_keys)) or "(none)"
+            raise file.error(source_key, f"the keys {key_list} for rope_type {rope_type}, got {sorted(rope_settings)}")
         llama3_fields = {ROPE_KEYS[name]: value for name, value in rope_settings.items()}
         llama3_scaling = Llama3Scaling(**llama3_fields) if rope_settings else None
         return {"rotary_base": float(rope_base), "rotary_scaling": llama3_scaling}
 
     def write(self, model: Any) -> dict[str, Any]:
-        """The keys of both versions, so that either reads them."""
+        """Return the keys of both versions, so that either version can read the file."""
         llama3_scaling = model.rotary_scaling
-        scaling = None
+        rope_scaling = None
         if llama3_scaling is not None:
-            scaling = {"rope_type": "llama3"} | {
+            rope_scaling = {"rope_type": "llama3"} | {
                 theirs: getattr(llama3_scaling, ours) for theirs, ours in ROPE_KEYS.items()
             }
-        theta = {"rope_theta": model.rotary_base}
-        parameters = (scaling or {"rope_type": "default"}) | theta
-        return {"rope_parameters": parameters, "rope_scaling": scaling} | theta
+        base_entry = {"rope_theta": model.rotary_base}
+        rope_parameters = (rope_scaling or {"rope_type": "default"}) | base_entry
+        return {"rope_parameters": rope_parameters, "rope_scaling": rope_scaling} | base_entry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,40 +273,46 @@ class SlidingWindows:
     """The layers with a sliding window: `layer_types`, or the rule of older files.
 
     Args:
-        alternating: whether older files mean a window in every other layer, beginning with the first (Gemma-2).
-        default: window length if an older file has none.
+        is_alternating: whether older files imply a window in every other layer, from the first on (Gemma-2).
+        default_length: length of the window in positions, if the file has none.
     """
 
-    alternating: bool = False
-    default: int | None = None
+    is_alternating: bool = False
+    default_length: int | None = None
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        """Our field `windows`, as its shortest pattern."""
-        layers = file.get("num_hidden_layers", kind=int)
-        window = file.get("sliding_window", self.default, int)
-        has_windows = file.get("use_sliding_window", self.alternating, bool)
+        """Return our field `windows`, as the shortest tuple that repeats over the layers."""
+        layer_count = file.get("num_hidden_layers", kind=int)
+        window_length = file.get("sliding_window", self.default_length, int)
+        uses_windows = file.get("use_sliding_window", self.is_alternating, bool)
         first_window_layer = file.get("max_window_layers", 0, int)
-        if self.alternating:
-            window_flags = [layer % 2 == 0 for layer in range(layers)]
+        if self.is_alternating:
+            window_flags = [layer % 2 == 0 for layer in range(layer_count)]
         else:
-            window_flags = [has_windows and layer >= first_window_layer for layer in range(layers)]
-        default = ["sliding_attention" if flag else "full_attention" for flag in window_flags]
-        types = file.get("layer_types", default, list)
-        if len(types) != layers or not all(kind in ("full_attention", "sliding_attention") for kind in types):
-            raise file.error("layer_types", f"full_attention or sliding_attention for each of {layers} layers")
-        if "sliding_attention" in types and not isinstance(window, int):
+            window_flags = [uses_windows and layer >= first_window_layer for layer in range(layer_count)]
+        default_types = ["sliding_attention" if is_windowed else "full_attention" for is_windowed in window_flags]
+        layer_types = file.get("layer_types", default_types, list)
+        if len(layer_types) != layer_count or not all(
+            layer_type in ("full_attention", "sliding_attention") for layer_type in layer_types
+        ):
+            raise file.error("layer_types", f"full_attention or sliding_attention for each of the {layer_count} layers")
+        if "sliding_attention" in layer_types and not isinstance(window_length, int):
             raise file.error("sliding_window", "a number of positions: layer_types has sliding_attention")
-        return {"windows": shortest_pattern(tuple(window if kind == "sliding_attention" else None for kind in types))}
+        return {
+            "windows": shortest_pattern(
+                tuple(window_length if layer_type == "sliding_attention" else None for layer_type in layer_types)
+            )
+        }
 
     def write(self, model: Any) -> dict[str, Any]:
-        """`layer_types`, and the length of the sliding window."""
+        """Return `layer_types`, the length of the sliding window, and the keys of older files."""
         windows = [model.windows[layer % len(model.windows)] for layer in range(model.layers)]
         window_length = next((window for window in windows if window is not None), None)
         layer_types = ["full_attention" if window is None else "sliding_attention" for window in windows]
-        keys = {"layer_types": layer_types, "sliding_window": window_length}
-        if not self.alternating:
-            keys |= {"use_sliding_window": window_length is not None, "max_window_layers": model.layers}
-        return keys
+        config_entries = {"layer_types": layer_types, "sliding_window": window_length}
+        if not self.is_alternating:
+            config_entries |= {"use_sliding_window": window_length is not None, "max_window_layers": model.layers}
+        return config_entries
 
 
 def shortest_pattern(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -313,54 +333,56 @@ class QueryScale:
     default: float = 256.0  # transformers, configuration_gemma2.py
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        """Our field `attention_scale`."""
+        """Return our field `attention_scale`."""
         scalar = file.get("query_pre_attn_scalar", self.default, float)
         if not scalar > 0:
             raise file.error("query_pre_attn_scalar", "a number > 0")
         return {"attention_scale": scalar**-0.5}
 
     def write(self, model: Any) -> dict[str, Any]:
-        """Their key, as a whole number if it is nearly one."""
+        """Return their key and its value, rounded if it is a whole number up to rounding errors."""
         scalar = model.head_width if model.attention_scale is None else model.attention_scale**-2
-        nearest = round(scalar)
-        return {"query_pre_attn_scalar": nearest if math.isclose(scalar, nearest, rel_tol=1e-9) else scalar}
+        nearest_integer = round(scalar)
+        return {
+            "query_pre_attn_scalar": nearest_integer if math.isclose(scalar, nearest_integer, rel_tol=1e-9) else scalar
+        }
 
 
 @dataclasses.dataclass(frozen=True)
 class DropoutRates:
-    """Rates of dropout, which are read from `Pretrained.dropout` instead of the file.
+    """Rates of dropout, which `Pretrained.dropout` sets, and the file does not.
 
     Args:
-        attention: keys of the dropout rate of attention weights, which our models do not drop.
-        residual: keys of the dropout rates after the embedding and the layers, as in our models.
+        attention_keys: keys of the dropout rate of attention weights, which our models do not drop.
+        residual_keys: keys of the dropout rates after the embedding and the layers, as in our models.
     """
 
-    attention: tuple[str, ...]
-    residual: tuple[str, ...] = ()
+    attention_keys: tuple[str, ...]
+    residual_keys: tuple[str, ...] = ()
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        """No fields."""
-        file.read_keys.update(self.attention, self.residual)
+        """Return no fields, and mark the keys as read."""
+        file.read_keys.update(self.attention_keys, self.residual_keys)
         return {}
 
     def write(self, model: Any) -> dict[str, Any]:
-        """Their keys and rates."""
-        return dict.fromkeys(self.attention, 0.0) | dict.fromkeys(self.residual, model.dropout)
+        """Return their keys and rates."""
+        return dict.fromkeys(self.attention_keys, 0.0) | dict.fromkeys(self.residual_keys, model.dropout)
 
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """The number of classes, which is the number of entries of `id2label`. Names of classes are not kept."""
+    """The number of classes, which is the number of entries of `id2label`; the names of the classes are not kept."""
 
     ours: str
 
     def read(self, file: ConfigFile) -> dict[str, Any]:
-        """Our field and the number of classes."""
+        """Return our field and the number of classes."""
         return {self.ours: len(file.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"}, dict))}
 
     def write(self, model: Any) -> dict[str, Any]:
-        """Their keys, with names that number the classes."""
-        names = [f"LABEL_{number}" for number in range(getattr(model, self.ours))]
-        return {"id2label": {str(number): name for number, name in enumerate(names)}} | {
-            "label2id": {name: number for number, name in enumerate(names)}
+        """Return their keys, with the names LABEL_0, LABEL_1, ... for the classes."""
+        label_names = [f"LABEL_{index}" for index in range(getattr(model, self.ours))]
+        return {"id2label": {str(index): name for index, name in enumerate(label_names)}} | {
+            "label2id": {name: index for index, name in enumerate(label_names)}
         }

@@ -1,10 +1,10 @@
 """Hugging Face's architectures as tables of config keys and of tensor names, one per family.
 
-In names, `theirs` is of transformers and `ours` of jaxscale.
+In names, `theirs` refers to transformers and `ours` to jaxscale.
 
 Sources: the files that transformers 4.57.6 and 5.23.0 write, and their `configuration_*.py` for the defaults of absent
 keys. A new family is a new entry of `FAMILIES`: the fields that it fixes, the keys of the other fields, and the tensor
-of each parameter. `huggingface_tensors.py` reads and writes by the tables.
+of each parameter. `huggingface_tensors.py` reads and writes tensors by these tables.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from jaxscale.models.huggingface_config import (
     ConfigPiece,
     DropoutRates,
     Labels,
-    Only,
     QueryScale,
+    RestrictedKey,
     Rope,
     SlidingWindows,
 )
@@ -27,14 +27,14 @@ from jaxscale.models.vit import ViT
 
 @dataclasses.dataclass(frozen=True)
 class TensorRule:
-    """One of their tensors, and our parameters in it.
+    """One of their tensors, and the parameters of ours that it contains.
 
     Args:
         theirs: name of the tensor, with `{layer}` if there is one per layer.
-        ours: paths of our parameters; several are joined along the last dim, once dims are in our order.
-        order: transposition of their dims into our order, such as (1, 0) for torch's (out, in) matrices; `None` if both
-            have the same order.
-        shape: their shape in our order, if our parameter has another shape of the same size. A word is the name of a
+        ours: paths of our parameters; several are joined along the last dim, after the dims are brought into our order.
+        order: permutation of their dims into our order, such as (1, 0) for torch's (out, in) matrices; `None` if the
+            order is the same.
+        shape: shape of their tensor in our order of dims, if our parameter is a reshaped one. A word is the name of a
             field of the model; -1 is the remaining size.
     """
 
@@ -51,30 +51,30 @@ class Family:
     Args:
         architecture: name of its class, as in `architectures` of config.json.
         model_type: name of its type, as in `model_type` of config.json.
-        value: our dataclass for it.
+        model_class: our dataclass for its models.
         pieces: translations of the keys of config.json.
-        settles: our fields that this architecture fixes to other values than the defaults.
-        rules: rules for their tensors. A rule whose parameters a model lacks (a bias, a head) does not apply.
+        rules: rules for their tensors. A rule does not apply to a model without its parameters (a bias, a head).
+        fixed_fields: our fields that this architecture fixes to other values than the defaults.
         prefix: start of most tensor names, absent in files that were saved from the model without its head.
-        ignored: endings of the names of tensors that hold no parameter.
-        copies: tensors that may repeat another one (a head tied to the embedding): names of both.
-        zeros: our fields, with values that writing may set because they add only zeros, such as biases of zero.
+        ignored_endings: endings of the names of tensors that hold no parameter.
+        source_of_copy: name of each tensor that may repeat another one (a tied head), and the name of the other.
+        zero_fields: our fields, with the values that `save` may set because they add only zeros (biases of zero).
     """
 
     architecture: str
     model_type: str
-    value: type
+    model_class: type
     pieces: tuple[ConfigPiece, ...]
     rules: tuple[TensorRule, ...]
-    settles: dict[str, Any] = dataclasses.field(default_factory=dict)
+    fixed_fields: dict[str, Any] = dataclasses.field(default_factory=dict)
     prefix: str = ""
-    ignored: tuple[str, ...] = ()
-    copies: dict[str, str] = dataclasses.field(default_factory=dict)
-    zeros: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ignored_endings: tuple[str, ...] = ()
+    source_of_copy: dict[str, str] = dataclasses.field(default_factory=dict)
+    zero_fields: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def _weight_and_bias(theirs: str, *ours: str, order: tuple[int, ...] | None = None) -> tuple[TensorRule, ...]:
-    """Rules for a norm, or GPT-2's Conv1D: a weight (in, out), or several concatenated ones, and an optional bias."""
+    """Return the rules for a norm or GPT-2's Conv1D: a weight (in, out), maybe several concatenated, and a bias."""
     return (
         TensorRule(f"{theirs}.weight", tuple(f"{path}.weight" for path in ours), order),
         TensorRule(f"{theirs}.bias", tuple(f"{path}.bias" for path in ours)),
@@ -82,7 +82,7 @@ def _weight_and_bias(theirs: str, *ours: str, order: tuple[int, ...] | None = No
 
 
 def _linear(theirs: str, ours: str) -> tuple[TensorRule, ...]:
-    """Rules for a torch Linear: a weight (out, in) and an optional bias."""
+    """Return the rules for a torch Linear: a weight (out, in) and a bias."""
     return _weight_and_bias(theirs, ours, order=(1, 0))
 
 
@@ -105,19 +105,19 @@ _LLAMA_KEYS = (
     ConfigKey("max_position_embeddings", "context"),
     ConfigKey("num_hidden_layers", "layers"),
     ConfigKey("hidden_size", "embed"),
-    ConfigKey("intermediate_size", "mlp", resolved="mlp_width"),
+    ConfigKey("intermediate_size", "mlp", resolved_name="mlp_width"),
     ConfigKey("num_attention_heads", "heads"),
     ConfigKey("attention_bias", "attention_bias", bool, False),
     ConfigKey("initializer_range", "init_std", float, 0.02),
-    DropoutRates(attention=("attention_dropout",)),
+    DropoutRates(attention_keys=("attention_dropout",)),
     Rope(),
 )
 
 LLAMA = Family(
     architecture="LlamaForCausalLM",
     model_type="llama",
-    value=Decoder,
-    settles={"scaled_init": False},
+    model_class=Decoder,
+    fixed_fields={"scaled_init": False},
     pieces=(
         *_LLAMA_KEYS,
         ConfigKey("num_key_value_heads", "kv_heads", int, None, "kv_count"),
@@ -125,27 +125,27 @@ LLAMA = Family(
         ConfigKey("rms_norm_eps", "norm_eps", float, 1e-6),
         ConfigKey("tie_word_embeddings", "tied", bool, False),
         ConfigKey("mlp_bias", "mlp_bias", bool, False),
-        Activation("hidden_act", gated=True),
-        Only("pretraining_tp", (1,)),
+        Activation("hidden_act", is_gated=True),
+        RestrictedKey("pretraining_tp", (1,)),
     ),
     rules=(*_LLAMA_RULES, *_weight_and_bias(_LLAMA_LAYER + "post_attention_layernorm", "blocks.layers.mlp_norm")),
     prefix="model.",
-    ignored=("rotary_emb.inv_freq",),
-    copies={"lm_head.weight": "model.embed_tokens.weight"},
+    ignored_endings=("rotary_emb.inv_freq",),
+    source_of_copy={"lm_head.weight": "model.embed_tokens.weight"},
 )
 
 QWEN3 = dataclasses.replace(
     LLAMA,
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
-    settles={"scaled_init": False, "qk_norm": True},
+    fixed_fields={"scaled_init": False, "qk_norm": True},
     pieces=(
         *_LLAMA_KEYS,
         ConfigKey("num_key_value_heads", "kv_heads", int, 32, "kv_count"),
         ConfigKey("head_dim", "head_dim", int, 128, "head_width"),
         ConfigKey("rms_norm_eps", "norm_eps", float, 1e-6),
         ConfigKey("tie_word_embeddings", "tied", bool, False),
-        Activation("hidden_act", gated=True),
+        Activation("hidden_act", is_gated=True),
         SlidingWindows(),
     ),
     rules=(
@@ -160,19 +160,19 @@ GEMMA2 = dataclasses.replace(
     LLAMA,
     architecture="Gemma2ForCausalLM",
     model_type="gemma2",
-    settles={"scaled_init": False, "norm_plus_one": True, "post_norms": True, "embedding_scale": True},
+    fixed_fields={"scaled_init": False, "norm_plus_one": True, "post_norms": True, "embedding_scale": True},
     pieces=(
         *_LLAMA_KEYS,
         ConfigKey("num_key_value_heads", "kv_heads", int, 4, "kv_count"),
         ConfigKey("head_dim", "head_dim", int, 256, "head_width"),
         ConfigKey("rms_norm_eps", "norm_eps", float, 1e-6),
         ConfigKey("tie_word_embeddings", "tied", bool, True),
-        ConfigKey("attn_logit_softcapping", "attention_soft_cap", float, 50.0, null=True),
-        ConfigKey("final_logit_softcapping", "final_soft_cap", float, 30.0, null=True),
-        Activation("hidden_activation", gated=True, older="hidden_act"),
-        SlidingWindows(alternating=True, default=4096),
+        ConfigKey("attn_logit_softcapping", "attention_soft_cap", float, 50.0, is_null_none=True),
+        ConfigKey("final_logit_softcapping", "final_soft_cap", float, 30.0, is_null_none=True),
+        Activation("hidden_activation", is_gated=True, older_key="hidden_act"),
+        SlidingWindows(is_alternating=True, default_length=4096),
         QueryScale(),
-        Only("use_bidirectional_attention", (None, False)),
+        RestrictedKey("use_bidirectional_attention", (None, False)),
     ),
     rules=(
         *_LLAMA_RULES,
@@ -186,8 +186,8 @@ _GPT2_LAYER = "transformer.h.{layer}."
 GPT2 = Family(
     architecture="GPT2LMHeadModel",
     model_type="gpt2",
-    value=Decoder,
-    settles={"norm": "layer", "positions": "learned", "attention_bias": True, "mlp_bias": True},
+    model_class=Decoder,
+    fixed_fields={"norm": "layer", "positions": "learned", "attention_bias": True, "mlp_bias": True},
     pieces=(
         ConfigKey("vocab_size", "vocab"),
         ConfigKey("n_positions", "context"),
@@ -198,11 +198,11 @@ GPT2 = Family(
         ConfigKey("layer_norm_epsilon", "norm_eps", float, 1e-5),
         ConfigKey("initializer_range", "init_std", float, 0.02),
         ConfigKey("tie_word_embeddings", "tied", bool, True),
-        Activation("activation_function", gated=False, prefer="gelu_new"),
-        DropoutRates(attention=("attn_pdrop",), residual=("embd_pdrop", "resid_pdrop")),
-        Only("scale_attn_weights", (True,)),
-        Only("scale_attn_by_inverse_layer_idx", (False,)),
-        Only("add_cross_attention", (False,)),
+        Activation("activation_function", is_gated=False, preferred_name="gelu_new"),
+        DropoutRates(attention_keys=("attn_pdrop",), residual_keys=("embd_pdrop", "resid_pdrop")),
+        RestrictedKey("scale_attn_weights", (True,)),
+        RestrictedKey("scale_attn_by_inverse_layer_idx", (False,)),
+        RestrictedKey("add_cross_attention", (False,)),
     ),
     rules=(
         TensorRule("transformer.wte.weight", ("embedding.weight",)),
@@ -217,17 +217,17 @@ GPT2 = Family(
         TensorRule("lm_head.weight", ("head.weight",)),
     ),
     prefix="transformer.",
-    ignored=(".attn.bias", ".attn.masked_bias"),
-    copies={"lm_head.weight": "transformer.wte.weight"},
-    zeros={"norm": "layer", "attention_bias": True, "mlp_bias": True},
+    ignored_endings=(".attn.bias", ".attn.masked_bias"),
+    source_of_copy={"lm_head.weight": "transformer.wte.weight"},
+    zero_fields={"norm": "layer", "attention_bias": True, "mlp_bias": True},
 )
 
 _VIT_LAYER = "vit.encoder.layer.{layer}."
 VIT = Family(
     architecture="ViTForImageClassification",
     model_type="vit",
-    value=ViT,
-    settles={"pooling": "token"},
+    model_class=ViT,
+    fixed_fields={"pooling": "token"},
     pieces=(
         Labels("classes"),
         ConfigKey("image_size", "image"),
@@ -236,12 +236,12 @@ VIT = Family(
         ConfigKey("num_hidden_layers", "layers"),
         ConfigKey("hidden_size", "embed"),
         ConfigKey("num_attention_heads", "heads"),
-        ConfigKey("intermediate_size", "mlp", resolved="mlp_width"),
+        ConfigKey("intermediate_size", "mlp", resolved_name="mlp_width"),
         ConfigKey("layer_norm_eps", "norm_eps", float, 1e-12),
         ConfigKey("qkv_bias", "attention_bias", bool, True),
         ConfigKey("initializer_range", "init_std", float, 0.02),
-        Activation("hidden_act", gated=False),
-        DropoutRates(attention=("attention_probs_dropout_prob",), residual=("hidden_dropout_prob",)),
+        Activation("hidden_act", is_gated=False),
+        DropoutRates(attention_keys=("attention_probs_dropout_prob",), residual_keys=("hidden_dropout_prob",)),
     ),
     rules=(
         TensorRule("vit.embeddings.cls_token", ("token",), shape=(1, 1, "embed")),

@@ -2,8 +2,8 @@
 
 The expected tensors of a folder ("their" tensors below) follow from its config.json: the model's module is traced
 abstractly, and the rules of its family name the tensor of each parameter ("our" parameters). Files are mapped into
-memory. A parameter whose layers are separate tensors on disk is stacked when it is read. Only the requested part is
-read, so that a process reads only its own shards.
+memory. If the layers of a parameter are separate tensors on disk, they are stacked when the parameter is read. Only the
+requested part is read, so that a process reads only its own shards.
 """
 
 import dataclasses
@@ -20,11 +20,14 @@ from jaxscale.models import safetensors_folder
 from jaxscale.models.huggingface_families import Family, TensorRule
 
 STACKED = ".layers."
-"""Parameters below an attribute of this name (a `Stack`'s) have a leading dim of layers."""
+"""Part of the path of every parameter that a `Stack` holds, with a leading dim of layers."""
 
 
 class Stacked:
-    """Separate arrays of layers as one lazily read array (layers, ...).
+    """The arrays of separate layers as one array (layers, ...), which is read on demand.
+
+    Args:
+        layers: one array per layer, of equal shapes and types.
 
     Example:
         >>> stacked = Stacked([np.zeros((2, 3), np.float32), np.ones((2, 3), np.float32)])
@@ -38,10 +41,12 @@ class Stacked:
         self.dtype, self.ndim = layers[0].dtype, len(self.shape)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        first, *index_in_layer = index if isinstance(index, tuple) else (index,)
-        if isinstance(first, slice):
-            return np.stack([layer[tuple(index_in_layer)] for layer in self.layers[first]])
-        return self.layers[first][tuple(index_in_layer)] if isinstance(first, int) else np.asarray(self)[index]
+        layer_index, *index_in_layer = index if isinstance(index, tuple) else (index,)
+        if isinstance(layer_index, slice):
+            return np.stack([layer[tuple(index_in_layer)] for layer in self.layers[layer_index]])
+        return (
+            self.layers[layer_index][tuple(index_in_layer)] if isinstance(layer_index, int) else np.asarray(self)[index]
+        )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.stack(self.layers).astype(dtype or self.dtype, copy=False)
@@ -49,7 +54,7 @@ class Stacked:
 
 @dataclasses.dataclass(frozen=True)
 class Deferred:
-    """An array of known shape and type; `make` computes it when it is converted to a numpy array."""
+    """An array of known shape and type, which `make` computes when it is converted to a numpy array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -65,36 +70,36 @@ def _param_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter, by path, of the module that `model` builds, without building it."""
     from flax import nnx
 
-    state = nnx.state(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))), nnx.Param)
-    return {path: tuple(leaf.shape) for path, leaf in flat(nnx.to_pure_dict(state))}
+    abstract_params = nnx.state(nnx.eval_shape(lambda: model.build(nnx.Rngs(0))), nnx.Param)
+    return {path: tuple(param.shape) for path, param in flat_leaves(nnx.to_pure_dict(abstract_params))}
 
 
-def flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, leaf) for every leaf of a nested dict; a path is "blocks.layers.mlp.up.weight"."""
+def flat_leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (path, leaf) for every leaf of a nested dict, with paths such as "blocks.layers.mlp.up.weight"."""
     for name, node in tree.items():
         if isinstance(node, Mapping):
-            yield from flat(node, f"{prefix}{name}.")
+            yield from flat_leaves(node, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", node
 
 
-def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the nested dict of these leaves by path: the inverse of `flat`."""
+def nested_dict(leaf_by_path: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a nested dict of the leaves, which are given by path: the inverse of `flat_leaves`."""
     tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *parents, leaf_name = path.split(".")
-        functools.reduce(lambda node, name: node.setdefault(name, {}), parents, tree)[leaf_name] = leaf
+    for path, leaf in leaf_by_path.items():
+        *parent_names, leaf_name = path.split(".")
+        functools.reduce(lambda node, name: node.setdefault(name, {}), parent_names, tree)[leaf_name] = leaf
     return tree
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorPlace:
-    """One of their tensors in the folder of a model, by a rule and the layer that the rule is applied to.
+class TensorLayout:
+    """One of their tensors in the folder of a model: a rule applied to one layer.
 
     Args:
         rule: rule for the tensor and its parameters.
-        layer: number of the layer; `None` for a tensor outside layers.
-        part_shapes: shape of each of the rule's parameters, in one layer.
+        layer: index of the layer; `None` for a tensor outside layers.
+        part_shapes: shape of each of the rule's parameters, within one layer.
         ordered_shape: shape of the tensor with its dims in our order.
     """
 
@@ -110,7 +115,7 @@ class TensorPlace:
         return tuple(self.ordered_shape[order.index(dim)] for dim in range(len(order)))
 
     def split(self, tensor: np.ndarray) -> list[np.ndarray]:
-        """Return our parameters in their tensor, as views if numpy can make them."""
+        """Return our parameters that their tensor contains, as views where numpy can make them."""
         ordered_tensor = tensor if self.rule.order is None else tensor.transpose(self.rule.order)
         if self.rule.shape is not None:
             return [ordered_tensor.reshape(self.part_shapes[0])]
@@ -118,37 +123,39 @@ class TensorPlace:
         return np.split(ordered_tensor, split_points, axis=-1)
 
     def join(self, parts: list[np.ndarray]) -> np.ndarray:
-        """Return their tensor with our parameters `parts` in it: the inverse of `split`."""
+        """Return their tensor that contains our parameters `parts`: the inverse of `split`."""
         tensor = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
         tensor = tensor.reshape(self.ordered_shape)
         return tensor if self.rule.order is None else tensor.transpose(np.argsort(self.rule.order))
 
 
-def _tensor_places(family: Family, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorPlace]:
-    """Return every tensor of a model in the family's format, by name.
+def _tensor_layouts(family: Family, model: Any, param_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorLayout]:
+    """Return the layout of every tensor of a model in the family's format, by the tensor's name.
 
     Args:
-        family: family whose rules apply if the model has their parameters. These rules name each parameter once.
+        family: family of the model. Of its rules, those apply that name parameters of the model, each exactly once.
         model: model value.
-        shapes: shapes of the parameters of the model, by path.
+        param_shapes: shapes of the parameters of the model, by path.
     """
-    rules = [rule for rule in family.rules if all(path in shapes for path in rule.ours)]
-    paths = sorted(path for rule in rules for path in rule.ours)
-    assert paths == sorted(shapes), f"{family.architecture}: no rule, or two, for {set(paths) ^ set(shapes)}"
-    places = {}
+    rules = [rule for rule in family.rules if all(path in param_shapes for path in rule.ours)]
+    rule_paths = sorted(path for rule in rules for path in rule.ours)
+    assert rule_paths == sorted(param_shapes), (
+        f"{family.architecture}: no rule, or two, for {set(rule_paths) ^ set(param_shapes)}"
+    )
+    layouts = {}
     for rule in rules:
         is_per_layer = "{layer}" in rule.theirs
-        part_shapes = [shapes[path][1:] if is_per_layer else shapes[path] for path in rule.ours]
+        part_shapes = [param_shapes[path][1:] if is_per_layer else param_shapes[path] for path in rule.ours]
         if rule.shape is None:
             ordered_shape = (*part_shapes[0][:-1], sum(shape[-1] for shape in part_shapes))
         else:
             sizes = [getattr(model, size) if isinstance(size, str) else size for size in rule.shape]
             remaining_size = math.prod(part_shapes[0]) // math.prod(size for size in sizes if size != -1)
             ordered_shape = tuple(remaining_size if size == -1 else size for size in sizes)
-        for layer in range(shapes[rule.ours[0]][0]) if is_per_layer else (None,):
+        for layer in range(param_shapes[rule.ours[0]][0]) if is_per_layer else (None,):
             name = rule.theirs.replace("{layer}", str(layer))
-            places[name] = TensorPlace(rule, layer, part_shapes, ordered_shape)
-    return places
+            layouts[name] = TensorLayout(rule, layer, part_shapes, ordered_shape)
+    return layouts
 
 
 def open_params(folder: str | Path, family: Family, model: Any) -> dict[str, Any]:
@@ -160,38 +167,44 @@ def open_params(folder: str | Path, family: Family, model: Any) -> dict[str, Any
     folder = Path(folder)
     tensors = dict(safetensors_folder.read(folder))
     param_shapes = _param_shapes(model)
-    places = _tensor_places(family, model, param_shapes)
+    layouts = _tensor_layouts(family, model, param_shapes)
     if family.prefix and not any(name.startswith(family.prefix) for name in tensors):
-        full_names = {name.removeprefix(family.prefix): name for name in places}
-        tensors = {full_names.get(name, name): tensor for name, tensor in tensors.items()}
-    _check_names(folder, family, places, tensors)
-    params: dict[str, list[np.ndarray]] = {path: [] for path in param_shapes}
-    for name, place in places.items():
+        full_name_by_short_name = {name.removeprefix(family.prefix): name for name in layouts}
+        tensors = {full_name_by_short_name.get(name, name): tensor for name, tensor in tensors.items()}
+    _check_names(folder, family, layouts, tensors)
+    layers_by_path: dict[str, list[np.ndarray]] = {path: [] for path in param_shapes}
+    for name, layout in layouts.items():
         tensor = tensors[name]
-        if tensor.shape != place.shape:
-            raise UserError(f"{folder}: tensor {name} has shape {tensor.shape}, but config.json requires {place.shape}")
+        if tensor.shape != layout.shape:
+            raise UserError(
+                f"{folder}: tensor {name} has shape {tensor.shape}, but config.json requires {layout.shape}"
+            )
         if not (tensor.dtype.name == "bfloat16" or np.issubdtype(tensor.dtype, np.floating)):
             raise UserError(f"{folder}: tensor {name} has dtype {tensor.dtype}, expected floating point numbers")
-        for path, layer_param in zip(place.rule.ours, place.split(tensor), strict=True):
-            params[path].append(layer_param)
-    stacked_flags = {path: place.layer is not None for place in places.values() for path in place.rule.ours}
-    return nested({path: Stacked(arrays) if stacked_flags[path] else arrays[0] for path, arrays in params.items()})
+        for path, param in zip(layout.rule.ours, layout.split(tensor), strict=True):
+            layers_by_path[path].append(param)
+    is_stacked_by_path = {path: layout.layer is not None for layout in layouts.values() for path in layout.rule.ours}
+    return nested_dict(
+        {path: Stacked(arrays) if is_stacked_by_path[path] else arrays[0] for path, arrays in layers_by_path.items()}
+    )
 
 
-def _check_names(folder: Path, family: Family, places: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
-    """Raise UserError unless a folder has exactly the expected tensors, besides those that a family ignores."""
-    missing_names = [name for name in places if name not in tensors]
+def _check_names(folder: Path, family: Family, layouts: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
+    """Raise UserError unless a folder has exactly the expected tensors, apart from those that the family ignores."""
+    missing_names = [name for name in layouts if name not in tensors]
     if missing_names:
         raise UserError(
             f"{folder}: tensor {missing_names[0]} is missing{_and_more(missing_names)}; {family.architecture} with "
-            f"this config.json has {len(places)} tensors, but the files have {len(tensors)}"
-            f"{near_miss(missing_names[0], set(tensors) - set(places))}"
+            f"this config.json has {len(layouts)} tensors, but the files have {len(tensors)}"
+            f"{near_miss(missing_names[0], set(tensors) - set(layouts))}"
         )
-    extra_names = [name for name in tensors if name not in places and not name.endswith(family.ignored or ("\0",))]
-    for name in [name for name in extra_names if family.copies.get(name) in places]:
-        if not np.array_equal(tensors[name], tensors[family.copies[name]]):
+    extra_names = [
+        name for name in tensors if name not in layouts and not name.endswith(family.ignored_endings or ("\0",))
+    ]
+    for name in [name for name in extra_names if family.source_of_copy.get(name) in layouts]:
+        if not np.array_equal(tensors[name], tensors[family.source_of_copy[name]]):
             raise UserError(
-                f"{folder}: config.json ties {name} to {family.copies[name]}, but the two differ; set "
+                f"{folder}: config.json ties {name} to {family.source_of_copy[name]}, but the two differ; set "
                 "tie_word_embeddings to false, or remove one"
             )
         extra_names.remove(name)
@@ -203,12 +216,12 @@ def _check_names(folder: Path, family: Family, places: Mapping[str, Any], tensor
 
 
 def _and_more(names: list[str]) -> str:
-    """Return the number of names after the first as text, for an error message."""
+    """Return the number of names besides the first as text for an error message; empty if there is one name."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: np.dtype) -> dict[str, Deferred]:
-    """Return the tensors of `model` by their names, each computed when it is converted to a numpy array.
+    """Return the tensors of `model` in the family's format, by name; each is computed when numpy converts it.
 
     Args:
         family: family that defines the tensors.
@@ -216,28 +229,29 @@ def their_tensors(family: Family, model: Any, params: Mapping[str, Any], dtype: 
         params: parameters, nested or flat as in `save`. Missing biases are zeros.
         dtype: type of the tensors.
     """
-    shapes = _param_shapes(model)
-    leaves = dict(flat(params))
+    param_shapes = _param_shapes(model)
+    leaf_by_path = dict(flat_leaves(params))
 
     def read_parameter(path: str, layer: int | None, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a parameter, or that of one layer, without the padding of the vocabulary."""
+        """Return a parameter (if `layer` is an index, of that layer alone) without the padding of the vocabulary."""
         layer_path = path if layer is None else path.replace(STACKED, f"{STACKED}{layer}.", 1)
-        if layer_path in leaves:
-            leaf = np.asarray(leaves[layer_path])
-        elif path in leaves:
-            leaf = np.asarray(leaves[path][layer])
+        if layer_path in leaf_by_path:
+            leaf = np.asarray(leaf_by_path[layer_path])
+        elif path in leaf_by_path:
+            leaf = np.asarray(leaf_by_path[path][layer])
         else:
             assert path.endswith(".bias"), f"no parameter {path}"
-            return np.zeros(shape, dtype)  # a bias that `Family.zeros` adds
+            return np.zeros(shape, dtype)  # a bias that `Family.zero_fields` adds
         leaf = leaf[tuple(slice(size) for size in shape)]
         assert leaf.shape == shape, f"parameter {path}: got shape {leaf.shape}, the model has {shape}"
         return leaf.astype(dtype)
 
-    def make_tensor(place: TensorPlace) -> np.ndarray:
-        paths_and_shapes = zip(place.rule.ours, place.part_shapes, strict=True)
-        return place.join([read_parameter(path, place.layer, shape) for path, shape in paths_and_shapes])
+    def make_tensor(layout: TensorLayout) -> np.ndarray:
+        """Return their tensor of this layout."""
+        paths_and_shapes = zip(layout.rule.ours, layout.part_shapes, strict=True)
+        return layout.join([read_parameter(path, layout.layer, shape) for path, shape in paths_and_shapes])
 
     return {
-        name: Deferred(place.shape, dtype, functools.partial(make_tensor, place))
-        for name, place in _tensor_places(family, model, shapes).items()
+        name: Deferred(layout.shape, dtype, functools.partial(make_tensor, layout))
+        for name, layout in _tensor_layouts(family, model, param_shapes).items()
     }

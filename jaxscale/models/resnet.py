@@ -29,16 +29,17 @@ class ResNet:
     Args:
         classes: number of classes.
         channels: channels of an image.
-        stages: number of blocks of each stage. Each stage after the first halves height and width of the images, and
-            doubles the channels.
-        width: channels inside the blocks of the first stage, which outputs 4 times as many with bottlenecks.
+        stages: number of blocks of each stage. Each stage after the first halves the height and width of the images
+            and doubles the channels.
+        width: channels inside the blocks of the first stage; with bottlenecks its output has 4 times as many.
         bottleneck: whether blocks have three convolutions (1x1, 3x3, 1x1) instead of two (3x3).
-        stem: "small" is one 3x3 convolution; "imagenet" a 7x7 of stride 2 and a max pooling of stride 2.
-        momentum: decay of the running statistics of batch norms, per microbatch.
+        stem: "small" is one 3x3 convolution; "imagenet" is a 7x7 convolution of stride 2, then a max pooling of stride
+            2.
+        momentum: decay per microbatch of the running statistics of batch norms.
         smoothing: share of the target spread over all classes (label smoothing).
 
     Raises:
-        UserError: a field out of range.
+        UserError: a field is out of range.
 
     Example:
         >>> ResNet(classes=10, channels=1, stages=(1, 1), width=16, stem="small").features
@@ -59,9 +60,9 @@ class ResNet:
     def __post_init__(self) -> None:
         check_types(self)
         check_counts(self, ("classes", "channels", "width"))
-        for stage, block_count in enumerate(self.stages):
+        for stage_index, block_count in enumerate(self.stages):
             if block_count < 1:
-                raise UserError(f"stages[{stage}]: got {block_count!r}, expected a whole number >= 1")
+                raise UserError(f"stages[{stage_index}]: got {block_count!r}, expected a whole number >= 1")
         if not self.stages:
             raise UserError("stages: got (), expected the number of blocks of each stage, such as (2, 2, 2, 2)")
         check_rates(self, ("momentum", "smoothing"))
@@ -72,7 +73,7 @@ class ResNet:
         return self.width * 2 ** (len(self.stages) - 1) * (4 if self.bottleneck else 1)
 
     def logical_sizes(self) -> dict[str, int]:
-        """Size of the logical axis that a mesh axis must divide; the channels of every stage are multiples of it."""
+        """Return the size of the logical axis that a mesh axis must divide; it divides the channels of every stage."""
         return {"channels": self.width}
 
     def build(self, rngs: "nnx.Rngs", *, vocab_multiple: int = 1) -> "ResNetModule":
@@ -82,7 +83,7 @@ class ResNet:
         return ResNetModule(self, rngs=rngs)
 
     def loss(self, module: "ResNetModule", batch: "Batch", context: "Context") -> "Loss":
-        """Sum the cross-entropy of a batch; training updates the running statistics of `module`.
+        """Return the summed cross-entropy of a batch; training updates the running statistics of `module`.
 
         Args:
             module: the result of `build`, or a copy with other parameters.
@@ -95,7 +96,7 @@ class ResNet:
         return image_loss(module, batch, context, self.smoothing)
 
     def accuracy(self, module: "ResNetModule", batch: "Batch", context: "Context") -> tuple[Any, Any]:
-        """Return the sum of the weights of the correctly classified rows, and that of all rows."""
+        """Return two sums of row weights: of the correctly classified rows, and of all rows."""
         from jaxscale.models.classify import image_accuracy
 
         return image_accuracy(module, batch, context)

@@ -1,4 +1,4 @@
-"""The module of a `ResNet`: a stem, a `Chain` of residual blocks, a classifier."""
+"""The module of a `ResNet`: a stem, a `Chain` of residual blocks, and a classifier."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ class ConvNorm(nnx.Module):
         self.norm = BatchNorm(out_channels, momentum=momentum, gain=gain)
 
     def __call__(self, x: Float[Array, "B I J C"], *, context: Context = Context()) -> Float[Array, "B P Q O"]:
-        """`norm(conv(x))`."""
+        """Return `norm(conv(x))`."""
         return self.norm(self.conv(x), context=context)
 
 
@@ -58,22 +58,26 @@ class ResidualBlock(nnx.Module):
     """
 
     def __init__(self, in_channels: int, width: int, *, stride: int, bottleneck: bool, momentum: float, rngs: nnx.Rngs):
-        def make(conv_in: int, conv_out: int, window: int, stride: int = 1, gain: float = 1.0) -> ConvNorm:
+        def make_conv(conv_in: int, conv_out: int, window: int, stride: int = 1, gain: float = 1.0) -> ConvNorm:
             """Make a convolution with its batch norm."""
             return ConvNorm(conv_in, conv_out, window=window, stride=stride, momentum=momentum, gain=gain, rngs=rngs)
 
         if bottleneck:
-            conv_out = 4 * width
-            layers = [make(in_channels, width, 1), make(width, width, 3, stride), make(width, conv_out, 1, gain=0.0)]
+            out_channels = 4 * width
+            conv_norms = [
+                make_conv(in_channels, width, 1),
+                make_conv(width, width, 3, stride),
+                make_conv(width, out_channels, 1, gain=0.0),
+            ]
         else:
-            conv_out = width
-            layers = [make(in_channels, width, 3, stride), make(width, width, 3, gain=0.0)]
-        self.branch = nnx.List(layers)
-        is_identity = in_channels == conv_out and stride == 1
-        self.shortcut = None if is_identity else make(in_channels, conv_out, 1, stride)
+            out_channels = width
+            conv_norms = [make_conv(in_channels, width, 3, stride), make_conv(width, width, 3, gain=0.0)]
+        self.branch = nnx.List(conv_norms)
+        is_identity = in_channels == out_channels and stride == 1
+        self.shortcut = None if is_identity else make_conv(in_channels, out_channels, 1, stride)
 
     def __call__(self, x: Float[Array, "B I J C"], *, context: Context = Context()) -> Float[Array, "B P Q O"]:
-        """Return the output of the block."""
+        """Return the activations after the block."""
         y = x
         for index, layer in enumerate(self.branch):
             y = layer(jax.nn.relu(y) if index else y, context=context)
@@ -81,7 +85,7 @@ class ResidualBlock(nnx.Module):
 
 
 class ResNetModule(nnx.Module):
-    """Images to logits.
+    """Maps images to the logits of the classes.
 
     Args:
         config: the model value.
@@ -90,18 +94,18 @@ class ResNetModule(nnx.Module):
 
     def __init__(self, config: ResNet, *, rngs: nnx.Rngs):
         self.config = config
-        window, stride = (7, 2) if config.stem == "imagenet" else (3, 1)
+        stem_window, stride = (7, 2) if config.stem == "imagenet" else (3, 1)
         self.stem = ConvNorm(
-            config.channels, config.width, window=window, stride=stride, momentum=config.momentum, rngs=rngs
+            config.channels, config.width, window=stem_window, stride=stride, momentum=config.momentum, rngs=rngs
         )
-        blocks, channels = [], config.width
-        for stage, block_count in enumerate(config.stages):
-            width = config.width * 2**stage
-            for index in range(block_count):
-                stride = 2 if stage and not index else 1
+        blocks, channel_count = [], config.width
+        for stage_index, block_count in enumerate(config.stages):
+            width = config.width * 2**stage_index
+            for block_index in range(block_count):
+                stride = 2 if stage_index and not block_index else 1
                 blocks.append(
                     ResidualBlock(
-                        channels,
+                        channel_count,
                         width,
                         stride=stride,
                         bottleneck=config.bottleneck,
@@ -109,17 +113,17 @@ class ResNetModule(nnx.Module):
                         rngs=rngs,
                     )
                 )
-                channels = width * (4 if config.bottleneck else 1)
+                channel_count = width * (4 if config.bottleneck else 1)
         self.blocks = Chain(blocks)
         # zeros: the first loss is log(classes) for any features
         zeros = nnx.initializers.zeros_init()
-        self.head = Linear(channels, config.classes, axes=("channels", None), bias=True, init=zeros, rngs=rngs)
+        self.head = Linear(channel_count, config.classes, axes=("channels", None), bias=True, init=zeros, rngs=rngs)
 
     def __call__(self, images: Float[Array, "B I J C"], *, context: Context = Context()) -> Float[Array, "B V"]:
         """Return the logits of the classes.
 
         Args:
-            images: pixels, scaled as in training.
+            images: float pixels, on the same scale as in training.
             context: context of the forward pass.
         """
         if images.shape[-1] != self.config.channels:

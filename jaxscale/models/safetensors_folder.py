@@ -1,9 +1,9 @@
 """A folder of safetensors files as named, memory-mapped arrays: one file, or shards under an index.
 
 The format (https://huggingface.co/docs/safetensors, "Format"): eight bytes with the length of a JSON header, the header
-(name -> dtype, shape, byte range), then the bytes. Reading maps the file, so that bytes are copied only on use, and
+(name -> dtype, shape, byte range), then the bytes. Reading maps the file, so that bytes are copied only on use. It
 checks every range first, so that a truncated file is reported by name before tracing. This module handles names and
-bytes; `huggingface_families.py` defines the names. It imports no JAX.
+bytes, and imports no JAX; `huggingface_families.py` defines the names.
 """
 
 import contextlib
@@ -20,7 +20,9 @@ import numpy as np
 from jaxscale.errors import UserError
 
 SINGLE = "model.safetensors"
+"""Name of the file of a folder with one file."""
 INDEX = "model.safetensors.index.json"
+"""Name of the index of a folder with several files."""
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -34,7 +36,7 @@ DTYPES: dict[str, np.dtype] = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
-_NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
@@ -62,8 +64,8 @@ def read(folder: Path) -> dict[str, np.ndarray]:
         folder: folder that contains `model.safetensors`, or `model.safetensors.index.json` and its shards.
 
     Raises:
-        UserError: there are no such files, an index or header is not JSON, or a shard is missing. A tensor is missing
-            in its shard or in the index, has the wrong number of bytes, or ends beyond its file.
+        UserError: there are no such files, an index or header is not JSON, or a shard is missing; or a tensor is
+            missing from its shard or from the index, has the wrong number of bytes, or ends beyond its file.
     """
     if (folder / SINGLE).is_file():
         return _read_file(folder / SINGLE)
@@ -76,34 +78,36 @@ def read(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Read the index: the name of the file that contains each tensor, by the tensor's name."""
+    """Return the name of the file that contains each tensor, by the tensor's name."""
     try:
-        shard_of_tensor = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shard_by_tensor = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{index}: expected JSON with a weight_map ({error}); copy the file again") from error
-    if not isinstance(shard_of_tensor, dict) or not all(isinstance(shard, str) for shard in shard_of_tensor.values()):
+    if not isinstance(shard_by_tensor, dict) or not all(isinstance(shard, str) for shard in shard_by_tensor.values()):
         raise UserError(f"{index}: expected a weight_map of tensor names to file names; copy the file again")
-    for name, shard in shard_of_tensor.items():
+    for name, shard in shard_by_tensor.items():
         if Path(shard).name != shard:
             raise UserError(f"{index}: tensor {name} lies in {shard!r}, expected a file of the same folder")
-    return shard_of_tensor
+    return shard_by_tensor
 
 
-def _read_shards(folder: Path, shard_of_tensor: Mapping[str, str]) -> dict[str, np.ndarray]:
+def _read_shards(folder: Path, shard_by_tensor: Mapping[str, str]) -> dict[str, np.ndarray]:
     """Map every tensor into memory, by name, from the shard that the index lists for it."""
-    tensors_of_shard: dict[str, dict[str, np.ndarray]] = {}
-    for name, shard in shard_of_tensor.items():
+    tensors_by_shard: dict[str, dict[str, np.ndarray]] = {}
+    for name, shard in shard_by_tensor.items():
         if not (folder / shard).is_file():
             raise UserError(f"{folder / INDEX}: tensor {name} lies in {shard}, which is missing; copy that file too")
-        if shard not in tensors_of_shard:
-            tensors_of_shard[shard] = _read_file(folder / shard)
-        if name not in tensors_of_shard[shard]:
-            raise UserError(f"{folder / shard}: the index lists tensor {name} in this file, which lacks it; copy both")
-    for shard, tensors in tensors_of_shard.items():
+        if shard not in tensors_by_shard:
+            tensors_by_shard[shard] = _read_file(folder / shard)
+        if name not in tensors_by_shard[shard]:
+            raise UserError(
+                f"{folder / shard}: the index lists tensor {name} in this file, which lacks it; copy both files again"
+            )
+    for shard, tensors in tensors_by_shard.items():
         for name in tensors:
-            if shard_of_tensor.get(name) != shard:
+            if shard_by_tensor.get(name) != shard:
                 raise UserError(f"{folder / shard}: tensor {name} is not in {INDEX}; copy both files again")
-    return {name: tensors_of_shard[shard][name] for name, shard in shard_of_tensor.items()}
+    return {name: tensors_by_shard[shard][name] for name, shard in shard_by_tensor.items()}
 
 
 def _read_file(path: Path) -> dict[str, np.ndarray]:
@@ -114,7 +118,7 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
         header_bytes = int.from_bytes(length_bytes, "little")
         if len(length_bytes) < 8 or header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
             raise UserError(
-                f"{path}: its header should have {header_bytes:,} bytes, but the file has {file_bytes:,}: it is cut "
+                f"{path}: its header should take {header_bytes:,} bytes, but the file has {file_bytes:,}: it is cut "
                 "short, or not a safetensors file (perhaps a Git LFS pointer); copy it again"
             )
         try:
@@ -128,10 +132,10 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
 
 
 def _view(path: Path, name: str, entry: Any, body: np.ndarray) -> np.ndarray:
-    """Return the tensor that an entry of the header describes, as a view of `body`: the bytes after the header."""
+    """Return the tensor that an entry of the header describes, as a view of `body` (the bytes after the header)."""
     try:
         dtype_name, shape = entry["dtype"], tuple(map(int, entry["shape"]))
-        start, stop = map(int, entry["data_offsets"])
+        start_byte, stop_byte = map(int, entry["data_offsets"])
     except (TypeError, KeyError, ValueError) as error:
         raise UserError(f"{path}: tensor {name}: expected dtype, shape and data_offsets, got {entry!r}") from error
     if dtype_name not in DTYPES:
@@ -139,59 +143,69 @@ def _view(path: Path, name: str, entry: Any, body: np.ndarray) -> np.ndarray:
             f"{path}: tensor {name} has dtype {dtype_name}, expected one of {', '.join(DTYPES)}; convert it first"
         )
     expected_bytes = math.prod(shape) * DTYPES[dtype_name].itemsize
-    if not 0 <= start <= stop or stop - start != expected_bytes:
+    if not 0 <= start_byte <= stop_byte or stop_byte - start_byte != expected_bytes:
         raise UserError(
-            f"{path}: tensor {name} of shape {shape} has bytes {start} to {stop}, expected {expected_bytes} of them"
+            f"{path}: tensor {name} of shape {shape} has bytes {start_byte} to {stop_byte}, "
+            f"expected {expected_bytes} of them; copy the file again"
         )
-    if stop > body.size:
+    if stop_byte > body.size:
         raise UserError(
-            f"{path}: tensor {name} ends at byte {stop:,} of the data, which has {body.size:,}: the file is cut short; "
-            "copy it again"
+            f"{path}: tensor {name} ends at byte {stop_byte:,} of the data, which has {body.size:,}: "
+            "the file is cut short; copy it again"
         )
-    return body[start:stop].view(DTYPES[dtype_name]).reshape(shape)
+    return body[start_byte:stop_byte].view(DTYPES[dtype_name]).reshape(shape)
 
 
 def write(folder: Path, tensors: Mapping[str, ArrayLike], *, shard_bytes: int) -> None:
-    """Write the tensors as one file, or as shards under an index if they take more than `shard_bytes`.
+    """Write the tensors as one file, or as shards with an index if they take more than `shard_bytes`.
 
-    The bytes of arrays are computed one array at a time. Each file gets its final name when it is complete.
+    Arrays are computed one at a time. Each file gets its final name when it is complete.
 
     Args:
         folder: existing folder without safetensors.
         tensors: arrays by name; their order determines their shards.
         shard_bytes: largest number of bytes of one file; a larger tensor gets a separate file.
     """
-    shards: list[list[str]] = [[]]
+    shard_tensor_names: list[list[str]] = [[]]
     used_bytes = 0
     for name, tensor in tensors.items():
         tensor_bytes = math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize
-        if shards[-1] and used_bytes + tensor_bytes > shard_bytes:
-            shards.append([])
+        if shard_tensor_names[-1] and used_bytes + tensor_bytes > shard_bytes:
+            shard_tensor_names.append([])
             used_bytes = 0
-        shards[-1].append(name)
+        shard_tensor_names[-1].append(name)
         used_bytes += tensor_bytes
-    if len(shards) == 1:
+    if len(shard_tensor_names) == 1:
         _write_file(folder / SINGLE, tensors)
         return
-    file_names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    for file_name, names in zip(file_names, shards, strict=True):
+    file_names = [
+        f"model-{shard_number:05d}-of-{len(shard_tensor_names):05d}.safetensors"
+        for shard_number in range(1, len(shard_tensor_names) + 1)
+    ]
+    for file_name, names in zip(file_names, shard_tensor_names, strict=True):
         _write_file(folder / file_name, {name: tensors[name] for name in names})
     total_size = sum(math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize for tensor in tensors.values())
-    weight_map = {name: file_name for file_name, names in zip(file_names, shards, strict=True) for name in names}
+    weight_map = {
+        name: file_name for file_name, names in zip(file_names, shard_tensor_names, strict=True) for name in names
+    }
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     with write_complete(folder / INDEX) as path:
         path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_file(path: Path, tensors: Mapping[str, ArrayLike]) -> None:
-    """Write one file with these tensors, in this order."""
+    """Write one file that contains the tensors in the order of the mapping."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
-    offset = 0
+    start_byte = 0
     for name, tensor in tensors.items():
         dtype = np.dtype(tensor.dtype)
-        stop = offset + math.prod(tensor.shape) * dtype.itemsize
-        header[name] = {"dtype": _NAME_OF[dtype], "shape": list(tensor.shape), "data_offsets": [offset, stop]}
-        offset = stop
+        stop_byte = start_byte + math.prod(tensor.shape) * dtype.itemsize
+        header[name] = {
+            "dtype": _DTYPE_NAMES[dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start_byte, stop_byte],
+        }
+        start_byte = stop_byte
     header_json = json.dumps(header, separators=(",", ":")).encode()
     header_json += b" " * (-len(header_json) % 8)
     with write_complete(path) as partial_path, partial_path.open("wb") as file:
@@ -202,7 +216,7 @@ def _write_file(path: Path, tensors: Mapping[str, ArrayLike]) -> None:
 
 @contextlib.contextmanager
 def write_complete(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to; at the end, unless an error is raised, it is renamed to `path`."""
+    """Yield a temporary path to write to, which is renamed to `path` at the end unless an error is raised."""
     partial_path = path.with_name(path.name + ".partial")
     try:
         yield partial_path

@@ -2,7 +2,7 @@
 `ViTForImageClassification`.
 
 Pre-norm blocks over patches of an image and learned positions. Left out: distillation tokens, relative positions,
-images of another size than the model's. The module that a ViT builds is in `vit_module.py`; this file imports neither
+images of a size other than the model's. The module that a ViT builds is in `vit_module.py`; this file imports neither
 JAX nor Flax.
 """
 
@@ -39,14 +39,15 @@ class ViT:
         mlp: hidden width of the feed-forward layers; `None` means 4 * embed.
         mlp_kind: activation of the feed-forward layers, "gelu" (exact), "gelu_tanh", "quick_gelu", "relu" or "silu".
         pooling: input of the classifier, "token" (a learned token before the patches) or "mean" (of the patches).
-        attention_bias: whether the projections to queries, keys and values have biases; all other projections have.
+        attention_bias: whether the projections to queries, keys and values have biases; all other projections do.
         norm_eps: constant added to the variance in LayerNorms.
-        dropout: rate of dropout after the positions and where attention and mlp are added to the residual stream.
+        dropout: rate of dropout after the positions are added and where attention and mlp are added to the residual
+            stream.
         smoothing: share of the target spread over all classes (label smoothing).
         init_std: standard deviation of the initial weights.
 
     Raises:
-        UserError: a field out of range, or two incompatible fields.
+        UserError: a field is out of range, or two fields are incompatible.
 
     Example:
         >>> ViT(classes=10, image=28, patch=7, channels=1, layers=2, embed=64, heads=4).patches
@@ -93,7 +94,7 @@ class ViT:
         return self.mlp or 4 * self.embed
 
     def logical_sizes(self) -> dict[str, int]:
-        """Size of each logical axis that a mesh axis must divide."""
+        """Return the size of each logical axis that a mesh axis must divide."""
         return {"heads": self.heads, "kv_heads": self.heads, "mlp": self.mlp_width, "embed": self.embed}
 
     def build(self, rngs: "nnx.Rngs", *, vocab_multiple: int = 1) -> "ViTModule":
@@ -103,7 +104,7 @@ class ViT:
         return ViTModule(self, rngs=rngs)
 
     def loss(self, module: "ViTModule", batch: "Batch", context: "Context") -> "Loss":
-        """Sum the cross-entropy of a batch.
+        """Return the summed cross-entropy of a batch.
 
         Args:
             module: the result of `build`, or a copy with other parameters.
@@ -115,7 +116,7 @@ class ViT:
         return image_loss(module, batch, context, self.smoothing)
 
     def accuracy(self, module: "ViTModule", batch: "Batch", context: "Context") -> tuple[Any, Any]:
-        """Return the sum of the weights of the correctly classified rows, and that of all rows."""
+        """Return two sums of row weights: of the correctly classified rows, and of all rows."""
         from jaxscale.models.classify import image_accuracy
 
         return image_accuracy(module, batch, context)

@@ -1,4 +1,4 @@
-"""The module of a `ViT`: patches and positions, a `Stack` of blocks, a classifier."""
+"""The module of a `ViT`: patches and positions, a `Stack` of blocks, and a classifier."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -56,22 +56,27 @@ class ViTBlock(nnx.Module):
 
 
 class ViTModule(nnx.Module):
-    """Images to logits.
+    """Maps images to the logits of the classes.
 
     Args:
         config: the model value.
         rngs: random streams; the weights are drawn from `params`.
+
+    Attributes:
+        patches: projection of the pixels of a patch to the residual stream.
+        token: learned input of the classifier, (D,); `None` if the classifier pools patches.
+        positions: table of learned positions.
     """
 
     def __init__(self, config: ViT, *, rngs: nnx.Rngs):
         init = nnx.initializers.truncated_normal(config.init_std)
         self.config = config
-        patch_size = config.patch * config.patch * config.channels
-        self.patches = Linear(patch_size, config.embed, axes=(None, "embed"), bias=True, init=init, rngs=rngs)
+        patch_values = config.patch * config.patch * config.channels
+        self.patches = Linear(patch_values, config.embed, axes=(None, "embed"), bias=True, init=init, rngs=rngs)
         token = init(rngs.params(), (config.embed,), jnp.float32) if config.pooling == "token" else None
         self.token = None if token is None else nnx.Param(token, out_sharding=("embed",))
-        length = config.patches if token is None else config.patches + 1
-        self.positions = PositionTable(length, config.embed, init=init, rngs=rngs)
+        position_count = config.patches if token is None else config.patches + 1
+        self.positions = PositionTable(position_count, config.embed, init=init, rngs=rngs)
         self.dropout = Dropout(config.dropout, site="positions")
         self.blocks = Stack(lambda rngs: ViTBlock(config, rngs=rngs), config.layers, rngs=rngs)
         self.norm = LayerNorm(config.embed, eps=config.norm_eps, rngs=rngs)
@@ -80,20 +85,22 @@ class ViTModule(nnx.Module):
         self.head = Linear(config.embed, config.classes, axes=("embed", None), bias=True, init=zeros, rngs=rngs)
 
     def embed(self, images: Float[Array, "B I I C"], *, context: Context = Context()) -> Float[Array, "B T D"]:
-        """Return the input of the first block: learned token (if there is one) and projected patches plus positions."""
-        image_size, patch = self.config.image, self.config.patch
+        """Return the input of the first block: the learned token (if any) and the projected patches, plus positions."""
+        image_size, patch_size = self.config.image, self.config.patch
         if images.shape[1:] != (image_size, image_size, self.config.channels):
             raise UserError(
                 f"images: got shape {images.shape}, expected (B, {image_size}, {image_size}, {self.config.channels}): "
                 "set image and channels of the ViT to those of the data"
             )
         dtype = self.patches.weight[...].dtype if context.dtype is None else context.dtype
-        batch, patches_per_side = images.shape[0], image_size // patch
-        x = images.astype(dtype).reshape(batch, patches_per_side, patch, patches_per_side, patch, self.config.channels)
-        x = x.transpose(0, 1, 3, 2, 4, 5).reshape(batch, patches_per_side * patches_per_side, -1)
+        batch_size, patches_per_side = images.shape[0], image_size // patch_size
+        x = images.astype(dtype).reshape(
+            batch_size, patches_per_side, patch_size, patches_per_side, patch_size, self.config.channels
+        )
+        x = x.transpose(0, 1, 3, 2, 4, 5).reshape(batch_size, patches_per_side * patches_per_side, -1)
         x = self.patches(x)
         if self.token is not None:
-            token = jnp.broadcast_to(self.token[...].astype(x.dtype).reshape(1, 1, -1), (batch, 1, x.shape[-1]))
+            token = jnp.broadcast_to(self.token[...].astype(x.dtype).reshape(1, 1, -1), (batch_size, 1, x.shape[-1]))
             x = jnp.concatenate([token, x], axis=1)
         x = x + self.positions.lookup(jnp.arange(x.shape[1])[None, :], x.dtype)
         return constrain(self.dropout(x, context), "batch", "seq", "embed")
@@ -102,7 +109,7 @@ class ViTModule(nnx.Module):
         """Return the logits of the classes.
 
         Args:
-            images: pixels, scaled as in training.
+            images: float pixels, on the same scale as in training.
             context: context of the forward pass.
         """
         x = self.blocks(self.embed(images, context=context), context=context)

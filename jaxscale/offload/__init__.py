@@ -1,4 +1,4 @@
-"""Host memory: weights streamed to the device, and optimizer state updated there or slice by slice."""
+"""Host memory: weights streamed to the device, and optimizer state updated slice by slice or on the host."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,8 @@
-"""Update arrays in host memory slice by slice on the device, in place.
+"""Update arrays in host memory in place, slice by slice on the device.
 
 A loop carries the arrays and writes each slice back in place. XLA then keeps one copy of a donated array on the host
 and a slice on the device. A scan that stacks its results would hold a second copy, and moving the whole array to the
-device would save no memory there.
+device would save no device memory.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jaxscale.sharding.memory_space import on_host, to_device, to_host
 from jaxscale.typing import Array
 
 SLICE_BYTES = 16 * 2**20
-"""Bytes of the largest slice on each device, as far as dims allow: about a millisecond of copying over PCIe."""
+"""Largest slice on each device in bytes, as far as dims allow: about a millisecond of copying over PCIe."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,8 @@ def cut(
         shape: shape of the array.
         itemsize: bytes of an element.
         sharding: sharding of the array; `None` for one device.
-        slice_bytes: bytes of the largest slice on each device.
-        units: for each dim, a number that must divide the length of a slice; `None` allows any length.
+        slice_bytes: largest slice on each device in bytes.
+        units: for each dim, a length that must divide the length of a slice; `None` allows any length.
 
     Example:
         >>> cut((16, 1024, 4096), 4, None)
@@ -67,8 +67,8 @@ def cut(
         if global_size != shard_size:
             continue
         unit_count = global_size if units is None else global_size // units[dim]
-        divisors = [n for n in range(1, unit_count + 1) if unit_count % n == 0]
-        pieces = next((n for n in divisors if shard_bytes <= n * slice_bytes), unit_count)
+        divisors = [count for count in range(1, unit_count + 1) if unit_count % count == 0]
+        pieces = next((count for count in divisors if shard_bytes <= count * slice_bytes), unit_count)
         if shard_bytes <= pieces * slice_bytes:
             return SliceCut(dim, pieces)
         best_cut = SliceCut(dim, pieces) if pieces > best_cut.pieces else best_cut
@@ -76,20 +76,20 @@ def cut(
 
 
 Body = Callable[[list[Array], list[Array], Any], tuple[list[Array], Any]]
-"""The function that `sweep` runs: `(slices read, slices to replace, carry) -> (new slices, carry)`."""
+"""The function that `sweep` runs: `(slices to read, slices to replace, carry) -> (new slices, new carry)`."""
 
 
 def sweep(
     body: Body, pieces: int, reads: Sequence[tuple[Array, int]], writes: Sequence[tuple[Array, int]], carry: Any
 ) -> tuple[list[Array], Any]:
-    """Run `body` on the slices of some arrays, one after another.
+    """Run `body` on the slices of some arrays, one by one.
 
     Args:
         body: function of slices of the arrays in `reads`, slices of those in `writes` (all on the device) and the
             carry. It returns new slices of the arrays in `writes`, and the new carry.
         pieces: number of slices of each array; 1 passes the whole arrays to `body`, once.
-        reads: (array, dim to cut) pairs of the arrays that are only read.
-        writes: (array, dim to cut) pairs of the arrays whose slices are replaced; they stay in their memory space.
+        reads: (array, dim to cut) for each array that is only read.
+        writes: (array, dim to cut) for each array whose slices are replaced; it stays in its memory space.
         carry: initial carry, on the device.
 
     Returns:
@@ -104,21 +104,23 @@ def sweep(
         return to_device(jax.lax.dynamic_slice_in_dim(array, slice_index * length, length, dim))
 
     def replace_slice(array: Array, dim: int, slice_index: Any, new_slice: Array) -> Array:
-        """Return the array with one slice replaced, in its old memory space."""
-        new_slice = to_host(new_slice) if on_host(array) else new_slice
+        """Return the array with one slice replaced, in the same memory space."""
+        placed_slice = to_host(new_slice) if on_host(array) else new_slice
         if pieces == 1:
-            return new_slice
-        return jax.lax.dynamic_update_slice_in_dim(array, new_slice, slice_index * new_slice.shape[dim], dim)
+            return placed_slice
+        return jax.lax.dynamic_update_slice_in_dim(array, placed_slice, slice_index * new_slice.shape[dim], dim)
 
     written_dims = [dim for _, dim in writes]
 
-    def step(slice_index: Any, arrays_and_carry: tuple[list[Array], Any]) -> tuple[list[Array], Any]:
+    def run_on_slices(slice_index: Any, arrays_and_carry: tuple[list[Array], Any]) -> tuple[list[Array], Any]:
         """Run `body` on one slice of each array; return the arrays with the new slices, and the new carry."""
         arrays, carry = arrays_and_carry
         old_slices = [slice_of(array, dim, slice_index) for array, dim in zip(arrays, written_dims, strict=True)]
         new_slices, carry = body([slice_of(array, dim, slice_index) for array, dim in reads], old_slices, carry)
-        replacements = zip(arrays, written_dims, new_slices, strict=True)
-        return [replace_slice(array, dim, slice_index, new_slice) for array, dim, new_slice in replacements], carry
+        arrays_and_slices = zip(arrays, written_dims, new_slices, strict=True)
+        return [replace_slice(array, dim, slice_index, new_slice) for array, dim, new_slice in arrays_and_slices], carry
 
-    initial_state = ([array for array, _ in writes], carry)
-    return step(0, initial_state) if pieces == 1 else jax.lax.fori_loop(0, pieces, step, initial_state)
+    initial_values = ([array for array, _ in writes], carry)
+    return (
+        run_on_slices(0, initial_values) if pieces == 1 else jax.lax.fori_loop(0, pieces, run_on_slices, initial_values)
+    )

@@ -2,17 +2,17 @@
 
 Two functions return the step of an optimizer, with at most a slice of its state on the device:
 
-* `update_in_slices`: slices of state and weights come to the device, are updated there, and go back (ZeRO-Infinity,
-  Rajbhandari et al. 2021, arXiv 2104.07857, without its NVMe; L2L, Pudipeddi et al. 2020, arXiv 2002.05645). For rules
-  that treat each number by itself.
+* `update_in_slices`: slices of state and weights go to the device, are updated there, and go back (ZeRO-Infinity,
+  Rajbhandari et al. 2021, arXiv 2104.07857, without its NVMe; L2L, Pudipeddi et al. 2020, arXiv 2002.05645). This is
+  for rules that treat each number separately.
 * `update_on_host`: gradients go to the host, whose CPU updates state and weights (ZeRO-Offload, Ren et al. 2021, arXiv
-  2101.06840, without its delay of one step). For any rule.
+  2101.06840, without its delay of one step). This is for any rule.
 
 `update_on_device` returns the step without offload. All three steps also take the gradients' norm, for clipping, and
-whether the step is good (its gradients are finite). A later `where` over old and new state would need both whole on the
-device.
+whether the step is good (its gradients are finite). A `where` over old and new state after the step would need both
+states on the device.
 
-Plans use these functions. For custom training loops `wrapper.offload_state` wraps a rule.
+Plans use these functions. For custom training loops, `wrapper.offload_state` wraps a rule.
 """
 
 import functools
@@ -33,10 +33,10 @@ from jaxscale.trees import shapes_of
 from jaxscale.typing import Array, Float, Params
 
 Advance = Callable[[Params, Any, Params, Any, Any], tuple[Params, Any]]
-"""One step of an optimizer, `(gradients, state, params, norm, good) -> (params, state)`.
+"""One step of an optimizer, `(gradients, state, params, norm, is_good) -> (params, state)`.
 
-Gradients, state and parameters may lie in device or host memory, and each leaf stays where it lies. `norm` is the
-global norm of the gradients. If `good` is false, state and parameters are returned unchanged.
+Gradients, state and parameters may lie in device or host memory, and each leaf stays there. `norm` is the
+global norm of the gradients. If `is_good` is false, state and parameters are returned unchanged.
 """
 
 
@@ -47,8 +47,8 @@ def update_on_device(optimizer: optax.GradientTransformation) -> Advance:
         optimizer: optax transformation, clipping included.
     """
 
-    def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
-        return _step(optimizer, gradients, (params, state), norm, good)
+    def advance(gradients: Params, state: Any, params: Params, norm: Any, is_good: Any) -> tuple[Params, Any]:
+        return _apply_rule(optimizer, gradients, (params, state), norm, is_good)
 
     return advance
 
@@ -62,18 +62,18 @@ def update_in_slices(
     elementwise: optax.GradientTransformation | None = None,
     layers: Params | None = None,
 ) -> Advance:
-    """Return the step that applies a rule slice by slice on the device; its trees may lie on the host.
+    """Return the step that applies a rule slice by slice on the device, to trees that may lie on the host.
 
     Args:
-        rule: an optax transformation that treats each number, or each layer of a stack, by itself. The arrays of its
-            state have the parameters' shapes. They may be quantized; each slice then contains whole blocks.
+        rule: an optax transformation that treats each number, or each layer of a stack, separately. The arrays of its
+            state have the parameters' shapes. If they are quantized, each slice contains whole blocks.
         params: shapes of the parameters, with the sharding of the optimizer's state if there is a mesh.
         clip: global norm that gradients are clipped to; the state is then that of `chain(clip_by_global_norm, rule)`.
-        slice_bytes: bytes of the largest slice of one tensor on each device, as far as its dims allow.
-        elementwise: the rule within `rule` that must treat each number by itself, if `rule` shares scales in blocks;
+        slice_bytes: largest slice of one tensor on each device in bytes, as far as its dims allow.
+        elementwise: the rule within `rule` that must treat each number separately, if `rule` shares scales in blocks;
             `rule` by default.
         layers: for each parameter, whether its first dim is stacked layers that the rule treats one by one. Slices are
-            then whole layers, and other parameters are not cut. `None`: the rule treats each number by itself.
+            then whole layers, and other parameters are not cut. `None` if the rule treats each number separately.
 
     Raises:
         UserError: the rule mixes elements, and `layers` is `None`.
@@ -91,9 +91,9 @@ def update_in_slices(
     leaves = jax.tree.leaves(params)
     cuts = cuts_of(rule, params, [getattr(leaf, "sharding", None) for leaf in leaves], slice_bytes, layers)
 
-    def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
+    def advance(gradients: Params, state: Any, params: Params, norm: Any, is_good: Any) -> tuple[Params, Any]:
         def step(gradients: Params, params_and_state: tuple[Params, Any]) -> tuple[Params, Any]:
-            return _step(rule, gradients, params_and_state, norm, good, clip)
+            return _apply_rule(rule, gradients, params_and_state, norm, is_good, clip)
 
         weights, new_state = run_in_slices(rule, cuts, step, gradients, (params, state if clip is None else state[1]))
         return weights, new_state if clip is None else (state[0], new_state)
@@ -102,10 +102,10 @@ def update_in_slices(
 
 
 def update_on_host(rule: optax.GradientTransformation, *, clip: float | None = None) -> Advance:
-    """Return the step that applies a rule on the host's CPU: it sends gradients there and updates in place.
+    """Return the step that applies a rule on the host's CPU: it sends gradients to the host and updates in place.
 
-    Do not use it with a TPU and a state in few bits. If the host's CPU reads an array of 8 or 4 bits and two dims or
-    more, libtpu 0.0.51 assigns two tilings to it and crashes. Arrays of 16 and 32 bits, or of one dim, work.
+    Do not use it on a TPU with a state in few bits. If the host's CPU reads an array of 8 or 4 bits with two dims or
+    more, libtpu 0.0.51 assigns two tilings to the array and crashes. Arrays of 16 or 32 bits, or of one dim, work.
 
     Args:
         rule: any optax transformation.
@@ -113,60 +113,62 @@ def update_on_host(rule: optax.GradientTransformation, *, clip: float | None = N
             `chain(clip_by_global_norm, rule)`.
     """
 
-    def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
+    def advance(gradients: Params, state: Any, params: Params, norm: Any, is_good: Any) -> tuple[Params, Any]:
         old_trees = (params, state if clip is None else state[1])
-        step = with_host_constants(functools.partial(_step, rule, clip=clip))
-        results = run_on_host_cpu(step, (gradients, old_trees, norm, good), old_trees)
-        weights, new_state = jax.tree.map(lambda x, old: x if on_host(old) else to_device(x), results, old_trees)
+        host_step = with_host_constants(functools.partial(_apply_rule, rule, clip=clip))
+        host_results = run_on_host_cpu(host_step, (gradients, old_trees, norm, is_good), old_trees)
+        weights, new_state = jax.tree.map(
+            lambda new, old: new if on_host(old) else to_device(new), host_results, old_trees
+        )
         return weights, new_state if clip is None else (state[0], new_state)
 
     return advance
 
 
 def run_on_host_cpu(function: Callable[..., Any], args: Any, result_like: Any) -> Any:
-    """Run a function on the host's CPU, on arguments moved to host memory; its results stay there.
+    """Run a function on the host's CPU, with arguments moved to host memory; return its results, which stay there.
 
     Args:
         function: function to run.
         args: tuple of arguments, in device or host memory.
-        result_like: tree of the structure of the function's result.
+        result_like: tree with the structure of the function's result.
     """
     return compute_on_host(function, jax.tree.map(lambda _: jax.memory.Space.Host, result_like))(*to_host(args))
 
 
 def with_host_constants(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same function of arrays in host memory, with its constants in host memory too, also inside loops.
+    """Return `function` for arrays in host memory, with constants in host memory too, also those inside loops.
 
-    JAX would place the constants on the device.
+    By default JAX places constants on the device.
     """
 
-    def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def run_jaxpr(jaxpr: Any, constants: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Evaluate a jaxpr equation by equation, and return its outputs."""
-        value_of_variable = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        value_of_variable = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
 
         def value_of(atom: Any) -> Any:
             return atom.val if hasattr(atom, "val") else value_of_variable[atom]
 
-        for eqn in jaxpr.eqns:
-            operands = [value_of(atom) for atom in eqn.invars]
-            inner = eqn.params.get("jaxpr")
-            if eqn.primitive.name in ("jit", "pjit") and inner is not None:
-                outputs = run(inner.jaxpr, inner.consts, operands)
-            elif eqn.primitive.name == "scan":
-                outputs = run_scan(eqn.params, operands)
+        for equation in jaxpr.eqns:
+            operands = [value_of(atom) for atom in equation.invars]
+            inner_jaxpr = equation.params.get("jaxpr")
+            if equation.primitive.name in ("jit", "pjit") and inner_jaxpr is not None:
+                outputs = run_jaxpr(inner_jaxpr.jaxpr, inner_jaxpr.consts, operands)
+            elif equation.primitive.name == "scan":
+                outputs = run_scan(equation.params, operands)
             else:
                 if any(on_host(x) for x in operands):
                     operands = [x if jax.numpy.ndim(x) == 0 else to_host(x) for x in operands]
-                outputs = rebind(eqn, operands)
-            value_of_variable |= dict(zip(eqn.outvars, outputs, strict=True))
+                outputs = rebind(equation, operands)
+            value_of_variable |= dict(zip(equation.outvars, outputs, strict=True))
         return [value_of(atom) for atom in jaxpr.outvars]
 
     def run_scan(params: Any, operands: Sequence[Any]) -> list[Any]:
         """Evaluate a `scan` equation with these parameters, and return its outputs: last carry, then stacked ys."""
-        body, (num_consts, num_carry) = params["jaxpr"], scan_counts(params)
+        body_jaxpr, (num_consts, num_carry) = params["jaxpr"], scan_counts(params)
 
         def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            outputs = run(body.jaxpr, body.consts, [*operands[:num_consts], *carry, *xs])
+            outputs = run_jaxpr(body_jaxpr.jaxpr, body_jaxpr.consts, [*operands[:num_consts], *carry, *xs])
             return outputs[:num_carry], outputs[num_carry:]
 
         carry, xs = list(operands[num_consts : num_consts + num_carry]), list(operands[num_consts + num_carry :])
@@ -177,7 +179,7 @@ def with_host_constants(function: Callable[..., Any]) -> Callable[..., Any]:
     def run_program(*args: Any) -> Any:
         """Trace `function` and evaluate its program on the arguments."""
         program, out_shapes = jax.make_jaxpr(function, return_shape=True)(*shapes_of(args))
-        outputs = run(program.jaxpr, program.consts, jax.tree.leaves(args))
+        outputs = run_jaxpr(program.jaxpr, program.consts, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(out_shapes), outputs)
 
     return run_program
@@ -190,25 +192,26 @@ def cuts_of(
     slice_bytes: int,
     layers: Params | None = None,
 ) -> list[SliceCut]:
-    """Return the cut of each parameter, which is also that of its state.
+    """Return the cut of each parameter, which is also the cut of its state.
 
     Args:
         rule: optax transformation that updates the parameters.
         params: shapes of the parameters.
         shardings: sharding of each parameter, in the order of its leaves; `None` for one device.
-        slice_bytes: bytes of the largest slice on each device.
-        layers: for each parameter, whether its first dim is stacked layers, as in `update_in_slices`.
+        slice_bytes: largest slice on each device in bytes.
+        layers: for each parameter, whether its first dim is stacked layers that are only cut between layers; `None` if
+            slices may also cut layers.
     """
-    leaves, units = jax.tree.leaves(params), _units(rule, params)
+    param_leaves, units_by_leaf = jax.tree.leaves(params), _slice_units(rule, params)
     if layers is not None:
-        stacked_flags = jax.tree.leaves(layers)
-        units = [
-            (unit[0], *leaf.shape[1:]) if is_stacked else leaf.shape
-            for leaf, unit, is_stacked in zip(leaves, units, stacked_flags, strict=True)
+        is_stacked_by_leaf = jax.tree.leaves(layers)
+        units_by_leaf = [
+            (units[0], *param.shape[1:]) if is_stacked else param.shape
+            for param, units, is_stacked in zip(param_leaves, units_by_leaf, is_stacked_by_leaf, strict=True)
         ]
     cuts = [
-        cut(leaf.shape, leaf.dtype.itemsize, sharding, slice_bytes, unit)
-        for leaf, sharding, unit in zip(leaves, shardings, units, strict=True)
+        cut(param.shape, param.dtype.itemsize, sharding, slice_bytes, units)
+        for param, sharding, units in zip(param_leaves, shardings, units_by_leaf, strict=True)
     ]
     return [slice_cut if slice_cut.pieces > 1 else SliceCut() for slice_cut in cuts]
 
@@ -222,14 +225,14 @@ def run_in_slices(
 ) -> tuple[Params, Any]:
     """Run `step` on slices of trees like the parameters and of a rule's state, on the device.
 
-    Leaves that are cut into the same number of pieces form a group. `step` runs on one group at a time; all other
-    leaves of its trees are empty.
+    Leaves that are cut into the same number of pieces form a group. `step` runs on one group at a time, with empty
+    arrays for all other leaves.
 
     Args:
         rule: optax transformation to which the state belongs.
         cuts: the cut of each parameter.
-        step: function from slices of `read_tree` and of `old_trees` to the new slices of `old_trees`.
-        read_tree: tree like the parameters that is only read; `None` is passed to `step` unchanged.
+        step: function of a slice of `read_tree` and a slice of `old_trees` that returns the new slice of `old_trees`.
+        read_tree: tree like the parameters that is only read; if it is `None`, `step` gets `None`.
         old_trees: pair of a tree like the parameters and the rule's state, in device or host memory, both replaced.
 
     Returns:
@@ -239,44 +242,52 @@ def run_in_slices(
     old_leaves = treedef.flatten_up_to(old_trees[0])
     read_leaves = [] if read_tree is None else treedef.flatten_up_to(read_tree)
     state_leaves, state_def = jax.tree.flatten(old_trees[1])
-    owners = jax.tree.leaves(owners_of(rule, old_trees[1], treedef))
-    shared_indices = [i for i, owner in enumerate(owners) if owner < 0]
+    owner_indices = jax.tree.leaves(owner_indices_of(rule, old_trees[1], treedef))
+    shared_indices = [index for index, owner_index in enumerate(owner_indices) if owner_index < 0]
     new_leaves, new_state_leaves = list(old_leaves), list(state_leaves)
     for pieces in sorted({slice_cut.pieces for slice_cut in cuts}):
-        param_indices = [i for i, slice_cut in enumerate(cuts) if slice_cut.pieces == pieces]
-        state_indices = [i for i, owner in enumerate(owners) if owner in param_indices]
+        param_indices = [index for index, slice_cut in enumerate(cuts) if slice_cut.pieces == pieces]
+        state_indices = [index for index, owner_index in enumerate(owner_indices) if owner_index in param_indices]
 
         def step_slices(
             read_slices: list[Array],
             written_slices: list[Array],
-            carry: Any,
+            shared_leaves: Any,
             param_indices: list[int] = param_indices,
             state_indices: list[int] = state_indices,
         ) -> tuple[list[Array], Any]:
-            """Run `step` on one slice of each leaf of the group; the carry is the leaves without a parameter."""
+            """Run `step` on a slice of each leaf of the group; the shared leaves belong to no parameter."""
             leaf_slices = _put_at(old_leaves, param_indices, written_slices[: len(param_indices)])
             state_slices = _put_at(state_leaves, state_indices, written_slices[len(param_indices) :])
-            for i in shared_indices:
-                state_slices[i] = to_device(state_leaves[i])
-            slices = treedef.unflatten(_put_at(read_leaves, param_indices, read_slices)) if read_leaves else None
-            new_trees = step(slices, (treedef.unflatten(leaf_slices), state_def.unflatten(state_slices)))
-            leaf_slices, state_slices = treedef.flatten_up_to(new_trees[0]), state_def.flatten_up_to(new_trees[1])
-            new_slices = [leaf_slices[i] for i in param_indices] + [state_slices[i] for i in state_indices]
-            return new_slices, [state_slices[i] for i in shared_indices]
+            for index in shared_indices:
+                state_slices[index] = to_device(state_leaves[index])
+            read_tree_slices = (
+                treedef.unflatten(_put_at(read_leaves, param_indices, read_slices)) if read_leaves else None
+            )
+            new_trees = step(read_tree_slices, (treedef.unflatten(leaf_slices), state_def.unflatten(state_slices)))
+            new_leaf_slices = treedef.flatten_up_to(new_trees[0])
+            new_state_slices = state_def.flatten_up_to(new_trees[1])
+            new_slices = [new_leaf_slices[index] for index in param_indices]
+            new_slices += [new_state_slices[index] for index in state_indices]
+            return new_slices, [new_state_slices[index] for index in shared_indices]
 
-        reads = [(read_leaves[i], cuts[i].dim) for i in param_indices] if read_leaves else []
-        writes = [(old_leaves[i], cuts[i].dim) for i in param_indices]
-        writes += [(state_leaves[i], cuts[owners[i]].dim) for i in state_indices]
-        arrays, carry = sweep(step_slices, pieces, reads, writes, [to_device(state_leaves[i]) for i in shared_indices])
-        for i, array in zip(param_indices, arrays[: len(param_indices)], strict=True):
-            new_leaves[i] = array
-        for i, array in zip(state_indices + shared_indices, arrays[len(param_indices) :] + carry, strict=True):
-            new_state_leaves[i] = array
+        reads = [(read_leaves[index], cuts[index].dim) for index in param_indices] if read_leaves else []
+        writes = [(old_leaves[index], cuts[index].dim) for index in param_indices]
+        writes += [(state_leaves[index], cuts[owner_indices[index]].dim) for index in state_indices]
+        new_arrays, shared_leaves = sweep(
+            step_slices, pieces, reads, writes, [to_device(state_leaves[index]) for index in shared_indices]
+        )
+        for index, new_array in zip(param_indices, new_arrays[: len(param_indices)], strict=True):
+            new_leaves[index] = new_array
+        for index, new_array in zip(
+            state_indices + shared_indices, new_arrays[len(param_indices) :] + shared_leaves, strict=True
+        ):
+            new_state_leaves[index] = new_array
     return treedef.unflatten(new_leaves), state_def.unflatten(new_state_leaves)
 
 
 def global_norm(gradients: Params, shardings: Params | None = None) -> Float[Array, ""]:
-    """Global norm of gradients in device or host memory; gradients on the host are read slice by slice.
+    """Return the global norm of gradients in device or host memory; gradients on the host are read slice by slice.
 
     Args:
         gradients: any tree of arrays.
@@ -294,16 +305,16 @@ def global_norm(gradients: Params, shardings: Params | None = None) -> Float[Arr
 
 
 def _add_squares(read_slices: list[Array], written_slices: list[Array], square_sum: Array) -> tuple[list[Array], Array]:
-    """Add the squares of a slice to their sum: a body of `sweep` that writes no slice."""
+    """Return no new slices, and the sum with the squares of a slice added: a body of `sweep`."""
     return written_slices, square_sum + jnp.sum(jnp.square(read_slices[0].astype(jnp.float32)))
 
 
-def _step(
+def _apply_rule(
     rule: optax.GradientTransformation,
     gradients: Params,
     params_and_state: tuple[Params, Any],
     norm: Any,
-    good: Any,
+    is_good: Any,
     clip: float | None = None,
 ) -> tuple[Params, Any]:
     """Return the new parameters and state, or the old ones if the step is not good.
@@ -322,13 +333,13 @@ def _step(
         return jnp.where(norm < clip, gradient, (gradient / norm.astype(gradient.dtype)) * clip)
 
     params, state = params_and_state
-    gradients = gradients if clip is None else jax.tree.map(clip_gradient, gradients)
-    updates, new_state = rule.update(gradients, state, params)
-    return optax.tree.where(good, (optax.apply_updates(params, updates), new_state), params_and_state)
+    clipped_gradients = gradients if clip is None else jax.tree.map(clip_gradient, gradients)
+    updates, new_state = rule.update(clipped_gradients, state, params)
+    return optax.tree.where(is_good, (optax.apply_updates(params, updates), new_state), params_and_state)
 
 
-def owners_of(rule: optax.GradientTransformation, state: Any, treedef: Any) -> Any:
-    """Return for each leaf of a state the index of the parameter that it belongs to; -1 if there is none."""
+def owner_indices_of(rule: optax.GradientTransformation, state: Any, treedef: Any) -> Any:
+    """Return for each leaf of a state the index of its parameter; -1 if the leaf belongs to none."""
     return optax.tree.map_params(
         rule,
         lambda node, index: jax.tree.map(lambda _: index, node),  # a quantized node has two leaves
@@ -339,25 +350,25 @@ def owners_of(rule: optax.GradientTransformation, state: Any, treedef: Any) -> A
     )
 
 
-def _units(rule: optax.GradientTransformation, params: Params) -> list[tuple[int, ...]]:
-    """Return for each dim of each parameter the number that must divide slice lengths, so that no block is cut."""
+def _slice_units(rule: optax.GradientTransformation, params: Params) -> list[tuple[int, ...]]:
+    """Return for each parameter, for each dim, the length that must divide slice lengths so that no block is cut."""
     leaves, treedef = jax.tree.flatten(params)
-    units = [[1] * len(leaf.shape) for leaf in leaves]
+    units_by_param = [[1] * len(leaf.shape) for leaf in leaves]
     state = jax.eval_shape(rule.init, params)
-    trees = (state, owners_of(rule, state, treedef))
-    for node, owner in zip(*(jax.tree.leaves(tree, is_leaf=is_quantized) for tree in trees), strict=True):
+    trees = (state, owner_indices_of(rule, state, treedef))
+    for node, owner_index in zip(*(jax.tree.leaves(tree, is_leaf=is_quantized) for tree in trees), strict=True):
         if is_quantized(node):
-            index = owner.codes  # `owner` is like `node`, with the parameter's index instead of each array
-            units[index][-2] = math.lcm(units[index][-2], node.block)
-    return [tuple(unit) for unit in units]
+            index = owner_index.codes  # `owner_index` is like `node`, with the parameter's index instead of each array
+            units_by_param[index][-2] = math.lcm(units_by_param[index][-2], node.block)
+    return [tuple(units) for units in units_by_param]
 
 
 def _put_at(leaves: list[Array], indices: list[int], slices: list[Array]) -> list[Array]:
-    """Return a list like `leaves` with these slices at the indices, and empty arrays at all others.
+    """Return a list like `leaves`, with the slices at these indices and empty arrays at all others.
 
-    The empty arrays have no columns but all rows, because blocks must divide the number of rows.
+    The empty arrays have no columns, but all their rows, because blocks must divide the number of rows.
     """
     arrays: list[Any] = [jnp.zeros((*leaf.shape[:-1], 0), leaf.dtype) for leaf in leaves]
-    for i, array in zip(indices, slices, strict=True):
-        arrays[i] = array
+    for index, array in zip(indices, slices, strict=True):
+        arrays[index] = array
     return arrays

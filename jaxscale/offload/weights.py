@@ -2,12 +2,12 @@
 
 L2L (Pudipeddi et al. 2020, "Training Large Neural Networks with Constant Memory using a New Execution Algorithm", arXiv
 2002.05645) and ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857): a block's weights come to the device when the
-block runs, in the forward pass and again in the backward pass, and are freed after it. A scan over layers reads the
-layer's slice of the stacked weights; a `Chain` reads the block's own weights. Left out: NVMe, and prefetching a block
-ahead, which XLA's scheduler undoes.
+block runs, in the forward pass and again in the backward pass, and are then freed. A scan over layers reads the
+layer's slice of the stacked weights; a `Chain` reads the block's own weights. Left out: NVMe, and prefetching the
+next block, which XLA's scheduler undoes.
 
-Activations are offloaded by name (`keep_named`). In a pipeline they move together with the slot, the buffer in which a
-stage keeps the residuals of one microbatch.
+Activations are offloaded by name (`keep_named`). In a pipeline, they move together with their slot: the buffer in
+which a stage keeps the residuals of one microbatch.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ FETCHED = "jaxscale:fetched"
 """Name of a weight that came from the host, for policies of `jax.checkpoint`."""
 
 _BLOCK_PATTERN = re.compile(r"(?:^|/)layers(?:_from_\d+)?(?:/|$)")
-"""Pattern that occurs in the names of parameters of blocks, and in no others."""
+"""Pattern that matches the names of parameters of blocks, and no others."""
 
 
 def belongs_to_block(name: str) -> bool:
-    """Whether a parameter belongs to a block of a `Stack` or a `Chain`, by its name.
+    """Return whether the parameter with this name belongs to a block of a `Stack` or a `Chain`.
 
     Example:
         >>> [belongs_to_block(name) for name in ("blocks/layers/mlp/up/weight", "chain/layers/3/scale", "embed/table")]
@@ -43,15 +43,15 @@ def belongs_to_block(name: str) -> bool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Streamed:
-    """A weight in host memory, which takes the place of an array in a module until its block runs.
+    """A weight in host memory, which stands for an array in a module until its block runs.
 
     Args:
         weight: float32 array on the host, of one layer or of stacked layers.
         tie: array of zeros like the weight, on the device, which receives the weight's gradient; `None` leaves the
             gradient on the host.
         dtype: name of the fetched weight's dtype; `None` leaves it unchanged.
-        keep_type: whether the weight is rounded to `dtype` but keeps the dtype that it has on the host, so that its
-            gradient is summed in that dtype.
+        keep_type: whether the weight is rounded to `dtype` but stays in the dtype that it has on the host, in which its
+            gradient is then summed.
     """
 
     weight: Array
@@ -81,25 +81,25 @@ _tied.defvjp(lambda weight, tie: (weight, None), lambda _, gradient: (None, grad
 
 
 def keep_all_but_weights(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Keep every residual except weights, which are fetched again: the default `jax.checkpoint` policy for blocks."""
+    """Return whether to keep a residual: all except weights, which are fetched again. The default policy for blocks."""
     is_fetched = primitive.name == "name" and params["name"] == FETCHED
-    # a residual on the host would be copied within the host, layer by layer; the TPU's compiler fails on such copies
+    # a residual on the host would be copied within the host, layer by layer, and TPU's compiler fails on such copies
     is_hosted = any(getattr(aval, "memory_space", None) == jax.memory.Space.Host for aval in inputs)
     # the result of a cast may be a weight, and is cheap to recompute; a pipeline gathers fetched weights
     return not (is_fetched or is_hosted) and primitive.name not in ("device_put", "convert_element_type", "all_gather")
 
 
 def streaming(treatment: Treatment) -> Treatment:
-    """Return the treatment of blocks that also fetches every `Streamed` weight when its block runs.
+    """Return a treatment of blocks that also fetches every `Streamed` weight when its block runs.
 
     Args:
         treatment: treatment of the blocks for other purposes. If it recomputes a block, weights are fetched again. It
-            must have no segments of several blocks: stacked weights would be sliced before they are fetched.
+            must not have segments of several blocks, because stacked weights would be sliced before the fetch.
     """
 
     def add_fetching(wrapper: Wrapper) -> Wrapper:
-        """Return the wrapper that fetches the weights of a block and then wraps it as `wrapper` does."""
-        if isinstance(wrapper, Keeping):  # its save sets are for the block without fetching
+        """Return a wrapper that fetches the weights of a block and then wraps the block by `wrapper`."""
+        if isinstance(wrapper, Keeping):  # its save sets do not include the fetch
             return dataclasses.replace(wrapper, prepare=fetch_weights, everything=keep_all_but_weights)
 
         def wrap_block(block: BlockFunction, rolled: bool) -> BlockFunction:
@@ -116,10 +116,10 @@ def streaming(treatment: Treatment) -> Treatment:
 
 
 def offloading_later(treatment: Treatment) -> Treatment:
-    """Return the treatment of a pipeline's blocks that moves offloaded values together with the slot of their stage.
+    """Return a treatment of a pipeline's blocks that moves offloaded values together with their stage's slot.
 
     The values go to the host after the stage's forward pass, and return at the start of its backward pass. If each
-    block offloaded its values, the slot would be filled by copies within the host, which need a program on the host.
+    block offloaded its own values, the slot would be filled by copies within the host, which need a program there.
     """
     wrappers = (treatment.wrapper, *(wrapper for _, wrapper in treatment.groups))
     keeping_wrappers = [wrapper for wrapper in wrappers if isinstance(wrapper, Keeping)]
@@ -134,7 +134,7 @@ def offloading_later(treatment: Treatment) -> Treatment:
 def fetch_weights(args: Any) -> Any:
     """Return the arguments of a block, with every `Streamed` weight replaced by the fetched array."""
 
-    def is_streamed(leaf: Any) -> bool:
-        return isinstance(leaf, Streamed)
+    def is_streamed(node: Any) -> bool:
+        return isinstance(node, Streamed)
 
-    return jax.tree.map(lambda leaf: leaf.fetch() if is_streamed(leaf) else leaf, args, is_leaf=is_streamed)
+    return jax.tree.map(lambda node: node.fetch() if is_streamed(node) else node, args, is_leaf=is_streamed)

@@ -1,20 +1,20 @@
-"""A wrapper of any optax rule whose state lies in host memory between steps.
+"""A wrapper of any optax rule that keeps the rule's state in host memory between steps.
 
-An optax update returns the updates of all weights, so they lie on the device, in the memory of the gradients. The state
-is moved in slices to the device and back, as in `updates.update_in_slices` (ZeRO-Infinity, Rajbhandari et al. 2021,
-arXiv 2104.07857). Moving the whole state at once would save nothing: the compiler keeps it on the device while the
-update runs.
+An optax update returns the updates of all weights, so these lie on the device, in the memory of the gradients. The
+state is moved in slices to the device and back, as in `updates.update_in_slices` (ZeRO-Infinity, Rajbhandari et al.
+2021, arXiv 2104.07857). Moving the whole state at once would save nothing: the compiler keeps it on the device while
+the update runs.
 
-The table is for a step of AdamW over 192 MiB of weights, with its gradients, compiled for one chip (JAX 0.12.0.1,
-2026-11-22): MiB on the device + MiB on the host. The wrapped step is compiled by `tests/offload/test_updates.py -m
-slow`; the plain one is the same step without the wrapper.
+The table gives the memory of a step of AdamW over 192 MiB of weights, gradients included, compiled for one chip (JAX
+0.12.0.1, 2026-11-22), as MiB on the device + MiB on the host. The wrapped step is compiled by
+`tests/offload/test_updates.py -m slow`; the plain one is the same step without the wrapper.
 
     state         float32                  int8
                   plain       wrapped      plain       wrapped
     TPU v5e       832         384 + 384    483         393 + 98
     H100          752         384 + 384    548         368 + 98
 
-Left out: weights and gradients on the host, because a rule cannot move them; a plan can (`weights="host"`).
+Left out: weights and gradients on the host, because a rule cannot move these; a plan can (`weights="host"`).
 """
 
 import functools
@@ -32,7 +32,7 @@ from jaxscale.errors import UserError, unknown
 from jaxscale.lowbit.quantize import is_quantized
 from jaxscale.lowbit.quantized import dequantize
 from jaxscale.offload.slices import SLICE_BYTES, SliceCut
-from jaxscale.offload.updates import cuts_of, owners_of, run_in_slices, run_on_host_cpu, with_host_constants
+from jaxscale.offload.updates import cuts_of, owner_indices_of, run_in_slices, run_on_host_cpu, with_host_constants
 from jaxscale.programs.elementwise import first_mixing
 from jaxscale.sharding.memory_space import HOST_KIND, check_host_memory, is_rehearsal, on_host, to_device, to_host
 from jaxscale.sharding.partition import divisible_spec
@@ -50,29 +50,29 @@ def offload_state(
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optax transformation whose state lies in host memory ("pinned_host") between steps.
 
-    The state has the structure of the rule's state. During an update the device holds weights, gradients (whose memory
-    the updates reuse if dtypes agree) and slices of the state.
+    The state has the structure of the rule's state. During an update, the device holds weights, gradients and slices of
+    the state. The updates reuse the memory of the gradients if their dtypes agree.
 
-    Under `jax.jit` either donate parameters and state and return them in this order, or specify the memory of both by
+    Under `jax.jit`, either donate parameters and state and return them in this order, or specify the memory of both by
     `out_shardings`. On one device, and on Explicit axes, JAX pairs donated arrays with results only by shape and dtype.
     If a state is donated without its parameters, its memory is reused for new parameters. The program then raises an
-    error, or on a CPU of one device it ends the process (JAX 0.10.2, 0.12.0.1). The wrapper raises an error for such a
-    CPU if it can detect it: inside `jax.jit`, only arrays under a mesh have a known device.
+    error, or ends the process on a CPU of one device (JAX 0.10.2, 0.12.0.1). For such a CPU the wrapper raises an error
+    if it can detect the CPU: inside `jax.jit`, only arrays under a mesh have a known device.
 
     Args:
-        rule: any optax transformation, also one that `quantize_state` returned, which moves a quarter of the bytes.
+        rule: any optax transformation, also one that `quantize_state` returned, whose state has a quarter of the bytes.
         pattern: regular expression searched in the path of each array of the state ("0/mu/blocks/up"). Matching arrays
             go to the host; by default all do. Scalars (counts, rates) stay on the device.
-        run: where updates run: "streamed", on the device in slices, for rules that treat each number by itself; or
-            "host", on the host's CPU, for any rule: gradients and weights are sent there.
-        shardings: tree like the parameters of their shardings, needed if they lie on several devices:
-            `jax.tree.map(lambda p: p.sharding, params)`. No slice then cuts a sharded dim.
-        slice_bytes: bytes of the largest slice of one tensor on each device, as far as its dims allow.
+        run: place of the updates: "streamed" runs them on the device in slices, for rules that treat each number
+            separately; "host" runs them on the host's CPU, for any rule, and sends gradients and weights there.
+        shardings: tree like the parameters with their shardings, so that slices cut no sharded dim. It is needed if the
+            parameters lie on several devices: `jax.tree.map(lambda p: p.sharding, params)`.
+        slice_bytes: largest slice of one tensor on each device in bytes, as far as its dims allow.
 
     Raises:
-        UserError: `pattern` or `run` is invalid. `init` and `update` raise it before tracing in five cases. A device
-            has no host memory or is the only device of a CPU. The rule mixes elements ("streamed"). No array goes to
-            the host. Parameters lie on several devices without `shardings`. The state lies on the device.
+        UserError: `pattern` or `run` is invalid. `init` and `update` raise the error before tracing in five cases: a
+            device has no host memory, or is the only device of a CPU; the rule mixes elements ("streamed"); no array
+            goes to the host; parameters lie on several devices without `shardings`; or the state lies on the device.
 
     Example:
         >>> sharding = jax.sharding.NamedSharding(jax.make_mesh((2,), ("fsdp",)), jax.P("fsdp"))
@@ -98,61 +98,71 @@ def offload_state(
         host_flags = _host_flags(state, regex)
         return jax.tree.map(lambda leaf, is_hosted: to_host(leaf) if is_hosted else to_device(leaf), state, host_flags)
 
-    def check_and_cut(params: Params, extra: Mapping[str, Any]) -> list[SliceCut]:
-        """Check that the rule can run slice by slice, and return the cut of each parameter."""
-        _check_sliceable(base_rule, params, extra)
+    def check_and_cut(params: Params, extra_args: Mapping[str, Any]) -> list[SliceCut]:
+        """Return the cut of each parameter, after a check that the rule can run slice by slice."""
+        _check_sliceable(base_rule, params, extra_args)
         return cuts_of(base_rule, shapes_of(params), _param_shardings(params, shardings), slice_bytes)
 
     def init(params: Any) -> Any:
-        leaves = jax.tree.leaves(params)
-        if not leaves:  # `optax.tree.map_params` passes placeholders
+        param_leaves = jax.tree.leaves(params)
+        if not param_leaves:  # `optax.tree.map_params` passes placeholders
             return base_rule.init(params)
-        if not any(isinstance(leaf, Tracer) for leaf in leaves):
+        if not any(isinstance(leaf, Tracer) for leaf in param_leaves):
             params = jax.tree.map(jnp.asarray, params)
         platform = _check_devices(jax.tree.leaves(params))
-        shapes = jax.eval_shape(base_rule.init, params)
-        _check_any_on_host(shapes, regex)
+        abstract_state = jax.eval_shape(base_rule.init, params)
+        _check_any_on_host(abstract_state, regex)
         if run == "streamed":
             check_and_cut(params, {})
-        elif platform == "tpu" and any(x.ndim > 1 and x.dtype.itemsize == 1 for x in jax.tree.leaves(shapes)):
+        elif platform == "tpu" and any(
+            leaf.ndim > 1 and leaf.dtype.itemsize == 1 for leaf in jax.tree.leaves(abstract_state)
+        ):
             raise UserError(
                 'offload_state: the TPU compiler crashes on run="host" with a quantized state or split weights: use '
                 'run="streamed", or quantize_state(rule, "float32") without split_weights'
             )
-        if any(isinstance(leaf, Tracer) for leaf in leaves):
+        if any(isinstance(leaf, Tracer) for leaf in param_leaves):
             return place_state(base_rule.init(params))
-        out_shardings = _shardings(base_rule, params, shapes, _host_flags(shapes, regex))
+        out_shardings = _host_shardings(base_rule, params, abstract_state, _host_flags(abstract_state, regex))
         return jax.jit(base_rule.init, out_shardings=out_shardings)(params)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        state = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x), state)
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        """Return the updates for the gradients `updates`, and the new state."""
+        state = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf), state)
         _check_devices(jax.tree.leaves(state))
         _check_on_host(state, regex)
         state = place_state(state)
         if run == "host":
-            update_on_cpu = with_host_constants(functools.partial(base_rule.update, **extra))
+            update_on_cpu = with_host_constants(functools.partial(base_rule.update, **extra_args))
             new_updates, new_state = run_on_host_cpu(update_on_cpu, (updates, state, params), (updates, state))
             return to_device(new_updates), place_state(new_state)
-        cuts = check_and_cut(updates if params is None else params, extra)
-        shapes, _ = jax.eval_shape(functools.partial(base_rule.update, **extra), *shapes_of((updates, state, params)))
-        promoted_gradients = jax.tree.map(lambda g, s: g.astype(jnp.promote_types(g.dtype, s.dtype)), updates, shapes)
+        cuts = check_and_cut(updates if params is None else params, extra_args)
+        abstract_updates, _ = jax.eval_shape(
+            functools.partial(base_rule.update, **extra_args), *shapes_of((updates, state, params))
+        )
+        promoted_gradients = jax.tree.map(
+            lambda gradient, abstract_update: gradient.astype(jnp.promote_types(gradient.dtype, abstract_update.dtype)),
+            updates,
+            abstract_updates,
+        )
 
-        def step(params: Any, gradients_and_state: tuple[Params, Any]) -> tuple[Any, Any]:
+        def update_slices(params: Any, gradients_and_state: tuple[Params, Any]) -> tuple[Any, Any]:
             """Return the updates, in the gradients' memory and dtype, and the new state of one slice."""
-            promoted, state = gradients_and_state
-            new_updates, new_state = base_rule.update(optax.tree.cast_like(promoted, updates), state, params, **extra)
-            return optax.tree.cast_like(new_updates, promoted), new_state
+            promoted_slices, state_slices = gradients_and_state
+            gradients = optax.tree.cast_like(promoted_slices, updates)
+            new_updates, new_state = base_rule.update(gradients, state_slices, params, **extra_args)
+            return optax.tree.cast_like(new_updates, promoted_slices), new_state
 
-        new_updates, new_state = run_in_slices(base_rule, cuts, step, params, (promoted_gradients, state))
-        return optax.tree.cast_like(new_updates, shapes), place_state(new_state)
+        new_updates, new_state = run_in_slices(base_rule, cuts, update_slices, params, (promoted_gradients, state))
+        return optax.tree.cast_like(new_updates, abstract_updates), place_state(new_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _check_devices(leaves: Sequence[Array]) -> str:
-    """Check that the devices of some arrays have host memory, and return their platform.
+    """Return the platform of some arrays' devices, after a check that these have host memory.
 
-    A traced array has no devices, and perhaps no mesh; without a mesh all devices are checked.
+    A traced array has no devices, and may have no mesh; without a mesh, all devices are checked.
 
     Raises:
         UserError: the devices have no host memory, or they are one device of a CPU.
@@ -175,52 +185,54 @@ def _check_devices(leaves: Sequence[Array]) -> str:
     return next(iter(devices)).platform
 
 
-def _shardings(rule: optax.GradientTransformation, params: Params, state: Any, host_flags: Any) -> Any:
-    """Return the shardings of the arrays of a new state that go to host memory; `None` for all other leaves.
+def _host_shardings(rule: optax.GradientTransformation, params: Params, abstract_state: Any, host_flags: Any) -> Any:
+    """Return the shardings of the arrays of a new state that go to host memory, and `None` for all other leaves.
 
-    An array is sharded like its parameter, or replicated if its shape does not allow that.
+    An array is sharded like its parameter, or replicated if its shape does not allow that sharding.
 
     Args:
         rule: optax transformation to which the state belongs.
         params: the parameters, as arrays.
-        state: shapes of the state.
+        abstract_state: shapes and dtypes of the state.
         host_flags: for each leaf of the state, whether it goes to the host.
     """
     param_leaves, treedef = jax.tree.flatten(params)
-    state_leaves, state_def = jax.tree.flatten(state)
-    owners = jax.tree.leaves(owners_of(rule, state, treedef))
+    state_leaves, state_def = jax.tree.flatten(abstract_state)
+    owner_indices = jax.tree.leaves(owner_indices_of(rule, abstract_state, treedef))
 
-    def sharding_of(leaf: Any, owner: int, goes_to_host: bool) -> Any:
-        """Return the sharding of a leaf of the state that belongs to parameter number `owner` (-1: to none)."""
-        if not goes_to_host:
+    def sharding_of(leaf: Any, owner_index: int, is_hosted: bool) -> Any:
+        """Return the sharding of a leaf of the state that belongs to the parameter with this index (-1: to none)."""
+        if not is_hosted:
             return None
-        sharding = param_leaves[max(owner, 0)].sharding
-        if isinstance(sharding, NamedSharding) and (owner < 0 or not _divides(sharding, leaf, param_leaves[owner])):
+        sharding = param_leaves[max(owner_index, 0)].sharding
+        if isinstance(sharding, NamedSharding) and (
+            owner_index < 0 or not _is_divided_alike(sharding, leaf, param_leaves[owner_index])
+        ):
             sharding = NamedSharding(sharding.mesh, PartitionSpec())
         return sharding.with_memory_kind(HOST_KIND)
 
-    return state_def.unflatten(map(sharding_of, state_leaves, owners, jax.tree.leaves(host_flags)))
+    return state_def.unflatten(map(sharding_of, state_leaves, owner_indices, jax.tree.leaves(host_flags)))
 
 
-def _divides(sharding: NamedSharding, leaf: Any, param: Array) -> bool:
-    """Whether a sharding divides the dims of an array in the same way as those of the array's parameter."""
+def _is_divided_alike(sharding: NamedSharding, leaf: Any, param: Array) -> bool:
+    """Return whether a sharding divides the dims of an array of the state like those of the array's parameter."""
     leaf_spec, param_spec = (divisible_spec(sharding.spec, shape, sharding.mesh) for shape in (leaf.shape, param.shape))
     return leaf.ndim == param.ndim and leaf_spec == param_spec
 
 
 def _host_flags(state: Any, regex: re.Pattern[str]) -> Any:
-    """Return for each leaf of a state whether it goes to the host, because the pattern matches its path."""
+    """Return for each leaf of a state whether it goes to the host: whether the pattern matches its path."""
 
     def flags_of(path: tuple[Any, ...], node: Any) -> Any:
-        """Return the flag of an array, or for a quantized one the same flag for its codes and scales."""
-        goes_to_host = node.ndim > 0 and regex.search(path_name(path)) is not None
-        return jax.tree.map(lambda _: goes_to_host, node)
+        """Return the flag of an array; for a quantized array, return this flag for both its codes and its scales."""
+        is_hosted = node.ndim > 0 and regex.search(path_name(path)) is not None
+        return jax.tree.map(lambda _: is_hosted, node)
 
     return jax.tree_util.tree_map_with_path(flags_of, state, is_leaf=is_quantized)
 
 
 def _check_any_on_host(state: Any, regex: re.Pattern[str]) -> None:
-    """Raise unless the pattern matches at least one array of the state."""
+    """Raise UserError unless the pattern matches at least one array of the state."""
     if any(jax.tree.leaves(_host_flags(state, regex))):
         return
     leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)[0]
@@ -235,10 +247,12 @@ def _check_any_on_host(state: Any, regex: re.Pattern[str]) -> None:
     )
 
 
-def _check_sliceable(rule: optax.GradientTransformationExtraArgs, params: Params, extra: Mapping[str, Any]) -> None:
-    """Raise unless a rule can run slice by slice; quantized arrays are decoded for the check."""
+def _check_sliceable(
+    rule: optax.GradientTransformationExtraArgs, params: Params, extra_args: Mapping[str, Any]
+) -> None:
+    """Raise UserError unless a rule can run slice by slice; quantized arrays are decoded for the check."""
     float32_rule = optax.GradientTransformation(
-        lambda params: dequantize(rule.init(params)), functools.partial(rule.update, **extra)
+        lambda params: dequantize(rule.init(params)), functools.partial(rule.update, **extra_args)
     )
     operation = first_mixing(float32_rule, params)
     if operation is not None:
@@ -250,10 +264,10 @@ def _check_sliceable(rule: optax.GradientTransformationExtraArgs, params: Params
 
 
 def _check_on_host(state: Any, regex: re.Pattern[str]) -> None:
-    """Raise if an array that belongs on the host lies on the device, which would hold it between steps."""
+    """Raise UserError if an array of the state that belongs on the host lies on the device."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    for (path, leaf), goes_to_host in zip(leaves, jax.tree.leaves(_host_flags(state, regex)), strict=True):
-        if goes_to_host and not on_host(leaf):
+    for (path, leaf), is_hosted in zip(leaves, jax.tree.leaves(_host_flags(state, regex)), strict=True):
+        if is_hosted and not on_host(leaf):
             raise UserError(
                 f"offload_state: {path_name(path)} of the state lies on the device. Put it back on the host by "
                 "jax.device_put(leaf, leaf.sharding.with_memory_kind('pinned_host')). Under a plan, which places the "
@@ -262,14 +276,14 @@ def _check_on_host(state: Any, regex: re.Pattern[str]) -> None:
 
 
 def _param_shardings(params: Params, shardings: Params | None) -> list[Any]:
-    """Return the sharding of each parameter: that in `shardings`, or by default that of the array."""
+    """Return the sharding of each parameter, from `shardings` or by default from the array."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     if shardings is not None:
         sharding_by_path = dict(jax.tree_util.tree_flatten_with_path(shardings)[0])
         missing_names = [path_name(path) for path, _ in leaves if path not in sharding_by_path]
         if missing_names:
             raise UserError(
-                f"offload_state: shardings has no sharding of {missing_names[0]}: expected a tree like the parameters, "
+                f"offload_state: shardings lacks {missing_names[0]}; expected a tree like the parameters, "
                 "such as jax.tree.map(lambda p: p.sharding, params)"
             )
         return [sharding_by_path[path] for path, _ in leaves]
@@ -277,8 +291,8 @@ def _param_shardings(params: Params, shardings: Params | None) -> list[Any]:
     for (path, _), sharding in zip(leaves, leaf_shardings, strict=True):
         mesh = sharding.mesh
         if any(
-            mesh.shape[name] > 1 and kind != AxisType.Explicit
-            for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+            mesh.shape[axis] > 1 and axis_type != AxisType.Explicit
+            for axis, axis_type in zip(mesh.axis_names, mesh.axis_types, strict=True)
         ):
             raise UserError(
                 f"offload_state: {path_name(path)} lies on a mesh {dict(mesh.shape)}, and tracing hides its sharding. "

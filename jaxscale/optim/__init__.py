@@ -1,8 +1,8 @@
-"""Update rules, and wrappers that keep state in few bits or on the host, or exchange momentum in one bit a number.
+"""Update rules, and wrappers that keep state in few bits or on the host, or exchange momentum in one bit per number.
 
 Importing this package imports no JAX: each name below loads at its first use.
-`offload_state` keeps a rule's state on the host in a custom training loop. In our runs, the plan offloads it through
-`offload.updates` (`optimizer_state="streamed"` or `"host"`).
+`offload_state` keeps a rule's state on the host in a custom training loop. In runs under a plan, `offload.updates` does
+this (`optimizer_state="streamed"` or `"host"`).
 """
 
 from typing import TYPE_CHECKING

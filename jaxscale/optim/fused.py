@@ -1,9 +1,9 @@
-r"""AdamW with moments in 8 bits, stepped by one kernel that updates weights and state in place.
+r"""AdamW with moments in 8 bits, updated together with the weights by one kernel, in place.
 
 XLA compiles the update of a quantized state to three fusions (updates, scales, codes), each of which reads the gradient
-and the codes. By XLA's count they move 55 to 108 bytes a parameter on a TPU v5e. The kernel `pallas_kernels.adam8`
-moves 16, and 14 with a bfloat16 gradient (`benchmarks/kernel_bytes.py`). The state is the one that
-`quantize_state(optax.adamw(...))` makes, so checkpoints and layouts are unchanged. Leaves that the kernel does not
+and the codes. By XLA's count they move 55 to 108 bytes per parameter on a TPU v5e. The kernel `pallas_kernels.adam8`
+moves 16, or 14 with a bfloat16 gradient (`benchmarks/kernel_bytes.py`). The state is that of
+`quantize_state(optax.adamw(...))`, so checkpoints and layouts are unchanged. Leaves that the kernel does not
 support (float32 moments, blocks of odd length, ...) are updated by the optax rule. Left out: other rules, split
 weights, and state in host memory.
 """
@@ -24,8 +24,8 @@ from jaxscale.offload.updates import Advance, update_on_device
 from jaxscale.typing import Array, Params
 from pallas_kernels.adam8.api import Settings, adam8, hyper, runs
 
-_MAPS = {("soft8", "sqrt8"): "soft8", ("dynamic8", "dynamic8_unsigned"): "dynamic8"}
-"""Name of the kernel's map, by the quantization maps of the first and the second moment."""
+_KERNEL_MAPS = {("soft8", "sqrt8"): "soft8", ("dynamic8", "dynamic8_unsigned"): "dynamic8"}
+"""Name of the kernel's map, by the names of the quantization maps of the first and the second moment."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ def fused(
     state_shardings: Params | None = None,
     clip: float | None = None,
 ) -> Advance:
-    """Return the step of AdamW with a quantized state, which the kernel computes for every leaf that it supports.
+    """Return the step of AdamW with a quantized state. The kernel updates every leaf that it supports.
 
     Args:
         rule: the transformation `quantize_state(optax.adamw(...))`.
@@ -69,8 +69,8 @@ def fused(
             `optax.chain(optax.clip_by_global_norm(clip), rule)`.
 
     Returns:
-        A function `(gradients, state, params, norm, good) -> (params, state)`. Its argument `norm` is the global norm
-        of the gradients. If the scalar `good` is false, it returns parameters and state unchanged.
+        A function `(gradients, state, params, norm, is_good) -> (params, state)`. Its argument `norm` is the global
+        norm of the gradients. If the scalar `is_good` is false, it returns parameters and state unchanged.
 
     Example:
         >>> from jaxscale.lowbit.quantized import quantize_state
@@ -84,28 +84,30 @@ def fused(
 
     advance_by_rule = update_on_device(rule if clip is None else optax.chain(optax.clip_by_global_norm(clip), rule))
 
-    def advance(gradients: Params, state: Any, params: Params, norm: Any, good: Any) -> tuple[Params, Any]:
+    def advance(gradients: Params, state: Any, params: Params, norm: Any, is_good: Any) -> tuple[Params, Any]:
         """Return the new parameters and the new state."""
         rule_state = state if clip is None else state[1]
         weights, treedef = jax.tree.flatten(params)
         adam_state, schedule_state = rule_state[0], rule_state[2]
 
         def flatten_or_repeat(tree: Any, default: Any) -> list[Any]:
-            """Return the leaves of a tree like the parameters, or a default for each parameter if there is no tree."""
+            """Return the leaves of a tree like the parameters; for `None`, the default once per parameter."""
             return [default] * len(weights) if tree is None else treedef.flatten_up_to(tree)
 
         grads, mus, nus = (treedef.flatten_up_to(tree) for tree in (gradients, adam_state.mu, adam_state.nu))
         shardings, decay_flags = flatten_or_repeat(state_shardings, None), flatten_or_repeat(adamw.mask, True)
         leaf_inputs = zip(weights, grads, mus, nus, shardings, strict=True)
-        kernel_flags = [_kernel_supports(*inputs, platform) for inputs in leaf_inputs]
+        kernel_flags = [_kernel_supports(*arrays, platform) for arrays in leaf_inputs]
 
         if not any(kernel_flags):
-            return advance_by_rule(gradients, state, params, norm, good)
+            return advance_by_rule(gradients, state, params, norm, is_good)
 
         def mask_kernel_leaves(arrays: list[Any]) -> Any:
-            """Return the tree of one array per parameter, masked for the parameters that the kernel updates."""
-            pairs = zip(arrays, kernel_flags, strict=True)
-            return treedef.unflatten([optax.MaskedNode() if uses_kernel else array for array, uses_kernel in pairs])
+            """Return the tree of these arrays, one per parameter, masked for the parameters that the kernel updates."""
+            arrays_and_flags = zip(arrays, kernel_flags, strict=True)
+            return treedef.unflatten(
+                [optax.MaskedNode() if uses_kernel else array for array, uses_kernel in arrays_and_flags]
+            )
 
         clip_factor = jnp.ones(()) if clip is None else jnp.where(norm < clip, 1.0, clip / norm)
         clipped_grads = [g if clip is None else g * clip_factor.astype(g.dtype) for g in grads]
@@ -114,30 +116,34 @@ def fused(
         masked_state = (masked_adam, *rule_state[1:])
         updates, new_state = rule.update(mask_kernel_leaves(clipped_grads), masked_state, masked_params)
         new_params = optax.apply_updates(masked_params, updates)
-        new_params, new_state = optax.tree.where(good, (new_params, new_state), (masked_params, masked_state))
+        new_params, new_state = optax.tree.where(is_good, (new_params, new_state), (masked_params, masked_state))
         rate, update_count = adamw.rate(schedule_state.count), optax.safe_increment(adam_state.count)
-        hyperparams = hyper(rate, update_count, Settings(b1=adamw.b1, b2=adamw.b2), factor=clip_factor, go=good)
+        hyperparams = hyper(rate, update_count, Settings(b1=adamw.b1, b2=adamw.b2), factor=clip_factor, go=is_good)
         new_weights, new_mus, new_nus = map(treedef.flatten_up_to, (new_params, new_state[0].mu, new_state[0].nu))
-        for i in (number for number, uses_kernel in enumerate(kernel_flags) if uses_kernel):
-            decay = adamw.weight_decay if decay_flags[i] else 0.0
-            settings = Settings(mus[i].block, adamw.b1, adamw.b2, adamw.eps, decay, _MAPS[mus[i].map, nus[i].map])
+        for index in [index for index, uses_kernel in enumerate(kernel_flags) if uses_kernel]:
+            decay = adamw.weight_decay if decay_flags[index] else 0.0
+            settings = Settings(
+                mus[index].block, adamw.b1, adamw.b2, adamw.eps, decay, _KERNEL_MAPS[mus[index].map, nus[index].map]
+            )
             run_kernel = functools.partial(adam8, settings=settings, platform=platform)
-            leaf = (weights[i], grads[i], mus[i], nus[i])
-            new_weights[i], new_mus[i], new_nus[i] = _step_leaf(run_kernel, shardings[i], *leaf, hyperparams)
+            leaf_arrays = (weights[index], grads[index], mus[index], nus[index])
+            new_weights[index], new_mus[index], new_nus[index] = _step_leaf(
+                run_kernel, shardings[index], *leaf_arrays, hyperparams
+            )
         new_adam = new_state[0]._replace(mu=treedef.unflatten(new_mus), nu=treedef.unflatten(new_nus))
-        rule_state = (new_adam, *new_state[1:])
-        return treedef.unflatten(new_weights), rule_state if clip is None else (state[0], rule_state)
+        new_rule_state = (new_adam, *new_state[1:])
+        return treedef.unflatten(new_weights), new_rule_state if clip is None else (state[0], new_rule_state)
 
     return advance
 
 
 def _kernel_supports(weight: Array, gradient: Array, mu: Any, nu: Any, sharding: Any, platform: str) -> bool:
-    """Whether the kernel supports a weight with this gradient, these moments and this sharding on a platform."""
+    """Return whether the kernel supports a weight with this gradient, these moments and this sharding."""
     if not (is_quantized(mu) and is_quantized(nu)):
         return False
     if weight.dtype != jnp.float32 or gradient.dtype not in (jnp.float32, jnp.bfloat16):
         return False
-    kernel_map = _MAPS.get((mu.map, nu.map))
+    kernel_map = _KERNEL_MAPS.get((mu.map, nu.map))
     if kernel_map is None or mu.block != nu.block:
         return False
     shard_shape = weight.shape if sharding is None else sharding.shard_shape(weight.shape)
@@ -155,12 +161,12 @@ def _step_leaf(
     nu: Quantized,
     hyperparams: Array,
 ) -> tuple[Array, Quantized, Quantized]:
-    """Step one leaf by the kernel, shard by shard; return the new weight and its two moments.
+    """Update one leaf by the kernel, shard by shard, and return the new weight and its two new moments.
 
-    `hyperparams` is the float32 vector that `hyper` makes.
+    `run_kernel` is `adam8` with its settings, and `hyperparams` the float32 vector that `hyper` returns.
     """
     if sharding is not None:
-        moment_specs = (sharding.spec, sharding.spec)  # of the codes and the scales
+        moment_specs = (sharding.spec, sharding.spec)  # for codes and scales
         run_kernel = jax.shard_map(
             run_kernel,
             mesh=sharding.mesh,

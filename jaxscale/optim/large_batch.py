@@ -1,11 +1,12 @@
-r"""Large batches: scaling of the learning rate, growing batches, and rules that scale each layer by itself.
+r"""Large batches: scaling of the learning rate, growing batches, and rules that scale each layer separately.
 
 With k times the batch, SGD's learning rate is multiplied by k (Goyal et al. 2017, arXiv 1706.02677) after a warm-up,
 and Adam's by sqrt(k) (Malladi et al. 2022, arXiv 2205.10287). If training diverges at these rates, LARS (You et al.
 2017, arXiv 1708.03888) or LAMB (You et al. 2020, arXiv 1904.00962) helps: they scale each layer's update by the norm of
 its weights. Both are chains of optax's transformations, but they scale stacked layers one by one. As in the papers'
-programs, they do not scale gains and biases by norms. LARS multiplies the gradients of gains and biases by the trust
-coefficient, so that they stay stable at learning rates above 1. `experiments/large_batch_digits.py` shows all of this.
+code, they do not scale gains and biases by norms. LARS multiplies the gradients of gains and biases by the trust
+coefficient, so that they stay stable at learning rates above 1. `experiments/large_batch_digits.py` shows these
+effects.
 
 A batch that grows (Smith et al. 2018, arXiv 1711.00489) takes several runs, each of which resumes the one before it.
 `ramp_up` computes these runs.
@@ -27,18 +28,18 @@ if TYPE_CHECKING:
 
 Scaling = Literal["linear", "sqrt"]
 _EXPONENTS = {"linear": 1.0, "sqrt": 0.5}
+"""Power of the batch ratio that multiplies the learning rate, by the name of the scaling rule."""
 
 
 def scaled(
     optimizer: "Optimizer", ratio: float, rule: Scaling | str = "linear", *, warmup: int | None = None
 ) -> "Optimizer":
-    """Adapt an optimizer that was tuned for one batch size to another batch size.
+    """Return an optimizer for another batch size than the one that `optimizer` was tuned for.
 
     Args:
         optimizer: the tuned optimizer.
         ratio: size of the new batch divided by the size of the old batch.
-        rule: what the learning rate is multiplied by: the ratio ("linear", for SGD) or its square root ("sqrt", for
-            Adam).
+        rule: factor of the learning rate: the ratio ("linear", for SGD) or its square root ("sqrt", for Adam).
         warmup: number of updates of linear warm-up; `None` keeps the optimizer's.
 
     Example:
@@ -50,7 +51,7 @@ def scaled(
     if rule not in _EXPONENTS:
         raise unknown("scaling rule", rule, _EXPONENTS)
     if not (ratio > 0 and math.isfinite(ratio)):
-        raise UserError(f"ratio: got {ratio!r}, expected a number above 0, the new batch size divided by the old")
+        raise UserError(f"ratio: got {ratio!r}, expected a number above 0: the new batch size divided by the old one")
     rate_factor = ratio ** _EXPONENTS[rule]
     final_rate = optimizer.final_learning_rate
     return dataclasses.replace(
@@ -82,7 +83,7 @@ def ramp_up(rows: int, start: int, end: int, over: int, *, factor: int = 2) -> t
     Args:
         rows: number of training rows of the whole run.
         start, end: numbers of rows in the first and the last batch; `end` is `start` times a power of `factor`.
-        over: number of training rows before the last phase; a phase that gets less than one batch of them is left out.
+        over: number of training rows before the last phase; a phase whose share is less than one batch is left out.
         factor: batch size of a phase divided by the batch size of the phase before it.
 
     Example:
@@ -90,14 +91,24 @@ def ramp_up(rows: int, start: int, end: int, over: int, *, factor: int = 2) -> t
         (Phase(steps=32, batch=32), Phase(steps=16, batch=64), Phase(steps=62, batch=128))
     """
     if start < 1 or factor < 2 or rows < 1:
-        got_text = f"rows={rows}, start={start} and factor={factor}"
-        raise UserError(f"ramp_up: got {got_text}, expected rows and start of at least 1, and a factor of at least 2")
-    batch_sizes = list(itertools.takewhile(lambda size: size <= end, (start * factor**n for n in itertools.count())))
+        numbers_text = f"rows={rows}, start={start} and factor={factor}"
+        raise UserError(
+            f"ramp_up: got {numbers_text}, expected rows and start of at least 1, and a factor of at least 2"
+        )
+    batch_sizes = list(
+        itertools.takewhile(
+            lambda batch_size: batch_size <= end, (start * factor**phase_index for phase_index in itertools.count())
+        )
+    )
     if not batch_sizes or batch_sizes[-1] != end:
         raise UserError(f"ramp_up: got start={start}, end={end}, expected end to be start times a power of {factor}")
     if not 0 <= over < rows:
         raise UserError(f"ramp_up: got over={over} of {rows} rows, expected 0 or more, and fewer than all rows")
-    phases = [Phase(steps, size) for size in batch_sizes[:-1] if (steps := over // (len(batch_sizes) - 1) // size)]
+    phases = [
+        Phase(steps, batch_size)
+        for batch_size in batch_sizes[:-1]
+        if (steps := over // (len(batch_sizes) - 1) // batch_size)
+    ]
     remaining_rows = rows - sum(phase.steps * phase.batch for phase in phases)
     return (*phases, Phase(max(remaining_rows // end, 1), end))
 
@@ -119,7 +130,7 @@ def lars(
         rate: learning rate, or a schedule.
         momentum: mu, the decay of the momentum.
         trust: tau, the trust coefficient. The paper's 0.001 is for learning rates 20 times as large; only the
-            product of both matters.
+            product of the two matters.
         weight_decay: lambda, the factor of weight decay.
         leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
@@ -153,7 +164,7 @@ def lamb(
     leaves: Any = None,
     mask: Any = None,
 ) -> UpdateRule:
-    r"""LAMB: Adam whose update of each layer has the norm of the layer's weights; layers may be stacked.
+    r"""LAMB: Adam with each layer's update scaled to the norm of the layer's weights; layers may be stacked.
 
     .. math:: u = \frac{\hat m}{\sqrt{\hat v} + \epsilon} + \lambda w, \quad w \leftarrow w - \eta \frac{|w|}{|u|} u
 
@@ -178,9 +189,7 @@ def lamb(
 
 
 def _scale_by_trust(trust: float, leaves: Any) -> UpdateRule:
-    """Return the rule that gives a layer's update `trust` times the norm of its weights; vectors' updates are scaled by
-    `trust` alone.
-    """
+    """Return the rule that scales each layer's update to `trust` times its weights' norm, and a vector's by `trust`."""
     ratio_rule = per_layer(optax.scale_by_trust_ratio(trust_coefficient=trust), leaves)
     rules = {"scaled": ratio_rule, "plain": optax.scale(trust)}
-    return by_kind(rules, lambda leaf: "plain" if leaf.kind == "vector" else "scaled", leaves)
+    return by_kind(rules, lambda param_info: "plain" if param_info.kind == "vector" else "scaled", leaves)

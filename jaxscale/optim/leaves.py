@@ -1,9 +1,9 @@
 """ParamInfo: facts about a parameter that update rules need, derived from its logical axes.
 
-The layers of a stack lie in one array, along its first dim. A rule that treats each number by itself can ignore this. A
-rule that takes a norm, a row or a singular vector must separate the layers: LARS and LAMB are "layer-wise", Muon and
-SOAP take matrices. The names of axes also distinguish matrices from tables, gains and biases. A parameter without named
-axes, as in a foreign module, is classified by its shape and its path.
+The layers of a stack lie in one array, along its first dim. A rule that treats each number separately can ignore this.
+A rule that takes a norm, a row or a singular vector must separate the layers: LARS and LAMB are "layer-wise", Muon and
+SOAP take matrices. The names of logical axes also distinguish matrices from tables, gains and biases. A parameter
+without named axes, as in a foreign module, is classified by its shape and its path.
 """
 
 import dataclasses
@@ -22,9 +22,10 @@ STACKED = ("layers", "expert")
 """Logical axes along which separate tensors of one shape are stacked."""
 
 _TABLE_MODULES = ("wte", "wpe", "head", "lm_head", "classifier", "logits")
-"""Names of modules in foreign models whose matrices are embeddings or heads. Names with "emb" count too."""
+"""Names of modules in foreign models whose matrices are embeddings or heads; names with "emb" are others."""
 _FUSED_MODULES = ("qkv", "c_attn", "in_proj")
-"""Parts of the names of modules in foreign models whose matrix holds the projections of queries, keys and values."""
+"""Parts of the names of modules in foreign models in which one matrix holds the projections of queries, keys and
+values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +38,9 @@ class ParamInfo:
             gains, biases and every other tensor of fewer than two dims.
         stack: number of leading dims along which tensors of one shape are stacked.
         decays: whether weight decay applies to the parameter.
-        parts: number of matrices that lie side by side along the last dim: 3 in a fused projection of queries,
-            keys and values.
-        sharding: `NamedSharding` of optimizer state of the parameter's shape; `None` on one device.
+        parts: number of matrices that lie side by side along the last dim: 3 in a fused projection of queries, keys
+            and values, otherwise 1.
+        sharding: `NamedSharding` of the optimizer state that has the parameter's shape; `None` on one device.
 
     Example:
         >>> leaf = leaf_of("blocks/layers/mlp/up/weight", ("layers", "embed", "mlp"), (2, 8, 24))
@@ -66,38 +67,38 @@ class ParamInfo:
 
     @property
     def columns(self) -> int:
-        """Number of columns of one tensor as a matrix: its last dim; 1 for a tensor of no dims."""
+        """Number of columns of one tensor as a matrix: its last dim; 1 for a tensor without dims."""
         return self.shape[-1] if len(self.shape) > self.stack else 1
 
 
 def leaf_of(name: str, axes: Sequence[str | None] | None, shape: Sequence[int], sharding: Any = None) -> ParamInfo:
-    """The `ParamInfo` of a parameter.
+    """Return the `ParamInfo` of a parameter.
 
     Args:
         name: path of the parameter, joined by slashes.
         axes: logical axis of each dim; `None` for a parameter without named axes.
         shape: global shape of the parameter.
-        sharding: `NamedSharding` of optimizer state of that shape; `None` on one device.
+        sharding: `NamedSharding` of the optimizer state of this shape; `None` on one device.
     """
-    shape, path_words = tuple(shape), name.lower().split("/")
-    stacked_dims = 0
+    path_words = name.lower().split("/")
+    stacked_dim_count = 0
     if axes is not None:
-        stacked_dims = next((dim for dim, axis in enumerate(axes) if axis not in STACKED), len(axes))
-    tensor_axes = () if axes is None else axes[stacked_dims:]
+        stacked_dim_count = next((dim for dim, axis in enumerate(axes) if axis not in STACKED), len(axes))
+    tensor_axes = () if axes is None else axes[stacked_dim_count:]
     is_table = bool({"vocab", "position"} & set(tensor_axes)) or any(word in _TABLE_MODULES for word in path_words)
     if axes is None:
         is_table = is_table or any("emb" in word for word in path_words)
-    if len(shape) - stacked_dims < 2 or "norm" in tensor_axes:
+    if len(shape) - stacked_dim_count < 2 or "norm" in tensor_axes:
         kind: LeafKind = "vector"
     else:
         kind = "table" if is_table else "matrix"
     has_fused_name = any(fragment in word for word in path_words for fragment in _FUSED_MODULES)
-    parts = 3 if kind == "matrix" and shape[-1] % 3 == 0 and has_fused_name else 1
-    return ParamInfo(shape, kind, stacked_dims, decays(axes, shape), parts, sharding)
+    part_count = 3 if kind == "matrix" and shape[-1] % 3 == 0 and has_fused_name else 1
+    return ParamInfo(tuple(shape), kind, stacked_dim_count, is_decayed(axes, shape), part_count, sharding)
 
 
 def leaves_of(params: Params) -> Any:
-    """Tree of `ParamInfo` like the parameters, for parameters without logical axes.
+    """Return a tree of `ParamInfo` like the parameters, for parameters without logical axes.
 
     Example:
         >>> import jax.numpy as jnp
@@ -108,31 +109,37 @@ def leaves_of(params: Params) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf_of(path_name(path), None, leaf.shape), params)
 
 
-def facts_of(leaves: Any, tree: Any) -> list[ParamInfo]:
-    """The `ParamInfo` of each array of a tree, in order.
+def param_infos_of(leaves: Any, tree: Any) -> list[ParamInfo]:
+    """Return the `ParamInfo` of each array of a tree, in the order of its leaves.
 
     Args:
         leaves: tree of `ParamInfo` like `tree`; `None` derives it from shapes and paths.
-        tree: tree of arrays. An array that holds only some layers of its parameter has the parameter's kind. An array
-            of another shape is a placeholder for its parameter, and counts as a vector.
+        tree: tree of arrays. An array that holds only some layers of a parameter has the parameter's kind. An array of
+            any other shape is a placeholder for a parameter, and counts as a vector.
     """
     shapes = [tuple(array.shape) for array in jax.tree.leaves(tree)]
     if not shapes:  # the placeholder of `optax.tree.map_params`
         return []
     param_infos = jax.tree.structure(tree).flatten_up_to(leaves_of(tree) if leaves is None else leaves)
 
-    def adapt(leaf: ParamInfo, shape: tuple[int, ...]) -> ParamInfo:
-        """Return the `ParamInfo` of an array of this shape that stands for the parameter `leaf`."""
-        if leaf.shape == shape:
-            return leaf
-        has_some_layers = leaf.stack > 0 and leaf.shape[1:] == shape[1:] and len(leaf.shape) == len(shape)
-        return dataclasses.replace(leaf, shape=shape) if has_some_layers else ParamInfo(shape, "vector", decays=False)
+    def adapt(param_info: ParamInfo, shape: tuple[int, ...]) -> ParamInfo:
+        """Return the `ParamInfo` of an array of this shape that stands for a parameter."""
+        if param_info.shape == shape:
+            return param_info
+        has_some_layers = (
+            param_info.stack > 0 and param_info.shape[1:] == shape[1:] and len(param_info.shape) == len(shape)
+        )
+        return (
+            dataclasses.replace(param_info, shape=shape)
+            if has_some_layers
+            else ParamInfo(shape, "vector", decays=False)
+        )
 
-    return [adapt(leaf, shape) for leaf, shape in zip(param_infos, shapes, strict=True)]
+    return [adapt(param_info, shape) for param_info, shape in zip(param_infos, shapes, strict=True)]
 
 
-def decays(axes: Sequence[str | None] | None, shape: Sequence[int]) -> bool:
-    """Whether weight decay applies to a parameter: it applies to matrices and kernels, not to norms and biases."""
+def is_decayed(axes: Sequence[str | None] | None, shape: Sequence[int]) -> bool:
+    """Return whether weight decay applies to a parameter: to matrices and kernels, but not to norms and biases."""
     if axes is None:
         return len(shape) > 1
     return sum(axis != "layers" for axis in axes) > 1 and "norm" not in axes

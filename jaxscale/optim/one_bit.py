@@ -1,21 +1,21 @@
-r"""1-bit Adam and 1-bit LAMB: replicas exchange momentum in one bit a number, over a frozen variance.
+r"""1-bit Adam and 1-bit LAMB: replicas exchange momentum in one bit per number, over a frozen variance.
 
-Adam's update is not linear in the gradient, so error feedback does not repair a gradient sent in one bit. With a frozen
-variance v the update is linear in the momentum m, and the error of one message of m is added to the next message (Tang
-et al. 2021, arXiv 2102.02888). So both rules have two phases, in which replica i sends
+Adam's update is not linear in the gradient, so error feedback cannot correct a gradient that is sent in one bit. With a
+frozen variance v the update is linear in the momentum m, and the error of one message of m is added to the next message
+(Tang et al. 2021, arXiv 2102.02888). So both rules have two phases, in which replica i sends these messages:
 
     warm-up   its gradient g_i; the exact mean of these gradients updates m and v, as in Adam
-    frozen    its momentum m_i = b1 m + (1 - b1) g_i; the codec's mean of these is the next m, and v is constant
+    frozen    its momentum m_i = b1 m + (1 - b1) g_i; the codec's mean of these is the next m; v is constant
 
-`Messages` computes a replica's message, the rules take the mean of messages, and `replica_updates.py` joins both with a
-codec. 1-bit LAMB (Li et al. 2021, arXiv 2104.06069) also freezes the trust ratio of each layer, at its running mean. It
-multiplies this mean by a factor, the ratio of the frozen variance to a variance estimated from the change of m; the
-factor changes by at most a tenth in a step.
+`Messages` computes a replica's message, the rules take the mean of messages, and `replica_updates.py` combines the two
+with a codec. 1-bit LAMB (Li et al. 2021, arXiv 2104.06069) also freezes the trust ratio of each layer, at its running
+mean. It multiplies this mean by a factor: the ratio of the frozen variance to a variance estimated from the change of
+m; the factor changes by at most a tenth in a step.
 
-Differences from the papers' program: Adam's bias corrections stay, so that the warm-up is exactly Adam or LAMB. A
-number whose variance is zero, such as one of a token that never occurred, does not move, because its sign divided by
-eps would be huge. The layers' momenta are not brought to one scale before they are sent, because each layer's message
-has its own scale. Left out: 0/1 Adam, which schedules its variance and the steps between messages.
+Differences from the papers' code: Adam's bias corrections stay, so that the warm-up is exactly Adam or LAMB. A number
+with zero variance, such as one in the row of a token that never occurred, does not move, because its sign divided by
+eps would be huge. The layers' momenta are not scaled to a common size before they are sent, because each layer's
+message has its own scale. Left out: 0/1 Adam, which schedules its variance and the steps between messages.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ import optax
 
 from jaxscale.errors import UserError
 from jaxscale.lowbit.quantize import decode, is_quantized
-from jaxscale.optim.leaves import ParamInfo, facts_of
+from jaxscale.optim.leaves import ParamInfo, param_infos_of
 from jaxscale.optim.per_layer import UpdateRule
 from jaxscale.typing import Array, Bool, Float, Int
 
@@ -67,29 +67,29 @@ class OneBitLambState(NamedTuple):
     factor: Any
 
 
-class Sent(NamedTuple):
-    """The message of a replica in an update, with the norm of its gradient.
+class ReplicaMessage(NamedTuple):
+    """The message of a replica in an update, with the norm of the replica's gradient.
 
     Args:
         message: gradient or momentum, a tree like the gradients.
         norm: norm of the replica's gradient.
-        frozen: whether the message is a momentum.
+        is_momentum: whether the message is a momentum.
     """
 
     message: Any
     norm: Float[Array, ""]
-    frozen: Bool[Array, ""]
+    is_momentum: Bool[Array, ""]
 
 
 @dataclasses.dataclass(frozen=True)
 class Messages:
-    """Compute the messages of replicas.
+    """Computes the messages of replicas.
 
     Args:
         b1: decay of the momentum.
         freeze: number of updates before the variance is frozen.
-        clip: norm to which each replica clips its gradient before it enters a momentum; `None` never clips. In the
-            warm-up, the function `clipped` clips the mean instead.
+        clip: norm to which each replica clips its gradient before it enters a momentum; `None` for no clipping. In
+            the warm-up, the rule that `clipped` returns clips the mean gradient instead.
 
     Example:
         >>> rule, messages = one_bit_adam(1e-3, 1), Messages(b1=0.9, freeze=1)
@@ -107,14 +107,14 @@ class Messages:
     clip: float | None = None
 
     def count(self, state: Any) -> Int[Array, ""]:
-        """Number of updates made, from a rule's state or a state that contains it."""
+        """Return the number of updates made, from a rule's state or a state that contains it."""
         return _rule_state(state).count
 
     def frozen(self, state: Any) -> Bool[Array, ""]:
-        """Whether the variance is frozen."""
+        """Return whether the variance is frozen, from a rule's state or a state that contains it."""
         return self.count(state) >= self.freeze
 
-    def __call__(self, gradients: Any, state: Any) -> Sent:
+    def __call__(self, gradients: Any, state: Any) -> ReplicaMessage:
         """Return a replica's message, with the norm of its gradient.
 
         Args:
@@ -125,11 +125,11 @@ class Messages:
         clip_factor = 1.0 if self.clip is None else jnp.where(norm < self.clip, 1.0, self.clip / norm)
 
         def message_of(g: Array, m: Any) -> Array:
-            """Return the gradient g of a parameter in the warm-up, and its momentum after this gradient later."""
-            m = decode(m) if is_quantized(m) else m
-            return jnp.where(is_frozen, self.b1 * m + (1 - self.b1) * (g * clip_factor), g)
+            """Return the gradient `g` of a parameter in the warm-up, and later its momentum after this gradient."""
+            momentum = decode(m) if is_quantized(m) else m
+            return jnp.where(is_frozen, self.b1 * momentum + (1 - self.b1) * (g * clip_factor), g)
 
-        return Sent(jax.tree.map(message_of, gradients, _rule_state(state).mu), norm, is_frozen)
+        return ReplicaMessage(jax.tree.map(message_of, gradients, _rule_state(state).mu), norm, is_frozen)
 
 
 def one_bit_adam(
@@ -142,7 +142,7 @@ def one_bit_adam(
     weight_decay: float = 0.0,
     mask: Any = None,
 ) -> UpdateRule:
-    r"""AdamW whose variance is frozen, so that replicas may send their momentum in one bit a number.
+    r"""AdamW whose variance is frozen, so that replicas may send their momentum in one bit per number.
 
     .. math:: w \leftarrow w - \eta \Big(\frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^{\min(t, F)})} + \epsilon}
         + \lambda w\Big)
@@ -155,8 +155,8 @@ def one_bit_adam(
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
 
     Returns:
-        A transformation that takes the mean of the replicas' messages (see `Messages`). These are gradients in the
-        first F updates, and momenta afterwards.
+        A transformation of the mean of the replicas' messages (see `Messages`), which are gradients in the first F
+        updates, and momenta afterwards.
 
     Raises:
         UserError: `freeze` is below 1, so the variance would be frozen before its first estimate.
@@ -177,7 +177,7 @@ def one_bit_adam(
         return OneBitState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params), optax.tree.zeros_like(params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OneBitState]:
-        """Return Adam's updates, given the mean messages `updates`, and the new state."""
+        """Return Adam's updates for the mean messages `updates`, and the new state."""
         new_state, corrected_moments = _moments(updates, state, b1, b2, freeze)
         return jax.tree.map(lambda m, v: _direction(m, v, eps), *corrected_moments), new_state
 
@@ -202,7 +202,7 @@ def one_bit_lamb(
     factors: tuple[float, float] = (0.5, 4.0),
     change: float = 0.1,
 ) -> UpdateRule:
-    r"""LAMB whose variance is frozen, so that replicas may send their momentum in one bit a number.
+    r"""LAMB whose variance is frozen, so that replicas may send their momentum in one bit per number.
 
     For each layer, u is LAMB's update with the frozen variance v, c is the running mean of the trust ratio |w| / |u| in
     the warm-up, and v' is the variance estimated from the changes of the momentum:
@@ -211,7 +211,7 @@ def one_bit_lamb(
         f = r \max \frac{\sqrt{\hat v} + \epsilon}{\sqrt{\hat v'} + \epsilon} + 1 - r, \quad
         r = \min\Big(1, \frac{|u - \lambda w|}{|u|}\Big)
 
-    f stays within bounds and near its last value.
+    f stays within bounds, and near its value in the last update.
 
     Args:
         rate: learning rate, or a schedule.
@@ -219,15 +219,14 @@ def one_bit_lamb(
         b1, b2, eps: Adam's constants.
         weight_decay: lambda, the factor of weight decay.
         leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths. Each layer of a stack
-            is a tensor, and gains and biases have no ratio, as in `large_batch.lamb`.
+            has its own norms, and gains and biases have no ratio, as in `large_batch.lamb`.
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
         smooth: decay of the mean of the trust ratio.
-        factors: bounds of f.
+        factors: lower and upper bound of f.
         change: largest relative change of f in an update.
 
     Returns:
-        A transformation that takes the mean of the replicas' messages (see `Messages`). Its update needs the
-        parameters.
+        A transformation of the mean of the replicas' messages (see `Messages`). Its update needs the parameters.
 
     Raises:
         UserError: `freeze` is below 1, so the variance would be frozen before its first estimate.
@@ -240,20 +239,21 @@ def one_bit_lamb(
     def init(params: Any) -> OneBitLambState:
         """Return the state before the first update."""
 
-        def fill_tensors(number: float) -> Any:
-            """Return a tree like the parameters with this number once for each tensor."""
+        def fill_tensors(value: float) -> Any:
+            """Return a tree like the parameters, with this value once for each tensor."""
             shapes = [
-                (*leaf.shape[: leaf.stack], *(1,) * (len(leaf.shape) - leaf.stack)) for leaf in facts_of(leaves, params)
+                (*param_info.shape[: param_info.stack], *(1,) * (len(param_info.shape) - param_info.stack))
+                for param_info in param_infos_of(leaves, params)
             ]
-            return jax.tree.structure(params).unflatten([jnp.full(shape, number, jnp.float32) for shape in shapes])
+            return jax.tree.structure(params).unflatten([jnp.full(shape, value, jnp.float32) for shape in shapes])
 
         mu, nu, fresh = (optax.tree.zeros_like(params) for _ in range(3))
         return OneBitLambState(jnp.zeros((), jnp.int32), mu, nu, fresh, fill_tensors(0.0), fill_tensors(1.0))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OneBitLambState]:
-        """Return LAMB's updates, given the mean messages `updates` and the parameters, and the new state."""
+        """Return LAMB's updates for the mean messages `updates` and the parameters, and the new state."""
         if params is None:
-            raise UserError("one_bit_lamb: got no parameters: call update(mean, state, params)")
+            raise UserError("one_bit_lamb: got no parameters; call update(mean, state, params)")
         is_frozen, treedef = state.count >= freeze, jax.tree.structure(updates)
         adam_state, (corrected_mu, corrected_nu) = _moments(updates, state, b1, b2, freeze)
 
@@ -266,24 +266,28 @@ def one_bit_lamb(
         decay_flags = treedef.flatten_up_to(jax.tree.map(lambda _: True, params) if mask is None else mask)
         trees = (corrected_mu, corrected_nu, fresh_nu, params, state.ratio, state.factor)
         new_updates, new_ratios, new_factors = [], [], []
-        for leaf, is_decayed, m, v, fresh_v, w, old_ratio, old_factor in zip(
-            facts_of(leaves, updates), decay_flags, *map(treedef.flatten_up_to, trees), strict=True
+        for param_info, is_decayed, m, v, fresh_v, w, old_ratio, old_factor in zip(
+            param_infos_of(leaves, updates), decay_flags, *map(treedef.flatten_up_to, trees), strict=True
         ):
             adam_step = _direction(m, v, eps)
             u = adam_step + weight_decay * w if is_decayed else adam_step
-            trust_ratio = _trust_ratio(w, u, leaf)
+            trust_ratio = _trust_ratio(w, u, param_info)
             ratio = jnp.where(is_frozen, old_ratio, smooth * old_ratio + (1 - smooth) * trust_ratio)
             corrected_fresh = _correct_bias(fresh_v, b2, adam_state.count)
-            root_ratio = _reduce_tensors((jnp.sqrt(v) + eps) / (jnp.sqrt(corrected_fresh) + eps), leaf, jnp.max)
-            r = jnp.minimum(1.0, _norms(adam_step, leaf) / jnp.maximum(_norms(u, leaf), jnp.finfo(jnp.float32).tiny))
-            factor = jnp.clip(r * root_ratio + 1 - r, *factors)
-            near_factor = jnp.clip(factor, (1 - change) * old_factor, (1 + change) * old_factor)
-            factor = jnp.where(is_frozen, near_factor, old_factor)
+            root_ratio = _reduce_tensors((jnp.sqrt(v) + eps) / (jnp.sqrt(corrected_fresh) + eps), param_info, jnp.max)
+            r = jnp.minimum(
+                1.0, _norms(adam_step, param_info) / jnp.maximum(_norms(u, param_info), jnp.finfo(jnp.float32).tiny)
+            )
+            bounded_factor = jnp.clip(r * root_ratio + 1 - r, *factors)
+            limited_factor = jnp.clip(bounded_factor, (1 - change) * old_factor, (1 + change) * old_factor)
+            factor = jnp.where(is_frozen, limited_factor, old_factor)
             # corrects the bias of the running mean of ratios, which started from zero
             mean_ratio = ratio / (1 - smooth ** jnp.minimum(adam_state.count, freeze))
-            is_vector = leaf.kind == "vector"
-            scale = jnp.ones_like(trust_ratio) if is_vector else jnp.where(is_frozen, mean_ratio * factor, trust_ratio)
-            new_updates.append(u * scale)
+            is_vector = param_info.kind == "vector"
+            update_scale = (
+                jnp.ones_like(trust_ratio) if is_vector else jnp.where(is_frozen, mean_ratio * factor, trust_ratio)
+            )
+            new_updates.append(u * update_scale)
             new_ratios.append(ratio)
             new_factors.append(factor)
         new_ratio_tree, new_factor_tree = treedef.unflatten(new_ratios), treedef.unflatten(new_factors)
@@ -293,11 +297,11 @@ def one_bit_lamb(
 
 
 def clipped(rule: UpdateRule, messages: Messages) -> UpdateRule:
-    """Return a rule that clips mean gradients to a global norm, and leaves mean momenta unchanged.
+    """Return a rule that first clips mean gradients to a global norm, and leaves mean momenta unchanged.
 
     Args:
         rule: `one_bit_adam` or `one_bit_lamb`, or a rule that contains it.
-        messages: the replicas' messages, which define the norm and the freeze step.
+        messages: the replicas' messages, which specify the norm and the freeze step.
 
     Returns:
         A transformation with the state of `optax.chain(optax.clip_by_global_norm(...), rule)`.
@@ -310,7 +314,7 @@ def clipped(rule: UpdateRule, messages: Messages) -> UpdateRule:
         return (clip_rule.init(params), rule.init(params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        """Return the updates of `rule` after clipping, given the mean messages `updates`, and the new state."""
+        """Return the updates of `rule` for the mean messages `updates` after clipping, and the new state."""
         clipped_updates, clip_state = clip_rule.update(updates, state[0], params)
         is_frozen = messages.frozen(state)
         new_updates, rule_state = rule.update(optax.tree.where(is_frozen, updates, clipped_updates), state[1], params)
@@ -320,13 +324,13 @@ def clipped(rule: UpdateRule, messages: Messages) -> UpdateRule:
 
 
 def _check_freeze(freeze: int) -> None:
-    """Raise an error if the variance would be frozen before the first update."""
+    """Raise UserError if the variance would be frozen before the first update."""
     if freeze < 1:
         raise UserError(f"freeze: got {freeze}, expected 1 or more, because the first update estimates the variance")
 
 
 def _rule_state(state: Any) -> Any:
-    """The rule's state within a state that contains it."""
+    """Return the rule's state from a state that contains it."""
 
     def is_rule_state(node: Any) -> bool:
         return isinstance(node, OneBitState | OneBitLambState)
@@ -335,9 +339,9 @@ def _rule_state(state: Any) -> Any:
 
 
 def _moments(means: Any, state: Any, b1: float, b2: float, freeze: int) -> tuple[OneBitState, tuple[Any, Any]]:
-    """Return the state after an update by the means of gradients or momenta, and its two moments with bias correction.
+    """Return the state after an update, and the pair (first moment, second moment) with bias correction.
 
-    `means` is a tree like the parameters.
+    `means` is a tree like the parameters: the mean gradients, or the mean momenta.
     """
     is_frozen, count = state.count >= freeze, jnp.asarray(optax.safe_increment(state.count))
     mu = jax.tree.map(
@@ -350,28 +354,28 @@ def _moments(means: Any, state: Any, b1: float, b2: float, freeze: int) -> tuple
 
 
 def _correct_bias(moment: Array, decay: float, count: Array) -> Array:
-    """Apply Adam's bias correction after `count` updates to a moment."""
+    """Return a moment after `count` updates with Adam's bias correction."""
     return moment / (1 - decay ** count.astype(jnp.float32))
 
 
 def _direction(m: Array, v: Array, eps: float) -> Array:
-    """Adam's update before the learning rate; it is 0 for numbers whose variance is zero."""
+    """Return Adam's update without the learning rate; it is 0 for numbers with zero variance."""
     return jnp.where(v > 0, m / (jnp.sqrt(v) + eps), 0.0)
 
 
-def _reduce_tensors(x: Array, leaf: ParamInfo, reduce: Callable[..., Array]) -> Array:
+def _reduce_tensors(x: Array, param_info: ParamInfo, reduce: Callable[..., Array]) -> Array:
     """Apply `reduce` to each tensor of a leaf, such as each layer; reduced dims remain with size 1."""
-    return reduce(x, axis=tuple(range(leaf.stack, x.ndim)), keepdims=True)
+    return reduce(x, axis=tuple(range(param_info.stack, x.ndim)), keepdims=True)
 
 
-def _norms(x: Array, leaf: ParamInfo) -> Array:
-    """Norm of each tensor of a leaf; the dims of a tensor remain with size 1."""
-    return jnp.sqrt(_reduce_tensors(jnp.square(x), leaf, jnp.sum))
+def _norms(x: Array, param_info: ParamInfo) -> Array:
+    """Return the norm of each tensor of a leaf; the dims of a tensor remain with size 1."""
+    return jnp.sqrt(_reduce_tensors(jnp.square(x), param_info, jnp.sum))
 
 
-def _trust_ratio(w: Array, u: Array, leaf: ParamInfo) -> Array:
-    """|w| / |u| of each tensor of a leaf; it is 1 if either norm is zero, as in optax."""
-    weight_norm, update_norm = _norms(w, leaf), _norms(u, leaf)
+def _trust_ratio(w: Array, u: Array, param_info: ParamInfo) -> Array:
+    """Return |w| / |u| of each tensor of a leaf; it is 1 if either norm is zero, as in optax."""
+    weight_norm, update_norm = _norms(w, param_info), _norms(u, param_info)
     return jnp.where(
         (weight_norm == 0) | (update_norm == 0), 1.0, weight_norm / jnp.where(update_norm == 0, 1.0, update_norm)
     )

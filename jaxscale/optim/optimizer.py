@@ -1,4 +1,4 @@
-"""Optimizer: an optax optimizer and its schedule as a value for the command line, JSON and tests.
+"""Optimizer: an optax optimizer and its schedule, as a value for the command line, JSON and tests.
 
 The update rules and their options are in `rules.py`. `custom` takes any other optax transformation.
 """
@@ -46,7 +46,7 @@ class Optimizer:
     | lamb | Adam for large batches | b1 0.9, b2 0.999, eps 1e-06, weight_decay 0.01 |
     | one_bit_adam | adamw with one-bit messages | those of adamw, freeze 0.25 |
     | one_bit_lamb | lamb with one-bit messages | b1 0.9, b2 0.999, eps 1e-06, freeze 0.25, weight_decay 0.01 |
-    | muon | orthogonalised momentum | momentum 0.95, scale moonshot, precision bfloat16, and those of adamw |
+    | muon | orthogonalized momentum | momentum 0.95, scale moonshot, precision bfloat16, and those of adamw |
     | soap | Adam in Shampoo's eigenbasis | b1 0.95, b2 0.95, eps 1e-08, every 10, max_dim 10000, weight_decay 0.1 |
     | galore | AdamW in a low-rank subspace | b1 0.9, b2 0.95, eps 1e-08, rank 128, every 200, weight_decay 0.1 |
 
@@ -73,18 +73,18 @@ class Optimizer:
         trust: norm of an update divided by the norm of the weights, at learning rate 1 (lars).
         scale: scale of an orthogonal update of n rows and m columns: sqrt(max(1, m / n)) for "keller", and for
             "moonshot" 0.2 sqrt(max(n, m)), which suits AdamW's learning rates (muon).
-        precision: dtype of the orthogonalisation and its messages between devices: bfloat16 or float32 (muon).
+        precision: dtype of the orthogonalization and its messages between devices: bfloat16 or float32 (muon).
         rank: rank of the projection (galore).
         every: number of updates between new bases (soap, galore).
         max_dim: largest dim that is rotated (soap).
-        freeze: number of updates before the variance is frozen and momenta are sent in one bit a number; a value below
-            1 is a share of the run (one_bit_adam, one_bit_lamb).
+        freeze: number of updates before the variance is frozen and momenta are sent in one bit per number; a value
+            below 1 is a share of the run (one_bit_adam, one_bit_lamb).
         weight_decay: factor of the decoupled weight decay, by which every update subtracts this factor times the
             learning rate times a weight from that weight. lars and lamb include it in their trust ratio.
         decay: parameters that decay: "matrices" excludes norms, biases and other vectors; "all" excludes none.
         clip: global norm that gradients are clipped to; `None` never clips.
-        custom: a function of the schedule (step to learning rate) that returns any optax transformation; replaces
-            `name` and its options, and is clipped and scheduled as above.
+        custom: a function that returns any optax transformation for a schedule (step to learning rate); it replaces
+            `name` and its options. Gradients are clipped as above.
 
     Example:
         >>> round(Optimizer(learning_rate=1e-3, warmup=99).learning_rate_at(0, steps=1000), 8)
@@ -127,11 +127,11 @@ class Optimizer:
                 f"optimizer.freeze: got {self.freeze!r}, expected a whole number of updates or a share below 1"
             )
         if self.custom is not None:
-            set_names = [name for name in OPTIONS if getattr(self, name) is not None]
-            if set_names:
+            set_options = [option for option in OPTIONS if getattr(self, option) is not None]
+            if set_options:
                 raise UserError(
-                    f"optimizer.{set_names[0]}: got {getattr(self, set_names[0])} together with optimizer.custom, "
-                    f"whose rule has its own options: leave {set_names[0]} out, or set it in the custom rule"
+                    f"optimizer.{set_options[0]}: got {getattr(self, set_options[0])} together with optimizer.custom, "
+                    f"whose rule has its own options: leave {set_options[0]} out, or set it in the custom rule"
                 )
         else:
             self.options()
@@ -142,11 +142,11 @@ class Optimizer:
                     "lowering the learning rate: leave optimizer.schedule out"
                 )
 
-    def _check_range(self, fields: Sequence[str], in_range: Callable[[float], bool], expected: str) -> None:
-        """Raise an error if one of these fields is set to a number out of range."""
+    def _check_range(self, fields: Sequence[str], is_in_range: Callable[[float], bool], expected: str) -> None:
+        """Raise UserError if one of these fields is out of range."""
         for field in fields:
             setting = getattr(self, field)
-            if setting is not None and not in_range(setting):
+            if setting is not None and not is_in_range(setting):
                 raise UserError(f"optimizer.{field}: got {setting!r}, expected {expected}")
 
     def options(self) -> dict[str, Any]:
@@ -159,9 +159,9 @@ class Optimizer:
         return RULES[self.name].options(self.name, {option: getattr(self, option) for option in OPTIONS})
 
     def momentum_after(self) -> tuple[str, float] | None:
-        """Name and value of the option that sets the decay of the rule's running mean of gradients.
+        """Return the name and value of the option that sets the decay of the rule's running mean of gradients.
 
-        Returns `None` for a rule without such a mean, and for a `custom` rule.
+        `None` for a rule without such a mean, and for a `custom` rule.
 
         Example:
             >>> Optimizer().momentum_after(), Optimizer(name="sgd").momentum_after()
@@ -192,11 +192,11 @@ class Optimizer:
         return optax.join_schedules([warmup_schedule, decay_schedule], [self.warmup])
 
     def learning_rate_at(self, update: int, steps: int) -> float:
-        """Learning rate of one update in a run of `steps` updates; `update` is its number, counted from 0."""
+        """Return the learning rate of one update in a run of `steps` updates; `update` is its index, from 0."""
         return float(self.schedule_fn(steps)(update))
 
     def build(self, steps: int, leaves: Any) -> Any:
-        """Build the optax transformation that clips gradients and then applies `rule`.
+        """Return the optax transformation that clips gradients and then applies `rule`.
 
         Args:
             steps: number of updates in the run, for the schedule.
@@ -212,7 +212,7 @@ class Optimizer:
         return rule if self.clip is None else optax.chain(optax.clip_by_global_norm(self.clip), rule)
 
     def rule(self, steps: int, leaves: Any) -> Any:
-        """Build the optax transformation without clipping.
+        """Return the optax transformation without clipping.
 
         Args:
             steps: number of updates in the run, for the schedule.

@@ -1,7 +1,7 @@
 """per_layer: an optax rule applied to each layer of stacked parameters, and to each kernel as a matrix.
 
 For an array of stacked layers, `optax.lamb` takes one norm over all layers, `optax.contrib.muon` uses Adam, and
-`optax.contrib.galore` makes no projection. A wrapped rule sees every layer as a separate array. Its state remains one
+`optax.contrib.galore` makes no projection. A wrapped rule gets every layer as a separate array. Its state remains one
 array for all layers, and has the parameter's shape if the rule's state for a layer has the layer's shape. So sharding,
 quantization and checkpoints treat this state like Adam's. `by_kind` applies a different rule to each kind of parameter.
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale.optim.leaves import ParamInfo, facts_of
+from jaxscale.optim.leaves import ParamInfo, param_infos_of
 from jaxscale.typing import Array
 
 UpdateRule = optax.GradientTransformation
@@ -32,16 +32,18 @@ class _Placeholder:
 _PLACEHOLDER: Any = _Placeholder()
 
 
-def per_layer(rule: UpdateRule, leaves: Any = None, *, as_matrices: bool = False, gathers: bool = False) -> UpdateRule:
-    """Return a rule that applies `rule` to each tensor of stacked parameters by itself.
+def per_layer(
+    rule: UpdateRule, leaves: Any = None, *, as_matrices: bool = False, on_whole_tensors: bool = False
+) -> UpdateRule:
+    """Return a rule that applies `rule` separately to each tensor of stacked parameters.
 
     Args:
-        rule: an optax transformation that treats each parameter by itself. State that is not like the parameters, such
-            as a count, may not depend on gradients.
-        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths, and stacks nothing.
+        rule: an optax transformation that treats each parameter separately. State that is not like the parameters, such
+            as a count, must not depend on gradients.
+        leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths, without stacked dims.
         as_matrices: pass tensors of kind "matrix" to the rule as matrices, whose columns are the last dim and whose
             rows are all other dims.
-        gathers: gather each tensor first, for a rule that decomposes it. Without this, XLA would distribute the
+        on_whole_tensors: gather each tensor first, for a rule that decomposes it; otherwise XLA would distribute the
             products over axes that replicate the tensor, slow axes included.
 
     Returns:
@@ -57,58 +59,64 @@ def per_layer(rule: UpdateRule, leaves: Any = None, *, as_matrices: bool = False
     """
 
     def init(params: Any) -> Any:
-        """Return the state of the rule, made tensor by tensor."""
+        """Return the state of the rule, computed tensor by tensor."""
         if not jax.tree.leaves(params):  # the placeholder of `optax.tree.map_params`
             return rule.init(params)
-        form, treedef = _state_form(rule), jax.tree.structure(params)
+        state_form, treedef = _state_form(rule), jax.tree.structure(params)
 
         def init_tensor(param: Any) -> list[Any]:
             """Return the state of one tensor, without the state that all parameters share."""
-            return form.split(rule.init(param))[0]
+            return state_form.split(rule.init(param))[0]
 
         leaf_states: list[list[Any]] = []
-        for param, leaf in zip(jax.tree.leaves(params), facts_of(leaves, params), strict=True):
-            init_tensors = jax.vmap(init_tensor) if leaf.stack else init_tensor
-            tensor_states = init_tensors(_to_tensors(param, leaf, as_matrices))
-            leaf_states.append(jax.tree.map(lambda s, leaf=leaf: _to_leaf(s, leaf, as_matrices), tensor_states))
-        _, shared_state = form.split(rule.init(_PLACEHOLDER))
+        for param, param_info in zip(jax.tree.leaves(params), param_infos_of(leaves, params), strict=True):
+            init_tensors = jax.vmap(init_tensor) if param_info.stack else init_tensor
+            tensor_states = init_tensors(_to_tensors(param, param_info, as_matrices))
+            leaf_states.append(
+                jax.tree.map(lambda s, param_info=param_info: _to_leaf(s, param_info, as_matrices), tensor_states)
+            )
+        _, shared_state = state_form.split(rule.init(_PLACEHOLDER))
         state_trees = [treedef.unflatten(arrays) for arrays in zip(*leaf_states, strict=True)]
-        return form.join(state_trees, shared_state)
+        return state_form.join(state_trees, shared_state)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         """Return the new updates, computed tensor by tensor from the gradients `updates`, and the new state."""
-        form, treedef = _state_form(rule), jax.tree.structure(updates)
-        param_infos = facts_of(leaves, updates)
-        state_trees, shared_state = form.split(state)
+        state_form, treedef = _state_form(rule), jax.tree.structure(updates)
+        param_infos = param_infos_of(leaves, updates)
+        state_trees, shared_state = state_form.split(state)
         leaf_states = list(zip(*map(treedef.flatten_up_to, state_trees), strict=True)) or [()] * len(param_infos)
         param_leaves = [None] * len(param_infos) if params is None else treedef.flatten_up_to(params)
         new_updates: list[Any] = []
         new_leaf_states: list[list[Any]] = []
         new_shared_state: list[Any] = shared_state
 
-        def update_tensor(gradient: Array, states: list[Any], param: Any) -> tuple[Any, list[Any], list[Any]]:
+        def update_tensor(gradient: Array, param_states: list[Any], param: Any) -> tuple[Any, list[Any], list[Any]]:
             """Return the new update of one tensor, its new state, and the new state that all parameters share."""
-            new_update, new_state = rule.update(gradient, form.join(states, shared_state), param)
-            return new_update, *form.split(new_state)
+            new_update, new_state = rule.update(gradient, state_form.join(param_states, shared_state), param)
+            return new_update, *state_form.split(new_state)
 
-        for leaf, gradient, states, param in zip(
+        for param_info, gradient, param_states, param in zip(
             param_infos, jax.tree.leaves(updates), leaf_states, param_leaves, strict=True
         ):
-            leaf_inputs = gradient, list(states), param
-            if gathers:
-                leaf_inputs = _constrain(leaf_inputs, leaf, whole=True)
-            tensor_inputs = jax.tree.map(lambda x, leaf=leaf: _to_tensors(x, leaf, as_matrices), leaf_inputs)
-            update_tensors = jax.vmap(update_tensor, out_axes=(0, 0, None)) if leaf.stack else update_tensor
+            leaf_inputs = gradient, list(param_states), param
+            if on_whole_tensors:
+                leaf_inputs = _constrain(leaf_inputs, param_info, is_whole=True)
+            tensor_inputs = jax.tree.map(
+                lambda x, param_info=param_info: _to_tensors(x, param_info, as_matrices), leaf_inputs
+            )
+            update_tensors = jax.vmap(update_tensor, out_axes=(0, 0, None)) if param_info.stack else update_tensor
             new_update, tensor_states, new_shared_state = update_tensors(*tensor_inputs)
             new_update = new_update.reshape(gradient.shape)
-            new_states = jax.tree.map(lambda s, leaf=leaf: _to_leaf(s, leaf, as_matrices), tensor_states)
-            if gathers:
-                whole_arrays = _constrain((new_update, new_states), leaf, whole=True)
-                new_update, new_states = _constrain(whole_arrays, leaf, whole=False)
+            new_states = jax.tree.map(
+                lambda s, param_info=param_info: _to_leaf(s, param_info, as_matrices), tensor_states
+            )
+            if on_whole_tensors:
+                whole_arrays = _constrain((new_update, new_states), param_info, is_whole=True)
+                new_update, new_states = _constrain(whole_arrays, param_info, is_whole=False)
             new_updates.append(new_update)
             new_leaf_states.append(new_states)
         new_state_trees = [treedef.unflatten(arrays) for arrays in zip(*new_leaf_states, strict=True)]
-        return treedef.unflatten(new_updates), form.join(new_state_trees, new_shared_state)
+        return treedef.unflatten(new_updates), state_form.join(new_state_trees, new_shared_state)
 
     return optax.GradientTransformation(init, update)
 
@@ -116,21 +124,23 @@ def per_layer(rule: UpdateRule, leaves: Any = None, *, as_matrices: bool = False
 class ByKindState(NamedTuple):
     """States of the rules of `by_kind`, by the name of the rule.
 
-    The state of a rule has an array of one number for each parameter that another rule updates.
+    The state of a rule has an array of one number in place of each parameter that another rule updates.
     """
 
     states: dict[str, Any]
 
 
-def by_kind(rules: Mapping[str, UpdateRule], rule_of: Callable[[ParamInfo], str], leaves: Any = None) -> UpdateRule:
-    """Return a rule that updates each parameter by the rule that `rule_of` names.
+def by_kind(
+    rules: Mapping[str, UpdateRule], rule_name_of: Callable[[ParamInfo], str], leaves: Any = None
+) -> UpdateRule:
+    """Return a rule that updates each parameter by the rule that `rule_name_of` selects.
 
-    In contrast to the states of `optax.partition`, the states of this rule are trees like the parameters, because a
-    state also has an array for each parameter of another rule.
+    Unlike the states of `optax.partition`, the states of this rule are trees like the parameters: a state also has an
+    array for each parameter of another rule.
 
     Args:
-        rules: rules by name. Each rule must treat each parameter by itself.
-        rule_of: function that returns the name of a leaf's rule.
+        rules: rules by name. Each rule must treat each parameter separately.
+        rule_name_of: function that returns the name of a leaf's rule.
         leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
 
     Example:
@@ -141,23 +151,30 @@ def by_kind(rules: Mapping[str, UpdateRule], rule_of: Callable[[ParamInfo], str]
     """
 
     def mask_others(tree: Any, name: str) -> Any:
-        """Return the tree, with an array of one number for each parameter that another rule than `name` updates."""
+        """Return the tree, with an array of one number in place of each parameter that another rule updates."""
         arrays, treedef = jax.tree.flatten(tree)
-        pairs = zip(arrays, facts_of(leaves, tree), strict=True)
-        return treedef.unflatten([a if rule_of(leaf) == name else jnp.zeros((1,), a.dtype) for a, leaf in pairs])
+        arrays_and_infos = zip(arrays, param_infos_of(leaves, tree), strict=True)
+        return treedef.unflatten(
+            [
+                array if rule_name_of(param_info) == name else jnp.zeros((1,), array.dtype)
+                for array, param_info in arrays_and_infos
+            ]
+        )
 
     def init(params: Any) -> ByKindState:
         return ByKindState({name: rule.init(mask_others(params, name)) for name, rule in rules.items()})
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         """Return the new updates of all rules for the gradients `updates`, and the states of the rules."""
-        treedef, param_infos = jax.tree.structure(updates), facts_of(leaves, updates)
+        treedef, param_infos = jax.tree.structure(updates), param_infos_of(leaves, updates)
         updates_by_rule, new_states = {}, {}
         for name, rule in rules.items():
             masked_params = None if params is None else mask_others(params, name)
             new_updates, new_states[name] = rule.update(mask_others(updates, name), state.states[name], masked_params)
             updates_by_rule[name] = treedef.flatten_up_to(new_updates)
-        leaf_updates = [updates_by_rule[rule_of(leaf)][number] for number, leaf in enumerate(param_infos)]
+        leaf_updates = [
+            updates_by_rule[rule_name_of(param_info)][index] for index, param_info in enumerate(param_infos)
+        ]
         return treedef.unflatten(leaf_updates), ByKindState(new_states)
 
     return optax.GradientTransformation(init, update)
@@ -168,7 +185,7 @@ def matrices_by(
 ) -> UpdateRule:
     """Return a rule that updates matrices by `rule` and all other parameters by Adam.
 
-    Weight decay and the learning rate are the same for both.
+    Weight decay and the learning rate are the same for all parameters.
 
     Args:
         rule: rule for matrices.
@@ -179,7 +196,11 @@ def matrices_by(
         mask: tree of bools like the parameters, true where weight decay applies; `None` decays all.
     """
     return optax.chain(
-        by_kind({"matrix": rule, "rest": adam}, lambda leaf: "matrix" if leaf.kind == "matrix" else "rest", leaves),
+        by_kind(
+            {"matrix": rule, "rest": adam},
+            lambda param_info: "matrix" if param_info.kind == "matrix" else "rest",
+            leaves,
+        ),
         optax.add_decayed_weights(weight_decay, mask=mask),
         optax.scale_by_learning_rate(rate),
     )
@@ -199,51 +220,55 @@ class _StateForm:
 
     def split(self, state: Any) -> tuple[list[Any], list[Any]]:
         """Return the trees like the parameters, and the other leaves of a state, which all parameters share."""
-        nodes = list(zip(self.treedef.flatten_up_to(state), self.is_param_tree, strict=True))
-        return [node for node, is_tree in nodes if is_tree], [node for node, is_tree in nodes if not is_tree]
+        nodes_and_flags = list(zip(self.treedef.flatten_up_to(state), self.is_param_tree, strict=True))
+        return [node for node, is_tree in nodes_and_flags if is_tree], [
+            node for node, is_tree in nodes_and_flags if not is_tree
+        ]
 
     def join(self, trees: list[Any], shared: list[Any]) -> Any:
-        """The inverse of `split`."""
+        """Return the state with these trees like the parameters and these shared leaves: the inverse of `split`."""
         tree_iter, shared_iter = iter(trees), iter(shared)
         return self.treedef.unflatten([next(tree_iter if is_tree else shared_iter) for is_tree in self.is_param_tree])
 
 
 def _state_form(rule: UpdateRule) -> _StateForm:
-    """Find the positions of trees like the parameters in the state of a rule."""
+    """Return the positions of trees like the parameters in the state of a rule."""
     state_leaves, treedef = jax.tree.flatten(rule.init(_PLACEHOLDER), is_leaf=lambda x: isinstance(x, _Placeholder))
     return _StateForm(treedef, tuple(isinstance(leaf, _Placeholder) for leaf in state_leaves))
 
 
-def _constrain(arrays: Any, leaf: ParamInfo, *, whole: bool) -> Any:
-    """Constrain each array in a tree: with `whole`, to whole tensors on each device; otherwise, to the leaf's sharding.
+def _constrain(arrays: Any, param_info: ParamInfo, *, is_whole: bool) -> Any:
+    """Constrain each array in a tree to whole tensors on each device, or else to the leaf's sharding.
 
     The leaf's sharding does not apply to arrays of another shape.
     """
-    if leaf.sharding is None:
+    if param_info.sharding is None:
         return arrays
-    spec = leaf.sharding.spec[: leaf.stack] if whole else leaf.sharding.spec  # layers keep their sharding
+    spec = (
+        param_info.sharding.spec[: param_info.stack] if is_whole else param_info.sharding.spec
+    )  # layers keep their sharding
     region_mesh = jax.sharding.get_abstract_mesh()  # the mesh of one replica, inside a manual region
-    sharding = NamedSharding(leaf.sharding.mesh if region_mesh.empty else region_mesh, PartitionSpec(*spec))
+    sharding = NamedSharding(param_info.sharding.mesh if region_mesh.empty else region_mesh, PartitionSpec(*spec))
 
     def constrain(x: Any) -> Any:
-        """Return the array with the sharding, if the sharding applies to it."""
-        return jax.lax.with_sharding_constraint(x, sharding) if whole or x.shape == leaf.shape else x
+        """Return the array, constrained to `sharding` if that applies to its shape."""
+        return jax.lax.with_sharding_constraint(x, sharding) if is_whole or x.shape == param_info.shape else x
 
     return jax.tree.map(constrain, arrays)
 
 
-def _to_tensors(x: Any, leaf: ParamInfo, as_matrices: bool) -> Any:
-    """Reshape an array of a leaf: its tensors lie along the first dim if the leaf is stacked."""
-    becomes_matrix = as_matrices and leaf.kind == "matrix" and x.shape == leaf.shape
-    if leaf.stack == 0 and not becomes_matrix:
+def _to_tensors(x: Any, param_info: ParamInfo, as_matrices: bool) -> Any:
+    """Return an array of a leaf with its tensors along the first dim; an unstacked leaf has no such dim."""
+    is_matrix = as_matrices and param_info.kind == "matrix" and x.shape == param_info.shape
+    if param_info.stack == 0 and not is_matrix:
         return x
-    tensor_shape = (leaf.rows, leaf.columns) if becomes_matrix else x.shape[leaf.stack :]
-    return x.reshape((leaf.tensors, *tensor_shape) if leaf.stack else tensor_shape)
+    tensor_shape = (param_info.rows, param_info.columns) if is_matrix else x.shape[param_info.stack :]
+    return x.reshape((param_info.tensors, *tensor_shape) if param_info.stack else tensor_shape)
 
 
-def _to_leaf(x: Any, leaf: ParamInfo, as_matrices: bool) -> Any:
-    """The inverse of `_to_tensors`."""
-    tensor_shape = x.shape[1:] if leaf.stack else x.shape
-    if as_matrices and leaf.kind == "matrix" and tensor_shape == (leaf.rows, leaf.columns):
-        tensor_shape = leaf.shape[leaf.stack :]
-    return x.reshape((*leaf.shape[: leaf.stack], *tensor_shape))
+def _to_leaf(x: Any, param_info: ParamInfo, as_matrices: bool) -> Any:
+    """Return an array of tensors in the shape of its leaf: the inverse of `_to_tensors`."""
+    tensor_shape = x.shape[1:] if param_info.stack else x.shape
+    if as_matrices and param_info.kind == "matrix" and tensor_shape == (param_info.rows, param_info.columns):
+        tensor_shape = param_info.shape[param_info.stack :]
+    return x.reshape((*param_info.shape[: param_info.stack], *tensor_shape))

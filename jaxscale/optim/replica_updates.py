@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxscale.optim.leaves import ParamInfo, facts_of
+from jaxscale.optim.leaves import ParamInfo, param_infos_of
 from jaxscale.optim.one_bit import Messages
 from jaxscale.optim.per_layer import UpdateRule
 from jaxscale.replicas.codec import Codec
@@ -18,11 +18,11 @@ class OverReplicasState(NamedTuple):
 
     Args:
         rule: the rule's state, equal on all replicas.
-        owed: the codec's state for each parameter, in order; empty for parameters whose mean is exact.
+        codec_states: the codec's state for each parameter, in order; empty for parameters with an exact mean.
     """
 
     rule: Any
-    owed: tuple[Any, ...]
+    codec_states: tuple[Any, ...]
 
 
 def over_replicas(
@@ -35,18 +35,18 @@ def over_replicas(
     leaves: Any = None,
     small: int = 256,
 ) -> UpdateRule:
-    """A rule that takes the gradients of one replica, inside a `jax.shard_map` or `jax.vmap` over the replicas' axis.
+    """Return a rule for the gradients of one replica, inside a `jax.shard_map` or `jax.vmap` over the replicas' axis.
 
     Our train step uses `replicas.reduce.GradientExchange` for this, which also supports replicas of several devices.
 
     Args:
         rule: `one_bit_adam` or `one_bit_lamb`.
         messages: the replicas' messages, with the rule's b1 and freeze step.
-        codec: codec that averages momenta, without random draws; in the warm-up, means are exact.
+        codec: codec that averages momenta, without random draws; the means of the warm-up are exact.
         axis: name of the replicas' axis.
         replicas: number of replicas.
         leaves: tree of `ParamInfo` like the parameters; the codec averages each layer of a stack separately.
-        small: a layer with fewer numbers than this has an exact mean, as gains and biases always have.
+        small: a layer with fewer numbers than this has an exact mean, like all gains and biases.
 
     Example:
         >>> from jaxscale.optim.one_bit import one_bit_adam
@@ -59,33 +59,33 @@ def over_replicas(
         [-0.1 -0.1]
     """
 
-    def uses_codec(leaf: ParamInfo) -> bool:
-        """Whether the codec averages this parameter; the means of all others are exact."""
-        return leaf.kind != "vector" and leaf.rows * leaf.columns >= small
+    def uses_codec(param_info: ParamInfo) -> bool:
+        """Return whether the codec averages this parameter; all other parameters have exact means."""
+        return param_info.kind != "vector" and param_info.rows * param_info.columns >= small
 
     def init(params: Any) -> OverReplicasState:
         """Return the state of a replica before the first update."""
         codec_states = (
-            codec.init(leaf.shape, None, replicas, layers=leaf.stack > 0) if uses_codec(leaf) else {}
-            for leaf in facts_of(leaves, params)
+            codec.init(param_info.shape, None, replicas, layers=param_info.stack > 0) if uses_codec(param_info) else {}
+            for param_info in param_infos_of(leaves, params)
         )
         return OverReplicasState(rule.init(params), tuple(codec_states))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OverReplicasState]:
-        """Return the updates, equal on all replicas, given this replica's gradients `updates`, and its new state."""
+        """Return the updates, equal on all replicas, for this replica's gradients `updates`, and the new state."""
         message_tree, norm, is_frozen = messages(updates, state.rule)
         is_finite = jnp.isfinite(lax.psum(norm, axis))  # one replica's NaN would stay in the residuals of the others
         count, treedef = messages.count(state.rule), jax.tree.structure(updates)
-        means, codec_states = [], []
-        param_infos, leaf_messages = facts_of(leaves, updates), jax.tree.leaves(message_tree)
-        for leaf, message, old_state in zip(param_infos, leaf_messages, state.owed, strict=True):
+        means, new_codec_states = [], []
+        param_infos, leaf_messages = param_infos_of(leaves, updates), jax.tree.leaves(message_tree)
+        for param_info, message, old_state in zip(param_infos, leaf_messages, state.codec_states, strict=True):
             mean, new_state = lax.pmean(message, axis), old_state
-            if uses_codec(leaf):
-                coded_mean, new_state = codec.reduce(message, old_state, axis, None, count, layers=leaf.stack > 0)
+            if uses_codec(param_info):
+                coded_mean, new_state = codec.reduce(message, old_state, axis, None, count, layers=param_info.stack > 0)
                 mean = jnp.where(is_frozen, coded_mean, mean)
             means.append(jnp.where(is_finite, mean, jnp.nan))
-            codec_states.append(optax.tree.where(is_finite & is_frozen, new_state, old_state))
+            new_codec_states.append(optax.tree.where(is_finite & is_frozen, new_state, old_state))
         new_updates, rule_state = rule.update(treedef.unflatten(means), state.rule, params)
-        return new_updates, OverReplicasState(rule_state, tuple(codec_states))
+        return new_updates, OverReplicasState(rule_state, tuple(new_codec_states))
 
     return optax.GradientTransformation(init, update)

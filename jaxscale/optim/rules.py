@@ -36,15 +36,16 @@ class RuleSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class UpdateRule:
-    """An update rule.
+class RuleEntry:
+    """An entry of `RULES`: how to build an update rule, and its options.
 
     Args:
         make: function that builds the rule's optax transformation.
         defaults: default value of each option of the rule; options are fields of `Optimizer`.
         schedule: default schedule of the learning rate.
         schedules: schedules that the rule accepts.
-        over_replicas: whether the rule takes the mean of `one_bit.Messages`, and so needs several replicas.
+        over_replicas: whether the rule takes the mean of the replicas' `one_bit.Messages`, and so needs several
+            replicas.
     """
 
     make: Callable[[RuleSettings], Any]
@@ -61,7 +62,7 @@ class UpdateRule:
             settings: values of options by name; an option with the value `None` is not set.
 
         Raises:
-            UserError: an option is set that the rule does not have.
+            UserError: an option that the rule does not have is set.
 
         Example:
             >>> RULES["sgd"].options("sgd", {"momentum": 0.9, "b1": None})
@@ -78,7 +79,7 @@ class UpdateRule:
 
 
 def _optax_function(name: str) -> Callable[..., Any]:
-    """The function of `optax` or `optax.contrib` that builds the rule with this name."""
+    """Return the function of `optax` or `optax.contrib` that builds the rule with this name."""
     import optax
     from optax import contrib
 
@@ -86,7 +87,7 @@ def _optax_function(name: str) -> Callable[..., Any]:
 
 
 def _build_with_mask(settings: RuleSettings) -> Any:
-    """Build a rule of optax that takes weight decay and its mask."""
+    """Build a rule of optax that has weight decay and a mask for it."""
     return _optax_function(settings.name)(settings.rate, **settings.options, mask=settings.mask)
 
 
@@ -116,14 +117,14 @@ def _build_schedule_free(settings: RuleSettings) -> Any:
 
 
 def _build_by_layer(settings: RuleSettings) -> Any:
-    """Build a rule of this package that treats each layer of a stack by itself."""
+    """Build a rule of this package that treats each layer of a stack separately."""
     module_name = "large_batch" if settings.name in ("lars", "lamb") else f"matrix.{settings.name}"
-    rule = getattr(importlib.import_module(f"jaxscale.optim.{module_name}"), settings.name)
-    return rule(settings.rate, leaves=settings.leaves, mask=settings.mask, **settings.options)
+    build_rule = getattr(importlib.import_module(f"jaxscale.optim.{module_name}"), settings.name)
+    return build_rule(settings.rate, leaves=settings.leaves, mask=settings.mask, **settings.options)
 
 
 def _build_one_bit(settings: RuleSettings) -> Any:
-    """Build 1-bit Adam or 1-bit LAMB, with the freeze step of a run."""
+    """Build 1-bit Adam or 1-bit LAMB, with the freeze step as a number of updates."""
     from jaxscale.optim import one_bit
 
     options = {**settings.options, "freeze": freeze_step(settings.options["freeze"], settings.steps)}
@@ -132,51 +133,53 @@ def _build_one_bit(settings: RuleSettings) -> Any:
     return getattr(one_bit, settings.name)(settings.rate, **options, mask=settings.mask)
 
 
-_ADAM = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+_ADAM_DEFAULTS = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
-RULES: Mapping[str, UpdateRule] = {
+RULES: Mapping[str, RuleEntry] = {
     # Loshchilov & Hutter 2019
-    "adamw": UpdateRule(_build_with_mask, _ADAM),
+    "adamw": RuleEntry(_build_with_mask, _ADAM_DEFAULTS),
     # Dozat 2016, with AdamW's decay
-    "nadamw": UpdateRule(_build_with_mask, _ADAM),
+    "nadamw": RuleEntry(_build_with_mask, _ADAM_DEFAULTS),
     # Xie et al. 2022, arXiv 2208.06677
-    "adan": UpdateRule(_build_with_mask, {"b1": 0.98, "b2": 0.92, "b3": 0.99, "eps": 1e-8, "weight_decay": 0.1}),
+    "adan": RuleEntry(_build_with_mask, {"b1": 0.98, "b2": 0.92, "b3": 0.99, "eps": 1e-8, "weight_decay": 0.1}),
     # Pagliardini et al. 2024, arXiv 2409.03137
-    "ademamix": UpdateRule(
+    "ademamix": RuleEntry(
         _build_with_mask, {"b1": 0.9, "b2": 0.999, "b3": 0.9999, "alpha": 5.0, "eps": 1e-8, "weight_decay": 0.1}
     ),
     # Taniguchi et al. 2024, arXiv 2411.02853
-    "adopt": UpdateRule(_build_with_decay, {"b1": 0.9, "b2": 0.9999, "eps": 1e-6, "weight_decay": 0.1}),
+    "adopt": RuleEntry(_build_with_decay, {"b1": 0.9, "b2": 0.9999, "eps": 1e-6, "weight_decay": 0.1}),
     # Chen et al. 2023, arXiv 2302.06675
-    "lion": UpdateRule(_build_with_mask, {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}),
-    "sgd": UpdateRule(_build_with_decay, {"momentum": 0.0, "weight_decay": 0.1}),
+    "lion": RuleEntry(_build_with_mask, {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}),
+    "sgd": RuleEntry(_build_with_decay, {"momentum": 0.0, "weight_decay": 0.1}),
     # Shazeer & Stern 2018, arXiv 1804.04235
-    "adafactor": UpdateRule(_build_with_decay, {"weight_decay": 0.1}),
+    "adafactor": RuleEntry(_build_with_decay, {"weight_decay": 0.1}),
     # Defazio et al. 2024, arXiv 2405.15682
-    "schedule_free": UpdateRule(_build_schedule_free, _ADAM, schedule="constant", schedules=("constant",)),
+    "schedule_free": RuleEntry(_build_schedule_free, _ADAM_DEFAULTS, schedule="constant", schedules=("constant",)),
     # You et al. 2017, arXiv 1708.03888
-    "lars": UpdateRule(_build_by_layer, {"momentum": 0.9, "trust": 0.02, "weight_decay": 1e-4}),
+    "lars": RuleEntry(_build_by_layer, {"momentum": 0.9, "trust": 0.02, "weight_decay": 1e-4}),
     # You et al. 2020, arXiv 1904.00962
-    "lamb": UpdateRule(_build_by_layer, {"b1": 0.9, "b2": 0.999, "eps": 1e-6, "weight_decay": 0.01}),
+    "lamb": RuleEntry(_build_by_layer, {"b1": 0.9, "b2": 0.999, "eps": 1e-6, "weight_decay": 0.01}),
     # Tang et al. 2021, arXiv 2102.02888
-    "one_bit_adam": UpdateRule(_build_one_bit, {**_ADAM, "freeze": 0.25}, over_replicas=True),
+    "one_bit_adam": RuleEntry(_build_one_bit, {**_ADAM_DEFAULTS, "freeze": 0.25}, over_replicas=True),
     # Li et al. 2021, arXiv 2104.06069
-    "one_bit_lamb": UpdateRule(
+    "one_bit_lamb": RuleEntry(
         _build_one_bit, {"b1": 0.9, "b2": 0.999, "eps": 1e-6, "freeze": 0.25, "weight_decay": 0.01}, over_replicas=True
     ),
     # Jordan et al. 2024, and Liu et al. 2025, arXiv 2502.16982
-    "muon": UpdateRule(_build_by_layer, {"momentum": 0.95, "scale": "moonshot", "precision": "bfloat16", **_ADAM}),
+    "muon": RuleEntry(
+        _build_by_layer, {"momentum": 0.95, "scale": "moonshot", "precision": "bfloat16", **_ADAM_DEFAULTS}
+    ),
     # Vyas et al. 2024, arXiv 2409.11321
-    "soap": UpdateRule(
+    "soap": RuleEntry(
         _build_by_layer, {"b1": 0.95, "b2": 0.95, "eps": 1e-8, "every": 10, "max_dim": 10_000, "weight_decay": 0.1}
     ),
     # Zhao et al. 2024, arXiv 2403.03507
-    "galore": UpdateRule(_build_by_layer, {**_ADAM, "rank": 128, "every": 200}),
+    "galore": RuleEntry(_build_by_layer, {**_ADAM_DEFAULTS, "rank": 128, "every": 200}),
 }
 
 
 def freeze_step(freeze: float, steps: int) -> int:
-    """Number of updates before a variance is frozen.
+    """Return the number of updates before a variance is frozen.
 
     Args:
         freeze: number of updates; a value below 1 is a share of the run's updates.
@@ -208,10 +211,12 @@ def decoupled_decay(rate: Rate, decay: float, mask: Any) -> Any:
         return optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        """Return `updates` after the decay is subtracted, and the new state."""
+        """Return `updates` minus the decay, and the new state."""
         factor = decay * rate(state.count)
         decay_flags = jax.tree.map(lambda _: True, params) if mask is None else mask
-        new_updates = jax.tree.map(lambda u, p, decays: u - factor * p if decays else u, updates, params, decay_flags)
+        new_updates = jax.tree.map(
+            lambda u, w, is_decayed: u - factor * w if is_decayed else u, updates, params, decay_flags
+        )
         return new_updates, optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
 
     return optax.GradientTransformation(init, update)

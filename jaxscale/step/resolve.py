@@ -184,7 +184,7 @@ def describe_products(plan: Plan, device: Device) -> list[str]:
     if recipe is None:
         return []
     chip = chip_of(device.device_kind, device.platform)
-    if recipe.emulated:
+    if recipe.is_emulated:
         return [f"matmul {plan.matmul}: emulated in wider types by XLA, because no chip has all its products"]
     if chip.peak(recipe.operands.dtype) is None:
         return [f"matmul {plan.matmul}: emulated in wider types by XLA, because {chip.name} has no such products"]

@@ -20,6 +20,6 @@ def test_the_folder_holds_the_model_of_the_run(toy, whole, tmp_path):
 
 def test_a_folder_that_holds_a_model_is_left_alone(whole, tmp_path):
     export(whole, tmp_path / "hf", dtype="bfloat16")
-    with pytest.raises(UserError, match="holds a model already"):
+    with pytest.raises(UserError, match="already contains a model"):
         export(whole, tmp_path / "hf")
     assert huggingface.load(tmp_path / "hf")[1]["embedding"]["weight"].dtype == jnp.bfloat16

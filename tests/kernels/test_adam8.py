@@ -90,7 +90,7 @@ def test_maps_are_the_optimizers(map):
         (v, functools.partial(ours.encode_v, sqrt=jnp.sqrt), ours.decode_v, 0),
     ):
         table = theirs.table
-        points = np.concatenate([y if theirs.signed else abs(y), table, (table[:-1] + table[1:]) / 2])
+        points = np.concatenate([y if theirs.is_signed else abs(y), table, (table[:-1] + table[1:]) / 2])
         points = jnp.asarray(points, jnp.float32)
 
         @jax.jit
@@ -100,7 +100,7 @@ def test_maps_are_the_optimizers(map):
 
         for got, want in zip(*both(points), strict=True):
             np.testing.assert_array_equal(got, want)
-        assert zero == theirs.zero
+        assert zero == theirs.zero_code
 
 
 @jax.jit

@@ -10,7 +10,7 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.layers.loss import cross_entropy as of_layers
-from jaxscale.layers.loss_kernel import sums
+from jaxscale.layers.loss_kernel import kernel_sums
 from jaxscale.sharding.mesh import MeshSpec
 from jaxscale.sharding.place import layout
 from jaxscale.sharding.rules import AxisRules
@@ -196,7 +196,7 @@ def test_the_layers_loss_by_the_kernel(mesh):
         return loss.total + loss.penalty, loss.penalty
 
     def ours(x, head, weights):
-        return sums(x, head, labels, weights, **told, interpret=True)
+        return kernel_sums(x, head, labels, weights, **told, interpret=True)
 
     want = jax.jit(jax.value_and_grad(theirs, (0, 1, 2), has_aux=True))(*arrays)
     with contextlib.nullcontext() if mesh is None else layout(MeshSpec.parse(mesh).build(), AxisRules()):

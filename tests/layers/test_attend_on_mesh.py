@@ -322,7 +322,7 @@ def test_splash_lowers_where_some_axes_are_manual():
 
 def test_what_splash_cannot_do_is_refused_by_name():
     q, k, v = _draw(LONG, LONG)
-    with pytest.raises(UserError, match="TPU kernel, but this runs on cpu"):
+    with pytest.raises(UserError, match="got platform cpu, expected tpu"):
         attend(q, k, v, implementation="splash")
     with pytest.raises(UserError, match="multiple of 128"):
         _splash(q[:, :100], k[:, :100], v[:, :100])
@@ -339,7 +339,7 @@ def test_what_splash_cannot_do_is_refused_by_name():
     [
         ({"implementation": "chunkd"}, "did you mean 'chunked'"),
         ({"q_segments": SEGMENTS}, "pass segments of both"),
-        ({"window": 2, "causal": False}, "drop one"),
+        ({"window": 2, "causal": False}, "leave one of them out"),
         ({"window": 0}, "at least 1"),
         ({"chunk": 0}, "at least 1"),
     ],

@@ -10,7 +10,16 @@ from safetensors.numpy import load_file
 
 from jaxscale.errors import UserError
 from jaxscale.lowbit.codebooks import MAPS, encode_by_table
-from jaxscale.lowbit.quantize import LEAST, Quantized, block_of, compute_codes, compute_scales, decode, encode, zeros
+from jaxscale.lowbit.quantize import (
+    LEAST_SCALE,
+    Quantized,
+    block_of,
+    compute_codes,
+    compute_scales,
+    decode,
+    encode,
+    zeros,
+)
 
 GOLDEN = Path(__file__).parent.parent / "golden/quantize/bitsandbytes.safetensors"
 encoded = jax.jit(encode, static_argnums=(1, 2))
@@ -48,7 +57,7 @@ def test_the_four_bit_maps_are_those_of_the_paper() -> None:
 def test_a_map_encodes_to_the_nearest_of_its_table(name: str) -> None:
     m = MAPS[name]
     y = np.concatenate([np.linspace(-1, 1, 4001), 10.0 ** np.linspace(-7, 0, 2000)]).astype(np.float32)
-    y = y if m.signed else np.abs(y)
+    y = y if m.is_signed else np.abs(y)
     table, found = m.table, np.asarray(jax.jit(lambda y: m.decode(m.encode(y)))(y))
     assert table.size == 2**m.bits - {"soft8": 1, "e4m3": 3, "sqrt_e4m3": 129}.get(name, 0)
     assert np.isclose(found[:, None], table, rtol=2e-6, atol=0).any(1).all(), "a code that the table has not"
@@ -64,7 +73,7 @@ def test_a_map_encodes_to_the_nearest_of_its_table(name: str) -> None:
 @pytest.mark.parametrize("name", MAPS)
 def test_the_error_of_a_block_is_a_share_of_its_largest_number_and_zeros_stay(name: str) -> None:
     m = MAPS[name]
-    x = heavy_tailed((2, 64, 6), m.signed)
+    x = heavy_tailed((2, 64, 6), m.is_signed)
     x[:, :, 0] = 0
     q = encoded(x, name, 32)
     assert (q.shape, q.ndim, q.size, q.dtype) == ((2, 64, 6), 3, 768, jnp.float32)
@@ -84,7 +93,7 @@ def test_the_error_of_a_block_is_a_share_of_its_largest_number_and_zeros_stay(na
 @pytest.mark.parametrize("name", sorted(set(MAPS) - {"dynamic8", "dynamic4"}))
 def test_what_was_decoded_encodes_to_the_same(name: str) -> None:
     # the signed dynamic maps have no -1: a block whose largest number is negative shrinks, as in bitsandbytes
-    q = encoded(heavy_tailed((512, 8), MAPS[name].signed), name, 256)
+    q = encoded(heavy_tailed((512, 8), MAPS[name].is_signed), name, 256)
     again = encoded(decoded(q), name, 256)
     for before, after in zip(jax.tree.leaves(q), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(np.asarray(before, np.float32), np.asarray(after, np.float32))
@@ -102,15 +111,15 @@ def test_neither_nan_nor_infinity_nor_what_is_flushed_to_zero_enters_a_scale(nam
     found = np.asarray(decoded(q))
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found[[0, 2, 3], :3], 0.5, rtol=2e-6)
-    assert (np.abs(found[1, :3]) <= 0.5 * MAPS[name].table[0 if not MAPS[name].signed else -1]).all()
-    assert (np.abs(found[:, 3]) <= LEAST).all()
-    np.testing.assert_allclose(found[:, 4], 1 / LEAST, rtol=2e-6)
+    assert (np.abs(found[1, :3]) <= 0.5 * MAPS[name].table[0 if not MAPS[name].is_signed else -1]).all()
+    assert (np.abs(found[:, 3]) <= LEAST_SCALE).all()
+    np.testing.assert_allclose(found[:, 4], 1 / LEAST_SCALE, rtol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["soft8", "sqrt8", "dynamic8", "dynamic4", "linear4_unsigned"])
 def test_stochastic_rounding_gives_the_number_on_average(name: str) -> None:
     m = MAPS[name]
-    x = np.linspace(-1 if m.signed else float(m.table[0]), 1, 64, dtype=np.float32).reshape(32, 2)
+    x = np.linspace(-1 if m.is_signed else float(m.table[0]), 1, 64, dtype=np.float32).reshape(32, 2)
     x = np.maximum(x, m.table[0])  # below the lowest value of a map there is nothing to round to
     draws = 2048
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxscale.errors import UserError
 from jaxscale.lowbit.in_blocks import find_reshaper
 from jaxscale.lowbit.quantize import decode, is_quantized
-from jaxscale.lowbit.quantized import StatePolicy, dequantize, placed, quantize_state, state_bytes
+from jaxscale.lowbit.quantized import StatePolicy, dequantize, quantize_state, quantized_shardings, state_bytes
 
 PARAMS = {
     "blocks": {"up": jnp.ones((2, 128, 32)), "norm": jnp.ones((2, 4096)), "small": jnp.ones((4, 4))},
@@ -178,7 +178,7 @@ def test_blocks_divide_every_shard_and_never_lie_along_layers() -> None:
     state = jax.eval_shape(rule.init, params)
     assert (state[0].mu["w"].block, state[0].mu["w"].scale.shape) == (48, (2, 64))
     assert not is_quantized(state[0].mu["gain"])
-    spread = placed(state[0].mu["w"], local["w"])
+    spread = quantized_shardings(state[0].mu["w"], local["w"])
     assert spread.codes == spread.scale == local["w"]
 
 

@@ -32,11 +32,11 @@ from jaxscale.models.decoder import Decoder, Llama3Scaling
         ({"dropout": 1.0}, "dropout: got 1.0, expected a rate"),
         ({"dropout": float("nan")}, "dropout: got nan"),
         ({"z_loss": -1e-4}, "z_loss: got -0.0001, expected a weight >= 0"),
-        ({"windows": ()}, r"windows: got \(\), expected one entry"),
+        ({"windows": ()}, r"windows: got \(\), expected at least one entry"),
         ({"windows": (0,)}, "windows: got 0 in"),
-        ({"windows": (4,) * 13}, "windows: got 13 entries, expected at most one for each of 12 layers"),
-        ({"positions": "learned", "rotary_scaling": Llama3Scaling()}, "rotary_scaling is for rotary positions"),
-        ({"norm": "layer", "norm_plus_one": True}, "norm_plus_one is for the norm 'rms', got norm 'layer'"),
+        ({"windows": (4,) * 13}, "windows: got 13 entries, expected at most one for each of the 12 layers"),
+        ({"positions": "learned", "rotary_scaling": Llama3Scaling()}, "rotary_scaling: got positions"),
+        ({"norm": "layer", "norm_plus_one": True}, "norm_plus_one: got norm 'layer', expected 'rms'"),
     ],
 )
 def test_a_field_out_of_range_is_refused(fields, message):
@@ -49,7 +49,7 @@ def test_a_field_out_of_range_is_refused(fields, message):
     [
         ({"factor": 0.0}, "rotary_scaling.factor: got 0.0"),
         ({"original_context": 0}, "rotary_scaling.original_context: got 0"),
-        ({"low_freq_factor": 4.0}, "expected the latter to be greater"),
+        ({"low_freq_factor": 4.0}, "expected the second to be greater"),
     ],
 )
 def test_a_scaling_out_of_range_is_refused(fields, message):

@@ -242,7 +242,7 @@ def test_a_language_model_is_scored_per_token():
     [
         (lambda module, batch: module(batch["images"]).mean(), "Do not take the mean"),
         (lambda module, batch: module(batch["images"])[:3], "16 rows"),
-        (CrossEntropy("image", "labels"), "the batch has images, labels"),
+        (CrossEntropy("image", "labels"), "the batch contains images, labels"),
         (CrossEntropy("labels", "images"), "expected logits of shape"),
     ],
 )

@@ -18,7 +18,7 @@ from jaxscale.blocks import Context
 from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.huggingface import Pretrained, load, save
-from jaxscale.models.huggingface_tensors import Stacked, flat
+from jaxscale.models.huggingface_tensors import Stacked, flat_leaves
 from jaxscale.models.vit import ViT
 from tests.models.goldens import DECODERS, GOLDEN, golden
 
@@ -45,17 +45,17 @@ def test_round_trip_is_equal_in_every_byte(tmp_path, name, shard_bytes):
     equal(tensors(tmp_path / "out"), tensors(GOLDEN / name))
     again, params_again = load(tmp_path / "out")
     assert again == model
-    equal(dict(flat(params_again)), dict(flat(params)))
+    equal(dict(flat_leaves(params_again)), dict(flat_leaves(params)))
 
 
 def test_bf16_and_sharded_folders_hold_the_same_model(tmp_path):
     model, params = load(GOLDEN / "llama")
     sharded = load(GOLDEN / "llama" / "sharded")
     assert sharded[0] == model
-    equal(dict(flat(sharded[1])), dict(flat(params)))
+    equal(dict(flat_leaves(sharded[1])), dict(flat_leaves(params)))
     narrow = load(GOLDEN / "llama" / "bf16")
     assert narrow[0] == model
-    equal(dict(flat(narrow[1])), {path: leaf.astype(ml_dtypes.bfloat16) for path, leaf in flat(params)})
+    equal(dict(flat_leaves(narrow[1])), {path: leaf.astype(ml_dtypes.bfloat16) for path, leaf in flat_leaves(params)})
     save(tmp_path / "bf16", model, params, "bfloat16")
     equal(tensors(tmp_path / "bf16"), tensors(GOLDEN / "llama" / "bf16"))
     assert json.loads((tmp_path / "bf16" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -99,7 +99,7 @@ def test_names_and_order_of_dims_by_hand():
 def test_padded_and_unstacked_parameters_are_written_alike(tmp_path):
     model, params = load(GOLDEN / "llama")
     leaves = {}
-    for path, leaf in flat(params):
+    for path, leaf in flat_leaves(params):
         if ".layers." in path:
             leaves |= {path.replace(".layers.", f".layers.{layer}."): leaf[layer] for layer in range(2)}
         else:
@@ -124,7 +124,7 @@ def test_a_gpt_without_biases_is_a_gpt2_whose_biases_are_zero(tmp_path):
     save(tmp_path / "out", model, nnx.to_pure_dict(nnx.state(module, nnx.Param)))
     wide, params = load(tmp_path / "out")
     assert (wide.norm, wide.attention_bias) == ("layer", True)
-    biases = [leaf for path, leaf in flat(params) if path.endswith("bias")]
+    biases = [leaf for path, leaf in flat_leaves(params) if path.endswith("bias")]
     assert len(biases) == 9
     assert not any(bias.any() for bias in biases)
     again = nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: wide.build(nnx.Rngs(1)))), jax.tree.map(jnp.asarray, params))
@@ -142,7 +142,7 @@ def test_a_tokenizer_is_put_beside_the_weights(tmp_path):
 def test_a_model_is_not_written_over(tmp_path):
     model, params = load(GOLDEN / "llama")
     save(tmp_path, model, params)
-    with pytest.raises(UserError, match="holds a model already"):
+    with pytest.raises(UserError, match="already contains a model"):
         save(tmp_path, model, params)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="or is not a folder"):
@@ -237,7 +237,7 @@ def test_what_older_files_also_hold_is_taken(bend):
             t[name.removeprefix("transformer.")] = t.pop(name)
 
     _, params = load(bend("gpt2", edit))
-    equal(dict(flat(params)), dict(flat(load(GOLDEN / "gpt2")[1])))
+    equal(dict(flat_leaves(params)), dict(flat_leaves(load(GOLDEN / "gpt2")[1])))
 
 
 # Training on --------------------------------------------------------------------------------------------------------
@@ -245,9 +245,9 @@ def test_what_older_files_also_hold_is_taken(bend):
 
 def test_initial_params_are_read_no_further_than_asked():
     pretrained = Pretrained(str(GOLDEN / "llama"))
-    leaves = dict(flat(pretrained.initial_params()))
+    leaves = dict(flat_leaves(pretrained.initial_params()))
     _, params = load(GOLDEN / "llama")
-    wanted = dict(flat(params))
+    wanted = dict(flat_leaves(params))
     assert leaves.keys() == wanted.keys()
     for path, leaf in leaves.items():
         assert leaf.shape == wanted[path].shape
@@ -261,7 +261,7 @@ def test_initial_params_are_read_no_further_than_asked():
 
 def test_shards_are_placed_one_by_one():
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    leaf = dict(flat(Pretrained(str(GOLDEN / "llama")).initial_params()))["blocks.layers.mlp.up.weight"]
+    leaf = dict(flat_leaves(Pretrained(str(GOLDEN / "llama")).initial_params()))["blocks.layers.mlp.up.weight"]
     asked = []
 
     def read(index):
@@ -280,8 +280,8 @@ def test_pretrained_is_the_wrapped_model():
     assert pretrained.logical_sizes() == {"heads": 4, "kv_heads": 2, "mlp": 128, "embed": 64}
     module = nnx.eval_shape(lambda: pretrained.build(nnx.Rngs(0), vocab_multiple=100))
     assert module.embedding.weight.shape == (300, 64)
-    shapes = {path: leaf.shape for path, leaf in flat(nnx.to_pure_dict(nnx.state(module)))}
-    assert shapes.keys() == dict(flat(pretrained.initial_params())).keys()
+    shapes = {path: leaf.shape for path, leaf in flat_leaves(nnx.to_pure_dict(nnx.state(module)))}
+    assert shapes.keys() == dict(flat_leaves(pretrained.initial_params())).keys()
     assert hash(pretrained) == hash(Pretrained(str(GOLDEN / "qwen3"), dropout=0.1, z_loss=1e-4))
 
 

@@ -178,7 +178,7 @@ def test_patterns():
         (
             "llama",
             {"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}}},
-            "one set of frequencies for all layers",
+            "the same frequencies for all layers",
         ),
         ("llama", {"rope_parameters": {"rope_theta": "big"}}, "rope_parameters: .*a number for each of rope_theta"),
         ("llama", {"rope_parameters": [10000.0]}, "rope_parameters: got .*expected a JSON object"),
@@ -187,7 +187,7 @@ def test_patterns():
             {"layer_types": ["sliding_attention", "chunked_attention"]},
             "layer_types: .*expected full_attention or",
         ),
-        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types: .*for each of 2 layers"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types: .*for each of the 2 layers"),
         ("gemma2", {"layer_types": 3}, "layer_types: got 3, expected a list"),
         ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar: got -1, expected a number > 0"),
         (

@@ -17,7 +17,7 @@ from jaxscale.compiler.compile import compile_report
 from jaxscale.compiler.described import abstract, lower_for
 from jaxscale.errors import UserError
 from jaxscale.lowbit.quantize import is_quantized
-from jaxscale.lowbit.quantized import placed
+from jaxscale.lowbit.quantized import quantized_shardings
 from jaxscale.lowbit.split_weights import split_weights
 from jaxscale.offload.slices import SliceCut, cut
 from jaxscale.offload.updates import (
@@ -280,7 +280,7 @@ def test_a_state_is_made_beside_its_parameters():
         (optax.sgd(0.1), {}, "state has no arrays that could lie on the host"),
         (optax.lamb(0.1), {}, r'mixes elements of a tensor \(reduce_sum\).* Use run="host"'),
         (optax.adam(0.1), {"shardings": None}, r"bias lies on a mesh \{'fsdp': 8\}.* Pass shardings="),
-        (optax.adam(0.1), {"shardings": {"bias": None}}, "no sharding of bias: expected a tree like the parameters"),
+        (optax.adam(0.1), {"shardings": {"bias": None}}, "shardings lacks bias; expected a tree like the parameters"),
     ],
 )
 def test_what_a_wrapper_refuses(rule, options, says):
@@ -338,7 +338,9 @@ def hosted_step(devices, quantized=False):
         rule, lambda _, place: place, state, host, transform_non_params=lambda _: whole, is_leaf=is_quantized
     )
     state = jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, placed(state, spread)
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        state,
+        quantized_shardings(state, spread),
     )
 
     def step(params, state):

@@ -73,7 +73,7 @@ def test_a_growing_batch_takes_every_row_once():
         (lambda: scaled(Optimizer(), 2, "squre"), "unknown scaling rule 'squre': expected one of linear, sqrt"),
         (
             lambda: scaled(Optimizer(), 0),
-            "ratio: got 0, expected a number above 0, the new batch size divided by the old",
+            "ratio: got 0, expected a number above 0: the new batch size divided by the old",
         ),
         (lambda: ramp_up(100, 8, 24, over=10), "expected end to be start times a power of 2"),
         (

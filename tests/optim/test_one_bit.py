@@ -99,8 +99,8 @@ def test_behind_it_momenta_go_in_a_bit_and_nothing_is_lost(adam):
         w = w - RATE * (np.where(v > 0, m / (1 - B1**t) / (root + EPS), 0) + DECAY * w)
         np.testing.assert_allclose(adam[t - 1][0]["w"][0], w, rtol=1e-3, atol=1e-4)
     state = adam[-1][1]
-    np.testing.assert_allclose(state.owed[1]["residual"], owed, atol=1e-5)
-    np.testing.assert_allclose(state.owed[1]["server"], server, atol=1e-5)
+    np.testing.assert_allclose(state.codec_states[1]["residual"], owed, atol=1e-5)
+    np.testing.assert_allclose(state.codec_states[1]["server"], server, atol=1e-5)
     inner = state.rule[0]
     np.testing.assert_array_equal(inner.nu["w"], adam[FREEZE - 1][1].rule[0].nu["w"])
     # what never had a gradient decays and does no more, and small leaves have exact momenta
@@ -116,7 +116,7 @@ def test_a_bad_gradient_of_one_replica_enters_no_residual(adam):
     bad = jax.tree.map(np.copy, GRADIENTS[FREEZE])
     bad["b"][2, 0] = np.inf
     found = trained(ADAM(RATE, FREEZE), Messages(B1, FREEZE), gradients=[*GRADIENTS[:FREEZE], GRADIENTS[FREEZE], bad])
-    jax.tree.map(np.testing.assert_array_equal, found[-2][1].owed, found[-1][1].owed)
+    jax.tree.map(np.testing.assert_array_equal, found[-2][1].codec_states, found[-1][1].codec_states)
     assert np.isnan(found[-1][0]["w"]).any()  # which a guard sees
 
 
@@ -191,13 +191,13 @@ def test_means_of_gradients_are_clipped_and_momenta_are_not():
     gradient = jax.tree.map(lambda g: jnp.asarray(g[0]), GRADIENTS[0])
     state: Any = rule.init(PARAMS)
     sent = messages(gradient, state)
-    assert not sent.frozen
+    assert not sent.is_momentum
     jax.tree.map(np.testing.assert_array_equal, sent.message, gradient)
     state = rule.update(gradient, state, PARAMS)[1]
     norm = float(optax.tree.norm(gradient))
     np.testing.assert_allclose(state[1][0].mu["w"], (1 - B1) * gradient["w"] * 0.5 / norm, rtol=1e-5)
     sent = messages(gradient, state)
-    assert sent.frozen
+    assert sent.is_momentum
     np.testing.assert_allclose(sent.norm, norm, rtol=1e-6)
     expected = B1 * state[1][0].mu["b"] + (1 - B1) * gradient["b"] * 0.5 / norm
     np.testing.assert_allclose(sent.message["b"], expected, rtol=1e-5)

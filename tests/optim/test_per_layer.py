@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxscale.optim.leaves import facts_of, leaf_of, leaves_of
+from jaxscale.optim.leaves import leaf_of, leaves_of, param_infos_of
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.optim.per_layer import by_kind, per_layer
 
@@ -162,6 +162,6 @@ def test_what_is_known_of_a_parameter(name, axes, shape, kind, stack, parts):
 
 def test_an_array_of_another_shape_than_its_leaf_stands_for_nothing():
     params = {"w": jnp.ones((4, 4))}
-    [found] = facts_of(leaves_of(params), {"w": jnp.zeros(1)})
+    [found] = param_infos_of(leaves_of(params), {"w": jnp.zeros(1)})
     assert found.kind == "vector"
     assert not found.decays

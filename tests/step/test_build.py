@@ -17,7 +17,7 @@ from jaxscale.compiler.collectives import collectives
 from jaxscale.errors import UserError
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.foreign import ForeignModel, classification
-from jaxscale.optim.leaves import decays
+from jaxscale.optim.leaves import is_decayed
 from jaxscale.optim.optimizer import Optimizer
 from jaxscale.recipe.experiment import Experiment, Guard
 from jaxscale.recipe.plan import Plan
@@ -93,7 +93,7 @@ def vectors():
     ],
 )
 def test_matrices_decay_and_norms_and_biases_do_not(names, shape, expected):
-    assert decays(names, shape) == expected
+    assert is_decayed(names, shape) == expected
 
 
 def test_weight_decay_reaches_the_matrices_of_a_stack_and_spares_its_gains_and_biases():

@@ -1,9 +1,9 @@
 """GaLore (Zhao et al. 2024, arXiv 2403.03507): Adam in a low-rank subspace of each matrix's gradients, layer by layer.
 
-The rule is `optax.contrib.scale_by_galore`, which does not support stacked layers; `per_layer` passes it single
-matrices. Embeddings, head, gains and biases get AdamW. Each moment of a matrix has rank x (shorter dim) numbers, and
-its projection has rank x (longer dim). Neither has the shape of the parameter, so ZeRO and quantization leave both
-unchanged. A sharded gradient is gathered, and each device projects the whole gradient.
+The rule is `optax.contrib.scale_by_galore`, which does not support stacked layers; `per_layer` passes it one
+matrix at a time. Embeddings, head, gains and biases get AdamW. Each moment of a matrix has rank x (shorter dim)
+numbers, and its projection has rank x (longer dim). Neither has the shape of the parameter, so ZeRO and quantization
+leave both unchanged. A sharded gradient is gathered, and each device projects the whole gradient.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def galore(
     Args:
         rate: learning rate, or a schedule.
         rank: rank of the projection, at most the shorter dim of a matrix.
-        every: number of updates between new projections, each of which takes a singular value decomposition.
+        every: number of updates between new projections, each of which needs a singular value decomposition.
         b1, b2, eps: Adam's constants.
         weight_decay: lambda, the factor of weight decay.
         leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
@@ -58,19 +58,21 @@ def galore(
     adam = optax.scale_by_adam(b1, b2, eps)
     galore_rule = contrib.scale_by_galore(rank, every, base_optimizer=adam)
     matrix_rule = optax.GradientTransformation(galore_rule.init, _loop_over_matrices(galore_rule.update))
-    layer_rule = per_layer(matrix_rule, leaves, as_matrices=True, gathers=True)
+    layer_rule = per_layer(matrix_rule, leaves, as_matrices=True, on_whole_tensors=True)
     return matrices_by(layer_rule, adam, rate, weight_decay, leaves, mask)
 
 
 def _loop_over_matrices(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `update` that decomposes stacked matrices one after the other on a CPU; step counts are not stacked."""
+    """Return an `update` that decomposes stacked matrices one by one on a CPU, and does not stack step counts."""
     update_one_by_one = sequential_on_cpu(update)
 
-    def run(gradient: Any, state: Any, params: Any = None) -> Any:
-        """Return the new gradient and state: arrays computed one by one, and step counts computed for all at once."""
-        # XLA computes only the counts of the batched outputs, since nothing else is used
+    def update_matrices(gradient: Any, state: Any, params: Any = None) -> Any:
+        """Return the new gradient and state: arrays are computed one by one, step counts for all matrices at once."""
+        # XLA computes only the counts of the batched outputs, because nothing else is used
         batched_outputs = update(gradient, state, params)
         outputs = update_one_by_one(gradient, state, params)
-        return jax.tree.map(lambda array, batched: array if jnp.ndim(array) else batched, outputs, batched_outputs)
+        return jax.tree.map(
+            lambda array, batched_array: array if jnp.ndim(array) else batched_array, outputs, batched_outputs
+        )
 
-    return run
+    return update_matrices

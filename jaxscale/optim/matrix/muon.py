@@ -8,10 +8,10 @@ columns: Jordan's sqrt(max(1, m / n)), and 0.2 sqrt(max(n, m)), whose updates ar
 learning rates (Liu et al. 2025, arXiv 2502.16982).
 
 For a sharded matrix, every product of the iteration would be reduced over the mesh. Instead, an all-to-all moves whole
-layers to each device, which orthogonalises them, and a second all-to-all returns them. So each device sends its shard
+layers to each device, which orthogonalizes them, and a second all-to-all returns them. So each device sends its shard
 only twice, in bfloat16 if configured. A stack whose number of layers is not a multiple of the number of shards is
-padded; such stacks of one shape are concatenated first. Left out: the distribution of layers over axes that replicate
-them (data), which would save products and cost a gather.
+padded; such stacks of the same shape are concatenated first. Left out: the distribution of layers over axes that
+replicate them (data), which would save products and cost a gather.
 
 Momentum has optax's form (a bias-corrected average, then Nesterov's step), so that updates equal those of
 `optax.contrib.muon`, which does not support stacked layers and reduces every product over the mesh.
@@ -27,14 +27,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale.optim.leaves import ParamInfo, facts_of
+from jaxscale.optim.leaves import ParamInfo, param_infos_of
 from jaxscale.optim.per_layer import UpdateRule, matrices_by
 from jaxscale.sharding.partition import axes_of, dim_axes, shard_count
 from jaxscale.typing import Array, Float, Params
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of Jordan's quintic: five steps bring singular values from 0.005 on to between 0.7 and 1.2."""
+"""Coefficients of Jordan's quintic: five steps bring singular values of at least 0.005 to between 0.7 and 1.2."""
 STEPS = 5
+"""Default number of iterations."""
 _EPS = 1e-8
 """Added to the norm of a matrix, so that a zero matrix stays zero."""
 
@@ -60,9 +61,9 @@ def muon(
     Args:
         rate: learning rate of both, or its schedule.
         momentum: decay of the average of gradients.
-        scale: name of the rule by which `factor` scales an orthogonal update.
-        precision: dtype of the orthogonalisation and its messages between devices. Updates of Gaussian
-            matrices in bfloat16 differ from those in float32 by 4 %.
+        scale: name of the rule in `scale_factor` that scales an orthogonal update.
+        precision: dtype of the orthogonalization and of its messages between devices. For Gaussian matrices,
+            updates in bfloat16 differ from those in float32 by 4 %.
         b1, b2, eps: AdamW's constants.
         weight_decay: factor of the decoupled weight decay.
         leaves: tree of `ParamInfo` like the parameters, with their shardings; `None` derives it from shapes and paths.
@@ -95,12 +96,12 @@ class MuonState(NamedTuple):
 def scale_by_muon(
     momentum: float = 0.95, scale: Scale = "moonshot", precision: Dtype = "bfloat16", leaves: Any = None
 ) -> UpdateRule:
-    """A rule whose update is the momentum, which is orthogonalised layer by layer if the leaf is a matrix.
+    """Return a rule whose update is the momentum, orthogonalized layer by layer for leaves that are matrices.
 
     Args:
         momentum: decay of the average of gradients.
-        scale: name of the rule by which `factor` scales an orthogonal update.
-        precision: dtype of the orthogonalisation and its messages between devices.
+        scale: name of the rule in `scale_factor` that scales an orthogonal update.
+        precision: dtype of the orthogonalization and its messages between devices.
         leaves: tree of `ParamInfo` like the parameters; `None` derives it from shapes and paths.
     """
 
@@ -108,26 +109,32 @@ def scale_by_muon(
         return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        """Return the orthogonalised momentum after the gradients `updates`, and the new state."""
+        """Return the orthogonalized momentum for the gradients `updates`, and the new state."""
         step = state.step + 1
         mu = optax.tree.update_moment(updates, state.mu, momentum, 1)
         next_mean = optax.tree.bias_correction(mu, momentum, step + 1)
         corrected_updates = optax.tree.bias_correction(updates, momentum, step)
         nesterov_mean = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, next_mean, corrected_updates)
         new_updates, treedef = jax.tree.flatten(nesterov_mean)
-        param_infos = facts_of(leaves, updates)
-        indices = [index for index, leaf in enumerate(param_infos) if leaf.kind == "matrix"]
-        matrices = orthogonal([new_updates[i] for i in indices], [param_infos[i] for i in indices], precision)
-        for index, matrix in zip(indices, matrices, strict=True):
-            leaf, dtype = param_infos[index], new_updates[index].dtype
-            new_updates[index] = factor(leaf.rows, leaf.columns // leaf.parts, scale) * matrix.astype(dtype)
+        param_infos = param_infos_of(leaves, updates)
+        matrix_indices = [index for index, param_info in enumerate(param_infos) if param_info.kind == "matrix"]
+        matrices = orthogonalize(
+            [new_updates[index] for index in matrix_indices],
+            [param_infos[index] for index in matrix_indices],
+            precision,
+        )
+        for index, matrix in zip(matrix_indices, matrices, strict=True):
+            param_info, dtype = param_infos[index], new_updates[index].dtype
+            new_updates[index] = scale_factor(
+                param_info.rows, param_info.columns // param_info.parts, scale
+            ) * matrix.astype(dtype)
         return treedef.unflatten(new_updates), MuonState(step, mu)
 
     return optax.GradientTransformation(init, update)
 
 
-def factor(rows: int, columns: int, scale: Scale) -> float:
-    """The scale factor of an orthogonal update of one matrix.
+def scale_factor(rows: int, columns: int, scale: Scale) -> float:
+    """Return the scale factor of an orthogonal update of one matrix of `rows` rows and `columns` columns.
 
     Example:
         >>> factor(1024, 4096, "keller"), factor(1024, 4096, "moonshot")
@@ -159,87 +166,105 @@ def newton_schulz(x: Float[Array, "N R C"], steps: int = STEPS) -> Float[Array, 
     return x.swapaxes(1, 2) if is_tall else x
 
 
-def orthogonal(arrays: Sequence[Array], leaves: Sequence[ParamInfo], precision: Dtype = "bfloat16") -> list[Array]:
-    """Orthogonalise every matrix of some parameters by `newton_schulz`, each matrix on one device.
+def orthogonalize(
+    arrays: Sequence[Array], param_infos: Sequence[ParamInfo], precision: Dtype = "bfloat16"
+) -> list[Array]:
+    """Return parameters with every matrix orthogonalized by `newton_schulz`, on one device per matrix.
 
     Args:
         arrays: arrays shaped like parameters of kind "matrix".
-        leaves: `ParamInfo` of each array.
-        precision: dtype of products and messages.
+        param_infos: `ParamInfo` of each array.
+        precision: dtype of products and of messages between devices.
 
     Returns:
         Arrays of the same shapes and shardings, in the dtype `precision`.
     """
     indices_by_group: dict[Any, list[int]] = collections.defaultdict(list)
-    stacks = [_to_matrices(array.astype(precision), leaf) for array, leaf in zip(arrays, leaves, strict=True)]
-    for index, (stack, leaf) in enumerate(zip(stacks, leaves, strict=True)):
-        axes = _sharded_axes(leaf)
-        is_even = not axes or stack.shape[0] % shard_count(leaf.sharding.mesh, axes) == 0
-        # stacks of one shape that cannot be split evenly over the mesh may be, once they are concatenated
-        group_key = index if is_even else (stack.shape[1:], axes, leaf.sharding.mesh, leaf.sharding.spec[leaf.stack :])
+    stacks = [
+        _to_matrices(array.astype(precision), param_info) for array, param_info in zip(arrays, param_infos, strict=True)
+    ]
+    for index, (stack, param_info) in enumerate(zip(stacks, param_infos, strict=True)):
+        mesh_axes = _sharded_axes(param_info)
+        is_even = not mesh_axes or stack.shape[0] % shard_count(param_info.sharding.mesh, mesh_axes) == 0
+        # stacks of one shape that the mesh does not divide evenly are concatenated, to need less padding
+        group_key = (
+            index
+            if is_even
+            else (stack.shape[1:], mesh_axes, param_info.sharding.mesh, param_info.sharding.spec[param_info.stack :])
+        )
         indices_by_group[group_key].append(index)
     new_arrays: list[Any] = [None] * len(arrays)
     for indices in indices_by_group.values():
         matrix_counts = [stacks[index].shape[0] for index in indices]
         stack = jnp.concatenate([stacks[index] for index in indices]) if len(indices) > 1 else stacks[indices[0]]
-        leaf = leaves[indices[0]]
-        axes = _sharded_axes(leaf)
-        if axes:
-            stack = jnp.pad(stack, ((0, -len(stack) % shard_count(leaf.sharding.mesh, axes)), (0, 0), (0, 0)))
-            route = _route(leaf)
-            stack = _move_along(newton_schulz(_move_along(stack, route)), route[::-1])
+        param_info = param_infos[indices[0]]
+        mesh_axes = _sharded_axes(param_info)
+        if mesh_axes:
+            padding = -len(stack) % shard_count(param_info.sharding.mesh, mesh_axes)
+            padded_stack = jnp.pad(stack, ((0, padding), (0, 0), (0, 0)))
+            route = _route(param_info)
+            new_stack = _move_along(newton_schulz(_move_along(padded_stack, route)), route[::-1])
         else:
-            stack = newton_schulz(stack)
+            new_stack = newton_schulz(stack)
         start = 0
         for index, count in zip(indices, matrix_counts, strict=True):
-            array = _to_leaf_shape(stack[start : start + count] if len(stack) > count else stack, leaves[index])
-            if axes:
-                array = jax.lax.with_sharding_constraint(array, leaves[index].sharding)
+            matrices = new_stack[start : start + count] if len(new_stack) > count else new_stack
+            array = _to_leaf_shape(matrices, param_infos[index])
+            if mesh_axes:
+                array = jax.lax.with_sharding_constraint(array, param_infos[index].sharding)
             new_arrays[index], start = array, start + count
     return new_arrays
 
 
 def _move_along(stack: Array, route: Sequence[NamedSharding]) -> Array:
-    """Move a stack of matrices through the shardings of a route, one after the other, and return it."""
+    """Return a stack of matrices after a move through the shardings of a route, one by one."""
     for sharding in route:
         stack = jax.lax.with_sharding_constraint(stack, sharding)
     return stack
 
 
-def _route(leaf: ParamInfo) -> list[NamedSharding]:
-    """The route of a leaf: the shardings through which its matrices move until each device has whole matrices.
+def _route(param_info: ParamInfo) -> list[NamedSharding]:
+    """Return the route of a leaf: the shardings through which its matrices move until each device has whole matrices.
 
     Each step moves the shards of one dim, because XLA turns a move of several dims at once into a gather.
     """
-    if leaf.stack == 1 and len(leaf.shape) == 3 and leaf.parts == 1:
-        layer_axes, row_axes, column_axes = dim_axes(leaf.sharding.spec, 3)  # mesh axes of each dim
+    if param_info.stack == 1 and len(param_info.shape) == 3 and param_info.parts == 1:
+        layer_axes, row_axes, column_axes = dim_axes(param_info.sharding.spec, 3)  # mesh axes of each dim
         merged_axes = (*layer_axes, *column_axes)
-        steps = [(layer_axes, row_axes, column_axes), (merged_axes, row_axes, ()), ((*merged_axes, *row_axes), (), ())]
-        steps = [axes_of_dims for number, axes_of_dims in enumerate(steps) if axes_of_dims not in steps[:number]]
+        axes_by_step = [
+            (layer_axes, row_axes, column_axes),
+            (merged_axes, row_axes, ()),
+            ((*merged_axes, *row_axes), (), ()),
+        ]
+        axes_by_step = [
+            dim_axes_of_step
+            for step_index, dim_axes_of_step in enumerate(axes_by_step)
+            if dim_axes_of_step not in axes_by_step[:step_index]
+        ]
     else:
-        steps = [(_sharded_axes(leaf), (), ())]
-    specs = (PartitionSpec(*(axes or None for axes in axes_of_dims)) for axes_of_dims in steps)
-    return [NamedSharding(leaf.sharding.mesh, spec) for spec in specs]
+        axes_by_step = [(_sharded_axes(param_info), (), ())]
+    specs = (PartitionSpec(*(axes or None for axes in dim_axes_of_step)) for dim_axes_of_step in axes_by_step)
+    return [NamedSharding(param_info.sharding.mesh, spec) for spec in specs]
 
 
-def _to_matrices(array: Array, leaf: ParamInfo) -> Array:
+def _to_matrices(array: Array, param_info: ParamInfo) -> Array:
     """Return a leaf as a stack of matrices along the first dim; fused projections become separate matrices."""
-    stack = array.reshape(leaf.tensors, leaf.rows, leaf.columns)
-    if leaf.parts == 1:
+    stack = array.reshape(param_info.tensors, param_info.rows, param_info.columns)
+    if param_info.parts == 1:
         return stack
-    split_stack = stack.reshape(leaf.tensors, leaf.rows, leaf.parts, -1).swapaxes(1, 2)
-    return split_stack.reshape(leaf.tensors * leaf.parts, leaf.rows, -1)
+    split_stack = stack.reshape(param_info.tensors, param_info.rows, param_info.parts, -1).swapaxes(1, 2)
+    return split_stack.reshape(param_info.tensors * param_info.parts, param_info.rows, -1)
 
 
-def _to_leaf_shape(stack: Array, leaf: ParamInfo) -> Array:
-    """The inverse of `_to_matrices`."""
-    if leaf.parts > 1:
-        stack = stack.reshape(leaf.tensors, leaf.parts, leaf.rows, -1).swapaxes(1, 2)
-    return stack.reshape(leaf.shape)
+def _to_leaf_shape(stack: Array, param_info: ParamInfo) -> Array:
+    """Return a stack of matrices in the shape of its leaf: the inverse of `_to_matrices`."""
+    if param_info.parts > 1:
+        stack = stack.reshape(param_info.tensors, param_info.parts, param_info.rows, -1).swapaxes(1, 2)
+    return stack.reshape(param_info.shape)
 
 
-def _sharded_axes(leaf: ParamInfo) -> tuple[str, ...]:
-    """Mesh axes of size 2 or more over which the leaf is sharded."""
-    if leaf.sharding is None:
+def _sharded_axes(param_info: ParamInfo) -> tuple[str, ...]:
+    """Return the mesh axes of size 2 or more over which the leaf is sharded."""
+    if param_info.sharding is None:
         return ()
-    return tuple(axis for axis in axes_of(leaf.sharding.spec) if leaf.sharding.mesh.shape[axis] > 1)
+    return tuple(axis for axis in axes_of(param_info.sharding.spec) if param_info.sharding.mesh.shape[axis] > 1)

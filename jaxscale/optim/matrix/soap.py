@@ -3,7 +3,7 @@ r"""SOAP (Vyas et al. 2024, arXiv 2409.11321): Adam in the eigenbasis of Shampoo
     L <- b2 L + (1 - b2) g g',  R <- b2 R + (1 - b2) g' g;  Q_L, Q_R their eigenvectors, every k updates by one power
     iteration and a QR decomposition;  w <- w - rate * Q_L adam(Q_L' g Q_R) Q_R'
 
-As in the authors' program, the first update only computes the bases. The first moment is in the space of the weights.
+As in the authors' code, the first update only computes the bases. The first moment is in the space of the weights.
 The second moment is in the space of the bases; its rows and columns are in the order of the bases' vectors. A side
 longer than `max_dim` is not rotated. Embeddings, head, gains and biases get AdamW. Besides Adam's moments, a matrix of
 n rows and m columns has 2 n n + 2 m m numbers of state: L, R, Q_L and Q_R. They are not quantized, because small
@@ -52,12 +52,12 @@ def soap(
         >>> sorted(leaf.shape for leaf in jax.tree.leaves(state) if leaf.size == 9)  # statistics and basis of the rows
         [(3, 3), (3, 3)]
     """
-    rule = per_layer(scale_by_soap(b1, b2, eps, every, max_dim), leaves, as_matrices=True, gathers=True)
+    rule = per_layer(scale_by_soap(b1, b2, eps, every, max_dim), leaves, as_matrices=True, on_whole_tensors=True)
     return matrices_by(rule, optax.scale_by_adam(b1, b2, eps), rate, weight_decay, leaves, mask)
 
 
 class Sides(NamedTuple):
-    """A tree like the parameters for each side, rows and columns, of n x m matrices.
+    """Two trees like the parameters, one for the rows and one for the columns of n x m matrices.
 
     Leaves are (n, n) arrays for rows and (m, m) arrays for columns; a side without a basis has an array of one number.
     """
@@ -87,7 +87,7 @@ class SoapState(NamedTuple):
 def scale_by_soap(
     b1: float = 0.95, b2: float = 0.95, eps: float = 1e-8, every: int = 10, max_dim: int = 10_000
 ) -> UpdateRule:
-    """A rule that applies Adam in the eigenbasis of Shampoo's statistics to matrices, and plain Adam to other arrays.
+    """Return a rule that applies Adam to matrices in the eigenbasis of Shampoo's statistics, and to other arrays as is.
 
     Args:
         b1, b2, eps: Adam's constants; b2 also decays the statistics.
@@ -96,14 +96,14 @@ def scale_by_soap(
     """
 
     def side_shape(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-        """Shape of the statistics and the basis of rows (dim 0) or columns (dim 1)."""
+        """Return the shape of the statistics and of the basis of rows (dim 0) or columns (dim 1)."""
         return (shape[dim], shape[dim]) if len(shape) == 2 and shape[dim] <= max_dim else (1,)
 
     def init(params: Any) -> SoapState:
         """Return the state before the first update."""
 
         def zero_side(dim: int) -> Any:
-            """Return a tree of zeros with the shapes of the statistics, and so of the bases, of one side."""
+            """Return zeros in the shapes of the statistics (and of the bases) of rows (dim 0) or columns (dim 1)."""
             return jax.tree.map(lambda p: jnp.zeros(side_shape(p.shape, dim), jnp.float32), params)
 
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -125,30 +125,31 @@ def scale_by_soap(
 
 
 def _update_array(
-    updates_made: Array, g: Array, mu: Array, nu: Array, *sides: Array, b1: float, b2: float, eps: float, every: int
+    update_count: Array, g: Array, mu: Array, nu: Array, *sides: Array, b1: float, b2: float, eps: float, every: int
 ) -> tuple[Array, ...]:
     """Return the update of one array, its new moments, and its new statistics and bases in the order of `sides`.
 
     `sides` are the statistics of rows and columns, then the bases of rows and columns.
     """
-    statistics, bases = sides[:2], sides[2:]
-    # an array without bases also moves in its first update
-    delay = jnp.int32(any(basis.ndim == 2 for basis in bases))
-    update_number = jnp.maximum(updates_made + 1 - delay, 1)
-    is_first = updates_made < delay
+    old_statistics, bases = sides[:2], sides[2:]
+    # 1 if the first update only computes bases, 0 for an array without bases
+    basis_update_count = jnp.int32(any(basis.ndim == 2 for basis in bases))
+    adam_step_count = jnp.maximum(update_count + 1 - basis_update_count, 1)
+    is_first = update_count < basis_update_count
     rotated_gradient = _rotate(g, bases)
     new_mu = b1 * mu + (1 - b1) * g
     new_nu = b2 * nu + (1 - b2) * jnp.square(rotated_gradient)
-    rotated_mean = _rotate(new_mu, bases) / (1 - b1**update_number)
-    adam_step = _rotate(rotated_mean / (jnp.sqrt(new_nu / (1 - b2**update_number)) + eps), bases, back=True)
+    rotated_mean = _rotate(new_mu, bases) / (1 - b1**adam_step_count)
+    adam_step = _rotate(rotated_mean / (jnp.sqrt(new_nu / (1 - b2**adam_step_count)) + eps), bases, is_back=True)
     mu, nu = jnp.where(is_first, mu, new_mu), jnp.where(is_first, nu, new_nu)
     gram_functions = (lambda: _multiply(g, g.T), lambda: _multiply(g.T, g))
     statistics = tuple(
-        b2 * GG + (1 - b2) * gram() if GG.ndim == 2 else GG for GG, gram in zip(statistics, gram_functions, strict=True)
+        b2 * GG + (1 - b2) * gram() if GG.ndim == 2 else GG
+        for GG, gram in zip(old_statistics, gram_functions, strict=True)
     )
 
     def compute_bases() -> tuple[Array, ...]:
-        """Return the second moment, and the first bases: the eigenvectors of the statistics."""
+        """Return the second moment and the first bases: eigenvectors of the statistics, by falling eigenvalue."""
         return nu, *(_eigenvectors(GG)[:, ::-1] if GG.ndim == 2 else GG for GG in statistics)
 
     def refine_bases() -> tuple[Array, ...]:
@@ -164,7 +165,7 @@ def _update_array(
         return sorted_nu, *new_bases
 
     if any(basis.ndim == 2 for basis in bases):
-        branch_index = jnp.where(is_first, 0, jnp.where(update_number % every == 0, 1, 2))
+        branch_index = jnp.where(is_first, 0, jnp.where(adam_step_count % every == 0, 1, 2))
         nu, *bases = jax.lax.switch(branch_index, [compute_bases, refine_bases, lambda: (nu, *bases)])
     return jnp.where(is_first, jnp.zeros_like(g), adam_step).astype(g.dtype), mu, nu, *statistics, *bases
 
@@ -176,20 +177,20 @@ _orthogonal = sequential_on_cpu(lambda matrix: jnp.linalg.qr(matrix)[0])
 def _sort_along(x: Array, keys: Array, dim: int) -> Array:
     """Return a matrix with its rows (dim 0) or columns (dim 1) in the order of increasing `keys`.
 
-    This sorts every number of the matrix, because XLA aborts on a gather from a matrix that is sharded over several
-    axes in a region that is manual over replicas.
+    Every number of the matrix is sorted, because XLA aborts on a gather from a matrix that is sharded over several
+    axes, in a region that is manual over replicas.
     """
     key_of_number = jax.lax.broadcast_in_dim(keys, x.shape, (dim,))
     return jax.lax.sort((key_of_number, x), dimension=dim, num_keys=1)[1]
 
 
-def _rotate(x: Array, bases: Any, *, back: bool = False) -> Array:
-    """Rotate a matrix into the bases of its rows and columns, or with `back` out of them."""
+def _rotate(x: Array, bases: Any, *, is_back: bool = False) -> Array:
+    """Return a matrix rotated into the bases of its rows and columns, or with `is_back` out of them."""
     left_basis, right_basis = bases
     if left_basis.ndim == 2:
-        x = _multiply(left_basis if back else left_basis.T, x)
+        x = _multiply(left_basis if is_back else left_basis.T, x)
     if right_basis.ndim == 2:
-        x = _multiply(x, right_basis.T if back else right_basis)
+        x = _multiply(x, right_basis.T if is_back else right_basis)
     return x
 
 

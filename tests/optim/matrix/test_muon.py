@@ -8,7 +8,7 @@ from optax import contrib
 
 from jaxscale.compiler.collectives import collectives
 from jaxscale.optim.leaves import leaf_of
-from jaxscale.optim.matrix.muon import COEFFICIENTS, factor, muon, newton_schulz, scale_by_muon
+from jaxscale.optim.matrix.muon import COEFFICIENTS, muon, newton_schulz, scale_by_muon, scale_factor
 
 AXES = ("layers", "embed", "mlp")
 
@@ -70,7 +70,7 @@ def test_a_moonshot_update_is_as_large_as_adams(rows, columns):
     g = gradients((rows, columns))
     updates = jax.jit(lambda g: rule.update(g, rule.init(g))[0])(g)
     assert 0.15 < float(jnp.sqrt(jnp.mean(jnp.square(updates["w"])))) < 0.25
-    assert factor(rows, columns, "keller") == max(1.0, columns / rows) ** 0.5
+    assert scale_factor(rows, columns, "keller") == max(1.0, columns / rows) ** 0.5
 
 
 def test_fused_projections_are_matrices_of_their_own():
