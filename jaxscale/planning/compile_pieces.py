@@ -29,7 +29,7 @@ from jaxscale.step.build import build
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Neighbouring operations of a step's program.
+    """Neighboring operations of a step's program.
 
     Args:
         name: "forward blocks", "loss" or "backward blocks", with a number from the second such piece on.

@@ -44,7 +44,7 @@ class Explanation:
         moments: live bytes by kind at each moment of the step; a loop's body appears once.
         turn: index of the first moment of the backward pass.
         plans: bytes and cost of the step under several memory plans.
-        timed: whether costs are modelled seconds; they are FLOP if the chip's rates are unknown.
+        timed: whether costs are modeled seconds; they are FLOP if the chip's rates are unknown.
     """
 
     fit: Fit
@@ -152,7 +152,7 @@ def compare(
 ) -> list[Point]:
     """Bytes and cost of a step under each of several memory plans, the cost as a multiple of the lowest.
 
-    The cost is modelled seconds, including copies to the host that do not overlap with computation. It is FLOP if the
+    The cost is modeled seconds, including copies to the host that do not overlap with computation. It is FLOP if the
     chip's rates are unknown. Memory plans that are not valid for the model are left out.
 
     Args:

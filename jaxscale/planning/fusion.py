@@ -3,7 +3,7 @@
 The results of products, reductions, gathers, loops and kernels are stored as arrays. Every other value is an expression
 of such arrays. The compiler computes an expression inside the operations that read it, so that the expression needs no
 memory. It is stored only if a reader requires an array (a loop, a kernel, and on some platforms a product). This is
-XLA's behaviour in outline.
+XLA's behavior in outline.
 
 Values and arrays are represented by their numbers in a `FlatProgram`.
 """

@@ -6,7 +6,7 @@ With a compiler, the chosen plan is compiled, and the compiled bytes correct the
 few programs are compiled. On a platform with separate host memory, POFO's plan, which also copies activations to the
 host, is chosen at that budget if it saves `OFFLOAD_GAIN` of the blocks' time.
 
-The cost is the modelled seconds of recomputation and of copies that nothing hides, or recomputed FLOP if the chip's
+The cost is the modeled seconds of recomputation and of copies that nothing hides, or recomputed FLOP if the chip's
 rates are unknown. Left out: selectors that are never better than POFO, and budgets for weights and optimizer state.
 """
 
@@ -34,7 +34,7 @@ MENU = ("none", "dots", "jax:dots_with_no_batch_dims_saveable", "full", "sqrt")
 """Candidates without a budget."""
 
 OFFLOAD_GAIN = 0.01
-"""Share of the blocks' time that offload must save, because other transfers slow the copies more than is modelled."""
+"""Share of the blocks' time that offload must save, because other transfers slow the copies more than is modeled."""
 
 CLOSE = 0.02
 """The search for a budget ends when less than this share of the limit is unused."""

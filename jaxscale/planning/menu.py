@@ -52,7 +52,7 @@ class Menu:
         title: name of the block, its bytes and its time.
         graph: graph of one block.
         layers: number of blocks of the stack.
-        timed: whether costs are modelled seconds; they are FLOP if the chip's rates are unknown.
+        timed: whether costs are modeled seconds; they are FLOP if the chip's rates are unknown.
         budgets: budgets for the whole stack, in bytes kept on the device.
         decisions: decisions of each rule: one per valid budget, or a single one for a rule without a budget.
     """

@@ -17,7 +17,7 @@ CUT = 3
 """Largest cost drawn to scale, as a multiple of the median; both are differences from the lowest cost."""
 
 STEPS = 400
-"""Maximum number of moments drawn; of neighbouring moments, those with the most and the fewest live bytes remain."""
+"""Maximum number of moments drawn; of neighboring moments, those with the most and the fewest live bytes remain."""
 
 
 @dataclasses.dataclass(frozen=True)

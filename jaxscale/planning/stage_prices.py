@@ -162,7 +162,7 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
 
 
 def link_seconds(platform: Platform, prices: ModelPrices) -> float:
-    """Seconds that a message between neighbours on the pipe axis takes, over one of the chip's fastest links."""
+    """Seconds that a message between neighbors on the pipe axis takes, over one of the chip's fastest links."""
     links = [link for link in platform.links if link.name in ("ici", "nvlink", "pcie")]
     return prices.blocks[0].message_bytes / links[0].bandwidth if links and platform.devices > 1 else 0.0
 

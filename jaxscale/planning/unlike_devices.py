@@ -2,7 +2,7 @@
 
 Groups of devices are placed along the pipe in the given order. If there are N times as many devices as ranks, N
 pipelines run side by side (HetPipe's virtual workers). The devices are sorted by speed and cut into sets of N
-neighbours, and each worker gets one device of every set, so that the workers are about equal; they share the rows of a
+neighbors, and each worker gets one device of every set, so that the workers are about equal; they share the rows of a
 microbatch. `pipeline.choose.partition` computes the partition from the roofline prices of each kind of chip.
 
     Park et al. 2020, "HetPipe" (arXiv:2005.14038); Zhan and Zhang 2019, "Pipe-torch" (CBD).

@@ -113,7 +113,7 @@ class Platform:
         chip: the chip; all are alike.
         chips: number of chips of one TPU slice, or of all GPUs or CPU devices together.
         topology: chips along each axis of a TPU slice's torus; None for GPUs, CPUs and chips that form no box.
-        slices: number of TPU slices, joined by the data centre's network.
+        slices: number of TPU slices, joined by the data center's network.
 
     Example:
         >>> platform = Platform.parse("tpu v5p:4x4x4")

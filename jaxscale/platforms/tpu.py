@@ -19,7 +19,7 @@ _JAX = "jax/_src/pallas/mosaic/tpu_info.py"
 
 def _ici(bandwidth: float, links: int, source: str) -> Link:
     """Return the links of a chip in the torus, each of this bandwidth in bytes/s one way."""
-    return Link("ici", "a chip and its neighbours in the torus", bandwidth, "link", source, links=links)
+    return Link("ici", "a chip and its neighbors in the torus", bandwidth, "link", source, links=links)
 
 
 def _pcie(bandwidth: float, source: str) -> Link:

@@ -13,7 +13,7 @@ from jaxscale.blocks import Treatment
 from jaxscale.compat import runs_recomputation_early
 from jaxscale.errors import UserError
 from jaxscale.memory.apply import treatment_for, wrapper
-from jaxscale.memory.decide import decide, kinds_of
+from jaxscale.memory.decide import decide, graphs_by_kind
 from jaxscale.memory.decision import Decision, read_decision
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.platforms.detect import chip_of
@@ -67,7 +67,7 @@ def _decided(objective: Objective, devices: Sequence[Device]) -> Decision:
     foreign = getattr(objective.planned.experiment.model, "foreign", False)
     if plan.rule == "file":
         decision, calls = read_decision(plan.name), traced_blocks(objective)
-        layers, blocks = sum(call.count for call in calls), tuple(kinds_of(calls))
+        layers, blocks = sum(call.count for call in calls), tuple(graphs_by_kind(calls))
         if layers != decision.layers:
             raise UserError(
                 f"memory {plan}: the file was made for {decision.layers} blocks, but this model has {layers}; make a "
