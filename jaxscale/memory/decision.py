@@ -1,4 +1,4 @@
-"""A decision is a memory plan resolved for one model. It lists the values that each block keeps; a JSON file stores it."""
+"""A decision is a memory plan resolved for one model: the names of the values that each block keeps; saved as JSON."""
 
 import dataclasses
 import json

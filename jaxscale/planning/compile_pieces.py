@@ -57,14 +57,16 @@ def pieces_of(program: FlatProgram, path: tuple[int, ...] = ()) -> tuple[Piece, 
         path: indices of the loops around the program, the outermost first.
     """
     operations = program.operations
-    microbatch_loops = [(i, o.loop) for i, o in enumerate(operations) if o.loop is not None and has_both_passes(o.loop)]
+    microbatch_loops = [
+        (i, op.loop_body) for i, op in enumerate(operations) if op.loop_body and has_both_passes(op.loop_body)
+    ]
     if microbatch_loops and not any(operation.params.get("reverse") for operation in operations):
         return tuple(piece for index, loop_body in microbatch_loops for piece in pieces_of(loop_body, (*path, index)))
     if not has_both_passes(program):
         return ()
     # the last loop of the forward pass, and the first of the backward pass
     forward_end, backward_start = loss_range(operations)
-    if operations[forward_end].loop is None or operations[backward_start].loop is None:
+    if operations[forward_end].loop_body is None or operations[backward_start].loop_body is None:
         return ()
     pieces: list[Piece] = []
 
@@ -73,7 +75,7 @@ def pieces_of(program: FlatProgram, path: tuple[int, ...] = ()) -> tuple[Piece, 
         earlier_count = sum(piece.name.startswith(name) for piece in pieces)
         pieces.append(Piece(f"{name} {earlier_count + 1}" if earlier_count else name, path, start, stop))
 
-    loop_indices = [index for index, operation in enumerate(operations) if operation.loop is not None]
+    loop_indices = [index for index, operation in enumerate(operations) if operation.loop_body is not None]
     for index in loop_indices:
         if index <= forward_end:
             append("forward blocks", index, index + 1)
@@ -147,11 +149,11 @@ def lowered_piece(
 
     def format_of(value: int) -> Any:
         """Sharding and layout of a value; the compiler chooses the layout, unless the step takes it as an argument."""
-        sharding = _sharding(step.mesh, program.shapes[value], arrays.placements.dims[value])
+        sharding = _sharding(step.mesh, program.avals[value], arrays.placements.dims[value])
         return sharding if value in program.inputs and not piece.path else Format(Layout.AUTO, sharding)
 
     state_arrays = {value for value in _loop_state(program, piece) if value in arrays.bytes}
-    input_avals = [program.shapes[value] for value in input_values]
+    input_avals = [program.avals[value] for value in input_values]
     piece_fn = jax.jit(
         run,
         in_shardings=[format_of(value) for value in input_values],
@@ -194,7 +196,7 @@ def _values_read_later(program: FlatProgram, piece: Piece) -> set[int | None]:
 def _loop_state(program: FlatProgram, piece: Piece) -> tuple[int | None, ...]:
     """Initial state of a piece that is a single loop (its results reuse the state's memory); `()` for other pieces."""
     operation = program.operations[piece.start]
-    return carries(operation) if len(piece.indices) == 1 and operation.loop is not None else ()
+    return carries(operation) if len(piece.indices) == 1 and operation.loop_body is not None else ()
 
 
 def _sharding(mesh: Any, aval: Any, dims: Dims) -> Any:

@@ -91,7 +91,7 @@ class Estimate:
     def turn(self) -> int:
         """Index of the first moment of the backward pass."""
         moments = self.timeline.moments
-        return next((index for index, moment in enumerate(moments) if moment.backward), len(moments))
+        return next((index for index, moment in enumerate(moments) if moment.is_backward), len(moments))
 
     @property
     def kept_bytes(self) -> int:
@@ -200,15 +200,15 @@ def _kept_on_host_bytes(program: FlatProgram, placements: Placements) -> int:
     """Bytes per device of the activations that loops store in host memory for the backward pass of one microbatch."""
     host_bytes = 0
     for index, operation in enumerate(program.operations):
-        if operation.loop is None:
+        if operation.loop_body is None:
             continue
         host_bytes += sum(
-            placements.bytes_of(program.shapes[value], placements.dims[value], host=True)
+            placements.bytes_of(program.avals[value], placements.dims[value], in_host=True)
             for value in operation.outputs
             if value not in program.outputs
         )
-        if has_both_passes(operation.loop):
-            host_bytes += _kept_on_host_bytes(operation.loop, placements.loops[index])
+        if has_both_passes(operation.loop_body):
+            host_bytes += _kept_on_host_bytes(operation.loop_body, placements.loop_placements[index])
     return host_bytes
 
 

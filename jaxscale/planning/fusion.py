@@ -105,12 +105,14 @@ class Arrays:
     def of_loop(self, index: int) -> "Arrays":
         """The arrays of the body of a loop, by the loop's index among the operations."""
         operation = self.program.operations[index]
-        assert operation.loop is not None
-        return Arrays(operation.loop, self.placements.loops[index], self.compiler, len(carries(operation)))
+        assert operation.loop_body is not None
+        return Arrays(
+            operation.loop_body, self.placements.loop_placements[index], self.compiler, len(carries(operation))
+        )
 
     def of_branches(self, index: int) -> "list[Arrays]":
         """The arrays of each branch of the `cond` with this index among the operations."""
-        programs, placements = self.program.operations[index].branches, self.placements.branches[index]
+        programs, placements = self.program.operations[index].branches, self.placements.branch_placements[index]
         return [
             Arrays(program, branch_placements, self.compiler, first_stacked=0, branch=True)
             for program, branch_placements in zip(programs, placements, strict=True)
@@ -131,10 +133,10 @@ class Arrays:
 
     def is_around_ring(self, index: int) -> bool:
         """Whether a product is computed in steps while an operand or the result moves around more than two devices."""
-        if self.placements.sizes.get("fsdp", 1) <= 2:
+        if self.placements.axis_sizes.get("fsdp", 1) <= 2:
             return False
-        scatters_result = self.compiler.scatters and index in self.placements.summed
-        return scatters_result or bool(self.placements.gathered.get(index))
+        scatters_result = self.compiler.scatters and index in self.placements.summed_products
+        return scatters_result or bool(self.placements.gathered_bytes.get(index))
 
     def _add_results(self, operation: Operation) -> None:
         """Record which results of an operation are arrays, and the sources of the others."""
@@ -157,7 +159,7 @@ class Arrays:
 
     def _bytes_of(self, value: int) -> int:
         """Bytes per device of a value as an array."""
-        return self.placements.bytes_of(self.program.shapes[value], self.placements.dims[value])
+        return self.placements.bytes_of(self.program.avals[value], self.placements.dims[value])
 
     def _result_bytes(self, operation: Operation, value: int) -> int:
         """Bytes of a result; a product's result is stored in the type to which all its readers convert it."""
@@ -193,8 +195,8 @@ class Arrays:
 
     def _is_fully_sharded(self, value: int) -> bool:
         """Whether no two devices hold the same part of a value; if two do, XLA's partitioner keeps a scatter."""
-        axis_sizes = self.placements.sizes.values()
-        return math.prod(map(self.placements.ways, self.placements.dims[value])) == math.prod(axis_sizes)
+        axis_sizes = self.placements.axis_sizes.values()
+        return math.prod(map(self.placements.part_count, self.placements.dims[value])) == math.prod(axis_sizes)
 
 
 def _scattered_sums(program: FlatProgram) -> set[int]:
@@ -213,5 +215,5 @@ def _changes_one_per_row(operation: Operation, program: FlatProgram) -> bool:
     """Whether a scatter changes one element per row, which compilers turn into a comparison with an iota."""
     dimension_numbers = operation.params["dimension_numbers"]
     batching_dims, inserted_dims = dimension_numbers.operand_batching_dims, dimension_numbers.inserted_window_dims
-    shape = program.shapes[operation.outputs[0]].shape
+    shape = program.avals[operation.outputs[0]].shape
     return not dimension_numbers.update_window_dims and len(inserted_dims) == 1 and len(batching_dims) + 1 == len(shape)

@@ -82,7 +82,7 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
     for value, (path, _) in zip(program.inputs, leaves, strict=False):
         program.names[value] = path.removeprefix("params/")
     input_dims = [dims_of(leaf.sharding, len(leaf.shape)) for _, leaf in leaves]
-    placements = place(program, input_dims, step.mesh.shape, tiled=platform.chip.kind == "tpu")
+    placements = place(program, input_dims, step.mesh.shape, is_tiled=platform.chip.kind == "tpu")
     return TracedStep(program, placements, _compiler(platform, step.plan), leaves, jaxpr_flop(jaxpr).total)
 
 

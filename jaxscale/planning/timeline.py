@@ -56,12 +56,12 @@ class Moment:
 
     Args:
         items: the arrays, in the order in which they were computed.
-        backward: whether the operation belongs to the backward pass.
+        is_backward: whether the operation belongs to the backward pass.
         piece: the piece of the step that the operation belongs to.
     """
 
     items: tuple[Item, ...] = ()
-    backward: bool = False
+    is_backward: bool = False
     piece: Piece | None = None
 
     @functools.cached_property
@@ -162,11 +162,11 @@ class _Sweep:
                     # late arrays of the piece are among its temporaries
                     read_items = {value: item for value, item in live_items.items() if last_read.get(value, -1) > index}
                     live_items = live_before_piece | read_items
-            elif new_arrays or operation.loop or operation.branches:
+            elif new_arrays or operation.loop_body or operation.branches:
                 moments_within = self._moments_within(operation, index)
             for moment in moments_within:
                 items = (*live_items.values(), *moment.items)
-                moments.append(Moment(items, operation.backward or moment.backward, piece or moment.piece))
+                moments.append(Moment(items, operation.is_backward or moment.is_backward, piece or moment.piece))
             if new_arrays or moments_within:
                 live_items = items_after
         return moments
@@ -177,7 +177,7 @@ class _Sweep:
         last_read: dict[int, int] = {}
         for index, operation in enumerate(program.operations):
             # an expression is computed with the array that reads it; a value written into a slot is written at once
-            if any(value in arrays.bytes for value in operation.outputs) or operation.loop or operation.branches:
+            if any(value in arrays.bytes for value in operation.outputs) or operation.loop_body or operation.branches:
                 last_read |= dict.fromkeys(arrays.sources_of(operation.inputs), index)
         return last_read | dict.fromkeys(arrays.sources_of(program.outputs), len(program.operations))
 
@@ -188,7 +188,7 @@ class _Sweep:
         """
         if self.arrays.compiler.fuses != "local":
             return {}
-        ring_products = [index for index in self.arrays.placements.summed if self.arrays.is_around_ring(index)]
+        ring_products = [index for index in self.arrays.placements.summed_products if self.arrays.is_around_ring(index)]
         late_read_of = late_arrays(self.arrays.program, ring_products, self.arrays.is_array)
         return {value: max(index, last_read.get(value, -1)) for value, index in late_read_of.items()}
 
@@ -211,10 +211,10 @@ class _Sweep:
             pairs = [(result, source) for result, value in unchanged_pairs for source in self.arrays.sources[value]]
             pairs = [(result, source) for result, source in pairs if source in dying_arrays]
             return [source for result, source in pairs if items[source].bytes == array_bytes.get(result)]
-        if operation.kind.startswith("reduce_") or (self.arrays.compiler.fuses == "no" and operation.loop is None):
+        if operation.kind.startswith("reduce_") or (self.arrays.compiler.fuses == "no" and operation.loop_body is None):
             return []
         candidates = list(dying_arrays)
-        if operation.loop is not None:
+        if operation.loop_body is not None:
             initial_state = carries(operation)
             new_arrays = operation.outputs[: len(initial_state)]
             state_sources = self.arrays.sources_of(initial_state)
@@ -232,7 +232,7 @@ class _Sweep:
     def _moments_within(self, operation: Operation, index: int) -> list[Moment]:
         """The moments of an operation, with the memory that it needs besides operands and results."""
         moments: list[Moment] = []
-        if operation.loop is not None:
+        if operation.loop_body is not None:
             is_loss = all(self.kinds.get(value) == "loss" for value in operation.outputs)
             default_kind = "loss" if is_loss else self.default_kind
             moments = _Sweep(self.arrays.of_loop(index), self.pieces, (*self.path, index), default_kind).moments()
@@ -247,7 +247,7 @@ class _Sweep:
     def _gathered_bytes(self, operation: Operation, index: int) -> int:
         """Bytes of the weights that are gathered for an operation."""
         arrays = self.arrays
-        gathered_bytes = int(arrays.compiler.gather * arrays.placements.gathered.get(index, 0))
+        gathered_bytes = int(arrays.compiler.gather * arrays.placements.gathered_bytes.get(index, 0))
         if gathered_bytes and arrays.in_loop and arrays.compiler.fuses == "local" and arrays.is_around_ring(index):
             # around a ring the result is assembled in steps: an old and a new copy are alive
             return max(gathered_bytes, *(arrays.bytes.get(value, 0) for value in operation.outputs))
@@ -255,7 +255,7 @@ class _Sweep:
 
     def _item(self, operation: Operation, value: int) -> Item:
         """The item of an array that an operation computes."""
-        aval = self.arrays.program.shapes[value]
+        aval = self.arrays.program.avals[value]
         name, origin = _name_and_origin(operation, value, self.arrays.program)
         shape_text = f"{aval.dtype}{list(aval.shape)}" if hasattr(aval, "dtype") else str(aval)
         label = f"{name} {shape_text}" if name else f"{shape_text} {origin.kind}, {origin.line}"
@@ -268,8 +268,8 @@ def _name_and_origin(operation: Operation, value: int, program: FlatProgram) -> 
     if value in program.names:
         return program.names[value], operation
     operand = None
-    if operation.loop is not None:
-        program = operation.loop
+    if operation.loop_body is not None:
+        program = operation.loop_body
         operand = program.outputs[operation.outputs.index(value)]
     elif operation.kind in RENAMED:
         operand = operation.inputs[0]

@@ -26,7 +26,7 @@ def test_the_pieces_of_a_step(planned):
     assert [piece.name for piece in pieces] == NAMES
     assert all(piece.path == () for piece in pieces)
     forward, loss, backward = pieces
-    assert program.operations[forward.start].loop is not None
+    assert program.operations[forward.start].loop_body is not None
     assert program.operations[backward.start].params["reverse"]
     assert loss.indices == range(forward.stop, backward.start)
 

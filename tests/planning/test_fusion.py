@@ -46,7 +46,7 @@ def test_a_loop_s_stack_belongs_to_the_caller():
         return jax.lax.scan(lambda x, w: (jnp.sin(x) @ w, x @ w), x, w)
 
     arrays = arrays_of(fn, X, jax.ShapeDtypeStruct((5, 32, 32), jnp.float32), fuses="all")
-    (loop,) = [i for i, operation in enumerate(arrays.program.operations) if operation.loop is not None]
+    (loop,) = [i for i, operation in enumerate(arrays.program.operations) if operation.loop_body is not None]
     assert sorted(arrays.bytes.values()) == [KB, 5 * KB]
     assert sorted(arrays.of_loop(loop).bytes.values()) == [0, KB]
 
