@@ -66,8 +66,8 @@ def slow_axis_traffic(step: TrainStep, platform: Platform) -> Traffic | None:
         exact_bytes, sender = sum(map(replicas.exact_bytes, fragment_indices)), f"diloco every {interval} steps"
     else:
         leaves = leaves_of_gradients(plan, step.pure_model, step.layout).values()
-        shard_sizes = [math.prod(leaf.shape) // math.prod(axis_sizes[axis] for axis in leaf.axes) for leaf in leaves]
-        element_count = sum(shard_sizes)  # of a device's shards of the gradients
+        element_counts = [math.prod(leaf.shape) // math.prod(axis_sizes[axis] for axis in leaf.axes) for leaf in leaves]
+        element_count = sum(element_counts)  # in a device's shards of the gradients
         sender = str(plan.reduce or plan.precision)
         exact_bytes = wire.all_reduce(wire.FLOAT32 * element_count, axis_sizes[REPLICA_AXIS])
         sent_bytes = exact_bytes // (1 if sender == "float32" else 2)
@@ -110,7 +110,7 @@ def sent_by_axes(collectives: Iterable[Collective], mesh: MeshSpec, slices: int 
         >>> sent_by_axes([gather], MeshSpec(fsdp=4))
         {'fsdp': 6144}
     """
-    axes_between_slices = megascale.split(mesh.sizes, slices)[1]
+    axes_between_slices = megascale.split_axes(mesh.sizes, slices)[1]
     bytes_by_axes: dict[str, int] = {}
     for collective in collectives:
         axes_text = "other groups" if collective.axes is None else "+".join(collective.axes)

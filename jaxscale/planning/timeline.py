@@ -155,9 +155,7 @@ class _Sweep:
                 del live_items[value]
             if piece is not None and index == piece.start:
                 live_before_piece = dict(live_items)
-            live_items |= {
-                value: self._item(operation, value) for value in new_arrays if self.arrays.array_bytes[value]
-            }
+            live_items |= {value: self._item(operation, value) for value in new_arrays if array_bytes[value]}
             items_after = {value: item for value, item in live_items.items() if last_uses.get(value, -1) > index}
             moments_within: list[Moment] = []
             if piece is not None and (temporaries_bytes := self.pieces[piece]) is not None:

@@ -28,7 +28,8 @@ def placed(mesh, fn, *given):
     made = program.avals[program.outputs[0]]
     theirs = compiled.output_shardings.shard_shape(made.shape)
     ours = tuple(
-        -(-size // found.part_count(axes)) for size, axes in zip(made.shape, found.dims[program.outputs[0]], strict=True)
+        -(-size // found.part_count(axes))
+        for size, axes in zip(made.shape, found.dims[program.outputs[0]], strict=True)
     )
     return ours, theirs
 
