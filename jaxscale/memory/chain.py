@@ -135,7 +135,7 @@ class ChainCost:
         peak_bytes: largest number of live bytes at any time, the chain's input included.
         kept_bytes: largest number of bytes kept for a backward pass at any time: the chain's input, inputs of stages,
             and the values that stages keep. It excludes gradients, the working memory of the running stage, and the
-            output of the last stage in a list of nodes, whose backward pass follows immediately.
+            output of the last stage in a list of nodes, because that stage's backward pass follows immediately.
         forwards: number of forward runs of stages; without recomputation, the number of stages.
         peak_stage: index of the stage that runs when the live bytes are largest.
     """
@@ -370,7 +370,7 @@ def revolve(stages: int, slots: int) -> Nodes:
 
 
 def _revolve(first_stage: int, stage_count: int, slots: int) -> Nodes:
-    """The plan of `revolve` for `stage_count` stages, the first of which has the index `first_stage`."""
+    """The plan of `revolve` for `stage_count` stages from the index `first_stage` on."""
     if stage_count == 1:
         return (Save(first_stage),)
     head_count = stage_count - 1 if slots == 1 else _head_count(stage_count, slots)

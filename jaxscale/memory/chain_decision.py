@@ -76,7 +76,7 @@ def chain_nodes(plan: MemoryPlan, stages: Sequence[Stage], input_bytes: int) -> 
 
 
 def default_objective(chip: Chip | None) -> SaveSetObjective:
-    """The cost to minimize by default: seconds on a chip whose rates are known, otherwise FLOP."""
+    """The cost to minimize by default: seconds if the chip's rates are known, otherwise FLOP."""
     return "flop" if roofline.rate(chip, "bfloat16") is None else "seconds"
 
 
@@ -124,12 +124,12 @@ def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: SaveSe
 
 
 def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = None) -> Decision:
-    """Decide a memory plan for a model whose blocks are one chain or one stack; a stack is then not scanned.
+    """Decide a memory plan for a model of one chain or one stack of blocks; a stack is then not scanned.
 
     Args:
         plan: memory plan whose rule is in `CHAIN_RULES`.
         calls: the model's blocks (`programs.collect`), per device and microbatch; with seconds if `chip` is given.
-        chip: chip whose modeled seconds are minimized; without one, or with unknown rates, FLOP are minimized.
+        chip: chip on which the modeled seconds are minimized; without one, or with unknown rates, FLOP are minimized.
 
     Raises:
         UserError: the budget is below the least possible, or the blocks do not form one chain.

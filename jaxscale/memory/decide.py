@@ -28,7 +28,7 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
     Args:
         plan: memory plan with any rule but `fit`.
         calls: the model's blocks (`programs.collect`), per device and microbatch; with seconds if `chip` is given.
-        chip: chip whose seconds are minimized if the plan specifies no objective.
+        chip: chip on which the modeled seconds are minimized, if the plan does not specify the objective "flop".
 
     Raises:
         UserError: the budget is below the least possible, the rule does not apply to this model, or it has no blocks.

@@ -54,7 +54,7 @@ def solve(graph: BlockGraph, budget: int, *, objective: SaveSetObjective = "flop
 
 
 def smallest(graph: BlockGraph, max_cost: float, *, objective: SaveSetObjective = "flop") -> SaveSet:
-    """The smallest save set of a block whose cost is at most `max_cost`.
+    """The smallest save set of a block with a cost of at most `max_cost`.
 
     Args:
         graph: graph of the block; it needs seconds if `objective` is "seconds".
@@ -79,7 +79,7 @@ def menu(
     objective: SaveSetObjective = "flop",
     host: Host | None = None,
 ) -> tuple[SaveSet, ...]:
-    """The curve of cost against memory: optimal save sets, the first of which keeps nothing.
+    """The curve of cost against memory: optimal save sets for rising budgets, from the one that keeps nothing on.
 
     Args:
         graph: graph of the block.
@@ -282,7 +282,7 @@ class _Program:
         return save_set(self.graph, (EVERYTHING,)) if is_everything_cheaper else save
 
     def minimize_bytes(self, max_cost: float) -> SaveSet:
-        """The smallest set whose cost is at most `max_cost`."""
+        """The smallest set with a cost of at most `max_cost`."""
         everything = save_set(self.graph, (EVERYTHING,))
         if cost_of(self.minimize_cost(self.graph.needed_bytes), self.objective) > max_cost:
             return everything

@@ -74,7 +74,7 @@ class MemoryPlan:
         count: K of `periodic`, or SLOTS of `revolve`.
         selector: SELECTOR of `offload`.
         objective: the cost that `save` minimizes: recomputed FLOP, or modeled seconds. `None` chooses seconds on a
-            chip whose rates are known, and FLOP otherwise.
+            chip with known rates, and FLOP otherwise.
         name: POLICY of `jax`, or PATH of `file`.
 
     Example:

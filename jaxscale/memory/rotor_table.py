@@ -322,7 +322,7 @@ class _Table:
             yield int(np.argmax(row <= seconds))  # of the slots with this cost, the first takes the least memory
 
     def nodes(self, first: int, last: int, slot: int) -> Nodes:
-        """The plan whose cost is C(first, last, slot)."""
+        """The plan of stages first..last that costs C(first, last, slot)."""
         problem, nodes = self.problem, []
         while first <= last:
             stage, choices = problem.stages[first], []  # each choice: seconds of a plan, and its first node's code

@@ -117,7 +117,7 @@ def save_set(graph: BlockGraph, keep: Iterable[str], offload: Iterable[str] = ()
         graph: graph of the block.
         keep: names of values kept on the device.
         offload: names of values in host memory.
-        host: host memory, whose bandwidth determines the seconds of copies.
+        host: host memory; its bandwidth determines the seconds of copies.
 
     Raises:
         UserError: the block has no value of such a name, or the value cannot be kept by name.

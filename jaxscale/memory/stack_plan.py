@@ -126,7 +126,7 @@ def _is_above(left: SaveSet, middle: SaveSet, right: SaveSet, objective: SaveSet
 def _best_groups(
     curve: Sequence[SaveSet], layers: int, value_bytes: int, objective: SaveSetObjective
 ) -> tuple[Group, ...]:
-    """The cheapest one or two groups of layers whose save sets lie on the hull and take at most `value_bytes`."""
+    """The cheapest one or two groups of layers, with save sets on the hull that take at most `value_bytes` in total."""
     hull_saves = hull(curve, objective)
     candidates: list[tuple[float, tuple[Group, ...]]] = []  # cost, groups
     for low_save, high_save in zip(hull_saves, (*hull_saves[1:], hull_saves[-1]), strict=True):

@@ -26,7 +26,7 @@ PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 ARRAY_READERS = (
     "scan", "while", "shard_map", "pallas_call", "custom_call", "sort", "top_k", "fft", "cond", *COLLECTIVES,
 )  # fmt: skip
-"""Operations whose operands must be arrays, not expressions."""
+"""Operations that require arrays, not expressions, as operands."""
 
 SCATTERS = ("scatter-add", "scatter_add", "scatter")
 """Operations that write into some elements of an array."""
@@ -35,7 +35,7 @@ ARRAY_RESULTS = (
     *PRODUCTS, *ARRAY_READERS, *SCATTERS, "gather", "device_put", "cumsum", "cumlogsumexp", "cummax", "concatenate",
     "dynamic_update_slice", "triangular_solve", "random_bits", "threefry2x32", "argmax", "argmin", "split",
 )  # fmt: skip
-"""Operations whose results are arrays. The results of reductions (`reduce_...`) are arrays too."""
+"""Operations that store their results as arrays, as all reductions (`reduce_...`) do too."""
 
 VIEWS = (
     "reshape", "squeeze", "expand_dims", "sharding_constraint", "optimization_barrier", "copy", "pvary", "pcast",

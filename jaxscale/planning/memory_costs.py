@@ -24,7 +24,7 @@ class MemoryCosts:
     """Costs of memory plans for one model on one platform.
 
     Args:
-        platform: platform whose roofline gives the seconds.
+        platform: platform on which the seconds are modeled.
         calls: calls of the model's blocks, per device and microbatch; in a pipeline, those of one stage.
         microbatches: number of microbatches of a step.
         stages: number of pipeline stages on one device, which are equal.

@@ -160,7 +160,7 @@ def block_graph(
     Args:
         fn: the block, a function that JAX can differentiate.
         args: arrays, shapes (`jax.ShapeDtypeStruct`, with a sharding or without) or tracers.
-        chip: chip whose roofline gives the seconds; without one they are 0.
+        chip: chip on which the seconds are modeled; without one they are 0.
         mesh: number of devices along each mesh axis; by default the mesh of the current layout
             (`sharding.place.layout`).
         batch: mesh axes along the first dim of activations of unknown placement; by default the batch axes of the

@@ -56,7 +56,7 @@ def collect(
     Args:
         fn: function to trace, such as a model's loss; it is not run.
         args: arrays or shapes (`jax.ShapeDtypeStruct`).
-        chip: chip whose roofline gives the seconds of the graphs.
+        chip: chip on which the seconds of the graphs are modeled; without one they are 0.
         mesh: number of devices along each mesh axis; the current layout's by default.
         batch: mesh axes along the first dim of activations of unknown placement.
 

@@ -28,7 +28,7 @@ LOOPS = ("scan", "while")
 """Primitives that run a loop."""
 
 SLICING = ("slice", "dynamic_slice", "squeeze", "lt", "add", "select_n")
-"""Operations of which a slice by index consists; some of them make a negative index count from the start."""
+"""Operations into which JAX translates a slice by index, including those that convert a negative index."""
 
 PIPE = "pipe"
 """Mesh axis over which a pipeline's stages are placed."""

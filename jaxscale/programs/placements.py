@@ -38,13 +38,13 @@ _LIKE_FIRST_OPERAND = (
     "slice", "dynamic_slice", "pad", "rev", "cumsum", "sort", "top_k", "dynamic_update_slice", "scatter", "scatter-add",
     "scatter_add", "scatter-mul",
 )  # fmt: skip
-"""Operations whose result has the placement of their first operand, in the dims whose size is the same."""
+"""Operations that place the result like their first operand, in the dims that have the same size in both."""
 
 _PLACED_BY_READERS = (
     "transpose", "sharding_constraint", "convert_element_type", "reduce_precision", "mul", "add_any",
     "optimization_barrier",
 )  # fmt: skip
-"""Operations whose operands are computed where their result is needed."""
+"""Operations that place their operands like the result, because a reader of the result needs it there."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,12 +52,12 @@ class Placements:
     """Mesh axes along the dims of a program's values.
 
     Args:
-        program: the program whose values are placed.
+        program: a flat program.
         axis_sizes: number of devices along each mesh axis.
         is_tiled: whether memory is tiled, as a TPU's is.
         dims: mesh axes along the dims of each value, by its number.
         gathered_bytes: bytes of gathered weights, by the index of the operation that reads them.
-        summed_products: indices of products whose results are summed over devices of the fsdp axis.
+        summed_products: indices of the products with results that are summed over devices of the fsdp axis.
         loop_placements: placements in the body of each loop, by the loop's index among the operations.
         branch_placements: placements in the branches of each `cond`, by its index among the operations.
     """

@@ -36,7 +36,7 @@ def in_place_results(operation: Operation, caller_values: Set[int], program: Fla
 
     Args:
         operation: an operation of a pipelined step.
-        caller_values: the values of which the caller holds the memory.
+        caller_values: the values that are in memory of the caller.
         program: program of the operation.
     """
     if PIPE not in operation.manual_axes:

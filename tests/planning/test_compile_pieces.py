@@ -57,11 +57,11 @@ def test_what_was_measured_takes_the_place_of_the_formula(planned):
     assert len(set(asked)) == len(asked)
     assert set(asked) == set(found.compiled_pieces)
     assert found.timeline.peak.piece.name == asked[-1]
-    assert 10 * 2**20 < found.timeline.bytes < 10 * 2**20 + formula.timeline.bytes
+    assert 10 * 2**20 < found.timeline.peak_bytes < 10 * 2**20 + formula.timeline.peak_bytes
     # what is said of one piece changes no other
     nothing = of_step(step, shapes, CPU, lambda piece: 0)
     assert set(nothing.compiled_pieces) >= {formula.timeline.peak.piece.name}
-    assert nothing.timeline.bytes < formula.timeline.bytes
+    assert nothing.timeline.peak_bytes < formula.timeline.peak_bytes
 
 
 def test_every_piece_is_a_program(planned):

@@ -46,7 +46,7 @@ def swapadvisor(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
         return evaluations[genes][0], evaluations[genes][1].host_bytes
 
     def child(mother: Genes, father: Genes) -> Genes:
-        """Genes of which each comes from a random parent, and a few are flipped."""
+        """The genes of a child: each is that of a random parent, and a few are flipped."""
         mixed_genes = (rng.choice(pair) for pair in zip(mother, father, strict=True))
         return tuple(gene ^ (rng.random() < MUTATION) for gene in mixed_genes)
 
