@@ -41,13 +41,13 @@ class Point:
     block_kept_bytes: int | None = None
 
 
-def stacked(moments: Sequence[Mapping[str, int]], limit: int | None = None, turn: int | None = None) -> str:
+def stacked(moments: Sequence[Mapping[str, int]], limit: int | None = None, backward_start: int | None = None) -> str:
     """Live bytes by kind over the moments of a step, stacked, as an SVG image.
 
     Args:
         moments: live bytes by kind at each moment.
         limit: available bytes, drawn as a line.
-        turn: index of the first moment of the backward pass, drawn as a line.
+        backward_start: index of the first moment of the backward pass, drawn as a line.
 
     Example:
         >>> stacked([{"parameters": 2**20}, {"parameters": 2**20, "loss": 2**20}]).count("<path")
@@ -58,23 +58,23 @@ def stacked(moments: Sequence[Mapping[str, int]], limit: int | None = None, turn
     drawn_indices = thin(np.arange(len(moments)), total_bytes, MAX_MOMENTS // 2)[0].tolist()
     top_bytes = 1.06 * _axis_bytes(max(total_bytes, default=0), limit)
     frame = Frame((0, max(len(moments) - 1, 1)), (0, top_bytes))
-    parts = [frame.grid(byte_ticks(top_bytes), size)]
+    elements = [frame.grid(byte_ticks(top_bytes), size)]
     lower_bytes = [0] * len(drawn_indices)
     for kind, color in zip(kinds, itertools.cycle(COLORS)):
         upper_bytes = [low + moments[index].get(kind, 0) for low, index in zip(lower_bytes, drawn_indices, strict=True)]
-        parts.append(frame.area(drawn_indices, lower_bytes, upper_bytes, color, kind))
+        elements.append(frame.area(drawn_indices, lower_bytes, upper_bytes, color, kind))
         lower_bytes = upper_bytes
     if limit is not None and limit <= top_bytes:
-        parts.append(frame.level(limit, "limit"))
-        parts.append(svg_text(frame.width - frame.right - 4, frame.y_of(limit) - 5, f"limit {size(limit)}", "end"))
-    if turn is not None and 0 < turn < len(moments):
-        parts.append(frame.rule(turn, "turn"))
-        parts.append(svg_text(frame.x_of(turn) + 5, frame.top + 12, "backward"))
-        parts.append(svg_text(frame.x_of(turn) - 5, frame.top + 12, "forward", "end"))
-    parts.append(frame.title("operations in order; a loop's body is drawn once"))
+        elements.append(frame.level(limit, "limit"))
+        elements.append(svg_text(frame.width - frame.right - 4, frame.y_of(limit) - 5, f"limit {size(limit)}", "end"))
+    if backward_start is not None and 0 < backward_start < len(moments):
+        elements.append(frame.rule(backward_start, "turn"))
+        elements.append(svg_text(frame.x_of(backward_start) + 5, frame.top + 12, "backward"))
+        elements.append(svg_text(frame.x_of(backward_start) - 5, frame.top + 12, "forward", "end"))
+    elements.append(frame.title("operations in order; a loop's body is drawn once"))
     entries = [({"fill": color}, kind) for kind, color in zip(kinds, itertools.cycle(COLORS))]
     kinds_legend, legend_height = legend(entries, frame.left, frame.height + 12, frame.width)
-    return svg(frame.width, frame.height + 12 + legend_height, "live bytes through a step", parts, kinds_legend)
+    return svg(frame.width, frame.height + 12 + legend_height, "live bytes through a step", elements, kinds_legend)
 
 
 def curve(points: Sequence[Point], limit: int | None = None) -> str:
@@ -88,22 +88,22 @@ def curve(points: Sequence[Point], limit: int | None = None) -> str:
     """
     edge_cost = _top_cost(points)
     frame = Frame((0, 1.12 * _axis_bytes(max(point.bytes for point in points), limit)), (1, 1 + 1.15 * (edge_cost - 1)))
-    parts = [_plan_axes(frame, "{:.2f}x".format), frame.title("bytes per device")]
+    elements = [_plan_axes(frame, "{:.2f}x".format), frame.title("bytes per device")]
     if limit is not None and limit <= frame.x_range[1]:
-        parts.append(frame.rule(limit, "limit"))
-        parts.append(svg_text(frame.x_of(limit) - 5, frame.top + 12, f"limit {size(limit)}", "end"))
+        elements.append(frame.rule(limit, "limit"))
+        elements.append(svg_text(frame.x_of(limit) - 5, frame.top + 12, f"limit {size(limit)}", "end"))
     labels: list[tuple[float, float, float]] = []  # x, y and half the width of each label that is drawn
     for point in sorted(points, key=lambda point: not point.is_current):
         x, y = frame.x_of(point.bytes), frame.y_of(min(point.cost, edge_cost))
         radius, color = (7, COLORS[6]) if point.is_current else (5, COLORS[0])
-        parts.append(dot(x, y, radius, color, f"{point.name}: {size(point.bytes)}, {point.cost:.2f}x"))
+        elements.append(dot(x, y, radius, color, f"{point.name}: {size(point.bytes)}, {point.cost:.2f}x"))
         half_width = 3.6 * len(point.name)
         has_room = all(abs(x - lx) > half_width + half or abs(y - ly) > 13 for lx, ly, half in labels)
         if has_room or point.is_current:  # a label that would overlap another is shown only as a tooltip
             labels.append((x, y, half_width))
             cost_text = f" {point.cost:.1f}x" if point.cost > edge_cost else ""
-            parts.append(svg_text(x, y - 11, point.name + cost_text, "middle"))
-    return svg(frame.width, frame.height, "time against memory", parts)
+            elements.append(svg_text(x, y - 11, point.name + cost_text, "middle"))
+    return svg(frame.width, frame.height, "time against memory", elements)
 
 
 def lines(curves: Mapping[str, Sequence[Point]], x_title: str) -> str:
@@ -125,20 +125,20 @@ def lines(curves: Mapping[str, Sequence[Point]], x_title: str) -> str:
     right_margin = 16 + 8 * max(map(len, curves))
     frame = Frame((0, max([point.bytes for point in points] + [1])), (1, edge_cost), right_margin)
     right_edge = frame.width - right_margin
-    parts = [_plan_axes(frame, lambda cost: f"{cost - 1:+.0%}"), frame.title(x_title)]
+    elements = [_plan_axes(frame, lambda cost: f"{cost - 1:+.0%}"), frame.title(x_title)]
     for index, (rule, rule_points) in enumerate(curves.items()):
         color = f"hsl({index * 360 // len(curves)} 65% 45%)"
         sorted_points = sorted(rule_points, key=lambda point: point.bytes)
         positions = [(frame.x_of(point.bytes), frame.y_of(min(point.cost, edge_cost))) for point in sorted_points]
         coordinates = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
-        parts.append(element("polyline", points=coordinates, fill="none", stroke=color, stroke_width=1.5))
+        elements.append(element("polyline", points=coordinates, fill="none", stroke=color, stroke_width=1.5))
         for point, position in zip(sorted_points, positions, strict=True):
-            parts.append(dot(*position, 3.5, color, f"{point.name}: {size(point.bytes)}, {point.cost - 1:+.1%}"))
+            elements.append(dot(*position, 3.5, color, f"{point.name}: {size(point.bytes)}, {point.cost - 1:+.1%}"))
         y = frame.top + 12 + 18 * index
-        parts += [dot(right_edge + 14, y - 4, 4, color), svg_text(right_edge + 24, y, rule)]
+        elements += [dot(right_edge + 14, y - 4, 4, color), svg_text(right_edge + 24, y, rule)]
     if any(point.cost > edge_cost for point in points):
-        parts.append(svg_text(right_edge - 4, frame.top + 14, "at this edge: cost above the scale", "end"))
-    return svg(frame.width, max(frame.height, frame.top + 18 * len(curves)), "time against memory", parts)
+        elements.append(svg_text(right_edge - 4, frame.top + 14, "at this edge: cost above the scale", "end"))
+    return svg(frame.width, max(frame.height, frame.top + 18 * len(curves)), "time against memory", elements)
 
 
 def _plan_axes(frame: Frame, cost_text: Callable[[float], str]) -> Markup:

@@ -227,14 +227,14 @@ class _Sweep:
             self.arrays.compiler.product_fusion == "no" and operation.loop_body is None
         ):
             return []
-        candidates = list(dying_arrays)
+        candidates, results = list(dying_arrays), new_arrays
         if operation.loop_body is not None:
             initial_state = carries(operation)
-            new_arrays = operation.outputs[: len(initial_state)]
+            results = operation.outputs[: len(initial_state)]
             state_sources = self.arrays.sources_of(initial_state)
             candidates = [value for value in candidates if value in state_sources]
         reused_arrays = []
-        for result in new_arrays:
+        for result in results:
             if result in self.arrays.scattered_sums:
                 continue
             result_bytes = array_bytes.get(result, 0)
@@ -293,15 +293,15 @@ def _name_and_origin(operation: Operation, value: int, program: FlatProgram) -> 
     """
     if value in program.names:
         return program.names[value], operation
-    operand = None
+    operand, operand_program = None, program
     if operation.loop_body is not None:
-        program = operation.loop_body
-        operand = program.outputs[operation.outputs.index(value)]
+        operand_program = operation.loop_body
+        operand = operand_program.outputs[operation.outputs.index(value)]
     elif operation.kind in NAME_KEEPING:
         operand = operation.inputs[0]
     if operand is None:
         return "", operation
-    for producer in program.operations:
+    for producer in operand_program.operations:
         if operand in producer.outputs:
-            return _name_and_origin(producer, operand, program)
-    return program.names.get(operand, ""), operation
+            return _name_and_origin(producer, operand, operand_program)
+    return operand_program.names.get(operand, ""), operation

@@ -38,8 +38,8 @@ def slices_of(text: str) -> int:
     slice_ids: set[int] = set()
     for id_ranges in re.findall(r'_xla_megascale_target="?\{([\d,:]+)\}x', text):
         for id_range in id_ranges.split(","):
-            first, _, last = id_range.partition(":")
-            slice_ids |= set(range(int(first), int(last or first) + 1))
+            first_id, _, last_id = id_range.partition(":")
+            slice_ids |= set(range(int(first_id), int(last_id or first_id) + 1))
     for targets in re.findall(r"_xla_megascale_target=\{\{(.*?)\}\}", text):
         slice_ids |= {int(device) // 100_000 for device in re.findall(r"\d+", targets)}
     return max(len(slice_ids), 1)

@@ -71,10 +71,10 @@ def check_elementwise(
 
 def _first_mixing_primitive(jaxpr: Any) -> str | None:
     """Return the name of a jaxpr's first primitive that mixes elements, or `ARRAY`; `None` if no primitive does."""
-    jaxpr = open_jaxpr(jaxpr)
-    if any(_element_count(var) > 1 for var in jaxpr.constvars):
+    opened_jaxpr = open_jaxpr(jaxpr)
+    if any(_element_count(var) > 1 for var in opened_jaxpr.constvars):
         return ARRAY
-    for eqn in jaxpr.eqns:
+    for eqn in opened_jaxpr.eqns:
         if any(hasattr(var, "val") and _element_count(var) > 1 for var in eqn.invars):
             return ARRAY
         name = eqn.primitive.name

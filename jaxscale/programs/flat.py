@@ -161,10 +161,10 @@ class _Flattener:
 
     def program(self, jaxpr: Any) -> FlatProgram:
         """Return the flat program of a jaxpr."""
-        jaxpr = open_jaxpr(jaxpr)
-        self.constants += self._new_values(jaxpr.constvars)
-        inputs = self._new_values(jaxpr.invars)
-        results = self._append_equations(jaxpr, [*self.constants, *inputs], is_backward=False)
+        opened_jaxpr = open_jaxpr(jaxpr)
+        self.constants += self._new_values(opened_jaxpr.constvars)
+        inputs = self._new_values(opened_jaxpr.invars)
+        results = self._append_equations(opened_jaxpr, [*self.constants, *inputs], is_backward=False)
         outputs = tuple(_value_number(atom) for atom in results)
         operations, _ = live_steps(self.operations, outputs)
         return FlatProgram((*inputs, *self.constants), outputs, operations, self.avals, self.names)

@@ -108,12 +108,12 @@ def jaxpr_flop(jaxpr: Any, used_flags: Sequence[bool] | None = None) -> Flop:
         jaxpr: a jaxpr, open or closed.
         used_flags: for each output, whether it is used; by default all are.
     """
-    jaxpr = open_jaxpr(jaxpr)
-    used_flags = [True] * len(jaxpr.outvars) if used_flags is None else used_flags
-    used_vars = [var for var, is_used in zip(jaxpr.outvars, used_flags, strict=True) if is_used]
+    opened_jaxpr = open_jaxpr(jaxpr)
+    used_flags = [True] * len(opened_jaxpr.outvars) if used_flags is None else used_flags
+    used_vars = [var for var, is_used in zip(opened_jaxpr.outvars, used_flags, strict=True) if is_used]
     live_vars = {var for var in used_vars if not hasattr(var, "val")}
     total = Flop()
-    for eqn in reversed(jaxpr.eqns):
+    for eqn in reversed(opened_jaxpr.eqns):
         needed_flags = [var in live_vars for var in eqn.outvars]
         if any(needed_flags) or eqn.effects:
             total += _eqn_flop(eqn, needed_flags)
@@ -122,7 +122,7 @@ def jaxpr_flop(jaxpr: Any, used_flags: Sequence[bool] | None = None) -> Flop:
 
 
 def _eqn_flop(eqn: Any, used_flags: Sequence[bool]) -> Flop:
-    """Return the FLOP of an equation; `used_flags` has whether each of its outputs is used."""
+    """Return the FLOP of an equation, given for each of its outputs whether the output is used."""
     name, params = eqn.primitive.name, eqn.params
     if name in FORMULAS:
         return Flop({name: FORMULAS[name](eqn)})

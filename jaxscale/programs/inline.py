@@ -110,7 +110,9 @@ class InlinedProgram(NamedTuple):
                 digest.update(f"{token_of(step.inputs[0])}={step.eqn.params['name']};".encode())
             elif not step.is_alias:
                 numbers_and_vars = zip(step.outputs, step.eqn.outvars, strict=True)
-                result_texts = [f"{token_of(number)}:{_shape_text(var.aval)}" for number, var in numbers_and_vars]
+                result_texts = [
+                    f"{token_of(value_number)}:{_shape_text(var.aval)}" for value_number, var in numbers_and_vars
+                ]
                 operand_texts = [token_of(atom) for atom in step.inputs]
                 params_text = _param_text(step.eqn.params)
                 digest.update(f"{step.primitive}{params_text}({operand_texts})->{result_texts};".encode())

@@ -99,7 +99,7 @@ def test_the_compiler_s_own_listing(planned):
 
 def test_stacked_areas_reach_the_sums():
     moments = [{"a": 100, "b": 0}, {"a": 100, "b": 300}, {"a": 100}]
-    root = drawn(stacked(moments, limit=350, turn=1))
+    root = drawn(stacked(moments, limit=350, backward_start=1))
     paths = [node for node in root if node.tag.endswith("path")]
     assert len(paths) == 2
     assert any("limit" in node.get("class", "") for node in root)
