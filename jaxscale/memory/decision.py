@@ -78,7 +78,7 @@ class StackDecision:
 
     @property
     def layers(self) -> int:
-        """Number of layers in all groups."""
+        """The number of layers in all groups."""
         return sum(group.layers for group in self.groups)
 
 
@@ -142,7 +142,7 @@ class Decision:
 
     @property
     def bytes_of_a_block(self) -> float:
-        """Bytes kept on the device per block, on average."""
+        """The bytes kept on the device per block, on average."""
         return self.bytes / max(self.layers, 1)
 
     def write(self, path: Any) -> None:

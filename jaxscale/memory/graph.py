@@ -179,7 +179,7 @@ class _Program:
         return cost_of(self.graph.equations[equation_index], self.objective)
 
     def _candidate_indices(self) -> list[int]:
-        """Indices of the values worth keeping.
+        """The indices of the values worth keeping.
 
         A value is not worth keeping if it is computed at no cost from a value that is not larger, or from the block's
         inputs.

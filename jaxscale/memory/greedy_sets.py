@@ -44,7 +44,7 @@ def greedy(
     check_request(graph, budget, objective)
 
     def rerun_cost(kept_indices: frozenset[int]) -> float:
-        """Cost of recomputation if these values are kept."""
+        """The cost of recomputation if these values are kept."""
         return cost_of(recompute(graph, kept_indices), objective)
 
     # time is counted as the cost of the equations that ran so far; for each value, the time of its last read
@@ -61,7 +61,7 @@ def greedy(
         def eviction_key(
             index: int, kept_indices: frozenset[int] = kept_indices, kept_cost: float = kept_cost
         ) -> tuple[float, int]:
-            """Sort key of a value, the next to evict first: its score, then its negative bytes."""
+            """The sort key of a value, the least for the one to evict next: the score, then the negative bytes."""
             age = elapsed_cost - last_read_costs[index]
             staleness = age + elapsed_cost * 1e-6 if score == "dtr_static" else 1.0
             value_bytes = graph.values[index].bytes
@@ -74,7 +74,7 @@ def greedy(
 
 
 def _indices_worth_keeping(graph: BlockGraph) -> frozenset[int]:
-    """Indices of the values that are kept before the first eviction.
+    """The indices of the values that are kept before the first eviction.
 
     These are the values that the backward pass reads and that can be kept by name. Any other value that the backward
     pass reads is replaced by the nearest values with names from which it is computed.

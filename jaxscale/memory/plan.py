@@ -152,7 +152,7 @@ class MemoryPlan:
 
     @property
     def policy(self) -> str | None:
-        """Name of JAX's policy that the plan applies to every block; `None` for other rules."""
+        """The name of JAX's policy that the plan applies to every block; `None` for other rules."""
         return {"dots": "dots_saveable", "full": "nothing_saveable", "jax": self.name}.get(self.rule)
 
     def __str__(self) -> str:

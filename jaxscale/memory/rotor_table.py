@@ -130,19 +130,20 @@ def _budget_error(problem: "_Problem", budget: int, least_bytes: int) -> UserErr
 class _Problem:
     """The costs of a chain's stages, indexed by stage.
 
-    A plan of stages first..last begins with one node, which has a code: -1 - option saves stage first under that
-    option, and a cut c reruns stages first..c-1.
+    A plan of stages first..last (indices, both included) begins with one node. The node has a code: -1 - option for the
+    `Save` of stage first under that option, and the cut c for the `Remat` of stages first..c-1.
 
     Attributes:
         stages, input_bytes, bound: the arguments; there are `stage_count` stages.
         edge_bytes: bytes of each stage's input, then of the last stage's output.
         elapsed_seconds: for each stage, the forward seconds of the stages before it; then those of all stages.
-        is_alike: whether all stages are identical.
+        is_uniform: whether all stages are identical.
         has_passed_bytes: whether a stage passes on arrays of its input.
-        gradient_bytes: for each entry of `edge_bytes`, the bytes of its gradient that the budget limits.
+        gradient_bytes: for each entry of `edge_bytes`, the bytes of the array's gradient; 0 if the budget limits only
+            kept bytes.
         new_bytes: new_bytes[s][c - s - 1] are the bytes of the input of c that the input of s does not contain.
-        run_need_bytes: run_need_bytes[s][c - s - 1] are the bytes to run stages s..c-1 without keeping values, besides
-            the input of s and a gradient; the last output is included.
+        run_need_bytes: run_need_bytes[s][c - s - 1] are the bytes that running stages s..c-1 takes if no values are
+            kept, besides the input of s and a gradient; the output of stage c-1 is included.
     """
 
     def __init__(self, stages: tuple[Stage, ...], input_bytes: int, bound: Bound) -> None:
@@ -151,12 +152,12 @@ class _Problem:
         self.stages, self.input_bytes, self.stage_count, self.bound = stages, input_bytes, len(stages), bound
         self.edge_bytes = [input_bytes, *(stage.output_bytes for stage in stages)]
         self.elapsed_seconds = np.concatenate([[0.0], np.cumsum([stage.forward_seconds for stage in stages])])
-        self.is_alike = len(set(stages)) == 1 and input_bytes == stages[0].output_bytes
+        self.is_uniform = len(set(stages)) == 1 and input_bytes == stages[0].output_bytes
         self.has_passed_bytes = any(stage.passed_bytes for stage in stages)
         self.gradient_bytes = self.edge_bytes if bound == "alive" else [0] * len(self.edge_bytes)
         self.new_bytes: list[list[int]] = []
         self.run_need_bytes: list[list[int]] = []
-        for start in range(self.stage_count if not self.is_alike else 1):
+        for start in range(self.stage_count if not self.is_uniform else 1):
             new_bytes_row, need_row, passed_bytes, run_bytes, new_bytes = [], [], math.inf, 0, 0
             for index in range(start, self.stage_count):
                 stage = stages[index]
@@ -167,7 +168,7 @@ class _Problem:
                 need_row.append(run_bytes if bound == "alive" else 0)
             self.new_bytes.append(new_bytes_row)
             self.run_need_bytes.append(need_row)
-        if self.is_alike:
+        if self.is_uniform:
             self.new_bytes *= self.stage_count
             self.run_need_bytes *= self.stage_count
 
@@ -208,7 +209,7 @@ class _Problem:
         return self.input_bytes + self._least_bytes_of(0, self.stage_count - 1)
 
     def _least_choices(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Yield, for each code of a first node, the least bytes of stages first..last after it, and the code."""
+        """For each possible first node of a plan of stages first..last, yield the least bytes and the node's code."""
         for option in range(len(self.stages[first].options)):
             later_bytes = self.saved_bytes(first, option) + self._least_bytes_of(first + 1, last) if first < last else 0
             yield max(self.save_need_bytes(first, option, last), later_bytes), -1 - option
@@ -234,12 +235,12 @@ class _Problem:
 
     def _key(self, first: int, last: int) -> tuple[int, int]:
         """The key of stages first..last in `_least_by_span`: for identical stages only their number counts."""
-        return (0, last - first) if self.is_alike else (first, last)
+        return (0, last - first) if self.is_uniform else (first, last)
 
     def _spans(self) -> Iterator[tuple[int, int]]:
         """Yield the first and last stage of every span of neighboring stages, after all shorter spans inside it."""
         for last in range(self.stage_count):
-            for first in (0,) if self.is_alike else range(last, -1, -1):
+            for first in (0,) if self.is_uniform else range(last, -1, -1):
                 yield first, last
 
     # -- the least time ------------------------------------------------------------------------------------------------
@@ -255,7 +256,7 @@ class _Problem:
         distinct_sizes.update(byte_count for row in self.new_bytes for byte_count in row)
         kept_sizes = np.array(sorted(distinct_sizes), dtype=np.float64)
         unit = math.gcd(*(int(byte_count) for byte_count in kept_sizes)) or 1
-        least_slot_count = 4 * slots if self.is_alike else slots
+        least_slot_count = 4 * slots if self.is_uniform else slots
         if free_bytes // unit <= least_slot_count:
             slot_count = free_bytes // unit
             return _Grid(float(unit), float(free_bytes - slot_count * unit), slot_count + 1, exact=True)
@@ -304,16 +305,16 @@ class _Table:
 
     def __init__(self, problem: _Problem, grid: _Grid) -> None:
         self.problem, self.grid, self.exact = problem, grid, grid.exact
-        byte_rows = problem.new_bytes[: 1 if problem.is_alike else None]
+        byte_rows = problem.new_bytes[: 1 if problem.is_uniform else None]
         self.new_slots = [[grid.slots_of(byte_count) for byte_count in row] for row in byte_rows]
-        if problem.is_alike:
-            self._fill_alike()
+        if problem.is_uniform:
+            self._fill_uniform()
         else:
             self._fill()
 
     def row(self, first: int, last: int) -> CostRow:
         """The row C(first, last, :) of the table."""
-        return self._rows[0][last - first] if self.problem.is_alike else self._rows[first][last - first]
+        return self._rows[0][last - first] if self.problem.is_uniform else self._rows[first][last - first]
 
     def slots_to_try(self) -> Iterator[int]:
         """Yield the index of a slot for each distinct cost of a plan for the whole chain, the least cost first."""
@@ -353,7 +354,7 @@ class _Table:
 
     def _new_slots_of(self, first: int, cut: int) -> int:
         """The slots of the input of stage `cut`, without the arrays that the input of stage `first` contains."""
-        return self.new_slots[0 if self.problem.is_alike else first][cut - first - 1]
+        return self.new_slots[0 if self.problem.is_uniform else first][cut - first - 1]
 
     def _first_slot_to_run(self, first: int, cut: int, last: int) -> int:
         """The index of the first slot in which stages first..cut-1 can run without keeping values."""
@@ -416,7 +417,7 @@ class _Table:
                         self._shift(costs, self._new_slots_of(first - 1, first)) + problem.elapsed_seconds[first]
                     )
 
-    def _fill_alike(self) -> None:
+    def _fill_uniform(self) -> None:
         """Fill the table of identical stages in order of the number of stages, `last` + 1."""
         problem, grid, count = self.problem, self.grid, self.problem.stage_count
         self._rows = [np.empty((count, grid.length))]

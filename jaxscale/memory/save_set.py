@@ -89,13 +89,13 @@ def recompute(graph: BlockGraph, kept_indices: Iterable[int]) -> Recompute:
 
 
 def hidden_seconds(graph: BlockGraph, host: Host) -> tuple[float, float]:
-    """Most seconds of copies that can overlap with a block's forward pass, and with its backward pass."""
+    """The seconds of copies that can overlap with a block's forward pass, and those that can with its backward pass."""
     forward_seconds = graph.seconds if host.hidden_forward is None else host.hidden_forward
     return forward_seconds, 2 * graph.seconds if host.hidden_backward is None else host.hidden_backward
 
 
 def exposed_seconds(graph: BlockGraph, host: Host | None, host_bytes: int, rerun_seconds: float) -> float:
-    """Seconds of copies to and from the host that do not overlap with the computation of the block.
+    """The seconds of copies to and from the host that do not overlap with the computation of the block.
 
     Args:
         graph: graph of the block.
@@ -143,7 +143,7 @@ def save_set(graph: BlockGraph, keep: Iterable[str], offload: Iterable[str] = ()
 
 
 def value_index(graph: BlockGraph, name: str) -> int:
-    """Index of the value with this name, after a check that it can be kept by name.
+    """The index of the value with this name, after a check that it can be kept by name.
 
     Raises:
         UserError: the block has no value of this name (the message suggests a similar name), or the value cannot be

@@ -45,7 +45,7 @@ class Piece:
 
     @property
     def indices(self) -> range:
-        """Indices of the piece's operations."""
+        """The indices of the piece's operations."""
         return range(self.start, self.stop)
 
 
@@ -167,7 +167,7 @@ def lowered_piece(
 
 
 def _indices_with_expressions(arrays: Arrays, piece: Piece) -> list[int]:
-    """Indices of a piece's operations, and of earlier operations that compute expressions for the piece, in order."""
+    """The indices of a piece's operations and of earlier operations that compute expressions for it, in order."""
     operations = arrays.program.operations
     producer_indices = {value: index for index, operation in enumerate(operations) for value in operation.outputs}
     indices = set(piece.indices)

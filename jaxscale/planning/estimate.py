@@ -74,23 +74,23 @@ class Estimate:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory, all kinds together."""
+        """The bytes of device memory per device, all kinds together."""
         return sum(self.device_bytes_by_kind.values())
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory per device, all kinds together."""
+        """The bytes of host memory per device, all kinds together."""
         return sum(self.host_bytes_by_kind.values())
 
     @property
     def moments(self) -> tuple[dict[str, int], ...]:
-        """Live bytes by kind, arguments included, at each moment of the step; a loop's body appears once."""
+        """The live bytes by kind, arguments included, at each moment of the step; a loop's body appears once."""
         argument_bytes_by_kind = bytes_by_kind(self.argument_items)
         return tuple(argument_bytes_by_kind | moment.bytes_by_kind for moment in self.timeline.moments)
 
     @property
     def backward_start(self) -> int:
-        """Index of the first moment of the backward pass; the number of moments if there is no backward pass."""
+        """The index of the first moment of the backward pass; the number of moments if there is no backward pass."""
         moments = self.timeline.moments
         return next((index for index, moment in enumerate(moments) if moment.is_backward), len(moments))
 
@@ -101,7 +101,7 @@ class Estimate:
 
     @property
     def live_items(self) -> tuple[Item, ...]:
-        """Arrays alive at the peak, arguments included, the largest first."""
+        """The arrays alive at the peak, arguments included, the largest first."""
         return tuple(sorted((*self.argument_items, *self.timeline.peak_items), key=lambda item: -item.bytes))
 
     def __str__(self) -> str:
@@ -198,7 +198,7 @@ def of_step(step: TrainStep, batch: Any, platform: Platform, measure: Callable[[
 
 
 def _kept_on_host_bytes(program: FlatProgram, placements: Placements) -> int:
-    """Bytes per device of the activations that loops store in host memory for the backward pass of one microbatch."""
+    """The bytes per device of activations that loops store in host memory for the backward pass of a microbatch."""
     host_bytes = 0
     for index, operation in enumerate(program.operations):
         if operation.loop_body is None:

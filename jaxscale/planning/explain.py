@@ -73,7 +73,7 @@ class Explanation:
 
     @property
     def _cost_name(self) -> str:
-        """Column heading of the costs, "Time" or "FLOP"."""
+        """The column heading of the costs, "Time" or "FLOP"."""
         return "Time" if self.is_timed else "FLOP"
 
     def svg(self) -> str:
@@ -165,7 +165,7 @@ def explain(
 def compare(
     experiment: Experiment, platform: Platform, plan: Plan, memory_plans: Sequence[str], costs: MemoryCosts
 ) -> list[Point]:
-    """Bytes and cost of a step under each of several memory plans, with costs as multiples of the lowest.
+    """The bytes and cost of a step under each of several memory plans, with costs as multiples of the lowest.
 
     The cost is modeled seconds, including copies to the host that do not overlap with computation. It is FLOP if the
     chip's rates are unknown. Memory plans that are not valid for the model are left out.
@@ -203,7 +203,7 @@ def compare(
 
 
 def _plan_texts(experiment: Experiment, platform: Platform, plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
-    """Text forms of the memory plans to compare: the menu, optimal plans, and other rules with the middle budget."""
+    """The text forms of the memory plans to compare: the menu, optimal plans, and other rules with one budget."""
     kept_bytes = estimate(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none"))).kept_bytes
     budgets = [bytes_text(short_budget(round(kept_bytes * share))) for share in SHARES]
     optimal_plans = [f"{rule}:{budget}" for rule in searched_rules(experiment, plan, costs) for budget in budgets]

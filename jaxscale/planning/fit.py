@@ -83,13 +83,13 @@ class Fit:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory per device, as the compiler reported them or otherwise by estimate."""
+        """The bytes of device memory per device, as the compiler reported them or otherwise by estimate."""
         compiler_bytes = None if self.report is None else self.report.device_bytes
         return self.estimate.device_bytes if compiler_bytes is None else compiler_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory per device, by estimate or as the compiler reported them, whichever is larger."""
+        """The bytes of host memory per device, by estimate or as the compiler reported them, whichever is larger."""
         compiler_bytes = None if self.report is None else self.report.host_bytes
         return max(self.estimate.host_bytes, compiler_bytes or 0)
 
@@ -181,7 +181,7 @@ class Fit:
         return "\n".join(lines)
 
     def _traffic_lines(self) -> list[str]:
-        """Lines with the bytes that a device sends in a step: over the slow axis, and in a compiled step over all."""
+        """The lines with the bytes that a device sends in a step: over the slow axis, and, if compiled, over all axes."""
         traffic, plan, report = self.estimate.slow_axis_traffic, self.estimate.plan, self.report
         lines = [] if traffic is None else [f"on the wire, {traffic}"]
         if report is not None and report.collectives:
@@ -197,7 +197,7 @@ class Fit:
         return accuracy.recorded_accuracy(self.platform.chip.kind, compiled=compiled, pipelined=pipelined)
 
     def svg(self) -> str:
-        """Live bytes by kind through a step, by estimate, with the limit, as an SVG image."""
+        """The live bytes by kind through a step, by estimate, with the limit, as an SVG image."""
         return stacked(self.estimate.moments, self.limit, self.estimate.backward_start)
 
     def html(self) -> str:
@@ -283,7 +283,7 @@ def fit(
 
 
 def helpful_changes(experiment: Experiment, platform: Platform, step_fit: Fit) -> tuple[PlanChange, ...]:
-    """Changes to the plan, with the bytes that each would save by estimate, the largest saving first.
+    """The changes to the plan that save memory, with the bytes that each saves by estimate, the largest saving first.
 
     If no single change is enough, the last entry combines several.
 

@@ -81,7 +81,7 @@ class Arrays:
         sources_by_value: for each value, the arrays that it is computed from; an array is its own only source.
         output_values: values that the program returns.
         scattered_sums: sums into which a scatter writes one element per row (`_scattered_sums`).
-        is_in_loop: whether the program is the body of a loop, or a branch.
+        is_inner: whether the program is the body of a loop or a branch.
     """
 
     def __init__(
@@ -94,15 +94,15 @@ class Arrays:
         is_branch: bool = False,
     ) -> None:
         self.program, self.placements, self.compiler = program, placements, compiler
-        self.is_in_loop = first_stacked_index is not None
+        self.is_inner = first_stacked_index is not None
         self.output_values = {value for value in program.outputs if value is not None}
         self.scattered_sums = _scattered_sums(program)
         self.array_bytes: dict[int, int] = {}
         self.sources_by_value: dict[int, frozenset[int]] = {value: frozenset() for value in program.inputs}
-        # the caller holds the memory of these values
+        # stacked outputs are written into arrays of the caller; caller values are in memory of the caller
         self._stacked_outputs = set() if first_stacked_index is None else set(program.outputs[first_stacked_index:])
         self._stacked_outputs |= regions.reshaped_outputs(program, NAME_KEEPING) if is_branch else set()
-        self._caller_values = set(program.inputs) if self.is_in_loop or regions.tick_loops(program) else set()
+        self._caller_values = set(program.inputs) if self.is_inner or regions.tick_loops(program) else set()
         for operation in program.operations:
             self._add_results(operation)
 
@@ -126,8 +126,8 @@ class Arrays:
         """All arrays that at least one of the values is computed from."""
         return {source for value in values if value is not None for source in self.sources_by_value[value]}
 
-    def is_array(self, operation: Operation) -> bool:
-        """Whether the results of an operation are arrays regardless of their readers."""
+    def has_array_results(self, operation: Operation) -> bool:
+        """Whether the results of an operation are stored as arrays, whatever reads them."""
         if operation.kind in SCATTERS and _changes_one_per_row(operation, self.program):
             return False
         if operation.kind in ("sharding_constraint", "enter"):  # they may gather shards
@@ -135,7 +135,7 @@ class Arrays:
             return operand is not None and self._bytes_of(result) > self._bytes_of(operand)
         return operation.kind in ARRAY_RESULTS or operation.kind.startswith("reduce_")
 
-    def is_around_ring(self, index: int) -> bool:
+    def is_ring_product(self, index: int) -> bool:
         """Whether the product with this index is computed around a ring of devices.
 
         It is then computed in steps, between which an operand or the partial result moves to the next device.
@@ -149,7 +149,7 @@ class Arrays:
         """Record which results of an operation are arrays, and the sources of the others."""
         operands = [value for value in operation.inputs if value is not None]
         operand_sources = frozenset(self.sources_of(operands))
-        are_arrays = self.is_array(operation)
+        are_arrays = self.has_array_results(operation)
         is_gathered = are_arrays and operation.kind == "enter"
         in_place_values: set[int] = set()
         if not is_gathered:
@@ -167,11 +167,11 @@ class Arrays:
                 self.sources_by_value[value] = operand_sources
 
     def _bytes_of(self, value: int) -> int:
-        """Bytes per device of a value as an array."""
+        """The bytes per device of a value as an array."""
         return self.placements.bytes_of(self.program.avals[value], self.placements.dims[value])
 
     def _result_bytes(self, operation: Operation, value: int) -> int:
-        """Bytes of a result as an array; a product's result is stored in the type to which all readers convert it."""
+        """The bytes of a result as an array; if all readers convert a product to one type, it is stored in that type."""
         result_bytes = self._bytes_of(value)
         readers = [self.program.operations[index] for index in self.program.readers.get(value, ())]
         if operation.kind not in PRODUCTS or value in self.output_values or not readers:
@@ -182,7 +182,7 @@ class Arrays:
 
     def _needs_array(self, value: int) -> bool:
         """Whether an expression must be stored as an array."""
-        if value in self.output_values and self.is_in_loop:
+        if value in self.output_values and self.is_inner:
             return True
         if value in self.scattered_sums and (self.compiler.product_fusion == "no" or not self._is_fully_sharded(value)):
             return True
@@ -192,10 +192,10 @@ class Arrays:
         product_indices = [index for index in reader_indices if self.program.operations[index].kind in PRODUCTS]
         if self.compiler.product_fusion == "no":
             return bool(product_indices)
-        return self.compiler.product_fusion == "local" and any(map(self.is_around_ring, product_indices))
+        return self.compiler.product_fusion == "local" and any(map(self.is_ring_product, product_indices))
 
     def _readers_through_views(self, value: int) -> list[int]:
-        """Indices of the operations that read a value or a view of it."""
+        """The indices of the operations that read a value or a view of it."""
         reader_indices = []
         for index in self.program.readers.get(value, ()):
             operation = self.program.operations[index]
@@ -209,7 +209,7 @@ class Arrays:
 
 
 def _scattered_sums(program: FlatProgram) -> set[int]:
-    """Sums to which a scatter of one element per row is added; the scatter writes into the array of the sum."""
+    """The sums to which a scatter of one element per row is added; the scatter writes into the array of the sum."""
     scatter_results: set[int] = set()
     sums: set[int] = set()
     for operation in program.operations:

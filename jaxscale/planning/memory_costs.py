@@ -60,7 +60,7 @@ class MemoryCosts:
 
     @functools.cached_property
     def block_seconds(self) -> float:
-        """Seconds of the blocks' forward and backward passes in a step that keeps all activations.
+        """The seconds of the blocks' forward and backward passes in a step that keeps all activations.
 
         A backward pass is assumed to take twice as long as a forward pass.
         """
@@ -76,7 +76,7 @@ class MemoryCosts:
         return decide(dataclasses.replace(memory, budget=budget), self.calls, self.platform.chip)
 
     def seconds(self, decision: Decision) -> float:
-        """Seconds that a decision adds to a step that would keep all activations."""
+        """The seconds that a decision adds to a step that would keep all activations."""
         return self.microbatches * self.stages * decision.seconds
 
     def step_seconds(self, flop: float) -> float:

@@ -160,7 +160,7 @@ def valid_menu(experiment: Experiment, plan: Plan) -> tuple[str, ...]:
 
 
 def searched_rules(experiment: Experiment, plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
-    """Names of the rules that are optimal for the model's blocks; for these, the best budget is searched."""
+    """The names of the rules that are optimal for the model's blocks; for these, the best budget is searched."""
     if plan.unroll > 1 or not costs.calls:
         return ()
     is_chain = len(costs.calls) > 1 and all(call.count == 1 for call in costs.calls)
@@ -190,12 +190,12 @@ class _Candidates:
 
     @functools.cached_property
     def batch(self) -> Any:
-        """Shapes of a global batch."""
+        """The shapes of a global batch."""
         return batch_shapes(self.experiment)
 
     @functools.cached_property
     def costs(self) -> MemoryCosts:
-        """Costs of memory plans for the model's blocks."""
+        """The costs of memory plans for the model's blocks."""
         return MemoryCosts.of(self.experiment, self.platform, self.plan)
 
     def candidate(self, text: str) -> Candidate:
@@ -231,7 +231,7 @@ class _Candidates:
             return None
 
     def needed_bytes(self, candidate: Candidate) -> int:
-        """Bytes of device memory per device that a candidate needs, as compiled or, without `measure`, by estimate."""
+        """The bytes of device memory per device that a candidate needs: as compiled or, without `measure`, estimated."""
         if self.measure is None:
             return candidate.device_bytes
         if candidate not in self.measured_bytes:
@@ -326,6 +326,6 @@ def _granularity(budget: int) -> int:
 
 
 def _budget_of(candidate: Candidate) -> int:
-    """Bytes of the budget of a candidate's memory plan."""
+    """The bytes of the budget of a candidate's memory plan."""
     assert candidate.plan.memory.budget is not None, "a searched rule has a budget"
     return candidate.plan.memory.budget

@@ -89,11 +89,11 @@ class Menu:
 
     @property
     def _cost_name(self) -> str:
-        """Name of the costs, "time" or "FLOP"."""
+        """The name of the costs, "time" or "FLOP"."""
         return "time" if self.is_timed else "FLOP"
 
     def _table(self, rules: Collection[str], cell_of: Callable[[Decision], str]) -> list[str]:
-        """Lines of a table with a cell for each rule and budget; "-" if no decision is within the budget.
+        """The lines of a table with a cell for each rule and budget; "-" if no decision is within the budget.
 
         Args:
             rules: names of the rules, one per line.

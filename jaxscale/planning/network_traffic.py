@@ -48,7 +48,7 @@ class Traffic:
 
 
 def slow_axis_traffic(step: TrainStep, platform: Platform) -> Traffic | None:
-    """Traffic of a step over the slow axis; `None` if its mesh has one replica.
+    """The traffic of a step over the slow axis; `None` if its mesh has one replica.
 
     Args:
         step: a train step.
@@ -77,7 +77,7 @@ def slow_axis_traffic(step: TrainStep, platform: Platform) -> Traffic | None:
 
 
 def slow_link(platform: Platform, mesh: MeshSpec) -> tuple[str, float]:
-    """Name of the links along the replica axis, and their bytes/s per device and direction; ("", 0.0) if unknown.
+    """The name of the links along the replica axis, and their bytes/s per device and direction; ("", 0.0) if unknown.
 
     Example:
         >>> slow_link(Platform.parse("tpu v5e:4x4 x 2"), MeshSpec(replica=2, fsdp=16))
@@ -97,7 +97,7 @@ def slow_link(platform: Platform, mesh: MeshSpec) -> tuple[str, float]:
 
 
 def sent_by_axes(collectives: Iterable[Collective], mesh: MeshSpec, slices: int = 1) -> dict[str, int]:
-    """Bytes that a device sends in a compiled step, by the axes of the collectives; each is assumed to use a ring.
+    """The bytes that a device sends in a compiled step, by the axes of the collectives; each is assumed to use a ring.
 
     Args:
         collectives: collectives of the compiled step.

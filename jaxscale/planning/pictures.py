@@ -42,7 +42,7 @@ class Point:
 
 
 def stacked(moments: Sequence[Mapping[str, int]], limit: int | None = None, backward_start: int | None = None) -> str:
-    """Live bytes by kind over the moments of a step, stacked, as an SVG image.
+    """The live bytes by kind over the moments of a step, stacked, as an SVG image.
 
     Args:
         moments: live bytes by kind at each moment.

@@ -152,7 +152,7 @@ def layers_of(partition: Partition, period: int) -> tuple[int, ...]:
 
 
 def _fixed_bytes(experiment: Experiment, platform: Platform, plan: Plan, ranks: int, microbatch_count: int) -> int:
-    """Bytes per device of weights, optimizer state, compute copy and float32 gradients, with stages of equal size."""
+    """The bytes per device of weights, optimizer state, compute copy and float32 gradients, with equal stages."""
     pipeline = PipelinePlan.parse(f"gpipe:{ranks}x{microbatch_count}")
     step = described_step(experiment, platform, dataclasses.replace(plan, pipeline=pipeline))
     weight_bytes = local_bytes(step.layout.abstract.params)

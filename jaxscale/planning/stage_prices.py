@@ -42,7 +42,7 @@ from jaxscale.step.train_step import TrainStep
 
 
 def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePlan, schedule: Schedule) -> Costs:
-    """Seconds and bytes of a schedule's stages.
+    """The seconds and bytes of a schedule's stages.
 
     The blocks are divided into stages as in the experiment's plan, or evenly if its partition is not for this schedule.
 
@@ -176,7 +176,7 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
 
 
 def link_seconds(platform: Platform, prices: ModelPrices) -> float:
-    """Seconds that a message between neighbors on the pipe axis takes over the chip's fastest kind of link."""
+    """The seconds that a message between neighbors on the pipe axis takes over the chip's fastest kind of link."""
     links = [link for link in platform.links if link.name in ("ici", "nvlink", "pcie")]
     return prices.blocks[0].message_bytes / links[0].bandwidth if links and platform.devices > 1 else 0.0
 

@@ -67,12 +67,12 @@ class Moment:
 
     @functools.cached_property
     def bytes_by_kind(self) -> dict[str, int]:
-        """Live bytes per device, by kind."""
+        """The live bytes per device, by kind."""
         return bytes_by_kind(self.items)
 
     @functools.cached_property
     def total_bytes(self) -> int:
-        """Live bytes per device."""
+        """The live bytes per device."""
         return sum(self.bytes_by_kind.values())
 
 
@@ -93,12 +93,12 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """Live bytes at the peak."""
+        """The live bytes at the peak."""
         return self.peak.total_bytes
 
     @property
     def peak_items(self) -> tuple[Item, ...]:
-        """Arrays alive at the peak, the largest first."""
+        """The arrays alive at the peak, the largest first."""
         return tuple(sorted(self.peak.items, key=lambda item: -item.bytes))
 
 
@@ -194,8 +194,10 @@ class _Sweep:
         """For each array that a product around a ring reads late, the index of the last operation that needs it."""
         if self.arrays.compiler.product_fusion != "local":
             return {}
-        ring_products = [index for index in self.arrays.placements.summed_products if self.arrays.is_around_ring(index)]
-        late_reads = late_arrays(self.arrays.program, ring_products, self.arrays.is_array)
+        ring_products = [
+            index for index in self.arrays.placements.summed_products if self.arrays.is_ring_product(index)
+        ]
+        late_reads = late_arrays(self.arrays.program, ring_products, self.arrays.has_array_results)
         return {value: max(index, last_reads.get(value, -1)) for value, index in late_reads.items()}
 
     def _reused_arrays(
@@ -260,14 +262,14 @@ class _Sweep:
         return moments or [Moment()]
 
     def _gathered_bytes(self, operation: Operation, index: int) -> int:
-        """Bytes of the weights that are gathered for the operation with this index."""
+        """The bytes of the weights that are gathered for the operation with this index."""
         arrays = self.arrays
         gathered_bytes = int(arrays.compiler.gathered_share * arrays.placements.gathered_bytes.get(index, 0))
         if (
             gathered_bytes
-            and arrays.is_in_loop
+            and arrays.is_inner
             and arrays.compiler.product_fusion == "local"
-            and arrays.is_around_ring(index)
+            and arrays.is_ring_product(index)
         ):
             # around a ring the result is assembled in steps: an old and a new copy are alive
             return max(gathered_bytes, *(arrays.array_bytes.get(value, 0) for value in operation.outputs))

@@ -140,12 +140,12 @@ class Platform:
 
     @property
     def devices(self) -> int:
-        """Number of JAX devices, all slices together."""
+        """The number of JAX devices, all slices together."""
         return self.chips * self.slices * self.chip.devices
 
     @property
     def hosts(self) -> int | None:
-        """Number of host machines; None if the number of chips per host is unknown."""
+        """The number of host machines; None if the number of chips per host is unknown."""
         if self.chip.chips_per_host is None:
             return None
         return self.slices * math.ceil(self.chips / self.chip.chips_per_host)
@@ -165,7 +165,7 @@ class Platform:
 
     @property
     def device_memory(self) -> int | None:
-        """Bytes that a program may use on one JAX device; if unknown, all of its memory, or None."""
+        """The bytes that a program may use on one JAX device; if unknown, all of its memory, or None."""
         chip_memory = self.chip.memory if self.chip.usable_memory is None else self.chip.usable_memory
         return None if chip_memory is None else chip_memory // self.chip.devices
 

@@ -115,32 +115,32 @@ class BlockGraph:
 
     @functools.cached_property
     def by_name(self) -> Mapping[str, int]:
-        """Index of each value, by its name."""
+        """The index of each value, by its name."""
         return {value.name: index for index, value in enumerate(self.values)}
 
     @property
     def flop(self) -> int:
-        """FLOP of the forward pass, per device."""
+        """The FLOP of the forward pass, per device."""
         return sum(equation.flop for equation in self.equations)
 
     @property
     def seconds(self) -> float:
-        """Seconds of the forward pass by roofline; 0 if the chip's rates are unknown."""
+        """The seconds of the forward pass by roofline; 0 if the chip's rates are unknown."""
         return sum(equation.seconds for equation in self.equations)
 
     @property
     def carried_bytes(self) -> int:
-        """Bytes of the activations that enter the block, per device."""
+        """The bytes of the activations that enter the block, per device."""
         return sum(self.values[index].bytes for index in self.carried)
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of the block's results, per device."""
+        """The bytes of the block's results, per device."""
         return sum(self.values[index].bytes for index in self.outputs)
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of `needed`, which a block keeps without a memory plan; a value and its named copy count once."""
+        """The bytes of `needed`, which a block keeps without a memory plan; a value and its named copy count once."""
         needed_indices = set(self.needed)
         producers = (self.equations[self.values[index].producer] for index in self.needed)
         copy_indices = {eqn.outputs[0] for eqn in producers if eqn.name == "name" and needed_indices & {*eqn.inputs}}

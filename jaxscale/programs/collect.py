@@ -40,7 +40,7 @@ class BlockCall:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of the activations that enter one run of the block, per device."""
+        """The bytes of the activations that enter one run of the block, per device."""
         return self.graph.carried_bytes
 
 

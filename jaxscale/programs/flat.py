@@ -93,7 +93,7 @@ class FlatProgram:
 
     @functools.cached_property
     def readers(self) -> dict[int, list[int]]:
-        """Indices of the operations that read each value, in order; a value that nothing reads has no entry."""
+        """The indices of the operations that read each value, in order; a value that nothing reads has no entry."""
         readers_by_value: dict[int, list[int]] = {}
         for index, operation in enumerate(self.operations):
             for value in operation.inputs:

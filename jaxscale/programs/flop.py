@@ -31,7 +31,7 @@ class Flop:
 
     @property
     def total(self) -> int:
-        """FLOP of all primitives."""
+        """The FLOP of all primitives."""
         return sum(self.by_primitive.values())
 
     def __add__(self, other: "Flop") -> "Flop":

@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
     @property
     def primitive(self) -> str:
-        """Name of the primitive."""
+        """The name of the primitive."""
         return self.eqn.primitive.name
 
     @property

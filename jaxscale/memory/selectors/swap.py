@@ -37,7 +37,7 @@ class IdleValue:
 
     @property
     def seconds(self) -> float:
-        """Seconds for which the values are idle."""
+        """The seconds for which the values are idle."""
         return self.stop - self.start
 
 

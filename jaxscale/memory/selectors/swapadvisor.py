@@ -40,7 +40,7 @@ def swapadvisor(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
     evaluations: dict[Genes, tuple[float, SaveSet]] = {}
 
     def score(genes: Genes) -> tuple[float, int]:
-        """Sort key of genes, the best first: seconds with penalty, then bytes in host memory."""
+        """The sort key of genes, the least for the best ones: seconds with penalty, then bytes in host memory."""
         if genes not in evaluations:
             evaluations[genes] = evaluate(genes)
         return evaluations[genes][0], evaluations[genes][1].host_bytes
