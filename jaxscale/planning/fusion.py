@@ -171,7 +171,7 @@ class Arrays:
         return self.placements.bytes_of(self.program.avals[value], self.placements.dims[value])
 
     def _result_bytes(self, operation: Operation, value: int) -> int:
-        """The bytes of a result as an array; if all readers convert a product to one type, it is stored in that type."""
+        """The bytes of a result as an array; a product that all readers convert to one type is stored in that type."""
         result_bytes = self._bytes_of(value)
         readers = [self.program.operations[index] for index in self.program.readers.get(value, ())]
         if operation.kind not in PRODUCTS or value in self.output_values or not readers:

@@ -86,7 +86,7 @@ def curve(points: Sequence[Point], limit: int | None = None) -> str:
         points: the memory plans to draw.
         limit: available bytes, drawn as a line.
     """
-    edge_cost = _top_cost(points)
+    edge_cost = _edge_cost(points)
     frame = Frame((0, 1.12 * _axis_bytes(max(point.bytes for point in points), limit)), (1, 1 + 1.15 * (edge_cost - 1)))
     elements = [_plan_axes(frame, "{:.2f}x".format), frame.title("bytes per device")]
     if limit is not None and limit <= frame.x_range[1]:
@@ -121,7 +121,7 @@ def lines(curves: Mapping[str, Sequence[Point]], x_title: str) -> str:
         2
     """
     points = [point for rule_points in curves.values() for point in rule_points]
-    edge_cost = _top_cost(points)
+    edge_cost = _edge_cost(points)
     right_margin = 16 + 8 * max(map(len, curves))
     frame = Frame((0, max([point.bytes for point in points] + [1])), (1, edge_cost), right_margin)
     right_edge = frame.width - right_margin
@@ -151,7 +151,7 @@ def _axis_bytes(largest_bytes: float, limit: int | None) -> float:
     return max(largest_bytes, limit if limit is not None and limit < 2.5 * largest_bytes else 0, 1)
 
 
-def _top_cost(points: Sequence[Point]) -> float:
+def _edge_cost(points: Sequence[Point]) -> float:
     """The largest cost that is drawn to scale; it is limited so that a few high costs do not flatten the picture."""
     excess_costs = sorted(point.cost - 1 for point in points)
     median_excess = excess_costs[len(excess_costs) // 2] if excess_costs else 0.0

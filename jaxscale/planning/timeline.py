@@ -24,7 +24,7 @@ from jaxscale.programs.regions import unchanged_results
 NEVER_REUSED = (*PRODUCTS, *COLLECTIVES, "gather", "sort", "top_k", "shard_map", "pallas_call")
 """Operations with results that cannot reuse the memory of operands; the same holds for reductions (`reduce_...`)."""
 
-Pieces = Mapping[Piece, int | None]
+PieceBytes = Mapping[Piece, int | None]
 """Bytes of the temporaries of each piece of a step; `None` if no compiler has reported them."""
 
 
@@ -103,7 +103,7 @@ class Timeline:
 
 
 def timeline(
-    program: FlatProgram, placements: Placements, compiler: Compiler, pieces: Pieces | None = None
+    program: FlatProgram, placements: Placements, compiler: Compiler, bytes_by_piece: PieceBytes | None = None
 ) -> Timeline:
     """The live bytes of the values that a program computes; arguments, which belong to the caller, do not count.
 
@@ -111,9 +111,9 @@ def timeline(
         program: a flat program.
         placements: placements of the program's values.
         compiler: properties of the platform's compiler.
-        pieces: bytes of the temporaries of each piece of the program; a compiled piece becomes a single moment.
+        bytes_by_piece: bytes of the temporaries of each piece of the program; a compiled piece becomes a single moment.
     """
-    return Timeline(tuple(_Sweep(Arrays(program, placements, compiler), pieces or {}).moments()))
+    return Timeline(tuple(_Sweep(Arrays(program, placements, compiler), bytes_by_piece or {}).moments()))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -122,24 +122,26 @@ class _Sweep:
 
     Args:
         arrays: arrays of the program.
-        pieces: bytes of the temporaries of each piece of the step.
+        bytes_by_piece: bytes of the temporaries of each piece of the step.
         path: indices of the loops around the program, the outermost first.
         default_kind: kind of the values for which `kinds_of` returns no kind.
     """
 
     arrays: Arrays
-    pieces: Pieces
+    bytes_by_piece: PieceBytes
     path: tuple[int, ...] = ()
     default_kind: str = "transients"
 
     @functools.cached_property
-    def kinds(self) -> dict[int, str]:
+    def kind_by_value(self) -> dict[int, str]:
         """The kind of each value, by the value's number; transients are omitted."""
         return kinds_of(self.arrays.program)
 
     def moments(self) -> list[Moment]:
         """The moments of the program's operations, and of the programs inside them."""
-        piece_by_index = {index: piece for piece in self.pieces if piece.path == self.path for index in piece.indices}
+        piece_by_index = {
+            index: piece for piece in self.bytes_by_piece if piece.path == self.path for index in piece.indices
+        }
         # for each array, the index of the last operation that reads it, and of the last one during which it is alive
         last_reads = self._last_reads()
         last_uses = last_reads | self._late_reads(last_reads)
@@ -157,22 +159,22 @@ class _Sweep:
                 live_before_piece = dict(live_items)
             live_items |= {value: self._item(operation, value) for value in new_arrays if array_bytes[value]}
             items_after = {value: item for value, item in live_items.items() if last_uses.get(value, -1) > index}
-            moments_within: list[Moment] = []
-            if piece is not None and (temporaries_bytes := self.pieces[piece]) is not None:
+            inner_moments: list[Moment] = []
+            if piece is not None and (temporaries_bytes := self.bytes_by_piece[piece]) is not None:
                 if index == piece.stop - 1:
                     kind = "loss" if piece.name == "loss" else self.default_kind
-                    moments_within = [Moment((Item(f"{piece.name}, compiled", kind, temporaries_bytes),))]
+                    inner_moments = [Moment((Item(f"{piece.name}, compiled", kind, temporaries_bytes),))]
                     # late arrays of the piece are among its temporaries
-                    unread_items = {
+                    items_read_later = {
                         value: item for value, item in live_items.items() if last_reads.get(value, -1) > index
                     }
-                    live_items = live_before_piece | unread_items
+                    live_items = live_before_piece | items_read_later
             elif new_arrays or operation.loop_body or operation.branches:
-                moments_within = self._moments_within(operation, index)
-            for moment in moments_within:
+                inner_moments = self._inner_moments(operation, index)
+            for moment in inner_moments:
                 items = (*live_items.values(), *moment.items)
                 moments.append(Moment(items, operation.is_backward or moment.is_backward, piece or moment.piece))
-            if new_arrays or moments_within:
+            if new_arrays or inner_moments:
                 live_items = items_after
         return moments
 
@@ -246,13 +248,15 @@ class _Sweep:
                 reused_arrays.append(reused_array)
         return reused_arrays
 
-    def _moments_within(self, operation: Operation, index: int) -> list[Moment]:
+    def _inner_moments(self, operation: Operation, index: int) -> list[Moment]:
         """The moments of the operation with this index; their items are arrays besides its operands and results."""
         moments: list[Moment] = []
         if operation.loop_body is not None:
-            is_loss = all(self.kinds.get(value) == "loss" for value in operation.outputs)
+            is_loss = all(self.kind_by_value.get(value) == "loss" for value in operation.outputs)
             default_kind = "loss" if is_loss else self.default_kind
-            moments = _Sweep(self.arrays.loop_arrays(index), self.pieces, (*self.path, index), default_kind).moments()
+            moments = _Sweep(
+                self.arrays.loop_arrays(index), self.bytes_by_piece, (*self.path, index), default_kind
+            ).moments()
         elif operation.branches:
             for branch in self.arrays.branch_arrays(index):
                 moments += _Sweep(branch, {}, (), self.default_kind).moments()
@@ -282,7 +286,7 @@ class _Sweep:
         shape_text = f"{aval.dtype}{list(aval.shape)}" if hasattr(aval, "dtype") else str(aval)
         label = f"{name} {shape_text}" if name else f"{shape_text} {origin.kind}, {origin.line}"
         default_kind = "gathered weights" if operation.kind == "all_gather" else self.default_kind
-        return Item(label, self.kinds.get(value, default_kind), self.arrays.array_bytes[value])
+        return Item(label, self.kind_by_value.get(value, default_kind), self.arrays.array_bytes[value])
 
 
 def _name_and_origin(operation: Operation, value: int, program: FlatProgram) -> tuple[str, Operation]:
