@@ -181,7 +181,7 @@ class Fit:
         return "\n".join(lines)
 
     def _traffic_lines(self) -> list[str]:
-        """The lines with the bytes that a device sends in a step: over the slow axis and, if compiled, over all axes."""
+        """The lines with the bytes that a device sends in a step: over the slow axis and, if compiled, all axes."""
         traffic, plan, report = self.estimate.slow_axis_traffic, self.estimate.plan, self.report
         lines = [] if traffic is None else [f"on the wire, {traffic}"]
         if report is not None and report.collectives:

@@ -11,7 +11,9 @@ from jaxscale.sharding.partition import dim_axes
 from jaxscale.trees import leaf_bytes
 
 Axes = tuple[str, ...]
+"""Names of the mesh axes along one dim."""
 Shape = tuple[int, ...]
+"""Number of elements along each dim."""
 DimLink = tuple[int, int, int]
 """The index of an operand, one of the operand's dims, and the dim of the result that has the same elements."""
 

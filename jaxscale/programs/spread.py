@@ -1,6 +1,7 @@
 """Mesh axes along each dim of each value of a program, propagated as a compiler would do.
 
-The placements of some inputs and of the program's sharding constraints are known. Every other dim gets the axes of the
+The placement of a value (`Dims`) lists the mesh axes along each of its dims; names such as `dims` stand for it. The
+placements of some inputs and of the program's sharding constraints are known. Every other dim gets the axes of the
 nearest dim that it is linked to. A dim of a matrix product's result is linked to the operand's dim with the same
 elements. A dim that is reshaped into several dims is linked to the first of them.
 
