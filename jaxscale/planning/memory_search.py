@@ -231,7 +231,7 @@ class _Candidates:
             return None
 
     def needed_bytes(self, candidate: Candidate) -> int:
-        """The bytes of device memory per device that a candidate needs: estimated, or compiled with `measure`."""
+        """The bytes of device memory per device that a candidate needs, by estimate or by `measure`."""
         if self.measure is None:
             return candidate.device_bytes
         if candidate not in self.measured_bytes:

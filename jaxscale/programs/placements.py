@@ -2,9 +2,9 @@
 
 The placement of a value (`Dims`) lists the mesh axes along each of its dims; `dims`, `operand_dims` and similar names
 stand for placements. Arguments and sharding constraints specify placements. Products, elementwise operations and
-reshapes propagate placements, as in XLA's partitioner (GSPMD, Xu et al. 2021, arXiv:2105.04663). This module implements the part of that propagation that affects memory. If two operands of a product
-use the same mesh axis, the activations keep the axis and the weight is gathered. Values are represented by their
-numbers in a `FlatProgram`.
+reshapes propagate placements, as in XLA's partitioner (GSPMD, Xu et al. 2021, arXiv:2105.04663). This module implements
+the part of that propagation that affects memory. If two operands of a product use the same mesh axis, the activations
+keep the axis and the weight is gathered. Values are represented by their numbers in a `FlatProgram`.
 """
 
 import dataclasses
