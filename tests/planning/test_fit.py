@@ -100,7 +100,7 @@ def test_several_changes_together_where_one_is_not_enough(planned):
 
 
 def test_one_that_fits_well_asks_for_nothing(planned):
-    assert fit(planned(), V5E).helps == ()
+    assert fit(planned(), V5E).changes == ()
 
 
 def test_how_it_would_fit_is_told_in_one_sentence(planned, halved):
