@@ -96,7 +96,7 @@ def test_several_changes_together_where_one_is_not_enough(planned):
     most = max(one.saved_bytes for one in singles)
     found = fit(experiment, V5E, limit=needs(experiment) - most - 1000)
     assert found.changes[-1].flags.count("--") > 1
-    assert found.changes[-1].saves >= most
+    assert found.changes[-1].saved_bytes >= most
 
 
 def test_one_that_fits_well_asks_for_nothing(planned):

@@ -114,13 +114,13 @@ def test_1f1b_is_flat_and_gpipe_grows_by_its_slots(piped):
 @pytest.mark.slow
 def test_seconds_and_margin(piped):
     found = fit(piped("1f1b:4x8"), V5E)
-    assert found.clock is not None
-    assert 0.27 < found.clock.bubble < 0.6  # (p-1)/(m+p-1), and what the head adds to the last stage
+    assert found.simulation is not None
+    assert 0.27 < found.simulation.bubble < 0.6  # (p-1)/(m+p-1), and what the head adds to the last stage
     assert "simulated: " in str(found)
     assert found.margin == accuracy.MARGIN
     assert "pipelined train steps" in str(found)
     assert fit(piped("1f1b:4x8"), "gpu h100 x 4").margin == accuracy.UNKNOWN_MARGIN
-    assert fit(piped("1f1b:4x8"), "cpu x 4").clock is None
+    assert fit(piped("1f1b:4x8"), "cpu x 4").simulation is None
 
 
 def test_the_recorded_estimates():
