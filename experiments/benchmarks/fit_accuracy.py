@@ -171,7 +171,7 @@ class Judged:
 
     def bytes(self, packing: float) -> float:
         """The formula's estimate under another factor for packing."""
-        return sum(item.bytes for item in self.formula.arguments) + self.formula.timeline.bytes * packing
+        return sum(item.bytes for item in self.formula.argument_items) + self.formula.timeline.peak_bytes * packing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,7 +296,7 @@ def judged(cases: dict[Case, dict[str, Any]]) -> Iterator[Judged]:
 
 def packing(fitted: list[Judged]) -> float:
     """The factor that makes the median of the formula's estimates right."""
-    return statistics.median((one.compiled - one.arguments) / one.formula.timeline.bytes for one in fitted)
+    return statistics.median((one.compiled - one.arguments) / one.formula.timeline.peak_bytes for one in fitted)
 
 
 def main() -> None:
@@ -326,7 +326,7 @@ def main() -> None:
     for one in found:
         told = f"{one.case.model:8} {one.case.platform:14} {one.case.mesh:16} {one.case.fields:45}"
         offs = "".join(f"{column.off(one):+8.1%}" if one in column.guesses else f"{'':8}" for column in columns)
-        print(f"{told}{offs}  {', '.join(one.nearer.compiled) if one.nearer else 'a piece is not recorded'}")
+        print(f"{told}{offs}  {', '.join(one.nearer.compiled_pieces) if one.nearer else 'a piece is not recorded'}")
     blind = [one for one in found if one.case.model not in FITTED]
     figures = [
         Figure("programs", len(found), "programs", None if args.tiny else 24, ">="),

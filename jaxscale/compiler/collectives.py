@@ -84,7 +84,7 @@ def collectives(program: str | HloProgram, mesh: Any) -> list[Collective]:
     program = HloProgram(program) if isinstance(program, str) else program
     mesh_sizes = dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
     # number of devices along each mesh axis inside a slice, and the axes that cross slices
-    sizes, slice_axes = megascale.split(mesh_sizes, megascale.slices_of(program.text))
+    sizes, slice_axes = megascale.split_axes(mesh_sizes, megascale.slices_of(program.text))
     device_count = math.prod(sizes.values())
     axes_by_groups = {groups_of(sizes, axes): axes for axes in _axis_subsets(sizes)}
     continuations = _continuations(program)

@@ -1,8 +1,8 @@
 """Apply a memory plan or its decision to the blocks of a model: wrap them in `jax.checkpoint`, from outside the model.
 
-In a chain, `Remat(nodes)` becomes a checkpoint that keeps only its inputs, and `Save(i, option)` becomes block i in the
-wrapper of that option. The barriers of `prevent_cse` stay on in a chain, because its blocks occur twice in one program.
-Without barriers XLA would merge the second run with the first and keep the values that the plan recomputes.
+In a chain, `Remat(nodes)` becomes a checkpoint that keeps only its inputs, and `Save(i, option)` becomes block i inside
+the wrapper of that option. The barriers of `prevent_cse` stay on in a chain, because each block occurs twice in one
+program. Without barriers XLA would merge the second run with the first and keep the values that the plan recomputes.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxscale.blocks import BlockFunction, Call, Treatment, Wrapper, identity, keep_nothing, run_again, run_recomputed
-from jaxscale.memory.chain import Nodes, Save, check_nodes, saves
+from jaxscale.memory.chain import Nodes, Save, check_nodes, save_nodes
 from jaxscale.memory.decision import ChainDecision, Decision
 from jaxscale.memory.keep_named import keeping
 from jaxscale.memory.plan import MemoryPlan
@@ -34,7 +34,7 @@ class KeepBy:
 
 
 def policy_of(plan: MemoryPlan) -> Any:
-    """The `jax.checkpoint` policy that a plan applies to every block; `None` if the plan is not a policy.
+    """The `jax.checkpoint` policy that a plan applies to every block; `None` if the plan applies no policy.
 
     Example:
         >>> policy_of(MemoryPlan.parse("jax:dots_saveable"))
@@ -46,7 +46,7 @@ def policy_of(plan: MemoryPlan) -> Any:
 
 
 def wrapper(plan: MemoryPlan) -> Wrapper:
-    """The wrapper of every block, for `blocks.wrapping`, under a plan that is a policy or is `none`."""
+    """The wrapper of every block, for `blocks.wrapping`, under the plan `none` or a plan that applies a policy."""
     if plan.rule == "none":
         return identity
     policy = policy_of(plan)
@@ -73,19 +73,20 @@ def treatment_for(decision: Decision, *, unroll: int = 1) -> Treatment:
     stack = decision.stack
     if stack is None:
         return Treatment(keeping(decision.saves), unroll)
-    # number of layers and wrapper of each group
-    groups = tuple((group.layers, identity if group.save is None else keeping([group.save])) for group in stack.groups)
-    if len(groups) == 1:
-        return Treatment(groups[0][1], unroll, segment=stack.segment)
-    return Treatment(unroll=unroll, segment=stack.segment, groups=groups)
+    wrappers = [identity if group.save is None else keeping([group.save]) for group in stack.groups]
+    if len(wrappers) == 1:
+        return Treatment(wrappers[0], unroll, segment=stack.segment)
+    layer_counts = [group.layers for group in stack.groups]
+    return Treatment(unroll=unroll, segment=stack.segment, groups=tuple(zip(layer_counts, wrappers, strict=True)))
 
 
-def chain_treatment(nodes: Nodes, options: Sequence[Sequence[Wrapper]] | None = None) -> Treatment:
+def chain_treatment(nodes: Nodes, option_wrappers: Sequence[Sequence[Wrapper]] | None = None) -> Treatment:
     """The treatment of a model's blocks under a plan of a chain.
 
     Args:
         nodes: the plan of the chain.
-        options: for each stage, a wrapper for each of its options; by default one option, which keeps everything.
+        option_wrappers: for each stage, one wrapper per option; by default each stage has one option, which keeps
+            everything.
 
     Example:
         >>> from jaxscale.memory.chain import revolve
@@ -95,40 +96,41 @@ def chain_treatment(nodes: Nodes, options: Sequence[Sequence[Wrapper]] | None = 
         8.0
     """
 
-    def run(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
-        """Run the calls under the plan; return the last `x` and the second result of each block."""
+    def run_plan(calls: Sequence[Call], x: Any) -> tuple[Any, list[Any]]:
+        """Run the calls under the plan; return the last block's `x` and the second result of each block."""
         check_nodes(nodes, len(calls))
-        return _run(nodes, options, calls, x)
+        return _run_nodes(nodes, option_wrappers, calls, x)
 
-    return Treatment(sequence=run)
+    return Treatment(sequence=run_plan)
 
 
 def treatment_of_chain(decision: ChainDecision) -> Treatment:
     """The treatment of blocks under a decision for a chain."""
-    options = [
-        [identity if save.keep == (EVERYTHING,) else keeping([save]) for save in ways] for ways in decision.options
+    option_wrappers = [
+        [identity if save_set.keep == (EVERYTHING,) else keeping([save_set]) for save_set in save_sets]
+        for save_sets in decision.options
     ]
-    return chain_treatment(decision.nodes, options)
+    return chain_treatment(decision.nodes, option_wrappers)
 
 
-def _run(
-    nodes: Nodes, options: Sequence[Sequence[Wrapper]] | None, calls: Sequence[Call], x: Any
+def _run_nodes(
+    nodes: Nodes, option_wrappers: Sequence[Sequence[Wrapper]] | None, calls: Sequence[Call], x: Any
 ) -> tuple[Any, list[Any]]:
-    """Run the block calls of these nodes in order; return the last `x` and the second result of each block."""
-    block_results, position = [], 0
+    """Run the calls of blocks under these nodes; return the last block's `x` and the second result of each block."""
+    block_results, call_index = [], 0
     for node in nodes:
         if isinstance(node, Save):
-            call = calls[position]
-            wrap_block = identity if options is None else options[node.stage][node.option]
+            call = calls[call_index]
+            wrap_block = identity if option_wrappers is None else option_wrappers[node.stage][node.option]
             x, block_result = wrap_block(call.block, False)(*call.before, x, *call.after)
             block_results.append(block_result)
-            position += 1
+            call_index += 1
         else:
-            stage_count = sum(1 for _ in saves(node.nodes))
-            segment_calls = calls[position : position + stage_count]
+            stage_count = sum(1 for _ in save_nodes(node.nodes))
+            segment_calls = calls[call_index : call_index + stage_count]
             x, segment_results = run_recomputed(
-                segment_calls, x, lambda calls, x, nodes=node.nodes: _run(nodes, options, calls, x)
+                segment_calls, x, lambda calls, x, nodes=node.nodes: _run_nodes(nodes, option_wrappers, calls, x)
             )
             block_results += segment_results
-            position += stage_count
+            call_index += stage_count
     return x, block_results

@@ -20,11 +20,11 @@ from jaxscale.errors import UserError
 from jaxscale.values import check_types
 
 
-def _check_signs(record: object, *names: str) -> None:
-    """Raise if one of these fields of a dataclass is negative."""
-    for name in names:
-        if getattr(record, name) < 0:
-            raise UserError(f"{name}: got {getattr(record, name)}, expected 0 or more")
+def _check_not_negative(record: object, *field_names: str) -> None:
+    """Raise if one of the fields of these names in a dataclass is negative."""
+    for field_name in field_names:
+        if getattr(record, field_name) < 0:
+            raise UserError(f"{field_name}: got {getattr(record, field_name)}, expected 0 or more")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Option:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _check_signs(self, "kept_bytes", "extra_seconds", "working_bytes")
+        _check_not_negative(self, "kept_bytes", "extra_seconds", "working_bytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +53,14 @@ class Stage:
     """The cost of one stage of a chain, per device and microbatch.
 
     Args:
-        forward_seconds: seconds of its forward pass.
-        backward_seconds: seconds of its backward pass if all values were kept.
-        output_bytes: bytes of its output, `passed_bytes` included. The gradient of the output has the same bytes.
+        forward_seconds: seconds of the stage's forward pass.
+        backward_seconds: seconds of the stage's backward pass if all values were kept.
+        output_bytes: bytes of the output, `passed_bytes` included. The gradient of the output has as many bytes.
         options: ways to keep the stage's values for its backward pass.
         working_bytes: further bytes in use while the forward pass of the stage runs.
-        passed_bytes: bytes of the input arrays that its output contains unchanged (the skips of a U-Net), which take
-            memory only once. A stage that passes on fewer bytes than the one before it drops the arrays added last.
+        passed_bytes: bytes of the input arrays that the output contains unchanged (the skip connections of a U-Net).
+            They take memory only once. A stage that passes on fewer bytes than the stage before drops the arrays that
+            were added last.
 
     Example:
         >>> Stage(1.0, 2.0, 8, (Option(40, name="all"), Option(8, 0.5, name="matrix products"))).options[1].name
@@ -75,9 +76,13 @@ class Stage:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _check_signs(self, "forward_seconds", "backward_seconds", "output_bytes", "working_bytes", "passed_bytes")
+        _check_not_negative(
+            self, "forward_seconds", "backward_seconds", "output_bytes", "working_bytes", "passed_bytes"
+        )
         if not self.options:
-            raise UserError("stage: got no options, expected at least one `Option`, a way to keep the stage's values")
+            raise UserError(
+                "stage: got no options, expected at least one `Option` (what to keep of the stage's values)"
+            )
         if self.passed_bytes > self.output_bytes:
             raise UserError(
                 f"passed_bytes: got {self.passed_bytes}, expected at most the {self.output_bytes} bytes of the output"
@@ -98,12 +103,12 @@ class Save:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _check_signs(self, "stage", "option")
+        _check_not_negative(self, "stage", "option")
 
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
-    """Run neighbouring stages, keep only the first one's input, and run them again for their backward pass.
+    """Run neighboring stages, keep only the first stage's input, and run the stages again for their backward pass.
 
     Args:
         nodes: plan of these stages for their second run.
@@ -118,7 +123,7 @@ class Remat:
 
 
 Nodes = tuple[Save | Remat, ...]
-"""A plan of a chain, or of a part of it."""
+"""A plan of a whole chain, or of some neighboring stages of a chain."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,12 +132,12 @@ class ChainCost:
 
     Args:
         seconds: seconds of the forward and the backward pass.
-        peak_bytes: most live bytes at any time, the chain's input included.
-        kept_bytes: most bytes kept for a backward pass at any time: the chain's input, inputs of stages, and the values
-            that stages keep. Excluded are gradients, the working memory of the running stage, and the output of the
-            last stage of a list of nodes, which its backward pass reads at once.
+        peak_bytes: largest number of live bytes at any time, the chain's input included.
+        kept_bytes: largest number of bytes kept for a backward pass at any time: the chain's input, inputs of stages,
+            and the values that stages keep. It excludes gradients, the working memory of the running stage, and the
+            output of the last stage in a list of nodes, because that stage's backward pass follows immediately.
         forwards: number of forward runs of stages; without recomputation, the number of stages.
-        peak_stage: index of the stage that runs at the peak.
+        peak_stage: index of the stage that runs when the live bytes are largest.
     """
 
     seconds: float
@@ -142,17 +147,17 @@ class ChainCost:
     peak_stage: int
 
 
-def saves(nodes: Nodes) -> Iterator[Save]:
-    """Yield the `Save` nodes of a plan, from the first stage to the last."""
+def save_nodes(nodes: Nodes) -> Iterator[Save]:
+    """Yield the `Save` nodes of a plan, nested ones included, from the first stage to the last."""
     for node in nodes:
         if isinstance(node, Save):
             yield node
         else:
-            yield from saves(node.nodes)
+            yield from save_nodes(node.nodes)
 
 
 def times_run(nodes: Nodes) -> list[int]:
-    """Number of forward runs of each stage: one, plus one for every segment around it.
+    """The number of forward runs of each stage, in order: one, plus one for each `Remat` that contains the stage.
 
     Example:
         >>> times_run((Remat((Save(0), Remat((Save(1),)))), Save(2)))
@@ -165,12 +170,12 @@ def times_run(nodes: Nodes) -> list[int]:
 
 
 def check_nodes(nodes: Nodes, stage_count: int) -> None:
-    """Raise an error unless a plan has each stage of a chain once, in order.
+    """Raise an error unless a plan contains each stage of a chain once, in order.
 
     Raises:
         UserError: the plan is for another chain.
     """
-    stage_indices = [save.stage for save in saves(nodes)]
+    stage_indices = [save.stage for save in save_nodes(nodes)]
     if stage_indices != list(range(stage_count)):
         shown_indices = ", ".join(map(str, stage_indices[:8])) + (", ..." if len(stage_indices) > 8 else "")
         raise UserError(
@@ -180,7 +185,7 @@ def check_nodes(nodes: Nodes, stage_count: int) -> None:
 
 
 def simulate(nodes: Nodes, stages: Sequence[Stage], input_bytes: int) -> ChainCost:
-    """Walk a plan through a forward and a backward pass.
+    """Return the cost of a plan, from a walk through its forward and backward pass.
 
     Args:
         nodes: the plan of the chain.
@@ -188,7 +193,7 @@ def simulate(nodes: Nodes, stages: Sequence[Stage], input_bytes: int) -> ChainCo
         input_bytes: bytes of the first stage's input.
 
     Raises:
-        UserError: the plan is for another chain, or refers to an option that a stage does not have.
+        UserError: the plan is for another chain, or it refers to an option that a stage does not have.
 
     Example:
         >>> alike = [Stage(1.0, 2.0, 1)] * 4
@@ -196,105 +201,112 @@ def simulate(nodes: Nodes, stages: Sequence[Stage], input_bytes: int) -> ChainCo
         ChainCost(seconds=16.0, peak_bytes=6, kept_bytes=3, forwards=8, peak_stage=3)
     """
     check_nodes(nodes, len(stages))
-    for save in saves(nodes):
+    for save in save_nodes(nodes):
         if save.option >= len(stages[save.stage].options):
             raise UserError(
-                f"the plan has option {save.option} of stage {save.stage}, whose last option is "
-                f"{len(stages[save.stage].options) - 1}: make the plan again for these stages"
+                f"plan: got option {save.option} for stage {save.stage}, expected at most "
+                f"{len(stages[save.stage].options) - 1}, the stage's last option: make the plan again for these stages"
             )
     walk = _Walk(tuple(stages), input_bytes)
-    walk.backward(nodes, stages[-1].output_bytes)
+    walk.run(nodes, stages[-1].output_bytes)
     return ChainCost(walk.seconds, walk.peak_bytes, walk.most_held_bytes, walk.forwards, walk.peak_stage)
 
 
 class _Walk:
-    """Count the bytes that are live, and those held (kept for a backward pass), while a plan runs.
+    """A count of seconds, live bytes and held bytes (those kept for a backward pass) while a plan runs.
 
     The input of a list of nodes is live while the list runs.
+
+    Attributes:
+        stages: costs of the chain's stages.
+        edge_bytes: bytes of each stage's input, then of the last stage's output.
+        live_bytes: bytes that are live now; `peak_bytes` is their maximum so far, while stage `peak_stage` ran.
+        held_bytes: bytes held now; `most_held_bytes` is their maximum so far.
+        seconds: seconds so far.
+        forwards: number of forward runs so far.
     """
 
     def __init__(self, stages: tuple[Stage, ...], input_bytes: int) -> None:
         self.stages = stages
-        # bytes of the array on each edge: the input of each stage, then the last output
         self.edge_bytes = [input_bytes, *(stage.output_bytes for stage in stages)]
         self.live_bytes = self.held_bytes = self.most_held_bytes = input_bytes
         self.seconds, self.peak_bytes, self.forwards, self.peak_stage = 0.0, 0, 0, 0
 
-    def reach(self, added_bytes: int, index: int) -> None:
-        """Record that stage `index` runs with `added_bytes` besides the live bytes, which may be a new peak."""
+    def update_peak(self, added_bytes: int, stage_index: int) -> None:
+        """Raise the peak if a stage that runs with `added_bytes` besides the live bytes exceeds it."""
         if self.live_bytes + added_bytes > self.peak_bytes:
-            self.peak_bytes, self.peak_stage = self.live_bytes + added_bytes, index
+            self.peak_bytes, self.peak_stage = self.live_bytes + added_bytes, stage_index
 
     def hold(self, added_bytes: int) -> None:
-        """Add to the bytes kept for a backward pass; a negative number releases bytes."""
+        """Add to the held bytes; a negative number releases bytes."""
         self.held_bytes += added_bytes
         self.most_held_bytes = max(self.most_held_bytes, self.held_bytes)
 
     def new_bytes(self, start: int, stop: int) -> int:
-        """Bytes of the input of stage `stop` that are not part of the input of stage `start`."""
+        """The bytes of the input of stage `stop` that are not part of the input of stage `start`."""
         return self.edge_bytes[stop] - min(stage.passed_bytes for stage in self.stages[start:stop])
 
-    def forward(self, index: int) -> None:
-        """Count the seconds of one forward run of stage `index`."""
-        self.seconds += self.stages[index].forward_seconds
+    def count_forward(self, stage_index: int) -> None:
+        """Count one forward run of a stage, and its seconds."""
+        self.seconds += self.stages[stage_index].forward_seconds
         self.forwards += 1
 
-    def forward_only(self, start: int, stop: int) -> None:
-        """Run the stages from `start` to `stop` - 1, keeping only the first one's input and the last one's output."""
+    def run_forward(self, start: int, stop: int) -> None:
+        """Run stages `start` to `stop` - 1 forward; keep the first stage's input and the last stage's output."""
         for index in range(start, stop):
             input_bytes = self.new_bytes(start, index) if index > start else 0
-            self.reach(input_bytes + self.new_bytes(index, index + 1) + self.stages[index].working_bytes, index)
-            self.forward(index)
+            self.update_peak(input_bytes + self.new_bytes(index, index + 1) + self.stages[index].working_bytes, index)
+            self.count_forward(index)
 
-    def backward(self, nodes: Nodes, gradient_bytes: int) -> None:
-        """Run nodes forward and backward; the gradient of their output has `gradient_bytes`."""
+    def run(self, nodes: Nodes, gradient_bytes: int) -> None:
+        """Run nodes forward and backward; the gradient of their output takes `gradient_bytes`."""
         if not nodes:
             return
-        node, tail = nodes[0], nodes[1:]
+        node, later_nodes = nodes[0], nodes[1:]
         if isinstance(node, Save):
             stage = self.stages[node.stage]
             option = stage.options[node.option]
             kept_bytes = option.kept_bytes + self.new_bytes(node.stage, node.stage + 1)
-            self.reach(gradient_bytes + kept_bytes + stage.working_bytes, node.stage)
-            self.forward(node.stage)
-            stage_held_bytes = kept_bytes if tail else option.kept_bytes
+            self.update_peak(gradient_bytes + kept_bytes + stage.working_bytes, node.stage)
+            self.count_forward(node.stage)
+            stage_held_bytes = kept_bytes if later_nodes else option.kept_bytes
             self.live_bytes += kept_bytes
             self.hold(stage_held_bytes)
-            self.backward(tail, gradient_bytes)
+            self.run(later_nodes, gradient_bytes)
             self.hold(-stage_held_bytes)
-            # bytes of the gradients of the stage's output and of its input
-            both_gradient_bytes = self.edge_bytes[node.stage + 1] + self.edge_bytes[node.stage] - stage.passed_bytes
-            self.reach(both_gradient_bytes + option.working_bytes, node.stage)
+            # the gradients of the stage's output and of its input
+            stage_gradient_bytes = self.edge_bytes[node.stage + 1] + self.edge_bytes[node.stage] - stage.passed_bytes
+            self.update_peak(stage_gradient_bytes + option.working_bytes, node.stage)
             self.live_bytes -= kept_bytes
             self.seconds += stage.backward_seconds + option.extra_seconds
             return
-        segment_indices = [save.stage for save in saves(node.nodes)]
-        start, stop = segment_indices[0], segment_indices[-1] + 1
+        segment_stages = [save.stage for save in save_nodes(node.nodes)]
+        start, stop = segment_stages[0], segment_stages[-1] + 1
         self.live_bytes += gradient_bytes
-        self.forward_only(start, stop)
+        self.run_forward(start, stop)
         self.live_bytes -= gradient_bytes
-        if tail:
+        if later_nodes:
             output_bytes = self.new_bytes(start, stop)
             self.live_bytes += output_bytes
             self.hold(output_bytes)
-            self.backward(tail, gradient_bytes)
+            self.run(later_nodes, gradient_bytes)
             self.hold(-output_bytes)
             self.live_bytes -= output_bytes
-        self.backward(node.nodes, self.edge_bytes[stop])
+        self.run(node.nodes, self.edge_bytes[stop])
 
 
 def keep_all(stages: int) -> Nodes:
-    """The plan that keeps every stage under its first option and recomputes nothing."""
+    """The plan, for this number of stages, that keeps each stage under its first option and recomputes nothing."""
     return tuple(Save(stage) for stage in range(stages))
 
 
 def keep_inputs(stages: int) -> Nodes:
-    """The plan that keeps only the input of each stage and runs each stage a second time."""
+    """The plan, for this number of stages, that keeps only each stage's input and runs each stage a second time."""
     return tuple(Remat((Save(stage),)) for stage in range(stages))
 
 
 def square_root(stages: int) -> int:
-    """The K that minimizes ceil(L / K) + K, for L = `stages`; K is the period of the memory rule `sqrt`.
+    """The K that minimizes ceil(L / K) + K for a number L of stages; the memory rule `sqrt` uses segments of K stages.
 
     Example:
         >>> square_root(16), square_root(32)
@@ -304,7 +316,7 @@ def square_root(stages: int) -> int:
 
 
 def periodic(stages: int, every: int) -> Nodes:
-    """The plan that keeps the input of every K-th stage, and all values of the last segment, which runs backward first.
+    """The plan that keeps the input of every K-th stage, and all values of the last segment, the first to run backward.
 
     Args:
         stages: number of stages.
@@ -321,7 +333,7 @@ def periodic(stages: int, every: int) -> Nodes:
 
 
 def revolve_cost(stages: int, slots: int) -> int:
-    """Least number of repeated forward runs of stages: r L - C(s + r, r - 1), for the least r with C(s + r, r) >= L.
+    """The least number of repeated forward runs: r L - C(s + r, r - 1), where r is the least with C(s + r, r) >= L.
 
     Args:
         stages: L, the number of identical stages.
@@ -340,7 +352,7 @@ def revolve_cost(stages: int, slots: int) -> int:
 
 
 def revolve(stages: int, slots: int) -> Nodes:
-    """The plan of fewest forward runs for identical stages, if only one stage at a time keeps its values.
+    """The plan with the fewest forward runs for identical stages, if only one stage at a time keeps its values.
 
     Args:
         stages: number of stages.
@@ -357,22 +369,24 @@ def revolve(stages: int, slots: int) -> Nodes:
     return _revolve(0, stages, slots)
 
 
-def _revolve(first: int, count: int, slots: int) -> Nodes:
-    """`revolve` for `count` stages from stage `first` on."""
-    if count == 1:
-        return (Save(first),)
-    head_count = count - 1 if slots == 1 else _head_count(count, slots)
-    tail_nodes = _revolve(first + head_count, count - head_count, max(slots - 1, 1))
-    return (Remat(_revolve(first, head_count, slots)), *tail_nodes)
+def _revolve(first_stage: int, stage_count: int, slots: int) -> Nodes:
+    """The plan of `revolve` for `stage_count` stages from the index `first_stage` on."""
+    if stage_count == 1:
+        return (Save(first_stage),)
+    head_count = stage_count - 1 if slots == 1 else _head_count(stage_count, slots)
+    tail_nodes = _revolve(first_stage + head_count, stage_count - head_count, max(slots - 1, 1))
+    return (Remat(_revolve(first_stage, head_count, slots)), *tail_nodes)
 
 
 @functools.lru_cache(maxsize=4096)
-def _head_count(count: int, slots: int) -> int:
-    """Number of stages to run before the next stage input is kept."""
-    return min(range(1, count), key=lambda k: k + revolve_cost(k, slots) + revolve_cost(count - k, slots - 1))
+def _head_count(stage_count: int, slots: int) -> int:
+    """The number of stages to run before the next stage input is kept; `slots` is at least 2."""
+    return min(
+        range(1, stage_count), key=lambda k: k + revolve_cost(k, slots) + revolve_cost(stage_count - k, slots - 1)
+    )
 
 
 def _check_slots(stages: int, slots: int) -> None:
-    """Raise unless there is at least one stage and one slot."""
+    """Raise unless the numbers of stages and of slots are both at least one."""
     if stages < 1 or slots < 1:
         raise UserError(f"revolve: got {stages} stages and {slots} slots, expected at least one of each")

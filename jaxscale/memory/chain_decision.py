@@ -1,8 +1,9 @@
-"""Decide a memory plan for a chain of blocks. Traced blocks become stages with options; a plan of nodes is chosen.
+"""Decide a memory plan for a chain of blocks: traced blocks become stages with options, for which nodes are chosen.
 
-The options of a block are its optimal save sets (`graph.menu`) on the lower convex hull of cost over bytes, from all
-values kept to none. A budget bounds the bytes kept for a later backward pass: inputs of blocks, and their kept
-values. It includes neither gradients nor the working memory of the running block (`chain.simulate` returns both).
+The options of a block are its optimal save sets (`graph.menu`) on the lower convex hull of cost against bytes, from the
+set of all values to the empty set. A budget limits the bytes kept for a later backward pass: the inputs of blocks and
+the kept values inside blocks. Gradients and the working memory of the running block come on top; `peak_bytes` of
+`chain.simulate` includes both.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from jaxscale.memory.chain import (
     keep_inputs,
     periodic,
     revolve,
-    saves,
+    save_nodes,
     simulate,
     square_root,
     times_run,
@@ -36,14 +37,14 @@ CHAIN_RULES = ("none", "full", "sqrt", "periodic", "revolve", "chain")
 """Rules of a `MemoryPlan` for chains."""
 POINTS = 8
 """Number of save sets solved for each kind of block if there are several kinds."""
-ALIKE_POINTS = 23
+ONE_KIND_POINTS = 23
 """Number of save sets solved if all blocks are of one kind; Rotor's table is then small."""
-_TIE = 1e-6
+_TIE_FLOP_PER_BYTE = 1e-6
 """FLOP charged per recomputed byte: among options of equal FLOP, the one that recomputes fewer bytes is chosen."""
 
 
 def chain_nodes(plan: MemoryPlan, stages: Sequence[Stage], input_bytes: int) -> Nodes:
-    """Resolve a memory plan for a chain.
+    """The nodes that a memory plan chooses for a chain.
 
     Args:
         plan: memory plan whose rule is in `CHAIN_RULES`.
@@ -51,7 +52,7 @@ def chain_nodes(plan: MemoryPlan, stages: Sequence[Stage], input_bytes: int) -> 
         input_bytes: bytes of the first block's input.
 
     Raises:
-        UserError: the budget is below the least possible.
+        UserError: the budget is below the least possible, or the rule is not in `CHAIN_RULES`.
 
     Example:
         >>> chain_nodes(MemoryPlan.parse("periodic:1"), [Stage(1.0, 2.0, 8)] * 2, 8)
@@ -75,12 +76,12 @@ def chain_nodes(plan: MemoryPlan, stages: Sequence[Stage], input_bytes: int) -> 
 
 
 def default_objective(chip: Chip | None) -> SaveSetObjective:
-    """The cost to minimize by default: seconds on a chip whose rates are known, otherwise FLOP."""
+    """The cost to minimize by default: seconds if the chip's rates are known, otherwise FLOP."""
     return "flop" if roofline.rate(chip, "bfloat16") is None else "seconds"
 
 
 def block_options(graph: BlockGraph, objective: SaveSetObjective, points: int = POINTS) -> tuple[SaveSet, ...]:
-    """Ways to keep a block by falling bytes, from everything to nothing.
+    """Save sets of a block by falling bytes, from the one that keeps everything to the one that keeps nothing.
 
     Args:
         graph: graph of the block.
@@ -93,37 +94,42 @@ def block_options(graph: BlockGraph, objective: SaveSetObjective, points: int = 
 
 
 def block_stage(graph: BlockGraph, options: Sequence[SaveSet], objective: SaveSetObjective) -> Stage:
-    """The cost of a block as a stage of a chain. For the objective "flop", the stage's seconds are FLOP.
+    """The cost of a block as a stage of a chain. With the objective "flop", the stage's seconds are FLOP.
 
-    The backward pass counts twice the forward pass. While it runs, every value that it reads is in memory.
+    The backward pass is assumed to cost twice the forward pass, and to hold all values that it reads in memory.
+
+    Args:
+        graph: graph of the block.
+        options: save sets of the block, one for each option of the stage.
+        objective: unit of the stage's costs, FLOP or seconds.
     """
-    seconds = float(cost_of(graph, objective))
+    forward_cost = float(cost_of(graph, objective))
     needed_indices, input_indices = set(graph.needed), set(graph.inputs)
     needed_output_bytes = sum(graph.values[index].bytes for index in needed_indices & set(graph.outputs))
 
     def option_of(save: SaveSet) -> Option:
         """The option of the stage that keeps a save set."""
-        # the output is always kept, as the next block's input
+        # the block's output is left out of `kept_bytes`: it is always kept, as the next block's input
         kept_indices = graph.needed if save.keep == (EVERYTHING,) else [graph.by_name[name] for name in save.keep]
-        output_bytes_kept = sum(graph.values[index].bytes for index in set(kept_indices) & set(graph.outputs))
-        kept_bytes = max(0, save.bytes - output_bytes_kept)
+        kept_output_bytes = sum(graph.values[index].bytes for index in set(kept_indices) & set(graph.outputs))
+        kept_bytes = max(0, save.bytes - kept_output_bytes)
         recomputed_bytes = max(0, graph.needed_bytes - needed_output_bytes - kept_bytes)
-        # among options of equal FLOP, the one that recomputes fewer bytes is preferred
-        extra_seconds = save.seconds if objective == "seconds" else save.flop + _TIE * recomputed_bytes
+        extra_cost = save.seconds if objective == "seconds" else save.flop + _TIE_FLOP_PER_BYTE * recomputed_bytes
         name = "everything" if save.keep == (EVERYTHING,) else ", ".join(save.keep) or "nothing"
-        return Option(kept_bytes, extra_seconds, recomputed_bytes, name)
+        return Option(kept_bytes, extra_cost, recomputed_bytes, name)
 
     passed_bytes = sum(graph.values[index].bytes for index in input_indices & set(graph.outputs) & set(graph.carried))
-    return Stage(seconds, 2 * seconds, graph.output_bytes, tuple(map(option_of, options)), passed_bytes=passed_bytes)
+    stage_options = tuple(map(option_of, options))
+    return Stage(forward_cost, 2 * forward_cost, graph.output_bytes, stage_options, passed_bytes=passed_bytes)
 
 
 def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = None) -> Decision:
-    """Decide a memory plan for a model whose blocks are one chain or one stack; a stack is then not scanned.
+    """Decide a memory plan for a model of one chain or one stack of blocks; a stack is then not scanned.
 
     Args:
         plan: memory plan whose rule is in `CHAIN_RULES`.
         calls: the model's blocks (`programs.collect`), per device and microbatch; with seconds if `chip` is given.
-        chip: chip whose seconds are minimized; without one, recomputed FLOP are minimized.
+        chip: chip on which the modeled seconds are minimized; without one, or with unknown rates, FLOP are minimized.
 
     Raises:
         UserError: the budget is below the least possible, or the blocks do not form one chain.
@@ -134,26 +140,29 @@ def decide_chain(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None
             "build the model of one layers.Chain or one layers.Stack, or use the memory plan save:BYTES"
         )
     objective = default_objective(chip)
-    graph_of = {call.fingerprint: call.graph for call in calls}
-    points = POINTS if len(graph_of) > 1 else ALIKE_POINTS
-    options_of = {kind: block_options(graph, objective, points) for kind, graph in graph_of.items()}
-    stage_by_kind = {kind: block_stage(graph, options_of[kind], objective) for kind, graph in graph_of.items()}
+    graph_by_kind = {call.fingerprint: call.graph for call in calls}
+    points = POINTS if len(graph_by_kind) > 1 else ONE_KIND_POINTS
+    options_by_kind = {kind: block_options(graph, objective, points) for kind, graph in graph_by_kind.items()}
+    stage_by_kind = {
+        kind: block_stage(graph, options_by_kind[kind], objective) for kind, graph in graph_by_kind.items()
+    }
     stage_kinds = [call.fingerprint for call in calls for _ in range(call.count)]
     stages = [stage_by_kind[kind] for kind in stage_kinds]
     nodes = chain_nodes(plan, stages, calls[0].input_bytes)
     chain_cost = simulate(nodes, stages, calls[0].input_bytes)
-    save_sets = [options_of[stage_kinds[save.stage]][save.option] for save in saves(nodes)]
-    flop = sum(
-        (run_count - 1) * graph_of[kind].flop + save.flop
-        for run_count, kind, save in zip(times_run(nodes), stage_kinds, save_sets, strict=True)
+    save_sets = [options_by_kind[stage_kinds[save.stage]][save.option] for save in save_nodes(nodes)]
+    recomputed_flop = sum(
+        (run_count - 1) * graph_by_kind[kind].flop + save_set.flop
+        for run_count, kind, save_set in zip(times_run(nodes), stage_kinds, save_sets, strict=True)
     )
-    least_seconds = sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
+    # cost without recomputation, in the unit of the objective
+    least_cost = sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
     return Decision(
         plan,
-        chain=ChainDecision(nodes, tuple(options_of[kind] for kind in stage_kinds)),
-        blocks=tuple(graph_of),
+        chain=ChainDecision(nodes, tuple(options_by_kind[kind] for kind in stage_kinds)),
+        blocks=tuple(graph_by_kind),
         layers=len(stages),
         bytes=chain_cost.kept_bytes,
-        flop=flop,
-        seconds=max(0.0, chain_cost.seconds - least_seconds) if objective == "seconds" else 0.0,
+        flop=recomputed_flop,
+        seconds=max(0.0, chain_cost.seconds - least_cost) if objective == "seconds" else 0.0,
     )

@@ -1,7 +1,8 @@
 """Resolve a memory plan for a model's blocks to a decision.
 
-This module has the rules none, dots, full, jax, sqrt and periodic (for a scanned stack), save, greedy, dtr_static and
-file. Rules for chains of blocks and for offload are in `chain_decision.py` and `selectors`; the planner resolves `fit`.
+This module implements the rules none, dots, full, jax, save, greedy, dtr_static and file, and for a scanned stack also
+sqrt and periodic. Rules for chains of blocks are in `chain_decision.py` and those for offload in `selectors`; the
+planner resolves `fit`.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from jaxscale.memory.greedy_sets import greedy
 from jaxscale.memory.plan import FORMS, MemoryPlan, SaveSetObjective
 from jaxscale.memory.save_set import EVERYTHING, Host, policy_set, save_set
 from jaxscale.memory.selectors import SELECTORS
-from jaxscale.memory.stack_plan import plan_stack, share, stack_totals, too_small, totals
+from jaxscale.memory.stack_plan import budget_error, cheapest_saves, model_totals, plan_stack, stack_totals
 from jaxscale.platforms.platform import Chip, chips
 from jaxscale.programs.block import BlockGraph
 from jaxscale.programs.collect import BlockCall
@@ -27,7 +28,7 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
     Args:
         plan: memory plan with any rule but `fit`.
         calls: the model's blocks (`programs.collect`), per device and microbatch; with seconds if `chip` is given.
-        chip: chip whose seconds are minimized if the plan specifies no objective.
+        chip: chip on which the modeled seconds are minimized, if the plan does not specify the objective "flop".
 
     Raises:
         UserError: the budget is below the least possible, the rule does not apply to this model, or it has no blocks.
@@ -40,7 +41,7 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
             "in a ForeignModel, or set no memory plan",
             page="start/own_model",
         )
-    graph_by_kind = kinds_of(calls)
+    graph_by_kind = graphs_by_kind(calls)
     objective = plan.objective or default_objective(chip)
     match plan.rule:
         case "none":
@@ -52,30 +53,33 @@ def decide(plan: MemoryPlan, calls: Sequence[BlockCall], chip: Chip | None = Non
         case "sqrt" | "periodic" | "revolve" | "chain":
             return decide_chain(plan, calls, chip)
         case "save" if _is_scanned(calls):
-            return _stack_optimum(plan, calls, objective, host=None)
+            return _optimal_stack_decision(plan, calls, objective, host=None)
         case "save":
-            return _decision(plan, calls, share(calls, plan.budget or 0, objective=objective))
+            return _decision(plan, calls, cheapest_saves(calls, plan.budget or 0, objective=objective))
         case "greedy" | "dtr_static":
-            rooms = _rooms(plan, calls, alternatives="save:BYTES for a scanned stack, chain:BYTES, ")
+            budgets = _block_budgets(plan, calls, alternatives="save:BYTES for a scanned stack, chain:BYTES, ")
             score = "ratio" if plan.rule == "greedy" else "dtr_static"
-            return _decision(plan, calls, [greedy(graph, room, score, objective=objective) for graph, room in rooms])
+            saves = [greedy(graph, budget, score, objective=objective) for graph, budget in budgets]
+            return _decision(plan, calls, saves)
         case "offload" if plan.selector == "pofo" and _is_scanned(calls):
-            return _stack_optimum(plan, calls, "seconds", Host(budget=2**62, bandwidth=host_bandwidth(chip)))
+            return _optimal_stack_decision(plan, calls, "seconds", Host(budget=2**62, bandwidth=host_bandwidth(chip)))
         case "offload":
-            selector, host = SELECTORS[str(plan.selector)], Host(budget=2**62, bandwidth=host_bandwidth(chip))
-            return _decision(plan, calls, [selector(graph, room, host) for graph, room in _rooms(plan, calls)])
+            select, host = SELECTORS[str(plan.selector)], Host(budget=2**62, bandwidth=host_bandwidth(chip))
+            return _decision(
+                plan, calls, [select(graph, budget, host) for graph, budget in _block_budgets(plan, calls)]
+            )
         case _:
             rules = ", ".join(rule for rule in FORMS if rule != "fit")
             raise UserError(f"memory {plan}: expected a plan with one of the rules {rules}")
 
 
-def kinds_of(calls: Sequence[BlockCall]) -> dict[str, BlockGraph]:
-    """A model's kinds of blocks by fingerprint, in order of first appearance."""
+def graphs_by_kind(calls: Sequence[BlockCall]) -> dict[str, BlockGraph]:
+    """The graph of each kind of block in a model, by the kind's fingerprint, in order of first appearance."""
     return {call.fingerprint: call.graph for call in calls}
 
 
 def host_bandwidth(chip: Chip | None) -> float:
-    """Bytes/s between a chip and its host, each way; if unknown, those of the slowest PCIe link in the chip tables.
+    """Bytes/s between a chip and its host in each direction; if unknown, the least of all PCIe links in the tables.
 
     Example:
         >>> from jaxscale.platforms.platform import chips
@@ -86,10 +90,12 @@ def host_bandwidth(chip: Chip | None) -> float:
     return min(link.bandwidth for candidate in candidate_chips for link in candidate.links if link.name == "pcie")
 
 
-def _rooms(plan: MemoryPlan, calls: Sequence[BlockCall], alternatives: str = "") -> list[tuple[BlockGraph, int]]:
-    """The graph of each kind of block with its room, the bytes of the budget that its values (not its input) may take.
+def _block_budgets(
+    plan: MemoryPlan, calls: Sequence[BlockCall], alternatives: str = ""
+) -> list[tuple[BlockGraph, int]]:
+    """For each kind of block, its graph and the bytes that the kept values of one block, without its input, may take.
 
-    The room is proportional to the bytes that the block keeps without a plan.
+    These bytes are proportional to those that the block keeps without a plan.
 
     Args:
         plan: memory plan whose budget includes the inputs of blocks.
@@ -98,10 +104,10 @@ def _rooms(plan: MemoryPlan, calls: Sequence[BlockCall], alternatives: str = "")
     """
     budget, inputs_bytes = plan.budget or 0, sum(call.count * call.input_bytes for call in calls)
     if budget < inputs_bytes:
-        raise too_small(budget, inputs_bytes, alternatives)
-    full_bytes = sum(call.count * call.graph.needed_bytes for call in calls)
-    kept_fraction = min(1.0, (budget - inputs_bytes) / full_bytes) if full_bytes else 1.0
-    return [(graph, int(graph.needed_bytes * kept_fraction)) for graph in kinds_of(calls).values()]
+        raise budget_error(budget, inputs_bytes, alternatives)
+    needed_bytes = sum(call.count * call.graph.needed_bytes for call in calls)
+    kept_fraction = min(1.0, (budget - inputs_bytes) / needed_bytes) if needed_bytes else 1.0
+    return [(graph, int(graph.needed_bytes * kept_fraction)) for graph in graphs_by_kind(calls).values()]
 
 
 def _is_scanned(calls: Sequence[BlockCall]) -> bool:
@@ -109,10 +115,10 @@ def _is_scanned(calls: Sequence[BlockCall]) -> bool:
     return len(calls) == 1 and calls[0].rolled and calls[0].count > 1
 
 
-def _stack_optimum(
+def _optimal_stack_decision(
     plan: MemoryPlan, calls: Sequence[BlockCall], objective: SaveSetObjective, host: Host | None
 ) -> Decision:
-    """The optimum of a scanned stack: one save set for all layers, two groups of layers, or segments that run again."""
+    """The best decision for a scanned stack: one save set for all layers, two groups of layers, or segments."""
     [call] = calls
     stack = plan_stack(call.graph, call.count, plan.budget or 0, objective=objective, host=host)
     if len(stack.groups) == 1 and stack.segment is None:
@@ -121,21 +127,21 @@ def _stack_optimum(
 
 
 def _decision(plan: MemoryPlan, calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Decision:
-    """The decision that keeps one save set for each kind of block."""
-    sum_by_field = dataclasses.asdict(totals(calls, saves))
-    return Decision(plan, tuple(saves), blocks=tuple(kinds_of(calls)), **sum_by_field)
+    """The decision with one save set for each kind of block."""
+    total_by_field = dataclasses.asdict(model_totals(calls, saves))
+    return Decision(plan, tuple(saves), blocks=tuple(graphs_by_kind(calls)), **total_by_field)
 
 
 def _stack_decision(plan: MemoryPlan, call: BlockCall, stack: StackDecision) -> Decision:
     """The decision for a scanned stack that has groups of layers or segments."""
-    sum_by_field = dataclasses.asdict(stack_totals(call.graph, stack))
-    return Decision(plan, stack=stack, blocks=(call.fingerprint,), **sum_by_field)
+    total_by_field = dataclasses.asdict(stack_totals(call.graph, stack))
+    return Decision(plan, stack=stack, blocks=(call.fingerprint,), **total_by_field)
 
 
 def _segment_decision(plan: MemoryPlan, calls: Sequence[BlockCall]) -> Decision:
     """The decision for a scanned stack that keeps the input of every K-th block."""
     [call] = calls
-    length = square_root(call.count) if plan.count is None else plan.count
-    if length > call.count:
-        raise UserError(f"memory {plan}: got segments of {length} blocks, expected at most the model's {call.count}")
-    return _stack_decision(plan, call, StackDecision((Group(call.count),), length))
+    segment = square_root(call.count) if plan.count is None else plan.count  # blocks per segment
+    if segment > call.count:
+        raise UserError(f"memory {plan}: got segments of {segment} blocks, expected at most the model's {call.count}")
+    return _stack_decision(plan, call, StackDecision((Group(call.count),), segment))

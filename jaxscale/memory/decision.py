@@ -1,4 +1,4 @@
-"""A decision is a memory plan resolved for one model: the names of the values that each block keeps, stored as JSON."""
+"""A decision is a memory plan resolved for one model: the names of the values that each block keeps; saved as JSON."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ class SaveSet:
         bytes: bytes of the values kept on the device.
         host_bytes: bytes of the values in host memory.
         flop: FLOP of matrix products and convolutions that the backward pass recomputes.
-        seconds: modelled seconds of recomputation and of copies that are not hidden; 0 without a chip.
+        seconds: modeled seconds of recomputation and of copies that are not hidden; 0 without a chip.
     """
 
     block: str
@@ -37,16 +37,15 @@ class SaveSet:
 
     def __post_init__(self) -> None:
         check_types(self)
-        duplicates = sorted(set(self.keep) & set(self.offload))
-        if duplicates:
-            raise UserError(
-                f"save set of block {self.block}: {', '.join(duplicates)} are both kept and offloaded; list each once"
-            )
+        duplicate_names = sorted(set(self.keep) & set(self.offload))
+        if duplicate_names:
+            names_text = ", ".join(duplicate_names)
+            raise UserError(f"save set of block {self.block}: {names_text} are both kept and offloaded; list each once")
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Neighbouring layers of a stack with the same save set.
+    """Neighboring layers of a stack that have the same save set.
 
     Args:
         layers: number of layers.
@@ -62,9 +61,9 @@ class StackDecision:
     """The save sets of the layers of a stack of identical blocks.
 
     Args:
-        groups: neighbouring layers with one save set each; at most two, from the first layer on.
-        segment: number of blocks in a segment. Only the first block's input of each segment is kept; the values of
-            `groups` are kept only while their segment is recomputed. `None` for a stack without segments.
+        groups: one or two groups of neighboring layers, from the first layer on.
+        segment: number of blocks in a segment. Of each segment only the input of its first block is kept; the values
+            of the save sets are kept only while their segment is recomputed. `None` for a stack without segments.
     """
 
     groups: tuple[Group, ...]
@@ -79,7 +78,7 @@ class StackDecision:
 
     @property
     def layers(self) -> int:
-        """Number of layers in all groups."""
+        """The number of layers in all groups."""
         return sum(group.layers for group in self.groups)
 
 
@@ -89,7 +88,7 @@ class ChainDecision:
 
     Args:
         nodes: the plan of the chain.
-        options: ways to keep each block; `Save(stage, option)` chooses one.
+        options: for each block, the save sets from which `Save(stage, option)` in `nodes` chooses one.
     """
 
     nodes: tuple[Save | Remat, ...]
@@ -112,10 +111,10 @@ class Decision:
         blocks: fingerprints of the model's kinds of blocks, in order of first appearance.
         layers: number of blocks of the model.
         bytes: bytes that the whole model keeps on the device: inputs of blocks, and values of save sets. If segments
-            run again, the most bytes kept at any one time.
+            run again, the largest number of bytes kept at any one time.
         host_bytes: bytes that the whole model keeps in host memory.
-        flop: FLOP that one backward pass of the whole model recomputes.
-        seconds: modelled seconds of recomputation and copies, of the whole model; 0 without a chip.
+        flop: FLOP that the backward pass of the whole model recomputes.
+        seconds: modeled seconds of recomputation and copies, of the whole model; 0 without a chip.
 
     Example:
         >>> save = SaveSet("block", ("up",), bytes=64)
@@ -143,7 +142,7 @@ class Decision:
 
     @property
     def bytes_of_a_block(self) -> float:
-        """Bytes kept on the device per block, on average."""
+        """The bytes kept on the device per block, on average."""
         return self.bytes / max(self.layers, 1)
 
     def write(self, path: Any) -> None:
@@ -152,9 +151,9 @@ class Decision:
 
 
 def read_decision(path: Any) -> Decision:
-    """Read the decision in a file that `Decision.write` wrote.
+    """Read a decision from a file that `Decision.write` wrote.
 
     Raises:
-        UserError: there is no such file, it is not JSON, or it is not a decision.
+        UserError: the file does not exist, is not JSON, or does not contain a decision.
     """
     return from_json(Decision, read_json(Path(path)), str(path))

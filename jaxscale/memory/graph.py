@@ -31,12 +31,12 @@ from jaxscale.programs.block import BlockGraph
 
 
 def solve(graph: BlockGraph, budget: int, *, objective: SaveSetObjective = "flop", host: Host | None = None) -> SaveSet:
-    """The save set of least cost within a budget, and of several such sets the smallest.
+    """The save set of least cost within a budget; if several sets have that cost, the smallest of them.
 
     Args:
         graph: graph of the block; it needs seconds (a chip) if `objective` is "seconds" or `host` is given.
         budget: most bytes kept on the device, besides the block's inputs.
-        objective: the cost to minimize: recomputed FLOP of matrix products, or modelled seconds.
+        objective: the cost to minimize: recomputed FLOP of matrix products, or modeled seconds.
         host: host memory for offloaded values; requires the objective "seconds".
 
     Raises:
@@ -54,11 +54,11 @@ def solve(graph: BlockGraph, budget: int, *, objective: SaveSetObjective = "flop
 
 
 def smallest(graph: BlockGraph, max_cost: float, *, objective: SaveSetObjective = "flop") -> SaveSet:
-    """The smallest save set of a block whose cost is at most `max_cost`.
+    """The smallest save set of a block with a cost of at most `max_cost`.
 
     Args:
         graph: graph of the block; it needs seconds if `objective` is "seconds".
-        max_cost: most recomputed FLOP of matrix products, or most modelled seconds.
+        max_cost: most recomputed FLOP of matrix products, or most modeled seconds.
         objective: unit of `max_cost`, FLOP or seconds.
 
     Example:
@@ -79,14 +79,14 @@ def menu(
     objective: SaveSetObjective = "flop",
     host: Host | None = None,
 ) -> tuple[SaveSet, ...]:
-    """The curve of cost against memory: optimal save sets, the first of which keeps nothing.
+    """The curve of cost against memory: optimal save sets for rising budgets, from the one that keeps nothing on.
 
     Args:
         graph: graph of the block.
-        points: budgets to solve for, in bytes, or their number. With a number, each budget is in the middle of the gap
-            between two solutions that has the largest product of bytes and cost.
-        objective: the cost to minimize, as in `solve`.
-        host: host memory for offloaded values, as in `solve`.
+        points: budgets in bytes to solve for, or the number of budgets. If it is a number, each next budget is chosen
+            in the middle of a gap between two solutions, the one with the largest product of bytes and cost.
+        objective: the cost to minimize: recomputed FLOP of matrix products, or modeled seconds.
+        host: host memory for offloaded values; requires the objective "seconds".
 
     Returns:
         Save sets by rising bytes and falling cost, without duplicates.
@@ -100,16 +100,19 @@ def menu(
 
 @functools.lru_cache(maxsize=64)
 def _menu(graph: BlockGraph, points: int, objective: SaveSetObjective, host: Host | None) -> tuple[SaveSet, ...]:
-    """`menu` for a number of points; cached, because several budgets and rules need the same curve of a model."""
+    """The result of `menu` for a number of points; cached, because several budgets and rules need the same curve."""
     program = _Program(graph, objective, host)
-    saves = [program.minimize_cost(0), program.minimize_cost(graph.needed_bytes)]
-    saves = saves[:1] if saves[0].bytes == saves[1].bytes else saves
-    # (lower save set, higher save set, start and stop of the budgets between them that were not tried yet)
-    gaps = [(saves[0], saves[1], saves[0].bytes + 1, saves[1].bytes)] if len(saves) > 1 else []
+    smallest_save, largest_save = program.minimize_cost(0), program.minimize_cost(graph.needed_bytes)
+    if smallest_save.bytes == largest_save.bytes:
+        return (smallest_save,)
+    saves = [smallest_save, largest_save]
+    # each gap: the save sets below and above it, and the start and stop of the budgets between them not tried yet
+    gaps = [(smallest_save, largest_save, smallest_save.bytes + 1, largest_save.bytes)]
 
     def gap_area(gap: tuple[SaveSet, SaveSet, int, int]) -> float:
-        """Product of the untried budgets of a gap and the difference in cost."""
-        return (gap[3] - gap[2]) * (cost_of(gap[0], objective) - cost_of(gap[1], objective))
+        """The number of untried budgets in a gap times the difference in cost between its save sets."""
+        low_save, high_save, start, stop = gap
+        return (stop - start) * (cost_of(low_save, objective) - cost_of(high_save, objective))
 
     for _ in range(points - 2):
         gaps = [gap for gap in gaps if gap[2] < gap[3]]
@@ -130,11 +133,24 @@ def _menu(graph: BlockGraph, points: int, objective: SaveSetObjective, host: Hos
 class _Program:
     """The integer program of a graph, built once for all budgets.
 
-    Each column belongs to a variable. ("keep", mark), ("host", mark) and ("run", index of an equation) are 0 or 1.
-    ("out", "") and ("back", "") are the seconds of copies to and from the host that do not overlap with computation.
-    `column_of` has the column of each variable. Every row of `row_matrix`, times the variables, is at least the row's
-    number in `least_sums`. `cost_weights` and `byte_weights` give a solution's cost in units of `cost_scale`, and its
-    bytes in units of `byte_unit`.
+    Each variable has one column. ("keep", mark), ("host", mark) and ("run", index of an equation) are 0 or 1.
+    ("out", "") and ("back", "") are the seconds of copies to and from the host that do not overlap with computation,
+    in units of `cost_scale`.
+
+    Attributes:
+        graph, host, objective: the arguments.
+        equation_indices: indices of the equations that run again if nothing is kept.
+        indices_by_mark: for each mark of a value worth keeping, the indices of the values with that mark.
+        marks: the keys of `indices_by_mark`.
+        bytes_by_mark: for each mark, the bytes of its values.
+        column_by_variable: the column of each variable.
+        choice_count: number of "keep" and "host" variables, which have the first columns.
+        row_matrix: sparse float array; each row times the variables is at least the row's entry in `least_sums`.
+        least_sums: float array with one entry for each row.
+        cost_weights: float array with a weight for each column; the weighted sum is the cost over `cost_scale`.
+        cost_scale: largest cost of an equation.
+        byte_weights: float array with a weight for each column; the weighted sum is the kept bytes over `byte_unit`.
+        byte_unit: largest number of bytes of a mark.
     """
 
     def __init__(self, graph: BlockGraph, objective: SaveSetObjective, host: Host | None) -> None:
@@ -146,24 +162,27 @@ class _Program:
         self.graph, self.host = graph, host
         self.objective: SaveSetObjective = objective
         self.equation_indices = sorted(recompute(graph, ()).equations)
-        # values of one name are kept together or not at all
-        self.indices_of: dict[str, list[int]] = {}
-        for index in self._candidates():
+        # values of one mark are kept together or not at all
+        self.indices_by_mark: dict[str, list[int]] = {}
+        for index in self._candidate_indices():
             mark = graph.values[index].mark
-            assert mark is not None, "candidates have a name"
-            self.indices_of.setdefault(mark, []).append(index)
-        self.marks = list(self.indices_of)
-        self.mark_bytes = {mark: sum(graph.values[i].bytes for i in self.indices_of[mark]) for mark in self.marks}
+            assert mark is not None, "candidates have a mark"
+            self.indices_by_mark.setdefault(mark, []).append(index)
+        self.marks = list(self.indices_by_mark)
+        self.bytes_by_mark = {
+            mark: sum(graph.values[index].bytes for index in indices) for mark, indices in self.indices_by_mark.items()
+        }
         self._build()
 
     def _cost(self, equation_index: int) -> float:
         """The cost of running the equation with this index."""
         return cost_of(self.graph.equations[equation_index], self.objective)
 
-    def _candidates(self) -> list[int]:
-        """Indices of the values worth keeping.
+    def _candidate_indices(self) -> list[int]:
+        """The indices of the values worth keeping.
 
-        A value is not worth keeping if it follows at no cost from a smaller value or from the block's inputs.
+        A value is not worth keeping if it is computed at no cost from a value that is not larger, or from the block's
+        inputs.
         """
         graph = self.graph
         free_indices = {index for index, value in enumerate(graph.values) if value.producer < 0}
@@ -176,14 +195,15 @@ class _Program:
                 continue
             for index in equation.outputs:
                 value = graph.values[index]
-                source = graph.values[equation.inputs[0]] if len(equation.inputs) == 1 else None
-                is_implied = is_free and source is not None and source.mark is not None and source.bytes <= value.bytes
-                if value.mark is not None and not is_implied:
+                operand = graph.values[equation.inputs[0]] if len(equation.inputs) == 1 else None
+                is_marked = operand is not None and operand.mark is not None
+                is_redundant = is_free and operand is not None and is_marked and operand.bytes <= value.bytes
+                if value.mark is not None and not is_redundant:
                     candidate_indices.append(index)
         return candidate_indices
 
     def _build(self) -> None:
-        """Build the rows, columns and costs of the integer program; `e` is the index of an equation."""
+        """Set the attributes that describe rows, columns and costs; `e` is the index of an equation."""
         import numpy as np
         from scipy.sparse import csr_array
 
@@ -194,25 +214,25 @@ class _Program:
             host_marks = [
                 mark
                 for mark in marks
-                if host.names is None or any(graph.values[i].name in host.names for i in self.indices_of[mark])
+                if host.names is None or any(graph.values[i].name in host.names for i in self.indices_by_mark[mark])
             ]
             column_of |= {("host", mark): len(column_of) + i for i, mark in enumerate(host_marks)}
         self.choice_count = len(column_of)
         column_of |= {("run", e): len(column_of) + i for i, e in enumerate(self.equation_indices)}
         if host is not None:
             column_of |= {("out", ""): len(column_of), ("back", ""): len(column_of) + 1}
-        self.column_of = column_of
+        self.column_by_variable = column_of
         cost_scale = max((self._cost(e) for e in self.equation_indices), default=0.0) or 1.0
-        self.byte_unit = max(self.mark_bytes.values(), default=0) or 1
+        self.byte_unit = max(self.bytes_by_mark.values(), default=0) or 1
         cost_weights = np.zeros(len(column_of))
         for e in self.equation_indices:
             cost_weights[column_of["run", e]] = self._cost(e) / cost_scale
-        # the terms of a row by column, and the least value of their sum
+        # each row: the factor of each column that is not 0, and the least value of the sum of their products
         rows: list[tuple[dict[int, float], float]] = []
-        mark_of = {index: mark for mark, indices in self.indices_of.items() for index in indices}
+        mark_of = {index: mark for mark, indices in self.indices_by_mark.items() for index in indices}
 
         def availability_terms(index: int) -> dict[int, float]:
-            """Terms of the sum that is at least 1 if a value is kept, on the host, or recomputed."""
+            """The factors, by column, of a sum that is at least 1 if the value is kept, on the host, or recomputed."""
             terms = {column_of["run", graph.values[index].producer]: 1.0}
             if index in mark_of:
                 columns = [column_of.get((kind, mark_of[index])) for kind in ("keep", "host")]
@@ -225,28 +245,30 @@ class _Program:
                 if graph.values[index].producer >= 0:
                     rows.append(({**availability_terms(index), column_of["run", e]: -1.0}, 0.0))
         if host is not None:
-            copy_bytes = {column_of["host", mark]: self.mark_bytes[mark] for mark in host_marks}
-            hidden_forward, hidden_backward = hidden_seconds(graph, host)
+            bytes_by_column = {column_of["host", mark]: self.bytes_by_mark[mark] for mark in host_marks}
+            forward_seconds, backward_seconds = hidden_seconds(graph, host)
             cost_weights[column_of["out", ""]] = cost_weights[column_of["back", ""]] = 1.0
-            copy_terms = {column: -count / host.bandwidth / cost_scale for column, count in copy_bytes.items()}
-            rows.append(({**copy_terms, column_of["out", ""]: 1.0}, -hidden_forward / cost_scale))
+            copy_terms = {
+                column: -byte_count / host.bandwidth / cost_scale for column, byte_count in bytes_by_column.items()
+            }
+            rows.append(({**copy_terms, column_of["out", ""]: 1.0}, -forward_seconds / cost_scale))
             rerun_terms = {column_of["run", e]: self._cost(e) / cost_scale for e in self.equation_indices}
-            rows.append(({**copy_terms, **rerun_terms, column_of["back", ""]: 1.0}, -hidden_backward / cost_scale))
-            host_terms = {column: -count / self.byte_unit for column, count in copy_bytes.items()}
+            rows.append(({**copy_terms, **rerun_terms, column_of["back", ""]: 1.0}, -backward_seconds / cost_scale))
+            host_terms = {column: -byte_count / self.byte_unit for column, byte_count in bytes_by_column.items()}
             rows.append((host_terms, -host.budget / self.byte_unit))
             rows += [({column_of["host", mark]: -1.0, column_of["keep", mark]: -1.0}, -1.0) for mark in host_marks]
-        row_numbers = [row for row, (terms, _) in enumerate(rows) for _ in terms]
+        row_indices = [row_index for row_index, (terms, _) in enumerate(rows) for _ in terms]
         columns = [column for terms, _ in rows for column in terms]
         factors = [factor for terms, _ in rows for factor in terms.values()]
-        self.row_matrix = csr_array((factors, (row_numbers, columns)), shape=(len(rows), len(column_of)))
-        self.least_sums = np.array([least for _, least in rows])
+        self.row_matrix = csr_array((factors, (row_indices, columns)), shape=(len(rows), len(column_of)))
+        self.least_sums = np.array([least_sum for _, least_sum in rows])
         self.cost_weights, self.cost_scale = cost_weights, cost_scale
         self.byte_weights = np.zeros(len(column_of))
         for mark in marks:
-            self.byte_weights[column_of["keep", mark]] = self.mark_bytes[mark] / self.byte_unit
+            self.byte_weights[column_of["keep", mark]] = self.bytes_by_mark[mark] / self.byte_unit
 
     def minimize_cost(self, budget: int) -> SaveSet:
-        """The set of least cost within a budget in bytes, and of several such sets the smallest."""
+        """The set of least cost within a budget in bytes; if several sets have that cost, the smallest of them."""
         check_request(self.graph, budget, self.objective)
         best_solution = self._solve(self.cost_weights, budget)
         if best_solution is None:
@@ -254,51 +276,51 @@ class _Program:
         least_cost = float(self.cost_weights @ best_solution)
         # the smallest set of this cost, if the solver's tolerance admits one
         smallest_solution = self._solve(self.byte_weights, budget, least_cost * (1 + 1e-9) + 1e-9)
-        save_sets = (self._set_of(solution) for solution in (best_solution, smallest_solution) if solution is not None)
-        save = min(save_sets, key=lambda save: (cost_of(save, self.objective), save.bytes))
-        keeps_everything = budget >= self.graph.needed_bytes and cost_of(save, self.objective) > 0
-        return save_set(self.graph, (EVERYTHING,)) if keeps_everything else save
+        solutions = [solution for solution in (best_solution, smallest_solution) if solution is not None]
+        save = min(map(self._save_set_of, solutions), key=lambda save: (cost_of(save, self.objective), save.bytes))
+        is_everything_cheaper = budget >= self.graph.needed_bytes and cost_of(save, self.objective) > 0
+        return save_set(self.graph, (EVERYTHING,)) if is_everything_cheaper else save
 
     def minimize_bytes(self, max_cost: float) -> SaveSet:
-        """The smallest set whose cost is at most `max_cost`."""
+        """The smallest set with a cost of at most `max_cost`."""
         everything = save_set(self.graph, (EVERYTHING,))
         if cost_of(self.minimize_cost(self.graph.needed_bytes), self.objective) > max_cost:
             return everything
-        scaled_cost = max_cost / self.cost_scale
-        solution = self._solve(self.byte_weights, self.graph.needed_bytes, scaled_cost * (1 + 1e-9) + 1e-9)
+        scaled_max_cost = max_cost / self.cost_scale
+        solution = self._solve(self.byte_weights, self.graph.needed_bytes, scaled_max_cost * (1 + 1e-9) + 1e-9)
         if solution is None:
             return everything
-        save = self._set_of(solution)
+        save = self._save_set_of(solution)
         return save if cost_of(save, self.objective) <= max_cost * (1 + 1e-9) else everything
 
-    def _set_of(self, solution: Any) -> SaveSet:
-        """The save set of a solution, a float array with the variable of each column."""
-        names: dict[str, list[str]] = {"keep": [], "host": []}
-        for (kind, mark), column in self.column_of.items():
-            if kind in names and solution[column] > 0.5:
-                names[kind] += [self.graph.values[index].name for index in self.indices_of[str(mark)]]
-        return save_set(self.graph, names["keep"], names["host"], self.host)
+    def _save_set_of(self, solution: Any) -> SaveSet:
+        """The save set of a solution, a float array with the value of the variable of each column."""
+        names_by_kind: dict[str, list[str]] = {"keep": [], "host": []}
+        for (kind, mark), column in self.column_by_variable.items():
+            if kind in names_by_kind and solution[column] > 0.5:
+                names_by_kind[kind] += [self.graph.values[index].name for index in self.indices_by_mark[str(mark)]]
+        return save_set(self.graph, names_by_kind["keep"], names_by_kind["host"], self.host)
 
     def _solve(self, weights: Any, budget: int, max_cost: float = math.inf) -> Any:
-        """The variables, by column, that minimize their weighted sum; `None` if none satisfy both limits.
+        """The solution of least weighted sum: a float array of the variables by column, or `None` if none is feasible.
 
         Args:
             weights: float array with the weight of each column.
             budget: most bytes kept on the device.
-            max_cost: largest cost, in units of `cost_scale`.
+            max_cost: largest cost, as a multiple of `cost_scale`.
         """
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp
 
-        variable_count = len(self.column_of)
+        variable_count = len(self.column_by_variable)
         if not self.choice_count or not variable_count:
             return np.ones(variable_count)  # nothing to choose: every equation runs
         upper_bounds = np.ones(variable_count)
-        for key in (("out", ""), ("back", "")):
-            if key in self.column_of:
-                upper_bounds[self.column_of[key]] = np.inf
+        for variable in (("out", ""), ("back", "")):
+            if variable in self.column_by_variable:
+                upper_bounds[self.column_by_variable[variable]] = np.inf
         integrality = np.zeros(variable_count)
-        # runs are integral if the choices are; declaring them integral makes HiGHS faster, and it prints no repairs
+        # "run" variables are integral if the choices are; HiGHS is faster, without warnings, if all are declared so
         integrality[: self.choice_count + len(self.equation_indices)] = 1
         lower_bounds: Any = np.zeros(variable_count)
         bounds = Bounds(lower_bounds, cast(Any, upper_bounds))
@@ -313,7 +335,8 @@ class _Program:
             )
             if optimum.x is None:
                 return None
-            kept_bytes = sum(self.mark_bytes[m] for m in self.marks if optimum.x[self.column_of["keep", m]] > 0.5)
+            kept_marks = [mark for mark in self.marks if optimum.x[self.column_by_variable["keep", mark]] > 0.5]
+            kept_bytes = sum(self.bytes_by_mark[mark] for mark in kept_marks)
             if kept_bytes <= budget:
                 return optimum.x
             limit_bytes -= kept_bytes - budget  # the solver's tolerance allowed slightly too many bytes

@@ -1,11 +1,11 @@
-"""Heuristics for the save set of a block: evict values one by one until the others fit the budget.
+"""Heuristics for the save set of a block: evict values one by one until the remaining ones fit the budget.
 
-* `ratio` evicts the value of least recomputation cost per freed byte.
+* `ratio` evicts the value with the least recomputation cost per freed byte.
 * `dtr_static` uses the score of Dynamic Tensor Rematerialization (DTR; Kirisame et al. 2021, arXiv:2006.09616), cost /
   (bytes * staleness). The staleness of a value is the time since its last read in the forward pass.
 
 DTR evicts while a program runs; here its score chooses a save set in advance, as a heuristic for comparison.
-Left out of DTR: decisions at run time, the union-find of evicted neighbourhoods, and repeated eviction of recomputed
+Left out of DTR: decisions at run time, the union-find of evicted neighborhoods, and repeated eviction of recomputed
 values.
 """
 
@@ -28,7 +28,7 @@ def greedy(
         graph: graph of the block.
         budget: most bytes kept on the device, besides the block's inputs.
         score: name of the score; the value of least score is evicted first.
-        objective: the cost in the score: FLOP of matrix products, or modelled seconds.
+        objective: the cost in the score: FLOP of matrix products, or modeled seconds.
 
     Raises:
         UserError: the budget is negative, or the objective is "seconds" and the graph has no chip.
@@ -44,49 +44,50 @@ def greedy(
     check_request(graph, budget, objective)
 
     def rerun_cost(kept_indices: frozenset[int]) -> float:
-        """Cost of recomputation if these values are kept."""
+        """The cost of recomputation if these values are kept."""
         return cost_of(recompute(graph, kept_indices), objective)
 
-    # for each value, the cost of the equations up to its last read
-    clock, last_read = 0.0, [0.0] * len(graph.values)
+    # time is counted as the cost of the equations that ran so far; for each value, the time of its last read
+    elapsed_cost, last_read_costs = 0.0, [0.0] * len(graph.values)
     for equation in graph.equations:
-        clock += cost_of(equation, objective)
+        elapsed_cost += cost_of(equation, objective)
         for index in equation.inputs:
-            last_read[index] = clock
+            last_read_costs[index] = elapsed_cost
     kept_indices = _indices_worth_keeping(graph)
     kept_cost = rerun_cost(kept_indices)
     kept_bytes = sum(graph.values[index].bytes for index in kept_indices)
     while kept_bytes > budget:
 
-        def eviction_order(
+        def eviction_key(
             index: int, kept_indices: frozenset[int] = kept_indices, kept_cost: float = kept_cost
         ) -> tuple[float, int]:
-            """Sort key of a value: its score; of values of equal score, the largest has the least key."""
-            staleness = clock - last_read[index] + clock * 1e-6 if score == "dtr_static" else 1.0
+            """The sort key of a value, the least for the one to evict next: the score, then the negative bytes."""
+            age = elapsed_cost - last_read_costs[index]
+            staleness = age + elapsed_cost * 1e-6 if score == "dtr_static" else 1.0
             value_bytes = graph.values[index].bytes
             return (rerun_cost(kept_indices - {index}) - kept_cost) / (value_bytes * staleness or 1.0), -value_bytes
 
-        evicted_index = min(sorted(kept_indices), key=eviction_order)
+        evicted_index = min(sorted(kept_indices), key=eviction_key)
         kept_indices -= {evicted_index}
         kept_cost, kept_bytes = rerun_cost(kept_indices), kept_bytes - graph.values[evicted_index].bytes
     return save_set(graph, (graph.values[index].name for index in kept_indices))
 
 
 def _indices_worth_keeping(graph: BlockGraph) -> frozenset[int]:
-    """Indices of the values kept before eviction.
+    """The indices of the values that are kept before the first eviction.
 
-    These are the named values that the backward pass reads. An unnamed value that it reads is replaced by the nearest
-    named values from which the unnamed one is computed.
+    These are the values that the backward pass reads and that can be kept by name. Any other value that the backward
+    pass reads is replaced by the nearest values with names from which it is computed.
     """
-    initial_indices: set[int] = set()
+    named_indices: set[int] = set()
     pending_indices = list(graph.needed)
     visited_indices = set(pending_indices)
     while pending_indices:
         value = graph.values[index := pending_indices.pop()]
         if value.mark is not None:
-            initial_indices.add(index)
+            named_indices.add(index)
         elif value.producer >= 0:
             unvisited_indices = [i for i in graph.equations[value.producer].inputs if i not in visited_indices]
             visited_indices.update(unvisited_indices)
             pending_indices += unvisited_indices
-    return frozenset(index for index in initial_indices if graph.values[index].bytes)
+    return frozenset(index for index in named_indices if graph.values[index].bytes)

@@ -1,4 +1,4 @@
-"""Rematerialization of one function, in code that uses nothing else of jaxscale."""
+"""Rematerialization of one function, for code that uses no other part of jaxscale."""
 
 import dataclasses
 import functools
@@ -24,9 +24,9 @@ _RULES_OF_SEVERAL_BLOCKS = ("sqrt", "periodic", "revolve", "chain")
 def remat(
     block: Callable[..., Any], plan: MemoryPlan | str, *args: Any, platform: Platform | str | None = None
 ) -> Callable[..., Any]:
-    """Wrap a function so that its backward pass keeps what a memory plan selects, and recomputes the rest.
+    """Wrap a function so that a memory plan selects the values kept for its backward pass; the others are recomputed.
 
-    Results and gradients are those of `block`. Under a budget the kept values are
+    Results and gradients equal those of `block`. Under a budget the kept values are
 
         argmin over sets S of { recomputed cost of S : bytes of inputs + bytes of S <= budget },
 
@@ -36,16 +36,16 @@ def remat(
         block: a function of pytrees of arrays that JAX can differentiate; the last argument is the activation.
         plan: a memory plan, or its text: "full", "dots", "jax:POLICY", "save:136MiB", "greedy:136MiB",
             "offload:pofo:136MiB"; budgets include the activation itself.
-        args: arrays or shapes (`jax.ShapeDtypeStruct`) of the arguments, for which a plan with a budget is solved. The
-            function that is returned accepts arrays of these shapes and dtypes; plans without a budget need none.
-        platform: platform whose roofline gives the cost in seconds, such as "tpu v5e:1x1"; without one it is in FLOP.
+        args: the block's arguments, as arrays or shapes (`jax.ShapeDtypeStruct`), for which a plan with a budget is
+            solved. The returned function then accepts arrays of these shapes and dtypes. Other plans need no `args`.
+        platform: platform on which the cost is modeled in seconds, such as "tpu v5e:1x1"; without one the cost is FLOP.
 
     Returns:
-        The function, to be called like `block` with positional arguments, differentiated, compiled, mapped or scanned.
+        A function with the positional arguments of `block`, which JAX can differentiate, compile, map and scan.
 
     Raises:
-        UserError: the plan is for several blocks or is automatic, the budget is too small, or `args` are missing.
-        StaleGraph: raised when the returned function is traced with other shapes than those of `args`.
+        UserError: the plan is for several blocks, or is `fit`; the budget is too small; or `args` are missing.
+        StaleGraph: when the returned function is traced with shapes other than those of `args`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -64,44 +64,45 @@ def remat(
         raise UserError(f"remat: got {block!r}, expected a function of arrays, then the memory plan")
     if not isinstance(plan, MemoryPlan | str):
         raise UserError(f"remat: got {plan!r}, expected a memory plan such as 'full' or 'save:136MiB'")
-    plan = MemoryPlan.parse(plan) if isinstance(plan, str) else plan
-    if plan.rule == "fit":
-        raise UserError("remat: the plan fit chooses for a whole model: set it in a Plan, or give a budget, save:BYTES")
-    if plan.rule in _RULES_OF_SEVERAL_BLOCKS:
+    memory_plan = MemoryPlan.parse(plan) if isinstance(plan, str) else plan
+    if memory_plan.rule == "fit":
+        raise UserError("remat: got the plan fit, which is for a whole model: set it in a Plan, or give save:BYTES")
+    if memory_plan.rule in _RULES_OF_SEVERAL_BLOCKS:
         raise UserError(
-            f"remat: the plan {plan} is for a sequence of blocks, but remat wraps one: give save:BYTES or full, or set "
-            "the plan in a Plan"
+            f"remat: the plan {memory_plan} is for a sequence of blocks, but remat wraps one: give save:BYTES or full, "
+            "or set the plan in a Plan"
         )
-    if plan.rule == "none":
+    if memory_plan.rule == "none":
         return block
-    policy = policy_of(plan)
+    policy = policy_of(memory_plan)
     if policy is not None:
         return _wrap(block, lambda: run_again(block, rolled=False, policy=policy))
     if not args:
         raise UserError(
-            f"remat: the plan {plan} is solved for the shapes of a block's arguments: give them, as in "
-            f"remat(block, {str(plan)!r}, *args)"
+            f"remat: the plan {memory_plan} depends on the shapes of the block's arguments: give them, as in "
+            f"remat(block, {str(memory_plan)!r}, *args)"
         )
-    platform = Platform.parse(platform) if isinstance(platform, str) else platform
-    chip = None if platform is None else platform.chip
-    if plan.rule == "offload" and chip is None:
+    parsed_platform = Platform.parse(platform) if isinstance(platform, str) else platform
+    chip = None if parsed_platform is None else parsed_platform.chip
+    if memory_plan.rule == "offload" and chip is None:
         raise UserError(
-            f'remat: the plan {plan} weighs copies in seconds: give a platform, such as platform="tpu v5e:1x1"'
+            f"remat: the plan {memory_plan} compares the seconds of copies and of recomputation: give a platform, such "
+            'as platform="tpu v5e:1x1"'
         )
     graph = block_graph(block, *args, chip=chip)
     call = BlockCall(graph.fingerprint, graph, args, 1, rolled=False, order=0)
-    keep = keeping(decide(plan, [call], chip).saves)
-    return _wrap(block, lambda: keep(block, False))
+    wrap_block = keeping(decide(memory_plan, [call], chip).saves)
+    return _wrap(block, lambda: wrap_block(block, False))
 
 
-def _wrap(block: Callable[..., Any], make_lean: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """Return a function like `block` that runs the one that `make_lean` returns while it is traced."""
+def _wrap(block: Callable[..., Any], make_rematerialized: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """Return a function like `block` that, at each call, makes the rematerialized block and calls it."""
 
     @functools.wraps(block)
-    def lean(*args: Any) -> Any:
-        """Run the block; its recomputation waits for the gradient on a backend that would run it early."""
+    def rematerialized_block(*args: Any) -> Any:
+        """Run the block; on a backend that would recompute too early, recomputation waits for the gradient."""
         is_early = jax.default_backend() == "cpu" and runs_recomputation_early()
         with treating(dataclasses.replace(treatment(), held=is_early)):
-            return make_lean()(*args)
+            return make_rematerialized()(*args)
 
-    return lean
+    return rematerialized_block

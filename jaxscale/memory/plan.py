@@ -1,6 +1,6 @@
 """A memory plan specifies how to choose the values kept for the backward pass ("the optimal save set of 136 MiB").
 
-It has a short text form, such as `save:136MiB`. Resolved for one model, block by block, it is a `Decision`
+A plan has a short text form, such as `save:136MiB`. Resolved for one model, block by block, it becomes a `Decision`
 (`memory/decision.py`).
 """
 
@@ -40,7 +40,7 @@ POLICIES = (
     "everything_saveable", "nothing_saveable", "dots_saveable", "checkpoint_dots", "dots_with_no_batch_dims_saveable",
     "checkpoint_dots_with_no_batch_dims",
 )  # fmt: skip
-"""JAX's own policies that need no argument (`jax.checkpoint_policies`)."""
+"""The policies in `jax.checkpoint_policies` that need no argument."""
 
 _BUDGETED = ("chain", "save", "greedy", "dtr_static", "offload")
 """Rules with a budget."""
@@ -58,9 +58,9 @@ class MemoryPlan:
     | `dots` | results of matrix products; the values between them are recomputed |
     | `full` | each block's input |
     | `jax:POLICY` | the values selected by a policy of `jax.checkpoint_policies`, by name |
-    | `sqrt`, `periodic:K` | the input of every K-th block (K = sqrt of their number) |
-    | `revolve:SLOTS` | at most SLOTS block inputs: Griewank and Walther's optimum for alike blocks |
-    | `chain:BYTES` | Rotor's optimum for a chain of unlike blocks: segments that run again, and a save set per block |
+    | `sqrt`, `periodic:K` | the input of every K-th block; for `sqrt`, K is about the root of their number |
+    | `revolve:SLOTS` | at most SLOTS block inputs: Griewank and Walther's optimum for identical blocks |
+    | `chain:BYTES` | Rotor's optimum for different blocks: segments that run again, and a save set per block |
     | `save:BYTES[:flop\\|seconds]` | the save set of least cost for each block, by integer program |
     | `greedy:BYTES`, `dtr_static:BYTES` | a save set for each block, by a heuristic |
     | `offload:SELECTOR:BYTES` | BYTES on the device; the selector chooses values for host memory |
@@ -69,12 +69,12 @@ class MemoryPlan:
 
     Args:
         rule: name of the rule, the first word of the text form.
-        budget: most bytes of activations kept on the device, per device and microbatch, of the whole model: inputs of
-            blocks, and their kept values. The working memory of the running block is not included.
+        budget: most bytes of activations that the whole model keeps on a device, per microbatch: inputs of blocks, and
+            kept values inside blocks. The working memory of the running block is not included.
         count: K of `periodic`, or SLOTS of `revolve`.
         selector: SELECTOR of `offload`.
-        objective: the cost that `save` minimizes: recomputed FLOP, or modelled seconds. `None` chooses seconds on a
-            chip whose rates are known, and FLOP otherwise.
+        objective: the cost that `save` minimizes: recomputed FLOP, or modeled seconds. `None` chooses seconds on a
+            chip with known rates, and FLOP otherwise.
         name: POLICY of `jax`, or PATH of `file`.
 
     Example:
@@ -94,13 +94,13 @@ class MemoryPlan:
         if self.rule not in get_args(MemoryRule):
             raise unknown("memory plan", str(self.rule), get_args(MemoryRule))
         check_types(self)
-        needed_by_field = {
+        is_needed_by_field = {
             "budget": self.rule in _BUDGETED,
             "count": self.rule in _COUNTED,
             "selector": self.rule == "offload",
             "name": self.rule in ("jax", "file"),
         }
-        for field, is_needed in needed_by_field.items():
+        for field, is_needed in is_needed_by_field.items():
             if (getattr(self, field) is not None) != is_needed:
                 verb = "needs" if is_needed else "takes no"
                 raise UserError(f"memory plan {self.rule} {verb} {field}: write {FORMS[self.rule]}")
@@ -118,8 +118,8 @@ class MemoryPlan:
         """The plan that a text form describes.
 
         Raises:
-            UserError: a rule, selector, policy or unit is unknown (the message suggests the nearest), or there are too
-                few or too many arguments.
+            UserError: a rule, selector, policy or unit is unknown (the message suggests the most similar one), or there
+                are too few or too many arguments.
         """
         rule_name, *arguments = text.strip().split(":")
         if rule_name not in FORMS:
@@ -132,7 +132,7 @@ class MemoryPlan:
         if not len(argument_names) - optional_count <= len(arguments) <= len(argument_names):
             raise UserError(f"memory plan {text!r}: expected {FORMS[rule]}")
         argument_by_name = dict(zip(argument_names, arguments, strict=False))
-        subject = f"memory plan {rule}:"
+        error_prefix = f"memory plan {rule}:"
         count_text = argument_by_name.get("K") or argument_by_name.get("SLOTS")
         if count_text is not None and not count_text.isdecimal():
             raise UserError(f"memory plan {text!r}: got {count_text!r}, expected a whole number: {FORMS[rule]}")
@@ -143,7 +143,7 @@ class MemoryPlan:
             raise unknown("objective", objective, get_args(SaveSetObjective))
         return cls(
             rule,
-            budget=parse_bytes(argument_by_name["BYTES"], subject) if "BYTES" in argument_by_name else None,
+            budget=parse_bytes(argument_by_name["BYTES"], error_prefix) if "BYTES" in argument_by_name else None,
             count=int(count_text) if count_text is not None else None,
             selector=cast(Selector | None, selector),
             objective=cast(SaveSetObjective | None, objective),
@@ -152,11 +152,10 @@ class MemoryPlan:
 
     @property
     def policy(self) -> str | None:
-        """Name of JAX's policy that the plan applies to every block; `None` for other rules."""
+        """The name of JAX's policy that the plan applies to every block; `None` for other rules."""
         return {"dots": "dots_saveable", "full": "nothing_saveable", "jax": self.name}.get(self.rule)
 
     def __str__(self) -> str:
-        words = [self.rule, self.selector]
-        words += [None if self.budget is None else bytes_text(self.budget)]
-        words += [None if self.count is None else str(self.count), self.objective, self.name]
-        return ":".join(word for word in words if word is not None)
+        argument_texts = [self.selector, None if self.budget is None else bytes_text(self.budget)]
+        argument_texts += [None if self.count is None else str(self.count), self.objective, self.name]
+        return ":".join([self.rule, *(text for text in argument_texts if text is not None)])

@@ -7,16 +7,17 @@ menu of ways to keep each stage as in Rockmate (Zhao et al. 2023, arXiv:2307.012
                = min over options o of s   time(o) + C(s + 1, t, m - kept(o))
                      and segments s..c-1   forward(s..c-1) + C(c, t, m - x(c)) + C(s, c-1, m)
 
-with time(o) and kept(o) the seconds and the kept bytes of stage s under option o, and x(c) the bytes of c's input. The
-cut c is the first stage after a segment that runs again.
+where time(o) and kept(o) are the seconds and the kept bytes of stage s under option o, and x(c) are the bytes of the
+input of c. The cut c is the first stage after a segment that runs again.
 
-A budget bounds either the bytes kept for a later backward pass (`kept`, as elsewhere in this package) or, as in the
+A budget limits either the bytes kept for a later backward pass (`kept`, as elsewhere in this package) or, as in the
 papers, all bytes alive at any time (`alive`), which include gradients and the working memory of the running stage.
 
 Free bytes are counted in slots of a grid. The grid is exact if all kept sizes are multiples of one unit and the budget
-has few enough units. Otherwise kept sizes are rounded to the nearest slot, plans are tried in order of cost, and the
-first whose true bytes (`chain.simulate`) are within the budget is taken. Errors of rounding to the nearest cancel;
-those of rounding up would add. Identical stages need a table by length instead of one by (first, last).
+is not too many units. Otherwise kept sizes are rounded to the nearest number of slots, plans are tried from the fastest
+on, and the first plan with true bytes (`chain.simulate`) within the budget is returned. Errors of rounding to the
+nearest cancel; those of rounding up would add. Identical stages need a table by number of stages instead of one by
+(first stage, last stage).
 
 Left out: plans that keep a value beyond its segment (non-persistent), and offload (see `memory/selectors/`).
 """
@@ -35,9 +36,9 @@ from jaxscale.values.byte_sizes import bytes_at_least, bytes_text
 CostRow = np.ndarray
 """Float64 array of shape (number of slots,): seconds by slot of free bytes, infinite if no plan fits."""
 Bound = Literal["alive", "kept"]
-"""What a budget bounds: all live bytes at any time, or the bytes kept for a backward pass."""
-_EXTRA = 0.01
-"""Slots beyond the budget, as a share of the grid, for plans whose rounded sizes exceed it and true sizes do not."""
+"""The bytes that a budget limits: all live bytes at any time, or only those kept for a backward pass."""
+_EXTRA_SLOT_SHARE = 0.01
+"""Slots beyond the budget, as a share of its slots, for plans that exceed the budget only because of rounding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +48,9 @@ class ChainPlan:
     Args:
         nodes: the plan of the chain.
         seconds: seconds of the forward and the backward pass, as `chain.simulate` returns them.
-        peak_bytes: most live bytes at any time, the chain's input included.
-        kept_bytes: most bytes kept for a backward pass at any time, the chain's input included.
-        exact: whether the plan is the fastest within the budget for certain; false if sizes were rounded to the grid.
+        peak_bytes: largest number of live bytes at any time, the chain's input included.
+        kept_bytes: largest number of bytes kept for a backward pass at any time, the chain's input included.
+        exact: whether the plan is certain to be the fastest within the budget; false if sizes were rounded.
     """
 
     nodes: Nodes
@@ -68,11 +69,11 @@ def rotor(
         stages: costs of the chain's stages.
         input_bytes: bytes of the first stage's input.
         budget: most bytes, `input_bytes` included.
-        slots: number of slots of the grid if sizes have no common unit.
-        bound: which bytes the budget bounds.
+        slots: number of slots of the grid if sizes are not multiples of one unit.
+        bound: which bytes the budget limits: all live bytes, or only the kept ones.
 
     Raises:
-        UserError: no plan fits; the message gives the least budget that suffices, and what would lower it.
+        UserError: no plan fits; the message gives the least possible budget, and what would lower it.
 
     Example:
         >>> alike = [Stage(1.0, 2.0, 1)] * 4
@@ -85,22 +86,22 @@ def rotor(
     problem = _Problem(tuple(stages), input_bytes, bound)
     least_bytes = problem.least_bytes()
     if budget < least_bytes:
-        raise _infeasible(problem, budget, least_bytes)
+        raise _budget_error(problem, budget, least_bytes)
     table = _Table(problem, problem.grid(budget - input_bytes, slots))
-    for slot in table.slots():
-        nodes = table.nodes(0, problem.count - 1, slot)
+    for slot in table.slots_to_try():
+        nodes = table.nodes(0, problem.stage_count - 1, slot)
         cost = simulate(nodes, stages, input_bytes)
-        if problem.bounded_bytes(cost) <= budget:
-            seconds = float(table.row(0, problem.count - 1)[slot])
+        if problem.limited_bytes(cost) <= budget:
+            seconds = float(table.row(0, problem.stage_count - 1)[slot])
             return ChainPlan(nodes, seconds, cost.peak_bytes, cost.kept_bytes, exact=table.exact)
-    # the budget is so near the least that rounding leaves no plan within it
-    nodes = problem.least_nodes(0, problem.count - 1)
+    # the budget is so close to the least possible that no plan of the rounded table is within it
+    nodes = problem.least_nodes(0, problem.stage_count - 1)
     cost = simulate(nodes, stages, input_bytes)
     return ChainPlan(nodes, cost.seconds, cost.peak_bytes, cost.kept_bytes, exact=False)
 
 
 def least_budget(stages: Sequence[Stage], input_bytes: int, bound: Bound = "alive") -> int:
-    """The least budget within which a chain can run forward and backward, exactly.
+    """The least budget, in bytes, with which a chain can run forward and backward.
 
     Example:
         >>> least_budget([Stage(1.0, 2.0, 1)] * 4, 1)
@@ -111,315 +112,330 @@ def least_budget(stages: Sequence[Stage], input_bytes: int, bound: Bound = "aliv
     return _Problem(tuple(stages), input_bytes, bound).least_bytes()
 
 
-def _infeasible(problem: "_Problem", budget: int, least_bytes: int) -> UserError:
+def _budget_error(problem: "_Problem", budget: int, least_bytes: int) -> UserError:
     """The error for a budget below the least possible."""
-    save_needs = [
-        min(problem.save_need(index, option, index) for option in range(len(stage.options)))
-        for index, stage in enumerate(problem.stages)
+    stage_bytes = [
+        min(problem.save_need_bytes(index, option, index) for option in range(len(stage.options))) + input_bytes
+        for index, (stage, input_bytes) in enumerate(zip(problem.stages, problem.edge_bytes, strict=False))
     ]
-    stage_bytes = [save_need + input_bytes for save_need, input_bytes in zip(save_needs, problem.x, strict=False)]
-    index = max(range(problem.count), key=stage_bytes.__getitem__)
+    largest_stage = max(range(problem.stage_count), key=stage_bytes.__getitem__)
     return UserError(
-        f"a budget of {bytes_text(budget)} ({problem.bound}) is too low for {problem.count} stages: the least possible "
-        f"is {bytes_at_least(least_bytes)}, of which stage {index} alone takes {bytes_at_least(stage_bytes[index])}; "
-        "more microbatches, a smaller batch, or splitting that stage in two would lower it"
+        f"a budget of {bytes_text(budget)} ({problem.bound}) is too low for {problem.stage_count} stages: the least "
+        f"possible is {bytes_at_least(least_bytes)}, and stage {largest_stage} alone takes "
+        f"{bytes_at_least(stage_bytes[largest_stage])}; more microbatches, a smaller batch, or splitting that stage in "
+        "two would lower it"
     )
 
 
 class _Problem:
-    """The costs of a chain's stages as arrays.
+    """The costs of a chain's stages, indexed by stage.
 
-    x[i] are the bytes of stage i's input, and x[L], for L stages, those of the last output; elapsed[i] are the forward
-    seconds of the stages before i.
+    A plan of stages first..last (indices, both included) begins with one node. The node has a code: -1 - option for the
+    `Save` of stage first under that option, and the cut c for the `Remat` of stages first..c-1.
+
+    Attributes:
+        stages, input_bytes, bound: the arguments; there are `stage_count` stages.
+        edge_bytes: bytes of each stage's input, then of the last stage's output.
+        elapsed_seconds: for each stage, the forward seconds of the stages before it; then those of all stages.
+        is_uniform: whether all stages are identical.
+        has_passed_bytes: whether a stage passes on arrays of its input.
+        gradient_bytes: for each entry of `edge_bytes`, the bytes of the array's gradient; 0 if the budget limits only
+            kept bytes.
+        new_bytes: new_bytes[s][c - s - 1] are the bytes of the input of c that the input of s does not contain.
+        run_need_bytes: run_need_bytes[s][c - s - 1] are the bytes that running stages s..c-1 takes if no values are
+            kept, besides the input of s and a gradient; the output of stage c-1 is included.
     """
 
     def __init__(self, stages: tuple[Stage, ...], input_bytes: int, bound: Bound) -> None:
         if not stages:
             raise UserError("chain: got no stages, expected at least one")
-        self.stages, self.input_bytes, self.count, self.bound = stages, input_bytes, len(stages), bound
-        self.x = [input_bytes, *(stage.output_bytes for stage in stages)]
-        self.elapsed = np.concatenate([[0.0], np.cumsum([stage.forward_seconds for stage in stages])])
-        self.is_alike = len(set(stages)) == 1 and input_bytes == stages[0].output_bytes
+        self.stages, self.input_bytes, self.stage_count, self.bound = stages, input_bytes, len(stages), bound
+        self.edge_bytes = [input_bytes, *(stage.output_bytes for stage in stages)]
+        self.elapsed_seconds = np.concatenate([[0.0], np.cumsum([stage.forward_seconds for stage in stages])])
+        self.is_uniform = len(set(stages)) == 1 and input_bytes == stages[0].output_bytes
         self.has_passed_bytes = any(stage.passed_bytes for stage in stages)
-        # bytes of the gradient of x[i]
-        self.gradient_bytes = self.x if bound == "alive" else [0] * len(self.x)
-        # kept[s][c - s - 1]: bytes of the input of c that the input of s does not contain
-        # run_need[s][c - s - 1]: bytes to run stages s..c-1, besides the input of s and a gradient, keeping only x[c]
-        self.kept: list[list[int]] = []
-        self.run_need: list[list[int]] = []
-        for start in range(self.count if not self.is_alike else 1):
-            kept_row, need_row, passed_bytes, run_bytes, kept_bytes = [], [], math.inf, 0, 0
-            for index in range(start, self.count):
+        self.gradient_bytes = self.edge_bytes if bound == "alive" else [0] * len(self.edge_bytes)
+        self.new_bytes: list[list[int]] = []
+        self.run_need_bytes: list[list[int]] = []
+        for start in range(self.stage_count if not self.is_uniform else 1):
+            new_bytes_row, need_row, passed_bytes, run_bytes, new_bytes = [], [], math.inf, 0, 0
+            for index in range(start, self.stage_count):
                 stage = stages[index]
                 passed_bytes = min(passed_bytes, stage.passed_bytes)
-                run_bytes = max(run_bytes, kept_bytes + stage.output_bytes - stage.passed_bytes + stage.working_bytes)
-                kept_bytes = stage.output_bytes - int(passed_bytes)
-                kept_row.append(kept_bytes)
+                run_bytes = max(run_bytes, new_bytes + stage.output_bytes - stage.passed_bytes + stage.working_bytes)
+                new_bytes = stage.output_bytes - int(passed_bytes)
+                new_bytes_row.append(new_bytes)
                 need_row.append(run_bytes if bound == "alive" else 0)
-            self.kept.append(kept_row)
-            self.run_need.append(need_row)
-        if self.is_alike:
-            self.kept, self.run_need = self.kept * self.count, self.run_need * self.count
+            self.new_bytes.append(new_bytes_row)
+            self.run_need_bytes.append(need_row)
+        if self.is_uniform:
+            self.new_bytes *= self.stage_count
+            self.run_need_bytes *= self.stage_count
 
-    def bounded_bytes(self, cost: ChainCost) -> int:
-        """The bytes, of a plan with this cost, that the budget bounds."""
+    def limited_bytes(self, cost: ChainCost) -> int:
+        """The bytes of a plan with this cost that the budget limits."""
         return cost.peak_bytes if self.bound == "alive" else cost.kept_bytes
 
-    def saved_bytes(self, stage: int, option: int) -> int:
-        """Bytes besides its input that a stage keeps until its backward pass, its output included."""
-        return self.stages[stage].options[option].kept_bytes + self.kept[stage][0]
+    def saved_bytes(self, index: int, option: int) -> int:
+        """The bytes that stage `index` keeps for its backward pass besides its input, its output included."""
+        return self.stages[index].options[option].kept_bytes + self.new_bytes[index][0]
 
-    def save_need(self, index: int, option: int, last: int) -> int:
-        """Most bytes that a stage takes forward and backward, besides its input, if stages up to `last` follow it."""
+    def save_need_bytes(self, index: int, option: int, last: int) -> int:
+        """The bytes that saving stage `index` takes besides its input, as the first of the stages up to `last`."""
         stage = self.stages[index]
         if self.bound == "kept":
             return self.saved_bytes(index, option) if index < last else stage.options[option].kept_bytes
-        forward_bytes = self.x[last + 1] + stage.working_bytes
-        backward_bytes = self.x[index] + stage.output_bytes - stage.passed_bytes + stage.options[option].working_bytes
+        forward_bytes = self.edge_bytes[last + 1] + stage.working_bytes
+        backward_bytes = (
+            self.edge_bytes[index] + stage.output_bytes - stage.passed_bytes + stage.options[option].working_bytes
+        )
         return self.saved_bytes(index, option) + max(forward_bytes, backward_bytes)
 
     def save_seconds(self, index: int, option: int) -> float:
-        """Seconds of a stage's forward and backward pass under an option."""
+        """The seconds of the forward and backward pass of stage `index` under an option."""
         stage = self.stages[index]
         return stage.forward_seconds + stage.backward_seconds + stage.options[option].extra_seconds
 
     # -- the least memory ----------------------------------------------------------------------------------------------
 
     def least_bytes(self) -> int:
-        """The least bytes that any plan of the chain needs."""
-        if not hasattr(self, "_least"):
-            # least bytes of each run of stages, and the number for the beginning of its plan (`_least_choices`)
-            self._least: dict[tuple[int, int], tuple[int, int]] = {}
+        """The least bytes that any plan of the chain needs, the chain's input included."""
+        if not hasattr(self, "_least_by_span"):
+            # for the span of stages first..last: its least bytes, and the code of its plan's first node
+            self._least_by_span: dict[tuple[int, int], tuple[int, int]] = {}
             for first, last in self._spans():
                 choices = self._least_choices(first, last)
-                self._least[self._key(first, last)] = min(choices, key=lambda choice: choice[0])
-        return self.input_bytes + self._least_of(0, self.count - 1)
+                self._least_by_span[self._key(first, last)] = min(choices, key=lambda choice: choice[0])
+        return self.input_bytes + self._least_bytes_of(0, self.stage_count - 1)
 
     def _least_choices(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Yield pairs of the least bytes of stages first..last and a number for the beginning of their plan.
-
-        The number -1 - option saves the first stage under that option; a number c reruns stages first..c-1.
-        """
+        """For each possible first node of a plan of stages first..last, yield the least bytes and the node's code."""
         for option in range(len(self.stages[first].options)):
-            later_bytes = self.saved_bytes(first, option) + self._least_of(first + 1, last) if first < last else 0
-            yield max(self.save_need(first, option, last), later_bytes), -1 - option
+            later_bytes = self.saved_bytes(first, option) + self._least_bytes_of(first + 1, last) if first < last else 0
+            yield max(self.save_need_bytes(first, option, last), later_bytes), -1 - option
         for cut in range(first + 1, last + 1):
-            run_bytes = self.gradient_bytes[last + 1] + self.run_need[first][cut - first - 1]
-            later_bytes = self.kept[first][cut - first - 1] + self._least_of(cut, last)
-            yield max(run_bytes, later_bytes, self._least_of(first, cut - 1)), cut
+            run_bytes = self.gradient_bytes[last + 1] + self.run_need_bytes[first][cut - first - 1]
+            later_bytes = self.new_bytes[first][cut - first - 1] + self._least_bytes_of(cut, last)
+            yield max(run_bytes, later_bytes, self._least_bytes_of(first, cut - 1)), cut
 
     def least_nodes(self, first: int, last: int) -> Nodes:
         """The plan of stages first..last that needs the least memory."""
-        self.least_bytes()
+        self.least_bytes()  # fills `_least_by_span` at its first call
         if first > last:
             return ()
-        # the number for the beginning of the plan, as in `_least_choices`
-        choice = self._least[self._key(first, last)][1]
-        if choice < 0:
-            return (Save(first, -1 - choice), *self.least_nodes(first + 1, last))
-        cut = choice - self._key(first, last)[0] + first
+        _, code = self._least_by_span[self._key(first, last)]
+        if code < 0:
+            return (Save(first, -1 - code), *self.least_nodes(first + 1, last))
+        cut = code - self._key(first, last)[0] + first
         return (Remat(self.least_nodes(first, cut - 1)), *self.least_nodes(cut, last))
 
-    def _least_of(self, first: int, last: int) -> int:
-        """The least bytes of stages first..last; 0 for no stages."""
-        return self._least[self._key(first, last)][0] if first <= last else 0
+    def _least_bytes_of(self, first: int, last: int) -> int:
+        """The least bytes of stages first..last, besides the input of the first; 0 for no stages."""
+        return self._least_by_span[self._key(first, last)][0] if first <= last else 0
 
     def _key(self, first: int, last: int) -> tuple[int, int]:
-        """Key of stages first..last in `_least`: for identical stages only their number counts."""
-        return (0, last - first) if self.is_alike else (first, last)
+        """The key of stages first..last in `_least_by_span`: for identical stages only their number counts."""
+        return (0, last - first) if self.is_uniform else (first, last)
 
     def _spans(self) -> Iterator[tuple[int, int]]:
-        """Yield (first, last) of every run of neighbouring stages, after all shorter runs inside that run."""
-        for last in range(self.count):
-            for first in (0,) if self.is_alike else range(last, -1, -1):
+        """Yield the first and last stage of every span of neighboring stages, after all shorter spans inside it."""
+        for last in range(self.stage_count):
+            for first in (0,) if self.is_uniform else range(last, -1, -1):
                 yield first, last
 
     # -- the least time ------------------------------------------------------------------------------------------------
 
     def grid(self, free_bytes: int, slots: int) -> "_Grid":
-        """The grid of a table, with about `slots` slots, for a budget of `free_bytes` besides the chain's input."""
-        kept_bytes = {self.saved_bytes(i, k) for i, stage in enumerate(self.stages) for k in range(len(stage.options))}
-        kept_bytes.update(byte_count for row in self.kept for byte_count in row)
-        kept_sizes = np.array(sorted(kept_bytes), dtype=np.float64)
+        """The grid of a table, with about `slots` slots, for a budget of `free_bytes` besides the chain's input.
+
+        For identical stages, which need a smaller table, the grid has about four times as many slots.
+        """
+        distinct_sizes = {
+            self.saved_bytes(i, o) for i, stage in enumerate(self.stages) for o in range(len(stage.options))
+        }
+        distinct_sizes.update(byte_count for row in self.new_bytes for byte_count in row)
+        kept_sizes = np.array(sorted(distinct_sizes), dtype=np.float64)
         unit = math.gcd(*(int(byte_count) for byte_count in kept_sizes)) or 1
-        slots = 4 * slots if self.is_alike else slots
-        if free_bytes // unit <= slots:
+        least_slot_count = 4 * slots if self.is_uniform else slots
+        if free_bytes // unit <= least_slot_count:
             slot_count = free_bytes // unit
-            return _Grid(float(unit), slot_count, float(free_bytes - slot_count * unit), slot_count + 1, exact=True)
+            return _Grid(float(unit), float(free_bytes - slot_count * unit), slot_count + 1, exact=True)
         # choose, of several grids, the one that rounds this chain's kept sizes most accurately
-        slot_counts = np.arange(slots, slots + slots // 5 + 1)
+        slot_counts = np.arange(least_slot_count, least_slot_count + least_slot_count // 5 + 1)
         slot_sizes = kept_sizes[None, :] * (slot_counts[:, None] / free_bytes)
         rounding_errors = (np.abs(np.rint(slot_sizes) - slot_sizes) / slot_counts[:, None]).sum(1)
         slot_count = int(slot_counts[np.argmin(rounding_errors)])
-        length = slot_count + 1 + math.ceil(_EXTRA * slot_count)
-        return _Grid(free_bytes / slot_count, slot_count, remainder=0.0, length=length, exact=False)
+        length = slot_count + 1 + math.ceil(_EXTRA_SLOT_SHARE * slot_count)
+        return _Grid(free_bytes / slot_count, remainder=0.0, length=length, exact=False)
 
 
 class _Grid(NamedTuple):
-    """The free bytes of each slot: remainder + unit * slot.
+    """The numbers of free bytes for which a table has costs: slot index i stands for remainder + unit * i bytes.
 
     Args:
         unit: bytes of a slot.
-        budget: number of the slot of the whole budget.
         remainder: bytes of the budget that do not fill a slot.
         length: number of slots in the table.
-        exact: whether all kept sizes are whole numbers of slots.
+        exact: whether all kept sizes are multiples of the unit.
     """
 
     unit: float
-    budget: int
     remainder: float
     length: int
     exact: bool
 
     def slots_of(self, byte_count: int) -> int:
-        """The nearest number of slots to a number of bytes."""
+        """The number of slots that is nearest to a number of bytes."""
         return round(byte_count / self.unit)
 
     def first_slot(self, needed_bytes: float) -> int:
-        """The first slot with at least `needed_bytes` free."""
+        """The index of the first slot that stands for at least `needed_bytes` free bytes."""
         return max(0, math.ceil((needed_bytes - self.remainder) / self.unit - 1e-9))
 
 
 class _Table:
-    """C(s, t, m) for all stages s <= t and slots m; infinite if no plan fits.
+    """C(s, t, m) in seconds for all stages s <= t and slots m; infinite if no plan fits.
 
-    `kept_slots` has the slots of the bytes in `_Problem.kept`. `_rows[s][t - s]` is C(s, t, :); identical stages have
-    only `_rows[0]`.
+    Attributes:
+        problem, grid: the arguments.
+        exact: whether the table's plans are certain to be the fastest.
+        new_slots: the bytes in `problem.new_bytes` as numbers of slots; only the first row for identical stages.
+        _rows: _rows[s][t - s] is C(s, t, :), a float array of shape (slots,); only _rows[0] for identical stages.
     """
 
     def __init__(self, problem: _Problem, grid: _Grid) -> None:
         self.problem, self.grid, self.exact = problem, grid, grid.exact
-        kept_rows = problem.kept[: 1 if problem.is_alike else None]
-        self.kept_slots = [[grid.slots_of(byte_count) for byte_count in row] for row in kept_rows]
-        if problem.is_alike:
-            self._fill_alike()
+        byte_rows = problem.new_bytes[: 1 if problem.is_uniform else None]
+        self.new_slots = [[grid.slots_of(byte_count) for byte_count in row] for row in byte_rows]
+        if problem.is_uniform:
+            self._fill_uniform()
         else:
             self._fill()
 
     def row(self, first: int, last: int) -> CostRow:
         """The row C(first, last, :) of the table."""
-        return self._rows[0][last - first] if self.problem.is_alike else self._rows[first][last - first]
+        return self._rows[0][last - first] if self.problem.is_uniform else self._rows[first][last - first]
 
-    def slots(self) -> Iterator[int]:
-        """Slots of the plans to try, the fastest plan first; one slot for each number of seconds."""
-        row = self.row(0, self.problem.count - 1)
+    def slots_to_try(self) -> Iterator[int]:
+        """Yield the index of a slot for each distinct cost of a plan for the whole chain, the least cost first."""
+        row = self.row(0, self.problem.stage_count - 1)
         for seconds in np.unique(row[np.isfinite(row)]):
-            yield int(np.argmax(row <= seconds))  # the least slot of these seconds takes the least memory
+            yield int(np.argmax(row <= seconds))  # of the slots with this cost, the first takes the least memory
 
     def nodes(self, first: int, last: int, slot: int) -> Nodes:
-        """The plan whose cost is C(first, last, slot)."""
+        """The plan of stages first..last that costs C(first, last, slot)."""
         problem, nodes = self.problem, []
-        # a choice has the seconds of the rest of the plan and a number for its beginning, as in `_least_choices`
         while first <= last:
-            stage, choices = problem.stages[first], []
+            stage, choices = problem.stages[first], []  # each choice: seconds of a plan, and its first node's code
             for option in range(len(stage.options)):
-                slot_after, seconds = slot - self.grid.slots_of(problem.saved_bytes(first, option)), math.inf
-                if slot >= self.grid.first_slot(problem.save_need(first, option, last)):
+                later_slot, seconds = slot - self.grid.slots_of(problem.saved_bytes(first, option)), math.inf
+                if slot >= self.grid.first_slot(problem.save_need_bytes(first, option, last)):
                     if first == last:
                         seconds = problem.save_seconds(first, option)
-                    elif slot_after >= 0:
-                        seconds = problem.save_seconds(first, option) + float(self.row(first + 1, last)[slot_after])
+                    elif later_slot >= 0:
+                        seconds = problem.save_seconds(first, option) + float(self.row(first + 1, last)[later_slot])
                 choices.append((seconds, -1 - option))
             for cut in range(first + 1, last + 1):
-                slot_after = slot - self._slots_kept(first, cut)
-                if slot_after < 0 or slot < self._first_slot_to_run(first, cut, last):
+                later_slot = slot - self._new_slots_of(first, cut)
+                if later_slot < 0 or slot < self._first_slot_to_run(first, cut, last):
                     continue
-                rerun_seconds = problem.elapsed[cut] - problem.elapsed[first]
-                choices.append((rerun_seconds + self.row(cut, last)[slot_after] + self.row(first, cut - 1)[slot], cut))
-            choice = min(choices, key=lambda c: c[0])[1]
-            if choice < 0:
-                nodes.append(Save(first, -1 - choice))
-                slot -= self.grid.slots_of(problem.saved_bytes(first, -1 - choice))
+                run_seconds = problem.elapsed_seconds[cut] - problem.elapsed_seconds[first]
+                choices.append((run_seconds + self.row(cut, last)[later_slot] + self.row(first, cut - 1)[slot], cut))
+            _, code = min(choices, key=lambda choice: choice[0])
+            if code < 0:
+                nodes.append(Save(first, -1 - code))
+                slot -= self.grid.slots_of(problem.saved_bytes(first, -1 - code))
                 first += 1
             else:
-                nodes.append(Remat(self.nodes(first, choice - 1, slot)))
-                slot -= self._slots_kept(first, choice)
-                first = choice
+                nodes.append(Remat(self.nodes(first, code - 1, slot)))
+                slot -= self._new_slots_of(first, code)
+                first = code
         return tuple(nodes)
 
-    def _slots_kept(self, first: int, cut: int) -> int:
-        """Slots of the input of stage `cut`, without what the input of stage `first` contains."""
-        return self.kept_slots[0 if self.problem.is_alike else first][cut - first - 1]
+    def _new_slots_of(self, first: int, cut: int) -> int:
+        """The slots of the input of stage `cut`, without the arrays that the input of stage `first` contains."""
+        return self.new_slots[0 if self.problem.is_uniform else first][cut - first - 1]
 
     def _first_slot_to_run(self, first: int, cut: int, last: int) -> int:
-        """The first slot in which stages first..cut-1 can run without keeping values."""
+        """The index of the first slot in which stages first..cut-1 can run without keeping values."""
         problem = self.problem
-        return self.grid.first_slot(problem.gradient_bytes[last + 1] + problem.run_need[first][cut - first - 1])
+        return self.grid.first_slot(problem.gradient_bytes[last + 1] + problem.run_need_bytes[first][cut - first - 1])
 
     def _best_option_row(self, first: int, last: int) -> CostRow:
-        """The cost, by slot, of stages first..last if the first is saved under its best option."""
+        """The cost, by slot, of stages first..last if the first is saved under the best option for the slot."""
         problem, grid = self.problem, self.grid
         best_row = np.full(grid.length, np.inf)
         for option in range(len(problem.stages[first].options)):
             saved_slots = grid.slots_of(problem.saved_bytes(first, option))
             seconds = problem.save_seconds(first, option)
-            first_slot = grid.first_slot(problem.save_need(first, option, last))
+            first_slot = grid.first_slot(problem.save_need_bytes(first, option, last))
             first_slot = first_slot if first == last else max(first_slot, saved_slots)
             if first_slot < grid.length:
                 later_slots = slice(first_slot - saved_slots, grid.length - saved_slots)
-                seconds_after = 0.0 if first == last else self.row(first + 1, last)[later_slots]
-                np.minimum(best_row[first_slot:], seconds_after + seconds, out=best_row[first_slot:])
+                later_seconds = 0.0 if first == last else self.row(first + 1, last)[later_slots]
+                np.minimum(best_row[first_slot:], later_seconds + seconds, out=best_row[first_slot:])
         return best_row
 
     def _shift(self, row: CostRow, slot_count: int) -> CostRow:
-        """The row with `slot_count` slots taken away: its costs move up, and the first slots become infinite."""
-        shifted = np.full(self.grid.length, np.inf)
+        """The row if `slot_count` slots are taken: costs move to higher slots, and the first slots become infinite."""
+        shifted_row = np.full(self.grid.length, np.inf)
         if slot_count < self.grid.length:
-            shifted[slot_count:] = row[: self.grid.length - slot_count]
-        return shifted
+            shifted_row[slot_count:] = row[: self.grid.length - slot_count]
+        return shifted_row
 
     def _fill(self) -> None:
         """Fill the table of different stages: for each last stage, all first stages from the last one down."""
-        problem, grid, count = self.problem, self.grid, self.problem.count
+        problem, grid, count = self.problem, self.grid, self.problem.stage_count
         self._rows = [np.empty((count - first, grid.length)) for first in range(count)]
         workspace = np.empty((count, grid.length))
-        # run_needs[s][t]: bytes to run stages s..c-1, besides the input of s and a gradient, for each cut c up to t
-        run_needs = [
-            [np.array(problem.run_need[first][: last - first], dtype=np.float64) for last in range(count)]
+        # run_need_rows[s][t]: row s of `problem.run_need_bytes` as an array, up to the cut t
+        run_need_rows = [
+            [np.array(problem.run_need_bytes[first][: last - first], dtype=np.float64) for last in range(count)]
             for first in range(count)
         ]
         for last in range(count):
-            # after_cut[c]: C(c, last, m - x(c)), plus the forward seconds from the chain's start to c
+            # after_cut[c] is C(c, last, m - x(c)), by slot m, plus the forward seconds from the chain's start to c
             after_cut = np.full((last + 1, grid.length), np.inf)
             for first in range(last, -1, -1):
                 costs = self._best_option_row(first, last)
                 if last > first:
-                    # costs by cut and slot, if the stages before the cut run again
+                    # costs by cut and slot if the stages before the cut run again
                     cut_rows = workspace[: last - first]
                     if problem.has_passed_bytes:
                         for cut in range(first + 1, last + 1):
-                            after_cut[cut] = self._shift(self.row(cut, last), self._slots_kept(first, cut))
-                            after_cut[cut] += problem.elapsed[cut]
+                            after_cut[cut] = self._shift(self.row(cut, last), self._new_slots_of(first, cut))
+                            after_cut[cut] += problem.elapsed_seconds[cut]
                     np.add(self._rows[first][: last - first], after_cut[first + 1 :], out=cut_rows)
-                    needed_bytes = problem.gradient_bytes[last + 1] + run_needs[first][last] - grid.remainder
+                    needed_bytes = problem.gradient_bytes[last + 1] + run_need_rows[first][last] - grid.remainder
                     first_slots = np.ceil(needed_bytes / grid.unit - 1e-9)
-                    for index, first_slot in enumerate(first_slots.astype(int).tolist()):
-                        cut_rows[index, : max(first_slot, 0)] = np.inf
-                    np.minimum(costs, cut_rows.min(0) - problem.elapsed[first], out=costs)
+                    for cut_index, first_slot in enumerate(first_slots.astype(int).tolist()):
+                        cut_rows[cut_index, : max(first_slot, 0)] = np.inf
+                    np.minimum(costs, cut_rows.min(0) - problem.elapsed_seconds[first], out=costs)
                 self._rows[first][last - first] = costs
                 if not problem.has_passed_bytes and first:
-                    after_cut[first] = self._shift(costs, self._slots_kept(first - 1, first)) + problem.elapsed[first]
+                    after_cut[first] = (
+                        self._shift(costs, self._new_slots_of(first - 1, first)) + problem.elapsed_seconds[first]
+                    )
 
-    def _fill_alike(self) -> None:
+    def _fill_uniform(self) -> None:
         """Fill the table of identical stages in order of the number of stages, `last` + 1."""
-        problem, grid, count = self.problem, self.grid, self.problem.count
+        problem, grid, count = self.problem, self.grid, self.problem.stage_count
         self._rows = [np.empty((count, grid.length))]
-        # rows[n - 1]: C of n stages; after_cut[n - 1]: the same with the slots of their input taken away
+        # rows[n - 1] is C of n stages by slot; after_cut[n - 1] is the same row if the stages' input takes slots
         rows = self._rows[0]
         after_cut = np.empty((count, grid.length))
         workspace = np.empty((count, grid.length))
-        stage_slots, stage_seconds = self.kept_slots[0][0], problem.stages[0].forward_seconds
-        forward_seconds = stage_seconds * np.arange(1, count + 1)[:, None]
+        input_slots, stage_seconds = self.new_slots[0][0], problem.stages[0].forward_seconds
+        segment_seconds = stage_seconds * np.arange(1, count + 1)[:, None]  # by number of stages in a segment
         for last in range(count):
             costs = self._best_option_row(0, last)
             if last:
                 cut_rows = workspace[:last]
-                # segments of 1, 2, .. stages, and the stages after each
+                # a first segment of 1, 2, .. stages, and the stages after it
                 np.add(rows[:last], after_cut[last - 1 :: -1], out=cut_rows)
-                cut_rows += forward_seconds[:last]
-                for index in range(last):
-                    cut_rows[index, : self._first_slot_to_run(0, index + 1, last)] = np.inf
+                cut_rows += segment_seconds[:last]
+                for cut_index in range(last):
+                    cut_rows[cut_index, : self._first_slot_to_run(0, cut_index + 1, last)] = np.inf
                 np.minimum(costs, cut_rows.min(0), out=costs)
             rows[last] = costs
-            after_cut[last] = self._shift(costs, stage_slots)
+            after_cut[last] = self._shift(costs, input_slots)

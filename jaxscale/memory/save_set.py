@@ -1,4 +1,4 @@
-"""Save sets of a block: the bytes of their values on the device and the host, and the cost to recompute all others."""
+"""Save sets of a block: the bytes of their values on device and host, and the cost to recompute the other values."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from jaxscale.memory.plan import POLICIES, SaveSetObjective
 from jaxscale.programs.block import BlockGraph, Equation
 
 EVERYTHING = "*"
-"""The only name in a save set that keeps every residual (a value that the backward pass reads)."""
+"""The name that stands for all residuals (values that the backward pass reads); a save set with it has no other."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,10 +18,11 @@ class Host:
 
     Args:
         budget: most bytes of host memory, per device and microbatch, for one block.
-        bandwidth: bytes/s between host and device, each way.
-        hidden_forward: seconds of copies to the host that overlap with computation; by default the seconds of the
-            block's forward pass.
-        hidden_backward: seconds of copies back that overlap with computation; by default twice the forward pass.
+        bandwidth: bytes/s between host and device in each direction.
+        hidden_forward: most seconds of copies to the host that can overlap with computation; by default the seconds of
+            the block's forward pass.
+        hidden_backward: most seconds of copies back to the device that can overlap with computation, besides those that
+            overlap with recomputation; by default twice the seconds of the forward pass.
         names: names of the values that may be offloaded; `None` for any value.
     """
 
@@ -38,7 +39,7 @@ class Recompute:
 
     Args:
         flop: recomputed FLOP of matrix products, convolutions and kernels.
-        seconds: recomputed seconds by the roofline model; 0 without a chip.
+        seconds: seconds of the recomputation by the roofline model; 0 without a chip.
         equations: indices of the recomputed equations.
     """
 
@@ -48,15 +49,15 @@ class Recompute:
 
 
 def cost_of(work: SaveSet | Recompute | BlockGraph | Equation, objective: SaveSetObjective) -> float:
-    """Return FLOP or modelled seconds, whichever is the objective.
+    """Return the FLOP or the modeled seconds of some work, whichever is the objective.
 
-    For a save set they are those of the recomputation; for a block or an equation, those of the forward pass.
+    For a save set this is the cost of its recomputation; for a block or an equation, the cost of its forward pass.
     """
     return work.flop if objective == "flop" else work.seconds
 
 
 def check_request(graph: BlockGraph, budget: int, objective: SaveSetObjective) -> None:
-    """Raise if the budget is negative or the graph does not have the costs that the objective needs.
+    """Raise if the budget is negative or the graph lacks the costs that the objective needs.
 
     Raises:
         UserError: the budget is negative, or the objective is "seconds" and the graph has no chip.
@@ -64,11 +65,11 @@ def check_request(graph: BlockGraph, budget: int, objective: SaveSetObjective) -
     if budget < 0:
         raise UserError(f"save set: got a budget of {budget} bytes, expected 0 or more")
     if objective == "seconds" and graph.equations and not graph.seconds:
-        raise UserError("the objective 'seconds' needs a chip whose rates are known: specify one, or use 'flop'")
+        raise UserError("the objective 'seconds' needs a chip with known rates: specify one, or use 'flop'")
 
 
 def recompute(graph: BlockGraph, kept_indices: Iterable[int]) -> Recompute:
-    """The equations to recompute for the other values that the backward pass reads, if these values are kept.
+    """The equations that the backward pass recomputes if these values are kept.
 
     Args:
         graph: graph of the block.
@@ -78,22 +79,30 @@ def recompute(graph: BlockGraph, kept_indices: Iterable[int]) -> Recompute:
     rerun_indices: set[int] = set()
     missing_indices = [index for index in graph.needed if index not in available_indices]
     while missing_indices:
-        producer = graph.values[missing_indices.pop()].producer
-        if producer >= 0 and producer not in rerun_indices:
-            rerun_indices.add(producer)
-            missing_indices += [index for index in graph.equations[producer].inputs if index not in available_indices]
+        producer_index = graph.values[missing_indices.pop()].producer
+        if producer_index >= 0 and producer_index not in rerun_indices:
+            rerun_indices.add(producer_index)
+            operand_indices = graph.equations[producer_index].inputs
+            missing_indices += [index for index in operand_indices if index not in available_indices]
     equations = [graph.equations[index] for index in sorted(rerun_indices)]
     return Recompute(sum(e.flop for e in equations), sum(e.seconds for e in equations), frozenset(rerun_indices))
 
 
 def hidden_seconds(graph: BlockGraph, host: Host) -> tuple[float, float]:
-    """Seconds of copies that overlap with a block's forward pass, then seconds that overlap with its backward pass."""
+    """The seconds of copies that can overlap with a block's forward pass, and those that can with its backward pass."""
     forward_seconds = graph.seconds if host.hidden_forward is None else host.hidden_forward
     return forward_seconds, 2 * graph.seconds if host.hidden_backward is None else host.hidden_backward
 
 
 def exposed_seconds(graph: BlockGraph, host: Host | None, host_bytes: int, rerun_seconds: float) -> float:
-    """Seconds of copies to and from the host that do not overlap with the computation of the block."""
+    """The seconds of copies to and from the host that do not overlap with the computation of the block.
+
+    Args:
+        graph: graph of the block.
+        host: host memory; `None` if nothing is offloaded.
+        host_bytes: bytes of the offloaded values.
+        rerun_seconds: seconds of the recomputation in the backward pass, with which copies overlap too.
+    """
     if host is None or not host_bytes:
         return 0.0
     copy_seconds = host_bytes / host.bandwidth
@@ -108,30 +117,37 @@ def save_set(graph: BlockGraph, keep: Iterable[str], offload: Iterable[str] = ()
         graph: graph of the block.
         keep: names of values kept on the device.
         offload: names of values in host memory.
-        host: host memory, whose bandwidth determines the seconds of copies.
+        host: host memory; its bandwidth determines the seconds of copies.
 
     Raises:
         UserError: the block has no value of such a name, or the value cannot be kept by name.
     """
-    keep, offload = tuple(keep), tuple(offload)
-    if keep == (EVERYTHING,):
-        return SaveSet(graph.fingerprint, keep, bytes=graph.needed_bytes)
-    kept_indices, offloaded_indices = ([value_index(graph, name) for name in names] for names in (keep, offload))
+    keep_names, offload_names = tuple(keep), tuple(offload)
+    if keep_names == (EVERYTHING,):
+        return SaveSet(graph.fingerprint, keep_names, bytes=graph.needed_bytes)
+    kept_indices, offloaded_indices = (
+        [value_index(graph, name) for name in names] for names in (keep_names, offload_names)
+    )
     recomputation = recompute(graph, (*kept_indices, *offloaded_indices))
     device_bytes, host_bytes = (
         sum(graph.values[index].bytes for index in indices) for indices in (kept_indices, offloaded_indices)
     )
     seconds = recomputation.seconds + exposed_seconds(graph, host, host_bytes, recomputation.seconds)
     index_by_name = {graph.values[index].name: index for index in (*kept_indices, *offloaded_indices)}
-    keep, offload = (tuple(sorted(names, key=index_by_name.__getitem__)) for names in (keep, offload))
-    return SaveSet(graph.fingerprint, keep, offload, device_bytes, host_bytes, recomputation.flop, seconds)
+    sorted_keep, sorted_offload = (
+        tuple(sorted(names, key=index_by_name.__getitem__)) for names in (keep_names, offload_names)
+    )
+    return SaveSet(
+        graph.fingerprint, sorted_keep, sorted_offload, device_bytes, host_bytes, recomputation.flop, seconds
+    )
 
 
 def value_index(graph: BlockGraph, name: str) -> int:
-    """Index of the value with this name, after a check that it can be kept by name.
+    """The index of the value with this name, after a check that it can be kept by name.
 
     Raises:
-        UserError: there is no such value (the message suggests a near name), or it cannot be kept by name.
+        UserError: the block has no value of this name (the message suggests a similar name), or the value cannot be
+            kept by name.
     """
     index = graph.by_name.get(name)
     if index is None or graph.values[index].mark is None:
@@ -139,8 +155,8 @@ def value_index(graph: BlockGraph, name: str) -> int:
         if index is None:
             raise unknown(f"value of block {graph.fingerprint}", name, names)
         raise UserError(
-            f"value {name!r} of block {graph.fingerprint} cannot be kept by name: it is inside an operation with its "
-            f"own derivative. Expected one of {', '.join(names[:8])}, ..."
+            f"value {name!r} of block {graph.fingerprint} cannot be kept by name: it is inside an operation with a "
+            f"custom derivative. Expected one of {', '.join(names[:8])}, ..."
         )
     return index
 
@@ -148,7 +164,8 @@ def value_index(graph: BlockGraph, name: str) -> int:
 def policy_set(graph: BlockGraph, policy: str) -> SaveSet:
     """The save set of a block under a policy of `jax.checkpoint_policies`.
 
-    A policy accepts or rejects kinds of operations; accepted results that the backward pass reads are kept.
+    A policy accepts or rejects kinds of operations. Results of accepted operations that the backward pass reads are
+    kept.
 
     Args:
         graph: graph of the block.
@@ -171,7 +188,7 @@ def policy_set(graph: BlockGraph, policy: str) -> SaveSet:
         return save_set(graph, (EVERYTHING,))
     saveable_indices = {i for equation in graph.equations if policy in equation.kept_by for i in equation.outputs}
     recomputation = recompute(graph, saveable_indices)
-    read_indices = {*graph.needed, *(i for number in recomputation.equations for i in graph.equations[number].inputs)}
+    read_indices = {*graph.needed, *(i for e in recomputation.equations for i in graph.equations[e].inputs)}
     kept_indices = sorted(saveable_indices & read_indices)
     names = tuple(graph.values[index].name for index in kept_indices)
     kept_bytes = sum(graph.values[index].bytes for index in kept_indices)

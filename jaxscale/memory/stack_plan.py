@@ -1,14 +1,14 @@
 """One budget for all blocks of a model: a save set for each kind, and for a scanned stack two groups or two levels.
 
 * One save set for all layers is the optimum of `graph.solve` for a layer's share of the budget.
-* Two groups of layers have save sets at two neighbouring points of the lower convex hull of the curve of cost against
-  bytes. They are used if that lowers the cost by more than `GROUPS_GAIN` of a step.
-* If not even the blocks' inputs fit, two levels are used: a scan over segments of k of the L layers keeps one input
-  for each segment, and the inputs inside a segment only while it runs again. That is ceil(L / k) + k inputs, at the
-  cost of one more forward pass.
+* Two groups of layers have save sets at two neighboring points of the lower convex hull of the curve of cost against
+  bytes. They are used if they lower the cost by more than the share `GROUPS_GAIN` of a step's cost.
+* If not even the blocks' inputs fit, the stack is divided into segments of k of its L layers (two levels). One input is
+  kept for each segment, and the inputs inside a segment only while the segment runs again. At most ceil(L / k) + k
+  inputs are alive, at the cost of one more forward pass.
 * Blocks of several kinds share a budget by an integer program over the points of their curves.
 
-Left out: more than two groups (the hull needs none), groups within a model of several kinds of blocks.
+Left out: more than two groups (on the hull, two are enough), and groups in a model with several kinds of blocks.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jaxscale.programs.collect import BlockCall
 from jaxscale.values.byte_sizes import bytes_at_least, bytes_text
 
 GROUPS_GAIN = 0.005
-"""Share of the cost of a step (three forward passes) that a second group must save: it is compiled separately."""
+"""Share of a step's cost (three forward passes) that a second group must save, since it takes a second compilation."""
 
 
 def plan_stack(
@@ -38,28 +38,28 @@ def plan_stack(
         layers: number of layers.
         budget: most bytes kept by the whole stack, inputs of blocks included.
         objective: the cost to minimize.
-        host: host memory for offloaded values; requires the objective "seconds", and excludes a second level.
+        host: host memory for offloaded values; it requires the objective "seconds" and rules out segments.
 
     Raises:
         UserError: the budget is too small even for two levels.
     """
     inputs_bytes = layers * graph.carried_bytes
     if budget < inputs_bytes and host is not None:
-        raise too_small(budget, inputs_bytes, "save:BYTES for a scanned stack, ")
+        raise budget_error(budget, inputs_bytes, "save:BYTES for a scanned stack, ")
     if budget < inputs_bytes:
         return _two_level_decision(graph, layers, budget, objective)
     value_bytes = budget - inputs_bytes
     uniform_save = solve(graph, value_bytes // layers, objective=objective, host=host)
     groups = _best_groups(menu(graph, objective=objective, host=host), layers, value_bytes, objective)
     groups_cost = sum(group.layers * cost_of(group.save, objective) for group in groups if group.save)
-    cost_gain = layers * cost_of(uniform_save, objective) - groups_cost
-    if len(groups) > 1 and cost_gain > GROUPS_GAIN * 3 * layers * cost_of(graph, objective):
+    saved_cost = layers * cost_of(uniform_save, objective) - groups_cost
+    if len(groups) > 1 and saved_cost > GROUPS_GAIN * 3 * layers * cost_of(graph, objective):
         return StackDecision(groups)
     return StackDecision((Group(layers, uniform_save),))
 
 
 def least_bytes(graph: BlockGraph, layers: int) -> int:
-    """The fewest bytes that a scanned stack can keep: (ceil(L / k) + k) inputs, for L layers and the best segment k.
+    """The fewest bytes that a scanned stack can keep: ceil(L / k) + k inputs, for L layers in segments of the best k.
 
     Example:
         >>> from jaxscale.programs.block import BlockGraph, Value
@@ -67,24 +67,24 @@ def least_bytes(graph: BlockGraph, layers: int) -> int:
         >>> least_bytes(BlockGraph("x", (x,), (), (0,), (0,), (), ()), 16) // 16
         8
     """
-    return min(_two_level_inputs(layers, k) for k in range(1, layers + 1)) * graph.carried_bytes
+    return min(_live_input_count(layers, k) for k in range(1, layers + 1)) * graph.carried_bytes
 
 
-def _two_level_inputs(layers: int, segment: int) -> int:
-    """Number of block inputs alive at once: one of each segment, and those inside the segment that runs again."""
+def _live_input_count(layers: int, segment: int) -> int:
+    """The most block inputs alive at once with segments of `segment` layers: one per segment, and those inside one."""
     return layers if segment == 1 else math.ceil(layers / segment) + segment
 
 
 def _two_level_decision(graph: BlockGraph, layers: int, budget: int, objective: SaveSetObjective) -> StackDecision:
-    """The cheapest stack whose segments run again, within a budget smaller than the inputs of all blocks."""
+    """The cheapest decision with segments, for a budget smaller than the inputs of all blocks."""
     input_bytes = graph.carried_bytes
     least_budget = least_bytes(graph, layers)
     if budget < least_budget:
-        raise too_small(budget, least_budget)
+        raise budget_error(budget, least_budget)
     curve = menu(graph, objective=objective)
-    candidates: list[tuple[float, int, int]] = []  # cost, number of inputs, layers of a segment
+    candidates: list[tuple[float, int, int]] = []  # cost of a layer, number of live inputs, layers of a segment
     for segment in range(2, layers + 1):
-        input_count = _two_level_inputs(layers, segment)
+        input_count = _live_input_count(layers, segment)
         if budget >= input_count * input_bytes:
             value_bytes = (budget - input_count * input_bytes) // segment
             largest_save = max((save for save in curve if save.bytes <= value_bytes), key=lambda save: save.bytes)
@@ -94,7 +94,7 @@ def _two_level_decision(graph: BlockGraph, layers: int, budget: int, objective: 
     return StackDecision((Group(layers, save),), segment)
 
 
-def too_small(budget: int, least_budget: int, alternatives: str = "") -> UserError:
+def budget_error(budget: int, least_budget: int, alternatives: str = "") -> UserError:
     """The error for a budget in bytes below the least possible; `alternatives` lists memory plans that need less."""
     return UserError(
         f"a memory budget of {bytes_text(budget)} is below the least possible, {bytes_at_least(least_budget)}, which "
@@ -104,43 +104,47 @@ def too_small(budget: int, least_budget: int, alternatives: str = "") -> UserErr
     )
 
 
-def hull(points: Sequence[SaveSet], objective: SaveSetObjective) -> tuple[SaveSet, ...]:
+def hull(saves: Sequence[SaveSet], objective: SaveSetObjective) -> tuple[SaveSet, ...]:
     """The save sets that lie on the lower convex hull of cost against bytes, by rising bytes."""
-    hull_points: list[SaveSet] = []
-    for point in sorted(points, key=lambda save: (save.bytes, cost_of(save, objective))):
-        if hull_points and cost_of(point, objective) >= cost_of(hull_points[-1], objective):
+    hull_saves: list[SaveSet] = []
+    for save in sorted(saves, key=lambda save: (save.bytes, cost_of(save, objective))):
+        if hull_saves and cost_of(save, objective) >= cost_of(hull_saves[-1], objective):
             continue
-        while len(hull_points) > 1 and _is_above(hull_points[-2], hull_points[-1], point, objective):
-            hull_points.pop()
-        hull_points.append(point)
-    return tuple(hull_points)
+        while len(hull_saves) > 1 and _is_above(hull_saves[-2], hull_saves[-1], save, objective):
+            hull_saves.pop()
+        hull_saves.append(save)
+    return tuple(hull_saves)
 
 
-def _is_above(first: SaveSet, middle: SaveSet, last: SaveSet, objective: SaveSetObjective) -> bool:
-    """Whether, in a plot of cost against bytes, the middle point is on or above the line from the first to the last."""
-    middle_rise = (cost_of(middle, objective) - cost_of(first, objective)) * (last.bytes - first.bytes)
-    line_rise = (cost_of(last, objective) - cost_of(first, objective)) * (middle.bytes - first.bytes)
+def _is_above(left: SaveSet, middle: SaveSet, right: SaveSet, objective: SaveSetObjective) -> bool:
+    """Whether the middle save set is on or above the line from left to right, in a plot of cost against bytes."""
+    middle_rise = (cost_of(middle, objective) - cost_of(left, objective)) * (right.bytes - left.bytes)
+    line_rise = (cost_of(right, objective) - cost_of(left, objective)) * (middle.bytes - left.bytes)
     return middle_rise >= line_rise
 
 
-def _best_groups(curve: Sequence[SaveSet], layers: int, room: int, objective: SaveSetObjective) -> tuple[Group, ...]:
-    """The cheapest one or two groups of layers whose save sets lie on the hull and take at most `room` bytes."""
+def _best_groups(
+    curve: Sequence[SaveSet], layers: int, value_bytes: int, objective: SaveSetObjective
+) -> tuple[Group, ...]:
+    """The cheapest one or two groups of layers, with save sets on the hull that take at most `value_bytes` in total."""
     hull_saves = hull(curve, objective)
-    mixtures: list[tuple[float, tuple[Group, ...]]] = []
+    candidates: list[tuple[float, tuple[Group, ...]]] = []  # cost, groups
     for low_save, high_save in zip(hull_saves, (*hull_saves[1:], hull_saves[-1]), strict=True):
-        if low_save.bytes * layers > room:
+        if low_save.bytes * layers > value_bytes:
             break
         extra_bytes = high_save.bytes - low_save.bytes
-        high_count = layers if not extra_bytes else min(layers, (room - low_save.bytes * layers) // extra_bytes)
+        high_count = layers if not extra_bytes else min(layers, (value_bytes - low_save.bytes * layers) // extra_bytes)
         counts_and_saves = ((layers - high_count, low_save), (high_count, high_save))
         groups = tuple(Group(count, save) for count, save in counts_and_saves if count)
         cost = sum(group.layers * cost_of(group.save, objective) for group in groups if group.save is not None)
-        mixtures.append((cost, groups))
-    return min(mixtures, key=lambda mixture: mixture[0])[1]
+        candidates.append((cost, groups))
+    return min(candidates, key=lambda candidate: candidate[0])[1]
 
 
-def share(calls: Sequence[BlockCall], budget: int, *, objective: SaveSetObjective = "flop") -> tuple[SaveSet, ...]:
-    """One save set for each kind of block, the cheapest choice within a budget from their curves of cost against bytes.
+def cheapest_saves(
+    calls: Sequence[BlockCall], budget: int, *, objective: SaveSetObjective = "flop"
+) -> tuple[SaveSet, ...]:
+    """The save set of each kind of block: the cheapest choice within one budget, from curves of cost against bytes.
 
     Args:
         calls: calls of blocks in the model.
@@ -152,7 +156,7 @@ def share(calls: Sequence[BlockCall], budget: int, *, objective: SaveSetObjectiv
     """
     inputs_bytes = sum(call.count * call.input_bytes for call in calls)
     if budget < inputs_bytes:
-        raise too_small(budget, inputs_bytes, "chain:BYTES, which keeps the inputs of fewer blocks, ")
+        raise budget_error(budget, inputs_bytes, "chain:BYTES, which keeps the inputs of fewer blocks, ")
     value_bytes = budget - inputs_bytes
     count_by_kind: dict[str, int] = {}
     graph_by_kind = {call.fingerprint: call.graph for call in calls}
@@ -163,9 +167,9 @@ def share(calls: Sequence[BlockCall], budget: int, *, objective: SaveSetObjectiv
         return (solve(graph, value_bytes // count_by_kind[kind], objective=objective),)
     curve_by_kind = {kind: menu(graph, objective=objective) for kind, graph in graph_by_kind.items()}
     curves = [(count_by_kind[kind], curve_by_kind[kind]) for kind in graph_by_kind]
-    chosen_saves = _choose(curves, value_bytes, objective)
+    chosen_saves = _cheapest_points(curves, value_bytes, objective)
     spare_bytes = value_bytes - sum(count_by_kind[save.block] * save.bytes for save in chosen_saves)
-    # the curves have gaps, so bytes are left over: each kind in turn may use them
+    # the curves have gaps, so some bytes are unused: each kind of block in turn may use them
     saves = []
     for save in chosen_saves:
         count = count_by_kind[save.block]
@@ -176,22 +180,24 @@ def share(calls: Sequence[BlockCall], budget: int, *, objective: SaveSetObjectiv
     return tuple(saves)
 
 
-def _choose(curves: Sequence[tuple[int, Sequence[SaveSet]]], room: int, objective: SaveSetObjective) -> list[SaveSet]:
-    """One save set of each kind's curve, by integer program: the least total cost within `room` bytes.
+def _cheapest_points(
+    curves: Sequence[tuple[int, Sequence[SaveSet]]], value_bytes: int, objective: SaveSetObjective
+) -> list[SaveSet]:
+    """One save set from each kind's curve, at the least total cost within a budget, by integer program.
 
     Args:
-        curves: for each kind of block, the number of its blocks and its curve.
-        room: most bytes that the values of all blocks may take.
+        curves: for each kind of block, the number of blocks of that kind, and the save sets of its curve.
+        value_bytes: most bytes that the kept values of all blocks may take.
         objective: the cost to minimize.
     """
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    # index of the kind, number of its blocks, save set
-    points = [(kind, count, save) for kind, (count, curve) in enumerate(curves) for save in curve]
+    # each point: index of the kind, number of blocks of that kind, save set
+    points = [(kind_index, count, save) for kind_index, (count, curve) in enumerate(curves) for save in curve]
     point_costs = np.array([count * cost_of(save, objective) for _, count, save in points], float)
     point_bytes = np.array([count * save.bytes for _, count, save in points], float)
-    kind_rows = np.array([[float(kind == row) for kind, _, _ in points] for row in range(len(curves))])
+    kind_rows = np.array([[float(kind_index == row) for kind_index, _, _ in points] for row in range(len(curves))])
     byte_unit = float(point_bytes.max()) or 1.0
     solution = milp(
         point_costs / (point_costs.max() or 1.0),
@@ -199,7 +205,7 @@ def _choose(curves: Sequence[tuple[int, Sequence[SaveSet]]], room: int, objectiv
         bounds=Bounds(0, 1),
         constraints=[
             LinearConstraint(kind_rows, 1, 1),
-            LinearConstraint(point_bytes[None, :] / byte_unit, -np.inf, room / byte_unit),
+            LinearConstraint(point_bytes[None, :] / byte_unit, -np.inf, value_bytes / byte_unit),
         ],
         options={"mip_rel_gap": 0},
     )
@@ -209,14 +215,14 @@ def _choose(curves: Sequence[tuple[int, Sequence[SaveSet]]], room: int, objectiv
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """Bytes that all blocks of a model keep, and the cost of their recomputation.
+    """The bytes that all blocks of a model keep, and the cost of recomputation.
 
     Args:
         layers: number of blocks.
         bytes: bytes kept on the device, inputs of blocks included.
         host_bytes: bytes kept in host memory.
         flop: FLOP that the backward pass recomputes.
-        seconds: modelled seconds of recomputation and of copies that do not overlap with computation.
+        seconds: modeled seconds of recomputation and of copies that do not overlap with computation.
     """
 
     layers: int
@@ -226,8 +232,8 @@ class Totals:
     seconds: float
 
 
-def totals(calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Totals:
-    """The totals of a model whose blocks each keep the save set of their kind."""
+def model_totals(calls: Sequence[BlockCall], saves: Sequence[SaveSet]) -> Totals:
+    """The totals of a model in which each block keeps the save set of its kind."""
     save_by_block = {save.block: save for save in saves}
     calls_and_saves = [(call, save_by_block[call.fingerprint]) for call in calls]
     return Totals(
@@ -251,5 +257,5 @@ def stack_totals(graph: BlockGraph, stack: StackDecision) -> Totals:
         kept_bytes = layers * input_bytes + sum(count * save.bytes for count, save in group_saves)
         return Totals(layers, kept_bytes, host_bytes, flop, seconds)
     segment = min(stack.segment, layers)
-    kept_bytes = _two_level_inputs(layers, segment) * input_bytes + segment * max(save.bytes for _, save in group_saves)
+    kept_bytes = _live_input_count(layers, segment) * input_bytes + segment * max(save.bytes for _, save in group_saves)
     return Totals(layers, kept_bytes, host_bytes, flop + layers * graph.flop, seconds + layers * graph.seconds)

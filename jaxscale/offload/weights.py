@@ -98,9 +98,9 @@ def streaming(treatment: Treatment) -> Treatment:
     """
 
     def add_fetching(wrapper: Wrapper) -> Wrapper:
-        """Return a wrapper that fetches the weights of a block and then wraps the block by `wrapper`."""
-        if isinstance(wrapper, Keeping):  # its save sets do not include the fetch
-            return dataclasses.replace(wrapper, prepare=fetch_weights, everything=keep_all_but_weights)
+        """Return the wrapper that fetches the weights of a block and then wraps it as `wrapper` does."""
+        if isinstance(wrapper, Keeping):  # its save sets are for the block without fetching
+            return dataclasses.replace(wrapper, prepare_args=fetch_weights, everything_policy=keep_all_but_weights)
 
         def wrap_block(block: BlockFunction, rolled: bool) -> BlockFunction:
             def run(*args: Any) -> Any:
@@ -125,9 +125,9 @@ def offloading_later(treatment: Treatment) -> Treatment:
     keeping_wrappers = [wrapper for wrapper in wrappers if isinstance(wrapper, Keeping)]
 
     def set_later(wrapper: Wrapper) -> Wrapper:
-        return dataclasses.replace(wrapper, later=True) if isinstance(wrapper, Keeping) else wrapper
+        return dataclasses.replace(wrapper, is_offload_deferred=True) if isinstance(wrapper, Keeping) else wrapper
 
-    hosted_names = frozenset().union(*(wrapper.hosted for wrapper in keeping_wrappers))
+    hosted_names = frozenset().union(*(wrapper.deferred_names for wrapper in keeping_wrappers))
     return dataclasses.replace(treatment.with_wrappers(set_later), hosted=hosted_names)
 
 

@@ -21,9 +21,9 @@ NEARER_MARGIN = 0.12
 """Margin if the piece of the step that needs the most memory was compiled."""
 
 UNKNOWN_MARGIN = 0.3
-"""Margin of a pipelined step if fewer than `ENOUGH` were compiled for its kind of platform."""
+"""Margin of a pipelined step if errors of fewer than `LEAST_PROGRAMS` such steps are recorded for the platform."""
 
-ENOUGH = 5
+LEAST_PROGRAMS = 5
 """Number of compiled pipelined steps that a kind of platform needs for the usual margin."""
 
 
@@ -32,7 +32,7 @@ class Factors:
     """Factors fitted to compiled programs of one kind of platform.
 
     Args:
-        packing: compiled bytes of temporaries, divided by the estimated live bytes at the peak.
+        packing: bytes of temporaries that the compiler reports, divided by the estimated live bytes at the peak.
         gather: share of a gathered weight that is in memory at any one time.
     """
 
@@ -42,7 +42,7 @@ class Factors:
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-    """Errors of estimates, relative to the bytes of the compiled programs.
+    """Recorded errors of estimates, relative to the bytes that the compiler reports.
 
     Args:
         programs: number of compiled programs.
@@ -68,27 +68,27 @@ class Accuracy:
 
 
 @functools.cache
-def _recorded() -> dict:
-    """Read the sections of `accuracy.json` by name, and add `accuracy_pipelined.json` as the section "pipelined"."""
+def _recorded_sections() -> dict:
+    """The sections of `accuracy.json` by name, with the contents of `accuracy_pipelined.json` as "pipelined"."""
     contents = json.loads(FILE.read_text()) if FILE.exists() else {}
     return contents | {"pipelined": json.loads(PIPELINED_FILE.read_text()) if PIPELINED_FILE.exists() else {}}
 
 
 def factors(kind: str) -> Factors:
-    """The factors of a kind of platform: "tpu", "gpu" or "cpu"."""
-    return Factors(**_recorded().get("factors", {}).get(kind, {}))
+    """The factors of a kind of platform, "tpu", "gpu" or "cpu"; without an entry they are 1."""
+    return Factors(**_recorded_sections().get("factors", {}).get(kind, {}))
 
 
-def recorded(kind: str, *, compiled: bool = False, pipelined: bool = False) -> Accuracy | None:
-    """Errors of the estimates for a kind of platform; `None` if none are recorded.
+def recorded_accuracy(kind: str, *, compiled: bool = False, pipelined: bool = False) -> Accuracy | None:
+    """The recorded errors of estimates for a kind of platform; `None` if none are recorded.
 
     Args:
         kind: "tpu", "gpu" or "cpu".
-        compiled: whether the piece that needs the most memory is compiled.
+        compiled: whether the piece that needs the most memory was compiled.
         pipelined: whether the steps are pipelined.
     """
-    section = "pipelined" if pipelined else "compiled" if compiled else "accuracy"
-    fields = _recorded().get(section, {}).get(kind)
+    section_name = "pipelined" if pipelined else "compiled" if compiled else "accuracy"
+    fields = _recorded_sections().get(section_name, {}).get(kind)
     return None if fields is None else Accuracy(**fields, compiled=compiled, pipelined=pipelined)
 
 
@@ -100,6 +100,7 @@ def margin(kind: str, *, compiled: bool = False, pipelined: bool = False) -> flo
         compiled: whether the piece that needs the most memory was compiled.
         pipelined: whether the step is pipelined.
     """
-    if pipelined and ((accuracy := recorded(kind, pipelined=True)) is None or accuracy.programs < ENOUGH):
+    accuracy = recorded_accuracy(kind, pipelined=True) if pipelined else None
+    if pipelined and (accuracy is None or accuracy.programs < LEAST_PROGRAMS):
         return UNKNOWN_MARGIN
     return NEARER_MARGIN if compiled else MARGIN

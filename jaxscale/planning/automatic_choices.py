@@ -1,7 +1,7 @@
 """Resolve the automatic choices of a plan, for a platform or for the devices of this process.
 
-`pipeline auto:P` becomes the best schedule (`pipeline_choice.py`), `memory fit` the cheapest memory plan that fits
-(`memory_search.py`).
+`pipeline auto:P` becomes the best schedule (`pipeline_choice.py`), and `memory fit` becomes the cheapest memory plan
+that fits (`memory_search.py`).
 """
 
 from jaxscale.platforms.platform import Platform
@@ -19,10 +19,10 @@ def resolve_choices(
     """Resolve all automatic choices of a plan, and return the resolved plan.
 
     Args:
-        experiment: what to train.
+        experiment: the experiment to plan for.
         plan: a plan with or without automatic choices.
         limit: bytes of device memory per device to plan for; by default the bytes that programs may use.
-        platform: platform to train on; by default this machine, whose compiler confirms that the memory plan fits.
+        platform: platform to train on; by default this machine, on which compilation confirms that the plan fits.
         host_limit: bytes of host memory per device; by default an equal share of the host's memory.
 
     Raises:
@@ -44,9 +44,9 @@ def resolve_choices(
     from jaxscale.platforms.detect import detect
 
     measure = compiled_bytes if platform is None else None
-    platform = detect() if platform is None else platform
+    target_platform = detect() if platform is None else platform
     if is_auto_pipeline:
-        plan = pipeline_choice(experiment, platform, limit, plan)
+        plan = pipeline_choice(experiment, target_platform, limit, plan)
     if plan.memory.rule == "fit":
-        plan = cheapest_fit(experiment, platform, limit, plan, measure=measure, host_limit=host_limit)
+        plan = cheapest_fit(experiment, target_platform, limit, plan, measure=measure, host_limit=host_limit)
     return plan

@@ -1,8 +1,8 @@
-"""Pieces of a train step that are compiled by themselves, to obtain the bytes of their temporaries.
+"""Pieces of a train step that are compiled separately, to obtain the bytes of their temporaries.
 
 The pieces are the loops over blocks and the loss between them. A piece consists of operations of the traced step, with
-inputs placed as in the step. A loop over blocks holds one block, whatever the number of layers, so it compiles in a
-fraction of the step's time. Values are represented by their numbers in a `FlatProgram`.
+inputs placed as in the step. The body of a loop over blocks is one block, however many layers there are, so the loop
+compiles in a fraction of the step's time. Values are represented by their numbers in a `FlatProgram`.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ from jaxscale.step.build import build
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Neighbouring operations of a step's program.
+    """Neighboring operations of a step's program.
 
     Args:
-        name: "forward blocks", "loss" or "backward blocks", with a number from the second such piece on.
+        name: "forward blocks", "loss" or "backward blocks"; the second such piece has the suffix " 2", and so on.
         path: indices of the loops (over microbatches) around the piece, the outermost first.
         start: index of the first operation of the piece.
         stop: index after the last operation of the piece.
@@ -45,7 +45,7 @@ class Piece:
 
     @property
     def indices(self) -> range:
-        """Indices of the piece's operations."""
+        """The indices of the piece's operations."""
         return range(self.start, self.stop)
 
 
@@ -57,39 +57,41 @@ def pieces_of(program: FlatProgram, path: tuple[int, ...] = ()) -> tuple[Piece, 
         path: indices of the loops around the program, the outermost first.
     """
     operations = program.operations
-    microbatch_loops = [(i, o.loop) for i, o in enumerate(operations) if o.loop is not None and has_both_passes(o.loop)]
+    microbatch_loops = [
+        (i, op.loop_body) for i, op in enumerate(operations) if op.loop_body and has_both_passes(op.loop_body)
+    ]
     if microbatch_loops and not any(operation.params.get("reverse") for operation in operations):
         return tuple(piece for index, loop_body in microbatch_loops for piece in pieces_of(loop_body, (*path, index)))
     if not has_both_passes(program):
         return ()
     # the last loop of the forward pass, and the first of the backward pass
     forward_end, backward_start = loss_range(operations)
-    if operations[forward_end].loop is None or operations[backward_start].loop is None:
+    if operations[forward_end].loop_body is None or operations[backward_start].loop_body is None:
         return ()
     pieces: list[Piece] = []
 
-    def append(name: str, start: int, stop: int) -> None:
+    def append_piece(name: str, start: int, stop: int) -> None:
         """Append the piece of operations `start` to `stop` - 1, with a number if earlier pieces have the same name."""
         earlier_count = sum(piece.name.startswith(name) for piece in pieces)
         pieces.append(Piece(f"{name} {earlier_count + 1}" if earlier_count else name, path, start, stop))
 
-    loop_indices = [index for index, operation in enumerate(operations) if operation.loop is not None]
+    loop_indices = [index for index, operation in enumerate(operations) if operation.loop_body is not None]
     for index in loop_indices:
         if index <= forward_end:
-            append("forward blocks", index, index + 1)
+            append_piece("forward blocks", index, index + 1)
     if forward_end + 1 < backward_start:
-        append("loss", forward_end + 1, backward_start)
+        append_piece("loss", forward_end + 1, backward_start)
     for index in loop_indices:
         if index >= backward_start and operations[index].params.get("reverse"):
-            append("backward blocks", index, index + 1)
+            append_piece("backward blocks", index, index + 1)
     return tuple(pieces)
 
 
 def piece_bytes(make: Callable[[], Experiment], platform: Platform, plan: Plan, piece: Piece) -> int:
-    """Compile a piece, and return the bytes per device of its temporaries; the report is cached.
+    """Compile a piece, and return the bytes per device of its temporaries; the compiler's report is cached.
 
     Args:
-        make: function that returns the experiment, called in the process that compiles; it must pickle.
+        make: function that returns the experiment, called in the process that compiles; it must be picklable.
         platform: platform to compile for.
         plan: plan of the step.
         piece: piece of the step to compile.
@@ -107,7 +109,7 @@ def piece_bytes(make: Callable[[], Experiment], platform: Platform, plan: Plan, 
 def lowered_piece(
     devices: Sequence[Any], make: Callable[[], Experiment], platform: Platform, plan: Plan, piece: Piece
 ) -> Any:
-    """Lower a piece of a train step for devices; `partial` turns it into a recipe of `compile_report`.
+    """Lower a piece of a train step for devices; `compile_report` takes this function with all but the first argument.
 
     Args:
         devices: devices of the platform.
@@ -126,8 +128,8 @@ def lowered_piece(
     step = build(experiment, plan, devices=devices)
     trace = traced_step(step, batch_shapes(experiment), platform)
     step_arrays = Arrays(trace.program, trace.placements, trace.compiler)
-    # the arrays of the loop body that has the piece's operations
-    arrays = reduce(Arrays.of_loop, piece.path, step_arrays)
+    # the arrays of the loop body that contains the piece
+    arrays = reduce(Arrays.loop_arrays, piece.path, step_arrays)
     program = arrays.program
     operations = [program.operations[index] for index in _indices_with_expressions(arrays, piece)]
     computed_values = {value for operation in operations for value in operation.outputs}
@@ -136,24 +138,27 @@ def lowered_piece(
     values_read_later = _values_read_later(program, piece)
     output_values = _output_values(arrays, piece, values_read_later)
 
-    def run(*arguments: Any) -> list[Any]:
+    def run_piece(*arguments: Any) -> list[Any]:
         """Run the piece's operations on the arrays of `input_values`; return the arrays of `output_values`."""
-        array_of = dict(zip(input_values, arguments, strict=True))
+        array_by_value = dict(zip(input_values, arguments, strict=True))
         for operation in operations:
             literals = operation.literals
-            operands = [literals[i] if value is None else array_of[value] for i, value in enumerate(operation.inputs)]
-            array_of |= zip(operation.outputs, rebind(operation.equation, operands), strict=True)
-        return [array_of[value] for value in output_values]
+            operands = [
+                literals[index] if value is None else array_by_value[value]
+                for index, value in enumerate(operation.inputs)
+            ]
+            array_by_value |= zip(operation.outputs, rebind(operation.equation, operands), strict=True)
+        return [array_by_value[value] for value in output_values]
 
     def format_of(value: int) -> Any:
-        """Sharding and layout of a value; the compiler chooses the layout, unless the step takes it as an argument."""
-        sharding = _sharding(step.mesh, program.shapes[value], arrays.placements.dims[value])
+        """The sharding of an argument of the step; for any other value also a layout, which the compiler chooses."""
+        sharding = _sharding(step.mesh, program.avals[value], arrays.placements.dims[value])
         return sharding if value in program.inputs and not piece.path else Format(Layout.AUTO, sharding)
 
-    state_arrays = {value for value in _loop_state(program, piece) if value in arrays.bytes}
-    input_avals = [program.shapes[value] for value in input_values]
+    state_arrays = {value for value in _loop_state(program, piece) if value in arrays.array_bytes}
+    input_avals = [program.avals[value] for value in input_values]
     piece_fn = jax.jit(
-        run,
+        run_piece,
         in_shardings=[format_of(value) for value in input_values],
         out_shardings=[format_of(value) for value in output_values],
         donate_argnums=[index for index, value in enumerate(input_values) if value in state_arrays - values_read_later],
@@ -162,26 +167,27 @@ def lowered_piece(
 
 
 def _indices_with_expressions(arrays: Arrays, piece: Piece) -> list[int]:
-    """Indices of a piece's operations and of the earlier operations whose expressions they read, in order."""
+    """The indices of a piece's operations and of earlier operations that compute expressions for it, in order."""
     operations = arrays.program.operations
-    producer_of = {value: index for index, operation in enumerate(operations) for value in operation.outputs}
+    producer_indices = {value: index for index, operation in enumerate(operations) for value in operation.outputs}
     indices = set(piece.indices)
     pending_values = [value for index in piece.indices for value in operations[index].inputs]
     while pending_values:
         value = pending_values.pop()
-        if value is None or value in arrays.bytes or value not in producer_of or producer_of[value] in indices:
+        producer_index = None if value is None else producer_indices.get(value)
+        if producer_index is None or value in arrays.array_bytes or producer_index in indices:
             continue
-        indices.add(producer_of[value])
-        pending_values += operations[producer_of[value]].inputs
+        indices.add(producer_index)
+        pending_values += operations[producer_index].inputs
     return sorted(indices)
 
 
 def _output_values(arrays: Arrays, piece: Piece, values_read_later: set[int | None]) -> list[int]:
-    """The arrays of a piece that later operations read, directly or through an expression; sorted."""
+    """The arrays that a piece computes and that later operations read, directly or through an expression; sorted."""
     computed_values = {value for index in piece.indices for value in arrays.program.operations[index].outputs}
     output_arrays: set[int] = set()
     for value in computed_values & values_read_later:
-        output_arrays |= (arrays.sources[value] & computed_values) or {value}
+        output_arrays |= (arrays.sources_by_value[value] & computed_values) or {value}
     return sorted(output_arrays)
 
 
@@ -192,18 +198,18 @@ def _values_read_later(program: FlatProgram, piece: Piece) -> set[int | None]:
 
 
 def _loop_state(program: FlatProgram, piece: Piece) -> tuple[int | None, ...]:
-    """Initial state of a piece that is a single loop (its results reuse the state's memory); `()` for other pieces."""
+    """The initial state of a piece that is one loop (the results reuse the state's memory); `()` for other pieces."""
     operation = program.operations[piece.start]
-    return carries(operation) if len(piece.indices) == 1 and operation.loop is not None else ()
+    return carries(operation) if len(piece.indices) == 1 and operation.loop_body is not None else ()
 
 
 def _sharding(mesh: Any, aval: Any, dims: Dims) -> Any:
-    """Sharding of an array, from the mesh axes of each dim; a dim that its axes cannot split evenly is not sharded."""
+    """The sharding of an array from the mesh axes of each dim; a dim that they cannot split evenly is not sharded."""
     from jax.sharding import NamedSharding, PartitionSpec
 
-    axes_of_dims = [
+    axes_by_dim = [
         axes if axes and dim_size % math.prod(mesh.shape[axis] for axis in axes) == 0 else None
         for dim_size, axes in zip(aval.shape, dims, strict=True)
     ]
     memory_kind = "pinned_host" if in_host_memory(aval) else "device"
-    return NamedSharding(mesh, PartitionSpec(*axes_of_dims), memory_kind=memory_kind)
+    return NamedSharding(mesh, PartitionSpec(*axes_by_dim), memory_kind=memory_kind)

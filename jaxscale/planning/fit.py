@@ -1,7 +1,7 @@
 """fit: whether an experiment's train step fits a platform, what takes the memory, and which changes would save most.
 
-The result is an estimate (`estimate.py`), and its text says so. `verify` compiles the step for the platform;
-`compile_block` compiles one piece of it.
+The result is an estimate (`estimate.py`), and is printed as one. With `verify`, the step is compiled for the platform;
+with `compile_block`, one piece of the step is.
 """
 
 import dataclasses
@@ -31,40 +31,40 @@ from jaxscale.values import override
 from jaxscale.values.byte_sizes import limit_bytes
 from jaxscale.values.units import size
 
-MOST_CHANGES = 4
+MAX_CHANGES = 4
 """Maximum number of changes to the plan that are estimated."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Help:
-    """A change to the plan and what it would save.
+class PlanChange:
+    """A change to the plan, and the bytes that it would save.
 
     Args:
         flags: command-line flags of the change.
-        saves: bytes of device memory per device that the change saves.
-        needs: bytes of device memory per device that the step needs with the change.
+        saved_bytes: bytes of device memory per device that the change saves.
+        needed_bytes: bytes of device memory per device that the step needs with the change.
         fits: whether the step fits device and host with the change, by estimate.
     """
 
     flags: str
-    saves: int
-    needs: int
+    saved_bytes: int
+    needed_bytes: int
     fits: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Whether a train step fits a platform; prints as text, draws as SVG and HTML.
+    """Whether a train step fits a platform, as a value that prints as text and draws as SVG and HTML.
 
     Args:
         name: name of the experiment.
         platform: platform that the step should run on.
-        estimate: itemised estimate of the step's bytes.
+        estimate: itemized estimate of the step's bytes.
         limit: available bytes of device memory per device; `None` if unknown.
         host_limit: available bytes of host memory per device; `None` if unknown.
-        report: the compiler's report, if the step was compiled.
-        helps: changes to the plan, the largest saving first.
-        clock: simulation of a pipelined step; `None` if the chip's rates are unknown.
+        report: the compiler's report; `None` if the step was not compiled.
+        changes: changes to the plan that would save memory, the largest saving first.
+        simulation: simulation of a pipelined step; `None` for other steps, or if the chip's rates are unknown.
     """
 
     name: str
@@ -73,8 +73,8 @@ class Fit:
     limit: int | None
     host_limit: int | None
     report: CompileReport | None = None
-    helps: tuple[Help, ...] = ()
-    clock: Simulation | None = None
+    changes: tuple[PlanChange, ...] = ()
+    simulation: Simulation | None = None
 
     @property
     def verified(self) -> bool:
@@ -83,13 +83,13 @@ class Fit:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory per device, from the compiler if it reported them, otherwise by estimate."""
+        """The bytes of device memory per device, as the compiler reported them or otherwise by estimate."""
         compiler_bytes = None if self.report is None else self.report.device_bytes
         return self.estimate.device_bytes if compiler_bytes is None else compiler_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory per device, the larger of the estimate and the compiler's number."""
+        """The bytes of host memory per device, by estimate or as the compiler reported them, whichever is larger."""
         compiler_bytes = None if self.report is None else self.report.host_bytes
         return max(self.estimate.host_bytes, compiler_bytes or 0)
 
@@ -103,7 +103,7 @@ class Fit:
 
     @property
     def close(self) -> bool:
-        """Whether the bytes are an estimate, and too near the limit to decide whether the step fits."""
+        """Whether the bytes are an estimate that is too close to the limit to decide whether the step fits."""
         if self.verified or self.limit is None:
             return False
         return abs(self.device_bytes - self.limit) <= self.margin * self.limit
@@ -111,15 +111,15 @@ class Fit:
     @property
     def margin(self) -> float:
         """Least difference from the limit at which an estimate decides whether a step fits, as a share of the limit."""
-        compiled, pipelined = bool(self.estimate.compiled), self.estimate.plan.pipeline is not None
+        compiled, pipelined = bool(self.estimate.compiled_pieces), self.estimate.plan.pipeline is not None
         return accuracy.margin(self.platform.chip.kind, compiled=compiled, pipelined=pipelined)
 
     @property
     def verdict(self) -> str:
-        """Whether the step fits and whether that is estimated or compiled, in one sentence."""
+        """Whether the step fits, with its bytes, in words; by estimate or, with `verify`, according to the compiler."""
         evidence = "according to the compiler" if self.verified else "by estimate"
-        if self.estimate.compiled and not self.verified:
-            evidence += f", {' and '.join(self.estimate.compiled)} compiled"
+        if self.estimate.compiled_pieces and not self.verified:
+            evidence += f", {' and '.join(self.estimate.compiled_pieces)} compiled"
         if self.report is not None and self.report.crashed is not None:
             return f"unknown: {self.report.crashed}"
         if self.report is not None and self.report.oom is not None and self.report.oom.memory == "on-chip":
@@ -140,11 +140,12 @@ class Fit:
     @property
     def remedy(self) -> str:
         """A change that makes the step fit, in one sentence; "" if the step fits or no estimated change is enough."""
-        option = next((option for option in self.helps if option.fits), None)
-        if self.fits or option is None or self.limit is None:
+        change = next((change for change in self.changes if change.fits), None)
+        if self.fits or change is None or self.limit is None:
             return ""
-        narrowly = ", narrowly" if option.needs > (1 - self.margin) * self.limit else ""
-        return f"it fits with {option.flags}{narrowly}: {size(option.needs)} by estimate; --verify asks the compiler"
+        narrowly = ", narrowly" if change.needed_bytes > (1 - self.margin) * self.limit else ""
+        needed_text = size(change.needed_bytes)
+        return f"it fits with {change.flags}{narrowly}: {needed_text} by estimate; --verify asks the compiler"
 
     def __str__(self) -> str:
         plan = self.estimate.plan
@@ -155,7 +156,7 @@ class Fit:
             f"{self.name} on {self.platform}: {', '.join(settings)}",
             *self.estimate.notes,
             *lines_of(self.estimate.kernels),
-            *([_clock_line(self.clock)] if self.clock is not None else []),
+            *([_simulation_line(self.simulation)] if self.simulation is not None else []),
             self.verdict,
             *([self.remedy] if self.remedy else []),
             "",
@@ -169,43 +170,42 @@ class Fit:
             lines.append(f"the estimate is off by {relative_error:+.1%}")
         elif (known_accuracy := self._known_accuracy()) is not None:
             lines.append(str(known_accuracy))
-        lines.append(f"optimizer state: {self.estimate.state_bytes:.3g} bytes a parameter")
-        lines += self._wire_lines()
-        if self.helps:
-            flags_width = max(len(option.flags) for option in self.helps)
+        lines.append(f"optimizer state: {self.estimate.state_bytes_per_parameter:.3g} bytes a parameter")
+        lines += self._traffic_lines()
+        if self.changes:
+            flags_width = max(len(change.flags) for change in self.changes)
             lines += ["", "changes that save the most (flags of fit and train):"]
-            lines += [
-                f"  {option.flags:{flags_width}}  saves {size(option.saves):>8}{', and fits' if option.fits else ''}"
-                for option in self.helps
-            ]
+            for change in self.changes:
+                fits_text = ", and fits" if change.fits else ""
+                lines.append(f"  {change.flags:{flags_width}}  saves {size(change.saved_bytes):>8}{fits_text}")
         return "\n".join(lines)
 
-    def _wire_lines(self) -> list[str]:
-        """Lines with the bytes that a device sends in a step: over the slow axis; if it is compiled, over all axes."""
-        traffic, plan, report = self.estimate.wire, self.estimate.plan, self.report
+    def _traffic_lines(self) -> list[str]:
+        """The lines with the bytes that a device sends in a step: over the slow axis and, if compiled, all axes."""
+        traffic, plan, report = self.estimate.slow_axis_traffic, self.estimate.plan, self.report
         lines = [] if traffic is None else [f"on the wire, {traffic}"]
         if report is not None and report.collectives:
             assert plan.mesh is not None, "the plan of an estimate has a mesh"
             bytes_by_axes = sent_by_axes(report.collectives, plan.mesh, self.platform.slices)
-            totals = ", ".join(f"{axes} {size(sent_bytes)}" for axes, sent_bytes in bytes_by_axes.items())
-            lines.append(f"on the wire, according to the compiler, per device and step: {totals}")
+            bytes_text = ", ".join(f"{axes} {size(sent_bytes)}" for axes, sent_bytes in bytes_by_axes.items())
+            lines.append(f"on the wire, according to the compiler, per device and step: {bytes_text}")
         return lines
 
     def _known_accuracy(self) -> accuracy.Accuracy | None:
-        """The recorded errors of estimates like this one."""
-        compiled, pipelined = bool(self.estimate.compiled), self.estimate.plan.pipeline is not None
-        return accuracy.recorded(self.platform.chip.kind, compiled=compiled, pipelined=pipelined)
+        """The recorded errors of estimates like this one; `None` if none are recorded."""
+        compiled, pipelined = bool(self.estimate.compiled_pieces), self.estimate.plan.pipeline is not None
+        return accuracy.recorded_accuracy(self.platform.chip.kind, compiled=compiled, pipelined=pipelined)
 
     def svg(self) -> str:
-        """Live bytes by kind through a step, by estimate, with the limit, as an SVG image."""
-        return stacked(self.estimate.moments, self.limit, self.estimate.turn)
+        """The live bytes by kind through a step, by estimate, with the limit, as an SVG image."""
+        return stacked(self.estimate.moments, self.limit, self.estimate.backward_start)
 
     def html(self) -> str:
-        """A self-contained page: verdict and table, live bytes through a step, arrays alive at the peak."""
+        """A self-contained HTML page with verdict, live bytes through a step, and arrays alive at the peak."""
         sections = [
             ("", f"<pre>{escape(str(self))}</pre>"),
             ("Live bytes per device through a step, by estimate", self.svg()),
-            ("Alive at the peak, by estimate", table(self.estimate.alive)),
+            ("Alive at the peak, by estimate", table(self.estimate.live_items)),
         ]
         return page(f"{self.name} on {self.platform}", sections)
 
@@ -213,7 +213,7 @@ class Fit:
         return framed(self.html(), 600)
 
     def write(self, path: str | Path) -> None:
-        """Write the page, or only the picture if the name ends in .svg.
+        """Write the page to a file, or only the picture if the file's name ends in .svg.
 
         Raises:
             UserError: the file cannot be written.
@@ -235,17 +235,17 @@ def fit(
     """Estimate whether an experiment's train step fits a platform, and which changes to the plan would help.
 
     Args:
-        experiment: what to train.
+        experiment: the experiment to plan for.
         platform: platform to run on, such as "tpu v5e:4x4"; its devices need not be present.
         plan: the plan; the experiment's by default.
         limit: bytes of device memory per device to plan for, or a text such as "12GiB"; by default the bytes that the
             platform's programs may use.
         host_limit: bytes of host memory per device, or a text; by default an equal share of the host's memory.
         compile_block: compile the piece of the step that needs the most memory (the passes of one block, or the loss)
-            for the platform, and use its temporaries in the estimate.
+            for the platform, and use the bytes of temporaries that the compiler reports.
         verify: compile the step for the platform, and report the compiler's bytes beside the estimate.
         make: function that returns the experiment, called in the process that compiles; required if the experiment
-            does not pickle.
+            is not picklable.
 
     Raises:
         UserError: the plan is not valid for the model, the batch or the platform, or `compile_block` or `verify` is set
@@ -260,107 +260,114 @@ def fit(
         (True, False, False)
     """
     plan = plan_of(experiment, plan)
-    platform = Platform.parse(platform) if isinstance(platform, str) else platform
-    device_limit, host_limit = limit_bytes(limit, "limit"), limit_bytes(host_limit, "host_limit")
-    limit = usable_bytes(platform) if device_limit is None else device_limit
-    host_limit = host_share(platform) if host_limit is None else host_limit
+    parsed_platform = Platform.parse(platform) if isinstance(platform, str) else platform
+    limit_argument, host_limit_argument = limit_bytes(limit, "limit"), limit_bytes(host_limit, "host_limit")
+    device_limit = usable_bytes(parsed_platform) if limit_argument is None else limit_argument
+    host_memory_limit = host_share(parsed_platform) if host_limit_argument is None else host_limit_argument
     try:
-        plan = resolve_choices(experiment, plan, limit, platform, host_limit)
+        plan = resolve_choices(experiment, plan, device_limit, parsed_platform, host_memory_limit)
     except NothingFits as error:
         plan = error.least
-    step_estimate = estimate(experiment, platform, plan, compile_block=compile_block, make=make)
-    clock = None if plan.pipeline is None else simulation_of(experiment, platform, step_estimate.plan)
-    step_fit = Fit(experiment.name, platform, step_estimate, limit, host_limit, clock=clock)
+    step_estimate = estimate(experiment, parsed_platform, plan, compile_block=compile_block, make=make)
+    simulation = None if plan.pipeline is None else simulation_of(experiment, parsed_platform, step_estimate.plan)
+    step_fit = Fit(
+        experiment.name, parsed_platform, step_estimate, device_limit, host_memory_limit, simulation=simulation
+    )
     if verify:
-        step_fit = dataclasses.replace(step_fit, report=compile_report(step_recipe(experiment, plan, make), platform))
+        report = compile_report(step_recipe(experiment, plan, make), parsed_platform)
+        step_fit = dataclasses.replace(step_fit, report=report)
     device_fits = step_fit.limit is None or step_fit.device_bytes <= step_fit.limit
     if device_fits and not step_fit.close:  # a change that saves device memory would not help
         return step_fit
-    return dataclasses.replace(step_fit, helps=helps(experiment, platform, step_fit))
+    return dataclasses.replace(step_fit, changes=helpful_changes(experiment, parsed_platform, step_fit))
 
 
-def helps(experiment: Experiment, platform: Platform, step_fit: Fit) -> tuple[Help, ...]:
-    """Changes to the plan and what each would save, by estimate, the largest saving first.
+def helpful_changes(experiment: Experiment, platform: Platform, step_fit: Fit) -> tuple[PlanChange, ...]:
+    """The changes to the plan that save memory, with the bytes that each saves by estimate, the largest saving first.
 
     If no single change is enough, the last entry combines several.
 
     Args:
-        experiment: what to train.
+        experiment: the experiment to plan for.
         platform: platform that the step should run on.
-        step_fit: verdict for the present plan.
+        step_fit: result for the current plan.
     """
     plan = step_fit.estimate.plan
-    estimate_before = estimate(experiment, platform, plan) if step_fit.estimate.compiled else step_fit.estimate
-    bytes_before = estimate_before.device_bytes
+    old_estimate = estimate(experiment, platform, plan) if step_fit.estimate.compiled_pieces else step_fit.estimate
+    old_bytes = old_estimate.device_bytes
 
-    def help_of(change: Mapping[str, str]) -> Help | None:
-        """What a change saves; `None` if it is not valid. The change has new texts by field of the plan."""
+    def change_of(text_by_field: Mapping[str, str]) -> PlanChange | None:
+        """The change of the plan's fields to these texts; `None` if it is not valid for the model or batch."""
         try:
-            new_estimate = estimate(experiment, platform, override(plan, change))
-        except UserError:  # the change is not valid for this model or batch
+            new_estimate = estimate(experiment, platform, override(plan, text_by_field))
+        except UserError:
             return None
-        flags = " ".join(f"--plan.{field} {text}" for field, text in change.items())
+        flags = " ".join(f"--plan.{field} {text}" for field, text in text_by_field.items())
         fits = dataclasses.replace(step_fit, estimate=new_estimate, report=None).fits
-        return Help(flags, saves=bytes_before - new_estimate.device_bytes, needs=new_estimate.device_bytes, fits=fits)
+        return PlanChange(flags, old_bytes - new_estimate.device_bytes, new_estimate.device_bytes, fits)
 
-    helps_and_changes: list[tuple[Help, dict[str, str]]] = []
-    for change in _changes(experiment, estimate_before):
-        option = help_of(change)
-        while option and not option.fits and "microbatches" in change:
-            microbatch_count = _next_microbatches(experiment, plan, int(change["microbatches"]))
+    changes_and_texts: list[tuple[PlanChange, dict[str, str]]] = []  # change, new texts by field of the plan
+    for text_by_field in _candidate_changes(experiment, old_estimate):
+        change = change_of(text_by_field)
+        while change and not change.fits and "microbatches" in text_by_field:
+            microbatch_count = _next_microbatches(experiment, plan, int(text_by_field["microbatches"]))
             if microbatch_count is None:
                 break
-            change = {"microbatches": str(microbatch_count)}
-            option = help_of(change)
-        if option is not None and option.saves > 0.01 * bytes_before:
-            helps_and_changes.append((option, change))
-    helps_and_changes.sort(key=lambda pair: -pair[0].saves)
-    single_helps = tuple(option for option, _ in helps_and_changes)
-    if step_fit.fits or any(option.fits for option in single_helps):
-        return single_helps
-    combined_change: dict[str, str] = {}
+            text_by_field = {"microbatches": str(microbatch_count)}
+            change = change_of(text_by_field)
+        if change is not None and change.saved_bytes > 0.01 * old_bytes:
+            changes_and_texts.append((change, text_by_field))
+    changes_and_texts.sort(key=lambda pair: -pair[0].saved_bytes)
+    single_changes = tuple(change for change, _ in changes_and_texts)
+    if step_fit.fits or any(change.fits for change in single_changes):
+        return single_changes
+    combined_texts: dict[str, str] = {}
     combination = None
-    for _, change in helps_and_changes:
-        combined_change |= change
-        if len(combined_change) > 1:
-            combination = help_of(combined_change)
+    for _, text_by_field in changes_and_texts:
+        combined_texts |= text_by_field
+        if len(combined_texts) > 1:
+            combination = change_of(combined_texts)
             if combination is not None and combination.fits:
                 break
-    return single_helps if combination is None else (*single_helps, combination)
+    return single_changes if combination is None else (*single_changes, combination)
 
 
-def _changes(experiment: Experiment, step_estimate: Estimate) -> list[dict[str, str]]:
-    """The changes that affect the largest kinds of tensor, each as the new text of a field of the plan, by its name."""
-    plan, bytes_by_kind = step_estimate.plan, step_estimate.device
+def _candidate_changes(experiment: Experiment, step_estimate: Estimate) -> list[dict[str, str]]:
+    """The changes that affect the largest kinds of tensor, each a dict from a field of the plan to the new text."""
+    plan, bytes_by_kind = step_estimate.plan, step_estimate.device_bytes_by_kind
     assert plan.mesh is not None
     state_bytes = sum(bytes_by_kind.get(kind, 0) for kind in ("parameters", "optimizer state", "gradients"))
     activation_bytes = bytes_by_kind.get("kept activations", 0) + bytes_by_kind.get("transients", 0)
-    options: list[tuple[int, str, str]] = []  # affected bytes, field of the plan, new text
+    candidates: list[tuple[int, str, str]] = []  # affected bytes, field of the plan, new text
     if plan.memory.rule != "full":
-        options.append((bytes_by_kind.get("kept activations", 0), "memory", "full"))
+        candidates.append((bytes_by_kind.get("kept activations", 0), "memory", "full"))
     if plan.zero < 3 and plan.mesh.fsdp > 1:
-        options.append((state_bytes, "zero", "3"))
+        candidates.append((state_bytes, "zero", "3"))
     if plan.offload.optimizer_state == "device" and plan.offload.weights == "device":
-        options.append((bytes_by_kind.get("optimizer state", 0), "offload.optimizer-state", "streamed"))
+        candidates.append((bytes_by_kind.get("optimizer state", 0), "offload.optimizer-state", "streamed"))
     if plan.precision == "float32":
-        options.append((activation_bytes // 2, "precision", "bfloat16"))
+        candidates.append((activation_bytes // 2, "precision", "bfloat16"))
     if plan.kernels.loss_chunk is None and plan.kernels.scores == "auto" and "loss" in bytes_by_kind:
-        options.append((bytes_by_kind["loss"], "kernels", str(dataclasses.replace(plan.kernels, loss_chunk=256))))
+        candidates.append((bytes_by_kind["loss"], "kernels", str(dataclasses.replace(plan.kernels, loss_chunk=256))))
     microbatch_count = _next_microbatches(experiment, plan, plan.microbatches)
     if microbatch_count is not None:
-        options.append(((activation_bytes + bytes_by_kind.get("loss", 0)) // 2, "microbatches", str(microbatch_count)))
-    options.sort(key=lambda option: -option[0])
-    return [{field: text} for _, field, text in options[:MOST_CHANGES]]
+        candidates.append(
+            ((activation_bytes + bytes_by_kind.get("loss", 0)) // 2, "microbatches", str(microbatch_count))
+        )
+    candidates.sort(key=lambda candidate: -candidate[0])
+    return [{field: text} for _, field, text in candidates[:MAX_CHANGES]]
 
 
-def _next_microbatches(experiment: Experiment, plan: Plan, microbatches: int) -> int | None:
-    """The least number that divides a shard's rows and is at least twice `microbatches`; `None` if there is none."""
+def _next_microbatches(experiment: Experiment, plan: Plan, microbatch_count: int) -> int | None:
+    """The least possible number of microbatches that is at least twice `microbatch_count`; `None` if there is none."""
     assert plan.mesh is not None
-    shard_rows = experiment.batch // plan.mesh.batch_shards
-    return next((count for count in range(microbatches * 2, shard_rows + 1) if shard_rows % count == 0), None)
+    row_count = experiment.batch // plan.mesh.batch_shards  # of a shard
+    return next((count for count in range(microbatch_count * 2, row_count + 1) if row_count % count == 0), None)
 
 
-def _clock_line(clock: Simulation) -> str:
-    """Seconds and bubble of a pipelined step, in one line."""
-    seconds, unit = (clock.seconds, "step") if clock.period is None else (clock.period, "update")
-    return f"simulated: {seconds:.3g} s a {unit} at the chip's rates, bubble {clock.bubble:.0%}, without reductions"
+def _simulation_line(simulation: Simulation) -> str:
+    """The seconds and the bubble of a pipelined step, in one line."""
+    is_asynchronous = simulation.period is not None
+    seconds, unit = (simulation.period, "update") if is_asynchronous else (simulation.seconds, "step")
+    bubble_text = f"bubble {simulation.bubble:.0%}"
+    return f"simulated: {seconds:.3g} s a {unit} at the chip's rates, {bubble_text}, without reductions"

@@ -1,6 +1,6 @@
-"""Costs of memory plans: seconds by which they make a train step longer than one that keeps all activations.
+"""Costs of memory plans: the seconds that they add to a train step that would keep all activations.
 
-The seconds are those of recomputation, by roofline, and of copies to the host and back that do not overlap with the
+These are the seconds of recomputation, by roofline, and of copies to the host and back that do not overlap with the
 block's own computation. Only the model's blocks are traced, once. If the chip's rates are unknown, costs are FLOP.
 """
 
@@ -24,7 +24,7 @@ class MemoryCosts:
     """Costs of memory plans for one model on one platform.
 
     Args:
-        platform: platform whose roofline gives the seconds.
+        platform: platform on which the seconds are modeled.
         calls: calls of the model's blocks, per device and microbatch; in a pipeline, those of one stage.
         microbatches: number of microbatches of a step.
         stages: number of pipeline stages on one device, which are equal.
@@ -40,45 +40,47 @@ class MemoryCosts:
         """The costs for an experiment's step.
 
         Args:
-            experiment: what to train.
+            experiment: the experiment to plan for.
             platform: platform that the step would run on.
-            plan: plan of the step; its memory plan is ignored.
+            plan: plan of the step; the memory plan in it is ignored.
         """
         step = described_step(experiment, platform, dataclasses.replace(plan, memory=MemoryPlan("none")))
         calls = traced_blocks(step.objective, platform.chip)
         return cls(platform, calls, plan.microbatches, step.objective.stages_per_device)
 
     @property
-    def timed(self) -> bool:
+    def is_timed(self) -> bool:
         """Whether costs are seconds, because the chip's rates are known."""
         return roofline.rate(self.platform.chip, "bfloat16") is not None
 
     @property
-    def scanned(self) -> bool:
-        """Whether the model is one scanned stack of equal blocks."""
+    def is_scanned(self) -> bool:
+        """Whether the model is one scanned stack of identical blocks."""
         return len(self.calls) == 1 and self.calls[0].rolled
 
     @functools.cached_property
     def block_seconds(self) -> float:
-        """Seconds of the blocks' forward and backward passes in a step that keeps all activations."""
+        """The seconds of the blocks' forward and backward passes in a step that keeps all activations.
+
+        A backward pass is assumed to take twice as long as a forward pass.
+        """
         return 3 * self.microbatches * self.stages * sum(call.count * call.graph.seconds for call in self.calls)
 
     def decision(self, memory: MemoryPlan) -> Decision:
-        """The decision of a memory plan, for one of the stages on a device.
+        """The decision for one of the pipeline stages on a device; the stages share the memory plan's budget equally.
 
         Raises:
             UserError: the memory plan is not valid for the model, or its budget is too small.
         """
-        if memory.budget is not None:
-            memory = dataclasses.replace(memory, budget=memory.budget // self.stages)
-        return decide(memory, self.calls, self.platform.chip)
+        budget = None if memory.budget is None else memory.budget // self.stages
+        return decide(dataclasses.replace(memory, budget=budget), self.calls, self.platform.chip)
 
     def seconds(self, decision: Decision) -> float:
-        """Seconds by which a decision makes a step longer than one that keeps all activations."""
+        """The seconds that a decision adds to a step that would keep all activations."""
         return self.microbatches * self.stages * decision.seconds
 
     def step_seconds(self, flop: float) -> float:
-        """Seconds of a whole step that keeps all activations.
+        """Modeled seconds of a whole step that keeps all activations.
 
         Args:
             flop: FLOP of the step's products, all devices together.

@@ -1,13 +1,14 @@
 """`memory fit`: the cheapest memory plan that fits.
 
 The candidates are plans without a budget (`MENU`) and the optimal plan for the largest budget that fits: the best save
-set of a stack of equal blocks, or Rotor's plan of a chain of unlike blocks. The budget is searched with the estimate.
-With a compiler, the chosen plan is compiled, and the compiled bytes correct the estimate for the next budget, so that
-few programs are compiled. On a platform with separate host memory, POFO's plan, which also copies activations to the
-host, is chosen at that budget if it saves `OFFLOAD_GAIN` of the blocks' time.
+set of a stack of identical blocks, or Rotor's plan of a chain of different blocks. The budget is searched with the
+estimate. With a compiler, the chosen plan is compiled, and the compiled bytes correct the estimate for the next budget,
+so that few programs are compiled. On a platform with separate host memory, POFO's plan, which also copies activations
+to the host, is chosen at that budget if it saves `OFFLOAD_GAIN` of the blocks' time.
 
-The cost is the modelled seconds of recomputation and of copies that nothing hides, or recomputed FLOP if the chip's
-rates are unknown. Left out: selectors that are never better than POFO, and budgets for weights and optimizer state.
+The cost is the modeled seconds of recomputation and of copies that do not overlap with computation, or recomputed FLOP
+if the chip's rates are unknown. Left out: selectors that are never better than POFO, and budgets for weights and
+optimizer state.
 """
 
 import dataclasses
@@ -35,15 +36,15 @@ MENU = ("none", "dots", "jax:dots_with_no_batch_dims_saveable", "full", "sqrt")
 """Candidates without a budget."""
 
 OFFLOAD_GAIN = 0.01
-"""Share of the blocks' time that offload must save, because other transfers slow the copies more than is modelled."""
+"""Share of the blocks' time that offload must save, because the model ignores transfers that slow down its copies."""
 
 CLOSE = 0.02
 """The search for a budget ends when less than this share of the limit is unused."""
 
-ESTIMATES = 8
+MAX_ESTIMATES = 8
 """Maximum number of budgets that are estimated for one limit and rule."""
 
-COMPILES = 4
+MAX_COMPILES = 4
 """Maximum number of budgets that are compiled for one rule."""
 
 Measure = Callable[[Experiment, Plan], int]
@@ -56,25 +57,25 @@ class Candidate:
 
     Args:
         plan: the whole plan, with this memory plan.
-        cost: seconds by which a step is longer than one that keeps all activations; FLOP of the step's products if the
-            chip's rates are unknown, and for the plan `none`.
-        bytes: bytes of device memory per device, by estimate.
-        kept: bytes of kept activations.
+        cost: seconds that the memory plan adds to a step that would keep all activations; FLOP of the step's products
+            if the chip's rates are unknown, and for the memory plan `none`.
+        device_bytes: bytes of device memory per device, by estimate.
+        kept_bytes: bytes of kept activations.
         host_bytes: bytes of host memory per device, by estimate.
     """
 
     plan: Plan
     cost: float
-    bytes: int
-    kept: int
+    device_bytes: int
+    kept_bytes: int
     host_bytes: int = 0
 
 
 class NothingFits(UserError):
-    """No memory plan fits.
+    """The error if no memory plan fits.
 
     Args:
-        message: text with the bytes of the smallest plan, and how to lower them.
+        message: text with the bytes of the smallest plan, and ways to lower them.
         least: the plan that needs the least memory.
     """
 
@@ -96,16 +97,16 @@ def cheapest_fit(
     """The plan with the cheapest memory plan that fits the device.
 
     Args:
-        experiment: what to train.
+        experiment: the experiment to plan for.
         platform: platform to train on.
         limit: bytes of device memory per device; by default the bytes that the platform's programs may use.
-        plan: plan whose memory plan is replaced; the experiment's plan by default.
+        plan: plan in which the memory plan is replaced; the experiment's plan by default.
         menu: text forms of the memory plans to choose from; by default `MENU` and the optimal plans of any budget.
         measure: function that compiles a step and returns its bytes of device memory; without it the estimate decides.
         host_limit: bytes of host memory per device; by default an equal share of the host's memory.
 
     Raises:
-        UserError: no memory plan fits; the message reports the bytes of the smallest plan and how to lower them.
+        UserError: no memory plan fits; the message gives the bytes of the smallest plan and ways to lower them.
 
     Example:
         >>> from jaxscale.models import Decoder
@@ -121,26 +122,26 @@ def cheapest_fit(
     candidates = _Candidates(experiment, platform, plan, measure)
     first_text, *other_texts = valid_menu(experiment, plan) if menu is None else menu
     menu_candidates = [candidates.candidate(first_text)]
-    if menu_candidates[0].bytes <= limit and candidates.needed_bytes(menu_candidates[0]) <= limit:
+    if menu_candidates[0].device_bytes <= limit and candidates.needed_bytes(menu_candidates[0]) <= limit:
         return menu_candidates[0].plan
     rules = searched_rules(experiment, plan, candidates.costs) if menu is None else ()
-    optimal_candidates = [_largest_candidate(candidates, rule, limit, menu_candidates[0].kept) for rule in rules]
+    optimal_candidates = [_largest_candidate(candidates, rule, limit, menu_candidates[0].kept_bytes) for rule in rules]
     best_candidate = min(filter(None, optimal_candidates), key=lambda candidate: candidate.cost, default=None)
-    # weights that stream from the host keep its link busy
-    if best_candidate is not None and candidates.costs.scanned and plan.offload.weights == "device":
+    # POFO is not tried if weights stream from the host, because they keep the link to the host busy
+    if best_candidate is not None and candidates.costs.is_scanned and plan.offload.weights == "device":
         host_limit = host_share(platform) if host_limit is None else host_limit
         best_candidate = _pofo_candidate(candidates, best_candidate, limit, host_limit) or best_candidate
     menu_candidates += filter(None, map(candidates.candidate_or_none, other_texts))
-    least_bytes = min(candidate.bytes for candidate in menu_candidates)
-    too_large_pairs: list[tuple[int, Candidate]] = []  # needed bytes, candidate
+    least_bytes = min(candidate.device_bytes for candidate in menu_candidates)
+    rejected_pairs: list[tuple[int, Candidate]] = []  # needed bytes, candidate
     all_candidates = menu_candidates if best_candidate is None else [best_candidate, *menu_candidates]
     for candidate in sorted(all_candidates, key=lambda candidate: candidate.cost):
-        is_promising = candidate.bytes <= limit * (1 + MARGIN) or candidate.bytes == least_bytes
-        needed_bytes = candidates.needed_bytes(candidate) if is_promising else candidate.bytes
+        is_promising = candidate.device_bytes <= limit * (1 + MARGIN) or candidate.device_bytes == least_bytes
+        needed_bytes = candidates.needed_bytes(candidate) if is_promising else candidate.device_bytes
         if candidate is best_candidate or needed_bytes <= limit:
             return candidate.plan
-        too_large_pairs.append((needed_bytes, candidate))
-    needed_bytes, smallest = min(too_large_pairs, key=lambda pair: pair[0])
+        rejected_pairs.append((needed_bytes, candidate))
+    needed_bytes, smallest = min(rejected_pairs, key=lambda pair: pair[0])
     raise NothingFits(
         f"memory fit: {experiment.name} takes at least {size(needed_bytes)} per device under each of the memory plans "
         f"{', '.join(str(candidate.plan.memory) for candidate in menu_candidates)}; "
@@ -155,12 +156,12 @@ def valid_menu(experiment: Experiment, plan: Plan) -> tuple[str, ...]:
     if plan.unroll > 1:
         return ("none", "dots", "full")
     # segments of blocks need a model that exposes its blocks, and weights on the device
-    is_unsegmented = ModelTraits.of(experiment.model).foreign or plan.offload.weights == "host"
-    return tuple(text for text in MENU if text != "sqrt" or not is_unsegmented)
+    has_segments = not ModelTraits.of(experiment.model).foreign and plan.offload.weights != "host"
+    return tuple(text for text in MENU if text != "sqrt" or has_segments)
 
 
 def searched_rules(experiment: Experiment, plan: Plan, costs: MemoryCosts) -> tuple[str, ...]:
-    """Names of the rules whose budgets are searched: those that are optimal for the model's blocks."""
+    """The names of the rules that are optimal for the model's blocks; for these, the best budget is searched."""
     if plan.unroll > 1 or not costs.calls:
         return ()
     is_chain = len(costs.calls) > 1 and all(call.count == 1 for call in costs.calls)
@@ -170,12 +171,12 @@ def searched_rules(experiment: Experiment, plan: Plan, costs: MemoryCosts) -> tu
 
 @dataclasses.dataclass(eq=False)
 class _Candidates:
-    """Candidates of one experiment, with cached estimates and compiled bytes.
+    """Candidates for one experiment, with cached estimates and compiled bytes.
 
     Args:
-        experiment: what to train.
+        experiment: the experiment to plan for.
         platform: platform to train on.
-        plan: plan whose memory plan each candidate replaces.
+        plan: plan in which each candidate replaces the memory plan.
         measure: function that compiles a step and returns its bytes of device memory; `None` to rely on estimates.
         candidate_by_text: candidates that were estimated, by the text form of their memory plan.
         measured_bytes: bytes of device memory per device of the candidates that were compiled.
@@ -190,12 +191,12 @@ class _Candidates:
 
     @functools.cached_property
     def batch(self) -> Any:
-        """Shapes of a global batch."""
+        """The shapes of a global batch."""
         return batch_shapes(self.experiment)
 
     @functools.cached_property
     def costs(self) -> MemoryCosts:
-        """Costs of memory plans for the model's blocks."""
+        """The costs of memory plans for the model's blocks."""
         return MemoryCosts.of(self.experiment, self.platform, self.plan)
 
     def candidate(self, text: str) -> Candidate:
@@ -210,7 +211,7 @@ class _Candidates:
             estimate = of_step(step, self.batch, self.platform)
             kept_bytes = estimate.kept_bytes if step.decision is None else step.decision.bytes
             cost: float = estimate.flop
-            if plan.memory.rule != "none" and self.costs.timed and self.costs.calls:
+            if plan.memory.rule != "none" and self.costs.is_timed and self.costs.calls:
                 cost = self.costs.seconds(self.costs.decision(plan.memory))
             self.candidate_by_text[text] = Candidate(plan, cost, estimate.device_bytes, kept_bytes, estimate.host_bytes)
         return self.candidate_by_text[text]
@@ -223,17 +224,17 @@ class _Candidates:
             warnings.warn(f"memory fit: {text} is left out: {error}", stacklevel=3)
             return None
 
-    def within(self, rule: str, budget: int) -> Candidate | None:
-        """The candidate of a rule and a budget; `None` if the budget is below the least possible."""
+    def candidate_of_budget(self, rule: str, budget: int) -> Candidate | None:
+        """The candidate of a rule with this budget in bytes; `None` if that is below the least possible."""
         try:
             return self.candidate(f"{rule}:{bytes_text(budget)}")
         except UserError:
             return None
 
     def needed_bytes(self, candidate: Candidate) -> int:
-        """Bytes of device memory per device, from the compiler if there is one, otherwise by estimate."""
+        """The bytes of device memory per device that a candidate needs, by estimate or by `measure`."""
         if self.measure is None:
-            return candidate.bytes
+            return candidate.device_bytes
         if candidate not in self.measured_bytes:
             self.measured_bytes[candidate] = self.measure(self.experiment, candidate.plan)
         return self.measured_bytes[candidate]
@@ -245,27 +246,28 @@ def _largest_candidate(candidates: _Candidates, rule: str, limit: int, max_budge
     if candidates.candidate_or_none(f"{rule}:{bytes_text(max_budget)}") is None:
         return None
     low_budget, high_budget, estimate_error, best_candidate = 0, max_budget + 1, 0, None
-    for _ in range(COMPILES):
+    for _ in range(MAX_COMPILES):
         candidate = _largest_by_estimate(candidates, rule, limit - estimate_error, low_budget, high_budget)
-        if candidate is None or (best_candidate is not None and candidate.kept <= best_candidate.kept):
+        if candidate is None or (best_candidate is not None and candidate.kept_bytes <= best_candidate.kept_bytes):
             break
         needed_bytes = candidates.needed_bytes(candidate)
-        estimate_error = needed_bytes - candidate.bytes
+        estimate_error = needed_bytes - candidate.device_bytes
         if needed_bytes <= limit:
             best_candidate, low_budget = candidate, _budget_of(candidate)
             if limit - needed_bytes <= CLOSE * limit:
                 break
         else:
-            high_budget = min(_budget_of(candidate), candidate.kept)
+            high_budget = min(_budget_of(candidate), candidate.kept_bytes)
         if candidates.measure is None:
             break
     return best_candidate
 
 
 def _pofo_candidate(candidates: _Candidates, best: Candidate, limit: int, host_limit: int | None) -> Candidate | None:
-    """POFO's candidate at the budget of the best candidate; `None` if it saves too little time or does not fit."""
-    costs, budget = candidates.costs, best.kept + -best.kept % _granularity(best.kept)  # rounded up
-    if not costs.timed or candidates.platform.chip.kind == "cpu" or best.plan.memory.rule != "save":
+    """POFO's candidate with the budget of the best candidate; `None` if it saves too little time or does not fit."""
+    costs = candidates.costs
+    budget = best.kept_bytes + -best.kept_bytes % _granularity(best.kept_bytes)  # rounded up
+    if not costs.is_timed or candidates.platform.chip.kind == "cpu" or best.plan.memory.rule != "save":
         return None
     for _ in range(2):
         try:
@@ -274,7 +276,7 @@ def _pofo_candidate(candidates: _Candidates, best: Candidate, limit: int, host_l
             return None
         if best.cost - costs.seconds(decision) < OFFLOAD_GAIN * costs.block_seconds:
             return None
-        candidate = candidates.within("offload:pofo", budget)
+        candidate = candidates.candidate_of_budget("offload:pofo", budget)
         if candidate is None or (host_limit is not None and candidate.host_bytes > host_limit):
             return None
         excess_bytes = candidates.needed_bytes(candidate) - limit
@@ -284,44 +286,47 @@ def _pofo_candidate(candidates: _Candidates, best: Candidate, limit: int, host_l
     return None
 
 
-def _largest_by_estimate(candidates: _Candidates, rule: str, limit: int, low: int, high: int) -> Candidate | None:
-    """The candidate of a rule with the largest budget whose estimate is within `limit`; `None` if there is none.
+def _largest_by_estimate(
+    candidates: _Candidates, rule: str, limit: int, low_budget: int, high_budget: int
+) -> Candidate | None:
+    """The candidate of a rule with the largest budget at which the estimate is within `limit`; `None` if none is.
 
     Args:
         candidates: candidates of the experiment.
         rule: rule of the memory plan.
         limit: most estimated bytes of device memory per device.
-        low: bytes below all budgets to try.
-        high: bytes above all budgets to try.
+        low_budget: a number of bytes below all budgets to try.
+        high_budget: a number of bytes above all budgets to try.
     """
-    granularity, best_candidate = _granularity(high), None
-    budget = (high - 1) // granularity * granularity
-    for _ in range(ESTIMATES):
-        if not low < budget < high:
+    granularity, best_candidate = _granularity(high_budget), None
+    budget = (high_budget - 1) // granularity * granularity
+    for _ in range(MAX_ESTIMATES):
+        if not low_budget < budget < high_budget:
             break
-        candidate = candidates.within(rule, budget)
+        candidate = candidates.candidate_of_budget(rule, budget)
         if candidate is None:
-            low = target_budget = budget
+            low_budget = target_budget = budget
         else:
-            unused_bytes = limit - candidate.bytes
+            unused_bytes = limit - candidate.device_bytes
             if unused_bytes >= 0:
-                best_candidate, low = candidate, budget
+                best_candidate, low_budget = candidate, budget
                 if unused_bytes <= CLOSE * limit:
                     break
             else:
-                high = min(budget, candidate.kept)
+                high_budget = min(budget, candidate.kept_bytes)
             # each byte of kept activations adds a byte to the estimate
-            target_budget = candidate.kept + unused_bytes
-        budget = (target_budget if low < target_budget < high else (low + high) // 2) // granularity * granularity
+            target_budget = candidate.kept_bytes + unused_bytes
+        is_target_open = low_budget < target_budget < high_budget
+        budget = (target_budget if is_target_open else (low_budget + high_budget) // 2) // granularity * granularity
     return best_candidate
 
 
 def _granularity(budget: int) -> int:
-    """A number of bytes, a power of two; searched budgets near `budget` are multiples of it, so their text is short."""
+    """A power of two, in bytes: searched budgets near `budget` are its multiples, so that their text is short."""
     return 2 ** max(budget.bit_length() - 8, 0)
 
 
 def _budget_of(candidate: Candidate) -> int:
-    """Bytes of the budget of a candidate's memory plan."""
+    """The bytes of the budget of a candidate's memory plan."""
     assert candidate.plan.memory.budget is not None, "a searched rule has a budget"
     return candidate.plan.memory.budget

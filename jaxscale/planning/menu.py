@@ -1,8 +1,8 @@
-"""menu: compare the bytes on device and host and the time of all memory rules, on one block.
+"""menu: compare all memory rules on one block, by bytes on device and host and by time.
 
-Each rule of a `MemoryPlan` is evaluated at the same budgets, and its decision is the one that training would use: the
-optimal save set, Rotor, heuristics, JAX's own policies, periodic plans, and the selectors of offload. Nothing is
-compiled, and no device is needed; the time is from the roofline. Left out: JAX's policies under their second names
+Each rule of a `MemoryPlan` (the optimal save set, Rotor, heuristics, JAX's policies, periodic plans, the selectors of
+offload) is applied at the same budgets and makes the decision that training would use. Nothing is compiled, and no
+device is needed; the time is modeled by roofline. Left out: JAX's policies under their second names
 (`checkpoint_dots`), and `everything_saveable`, `nothing_saveable` and `dots_saveable`, which this menu calls `none`,
 `full` and `dots`.
 """
@@ -41,38 +41,38 @@ FIXED = ("none", "dots", "jax:dots_with_no_batch_dims_saveable", "full", "sqrt",
 """Memory plans without a budget."""
 
 SHARES = (0.0, 0.03, 0.06, 0.12, 0.25, 0.5, 0.75, 1.0)
-"""Budgets in addition to a block's input, as shares of the bytes that the block keeps without a plan."""
+"""Budgets besides a block's input, as shares of the bytes that the block keeps without a plan."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Menu:
-    """Decisions of memory rules for a stack of equal blocks; prints as text, draws as SVG and HTML.
+    """Decisions of memory rules for a stack of identical blocks, as a value that prints as text and draws as SVG.
 
     Args:
         title: name of the block, its bytes and its time.
         graph: graph of one block.
-        layers: number of blocks of the stack.
-        timed: whether costs are modelled seconds; they are FLOP if the chip's rates are unknown.
+        layers: number of blocks in the stack.
+        is_timed: whether costs are modeled seconds; they are FLOP if the chip's rates are unknown.
         budgets: budgets for the whole stack, in bytes kept on the device.
-        decisions: decisions of each rule: one per valid budget, or a single one for a rule without a budget.
+        decisions: decisions by rule: one for each valid budget, or a single one for a rule without a budget.
     """
 
     title: str
     graph: BlockGraph = dataclasses.field(repr=False)
     layers: int
-    timed: bool
+    is_timed: bool
     budgets: tuple[int, ...]
     decisions: dict[str, tuple[Decision, ...]] = dataclasses.field(repr=False)
 
     def within(self, rule: str, budget: int) -> Decision | None:
-        """The cheapest decision of a rule within a budget; `None` if no decision is within it."""
+        """The cheapest decision of a rule within a budget in bytes; `None` if no decision is within it."""
         fitting_decisions = [decision for decision in self.decisions[rule] if decision.bytes <= budget]
         return min(fitting_decisions, key=self.cost, default=None)
 
     def cost(self, decision: Decision) -> float:
-        """Time beyond keeping all activations, as a share of the forward and backward pass; by FLOP without rates."""
-        passes_cost = 3 * self.layers * (self.graph.seconds if self.timed else self.graph.flop)
-        return (decision.seconds if self.timed else decision.flop) / (passes_cost or 1)
+        """Time (or FLOP) that a decision adds to the forward and backward pass, as a share of that of the passes."""
+        passes_cost = 3 * self.layers * (self.graph.seconds if self.is_timed else self.graph.flop)
+        return (decision.seconds if self.is_timed else decision.flop) / (passes_cost or 1)
 
     def __str__(self) -> str:
         text_lines = [
@@ -89,11 +89,16 @@ class Menu:
 
     @property
     def _cost_name(self) -> str:
-        """Name of the costs, "time" or "FLOP"."""
-        return "time" if self.timed else "FLOP"
+        """The name of the costs, "time" or "FLOP"."""
+        return "time" if self.is_timed else "FLOP"
 
     def _table(self, rules: Collection[str], cell_of: Callable[[Decision], str]) -> list[str]:
-        """Lines with a cell for each rule and budget; "-" if no decision is within the budget."""
+        """The lines of a table with a cell for each rule and budget; "-" if no decision is within the budget.
+
+        Args:
+            rules: names of the rules, one per line.
+            cell_of: function from a decision to the text in its cell.
+        """
         rule_width = max(map(len, rules))
         text_lines = [" " * rule_width + "".join(f"{size(budget / self.layers):>10}" for budget in self.budgets)]
         for rule in rules:
@@ -103,7 +108,7 @@ class Menu:
         return text_lines
 
     def svg(self) -> str:
-        """The curve of each rule as an SVG image: cost by bytes kept per layer."""
+        """The curve of each rule as an SVG image: cost against bytes kept per layer."""
         points_by_rule = {
             rule: [Point(str(d.plan), round(d.bytes / self.layers), 1 + self.cost(d)) for d in decisions]
             for rule, decisions in self.decisions.items()
@@ -111,14 +116,14 @@ class Menu:
         return lines(points_by_rule, f"bytes kept a layer; upwards the {self._cost_name} of a step")
 
     def html(self) -> str:
-        """A self-contained page: the curves and the table."""
+        """A self-contained HTML page with the curves and the table."""
         return page(self.title, [("", self.svg()), ("", f"<pre>{escape(str(self))}</pre>")])
 
     def _repr_html_(self) -> str:
         return framed(self.html(), 900)
 
     def write(self, path: str | Path) -> None:
-        """Write the page, or only the picture if the name ends in .svg.
+        """Write the page to a file, or only the picture if the file's name ends in .svg.
 
         Raises:
             UserError: the file cannot be written.
@@ -141,15 +146,15 @@ def menu(
         block: a function or an NNX module, called as `block(*args, **named)`; the last of `args` is the activation. Or
             a `BlockGraph`; or an `Experiment`, to compare rules on a block of its model as one device runs it.
         args: arrays or shapes (`jax.ShapeDtypeStruct`) of the block's arguments, per device and microbatch.
-        platform: platform whose roofline gives the time, such as "tpu v5e:4x4"; without one, costs are FLOP and nothing
-            is offloaded. Required for an experiment.
-        plan: plan of the experiment; its own plan by default.
-        layers: number of equal blocks of the stack; ignored for an experiment, whose model has its own number.
-        shares: budgets in addition to a block's input, as shares of the bytes that the block keeps without a plan.
+        platform: platform on which time is modeled, such as "tpu v5e:4x4"; without one, costs are FLOP and nothing is
+            offloaded. Required for an experiment.
+        plan: plan of the experiment; `experiment.plan` by default.
+        layers: number of identical blocks in the stack; ignored for an experiment, for which it is that of the model.
+        shares: budgets besides a block's input, as shares of the bytes that the block keeps without a plan.
         named: keyword arguments of the block, passed unchanged.
 
     Raises:
-        UserError: the model of an experiment exposes no blocks, an experiment comes without a platform, or a share is
+        UserError: the model of an experiment exposes no blocks, no platform is given for an experiment, or a share is
             not between 0 and 1.
 
     Example:
@@ -160,59 +165,59 @@ def menu(
         >>> [round(choices.cost(choices.within(rule, input_budget)), 2) for rule in ("save", "full")]
         [0.33, 0.33]
     """
-    platform = Platform.parse(platform) if isinstance(platform, str) else platform
+    parsed_platform = Platform.parse(platform) if isinstance(platform, str) else platform
     if any(not 0 <= share <= 1 for share in shares):
         raise UserError(f"shares: got {', '.join(map(str, shares))}, expected numbers from 0 to 1")
     if isinstance(block, Experiment):
-        if platform is None:
+        if parsed_platform is None:
             raise UserError("menu: an experiment needs a platform, such as menu(experiment, platform='tpu v5e:4x4')")
-        calls = MemoryCosts.of(block, platform, plan or block.plan).calls
+        calls = MemoryCosts.of(block, parsed_platform, plan or block.plan).calls
         if not calls:
             raise UserError(
                 f"{block.name}: its model exposes no blocks; build it of layers.Stack or layers.Chain, or pass a block"
             )
         # if the model has several kinds of blocks, the kind that keeps the most bytes
-        graph_of = {call.fingerprint: call.graph for call in calls}
-        count_of = {kind: sum(call.count for call in calls if call.fingerprint == kind) for kind in graph_of}
-        fingerprint = max(graph_of, key=lambda kind: count_of[kind] * graph_of[kind].needed_bytes)
-        graph, layers, name = graph_of[fingerprint], count_of[fingerprint], block.name
+        graph_by_kind = {call.fingerprint: call.graph for call in calls}
+        count_by_kind = {kind: sum(call.count for call in calls if call.fingerprint == kind) for kind in graph_by_kind}
+        largest_kind = max(graph_by_kind, key=lambda kind: count_by_kind[kind] * graph_by_kind[kind].needed_bytes)
+        graph, layers, name = graph_by_kind[largest_kind], count_by_kind[largest_kind], block.name
     else:
-        graph = _graph(block, args, named, platform)
+        graph = _graph(block, args, named, parsed_platform)
         name = f"block {graph.fingerprint}" if block is graph else getattr(block, "__name__", type(block).__name__)
-    return _menu(name, graph, layers, shares, None if platform is None else platform.chip)
+    return _menu(name, graph, layers, shares, None if parsed_platform is None else parsed_platform.chip)
 
 
 def _menu(name: str, graph: BlockGraph, layers: int, shares: Sequence[float], chip: Chip | None) -> Menu:
     """The menu of a stack of blocks with this graph."""
     call = BlockCall(graph.fingerprint, graph, args=(), count=layers, rolled=layers > 1, order=0)
-    input_bytes = layers * graph.carried_bytes
+    inputs_bytes = layers * graph.carried_bytes
     exact_budgets = (
         least_bytes(graph, layers),
-        *(input_bytes + int(share * graph.needed_bytes) * layers for share in shares),
+        *(inputs_bytes + int(share * graph.needed_bytes) * layers for share in shares),
     )
     budgets = sorted({short_budget(budget) for budget in exact_budgets})
-    decisions: dict[str, tuple[Decision, ...]] = {}
+    decisions_by_rule: dict[str, tuple[Decision, ...]] = {}
     for rule in (*BUDGETED, *FIXED):
         rule_decisions = []
         plan_texts = [f"{rule}:{bytes_text(budget)}" for budget in budgets] if rule in BUDGETED else [rule]
         for plan_text in plan_texts:
             try:
                 rule_decisions.append(decide(MemoryPlan.parse(plan_text), [call], chip))
-            except UserError:  # the budget is below the rule's least, or the chip's rates are unknown
+            except UserError:  # the budget is too small for the rule, or the chip's rates are unknown
                 continue
         if rule_decisions:
-            decisions[rule] = tuple(rule_decisions)
+            decisions_by_rule[rule] = tuple(rule_decisions)
     is_timed = roofline.rate(chip, "bfloat16") is not None
     timing = f"{3e3 * graph.seconds:.3g} ms forward and backward on a {chip.name}, " if chip and is_timed else ""
     title = (
         f"{name}, {layers} layers: {timing}{size(graph.carried_bytes)} of input and {size(graph.needed_bytes)} kept "
         "without a plan, a layer"
     )
-    return Menu(title, graph, layers, is_timed, tuple(budgets), decisions)
+    return Menu(title, graph, layers, is_timed, tuple(budgets), decisions_by_rule)
 
 
 def _percentage(cost: float) -> str:
-    """A cost, a share of a step, as a percentage."""
+    """The percentage, as text, of a cost that is given as a share of the passes' time."""
     return f"{cost:+.1%}" if cost < 10 else f"{cost:+.0%}"
 
 
@@ -228,7 +233,7 @@ def _graph(block: Any, args: Sequence[Any], named: Any, platform: Platform | Non
     graphdef, state = nnx.split(block)
 
     def run_module(state: Any, *args: Any) -> Any:
-        """Call the module with this state."""
+        """Call the module with this state on the block's arguments."""
         module: Any = nnx.merge(graphdef, state, copy=True)
         return module(*args, **named)
 

@@ -1,9 +1,9 @@
 """Network traffic of a train step: bytes per device, step and mesh axis, and seconds on the slow axis.
 
-The slow axis is the mesh axis of replicas. The plan determines the traffic over it: the bytes of the codec, DiLoCo's
-exchanges averaged over steps, or, without either, the gradients' shards in the type in which they are reduced. A
-compiled program shows the traffic over every axis. Seconds are bytes divided by the link's bandwidth, as if nothing
-else used the link. Left out: latency, and overlap with computation.
+The slow axis is the mesh axis of replicas. The plan determines the traffic over it: the bytes of the codec, or DiLoCo's
+exchanges averaged over steps, or otherwise the gradients' shards in the type in which they are reduced. The traffic
+over every axis is read from a compiled program. Seconds are bytes divided by the link's bandwidth, on the assumption
+that nothing else uses the link. Left out: latency, and overlap with computation.
 """
 
 import dataclasses
@@ -27,28 +27,28 @@ class Traffic:
     """Traffic of a device over the slow axis.
 
     Args:
-        bytes: bytes sent per step; for DiLoCo the mean over steps.
-        exact_bytes: bytes that would be sent per step for float32 gradients in every step.
-        by: what sends the bytes: "reduce" with a codec, "diloco" with its interval, or the type of the gradients.
-        link: name of the links along the axis; empty if the platform's table has none.
+        sent_bytes: bytes sent per step; for DiLoCo the mean over steps.
+        exact_bytes: bytes that would be sent per step if float32 gradients were reduced in every step.
+        sender: "reduce" with the codec, "diloco" with the interval, or the type in which gradients are reduced.
+        link: name of the links along the axis; "" if the platform's table has none.
         seconds: seconds to send the bytes of a step; `None` without a link.
     """
 
-    bytes: int
+    sent_bytes: int
     exact_bytes: int
-    by: str
+    sender: str
     link: str = ""
     seconds: float | None = None
 
     def __str__(self) -> str:
         duration = f", {self.seconds:.2g} s over {self.link}" if self.seconds is not None else ""
-        ratio = self.exact_bytes / max(self.bytes, 1)
+        ratio = self.exact_bytes / max(self.sent_bytes, 1)
         comparison = f", {ratio:.3g} times fewer than float32 gradients" if ratio > 1 else ""
-        return f"{REPLICA_AXIS}: {size(self.bytes)} per device and step by {self.by}{comparison}{duration}"
+        return f"{REPLICA_AXIS}: {size(self.sent_bytes)} per device and step by {self.sender}{comparison}{duration}"
 
 
 def slow_axis_traffic(step: TrainStep, platform: Platform) -> Traffic | None:
-    """Traffic of a step over the slow axis; `None` if its mesh has one replica.
+    """The traffic of a step over the slow axis; `None` if its mesh has one replica.
 
     Args:
         step: a train step.
@@ -57,19 +57,19 @@ def slow_axis_traffic(step: TrainStep, platform: Platform) -> Traffic | None:
     plan, axis_sizes = step.plan, step.mesh.shape
     if axis_sizes[REPLICA_AXIS] == 1:
         return None
-    codec, replicas = step.gradient_exchange, step.replicas
-    if codec is not None:
-        sent_bytes, exact_bytes, sender = codec.wire_bytes, codec.exact_bytes, f"reduce {codec.codec}"
+    exchange, replicas = step.gradient_exchange, step.replicas
+    if exchange is not None:
+        sent_bytes, exact_bytes, sender = exchange.wire_bytes, exchange.exact_bytes, f"reduce {exchange.codec}"
     elif replicas is not None:
         fragment_indices, interval = range(len(replicas.names_of_fragments)), replicas.diloco.every
         sent_bytes = math.ceil(sum(map(replicas.wire_bytes, fragment_indices)) / interval)
         exact_bytes, sender = sum(map(replicas.exact_bytes, fragment_indices)), f"diloco every {interval} steps"
     else:
         leaves = gradient_leaves_of(plan, step.pure_model, step.layout).values()
-        # number of elements of a device's shards of the gradients
-        elements = sum(math.prod(leaf.shape) // math.prod(axis_sizes[axis] for axis in leaf.axes) for leaf in leaves)
+        element_counts = [math.prod(leaf.shape) // math.prod(axis_sizes[axis] for axis in leaf.axes) for leaf in leaves]
+        element_count = sum(element_counts)  # in a device's shards of the gradients
         sender = str(plan.reduce or plan.precision)
-        exact_bytes = wire.all_reduce(wire.FLOAT32 * elements, axis_sizes[REPLICA_AXIS])
+        exact_bytes = wire.all_reduce(wire.FLOAT32 * element_count, axis_sizes[REPLICA_AXIS])
         sent_bytes = exact_bytes // (1 if sender == "float32" else 2)
     assert plan.mesh is not None
     link_name, bandwidth = slow_link(platform, plan.mesh)
@@ -77,7 +77,7 @@ def slow_axis_traffic(step: TrainStep, platform: Platform) -> Traffic | None:
 
 
 def slow_link(platform: Platform, mesh: MeshSpec) -> tuple[str, float]:
-    """Name of the links along the replica axis, and their bytes/s per device and direction; ("", 0.0) if unknown.
+    """The name of the links along the replica axis, and their bytes/s per device and direction; ("", 0.0) if unknown.
 
     Example:
         >>> slow_link(Platform.parse("tpu v5e:4x4 x 2"), MeshSpec(replica=2, fsdp=16))
@@ -97,12 +97,12 @@ def slow_link(platform: Platform, mesh: MeshSpec) -> tuple[str, float]:
 
 
 def sent_by_axes(collectives: Iterable[Collective], mesh: MeshSpec, slices: int = 1) -> dict[str, int]:
-    """Bytes that a device sends in a compiled step, by the axes of the collectives, with the formulas for rings.
+    """The bytes that a device sends in a compiled step, by the axes of the collectives; each is assumed to use a ring.
 
     Args:
         collectives: collectives of the compiled step.
         mesh: mesh for which the step was compiled.
-        slices: number of slices of the platform; an all-gather across slices is listed with the bytes that one device
+        slices: number of TPU slices of the platform; the bytes of an all-gather across slices are those that one device
             contributes.
 
     Example:
@@ -110,18 +110,19 @@ def sent_by_axes(collectives: Iterable[Collective], mesh: MeshSpec, slices: int 
         >>> sent_by_axes([gather], MeshSpec(fsdp=4))
         {'fsdp': 6144}
     """
-    axes_between_slices = megascale.split(mesh.sizes, slices)[1]
+    axes_between_slices = megascale.split_axes(mesh.sizes, slices)[1]
     bytes_by_axes: dict[str, int] = {}
     for collective in collectives:
         axes_text = "other groups" if collective.axes is None else "+".join(collective.axes)
-        devices = math.prod(mesh.sizes[axis] for axis in collective.axes or ())
+        device_count = math.prod(mesh.sizes[axis] for axis in collective.axes or ())
         if collective.kind == "collective-permute" or collective.axes is None:
             sent_bytes = collective.bytes
         elif collective.kind == "all-gather":
             is_contribution = slices > 1 and not set(collective.axes).isdisjoint(axes_between_slices)
-            sent_bytes = wire.all_gather(collective.bytes if is_contribution else collective.bytes // devices, devices)
+            contributed_bytes = collective.bytes if is_contribution else collective.bytes // device_count
+            sent_bytes = wire.all_gather(contributed_bytes, device_count)
         else:
             formula = wire.all_reduce if collective.kind == "all-reduce" else wire.all_to_all
-            sent_bytes = formula(collective.bytes, devices)
+            sent_bytes = formula(collective.bytes, device_count)
         bytes_by_axes[axes_text] = bytes_by_axes.get(axes_text, 0) + sent_bytes * collective.count
     return bytes_by_axes

@@ -14,40 +14,40 @@ from jaxscale.planning.timeline import Item
 from jaxscale.values.units import size
 
 CUT = 3
-"""Largest cost drawn to scale, as a multiple of the median; both are differences from the lowest cost."""
+"""Largest excess cost drawn to scale, as a multiple of the median one; excess is the difference from the lowest."""
 
-STEPS = 400
-"""Maximum number of moments drawn; of neighbouring moments, those with the most and the fewest live bytes remain."""
+MAX_MOMENTS = 400
+"""Maximum number of moments drawn; of neighboring moments, those with the most and the fewest live bytes remain."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A plan on the curve of time against memory.
+    """A memory plan in a picture of time against memory.
 
     Args:
         name: text form of the memory plan.
         bytes: bytes of device memory per device.
         cost: FLOP or seconds of a step, as a multiple of the lowest.
-        chosen: whether this is the user's plan.
-        kept: bytes of kept activations of the whole model; `None` if unknown.
-        kept_of_a_block: bytes of kept activations of one block; `None` if unknown.
+        is_current: whether this is the memory plan of the user's plan.
+        kept_bytes: bytes of kept activations of the whole model; `None` if unknown.
+        block_kept_bytes: bytes of kept activations of one block; `None` if unknown.
     """
 
     name: str
     bytes: int
     cost: float
-    chosen: bool = False
-    kept: int | None = None
-    kept_of_a_block: int | None = None
+    is_current: bool = False
+    kept_bytes: int | None = None
+    block_kept_bytes: int | None = None
 
 
-def stacked(moments: Sequence[Mapping[str, int]], limit: int | None = None, turn: int | None = None) -> str:
-    """Live bytes by kind over the moments of a step, stacked, as an SVG image.
+def stacked(moments: Sequence[Mapping[str, int]], limit: int | None = None, backward_start: int | None = None) -> str:
+    """The live bytes by kind over the moments of a step, stacked, as an SVG image.
 
     Args:
         moments: live bytes by kind at each moment.
         limit: available bytes, drawn as a line.
-        turn: index of the first moment of the backward pass, drawn as a line.
+        backward_start: index of the first moment of the backward pass, drawn as a line.
 
     Example:
         >>> stacked([{"parameters": 2**20}, {"parameters": 2**20, "loss": 2**20}]).count("<path")
@@ -55,120 +55,121 @@ def stacked(moments: Sequence[Mapping[str, int]], limit: int | None = None, turn
     """
     kinds = list(dict.fromkeys(kind for moment in moments for kind in moment))
     total_bytes = np.array([sum(moment.values()) for moment in moments], float)
-    drawn_indices = thin(np.arange(len(moments)), total_bytes, STEPS // 2)[0].tolist()
+    drawn_indices = thin(np.arange(len(moments)), total_bytes, MAX_MOMENTS // 2)[0].tolist()
     top_bytes = 1.06 * _axis_bytes(max(total_bytes, default=0), limit)
     frame = Frame((0, max(len(moments) - 1, 1)), (0, top_bytes))
-    parts = [frame.grid(byte_ticks(top_bytes), size)]
+    elements = [frame.grid(byte_ticks(top_bytes), size)]
     lower_bytes = [0] * len(drawn_indices)
     for kind, color in zip(kinds, itertools.cycle(COLORS)):
         upper_bytes = [low + moments[index].get(kind, 0) for low, index in zip(lower_bytes, drawn_indices, strict=True)]
-        parts.append(frame.area(drawn_indices, lower_bytes, upper_bytes, color, kind))
+        elements.append(frame.area(drawn_indices, lower_bytes, upper_bytes, color, kind))
         lower_bytes = upper_bytes
     if limit is not None and limit <= top_bytes:
-        parts.append(frame.level(limit, "limit"))
-        parts.append(svg_text(frame.width - frame.right - 4, frame.y_of(limit) - 5, f"limit {size(limit)}", "end"))
-    if turn is not None and 0 < turn < len(moments):
-        parts.append(frame.rule(turn, "turn"))
-        parts.append(svg_text(frame.x_of(turn) + 5, frame.top + 12, "backward"))
-        parts.append(svg_text(frame.x_of(turn) - 5, frame.top + 12, "forward", "end"))
-    parts.append(frame.title("operations in order; a loop's body is drawn once"))
+        elements.append(frame.level(limit, "limit"))
+        elements.append(svg_text(frame.width - frame.right - 4, frame.y_of(limit) - 5, f"limit {size(limit)}", "end"))
+    if backward_start is not None and 0 < backward_start < len(moments):
+        elements.append(frame.rule(backward_start, "turn"))
+        elements.append(svg_text(frame.x_of(backward_start) + 5, frame.top + 12, "backward"))
+        elements.append(svg_text(frame.x_of(backward_start) - 5, frame.top + 12, "forward", "end"))
+    elements.append(frame.title("operations in order; a loop's body is drawn once"))
     entries = [({"fill": color}, kind) for kind, color in zip(kinds, itertools.cycle(COLORS))]
     kinds_legend, legend_height = legend(entries, frame.left, frame.height + 12, frame.width)
-    return svg(frame.width, frame.height + 12 + legend_height, "live bytes through a step", parts, kinds_legend)
+    return svg(frame.width, frame.height + 12 + legend_height, "live bytes through a step", elements, kinds_legend)
 
 
 def curve(points: Sequence[Point], limit: int | None = None) -> str:
-    """Plans by bytes (across) and by cost (upwards), as an SVG image.
+    """Memory plans by bytes (to the right) and by cost (upward), as an SVG image.
 
     Costs above the largest cost that is drawn to scale (`CUT`) are drawn at the upper edge.
 
     Args:
-        points: the plans to draw.
+        points: the memory plans to draw.
         limit: available bytes, drawn as a line.
     """
-    edge_cost = _top_cost(points)
+    edge_cost = _edge_cost(points)
     frame = Frame((0, 1.12 * _axis_bytes(max(point.bytes for point in points), limit)), (1, 1 + 1.15 * (edge_cost - 1)))
-    parts = [_plan_axes(frame, "{:.2f}x".format), frame.title("bytes per device")]
+    elements = [_plan_axes(frame, "{:.2f}x".format), frame.title("bytes per device")]
     if limit is not None and limit <= frame.x_range[1]:
-        parts.append(frame.rule(limit, "limit"))
-        parts.append(svg_text(frame.x_of(limit) - 5, frame.top + 12, f"limit {size(limit)}", "end"))
+        elements.append(frame.rule(limit, "limit"))
+        elements.append(svg_text(frame.x_of(limit) - 5, frame.top + 12, f"limit {size(limit)}", "end"))
     labels: list[tuple[float, float, float]] = []  # x, y and half the width of each label that is drawn
-    for point in sorted(points, key=lambda point: not point.chosen):
+    for point in sorted(points, key=lambda point: not point.is_current):
         x, y = frame.x_of(point.bytes), frame.y_of(min(point.cost, edge_cost))
-        radius, color = (7, COLORS[6]) if point.chosen else (5, COLORS[0])
-        parts.append(dot(x, y, radius, color, f"{point.name}: {size(point.bytes)}, {point.cost:.2f}x"))
+        radius, color = (7, COLORS[6]) if point.is_current else (5, COLORS[0])
+        elements.append(dot(x, y, radius, color, f"{point.name}: {size(point.bytes)}, {point.cost:.2f}x"))
         half_width = 3.6 * len(point.name)
         has_room = all(abs(x - lx) > half_width + half or abs(y - ly) > 13 for lx, ly, half in labels)
-        if has_room or point.chosen:  # a label that would overlap another is shown only as a tooltip
+        if has_room or point.is_current:  # a label that would overlap another is shown only as a tooltip
             labels.append((x, y, half_width))
             cost_text = f" {point.cost:.1f}x" if point.cost > edge_cost else ""
-            parts.append(svg_text(x, y - 11, point.name + cost_text, "middle"))
-    return svg(frame.width, frame.height, "time against memory", parts)
+            elements.append(svg_text(x, y - 11, point.name + cost_text, "middle"))
+    return svg(frame.width, frame.height, "time against memory", elements)
 
 
-def lines(curves: Mapping[str, Sequence[Point]], across_name: str) -> str:
-    """Plans of several rules by bytes (across) and by cost (upwards), a line per rule, as an SVG image.
+def lines(curves: Mapping[str, Sequence[Point]], x_title: str) -> str:
+    """Memory plans by bytes (to the right) and by cost (upward), with one line for each rule, as an SVG image.
 
     Costs above the largest cost that is drawn to scale (`CUT`) are drawn at the upper edge.
 
     Args:
-        curves: plans of each rule, by the rule's name.
-        across_name: title of the horizontal axis.
+        curves: memory plans of each rule, by the rule's name.
+        x_title: title of the horizontal axis.
 
     Example:
         >>> curves = {"save": [Point("save:0B", 0, 1.3), Point("save:9B", 9, 1.0)], "none": [Point("none", 9, 1.0)]}
         >>> lines(curves, "bytes").count("<polyline")
         2
     """
-    points = [point for plans in curves.values() for point in plans]
-    edge_cost = _top_cost(points)
+    points = [point for rule_points in curves.values() for point in rule_points]
+    edge_cost = _edge_cost(points)
     right_margin = 16 + 8 * max(map(len, curves))
     frame = Frame((0, max([point.bytes for point in points] + [1])), (1, edge_cost), right_margin)
     right_edge = frame.width - right_margin
-    parts = [_plan_axes(frame, lambda cost: f"{cost - 1:+.0%}"), frame.title(across_name)]
-    for index, (rule, plans) in enumerate(curves.items()):
+    elements = [_plan_axes(frame, lambda cost: f"{cost - 1:+.0%}"), frame.title(x_title)]
+    for index, (rule, rule_points) in enumerate(curves.items()):
         color = f"hsl({index * 360 // len(curves)} 65% 45%)"
-        plans = sorted(plans, key=lambda point: point.bytes)
-        positions = [(frame.x_of(point.bytes), frame.y_of(min(point.cost, edge_cost))) for point in plans]
+        sorted_points = sorted(rule_points, key=lambda point: point.bytes)
+        positions = [(frame.x_of(point.bytes), frame.y_of(min(point.cost, edge_cost))) for point in sorted_points]
         coordinates = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
-        parts.append(element("polyline", points=coordinates, fill="none", stroke=color, stroke_width=1.5))
-        for point, position in zip(plans, positions, strict=True):
-            parts.append(dot(*position, 3.5, color, f"{point.name}: {size(point.bytes)}, {point.cost - 1:+.1%}"))
+        elements.append(element("polyline", points=coordinates, fill="none", stroke=color, stroke_width=1.5))
+        for point, position in zip(sorted_points, positions, strict=True):
+            elements.append(dot(*position, 3.5, color, f"{point.name}: {size(point.bytes)}, {point.cost - 1:+.1%}"))
         y = frame.top + 12 + 18 * index
-        parts += [dot(right_edge + 14, y - 4, 4, color), svg_text(right_edge + 24, y, rule)]
+        elements += [dot(right_edge + 14, y - 4, 4, color), svg_text(right_edge + 24, y, rule)]
     if any(point.cost > edge_cost for point in points):
-        parts.append(svg_text(right_edge - 4, frame.top + 14, "at this edge: cost above the scale", "end"))
-    return svg(frame.width, max(frame.height, frame.top + 18 * len(curves)), "time against memory", parts)
+        elements.append(svg_text(right_edge - 4, frame.top + 14, "at this edge: cost above the scale", "end"))
+    return svg(frame.width, max(frame.height, frame.top + 18 * len(curves)), "time against memory", elements)
 
 
 def _plan_axes(frame: Frame, cost_text: Callable[[float], str]) -> Markup:
-    """The axes of a picture with costs upwards and bytes across."""
+    """The axes of a picture of memory plans; `cost_text` returns the label of a cost."""
     return joined([frame.grid(ticks(*frame.y_range, 5), cost_text), frame.labels(byte_ticks(frame.x_range[1]), size)])
 
 
-def _axis_bytes(most_bytes: float, limit: int | None) -> float:
-    """The bytes at the end of an axis, which includes the limit unless that would flatten the picture."""
-    return max(most_bytes, limit if limit is not None and limit < 2.5 * most_bytes else 0, 1)
+def _axis_bytes(largest_bytes: float, limit: int | None) -> float:
+    """The bytes at the end of an axis; the axis includes the limit unless that would flatten the picture."""
+    return max(largest_bytes, limit if limit is not None and limit < 2.5 * largest_bytes else 0, 1)
 
 
-def _top_cost(points: Sequence[Point]) -> float:
-    """The largest cost that is drawn to scale, so that a few high costs do not flatten the picture."""
+def _edge_cost(points: Sequence[Point]) -> float:
+    """The largest cost that is drawn to scale; it is limited so that a few high costs do not flatten the picture."""
     excess_costs = sorted(point.cost - 1 for point in points)
     median_excess = excess_costs[len(excess_costs) // 2] if excess_costs else 0.0
     return 1 + max(min(max(excess_costs, default=0.0), CUT * median_excess), 0.1) * 1.1
 
 
-def table(items: Sequence[Item], rows: int = 60) -> Markup:
-    """The first `rows` arrays as an HTML table, with one line for the sum of all others."""
-    cells = [(size(item.bytes), item.kind, item.name) for item in items[:rows]]
-    remainder = items[rows:]
-    sum_row = (size(sum(item.bytes for item in remainder)), "", f"{len(remainder)} smaller ones")
+def table(items: Sequence[Item], row_count: int = 60) -> Markup:
+    """The first `row_count` arrays as an HTML table, with one row for the sum of all others."""
+    rows = [(size(item.bytes), item.kind, item.name) for item in items[:row_count]]
+    smaller_items = items[row_count:]
+    sum_row = (size(sum(item.bytes for item in smaller_items)), "", f"{len(smaller_items)} smaller ones")
     return markup.table(
-        cells, ("bytes", "for", "what"), numeric=(0,), name_column=2, extra_rows=[sum_row] if remainder else []
+        rows, ("bytes", "for", "what"), numeric=(0,), name_column=2, extra_rows=[sum_row] if smaller_items else []
     )
 
 
-def page(title: str, headed_parts: Sequence[tuple[str, str]]) -> str:
-    """A self-contained page from pairs of a heading and markup; an empty heading is left out."""
-    sections = [(element("h2", heading) if heading else None, Markup(content)) for heading, content in headed_parts]
-    return markup.page(title, element("h1", title), sections)
+def page(title: str, sections: Sequence[tuple[str, str]]) -> str:
+    """A self-contained HTML page of sections, each given by its heading and its markup; "" stands for no heading."""
+    heading_elements = [element("h2", heading) if heading else None for heading, _ in sections]
+    contents = [Markup(content) for _, content in sections]
+    return markup.page(title, element("h1", title), list(zip(heading_elements, contents, strict=True)))

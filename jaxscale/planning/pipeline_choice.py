@@ -1,9 +1,9 @@
 """Resolve `pipeline auto:P` for an experiment on a platform: choose schedule, microbatches, stash and stages.
 
 `pipeline/choose/auto.py` tries every named synchronous schedule with the prices of the model's blocks
-(`stage_prices.py`), for every number of microbatches that divides the batch. This module supplies the prices and the
-memory that weights and optimizer leave. A CPU's rates are unknown, so its blocks have the prices of a TPU v5e; only
-their proportions matter.
+(`stage_prices.py`), for every number of microbatches that divides the batch. This module supplies the prices, and the
+memory that remains besides weights and optimizer state. On a CPU, whose rates are unknown, blocks have the prices of a
+TPU v5e; only their proportions matter.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ from jaxscale.state.stages import period_of
 from jaxscale.values.units import size
 
 STAND_IN = "v5e"
-"""Chip whose rates determine the prices of the blocks if the platform's rates are unknown."""
-MOST_MICROBATCHES = 16
+"""Chip with the rates that determine the prices of the blocks if the platform's rates are unknown."""
+MAX_MICROBATCHES = 16
 """Maximum number of microbatches per device on the pipe axis."""
-MOST_ESTIMATES = 24
-"""Maximum number of the fastest candidates whose whole step is estimated."""
+MAX_ESTIMATES = 24
+"""Maximum number of candidates, the fastest first, for which the whole step is estimated."""
 
 
 def pipeline_choice(
@@ -41,7 +41,7 @@ def pipeline_choice(
     """The plan with the best pipeline that fits.
 
     Args:
-        experiment: what to train.
+        experiment: the experiment to plan for.
         platform: platform to train on.
         limit: bytes of device memory per device; by default the bytes that the platform's programs may use.
         plan: a plan with `pipeline auto:P`; the experiment's plan by default.
@@ -60,24 +60,24 @@ def pipeline_choice(
             "choose another number P in auto:P"
         )
     batch_shards = platform.devices // ranks if plan.mesh is None else plan.mesh.batch_shards
-    possible_counts = range(1, MOST_MICROBATCHES * ranks + 1)
+    possible_counts = range(1, MAX_MICROBATCHES * ranks + 1)
     microbatch_counts = [count for count in possible_counts if experiment.batch % (count * batch_shards) == 0]
     if not microbatch_counts:
         raise UserError(
             f"pipeline {plan.pipeline}: a batch of {experiment.batch} rows cannot be split evenly into "
             f"{batch_shards} shards; choose a multiple of {batch_shards * ranks} rows, to give each rank a microbatch"
         )
-    priced_platform = platform
+    price_platform = platform
     if roofline.rate(platform.chip, "bfloat16") is None:
-        stand_in = dataclasses.replace(chips()[STAND_IN], kind=platform.chip.kind)
-        priced_platform = dataclasses.replace(platform, chip=stand_in)
+        stand_in_chip = dataclasses.replace(chips()[STAND_IN], kind=platform.chip.kind)
+        price_platform = dataclasses.replace(platform, chip=stand_in_chip)
 
     period = period_of(experiment.model)
 
     @functools.cache
-    def prices_of(microbatches: int) -> ModelPrices:
-        """Prices with this number of microbatches."""
-        return in_periods(model_prices(experiment, priced_platform, ranks, microbatches), period)
+    def prices_of(microbatch_count: int) -> ModelPrices:
+        """The prices of the model with this number of microbatches."""
+        return in_periods(model_prices(experiment, price_platform, ranks, microbatch_count), period)
 
     pipe_devices = None
     limit = usable_bytes(platform) if limit is None else limit
@@ -90,14 +90,14 @@ def pipeline_choice(
         """The plan with the pipeline of a candidate."""
         assert plan.pipeline is not None
         assert candidate.partition is not None
-        layers = layers_of(candidate.partition, period)
+        layer_counts = layers_of(candidate.partition, period)
         pipeline = dataclasses.replace(
             plan.pipeline,
             name=candidate.name,
             ranks=candidate.ranks,
             microbatches=candidate.microbatches,
             chunks=candidate.chunks,
-            stages=None if len(set(layers)) == 1 else layers,
+            stages=None if len(set(layer_counts)) == 1 else layer_counts,
             stash=candidate.stash,
         )
         return dataclasses.replace(plan, pipeline=pipeline)
@@ -105,7 +105,8 @@ def pipeline_choice(
     if limit is None:
         return with_pipeline(choice.best)
     estimates: list[tuple[int, PipelineCandidate]] = []  # needed bytes, candidate
-    for candidate in [candidate for candidate in choice.candidates if candidate.partition is not None][:MOST_ESTIMATES]:
+    possible_candidates = [candidate for candidate in choice.candidates if candidate.partition is not None]
+    for candidate in possible_candidates[:MAX_ESTIMATES]:
         # prices include only the bytes kept for backward passes; the estimate covers the whole step
         candidate_plan = with_pipeline(candidate)
         needed_bytes = estimate(experiment, platform, candidate_plan).device_bytes
@@ -121,7 +122,11 @@ def pipeline_choice(
 
 
 def in_periods(model: ModelPrices, period: int) -> ModelPrices:
-    """Prices of whole periods, the repeated groups of unlike blocks. Stages start at the first block of a period.
+    """The prices of a model in which each period is one block, so that no stage starts inside a period.
+
+    Args:
+        model: prices of the model's blocks.
+        period: number of blocks in a period, the group of different blocks that the model repeats.
 
     Example:
         >>> from jaxscale.pipeline.choose.price import Price
@@ -135,20 +140,20 @@ def in_periods(model: ModelPrices, period: int) -> ModelPrices:
 def _price_of(blocks: Sequence[Price]) -> Price:
     """The price of several consecutive blocks together."""
     field_names = [field.name for field in dataclasses.fields(Price)]
-    total_by_field: dict[str, float] = {name: sum(getattr(block, name) for block in blocks) for name in field_names}
-    total_by_field["message_bytes"] = blocks[0].message_bytes
-    total_by_field["working_bytes"] = max(block.working_bytes for block in blocks)
-    return Price(**total_by_field)
+    value_by_field: dict[str, float] = {name: sum(getattr(block, name) for block in blocks) for name in field_names}
+    value_by_field["message_bytes"] = blocks[0].message_bytes
+    value_by_field["working_bytes"] = max(block.working_bytes for block in blocks)
+    return Price(**value_by_field)
 
 
 def layers_of(partition: Partition, period: int) -> tuple[int, ...]:
-    """Number of blocks of each stage of a partition into whole periods, each of `period` blocks."""
+    """The number of blocks in each stage of a partition into whole periods, each of `period` blocks."""
     return tuple(period * len(periods) for periods in partition.stages)
 
 
-def _fixed_bytes(experiment: Experiment, platform: Platform, plan: Plan, ranks: int, microbatches: int) -> int:
-    """Bytes per device of weights, optimizer state, compute copy and float32 gradients, with equal stages."""
-    pipeline = PipelinePlan.parse(f"gpipe:{ranks}x{microbatches}")
+def _fixed_bytes(experiment: Experiment, platform: Platform, plan: Plan, ranks: int, microbatch_count: int) -> int:
+    """The bytes per device of weights, optimizer state, compute copy and float32 gradients, with equal stages."""
+    pipeline = PipelinePlan.parse(f"gpipe:{ranks}x{microbatch_count}")
     step = described_step(experiment, platform, dataclasses.replace(plan, pipeline=pipeline))
     weight_bytes = local_bytes(step.layout.abstract.params)
     optimizer_bytes = local_bytes(step.layout.abstract.optimizer)

@@ -1,4 +1,4 @@
-"""The program of a train step: traced for devices that need not be present, or lowered for a compiler."""
+"""The program of a train step, traced for devices that need not be present, or lowered for a compiler."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -24,10 +24,10 @@ from jaxscale.trees import path_name
 def described_step(
     experiment: Experiment, platform: Platform, plan: Plan | None = None, devices: int | None = None
 ) -> TrainStep:
-    """Build the train step for a description of a platform's devices; it can be traced, but not run.
+    """Build the train step for a description of a platform's devices; the step can be traced, but not run.
 
     Args:
-        experiment: what to train.
+        experiment: the experiment to plan for.
         platform: platform to describe; its devices need not be present.
         plan: the plan; the experiment's by default.
         devices: number of devices to run on; by default all devices of the platform.
@@ -48,8 +48,8 @@ class TracedStep:
     Args:
         program: flat program of the step; its inputs are the leaves of the state, then those of the batch.
         placements: placements of the program's values.
-        compiler: what the platform's compiler fuses.
-        leaves: path and abstract value of each input of the program.
+        compiler: properties of the platform's compiler.
+        leaves: for each input of the program, its path and its abstract value.
         flop: FLOP of the step's products, all devices together.
     """
 
@@ -82,28 +82,35 @@ def traced_step(step: TrainStep, batch: Any, platform: Platform) -> TracedStep:
     for value, (path, _) in zip(program.inputs, leaves, strict=False):
         program.names[value] = path.removeprefix("params/")
     input_dims = [dims_of(leaf.sharding, len(leaf.shape)) for _, leaf in leaves]
-    placements = place(program, input_dims, step.mesh.shape, tiled=platform.chip.kind == "tpu")
+    placements = place(program, input_dims, step.mesh.shape, is_tiled=platform.chip.kind == "tpu")
     return TracedStep(program, placements, _compiler(platform, step.plan), leaves, jaxpr_flop(jaxpr).total)
 
 
 def _compiler(platform: Platform, plan: Plan) -> Compiler:
-    """What the platform's compiler fuses, as observed in compiled programs."""
-    fuses: Literal["no", "all", "local"] = "no"
+    """The properties of a platform's compiler under a plan, as observed in compiled programs."""
+    product_fusion: Literal["no", "all", "local"] = "no"
     if platform.chip.kind == "tpu":
-        fuses = "local" if platform.topology is not None and len(platform.topology) == 2 else "all"
-    return Compiler(fuses, scatters=plan.zero > 1, gather=accuracy.factors(platform.chip.kind).gather)
+        product_fusion = "local" if platform.topology is not None and len(platform.topology) == 2 else "all"
+    return Compiler(
+        product_fusion,
+        has_scattered_gradients=plan.zero > 1,
+        gathered_share=accuracy.factors(platform.chip.kind).gather,
+    )
 
 
 def lowered_step(devices: Sequence[Any], make: Callable[[], Experiment], plan: Plan | None = None) -> Any:
-    """Lower the train step for devices; `functools.partial` turns it into a recipe of `compile_report`.
+    """Lower the train step for devices; `compile_report` takes this function with all but the first argument.
 
     Args:
         devices: devices of the platform.
-        make: function that returns the experiment; it must pickle, and so must `plan`.
+        make: function that returns the experiment; it must be picklable.
         plan: the plan; the experiment's by default.
 
+    Returns:
+        The lowered step, as `jax.jit(...).lower` returns it.
+
     Raises:
-        UserError: the plan is not valid, or names a kernel that the step does not use.
+        UserError: the plan is not valid, or it names a kernel that the step does not use.
     """
     experiment = make()
     step_devices = [abstract(device) for device in devices] if without_memories(devices) else devices
@@ -114,13 +121,13 @@ def lowered_step(devices: Sequence[Any], make: Callable[[], Experiment], plan: P
 
 
 def step_recipe(experiment: Experiment, plan: Plan, make: Callable[[], Experiment] | None) -> partial[Any]:
-    """A recipe of `compile_report` for a train step.
+    """The function with which `compile_report` lowers a train step for devices.
 
     Args:
-        experiment: what to train.
+        experiment: the experiment to plan for.
         plan: plan of the step.
         make: function that returns the experiment, called in the process that compiles; `None` if the experiment
-            pickles.
+            is picklable.
     """
     return partial(lowered_step, make=make or partial(dataclasses.replace, experiment), plan=plan)
 

@@ -1,10 +1,10 @@
 """Prices of a model's stages on a platform: seconds by roofline and stashed bytes, per block and microbatch.
 
 The model is traced for the devices of one stage, without a pipeline, and nothing is compiled. The forward time of a
-block is the roofline of its operations. Its backward consists of the input gradient I and the weight gradient W. The
-gradient of a product with respect to a value that depends on the block's input belongs to I; the gradient with respect
-to a weight belongs to W. Each takes as long as the product. Both gradients of a kernel or a loop together take twice
-its forward time and belong to I. The recomputation of the memory plan also belongs to I. Work outside the blocks
+block is that of its operations by roofline. The backward consists of the input gradient I and the weight gradient W.
+The gradient of a product with respect to a value that depends on the block's input belongs to I; the gradient with
+respect to a weight belongs to W. Each takes as long as the product. Both gradients of a kernel or a loop together take
+twice as long as its forward and belong to I. The memory plan's recomputation also belongs to I. Work outside the blocks
 (mostly the head) belongs to the last stage.
 
 Left out: the embedding's lookup, collectives inside a stage, the gradient reduction and the update, and inefficiencies
@@ -42,32 +42,35 @@ from jaxscale.step.train_step import TrainStep
 
 
 def stage_costs(experiment: Experiment, platform: Platform, pipeline: PipelinePlan, schedule: Schedule) -> Costs:
-    """Seconds and bytes of a schedule's stages, with the plan's partition of the blocks or, by default, an even one.
+    """The seconds and bytes of a schedule's stages.
+
+    The blocks are divided into stages as in the experiment's plan, or evenly if its partition is not for this schedule.
 
     Args:
-        experiment: what to train.
+        experiment: the experiment to plan for.
         platform: platform that the step would run on; its devices need not be present.
         pipeline: pipeline with the number of microbatches.
-        schedule: schedule whose stages are priced.
+        schedule: schedule of the pipeline.
 
     Raises:
         UserError: there are more stages than blocks, devices or rows cannot be split evenly, or the chip's rates are
             unknown.
     """
-    prices = model_prices(experiment, platform, schedule.ranks, pipeline.shape()[1])
+    _, microbatch_count = pipeline.shape()
+    prices = model_prices(experiment, platform, schedule.ranks, microbatch_count)
     plan_pipeline = experiment.plan.pipeline
-    layers = None if plan_pipeline is None else plan_pipeline.stages
-    if layers is None or len(layers) != schedule.stages or sum(layers) != len(prices.blocks):
-        layers = Stages.even(schedule, len(prices.blocks)).layer_counts
-    links = (link_seconds(platform, prices),) * schedule.ranks
-    return costs_of(prices, layers, links, recompute=experiment.plan.stages_keep == "input")
+    layer_counts = None if plan_pipeline is None else plan_pipeline.stages
+    if layer_counts is None or len(layer_counts) != schedule.stages or sum(layer_counts) != len(prices.blocks):
+        layer_counts = Stages.even(schedule, len(prices.blocks)).layer_counts
+    message_seconds = (link_seconds(platform, prices),) * schedule.ranks
+    return costs_of(prices, layer_counts, message_seconds, recompute=experiment.plan.stages_keep == "input")
 
 
 def simulation_of(experiment: Experiment, platform: Platform, plan: Plan) -> Simulation | None:
-    """Simulation of a plan's pipeline; `None` if the chip's rates are unknown.
+    """The simulation of a plan's pipeline; `None` if the chip's rates are unknown.
 
     Args:
-        experiment: what to train.
+        experiment: the experiment to plan for.
         platform: platform that the step would run on.
         plan: plan with a pipeline and a resolved mesh.
     """
@@ -80,44 +83,55 @@ def simulation_of(experiment: Experiment, platform: Platform, plan: Plan) -> Sim
 
 
 def costs_of(
-    prices: ModelPrices, layers: Sequence[int], links: tuple[float, ...] = (), *, recompute: bool = False
+    prices: ModelPrices,
+    layer_counts: Sequence[int],
+    message_seconds: tuple[float, ...] = (),
+    *,
+    recompute: bool = False,
 ) -> Costs:
     """The costs of stages from the prices of their blocks.
 
     Args:
         prices: prices of the model's blocks.
-        layers: number of blocks of each stage.
-        links: seconds that a message takes on each link of the ring of devices.
+        layer_counts: number of blocks in each stage.
+        message_seconds: seconds that a message takes on each link of the ring of devices.
         recompute: whether a stage keeps only its input and reruns its forward before its backward.
 
     Example:
         >>> costs_of(ModelPrices((Price(1, 1, 1),) * 3, last=Price(2, 2, 2)), (2, 1)).forward
         (2.0, 3.0)
     """
-    bounds = itertools.pairwise(itertools.accumulate(layers, initial=0))
-    prices_of_stages = [prices.blocks[start:stop] for start, stop in bounds]
+    stage_ranges = itertools.pairwise(itertools.accumulate(layer_counts, initial=0))
+    prices_by_stage = [prices.blocks[start:stop] for start, stop in stage_ranges]
     if prices.first is not None:
-        prices_of_stages[0] = (prices.first, *prices_of_stages[0])
+        prices_by_stage[0] = (prices.first, *prices_by_stage[0])
     if prices.last is not None:
-        prices_of_stages[-1] = (*prices_of_stages[-1], prices.last)
+        prices_by_stage[-1] = (*prices_by_stage[-1], prices.last)
 
-    def totals_of(name: str) -> tuple[float, ...]:
-        """Sum of the prices' field `name` over the blocks of each stage."""
-        return tuple(float(sum(getattr(price, name) for price in stage_prices)) for stage_prices in prices_of_stages)
+    def totals_of(field_name: str) -> tuple[float, ...]:
+        """The sum of one field of the prices over the blocks of each stage."""
+        return tuple(float(sum(getattr(price, field_name) for price in stage)) for stage in prices_by_stage)
 
-    forward, input_gradient, stash_bytes = totals_of("forward"), totals_of("input_gradient"), totals_of("stash_bytes")
+    forward_seconds, input_gradient_seconds = totals_of("forward"), totals_of("input_gradient")
+    stash_bytes = totals_of("stash_bytes")
     if recompute:
-        input_gradient = tuple(map(operator.add, input_gradient, forward))
-        stash_bytes = (0.0, *(prices.blocks[0].message_bytes for _ in prices_of_stages[1:]))
-    weight_gradient, pending_bytes = totals_of("weight_gradient"), totals_of("between_bytes")
-    return Costs(forward, input_gradient, weight_gradient, links=links, stash=stash_bytes, pending=pending_bytes)
+        input_gradient_seconds = tuple(map(operator.add, input_gradient_seconds, forward_seconds))
+        stash_bytes = (0.0, *(prices.blocks[0].message_bytes for _ in prices_by_stage[1:]))
+    return Costs(
+        forward_seconds,
+        input_gradient_seconds,
+        totals_of("weight_gradient"),
+        links=message_seconds,
+        stash=stash_bytes,
+        pending=totals_of("between_bytes"),
+    )
 
 
 def model_prices(experiment: Experiment, platform: Platform, ranks: int, microbatches: int) -> ModelPrices:
-    """Prices of a model's blocks and of its head, per device and microbatch.
+    """The prices of a model's blocks and of its head, per device and microbatch.
 
     Args:
-        experiment: what to train; its plan specifies mesh, types, attention and memory.
+        experiment: the experiment to plan for; its plan specifies mesh, types, attention and memory.
         platform: platform that the model would run on.
         ranks: number of ranks along the pipe axis; the devices of a rank share the rows of a microbatch.
         microbatches: number of microbatches of a global batch.
@@ -128,7 +142,7 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
     chip = platform.chip
     if roofline.rate(chip, "bfloat16") is None:
         raise UserError(
-            f"platform {platform}: the rates of a {chip.name} are unknown; name one whose rates are known, such as "
+            f"platform {platform}: the rates of a {chip.name} are unknown; name a chip with known rates, such as "
             "--platform 'tpu v5e:4x4', or set the costs of the passes: --cost f=1,i=1,w=1"
         )
     if platform.devices % ranks:
@@ -162,13 +176,13 @@ def model_prices(experiment: Experiment, platform: Platform, ranks: int, microba
 
 
 def link_seconds(platform: Platform, prices: ModelPrices) -> float:
-    """Seconds that a message between neighbours on the pipe axis takes, over one of the chip's fastest links."""
+    """The seconds that a message between neighbors on the pipe axis takes over the chip's fastest kind of link."""
     links = [link for link in platform.links if link.name in ("ici", "nvlink", "pcie")]
     return prices.blocks[0].message_bytes / links[0].bandwidth if links and platform.devices > 1 else 0.0
 
 
 def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
-    """Seconds of a block's input gradient and of its weight gradient.
+    """The seconds of a block's input gradient, and those of its weight gradient.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -179,13 +193,13 @@ def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
         >>> [round(seconds / graph.seconds, 3) for seconds in gradient_seconds(graph)]
         [1.0, 1.0]
     """
-    dependent_values = set(graph.carried)
+    dependent_indices = set(graph.carried)  # of the values that depend on the block's input
     input_seconds = weight_seconds = 0.0
     for equation in graph.equations:
-        # for each input, whether it depends on the block's input
-        dependence_flags = [value in dependent_values for value in equation.inputs]
+        # whether each operand depends on the block's input
+        dependence_flags = [index in dependent_indices for index in equation.inputs]
         if any(dependence_flags):
-            dependent_values.update(equation.outputs)
+            dependent_indices.update(equation.outputs)
         if not equation.flop:
             input_seconds += equation.seconds if any(dependence_flags) else 0.0
         elif equation.name in PRODUCTS:  # the gradient with respect to each operand is one product
@@ -198,22 +212,26 @@ def gradient_seconds(graph: BlockGraph) -> tuple[float, float]:
 
 
 def _head_price(step: TrainStep, calls: Sequence[BlockCall], platform: Platform) -> Price | None:
-    """The price of head and loss, from the products outside the blocks; `None` if there are none."""
+    """The price of head and loss, from the products outside the blocks; `None` if there are no such products."""
     import jax
 
     objective, plan = step.objective, step.plan
     assert plan.mesh is not None
-    batch = {
-        name: jax.ShapeDtypeStruct((array.shape[0] // plan.microbatches, *array.shape[1:]), array.dtype)
-        for name, array in batch_shapes(objective.planned.experiment).items()
+    microbatch_shapes = {
+        name: jax.ShapeDtypeStruct((shape.shape[0] // plan.microbatches, *shape.shape[1:]), shape.dtype)
+        for name, shape in batch_shapes(objective.planned.experiment).items()
     }
-    row_count = next(iter(batch.values())).shape[0]
-    # shapes of a random key and of the indices of the batch's rows
-    key, examples = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(row_count, dtype="int32")))
+    row_count = next(iter(microbatch_shapes.values())).shape[0]
+    # shapes of a random key and of the indices of the microbatch's rows
+    key_shape, index_shape = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.arange(row_count, dtype="int32")))
     pure_model = step.pure_model
     with objective.planned.tracing(is_forward_only=True):
         loss_jaxpr = jax.make_jaxpr(lambda *args: objective.loss_of_masters(*args))(
-            pure_model.abstract_module_params, pure_model.abstract_model_state, batch, key, examples
+            pure_model.abstract_module_params,
+            pure_model.abstract_model_state,
+            microbatch_shapes,
+            key_shape,
+            index_shape,
         )
     block_flop = sum(call.count * call.graph.flop for call in calls)
     head_flop = max(0.0, jaxpr_flop(loss_jaxpr).total / plan.mesh.devices - block_flop)

@@ -1,11 +1,12 @@
 """Live bytes of a traced program from its first operation to its last, on one device.
 
 Each array (`fusion.py`) is alive from the operation that computes it to the last operation that needs it. Values that
-are not stored are expressions of arrays, which stay alive until the expression is computed. An array that a loop stacks
-is alive from the loop's start. Values and arrays are represented by their numbers in a `FlatProgram`.
+are not stored are expressions of arrays, and these arrays stay alive until the expression is computed. An array that a
+loop fills slice by slice is alive from the start of the loop. Values and arrays are represented by their numbers in a
+`FlatProgram`.
 
-Left out: the order in which XLA schedules independent operations, its rematerialization, the padding of tiles, and the
-packing of buffers (`estimate.py` has fitted factors for the difference).
+Left out: the order in which XLA schedules independent operations, XLA's rematerialization, and the packing of buffers
+(`estimate.py` multiplies by fitted factors instead).
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxscale.planning.compile_pieces import Piece
-from jaxscale.planning.fusion import COLLECTIVES, PRODUCTS, RENAMED, Arrays, Compiler
+from jaxscale.planning.fusion import COLLECTIVES, NAME_KEEPING, PRODUCTS, Arrays, Compiler
 from jaxscale.programs.flat import FlatProgram, Operation, carries
 from jaxscale.programs.kinds import kinds_of
 from jaxscale.programs.late import late_arrays
@@ -21,9 +22,9 @@ from jaxscale.programs.placements import Placements
 from jaxscale.programs.regions import unchanged_results
 
 NEVER_REUSED = (*PRODUCTS, *COLLECTIVES, "gather", "sort", "top_k", "shard_map", "pallas_call")
-"""Operations whose results cannot reuse the memory of their operands, nor can those of reductions (`reduce_...`)."""
+"""Operations with results that cannot reuse the memory of operands; the same holds for reductions (`reduce_...`)."""
 
-Pieces = Mapping[Piece, int | None]
+PieceBytes = Mapping[Piece, int | None]
 """Bytes of the temporaries of each piece of a step; `None` if no compiler has reported them."""
 
 
@@ -43,11 +44,11 @@ class Item:
 
 
 def bytes_by_kind(items: Iterable[Item]) -> dict[str, int]:
-    """The bytes of arrays, added up by kind."""
-    by_kind: dict[str, int] = {}
+    """The total bytes of the arrays of each kind."""
+    total_by_kind: dict[str, int] = {}
     for item in items:
-        by_kind[item.kind] = by_kind.get(item.kind, 0) + item.bytes
-    return by_kind
+        total_by_kind[item.kind] = total_by_kind.get(item.kind, 0) + item.bytes
+    return total_by_kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,23 +57,23 @@ class Moment:
 
     Args:
         items: the arrays, in the order in which they were computed.
-        backward: whether the operation belongs to the backward pass.
-        piece: the piece of the step that the operation belongs to.
+        is_backward: whether the operation belongs to the backward pass.
+        piece: the piece of the step that the operation belongs to; `None` if it belongs to no piece.
     """
 
     items: tuple[Item, ...] = ()
-    backward: bool = False
+    is_backward: bool = False
     piece: Piece | None = None
 
     @functools.cached_property
-    def by_kind(self) -> dict[str, int]:
-        """Live bytes per device, by kind."""
+    def bytes_by_kind(self) -> dict[str, int]:
+        """The live bytes per device, by kind."""
         return bytes_by_kind(self.items)
 
     @functools.cached_property
-    def total(self) -> int:
-        """Live bytes per device."""
-        return sum(self.by_kind.values())
+    def total_bytes(self) -> int:
+        """The live bytes per device."""
+        return sum(self.bytes_by_kind.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,156 +89,176 @@ class Timeline:
     @functools.cached_property
     def peak(self) -> Moment:
         """The first moment with the most live bytes."""
-        return max(self.moments, key=lambda moment: moment.total, default=Moment())
+        return max(self.moments, key=lambda moment: moment.total_bytes, default=Moment())
 
     @property
-    def bytes(self) -> int:
-        """Live bytes at the peak."""
-        return self.peak.total
+    def peak_bytes(self) -> int:
+        """The live bytes at the peak."""
+        return self.peak.total_bytes
 
     @property
-    def items(self) -> tuple[Item, ...]:
-        """Arrays alive at the peak, the largest first."""
+    def peak_items(self) -> tuple[Item, ...]:
+        """The arrays alive at the peak, the largest first."""
         return tuple(sorted(self.peak.items, key=lambda item: -item.bytes))
 
 
 def timeline(
-    program: FlatProgram, placements: Placements, compiler: Compiler, pieces: Pieces | None = None
+    program: FlatProgram, placements: Placements, compiler: Compiler, bytes_by_piece: PieceBytes | None = None
 ) -> Timeline:
-    """Live bytes of the values that a program computes; its arguments belong to the caller.
+    """The live bytes of the values that a program computes; arguments, which belong to the caller, do not count.
 
     Args:
         program: a flat program.
         placements: placements of the program's values.
-        compiler: what the platform's compiler fuses.
-        pieces: bytes of the temporaries of each piece of the program; a compiled piece becomes a single moment.
+        compiler: properties of the platform's compiler.
+        bytes_by_piece: bytes of the temporaries of each piece of the program; a compiled piece becomes a single moment.
     """
-    return Timeline(tuple(_Sweep(Arrays(program, placements, compiler), pieces or {}).moments()))
+    return Timeline(tuple(_Sweep(Arrays(program, placements, compiler), bytes_by_piece or {}).moments()))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Sweep:
-    """A walk through the operations of a program, with the arrays that are alive.
+    """A walk through the operations of a program that lists the arrays alive at each.
 
     Args:
         arrays: arrays of the program.
-        pieces: bytes of the temporaries of each piece of the step.
+        bytes_by_piece: bytes of the temporaries of each piece of the step.
         path: indices of the loops around the program, the outermost first.
-        default_kind: kind of the values that `kinds_of` omits.
+        default_kind: kind of the values for which `kinds_of` returns no kind.
     """
 
     arrays: Arrays
-    pieces: Pieces
+    bytes_by_piece: PieceBytes
     path: tuple[int, ...] = ()
     default_kind: str = "transients"
 
     @functools.cached_property
-    def kinds(self) -> dict[int, str]:
-        """Kind of each value, by its number; transients are omitted."""
+    def kind_by_value(self) -> dict[int, str]:
+        """The kind of each value, by the value's number; transients are omitted."""
         return kinds_of(self.arrays.program)
 
     def moments(self) -> list[Moment]:
         """The moments of the program's operations, and of the programs inside them."""
-        piece_at = {index: piece for piece in self.pieces if piece.path == self.path for index in piece.indices}
-        last_read = self._last_reads()
-        last_needed = last_read | self._late_reads(last_read)
-        live_items: dict[int, Item] = {}
+        piece_by_index = {
+            index: piece for piece in self.bytes_by_piece if piece.path == self.path for index in piece.indices
+        }
+        # for each array, the index of the last operation that reads it, and of the last one during which it is alive
+        last_reads = self._last_reads()
+        last_uses = last_reads | self._late_reads(last_reads)
+        live_items: dict[int, Item] = {}  # by array
         live_before_piece: dict[int, Item] = {}
         moments: list[Moment] = []
+        array_bytes = self.arrays.array_bytes
         for index, operation in enumerate(self.arrays.program.operations):
-            piece = piece_at.get(index)
-            new_arrays = [value for value in operation.outputs if value in self.arrays.bytes]
-            dying_arrays = [value for value in live_items if last_needed.get(value, -1) <= index]
+            piece = piece_by_index.get(index)
+            new_arrays = [value for value in operation.outputs if value in array_bytes]
+            dying_arrays = [value for value in live_items if last_uses.get(value, -1) <= index]
             for value in self._reused_arrays(operation, new_arrays, dying_arrays, live_items):
                 del live_items[value]
             if piece is not None and index == piece.start:
                 live_before_piece = dict(live_items)
-            live_items |= {value: self._item(operation, value) for value in new_arrays if self.arrays.bytes[value]}
-            items_after = {value: item for value, item in live_items.items() if last_needed.get(value, -1) > index}
-            moments_within: list[Moment] = []
-            if piece is not None and (temporaries_bytes := self.pieces[piece]) is not None:
+            live_items |= {value: self._item(operation, value) for value in new_arrays if array_bytes[value]}
+            items_after = {value: item for value, item in live_items.items() if last_uses.get(value, -1) > index}
+            inner_moments: list[Moment] = []
+            if piece is not None and (temporaries_bytes := self.bytes_by_piece[piece]) is not None:
                 if index == piece.stop - 1:
                     kind = "loss" if piece.name == "loss" else self.default_kind
-                    moments_within = [Moment((Item(f"{piece.name}, compiled", kind, temporaries_bytes),))]
+                    inner_moments = [Moment((Item(f"{piece.name}, compiled", kind, temporaries_bytes),))]
                     # late arrays of the piece are among its temporaries
-                    read_items = {value: item for value, item in live_items.items() if last_read.get(value, -1) > index}
-                    live_items = live_before_piece | read_items
-            elif new_arrays or operation.loop or operation.branches:
-                moments_within = self._moments_within(operation, index)
-            for moment in moments_within:
+                    items_read_later = {
+                        value: item for value, item in live_items.items() if last_reads.get(value, -1) > index
+                    }
+                    live_items = live_before_piece | items_read_later
+            elif new_arrays or operation.loop_body or operation.branches:
+                inner_moments = self._inner_moments(operation, index)
+            for moment in inner_moments:
                 items = (*live_items.values(), *moment.items)
-                moments.append(Moment(items, operation.backward or moment.backward, piece or moment.piece))
-            if new_arrays or moments_within:
+                moments.append(Moment(items, operation.is_backward or moment.is_backward, piece or moment.piece))
+            if new_arrays or inner_moments:
                 live_items = items_after
         return moments
 
     def _last_reads(self) -> dict[int, int]:
-        """Index of the last operation that reads each array, directly or through an expression."""
+        """The index of the last operation that reads each array, directly or through an expression, by the array."""
         arrays, program = self.arrays, self.arrays.program
-        last_read: dict[int, int] = {}
+        last_reads: dict[int, int] = {}
         for index, operation in enumerate(program.operations):
             # an expression is computed with the array that reads it; a value written into a slot is written at once
-            if any(value in arrays.bytes for value in operation.outputs) or operation.loop or operation.branches:
-                last_read |= dict.fromkeys(arrays.sources_of(operation.inputs), index)
-        return last_read | dict.fromkeys(arrays.sources_of(program.outputs), len(program.operations))
+            if (
+                any(value in arrays.array_bytes for value in operation.outputs)
+                or operation.loop_body
+                or operation.branches
+            ):
+                last_reads |= dict.fromkeys(arrays.sources_of(operation.inputs), index)
+        return last_reads | dict.fromkeys(arrays.sources_of(program.outputs), len(program.operations))
 
-    def _late_reads(self, last_read: Mapping[int, int]) -> dict[int, int]:
-        """Index of the last read of each array that waits for a product around a ring.
-
-        The compiler runs such products late.
-        """
-        if self.arrays.compiler.fuses != "local":
+    def _late_reads(self, last_reads: Mapping[int, int]) -> dict[int, int]:
+        """For each array that a product around a ring reads late, the index of the last operation that needs it."""
+        if self.arrays.compiler.product_fusion != "local":
             return {}
-        ring_products = [index for index in self.arrays.placements.summed if self.arrays.is_around_ring(index)]
-        late_read_of = late_arrays(self.arrays.program, ring_products, self.arrays.is_array)
-        return {value: max(index, last_read.get(value, -1)) for value, index in late_read_of.items()}
+        ring_products = [
+            index for index in self.arrays.placements.summed_products if self.arrays.is_ring_product(index)
+        ]
+        late_reads = late_arrays(self.arrays.program, ring_products, self.arrays.has_array_results)
+        return {value: max(index, last_reads.get(value, -1)) for value, index in late_reads.items()}
 
     def _reused_arrays(
         self, operation: Operation, new_arrays: Sequence[int], dying_arrays: Sequence[int], items: Mapping[int, Item]
     ) -> list[int]:
-        """Arrays whose memory the results of an operation reuse.
+        """The arrays that give their memory to results of an operation.
 
         Args:
             operation: the operation.
-            new_arrays: its results that are arrays.
+            new_arrays: results of the operation that are arrays.
             dying_arrays: arrays that no later operation needs.
             items: item of each array that is alive, by the array's number.
         """
         if operation.kind in NEVER_REUSED:
             return []
-        array_bytes = self.arrays.bytes
+        array_bytes = self.arrays.array_bytes
         if operation.branches:
-            unchanged_pairs = unchanged_results(operation)
-            pairs = [(result, source) for result, value in unchanged_pairs for source in self.arrays.sources[value]]
-            pairs = [(result, source) for result, source in pairs if source in dying_arrays]
-            return [source for result, source in pairs if items[source].bytes == array_bytes.get(result)]
-        if operation.kind.startswith("reduce_") or (self.arrays.compiler.fuses == "no" and operation.loop is None):
+            results_and_sources = [
+                (result, source)
+                for result, operand in unchanged_results(operation)
+                for source in self.arrays.sources_by_value[operand]
+            ]
+            return [
+                source
+                for result, source in results_and_sources
+                if source in dying_arrays and items[source].bytes == array_bytes.get(result)
+            ]
+        if operation.kind.startswith("reduce_") or (
+            self.arrays.compiler.product_fusion == "no" and operation.loop_body is None
+        ):
             return []
-        candidates = list(dying_arrays)
-        if operation.loop is not None:
+        candidates, results = list(dying_arrays), new_arrays
+        if operation.loop_body is not None:
             initial_state = carries(operation)
-            new_arrays = operation.outputs[: len(initial_state)]
+            results = operation.outputs[: len(initial_state)]
             state_sources = self.arrays.sources_of(initial_state)
             candidates = [value for value in candidates if value in state_sources]
         reused_arrays = []
-        for result in new_arrays:
+        for result in results:
             if result in self.arrays.scattered_sums:
                 continue
-            array = next((value for value in candidates if items[value].bytes == array_bytes.get(result, 0)), None)
-            if array is not None:
-                candidates.remove(array)
-                reused_arrays.append(array)
+            result_bytes = array_bytes.get(result, 0)
+            reused_array = next((array for array in candidates if items[array].bytes == result_bytes), None)
+            if reused_array is not None:
+                candidates.remove(reused_array)
+                reused_arrays.append(reused_array)
         return reused_arrays
 
-    def _moments_within(self, operation: Operation, index: int) -> list[Moment]:
-        """The moments of an operation, with the memory that it needs besides operands and results."""
+    def _inner_moments(self, operation: Operation, index: int) -> list[Moment]:
+        """The moments of the operation with this index; their items are arrays besides its operands and results."""
         moments: list[Moment] = []
-        if operation.loop is not None:
-            is_loss = all(self.kinds.get(value) == "loss" for value in operation.outputs)
+        if operation.loop_body is not None:
+            is_loss = all(self.kind_by_value.get(value) == "loss" for value in operation.outputs)
             default_kind = "loss" if is_loss else self.default_kind
-            moments = _Sweep(self.arrays.of_loop(index), self.pieces, (*self.path, index), default_kind).moments()
+            moments = _Sweep(
+                self.arrays.loop_arrays(index), self.bytes_by_piece, (*self.path, index), default_kind
+            ).moments()
         elif operation.branches:
-            for branch in self.arrays.of_branches(index):
+            for branch in self.arrays.branch_arrays(index):
                 moments += _Sweep(branch, {}, (), self.default_kind).moments()
         elif gathered_bytes := self._gathered_bytes(operation, index):
             weight_item = Item(f"gathered weight of {operation.line}", "gathered weights", gathered_bytes)
@@ -245,37 +266,48 @@ class _Sweep:
         return moments or [Moment()]
 
     def _gathered_bytes(self, operation: Operation, index: int) -> int:
-        """Bytes of the weights that are gathered for an operation."""
+        """The bytes of the weights that are gathered for the operation with this index."""
         arrays = self.arrays
-        gathered_bytes = int(arrays.compiler.gather * arrays.placements.gathered.get(index, 0))
-        if gathered_bytes and arrays.in_loop and arrays.compiler.fuses == "local" and arrays.is_around_ring(index):
+        gathered_bytes = int(arrays.compiler.gathered_share * arrays.placements.gathered_bytes.get(index, 0))
+        if (
+            gathered_bytes
+            and arrays.is_inner
+            and arrays.compiler.product_fusion == "local"
+            and arrays.is_ring_product(index)
+        ):
             # around a ring the result is assembled in steps: an old and a new copy are alive
-            return max(gathered_bytes, *(arrays.bytes.get(value, 0) for value in operation.outputs))
+            return max(gathered_bytes, *(arrays.array_bytes.get(value, 0) for value in operation.outputs))
         return gathered_bytes
 
     def _item(self, operation: Operation, value: int) -> Item:
         """The item of an array that an operation computes."""
-        aval = self.arrays.program.shapes[value]
+        aval = self.arrays.program.avals[value]
         name, origin = _name_and_origin(operation, value, self.arrays.program)
         shape_text = f"{aval.dtype}{list(aval.shape)}" if hasattr(aval, "dtype") else str(aval)
         label = f"{name} {shape_text}" if name else f"{shape_text} {origin.kind}, {origin.line}"
         default_kind = "gathered weights" if operation.kind == "all_gather" else self.default_kind
-        return Item(label, self.kinds.get(value, default_kind), self.arrays.bytes[value])
+        return Item(label, self.kind_by_value.get(value, default_kind), self.arrays.array_bytes[value])
 
 
 def _name_and_origin(operation: Operation, value: int, program: FlatProgram) -> tuple[str, Operation]:
-    """The model's name of a value (or ""), and the operation that computes it before views and loops pass it on."""
+    """The model's name of a value (or ""), and the operation that computes it, ahead of views and loops that return it.
+
+    Args:
+        operation: the operation that returns the value in `program`.
+        value: number of the value.
+        program: a flat program.
+    """
     if value in program.names:
         return program.names[value], operation
-    operand = None
-    if operation.loop is not None:
-        program = operation.loop
-        operand = program.outputs[operation.outputs.index(value)]
-    elif operation.kind in RENAMED:
+    operand, operand_program = None, program
+    if operation.loop_body is not None:
+        operand_program = operation.loop_body
+        operand = operand_program.outputs[operation.outputs.index(value)]
+    elif operation.kind in NAME_KEEPING:
         operand = operation.inputs[0]
     if operand is None:
         return "", operation
-    for producer in program.operations:
+    for producer in operand_program.operations:
         if operand in producer.outputs:
-            return _name_and_origin(producer, operand, program)
-    return program.names.get(operand, ""), operation
+            return _name_and_origin(producer, operand, operand_program)
+    return operand_program.names.get(operand, ""), operation

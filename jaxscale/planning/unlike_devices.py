@@ -1,15 +1,15 @@
-"""Partition of a model's blocks over unlike devices, so that faster devices get more blocks.
+"""Partition of a model's blocks over different kinds of devices, so that faster devices get more blocks.
 
 Groups of devices are placed along the pipe in the given order. If there are N times as many devices as ranks, N
 pipelines run side by side (HetPipe's virtual workers). The devices are sorted by speed and cut into sets of N
-neighbours, and each worker gets one device of every set, so that the workers are about equal; they share the rows of a
-microbatch. `pipeline.choose.partition` computes the partition from the roofline prices of each kind of chip.
+neighbors, and each worker gets one device of every set, so that the workers are about equally fast; they share the rows
+of a microbatch. `pipeline.choose.partition` computes the partition from the roofline prices of each kind of chip.
 
     Park et al. 2020, "HetPipe" (arXiv:2005.14038); Zhan and Zhang 2019, "Pipe-torch" (CBD).
 
-Left out: memory (use `fit` for the platform with the least memory); the links between unlike machines, which no table
-has, so that each rank has the link of its own chip; and training, because one program needs equal devices. The result
-prints as the plan's pipeline, with its option `stages`.
+Left out: memory (use `fit` for the platform with the least memory); the links between machines of different kinds,
+which are in no table, so that each rank has the link of its own chip; and training, because one program needs devices
+of one kind. The result is printed as the plan's pipeline, with its option `stages`.
 """
 
 import dataclasses
@@ -31,29 +31,34 @@ from jaxscale.state.stages import period_of
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """Blocks assigned to unlike devices.
+    """The blocks of a model assigned to different kinds of devices.
 
     Args:
-        pipeline: pipeline with the number of blocks of each stage.
-        partition: partition into stages of blocks, or of whole periods (the repeated groups of unlike blocks).
-        places: name of each rank's chip; if the chips of the workers differ, the name of the slowest.
-        workers: number of pipelines side by side.
+        pipeline: pipeline with the number of blocks in each stage.
+        partition: partition of the blocks into stages, or of the periods (groups of different blocks that the model
+            repeats).
+        chip_names: name of each rank's chip; if the chips of the workers differ, the name of the slowest one.
+        worker_count: number of pipelines that run side by side.
     """
 
     pipeline: PipelinePlan
     partition: Partition
-    places: tuple[str, ...]
-    workers: int
+    chip_names: tuple[str, ...]
+    worker_count: int
 
     def __str__(self) -> str:
-        workers_text = f", {self.workers} virtual workers side by side" if self.workers > 1 else ""
+        workers_text = f", {self.worker_count} virtual workers side by side" if self.worker_count > 1 else ""
         excess_share = self.partition.seconds / self.partition.bound - 1
         accuracy_text = "" if self.partition.exact else f" (at most {excess_share:.1%} slower than the fastest)"
-        return f"ranks on {', '.join(self.places)}{workers_text}: --plan.pipeline {self.pipeline}{accuracy_text}"
+        return f"ranks on {', '.join(self.chip_names)}{workers_text}: --plan.pipeline {self.pipeline}{accuracy_text}"
 
 
 def devices_of(text: str, ranks: int) -> tuple[Platform, ...]:
-    """Parse groups of devices, such as "gpu h100 x 2, gpu a100 x 2", in the order of the pipe.
+    """Parse groups of devices, such as "gpu h100 x 2, gpu a100 x 2", in their order along the pipe.
+
+    Args:
+        text: the platforms of the groups, separated by commas.
+        ranks: number of ranks of the pipeline, for a check of the number of devices.
 
     Raises:
         UserError: the text names no platform or only one kind of chip, or the number of devices is not a multiple of
@@ -77,10 +82,10 @@ def devices_of(text: str, ranks: int) -> tuple[Platform, ...]:
 def assign(
     experiment: Experiment, groups: Sequence[Platform], pipeline: PipelinePlan, schedule: Schedule
 ) -> Assignment:
-    """The fastest partition of an experiment's blocks over unlike devices.
+    """The fastest partition of an experiment's blocks over different kinds of devices.
 
     Args:
-        experiment: what to train; its plan specifies types, attention and memory.
+        experiment: the experiment to plan for; its plan specifies types, attention and memory.
         groups: groups of devices, in their order along the pipe.
         pipeline: pipeline with the number of microbatches.
         schedule: schedule of the pipeline.
@@ -88,21 +93,23 @@ def assign(
     Raises:
         UserError: the rates of a chip are unknown, rows cannot be split evenly, or the schedule has several routes.
     """
-    workers = sum(group.devices for group in groups) // schedule.ranks
+    worker_count = sum(group.devices for group in groups) // schedule.ranks
+    _, microbatch_count = pipeline.shape()
     period = period_of(experiment.model)
     prices_by_chip: dict[str, ModelPrices] = {}
     bandwidth_by_chip: dict[str, float] = {}
     for group in {group.chip.name: group for group in groups}.values():
-        chip_platform = Platform(group.chip, max(1, schedule.ranks * workers // group.chip.devices))
-        chip_prices = model_prices(experiment, chip_platform, schedule.ranks, pipeline.shape()[1])
+        chip_platform = Platform(group.chip, max(1, schedule.ranks * worker_count // group.chip.devices))
+        chip_prices = model_prices(experiment, chip_platform, schedule.ranks, microbatch_count)
         prices_by_chip[group.chip.name] = in_periods(chip_prices, period)
         bandwidth_by_chip[group.chip.name] = max((link.bandwidth for link in group.links), default=math.inf)
     chip_names = [group.chip.name for group in groups for _ in range(group.devices)]
     pipe_devices = tuple(PipelineDevice(kind=name, link=bandwidth_by_chip[name]) for name in chip_names)
-    if workers > 1:
-        seconds_of = {name: sum(price.forward for price in prices.blocks) for name, prices in prices_by_chip.items()}
-        slowness_of = {name: seconds / min(seconds_of.values()) for name, seconds in seconds_of.items()}
-        pipe_devices = virtual_workers(pipe_devices, slowness_of, workers)
+    if worker_count > 1:
+        forward_seconds = {name: sum(price.forward for price in model.blocks) for name, model in prices_by_chip.items()}
+        slowness_by_chip = {name: seconds / min(forward_seconds.values()) for name, seconds in forward_seconds.items()}
+        pipe_devices = virtual_workers(pipe_devices, slowness_by_chip, worker_count)
     fastest_partition = partition(prices_by_chip, schedule, pipe_devices, stash=experiment.plan.stages_keep)
-    pipeline = dataclasses.replace(pipeline, stages=layers_of(fastest_partition, period))
-    return Assignment(pipeline, fastest_partition, tuple(device.kind for device in pipe_devices), workers)
+    stage_pipeline = dataclasses.replace(pipeline, stages=layers_of(fastest_partition, period))
+    rank_chips = tuple(device.kind for device in pipe_devices)
+    return Assignment(stage_pipeline, fastest_partition, rank_chips, worker_count)

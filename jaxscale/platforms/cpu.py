@@ -1,6 +1,6 @@
-"""The CPU as a platform: no datasheet covers "a CPU", so its peak is unknown and a run on it reports no `mfu`.
+"""The CPU as a platform. No datasheet covers all CPUs, so the peak is unknown and a run on a CPU reports no `mfu`.
 
-Cores and memory are read from the machine by `detect`. JAX calls every CPU device "cpu", for every processor.
+Cores and memory are read from the machine by `detect`. The device kind that JAX reports is "cpu" for every processor.
 """
 
 from jaxscale.platforms.platform import Chip

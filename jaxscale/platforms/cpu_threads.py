@@ -1,9 +1,10 @@
-"""The number of XLA:CPU's threads, so that some of them still work while devices wait for one another.
+"""The number of XLA:CPU's threads, chosen so that some threads still work while devices wait for one another.
 
-A collective blocks its thread until every device has reached it, and XLA starts the collectives after a loop while the
-loop still runs in other threads. So a device may wait in two collectives at once, or in three with nested loops, while
-its partner waits in others. By default there are as many threads as cores or devices, whichever number is larger. On 2
-cores all 8 threads of 8 devices waited, and XLA ended the process after 40 seconds.
+A collective blocks its thread until every device has reached the collective, and XLA starts the collectives after a
+loop while the loop still runs in other threads. So a device may wait in two collectives at once, or in three with
+nested loops, while other devices wait in other collectives. By default there are as many threads as cores or as
+devices, whichever number is larger. On 2 cores, all 8 threads of 8 devices waited, and XLA ended the process after 40
+seconds.
 
 References:
     XLA, xla/backends/cpu/runtime/thunk_executor.cc: `ProcessScheduledOutEdges` starts the next collective while a
@@ -19,37 +20,38 @@ import jax
 from jaxscale.compat import backend_runs
 
 THREADS_PER_DEVICE = 3
-"""For the device itself, for a collective after a loop, and for a collective after a loop inside that loop."""
+"""One for the device's program, one for a collective after a loop, and one for a collective after a nested loop."""
 VARIABLE = "NPROC"
 """Environment variable from which XLA:CPU takes its number of threads."""
 
 
 def provide_threads() -> str:
-    """Make the CPU backend start with three threads per device, if there are several devices and fewer cores.
+    """Make the CPU backend start with three threads per device, if there are several devices and fewer cores than that.
 
     `NPROC` in the environment takes precedence, and a running backend is not changed.
 
     Returns:
-        A note to append to a message if the backend already runs with fewer threads; "" if not.
+        A note to append to an error message if the backend already runs with fewer threads; otherwise "".
     """
     is_running = backend_runs()
     if os.environ.get(VARIABLE) or (is_running and jax.default_backend() != "cpu"):
         return ""
-    # number of devices, then of cores as XLA counts them, without a container's quota
-    devices = len(jax.local_devices()) if is_running else _configured_devices()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if devices == 1 or THREADS_PER_DEVICE * devices <= cores:  # a single device waits for no other
+    device_count = len(jax.local_devices()) if is_running else _configured_device_count()
+    # as XLA counts them, ignoring a container's quota
+    core_count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    thread_count = THREADS_PER_DEVICE * device_count
+    if device_count == 1 or thread_count <= core_count:  # a single device waits for no other
         return ""
     if not is_running:
-        os.environ[VARIABLE] = str(THREADS_PER_DEVICE * devices)
+        os.environ[VARIABLE] = str(thread_count)
         return ""
     return (
-        f"; collectives of {devices} devices may wait for one another in all {max(devices, cores)} threads of XLA: "
-        f"set {VARIABLE}={THREADS_PER_DEVICE * devices} in the environment before JAX starts"
+        f"; collectives of {device_count} devices may wait for one another in all {max(device_count, core_count)} "
+        f"threads of XLA: set {VARIABLE}={thread_count} in the environment before JAX starts"
     )
 
 
-def _configured_devices() -> int:
+def _configured_device_count() -> int:
     """Return the number of CPU devices that the backend will have, by JAX's settings and XLA's flags."""
     config: Any = jax.config
     if config.jax_num_cpu_devices != -1:

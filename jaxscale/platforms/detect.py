@@ -1,6 +1,6 @@
 """The Platform that this process runs on, from JAX's devices.
 
-An unknown chip is no error. It becomes a Chip without a peak, and a run on it reports no `mfu`.
+An unknown chip is not an error. It becomes a Chip without a peak, and a run on it reports no `mfu`.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 from jaxscale.platforms.platform import Chip, Platform, chips
 
 DEVICE_FILES = {"tpu": ("accel[0-9]*", "vfio/[0-9]*"), "gpu": ("nvidia[0-9]*", "kfd", "dxg")}
-"""Device files under /dev: of TPUs, and of GPUs of NVIDIA, of AMD and in WSL."""
+"""Patterns of the device files under /dev: those of TPUs, and those of GPUs (by NVIDIA, by AMD, and in WSL)."""
 
 
 def detect(devices: Sequence[Any] | None = None) -> Platform:
@@ -25,14 +25,14 @@ def detect(devices: Sequence[Any] | None = None) -> Platform:
         devices: JAX devices; by default those of all processes of the run.
 
     Returns:
-        The platform. Its chip comes from the tables, with the memory that the backend grants; a chip that is in no
-        table has no rates and sizes. A TPU slice's topology comes from the chips' coordinates.
+        The platform. Its chip is that of the tables, with the memory that the backend reports; a chip that is in no
+        table has no rates. A TPU slice's topology follows from the chips' coordinates.
     """
     import jax
 
     devices = list(jax.devices() if devices is None else devices)
     chip = chip_of(devices[0].device_kind, devices[0].platform)
-    chip = dataclasses.replace(chip, **_measured_facts(chip, devices))
+    chip = dataclasses.replace(chip, **_measured_fields(chip, devices))
     if chip.kind != "tpu":
         return Platform(chip, len(devices))
     coordinates = {(getattr(device, "slice_index", 0) or 0, *device.coords) for device in devices}
@@ -41,14 +41,14 @@ def detect(devices: Sequence[Any] | None = None) -> Platform:
     positions = [position for slice_index, *position in coordinates if slice_index == first_slice]
     box_sides = tuple(max(values) - min(values) + 1 for values in zip(*positions, strict=True))
     plane_sides = box_sides[:2] if box_sides[2:] == (1,) and chip.name in ("v5e", "v6e") else box_sides
-    # the chips of a process may form a part of a slice that is no box
+    # the chips of a process may be a part of a slice that is not a box
     topology = plane_sides if math.prod(plane_sides) == len(positions) else None
     chip = dataclasses.replace(chip, devices=max(1, len(devices) // len(coordinates)))
     return Platform(chip, len(positions), topology, slice_count)
 
 
 def chip_of(device_kind: str, platform: str) -> Chip:
-    """Return the chip of a device kind that JAX prints; a chip that is in no table has no rates and sizes.
+    """Return the chip of a device kind that JAX reports; a chip that is in no table has no rates and no memory.
 
     Args:
         device_kind: `jax.Device.device_kind`.
@@ -75,21 +75,22 @@ def accelerators(folder: pathlib.Path = pathlib.Path("/dev")) -> frozenset[str]:
 
 
 def hush_absent_gpus() -> None:
-    """If there is no GPU, silence JAX's log about the CUDA plugin, which may be installed to compile ahead of time.
+    """If there is no GPU, suppress JAX's log message about the CUDA plugin, which may be installed only to compile.
 
     JAX starts every installed plugin, and logs a traceback because this one finds no drivers.
     """
     if "gpu" not in accelerators():
-        logging.getLogger("jax._src.xla_bridge").addFilter(_not_about_cuda_plugin)
+        logging.getLogger("jax._src.xla_bridge").addFilter(_is_worth_logging)
 
 
-def _not_about_cuda_plugin(record: logging.LogRecord) -> bool:
-    """Return whether to keep a log record: one that does not report that the CUDA plugin finds no drivers."""
-    return not ("plugin configuration error" in record.getMessage() and "xla_cuda" in record.getMessage())
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """Return whether a log record is anything but the report that the CUDA plugin finds no drivers."""
+    message = record.getMessage()
+    return not ("plugin configuration error" in message and "xla_cuda" in message)
 
 
 def host_memory() -> int | None:
-    """Return the bytes of main memory, or the control group's lower limit; None if the system does not report them."""
+    """Return the bytes of main memory, or the control group's limit if it is lower; None if they are unknown."""
     try:
         total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
@@ -102,8 +103,8 @@ def host_memory() -> int | None:
     return min(total_bytes, int(limit_text)) if limit_text.isdigit() else total_bytes
 
 
-def _measured_facts(chip: Chip, devices: Sequence[Any]) -> dict[str, Any]:
-    """Return the chip's fields that are measured on this machine: memory of device and host, and chips per host."""
+def _measured_fields(chip: Chip, devices: Sequence[Any]) -> dict[str, Any]:
+    """Return the fields of the chip that are measured on this machine, by name: memories, and chips per host."""
     local_devices = [device for device in devices if device.process_index == devices[0].process_index]
     fields: dict[str, Any] = {"host_memory": host_memory()}
     if chip.kind == "cpu":

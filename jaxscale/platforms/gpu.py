@@ -1,9 +1,9 @@
 """Facts about NVIDIA GPUs: dense rates of the tensor cores, and of the CUDA cores for float32.
 
-NVIDIA's datasheets print rates "with sparsity"; the rows hold the dense half. Memory is the datasheet's, in units of
-10^9 bytes. The network between hosts depends on the site and is left out. The datasheets were read as other sites quote
-them: T4 and H100 at hpctech.co.jp, A100, H100 and B200 at glennklockwood.com/garden/processors, variants of A100 at
-thundercompute.com, L4 at hmc-tech.com, H200 at aiwiki.ai, DGX B200 in NVIDIA's AIPS wiki.
+NVIDIA's datasheets print rates "with sparsity"; this table has the dense rates, half as high. Memory is that of the
+datasheet, in units of 10^9 bytes. The network between hosts depends on the site and is left out. The datasheets are
+quoted from other sites: T4 and H100 from hpctech.co.jp, A100, H100 and B200 from glennklockwood.com/garden/processors,
+variants of A100 from thundercompute.com, L4 from hmc-tech.com, H200 from aiwiki.ai, DGX B200 from NVIDIA's AIPS wiki.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ _B200 = "NVIDIA B200, glennklockwood.com, HGX at 1000 W: bf16 2250, TF32 1100, f
 
 
 def _nvlink(bandwidth: float, source: str, connects: str = "GPUs of one host, through NVSwitch") -> Link:
-    """Return NVLink, of this bandwidth in bytes/s one way over all of a GPU's links together."""
+    """Return NVLink with this bandwidth, in bytes/s in one direction over all of a GPU's links together."""
     return Link("nvlink", connects, bandwidth, "chip", source)
 
 
 def _pcie(bandwidth: float, source: str) -> Link:
-    """Return the PCIe link between a GPU and its host, of this bandwidth in bytes/s one way."""
+    """Return the PCIe link between a GPU and its host with this bandwidth, in bytes/s in one direction."""
     return Link("pcie", "a GPU and its host", bandwidth, "chip", source)
 
 
@@ -69,7 +69,16 @@ L4 = Chip(
 def _a100(
     name: str, device_kinds: tuple[str, ...], memory: int, bandwidth: float, links: tuple[Link, ...], **fields: int
 ) -> Chip:
-    """Return a variant of A100; its memory is in bytes, its bandwidth in bytes/s; `fields` are others of `Chip`."""
+    """Return a variant of A100.
+
+    Args:
+        name: name of the chip.
+        device_kinds: `jax.Device.device_kind` of the chip's devices.
+        memory: bytes of device memory.
+        bandwidth: bytes/s between the memory and the chip.
+        links: links of the chip and of its host.
+        fields: further fields of `Chip`.
+    """
     return Chip(
         name=name,
         kind="gpu",
@@ -160,3 +169,4 @@ B200 = Chip(
 
 GPUS = (T4, L4, A100_40, A100_80, A100_40_PCIE, A100_80_PCIE, H100, H100_PCIE, H200, B200)
 ALIASES = {"a100": "a100-80", "a100-pcie": "a100-80-pcie", "h100-sxm": "h100"}
+"""Names of chips by the further names that a platform's text may use."""

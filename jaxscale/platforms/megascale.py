@@ -1,8 +1,8 @@
 """Collectives of a TPU program over the network between slices.
 
-libtpu compiles one program per slice. Collectives inside a slice number the slice's devices from 0. A collective across
-slices becomes a host transfer (`send`) by the megascale runtime, with its kind in an undocumented attribute. The
-mesh axes across slices follow from the order of axes (`jaxscale/tpu_slices.py`).
+libtpu compiles one program per slice. In collectives inside a slice, the slice's devices are numbered from 0. A
+collective across slices becomes a host transfer (`send`) by the megascale runtime; an undocumented attribute specifies
+the kind of collective. The mesh axes across slices follow from the order of axes (`jaxscale/tpu_slices.py`).
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Literal
 from jaxscale.tpu_slices import slices_per_axis
 
 CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
-KINDS: dict[str, CollectiveKind] = {
+KIND_BY_TRANSFER_TYPE: dict[str, CollectiveKind] = {
     "ALL_REDUCE": "all-reduce",
     "ALL_GATHER": "all-gather",
     "REDUCE_SCATTER": "reduce-scatter",
@@ -20,10 +20,14 @@ KINDS: dict[str, CollectiveKind] = {
     "ONE_TO_ONE": "collective-permute",
 }
 HANDLER = "xla_megascale_runtime"
+"""Name of the megascale runtime in the attributes of a host transfer."""
 
 
 def slices_of(text: str) -> int:
-    """Return the number of slices between which a compiled program communicates; 1 if it does not.
+    """Return the number of slices between which a compiled program communicates; 1 for a program within one slice.
+
+    Args:
+        text: text of the compiled program.
 
     Example:
         >>> slices_of('_xla_megascale_target="{1,2}x{0:3}"'), slices_of("_xla_megascale_target={{100000->200000}}")
@@ -34,15 +38,18 @@ def slices_of(text: str) -> int:
     slice_ids: set[int] = set()
     for id_ranges in re.findall(r'_xla_megascale_target="?\{([\d,:]+)\}x', text):
         for id_range in id_ranges.split(","):
-            first, _, last = id_range.partition(":")
-            slice_ids |= set(range(int(first), int(last or first) + 1))
+            first_id, _, last_id = id_range.partition(":")
+            slice_ids |= set(range(int(first_id), int(last_id or first_id) + 1))
     for targets in re.findall(r"_xla_megascale_target=\{\{(.*?)\}\}", text):
         slice_ids |= {int(device) // 100_000 for device in re.findall(r"\d+", targets)}
     return max(len(slice_ids), 1)
 
 
 def kind_of(attributes: str) -> CollectiveKind | None:
-    """Return the collective that a `send` with these attributes is part of; `None` if it does not cross slices.
+    """Return the kind of collective that a `send` belongs to; `None` if the `send` does not cross slices.
+
+    Args:
+        attributes: attributes of the `send` in the text of a compiled program.
 
     Example:
         >>> handler = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
@@ -52,18 +59,23 @@ def kind_of(attributes: str) -> CollectiveKind | None:
     if HANDLER not in attributes or "_xla_megascale_target" not in attributes:
         return None
     type_match = re.search(r'_xla_megascale_transfer_type="(\w+)"', attributes)
-    return KINDS.get(type_match[1], "collective-permute") if type_match else "collective-permute"
+    return KIND_BY_TRANSFER_TYPE.get(type_match[1], "collective-permute") if type_match else "collective-permute"
 
 
-def split(sizes: Mapping[str, int], slices: int) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Return the sizes of the mesh axes inside a slice, and the axes that cross slices.
+def split_axes(axis_sizes: Mapping[str, int], slice_count: int) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Return the size of each mesh axis inside a slice, and the names of the axes that cross slices.
+
+    Args:
+        axis_sizes: number of devices along each mesh axis.
+        slice_count: number of slices.
 
     Example:
-        >>> split({"pipe": 2, "fsdp": 4}, 2)
+        >>> split_axes({"pipe": 2, "fsdp": 4}, 2)
         ({'pipe': 1, 'fsdp': 4}, ('pipe',))
     """
-    slice_counts = slices_per_axis(tuple(sizes.values()), slices)
+    slice_counts = slices_per_axis(tuple(axis_sizes.values()), slice_count)
     if slice_counts is None:
-        return dict(sizes), ()
-    sizes_in_slice = {axis: size // count for (axis, size), count in zip(sizes.items(), slice_counts, strict=True)}
-    return sizes_in_slice, tuple(axis for axis, count in zip(sizes, slice_counts, strict=True) if count > 1)
+        return dict(axis_sizes), ()
+    axes_and_counts = list(zip(axis_sizes, slice_counts, strict=True))
+    sizes_in_slice = {axis: axis_sizes[axis] // count for axis, count in axes_and_counts}
+    return sizes_in_slice, tuple(axis for axis, count in axes_and_counts if count > 1)

@@ -1,8 +1,8 @@
-"""Chip, Link, Platform: the rates and sizes of a machine, as frozen values that need no JAX.
+"""Chip, Link, Platform: the rates and memory sizes of a machine, as frozen values that need no JAX.
 
-The numbers come from the tables of `tpu.py`, `gpu.py` and `cpu.py`, where every row names its source; a field without
-a source is None. A platform has a text form, such as `"tpu v5p:4x4x4"` or `"gpu h100 x 64"`, and `"local"` is the
-machine that this process runs on. Peaks are of dense matrix products, without sparsity.
+The numbers come from the tables in `tpu.py`, `gpu.py` and `cpu.py`, where every row names its source; a field without
+a source is None. A platform has a text form, such as `"tpu v5p:4x4x4"` or `"gpu h100 x 64"`; `"local"` is the machine
+that this process runs on. Peaks are those of dense matrix products, without sparsity.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ GiB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A link between parts of a platform.
+    """A kind of link between parts of a platform.
 
     Args:
         name: "ici", "nvlink", "pcie" or "dcn".
-        connects: the parts at its ends.
-        bandwidth: bytes/s in one direction, of one link, or of all such links of a chip or host, as `per` specifies.
-        per: "link", "chip" or "host", whichever has this bandwidth.
+        connects: description of the parts that it connects.
+        bandwidth: bytes/s in one direction, of one link or of all such links of a chip or host, as `per` specifies.
+        per: "link", "chip" or "host": the unit that has this bandwidth.
         links: number of such links of a chip or host.
         latency: seconds of one hop; None if unknown.
         source: source of the numbers.
@@ -46,18 +46,18 @@ class Chip:
     """One accelerator (or one CPU), and its host.
 
     Args:
-        name: the word used in a platform's text, such as "v5p" or "h100".
+        name: name of the chip in a platform's text, such as "v5p" or "h100".
         kind: "tpu", "gpu" or "cpu".
-        device_kinds: `jax.Device.device_kind` of its devices.
+        device_kinds: values of `jax.Device.device_kind` for devices of this chip.
         source: sources of the numbers, one per entry.
         bfloat16, float16, tf32, float32, float8, int8: rate of dense matrix products of that type, in FLOP/s (OP/s for
             int8); None if unknown.
-        memory: bytes of device memory.
+        memory: bytes of device memory; None if unknown.
         usable_memory: bytes of device memory that a program may use; None if not measured.
-        memory_bandwidth: bytes/s between the memory and the chip.
-        devices: number of JAX devices of one chip when a program runs.
-        chips_per_host: number of chips of one host machine.
-        host_memory: bytes of main memory of the host.
+        memory_bandwidth: bytes/s between the memory and the chip; None if unknown.
+        devices: number of JAX devices that one chip has when a program runs.
+        chips_per_host: number of chips in one host machine; None if unknown.
+        host_memory: bytes of main memory of the host; None if unknown.
         links: links of the chip, and of its host.
     """
 
@@ -101,8 +101,8 @@ class Chip:
             return self.float32 if self.tf32 is None else self.tf32
         if dtype.startswith("float8"):
             return self.float8
-        rates = {"bfloat16": self.bfloat16, "float16": self.float16, "int8": self.int8}
-        return rates.get(dtype)
+        rate_by_dtype = {"bfloat16": self.bfloat16, "float16": self.float16, "int8": self.int8}
+        return rate_by_dtype.get(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +110,11 @@ class Platform:
     """The chips of a run and their topology.
 
     Args:
-        chip: the chip; all are alike.
-        chips: number of chips of one TPU slice, or of all GPUs or CPU devices together.
-        topology: chips along each axis of a TPU slice's torus; None for GPUs, CPUs and chips that form no box.
-        slices: number of TPU slices, joined by the data centre's network.
+        chip: the kind of chip; all chips of a platform are the same.
+        chips: number of chips in one TPU slice; number of all GPUs or CPU devices.
+        topology: number of chips along each axis of a TPU slice's torus; None for GPUs, for CPUs, and for chips that do
+            not form a box.
+        slices: number of TPU slices, which are connected by the data center's network; 1 for GPUs and CPUs.
 
     Example:
         >>> platform = Platform.parse("tpu v5p:4x4x4")
@@ -130,46 +131,50 @@ class Platform:
 
     def __post_init__(self) -> None:
         if self.chips < 1 or self.slices < 1:
-            raise UserError(f"platform of {self.chips} chips and {self.slices} slices: expected at least 1 of each")
+            raise UserError(f"platform: got {self.chips} chips and {self.slices} slices, expected at least 1 of each")
         if self.topology is not None and math.prod(self.topology) != self.chips:
             raise UserError(
-                f"topology {_shape_text(self.topology)} has {math.prod(self.topology)} chips, expected {self.chips}"
+                f"topology: got {_topology_text(self.topology)}, which has {math.prod(self.topology)} chips, expected "
+                f"{self.chips} chips"
             )
 
     @property
     def devices(self) -> int:
-        """Number of JAX devices, all slices together."""
+        """The number of JAX devices, all slices together."""
         return self.chips * self.slices * self.chip.devices
 
     @property
     def hosts(self) -> int | None:
-        """Number of host machines; None if the number of chips per host is unknown."""
+        """The number of host machines; None if the number of chips per host is unknown."""
         if self.chip.chips_per_host is None:
             return None
         return self.slices * math.ceil(self.chips / self.chip.chips_per_host)
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """The links, from the fastest to the slowest."""
+        """The links of a chip and of its host, from the fastest to the slowest."""
         return self.chip.links
 
     def peak(self, dtype: str) -> float | None:
-        """Return the FLOP/s of all chips for products of `dtype` (see `Chip.peak`), the denominator of `mfu`."""
-        peak = self.chip.peak(dtype)
-        return None if peak is None else peak * self.chips * self.slices
+        """Return the FLOP/s of all chips together for products of `dtype` operands; None if unknown.
+
+        `mfu` is relative to this peak; `Chip.peak` describes which rate counts for each type.
+        """
+        chip_peak = self.chip.peak(dtype)
+        return None if chip_peak is None else chip_peak * self.chips * self.slices
 
     @property
     def device_memory(self) -> int | None:
-        """Bytes that a program may use on one JAX device; the whole memory if the usable part is unknown."""
-        memory = self.chip.memory if self.chip.usable_memory is None else self.chip.usable_memory
-        return None if memory is None else memory // self.chip.devices
+        """The bytes that a program may use on one JAX device; if unknown, all of its memory, or None."""
+        chip_memory = self.chip.memory if self.chip.usable_memory is None else self.chip.usable_memory
+        return None if chip_memory is None else chip_memory // self.chip.devices
 
     @classmethod
     def parse(cls, text: str) -> "Platform":
         """Parse a platform's text: "tpu CHIP:TOPOLOGY [x SLICES]", "gpu CHIP [x COUNT]", "cpu [x COUNT]" or "local".
 
         Raises:
-            UserError: an unknown word, or a topology that does not exist.
+            UserError: the text has an unknown word, or a topology that does not exist.
         """
         match = re.fullmatch(r"\s*(local|tpu|gpu|cpu)\b\s*(.*?)\s*", text.lower(), re.DOTALL)
         if match is None:
@@ -182,7 +187,7 @@ class Platform:
         if kind == "cpu":
             from jaxscale.platforms.cpu import CPU
 
-            return cls(CPU, _count(text, tail))
+            return cls(CPU, _parse_count(text, tail))
         if tail:
             raise UserError(f"platform {text!r}: got {tail!r} after 'local', expected nothing")
         from jaxscale.platforms.detect import detect
@@ -192,14 +197,14 @@ class Platform:
     def __str__(self) -> str:
         if self.topology is not None:
             slices_text = f" x {self.slices}" if self.slices > 1 else ""
-            return f"tpu {self.chip.name}:{_shape_text(self.topology)}{slices_text}"
+            return f"tpu {self.chip.name}:{_topology_text(self.topology)}{slices_text}"
         platform_name = self.chip.kind if self.chip.name == self.chip.kind else f"{self.chip.kind} {self.chip.name}"
         return f"{platform_name} x {self.chips}" if self.chips > 1 else platform_name
 
 
 @functools.cache
 def chips() -> Mapping[str, Chip]:
-    """Return every chip of the tables, by name."""
+    """Return all chips of the tables, by name."""
     from jaxscale.platforms.cpu import CPU
     from jaxscale.platforms.gpu import GPUS
     from jaxscale.platforms.tpu import TPUS
@@ -207,13 +212,13 @@ def chips() -> Mapping[str, Chip]:
     return {chip.name: chip for chip in (*TPUS, *GPUS, CPU)}
 
 
-def _shape_text(topology: tuple[int, ...]) -> str:
+def _topology_text(topology: tuple[int, ...]) -> str:
     """Return a topology as text, such as "4x4"."""
     return "x".join(map(str, topology))
 
 
 def _unknown_platform(text: str) -> UserError:
-    """Return the error for a text that begins with no kind of platform."""
+    """Return the error for a text that does not begin with a kind of platform."""
     first_word = re.split(r"[\s:]", text.strip().lower())[0]
     chip = chips().get(first_word.split("x")[0])
     suggestion = near_miss(first_word, ("cpu", "gpu", "local", "tpu"))
@@ -224,51 +229,64 @@ def _unknown_platform(text: str) -> UserError:
     )
 
 
-def _count(text: str, tail: str) -> int:
-    """Read the number after "x" or ":" in `tail`, the end of a platform's `text`; by default 1."""
+def _parse_count(text: str, tail: str) -> int:
+    """Parse `tail`, the end of a platform's `text`: return the number after "x" or ":", or 1 if `tail` is empty."""
     match = re.fullmatch(r"\s*[x:]\s*([1-9][0-9]{0,6})", tail)
     if tail and match is None:
         raise UserError(f"platform {text!r}: got {tail.strip()!r}, expected a count such as 'x 8'")
     return int(match[1]) if match else 1
 
 
-def _chip(text: str, kind: DeviceKind, name: str, word: str, aliases: Mapping[str, str], example: str) -> Chip:
-    """Return the chip with this name or alias; messages show the platform's `text`, the `word` and an `example`."""
-    names = [chip.name for chip in chips().values() if chip.kind == kind]
-    name = aliases.get(name, name)
-    if not name:
-        raise UserError(f"platform {text!r} names no {kind}: expected one of {', '.join(names)}, such as {example!r}")
-    if name not in names:
-        raise unknown(kind, word, [*names, *aliases])
-    return chips()[name]
+def _find_chip(text: str, kind: DeviceKind, name: str, word: str, aliases: Mapping[str, str], example: str) -> Chip:
+    """Return the chip with this name or alias.
+
+    Args:
+        text: text of the platform, for the error message.
+        kind: kind of the chip.
+        name: name or alias of the chip; "" if the text has none, which is an error.
+        word: the word of the text that contains the name, for the error message.
+        aliases: names of chips by alias.
+        example: text of a platform of this kind, for the error message.
+    """
+    known_names = [chip.name for chip in chips().values() if chip.kind == kind]
+    chip_name = aliases.get(name, name)
+    if not chip_name:
+        raise UserError(
+            f"platform {text!r} names no {kind}: expected one of {', '.join(known_names)}, such as {example!r}"
+        )
+    if chip_name not in known_names:
+        raise unknown(kind, word, [*known_names, *aliases])
+    return chips()[chip_name]
 
 
-def _parse_gpu(text: str, words: str) -> Platform:
-    """Read the platform from the words after "gpu" in its text."""
+def _parse_gpu(text: str, tail: str) -> Platform:
+    """Parse a platform's text, given also the part after "gpu"."""
     from jaxscale.platforms.gpu import ALIASES
 
-    match = re.fullmatch(r"([\w-]*?)(\s*[x:]\s*[0-9]+|[^\w-].*)?", words, re.DOTALL)
+    match = re.fullmatch(r"([\w-]*?)(\s*[x:]\s*[0-9]+|[^\w-].*)?", tail, re.DOTALL)
     assert match is not None, "the pattern matches any text"
-    name, tail = match.groups(default="")
-    first_word = re.split(r"[\s:]", words)[0]  # an x inside a name does not begin a count
-    chip = _chip(text, "gpu", name, first_word, ALIASES, "gpu h100 x 8")
-    return Platform(chip, _count(text, tail))
+    name, count_text = match.groups(default="")
+    first_word = re.split(r"[\s:]", tail)[0]  # an x inside a name does not begin a count
+    chip = _find_chip(text, "gpu", name, first_word, ALIASES, "gpu h100 x 8")
+    return Platform(chip, _parse_count(text, count_text))
 
 
-def _parse_tpu(text: str, words: str) -> Platform:
-    """Read the platform from the words after "tpu" in its text."""
+def _parse_tpu(text: str, tail: str) -> Platform:
+    """Parse a platform's text, given also the part after "tpu"."""
     from jaxscale.platforms.tpu import ALIASES, check_topology, topologies
 
-    match = re.fullmatch(r"([^\s:]*)(?:\s*:\s*(\S*))?(.*)", words, re.DOTALL)
+    match = re.fullmatch(r"([^\s:]*)(?:\s*:\s*(\S*))?(.*)", tail, re.DOTALL)
     assert match is not None, "the pattern matches any text"
-    name, shape_text, tail = match.groups(default="")
-    chip = _chip(text, "tpu", name, name, ALIASES, "tpu v5e:4x4")
-    if not re.fullmatch(r"[0-9]{1,4}(x[0-9]{1,4})+", shape_text):
-        shapes = [size for size in topologies(chip.name) if str(math.prod(size)) == shape_text]
-        examples = " or ".join(f"tpu {chip.name}:{_shape_text(size)}" for size in shapes or topologies(chip.name)[2:3])
+    name, topology_text, count_text = match.groups(default="")
+    chip = _find_chip(text, "tpu", name, name, ALIASES, "tpu v5e:4x4")
+    if not re.fullmatch(r"[0-9]{1,4}(x[0-9]{1,4})+", topology_text):
+        all_topologies = topologies(chip.name)
+        suggestions = [topology for topology in all_topologies if str(math.prod(topology)) == topology_text]
+        platform_texts = [f"tpu {chip.name}:{_topology_text(t)}" for t in suggestions or all_topologies[2:3]]
         raise UserError(
-            f"platform {text!r}: got {shape_text!r} for the topology, expected chips along each axis: {examples}"
+            f"platform {text!r}: got {topology_text!r} for the topology, expected chips along each axis: "
+            f"{' or '.join(platform_texts)}"
         )
-    topology = tuple(map(int, shape_text.split("x")))
-    check_topology(chip.name, topology)
-    return Platform(chip, math.prod(topology), topology, _count(text, tail))
+    topology = tuple(map(int, topology_text.split("x")))
+    check_topology(chip.name, topology)  # refuses a slice that does not exist
+    return Platform(chip, math.prod(topology), topology, _parse_count(text, count_text))

@@ -1,8 +1,8 @@
 """Facts about TPUs, and the slice topologies that exist.
 
-A compiler accepts slices that nobody sells (libtpu takes v5e:2x8 and 16x20) and may die on others (v5e:0x4 ends in
-SIGFPE), so topologies are checked against this table first. If sources differ, the table holds the lower rate. Usable
-memory is the "available HBM" of libtpu's out-of-memory message when it compiles ahead of time.
+A compiler accepts some slices that do not exist (libtpu accepts v5e:2x8 and 16x20) and crashes on others (v5e:0x4 ends
+in SIGFPE), so topologies are checked against this table first. If sources differ, the table has the lower rate. Usable
+memory is the "available HBM" in libtpu's out-of-memory message when a program is compiled ahead of time.
 """
 
 import difflib
@@ -18,12 +18,12 @@ _JAX = "jax/_src/pallas/mosaic/tpu_info.py"
 
 
 def _ici(bandwidth: float, links: int, source: str) -> Link:
-    """Return the links of a chip in the torus, each of this bandwidth in bytes/s one way."""
-    return Link("ici", "a chip and its neighbours in the torus", bandwidth, "link", source, links=links)
+    """Return the links of a chip in the torus, each with this bandwidth in bytes/s in one direction."""
+    return Link("ici", "a chip and its neighbors in the torus", bandwidth, "link", source, links=links)
 
 
 def _pcie(bandwidth: float, source: str) -> Link:
-    """Return the PCIe link between a chip and its host, of this bandwidth in bytes/s one way."""
+    """Return the PCIe link between a chip and its host with this bandwidth, in bytes/s in one direction."""
     return Link("pcie", "a chip and its host", bandwidth, "chip", source)
 
 
@@ -143,6 +143,7 @@ V7X = Chip(
 
 TPUS = (V4, V5E, V5P, V6E, V7X)
 ALIASES = {"tpu7x": "7x", "v7x": "7x", "ironwood": "7x", "trillium": "v6e"}
+"""Names of chips by the further names that a platform's text may use."""
 
 # Cloud TPU documentation, TPU v5e and TPU v6e, "supported configurations"
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
@@ -154,10 +155,10 @@ _LARGEST = {"v4": 4096, "v5p": 6144, "7x": 9216}
 
 @functools.cache
 def topologies(name: str) -> tuple[tuple[int, ...], ...]:
-    """Return the slices of TPU `name` that exist, from the smallest to the largest.
+    """Return the topologies of all slices of a TPU, by the chip's name, from the smallest to the largest.
 
-    Flat slices (v5e, v6e) are a list. Cubic ones (v4, v5p, 7x) are four small ones, then A x B x C in multiples of 4
-    with A <= B <= C, up to the largest job (Cloud TPU documentation, TPU types and topologies).
+    Flat slices (v5e, v6e) are listed in a table. Slices in three dims (v4, v5p, 7x) are four small ones, and all A x B
+    x C in multiples of 4 with A <= B <= C up to the largest size (Cloud TPU documentation, TPU types and topologies).
 
     Example:
         >>> topologies("v5e")[:4]
@@ -167,37 +168,38 @@ def topologies(name: str) -> tuple[tuple[int, ...], ...]:
     """
     if name not in _LARGEST:
         return _FLAT
-    largest = _LARGEST[name]
-    cubes = [
+    max_chips = _LARGEST[name]
+    large_topologies = [
         (a, b, c)
         for a in range(4, 25, 4)
-        for b in range(a, largest // (a * a) + 1, 4)
-        for c in range(b, largest // (a * b) + 1, 4)
+        for b in range(a, max_chips // (a * a) + 1, 4)
+        for c in range(b, max_chips // (a * b) + 1, 4)
     ]
-    return _SMALL + tuple(sorted(cubes, key=lambda shape: (math.prod(shape), shape)))
+    return _SMALL + tuple(sorted(large_topologies, key=lambda topology: (math.prod(topology), topology)))
 
 
 def check_topology(name: str, topology: tuple[int, ...]) -> None:
-    """Raise an error if a slice of TPU `name` does not exist; the message suggests similar ones.
+    """Raise an error if a TPU, given by the chip's name, has no slice of this topology; suggest similar topologies.
 
     Raises:
         UserError: the topology is not in `topologies(name)`.
     """
-    shapes = topologies(name)
-    if topology in shapes:
+    existing_topologies = topologies(name)
+    if topology in existing_topologies:
         return
-    chips = math.prod(topology)
-    topology_name = "x".join(map(str, topology))
-    chips_by_text = {"x".join(map(str, shape)): math.prod(shape) for shape in shapes}
-    texts_of_same_size = [text for text, slice_chips in chips_by_text.items() if slice_chips == chips]
-    nearest_sizes = sorted(set(chips_by_text.values()), key=lambda slice_chips: abs(slice_chips - chips))[:2]
-    comparable_texts = [text for text, slice_chips in chips_by_text.items() if chips <= 2 * slice_chips <= 4 * chips]
-    similar_texts = difflib.get_close_matches(topology_name, comparable_texts)
-    nearest_texts = [text for text, slice_chips in chips_by_text.items() if slice_chips in nearest_sizes]
-    suggestions = texts_of_same_size or similar_texts[:2] or nearest_texts
-    cubic_text = "2x2x1, 2x2x2, 2x2x4, 2x4x4, or multiples of 4 in rising order"
-    expected_text = cubic_text if name in _LARGEST else ", ".join(chips_by_text)
+    chip_count = math.prod(topology)
+    topology_text = "x".join(map(str, topology))
+    count_by_text = {"x".join(map(str, existing)): math.prod(existing) for existing in existing_topologies}
+    same_size_texts = [text for text, count in count_by_text.items() if count == chip_count]
+    nearest_counts = sorted(set(count_by_text.values()), key=lambda count: abs(count - chip_count))[:2]
+    comparable_texts = [text for text, count in count_by_text.items() if chip_count <= 2 * count <= 4 * chip_count]
+    similar_texts = difflib.get_close_matches(topology_text, comparable_texts)
+    nearest_texts = [text for text, count in count_by_text.items() if count in nearest_counts]
+    suggestions = same_size_texts or similar_texts[:2] or nearest_texts
+    expected_text = ", ".join(count_by_text)
+    if name in _LARGEST:
+        expected_text = "2x2x1, 2x2x2, 2x2x4, 2x4x4, or multiples of 4 in rising order"
     raise UserError(
-        f"tpu {name} has no slice {topology_name} ({chips} chips): expected {expected_text}; did you mean "
+        f"tpu {name} has no slice {topology_text} ({chip_count} chips): expected {expected_text}; did you mean "
         f"{' or '.join(f'tpu {name}:{text}' for text in suggestions[:3])}?"
     )

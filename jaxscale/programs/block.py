@@ -1,11 +1,12 @@
 """The graph of one block (`BlockGraph`): the values of its forward pass, their bytes, and the work to recompute them.
 
-The graph also has which values the backward pass reads. Nothing is compiled and no device is needed.
+The graph also lists the values that the backward pass reads (the residuals). Nothing is compiled and no device is
+needed.
 
-JAX determines what the backward pass reads. The block is differentiated (`jax.vjp`) with a name on each value. The
-graph is made from the program that returns results and residuals (the values that the backward pass reads). This
-program contains the forward rules of functions with custom derivatives (`custom_vjp`, kernels), whose residuals can be
-kept by their names, and the derivatives that the forward pass computes. `InlinedProgram.names` gives the names.
+JAX determines the residuals: the block is differentiated (`jax.vjp`) with a name (`InlinedProgram.names`) on each
+value, and the graph is made from the program that returns results and residuals. This program contains the forward
+rules of functions with custom derivatives (`custom_vjp`, kernels), which name their residuals, and the derivatives that
+the forward pass computes.
 
 Left out: fusion by XLA. An operation without FLOP is assumed to move the bytes of its largest result, and a view to
 move none.
@@ -42,7 +43,7 @@ class Value:
     """One array of a block's forward pass.
 
     Args:
-        name: name of the value, the same in every process for blocks with the same fingerprint.
+        name: unique name of the value in the block; every process gives the values of one fingerprint the same names.
         shape: shape of the whole array, over all devices.
         dtype: type of the elements.
         bytes: bytes per device.
@@ -70,7 +71,7 @@ class Equation:
         outputs: indices of the results among the graph's values.
         flop: FLOP of a matrix product, a convolution or a kernel; 0 for any other operation.
         bytes: bytes moved between memory and chip.
-        seconds: duration by roofline; 0 if the chip's rates are unknown.
+        seconds: seconds by roofline; 0 if the chip's rates are unknown.
         kept_by: names of the policies of `jax.checkpoint_policies` that keep the results.
     """
 
@@ -94,7 +95,7 @@ class BlockGraph:
         inputs: indices of the block's inputs among the values.
         carried: indices of the inputs that are activations, which every memory plan keeps.
         outputs: indices of the block's results.
-        needed: indices of the values that the backward pass reads, without the block's inputs.
+        needed: indices of the values that the backward pass reads, except for the block's inputs.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -114,36 +115,36 @@ class BlockGraph:
 
     @functools.cached_property
     def by_name(self) -> Mapping[str, int]:
-        """Index of each value, by its name."""
+        """The index of each value, by its name."""
         return {value.name: index for index, value in enumerate(self.values)}
 
     @property
     def flop(self) -> int:
-        """FLOP of the forward pass, per device."""
+        """The FLOP of the forward pass, per device."""
         return sum(equation.flop for equation in self.equations)
 
     @property
     def seconds(self) -> float:
-        """Seconds of the forward pass by roofline; 0 if the chip's rates are unknown."""
+        """The seconds of the forward pass by roofline; 0 if the chip's rates are unknown."""
         return sum(equation.seconds for equation in self.equations)
 
     @property
     def carried_bytes(self) -> int:
-        """Bytes of the activations that enter the block, per device."""
+        """The bytes of the activations that enter the block, per device."""
         return sum(self.values[index].bytes for index in self.carried)
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of the block's results, per device."""
+        """The bytes of the block's results, per device."""
         return sum(self.values[index].bytes for index in self.outputs)
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes kept without a memory plan: of the values that the backward pass reads, without the block's inputs."""
+        """The bytes of `needed`, which a block keeps without a memory plan; a value and its named copy count once."""
         needed_indices = set(self.needed)
         producers = (self.equations[self.values[index].producer] for index in self.needed)
-        named_copies = {eqn.outputs[0] for eqn in producers if eqn.name == "name" and needed_indices & {*eqn.inputs}}
-        return sum(self.values[index].bytes for index in needed_indices - named_copies)
+        copy_indices = {eqn.outputs[0] for eqn in producers if eqn.name == "name" and needed_indices & {*eqn.inputs}}
+        return sum(self.values[index].bytes for index in needed_indices - copy_indices)
 
 
 def block_graph(
@@ -159,11 +160,12 @@ def block_graph(
     Args:
         fn: the block, a function that JAX can differentiate.
         args: arrays, shapes (`jax.ShapeDtypeStruct`, with a sharding or without) or tracers.
-        chip: chip whose roofline gives the seconds; without one they are 0.
-        mesh: number of devices along each mesh axis; the current layout's (`sharding.place.layout`) by default.
-        batch: mesh axes along the first dim of activations of unknown placement; the current layout's batch axes by
-            default.
-        activations: indices of the args that are activations, not parameters.
+        chip: chip on which the seconds are modeled; without one they are 0.
+        mesh: number of devices along each mesh axis; by default the mesh of the current layout
+            (`sharding.place.layout`).
+        batch: mesh axes along the first dim of activations of unknown placement; by default the batch axes of the
+            current layout.
+        activations: indices of those `args` that are activations, not parameters.
     """
     import jax
 
@@ -181,18 +183,26 @@ def graph_of(
     batch: tuple[str, ...] | None = None,
     activations: Sequence[int] = (-1,),
 ) -> BlockGraph:
-    """Make the graph of a traced function; `args` are those of the trace, and the options those of `block_graph`."""
+    """Make the graph of a traced function.
+
+    Args:
+        closed_jaxpr: jaxpr of the function.
+        args: the arguments for which the function was traced.
+        chip, mesh, batch, activations: options of `block_graph`.
+    """
     import jax
 
     layout = place.current()
     if layout is not None:
-        mesh = dict(layout[0].shape) if mesh is None else mesh
-        batch = layout[1].batch if batch is None else batch
+        layout_mesh, axis_rules = layout
+        mesh = dict(layout_mesh.shape) if mesh is None else mesh
+        batch = axis_rules.batch if batch is None else batch
     mesh, batch = mesh or {}, batch or ()
     program = inline(closed_jaxpr)
     vjp_program, result_count = _forward_and_residuals(program, closed_jaxpr.consts)
     names, carried_indices = _input_names(closed_jaxpr, args, activations)
     input_dims: dict[int, Dims] = {}
+    # a leaf for each input; `None` for the values that the function closes over
     input_leaves = [None] * (len(program.inputs) - len(jax.tree.leaves(args))) + jax.tree.leaves(args)
     for index, leaf in enumerate(input_leaves):
         input_number = vjp_program.inputs[index]
@@ -215,7 +225,7 @@ def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tu
 
     Args:
         program: program of the block.
-        consts: values that the block closes over; the block is differentiated only with respect to the tracers.
+        consts: values that the block closes over; it is differentiated with respect to those that are tracers.
     """
     import jax
     import jax.numpy as jnp
@@ -228,25 +238,25 @@ def _forward_and_residuals(program: InlinedProgram, consts: Sequence[Any]) -> tu
     inexact_flags = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals]
     variable_indices = [i for i in range(len(avals)) if i not in constant_indices and inexact_flags[i]]
 
-    def forward(*arguments: Any) -> tuple[Any, Any]:
+    def run_forward(*arguments: Any) -> tuple[Any, Any]:
         """Return the block's results, and the list of its backward pass's residuals."""
 
-        def name_value(number: int, value: Any) -> Any:
-            """Return the value with this number in the program, under the mark of its name if it has a name."""
-            return checkpoint_name(value, MARK + names[number]) if number in names else value
+        def name_array(value_number: int, array: Any) -> Any:
+            """Return the array of the value with this number, marked with the value's name if it has one."""
+            return checkpoint_name(array, MARK + names[value_number]) if value_number in names else array
 
         def block(*variables: Any) -> Any:
             """Return the block's results, from the inputs that it is differentiated with respect to."""
             operands = list(arguments)
-            for index, value in zip(variable_indices, variables, strict=True):
-                operands[index] = value
-            return program.run(operands, name_value)
+            for index, variable in zip(variable_indices, variables, strict=True):
+                operands[index] = variable
+            return program.run(operands, name_array)
 
         results, pullback = jax.vjp(block, *(arguments[index] for index in variable_indices))
         return results, jax.tree.leaves(pullback)
 
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-    vjp_program = inline(jax.make_jaxpr(forward)(*shapes))
+    vjp_program = inline(jax.make_jaxpr(run_forward)(*shapes))
     return vjp_program, len(program.outputs)
 
 
@@ -269,15 +279,24 @@ def _input_names(closed_jaxpr: Any, args: Sequence[Any], activations: Sequence[i
 
 
 class _Builder:
-    """A builder of the graph of a program that returns a block's results, then its residuals."""
+    """A builder of the graph of a program that returns a block's results, then its residuals.
+
+    Attributes:
+        program, dims, mesh, chip: the arguments; `dims` are the mesh axes along each dim of each value, by its number.
+        values, equations: the graph's values and equations, as far as they have been added.
+        index_by_number: index of each value in the graph, by its number in the program.
+        name_counts: number of values that have been added under each name.
+        naming_steps: the first step that names a value, by the number of the value.
+        reader_counts: number of times that each value is read, by its number.
+    """
 
     def __init__(self, program: InlinedProgram, dims: Mapping[int, Dims], mesh: Mapping[str, int], chip: Chip | None):
         self.program, self.dims, self.mesh, self.chip = program, dims, mesh, chip
         self.values: list[Value] = []
         self.equations: list[Equation] = []
-        self.index_of: dict[int, int] = {}  # index among the values, by the number in the program
+        self.index_by_number: dict[int, int] = {}
         self.name_counts: Counter[str] = Counter()
-        self.naming_steps: dict[int, Step] = {}  # the first step that names each value
+        self.naming_steps: dict[int, Step] = {}
         for step in program.steps:
             if step.primitive == "name":
                 self.naming_steps.setdefault(_first_operand(step), step)
@@ -293,18 +312,20 @@ class _Builder:
             carried: indices of the inputs that are activations.
             result_count: number of results of the block, which are the program's first outputs.
         """
-        for number, name in zip(self.program.inputs, names, strict=True):
-            self._add_value(number, name, -1)
+        for value_number, name in zip(self.program.inputs, names, strict=True):
+            self._add_value(value_number, name, -1)
         for step in self.program.steps:
             operand = _first_operand(step) if step.primitive == "name" else -1
-            if self.reader_counts[operand] == 1 and operand in self.index_of:
-                # a value whose only reader names it is the same as the named value
+            if self.reader_counts[operand] == 1 and operand in self.index_by_number:
+                # the only reader of the operand names it, so that both are one value of the graph
                 if step.outputs[0] is not None:
-                    self.index_of[step.outputs[0]] = self.index_of[operand]
+                    self.index_by_number[step.outputs[0]] = self.index_by_number[operand]
             else:
                 self._add_equation(step)
         input_indices = tuple(range(len(self.program.inputs)))
-        output_indices = [self.index_of.get(atom) if isinstance(atom, int) else None for atom in self.program.outputs]
+        output_indices = [
+            self.index_by_number.get(atom) if isinstance(atom, int) else None for atom in self.program.outputs
+        ]
         result_indices = [index for index in output_indices[:result_count] if index is not None]
         residual_indices = {i for i in output_indices[result_count:] if i is not None and i >= len(input_indices)}
         return BlockGraph(
@@ -317,58 +338,66 @@ class _Builder:
             tuple(sorted(residual_indices)),
         )
 
-    def _add_value(self, number: int, name: str, producer: int, mark: str | None = None, source: str = "") -> int:
-        """Add the value with this number in the program; return its index in the graph."""
-        aval = self.program.avals[number]
+    def _add_value(self, value_number: int, name: str, producer: int, mark: str | None = None, source: str = "") -> int:
+        """Add the value with this number in the program; return its index in the graph.
+
+        `name` gets a counter if other values have it; the further arguments are fields of the `Value`.
+        """
+        aval = self.program.avals[value_number]
         self.name_counts[name] += 1
-        name = name if self.name_counts[name] == 1 else f"{name} ({self.name_counts[name]})"
-        value_bytes = local_bytes(aval, self.dims[number], self.mesh)
-        self.values.append(Value(name, tuple(aval.shape), str(aval.dtype), value_bytes, producer, mark, source))
-        self.index_of[number] = len(self.values) - 1
-        return self.index_of[number]
+        unique_name = name if self.name_counts[name] == 1 else f"{name} ({self.name_counts[name]})"
+        value_bytes = local_bytes(aval, self.dims[value_number], self.mesh)
+        self.values.append(Value(unique_name, tuple(aval.shape), str(aval.dtype), value_bytes, producer, mark, source))
+        self.index_by_number[value_number] = len(self.values) - 1
+        return self.index_by_number[value_number]
 
     def _add_equation(self, step: Step) -> None:
         """Add a step as an equation, and its results as values."""
         equation_index = len(self.equations)
-        input_indices = tuple(dict.fromkeys(self.index_of[atom] for atom in step.inputs if isinstance(atom, int)))
+        operands = [atom for atom in step.inputs if isinstance(atom, int)]
+        input_indices = tuple(dict.fromkeys(self.index_by_number[operand] for operand in operands))
         source = source_line(step.eqn)
         if step.primitive == "name" and input_indices:
             source = self.values[input_indices[0]].source
-        output_indices = []
-        for number in step.outputs:
-            if number is None:
+        output_indices: tuple[int, ...] = ()
+        for value_number in step.outputs:
+            if value_number is None:
                 continue
-            naming_step = step if step.primitive == "name" else self.naming_steps.get(number)
+            naming_step = step if step.primitive == "name" else self.naming_steps.get(value_number)
             name, mark = step.primitive, None
             if naming_step is not None:
                 name, mark = naming_step.eqn.params["name"].removeprefix(MARK), naming_step.eqn.params["name"]
-            if naming_step is None or (naming_step is not step and self.reader_counts[number] > 1):
+            if naming_step is None or (naming_step is not step and self.reader_counts[value_number] > 1):
                 name, mark = f"{name} (unnamed)", None
-            output_indices.append(self._add_value(number, name, equation_index, mark, source))
-        flop = -(-equation_flop(step.eqn) // self._shards(step))
+            output_indices += (self._add_value(value_number, name, equation_index, mark, source),)
+        flop = -(-equation_flop(step.eqn) // self._shard_count(step))
         moved_bytes = self._moved_bytes(step, flop)
         dtype = str(step.eqn.invars[0].aval.dtype) if step.eqn.invars else "float32"
         seconds = roofline.seconds(self.chip, flop, moved_bytes, dtype)
         self.equations.append(
-            Equation(step.primitive, input_indices, tuple(output_indices), flop, moved_bytes, seconds, _policies(step))
+            Equation(step.primitive, input_indices, output_indices, flop, moved_bytes, seconds, _policy_names(step))
         )
 
     def _moved_bytes(self, step: Step, flop: int) -> int:
-        """Return the bytes of a product's or kernel's operands and results; of any other operation's largest result."""
+        """Return the bytes that an operation moves between memory and chip, given its FLOP.
+
+        A product or a kernel moves its operands and results, and any other operation only its largest result.
+        """
         if step.primitive in VIEWS:
             return 0
-        result_bytes = [self._bytes(number) for number in step.outputs if number is not None]
+        result_bytes = [self._bytes_of(value_number) for value_number in step.outputs if value_number is not None]
         if not flop:
             return max(result_bytes, default=0)
-        return sum(result_bytes) + sum(self._bytes(atom) for atom in step.inputs if isinstance(atom, int))
+        return sum(result_bytes) + sum(self._bytes_of(atom) for atom in step.inputs if isinstance(atom, int))
 
-    def _bytes(self, number: int) -> int:
+    def _bytes_of(self, value_number: int) -> int:
         """Return the bytes per device of the value with this number in the program."""
-        return self.values[self.index_of[number]].bytes
+        return self.values[self.index_by_number[value_number]].bytes
 
-    def _shards(self, step: Step) -> int:
-        """Return the number of devices that share an operation's FLOP: along the axes of results and summed dims."""
-        axes = {axis for number in step.outputs if number is not None for dim in self.dims[number] for axis in dim}
+    def _shard_count(self, step: Step) -> int:
+        """Return the number of devices that share an operation's FLOP: those along axes of results and summed dims."""
+        result_dims = [self.dims[value_number] for value_number in step.outputs if value_number is not None]
+        axes = {axis for dims in result_dims for dim_axis_names in dims for axis in dim_axis_names}
         left_operand = step.inputs[0] if step.inputs else None
         if step.primitive == "dot_general" and isinstance(left_operand, int):
             contracted_dims = step.eqn.params["dimension_numbers"][0][0]
@@ -377,15 +406,15 @@ class _Builder:
 
 
 def _first_operand(step: Step) -> int:
-    """Return the number of a step's first input; -1 for a constant."""
+    """Return the number of a step's first operand; -1 for a constant."""
     return step.inputs[0] if isinstance(step.inputs[0], int) else -1
 
 
-def _policies(step: Step) -> frozenset[str]:
+def _policy_names(step: Step) -> frozenset[str]:
     """Return the names of the policies of `jax.checkpoint_policies` that keep the results of a step."""
-    policies = {"everything_saveable"}
+    policy_names = {"everything_saveable"}
     if step.primitive in ("dot_general", "conv_general_dilated"):
-        policies |= {"dots_saveable", "checkpoint_dots"}
+        policy_names |= {"dots_saveable", "checkpoint_dots"}
     if step.primitive == "dot_general" and not step.eqn.params["dimension_numbers"][1][0]:
-        policies |= {"dots_with_no_batch_dims_saveable", "checkpoint_dots_with_no_batch_dims"}
-    return frozenset(policies)
+        policy_names |= {"dots_with_no_batch_dims_saveable", "checkpoint_dots_with_no_batch_dims"}
+    return frozenset(policy_names)

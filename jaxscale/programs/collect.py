@@ -1,7 +1,7 @@
 """Record the blocks that a model calls, in one trace and without devices.
 
-A recorder takes the place of the memory plan in `blocks.wrap`, through which every block runs: those of
-`layers.Stack` and `layers.Chain`, and the repeated submodules of a foreign NNX model.
+Every block runs through `blocks.wrap`: the blocks of `layers.Stack` and `layers.Chain`, and the repeated submodules of
+a foreign NNX model. During the trace a recorder replaces the memory plan there.
 """
 
 import dataclasses
@@ -14,19 +14,19 @@ from jaxscale.programs.block import BlockGraph, graph_of
 from jaxscale.programs.inline import inline
 from jaxscale.programs.walk import equations
 
-_NAME = "jaxscale_block_"
+_NAME_PREFIX = "jaxscale_block_"
 """Prefix of the names under which recorded blocks are called in the model's jaxpr."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockCall:
-    """One place where a model calls a block.
+    """One call of a block in a model's program.
 
     Args:
         fingerprint: fingerprint of the block's program.
         graph: graph of the block; calls with the same fingerprint share one.
-        args: shapes of the block's arguments; by convention parameters, other state, activations, further arguments.
-        count: number of runs in one forward pass; the number of layers if the block is the body of a rolled scan.
+        args: shapes of the block's arguments: by convention parameters, other state, activations, further arguments.
+        count: number of runs of the block in one forward pass; for the body of a scan over layers, their number.
         rolled: whether the block is the body of a rolled `lax.scan`.
         order: index of this call among the model's calls.
     """
@@ -40,7 +40,7 @@ class BlockCall:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of the activations that enter one run of the block, per device."""
+        """The bytes of the activations that enter one run of the block, per device."""
         return self.graph.carried_bytes
 
 
@@ -56,7 +56,7 @@ def collect(
     Args:
         fn: function to trace, such as a model's loss; it is not run.
         args: arrays or shapes (`jax.ShapeDtypeStruct`).
-        chip: chip whose roofline gives the seconds of the graphs.
+        chip: chip on which the seconds of the graphs are modeled; without one they are 0.
         mesh: number of devices along each mesh axis; the current layout's by default.
         batch: mesh axes along the first dim of activations of unknown placement.
 
@@ -74,10 +74,10 @@ def collect(
 
     from jaxscale import blocks
 
-    recordings: list[tuple[str, tuple[Any, ...], bool]] = []  # (fingerprint, shapes of the inputs, rolled) of each call
-    graphs: dict[str, BlockGraph] = {}
+    recordings: list[tuple[str, tuple[Any, ...], bool]] = []  # of each call: fingerprint, shapes of the inputs, rolled
+    graph_by_fingerprint: dict[str, BlockGraph] = {}
 
-    def recorder(block: Callable[..., Any], rolled: bool) -> Callable[..., Any]:
+    def recording_wrapper(block: Callable[..., Any], rolled: bool) -> Callable[..., Any]:
         """Return the function that is called instead of a block."""
 
         def record_and_run(*inputs: Any) -> Any:
@@ -89,33 +89,35 @@ def collect(
             program = inline(closed_jaxpr)
             fingerprint = program.fingerprint()
             recordings.append((fingerprint, input_shapes, rolled))
-            if fingerprint not in graphs:
+            if fingerprint not in graph_by_fingerprint:
                 # made within the trace, where a manual region has its axis names and arrays of one device
                 activations = (2,) if len(input_shapes) > 2 else (-1,)
-                graphs[fingerprint] = graph_of(
+                graph_by_fingerprint[fingerprint] = graph_of(
                     closed_jaxpr, input_shapes, chip=chip, mesh=mesh, batch=batch, activations=activations
                 )
 
-            def run(*leaves: Any) -> list[Any]:
+            def run_program(*leaves: Any) -> list[Any]:
                 """Run the block's program on the leaves of its inputs, and return the leaves of its results."""
                 return program.run((*closed_jaxpr.consts, *leaves))
 
             # the name identifies the block's runs in the model's jaxpr
-            run.__name__ = run.__qualname__ = f"{_NAME}{len(recordings) - 1}"
-            return jax.tree.unflatten(jax.tree.structure(output_shapes), jax.jit(run)(*jax.tree.leaves(inputs)))
+            run_program.__name__ = run_program.__qualname__ = f"{_NAME_PREFIX}{len(recordings) - 1}"
+            output_leaves = jax.jit(run_program)(*jax.tree.leaves(inputs))
+            return jax.tree.unflatten(jax.tree.structure(output_shapes), output_leaves)
 
         return record_and_run
 
-    with blocks.wrapping(recorder):
+    with blocks.wrapping(recording_wrapper):
         # a new function each time, because JAX could return a cached trace made without the recorder
         model_jaxpr = jax.make_jaxpr(lambda *args: fn(*args))(*args)
-    counts: Counter[int] = Counter()  # number of runs of each recording, by its index
-    for eqn, runs in equations(model_jaxpr):
+    run_counts: Counter[int] = Counter()  # by index of the recording
+    for eqn, run_count in equations(model_jaxpr):
         name = eqn.params.get("name")
-        if isinstance(name, str) and name.startswith(_NAME):
-            counts[int(name.removeprefix(_NAME))] += runs
+        if isinstance(name, str) and name.startswith(_NAME_PREFIX):
+            run_counts[int(name.removeprefix(_NAME_PREFIX))] += run_count
     calls = []
     for index, (fingerprint, input_shapes, rolled) in enumerate(recordings):
-        if counts[index]:
-            calls.append(BlockCall(fingerprint, graphs[fingerprint], input_shapes, counts[index], rolled, len(calls)))
+        if run_counts[index]:
+            graph = graph_by_fingerprint[fingerprint]
+            calls.append(BlockCall(fingerprint, graph, input_shapes, run_counts[index], rolled, order=len(calls)))
     return tuple(calls)

@@ -1,4 +1,4 @@
-"""Mesh axes along the dims of arrays, and links: dims of an operand and of a result that hold the same elements."""
+"""Mesh axes along the dims of arrays, and links between dims of an operand and of a result with the same elements."""
 
 import itertools
 import math
@@ -11,45 +11,48 @@ from jaxscale.sharding.partition import dim_axes
 from jaxscale.trees import leaf_bytes
 
 Axes = tuple[str, ...]
+"""Names of the mesh axes along one dim."""
 Shape = tuple[int, ...]
+"""Number of elements along each dim."""
 DimLink = tuple[int, int, int]
-"""Index of an operand, one of its dims, and the dim of the result that holds the same elements."""
+"""The index of an operand, one of the operand's dims, and the dim of the result that has the same elements."""
 
 
 def dims_of(sharding: Any, rank: int) -> Dims:
-    """Return the mesh axes along the dims of an array with a `NamedSharding`; unsharded for any other sharding."""
+    """Return the mesh axes along each of an array's dims (`rank` of them); none unless it has a `NamedSharding`."""
     return dim_axes(getattr(sharding, "spec", None) or (), rank)[:rank]
 
 
-def part_counts(dims: Dims, sizes: Mapping[str, int]) -> tuple[int, ...]:
+def part_counts(dims: Dims, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Return the number of parts into which each dim is split.
 
     Args:
         dims: mesh axes along each dim.
-        sizes: number of devices along each mesh axis.
+        axis_sizes: number of devices along each mesh axis.
 
     Example:
         >>> part_counts((("data", "fsdp"), ()), {"data": 2, "fsdp": 4})
         (8, 1)
     """
-    return tuple(math.prod(sizes.get(axis, 1) for axis in axes) for axes in dims)
+    return tuple(math.prod(axis_sizes.get(axis, 1) for axis in axes) for axes in dims)
 
 
-def local_shape(shape: Shape, dims: Dims, sizes: Mapping[str, int]) -> Shape:
+def local_shape(shape: Shape, dims: Dims, axis_sizes: Mapping[str, int]) -> Shape:
     """Return the shape of one device's part of an array; dims that cannot be split evenly are padded."""
-    return tuple(-(-size // count) for size, count in zip(shape, part_counts(dims, sizes), strict=True))
+    return tuple(-(-size // count) for size, count in zip(shape, part_counts(dims, axis_sizes), strict=True))
 
 
-def local_bytes(aval: Any, dims: Dims, sizes: Mapping[str, int]) -> int:
+def local_bytes(aval: Any, dims: Dims, axis_sizes: Mapping[str, int]) -> int:
     """Return the bytes of one device's part of an array; 0 for an abstract value that is not an array."""
     if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
         return 0
-    elements = math.prod(aval.shape)
-    return -(-leaf_bytes(aval) * math.prod(local_shape(aval.shape, dims, sizes)) // elements) if elements else 0
+    element_count = math.prod(aval.shape)
+    local_count = math.prod(local_shape(aval.shape, dims, axis_sizes))
+    return -(-leaf_bytes(aval) * local_count // element_count) if element_count else 0
 
 
 def shape_of(value: Any) -> Shape:
-    """Return the shape of an abstract value or literal; `()` if it has none, such as a token."""
+    """Return the shape of an abstract value or literal; `()` for one without a shape, such as a token."""
     return getattr(value, "shape", ())
 
 
@@ -71,7 +74,7 @@ def links(primitive: str, params: Any, operand_shapes: Sequence[Shape], result_s
 
 
 def summed_dims(primitive: str, params: Any) -> list[tuple[int, int]]:
-    """Return the pairs (dim of the left operand, dim of the right operand) that a product or convolution sums over."""
+    """Return the dims that a product or convolution sums over, as pairs of a left and a right operand's dim."""
     dim_numbers = params.get("dimension_numbers")
     if primitive == "dot_general":
         return list(zip(*dim_numbers[0], strict=True))
@@ -79,35 +82,39 @@ def summed_dims(primitive: str, params: Any) -> list[tuple[int, int]]:
 
 
 def _broadcast(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
-    """Yield the links of a broadcast: the dims whose size stays the same."""
+    """Yield the links of a broadcast, for the dims that keep their size."""
     for dim, result_dim in enumerate(map(int, params["broadcast_dimensions"])):
         if operand_shapes[0][dim] == result_shape[result_dim]:
             yield 0, dim, result_dim
 
 
 def _transpose(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
-    """Yield the links of a transpose: each dim, and the dim to which it moves."""
+    """Yield the links of a transpose, from each dim to its new position."""
     return ((0, dim, result_dim) for result_dim, dim in enumerate(params["permutation"]))
 
 
-def _without(param_name: str, params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
+def _remove_dims(param_name: str, params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
     """Yield the links of an operation that removes the dims listed in its parameter `param_name`."""
     remaining_dims = [dim for dim in range(len(operand_shapes[0])) if dim not in params[param_name]]
     return ((0, dim, result_dim) for result_dim, dim in enumerate(remaining_dims))
 
 
 def _reshape(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
-    """Yield the links of dims that start at the same element: equal dims, or the first dims of regrouped ones."""
+    """Yield the links of a reshape, between dims with the same key."""
     result_dims = {key: result_dim for result_dim, key in enumerate(_dim_keys(result_shape))}
     return ((0, dim, result_dims[key]) for dim, key in enumerate(_dim_keys(operand_shapes[0])) if key in result_dims)
 
 
 def _dim_keys(shape: Shape) -> list[tuple[int, bool, int]]:
-    """Return a key of each dim: elements in the dims before it, whether its size is 1, and a counter of equal keys."""
+    """Return a unique key of each dim, which is the same before and after a reshape if the dim starts a group of dims.
+
+    The key is the product of the sizes of earlier dims, whether the dim's size is 1, and the number of earlier dims for
+    which these two are the same.
+    """
     keys: list[tuple[int, bool, int]] = []
     for dim, size in enumerate(shape):
-        start_of_key = (math.prod(shape[:dim]), size == 1)
-        keys.append((*start_of_key, sum(key[:2] == start_of_key for key in keys)))
+        key_start = (math.prod(shape[:dim]), size == 1)
+        keys.append((*key_start, sum(key[:2] == key_start for key in keys)))
     return keys
 
 
@@ -117,28 +124,28 @@ def _product(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[
     for result_dim, (left_dim, right_dim) in enumerate(zip(*batch_dims, strict=True)):
         yield from ((0, left_dim, result_dim), (1, right_dim, result_dim))
     free_result_dims = itertools.count(len(batch_dims[0]))
-    for operand in (0, 1):
-        for dim in range(len(operand_shapes[operand])):
-            if dim not in contracted_dims[operand] and dim not in batch_dims[operand]:
-                yield operand, dim, next(free_result_dims)
+    for operand_index in (0, 1):
+        for dim in range(len(operand_shapes[operand_index])):
+            if dim not in contracted_dims[operand_index] and dim not in batch_dims[operand_index]:
+                yield operand_index, dim, next(free_result_dims)
 
 
 def _convolution(params: Any, operand_shapes: Any, result_shape: Shape) -> Iterator[DimLink]:
-    """Yield the links of a convolution: the batch dim of its input, and the dim of output channels of its kernel."""
+    """Yield the links of a convolution, from the input's batch dim and from the kernel's dim of output channels."""
     dim_numbers = params["dimension_numbers"]
     yield 0, dim_numbers.lhs_spec[0], dim_numbers.out_spec[0]
     yield 1, dim_numbers.rhs_spec[0], dim_numbers.out_spec[1]
 
 
-_reduce = partial(_without, "axes")
+_reduce = partial(_remove_dims, "axes")
 _RULES: Mapping[str, Any] = {
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
     "reshape": _reshape,
-    "squeeze": partial(_without, "dimensions"),
+    "squeeze": partial(_remove_dims, "dimensions"),
     **dict.fromkeys([f"reduce_{name}" for name in ("sum", "max", "min", "and", "or", "xor", "prod")], _reduce),
     **dict.fromkeys(["argmax", "argmin"], _reduce),
     "dot_general": _product,
     "conv_general_dilated": _convolution,
 }
-"""Function that yields the links of each primitive, from its params, its operands' shapes and its result's shape."""
+"""For each primitive, a function of the params, the operands' shapes and the result's shape that yields the links."""

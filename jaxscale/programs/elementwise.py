@@ -1,7 +1,7 @@
-"""Check that an optimizer's update rule treats each number by itself, so that it can run on slices of the parameters.
+"""Check that an optimizer's update rule treats each element by itself, so that it can run on slices of the parameters.
 
 The check reads the rule's program. Adam, Lion and SGD pass, with schedules, masks and decay. A rule that mixes elements
-does not pass, because it sums over a tensor (LAMB's trust ratio, Adafactor's row means) or over all tensors (clipping
+does not pass; such a rule sums over a tensor (LAMB's trust ratio, Adafactor's row means) or over all tensors (clipping
 by the global norm).
 """
 
@@ -11,7 +11,7 @@ import jax
 import optax
 
 from jaxscale.errors import UserError
-from jaxscale.programs.walk import inner_jaxprs, opened
+from jaxscale.programs.walk import inner_jaxprs, open_jaxpr
 from jaxscale.typing import Params
 
 ELEMENTWISE = frozenset(
@@ -24,15 +24,15 @@ ELEMENTWISE = frozenset(
         "stop_gradient", "sub", "tan", "tanh", "xor",
     ]
 )  # fmt: skip
-"""Primitives whose results depend only on the operands at the same position."""
+"""Primitives with results that depend only on the operands at the same position."""
 ARRAY = "a constant array"
 """Result of `first_mixing` for a rule that closes over an array, which would have to be sliced like the parameters."""
-PLACED = frozenset(["iota", "random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"])
-"""Primitives whose results depend on the position: every slice would get the results of the first slice."""
+POSITION_DEPENDENT = frozenset(["iota", "random_bits", "rng_bit_generator", "rng_uniform", "threefry2x32"])
+"""Primitives with results that depend on the position: every slice would get the results of the first slice."""
 
 
 def first_mixing(rule: optax.GradientTransformation, params: Params) -> str | None:
-    """Return the name of the first primitive of a rule's update that mixes elements; `None` if no primitive does.
+    """Return the name of the first primitive in a rule's update that mixes elements; `None` if no primitive does.
 
     Args:
         rule: any optax transformation.
@@ -61,37 +61,37 @@ def check_elementwise(
     Raises:
         UserError: the rule's update mixes elements of a tensor.
     """
-    mixing_name = first_mixing(rule, params)
-    if mixing_name is not None:
+    primitive_name = first_mixing(rule, params)
+    if primitive_name is not None:
         raise UserError(
-            f"{option}: this optimizer's update mixes elements of a tensor ({mixing_name}), so it can't be "
+            f"{option}: this optimizer's update mixes elements of a tensor ({primitive_name}), so it can't be "
             "run slice by slice; take adamw, lion or sgd, or optimizer_state host, or keep the state on the device"
         )
 
 
 def _first_mixing_primitive(jaxpr: Any) -> str | None:
     """Return the name of a jaxpr's first primitive that mixes elements, or `ARRAY`; `None` if no primitive does."""
-    jaxpr = opened(jaxpr)
-    if any(_size(var) > 1 for var in jaxpr.constvars):
+    opened_jaxpr = open_jaxpr(jaxpr)
+    if any(_element_count(var) > 1 for var in opened_jaxpr.constvars):
         return ARRAY
-    for eqn in jaxpr.eqns:
-        if any(hasattr(var, "val") and _size(var) > 1 for var in eqn.invars):
+    for eqn in opened_jaxpr.eqns:
+        if any(hasattr(var, "val") and _element_count(var) > 1 for var in eqn.invars):
             return ARRAY
         name = eqn.primitive.name
-        if all(_size(var) <= 1 for var in (*eqn.invars, *eqn.outvars)) or name in ELEMENTWISE:
+        if all(_element_count(var) <= 1 for var in (*eqn.invars, *eqn.outvars)) or name in ELEMENTWISE:
             continue
-        if name == "bitcast_convert_type" and _size(eqn.invars[0]) == _size(eqn.outvars[0]):
+        if name == "bitcast_convert_type" and _element_count(eqn.invars[0]) == _element_count(eqn.outvars[0]):
             continue
         callee_jaxprs = inner_jaxprs(eqn)
         if callee_jaxprs and name not in ("scan", "while"):
-            mixing_name = next(filter(None, map(_first_mixing_primitive, callee_jaxprs)), None)
-            if mixing_name is not None:
-                return mixing_name
-        elif name in PLACED or any(_size(var) > 1 for var in eqn.invars):
+            inner_name = next(filter(None, map(_first_mixing_primitive, callee_jaxprs)), None)
+            if inner_name is not None:
+                return inner_name
+        elif name in POSITION_DEPENDENT or any(_element_count(var) > 1 for var in eqn.invars):
             return name
     return None
 
 
-def _size(variable: Any) -> int:
-    """Return the number of elements of a variable of a jaxpr."""
+def _element_count(variable: Any) -> int:
+    """Return the number of elements of a variable or literal of a jaxpr; 1 for a value that is not an array."""
     return getattr(variable.aval, "size", 1)

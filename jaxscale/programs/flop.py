@@ -1,9 +1,10 @@
-"""FLOP of a program, from its jaxpr. Nothing is compiled and no device is needed.
+"""FLOP of a program, counted in its jaxpr. Nothing is compiled and no device is needed.
 
-XLA's own `cost_analysis` counts the body of a loop once, and returns None on a GPU; here a scan counts `length` times.
-`mfu` is relative to `model_flop`, which counts only matrix products and convolutions, 2 FLOP per multiply and add.
-Operations that no result depends on do not count, as a compiler drops them. Recomputation (`jax.checkpoint`, a chunked
-loss) is part of the trace and counts, so pass `model_flop` a function that recomputes nothing.
+XLA's `cost_analysis` counts the body of a loop once and returns None on a GPU; here the body of a scan counts `length`
+times. `mfu` is relative to `model_flop`, which counts only matrix products and convolutions, with 2 FLOP for a multiply
+and an add. Operations that no result depends on do not count, because a compiler drops them. Recomputation
+(`jax.checkpoint`, a chunked loss) is part of the trace and counts, so pass `model_flop` a function that recomputes
+nothing.
 
 Left out: elementwise work, bytes, and savings by sparsity or causality.
 """
@@ -13,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxscale.programs.walk import is_jaxpr, opened
+from jaxscale.programs.walk import is_jaxpr, open_jaxpr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Flop:
     """The FLOP of a program's matrix products, convolutions and kernels.
 
     Args:
-        by_primitive: FLOP of each primitive, by its name in the jaxpr.
+        by_primitive: FLOP of each primitive, by the primitive's name.
         unknown_loops: number of while loops with an unknown number of trips; their bodies count once.
     """
 
@@ -30,7 +31,7 @@ class Flop:
 
     @property
     def total(self) -> int:
-        """FLOP of all primitives."""
+        """The FLOP of all primitives."""
         return sum(self.by_primitive.values())
 
     def __add__(self, other: "Flop") -> "Flop":
@@ -38,8 +39,8 @@ class Flop:
         sums = {name: self.by_primitive.get(name, 0) + other.by_primitive.get(name, 0) for name in names}
         return Flop(sums, self.unknown_loops + other.unknown_loops)
 
-    def __mul__(self, times: int) -> "Flop":
-        return Flop({name: flop * times for name, flop in self.by_primitive.items()}, self.unknown_loops)
+    def __mul__(self, factor: int) -> "Flop":
+        return Flop({name: flop * factor for name, flop in self.by_primitive.items()}, self.unknown_loops)
 
 
 def count_flop(fn: Callable[..., Any], *args: Any) -> Flop:
@@ -64,7 +65,7 @@ def count_flop(fn: Callable[..., Any], *args: Any) -> Flop:
 
 
 def model_flop(fn: Callable[..., Any], *args: Any) -> int:
-    """Return the FLOP of the matrix products and convolutions of `fn(*args)`, to which `mfu` is relative.
+    """Return the FLOP of the matrix products and convolutions of `fn(*args)`; `mfu` is relative to this number.
 
     Args:
         fn: a function of arrays that JAX can trace, such as the gradient of a loss.
@@ -101,21 +102,27 @@ def equation_flop(eqn: Any) -> int:
 
 
 def jaxpr_flop(jaxpr: Any, used_flags: Sequence[bool] | None = None) -> Flop:
-    """Return the FLOP of the operations on which a jaxpr's used outputs depend; by default all are used."""
-    jaxpr = opened(jaxpr)
-    used_flags = [True] * len(jaxpr.outvars) if used_flags is None else used_flags
-    live_vars = {var for var, used in zip(jaxpr.outvars, used_flags, strict=True) if used and not hasattr(var, "val")}
+    """Return the FLOP of the operations that a jaxpr's used outputs depend on.
+
+    Args:
+        jaxpr: a jaxpr, open or closed.
+        used_flags: for each output, whether it is used; by default all are.
+    """
+    opened_jaxpr = open_jaxpr(jaxpr)
+    used_flags = [True] * len(opened_jaxpr.outvars) if used_flags is None else used_flags
+    used_vars = [var for var, is_used in zip(opened_jaxpr.outvars, used_flags, strict=True) if is_used]
+    live_vars = {var for var in used_vars if not hasattr(var, "val")}
     total = Flop()
-    for eqn in reversed(jaxpr.eqns):
+    for eqn in reversed(opened_jaxpr.eqns):
         needed_flags = [var in live_vars for var in eqn.outvars]
         if any(needed_flags) or eqn.effects:
             total += _eqn_flop(eqn, needed_flags)
-            live_vars.update(var for var in eqn.invars if not hasattr(var, "val"))  # literals have a value, but no hash
+            live_vars.update(var for var in eqn.invars if not hasattr(var, "val"))  # literals are not hashable
     return total
 
 
 def _eqn_flop(eqn: Any, used_flags: Sequence[bool]) -> Flop:
-    """Return the FLOP of an equation, for the outputs that `used_flags` marks as used."""
+    """Return the FLOP of an equation, given for each of its outputs whether the output is used."""
     name, params = eqn.primitive.name, eqn.params
     if name in FORMULAS:
         return Flop({name: FORMULAS[name](eqn)})
@@ -131,10 +138,10 @@ def _eqn_flop(eqn: Any, used_flags: Sequence[bool]) -> Flop:
     if name == "shard_map":
         shard_count = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
         return jaxpr_flop(params["jaxpr"]) * shard_count
-    callees = [value for value in params.values() if is_jaxpr(value)]
-    # jit, remat, custom_vjp and similar calls run one program
-    has_same_outputs = len(callees) == 1 and len(opened(callees[0]).outvars) == len(used_flags)
-    return sum((jaxpr_flop(jaxpr, used_flags if has_same_outputs else None) for jaxpr in callees), Flop())
+    callee_jaxprs = [value for value in params.values() if is_jaxpr(value)]
+    # jit, remat, custom_vjp and similar calls run one program, with the outputs of the equation
+    has_same_outputs = len(callee_jaxprs) == 1 and len(open_jaxpr(callee_jaxprs[0]).outvars) == len(used_flags)
+    return sum((jaxpr_flop(jaxpr, used_flags if has_same_outputs else None) for jaxpr in callee_jaxprs), Flop())
 
 
 def _dot_flop(eqn: Any) -> int:
@@ -142,10 +149,10 @@ def _dot_flop(eqn: Any) -> int:
     return _product_flop(eqn, eqn.params["dimension_numbers"][0][0])
 
 
-def _product_flop(eqn: Any, contracted: Sequence[int]) -> int:
-    """Return the FLOP of a product that sums over the dims `contracted` of its left operand."""
-    shape = eqn.invars[0].aval.shape
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
+def _product_flop(eqn: Any, contracted_dims: Sequence[int]) -> int:
+    """Return the FLOP of a product that sums over these dims of its left operand."""
+    left_shape = eqn.invars[0].aval.shape
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left_shape[dim] for dim in contracted_dims)
 
 
 def _ragged_dot_flop(eqn: Any) -> int:
@@ -163,34 +170,38 @@ def _scaled_matmul_flop(eqn: Any) -> int:
 
 def _conv_flop(eqn: Any) -> int:
     """Return the FLOP of a convolution, without kernel taps on padding or on the holes of a dilated input."""
-    numbers = eqn.params["dimension_numbers"]  # `jax.lax.ConvDimensionNumbers`
+    dim_numbers = eqn.params["dimension_numbers"]  # `jax.lax.ConvDimensionNumbers`
     lhs_shape, rhs_shape, output_shape = (var.aval.shape for var in (*eqn.invars[:2], eqn.outvars[0]))
-    specs = ((lhs_shape, numbers.lhs_spec), (rhs_shape, numbers.rhs_spec), (output_shape, numbers.out_spec))
-    spatial_sizes = ([shape[dim] for dim in spec[2:]] for shape, spec in specs)
-    windows = (eqn.params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation"))
-    tap_count = math.prod(map(_valid_taps, *spatial_sizes, *windows))
-    input_channels = rhs_shape[numbers.rhs_spec[1]]  # of one feature group
-    return 2 * output_shape[numbers.out_spec[0]] * output_shape[numbers.out_spec[1]] * input_channels * tap_count
+    shapes_and_specs = (
+        (lhs_shape, dim_numbers.lhs_spec), (rhs_shape, dim_numbers.rhs_spec), (output_shape, dim_numbers.out_spec),
+    )  # fmt: skip
+    spatial_sizes = ([shape[dim] for dim in spec[2:]] for shape, spec in shapes_and_specs)
+    # strides, padding and dilations, each with one entry per spatial dim
+    window_params = (eqn.params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation"))
+    tap_count = math.prod(map(_valid_tap_count, *spatial_sizes, *window_params))
+    input_channels = rhs_shape[dim_numbers.rhs_spec[1]]  # number of one feature group's channels
+    batch_size, output_channels = (output_shape[dim] for dim in dim_numbers.out_spec[:2])
+    return 2 * batch_size * output_channels * input_channels * tap_count
 
 
-def _valid_taps(
+def _valid_tap_count(
     input_size: int, kernel_size: int, output_size: int, stride: int, padding: Any, lhs_dilation: int, rhs_dilation: int
 ) -> int:
-    """Return the number of pairs (output position o, kernel tap k) along one dim whose tap is on an input element."""
+    """Return the number of pairs (output position o, kernel tap k) along one dim that meet an element of the input."""
     last_position = (input_size - 1) * lhs_dilation
     positions = (o * stride + k * rhs_dilation - padding[0] for o in range(output_size) for k in range(kernel_size))
     return sum(0 <= position <= last_position and position % lhs_dilation == 0 for position in positions)
 
 
 def _kernel_flop(eqn: Any) -> Flop:
-    """Return the FLOP of a Pallas kernel's `CostEstimate`; without one, its body's FLOP times the steps of its grid."""
+    """Return the FLOP of a Pallas kernel by its `CostEstimate`, or else its body's FLOP times its grid's steps."""
     estimate = eqn.params.get("cost_estimate")
     if estimate is not None:
         return Flop({"pallas_call": int(estimate.flops)})
     if "grid_mapping" not in eqn.params:
         return Flop()  # a Mosaic GPU kernel without an estimate: its products are in loops of unknown length
-    grid_steps = math.prod(eqn.params["grid_mapping"].grid)
-    return Flop({"pallas_call": jaxpr_flop(eqn.params["jaxpr"]).total * grid_steps})
+    step_count = math.prod(eqn.params["grid_mapping"].grid)
+    return Flop({"pallas_call": jaxpr_flop(eqn.params["jaxpr"]).total * step_count})
 
 
 FORMULAS: Mapping[str, Callable[[Any], int]] = {
@@ -199,4 +210,4 @@ FORMULAS: Mapping[str, Callable[[Any], int]] = {
     "scaled_matmul": _scaled_matmul_flop,
     "conv_general_dilated": _conv_flop,
 }
-"""Function that counts the FLOP of an equation, for each primitive that is a matrix product or a convolution."""
+"""For each primitive that is a matrix product or a convolution, a function that counts the FLOP of an equation."""

@@ -1,12 +1,12 @@
 """A function's program as one flat list of steps. Calls such as `jit` are inlined and dead steps are dropped.
 
-Values are numbered, so that a step can run again, a value can be tagged and programs can be compared without changing
-JAX's own data. Functions with custom derivatives (`custom_vjp`, `custom_jvp`), loops, branches and kernels stay one
-step each.
+Values are numbered, so that a step can run again, a value can get a name, and programs can be compared, without changes
+to JAX's data. A function with a custom derivative (`custom_vjp`, `custom_jvp`), a loop, a branch or a kernel is a
+single step.
 
-The fingerprint of a program covers its steps, their shapes and parameters, and the model's names. It leaves out what
-does not affect which values may be kept: numbers in the program (a layer's index, an epsilon), functions that hold
-derivatives, and placements, so that it is the same on every mesh.
+The fingerprint of a program covers its steps, their shapes and parameters, and the model's names. It leaves out
+everything that does not affect which values may be kept: constants in the program (a layer's index, an epsilon),
+functions that compute derivatives, and placements. It is therefore the same on every mesh.
 """
 
 import hashlib
@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.compat import rebind
-from jaxscale.programs.walk import Constant, evaluate, is_jaxpr, live_steps, opened
+from jaxscale.programs.walk import Constant, evaluate, is_jaxpr, live_steps, open_jaxpr
 
-OPENED = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
-"""Primitives that only call the program they hold."""
+INLINED_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"})
+"""Primitives that only call the program among their parameters."""
 ALIASES = frozenset({"name", "sharding_constraint", "optimization_barrier", "pvary"})
 """Primitives that return their operands unchanged."""
 
@@ -29,8 +29,8 @@ class Step(NamedTuple):
 
     Args:
         eqn: equation of the jaxpr, with primitive, params and source.
-        inputs: number of each operand, or a constant.
-        outputs: number of each result; `None` if nothing reads it.
+        inputs: for each operand, its number, or a constant.
+        outputs: for each result, its number; `None` if nothing reads the result.
         scope: names of the calling functions, outermost first.
     """
 
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
     @property
     def primitive(self) -> str:
-        """Name of the primitive."""
+        """The name of the primitive."""
         return self.eqn.primitive.name
 
     @property
@@ -58,9 +58,9 @@ class InlinedProgram(NamedTuple):
     """A program as a list of steps.
 
     Args:
-        steps: the live steps, in the order they run.
+        steps: the steps that a result depends on, in the order they run.
         inputs: numbers of the values that the function closes over, then of its arguments.
-        outputs: number of each result, or a constant.
+        outputs: for each result, its number, or a constant.
         avals: abstract value (shape and type) of every value, indexed by its number.
     """
 
@@ -69,87 +69,91 @@ class InlinedProgram(NamedTuple):
     outputs: tuple[int | Constant, ...]
     avals: tuple[Any, ...]
 
-    def run(self, arguments: Sequence[Any], tag: Callable[[int, Any], Any] | None = None) -> list[Any]:
+    def run(self, arguments: Sequence[Any], replace: Callable[[int, Any], Any] | None = None) -> list[Any]:
         """Run the program; return its results.
 
         Args:
-            arguments: values of the inputs.
-            tag: called with the number and the value of each computed value; returns the value to use instead.
+            arguments: a JAX array for each input.
+            replace: function of the number of a computed value and its array that returns the array to use instead; by
+                default no array is replaced.
         """
-        values: dict[int, Any] = dict(zip(self.inputs, arguments, strict=True))
+        array_by_number: dict[int, Any] = dict(zip(self.inputs, arguments, strict=True))
 
-        def read(atom: int | Constant) -> Any:
-            """Return the value of a constant, or of the value with this number."""
-            return atom.value if isinstance(atom, Constant) else values[atom]
+        def array_of(atom: int | Constant) -> Any:
+            """Return a constant, or the array of the value with this number."""
+            return atom.value if isinstance(atom, Constant) else array_by_number[atom]
 
         for step in self.steps:
-            operands = [read(atom) for atom in step.inputs]
+            operands = [array_of(atom) for atom in step.inputs]
             results = operands if step.primitive == "name" else rebind(step.eqn, operands)
-            for number, value in zip(step.outputs, results, strict=True):
-                if number is not None:
-                    values[number] = value if tag is None else tag(number, value)
-        return [read(atom) for atom in self.outputs]
+            for value_number, array in zip(step.outputs, results, strict=True):
+                if value_number is not None:
+                    array_by_number[value_number] = array if replace is None else replace(value_number, array)
+        return [array_of(atom) for atom in self.outputs]
 
     def fingerprint(self) -> str:
         """Return the program's fingerprint: 16 hexadecimal digits, equal in all processes with one version of JAX."""
         digest = hashlib.sha256()
-        roots = self.roots()
-        positions: dict[int, int] = {}  # in the order of first use, by the number of the value
+        root_by_number = self.roots()
+        position_by_root: dict[int, int] = {}  # position of a value in the order of first use
 
         def token_of(atom: int | Constant | None) -> str:
             """Return a value as text: its position in the order of first use, "#" for a constant, "_" for `None`."""
             if not isinstance(atom, int):
                 return "_" if atom is None else "#"
-            return str(positions.setdefault(roots[atom], len(positions)))
+            return str(position_by_root.setdefault(root_by_number[atom], len(position_by_root)))
 
-        for number in self.inputs:
-            digest.update(f"{token_of(number)}:{_shape_text(self.avals[number])};".encode())
+        for value_number in self.inputs:
+            digest.update(f"{token_of(value_number)}:{_shape_text(self.avals[value_number])};".encode())
         for step in self.steps:
             if step.primitive == "name":
                 digest.update(f"{token_of(step.inputs[0])}={step.eqn.params['name']};".encode())
             elif not step.is_alias:
                 numbers_and_vars = zip(step.outputs, step.eqn.outvars, strict=True)
-                results = [f"{token_of(number)}:{_shape_text(var.aval)}" for number, var in numbers_and_vars]
-                operands = [token_of(atom) for atom in step.inputs]
-                digest.update(f"{step.primitive}{_param_text(step.eqn.params)}({operands})->{results};".encode())
+                result_texts = [
+                    f"{token_of(value_number)}:{_shape_text(var.aval)}" for value_number, var in numbers_and_vars
+                ]
+                operand_texts = [token_of(atom) for atom in step.inputs]
+                params_text = _param_text(step.eqn.params)
+                digest.update(f"{step.primitive}{params_text}({operand_texts})->{result_texts};".encode())
         digest.update(str([token_of(atom) for atom in self.outputs]).encode())
         return digest.hexdigest()[:16]
 
     def roots(self) -> dict[int, int]:
-        """Map the number of each value to that of the value that it is an alias of, or to itself if it is no alias."""
-        roots = {number: number for number in range(len(self.avals))}
+        """Return, by the number of each value, the number of the value that it is an alias of, or else its own."""
+        root_by_number = {value_number: value_number for value_number in range(len(self.avals))}
         for step in self.steps:
             if step.is_alias:
                 for result, operand in zip(step.outputs, step.inputs, strict=True):
                     if result is not None and isinstance(operand, int):
-                        roots[result] = roots[operand]
-        return roots
+                        root_by_number[result] = root_by_number[operand]
+        return root_by_number
 
     def names(self) -> dict[int, str]:
-        """Return a unique name for the number of each computed value that is not an alias.
+        """Return a unique name of each computed value that is not an alias, by the value's number.
 
-        This is the name that the model gives (`checkpoint_name`). Without one, it is the name of the primitive with
-        those of the calling functions and a counter, such as "silu/logistic" or "dot_general.3".
+        If the model names the value (`checkpoint_name`), its name begins with that name. Otherwise it begins with the
+        names of the calling functions and of the primitive, as in "silu/logistic". A counter makes it unique.
         """
-        roots, model_names = self.roots(), {}
+        root_by_number, model_name_by_number = self.roots(), {}
         for step in self.steps:
             if step.primitive == "name" and isinstance(step.inputs[0], int):
-                model_names.setdefault(roots[step.inputs[0]], step.eqn.params["name"])
+                model_name_by_number.setdefault(root_by_number[step.inputs[0]], step.eqn.params["name"])
         name_counts: Counter[str] = Counter()
-        names: dict[int, str] = {}
+        name_by_number: dict[int, str] = {}
         for step in self.steps:
-            for number in step.outputs:
-                if number is None or step.is_alias:
+            for value_number in step.outputs:
+                if value_number is None or step.is_alias:
                     continue
-                name = model_names.get(number) or "/".join((*step.scope, _function_name(step.eqn)))
+                name = model_name_by_number.get(value_number) or "/".join((*step.scope, _function_name(step.eqn)))
                 name_counts[name] += 1
-                names[number] = name if name_counts[name] == 1 else f"{name}.{name_counts[name]}"
-        assert len(set(names.values())) == len(names), "a name from the model equals a generated name"
-        return names
+                name_by_number[value_number] = name if name_counts[name] == 1 else f"{name}.{name_counts[name]}"
+        assert len(set(name_by_number.values())) == len(name_by_number), "a model's name equals a generated name"
+        return name_by_number
 
 
 def inline(closed_jaxpr: Any) -> InlinedProgram:
-    """Return the flat program of a closed jaxpr; the jaxpr's constants are the first inputs."""
+    """Return the program of a closed jaxpr as a list of steps; the jaxpr's constants are the first inputs."""
     avals: list[Any] = []
     steps: list[Step] = []
 
@@ -159,37 +163,40 @@ def inline(closed_jaxpr: Any) -> InlinedProgram:
         return tuple(range(len(avals) - len(variables), len(avals)))
 
     def append_steps(jaxpr: Any, inputs: Sequence[int | Constant], scope: tuple[str, ...]) -> list[int | Constant]:
-        """Append the steps of a jaxpr, and return its results."""
+        """Append the steps of a jaxpr called from functions of the names in `scope`; return its results."""
 
-        def append(eqn: Any, operands: list[int | Constant]) -> Sequence[int | Constant]:
+        def append_equation(eqn: Any, operands: list[int | Constant]) -> Sequence[int | Constant]:
             """Append an equation as a step, or the steps of the program that it calls; return its results."""
-            callee = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if eqn.primitive.name in OPENED else None
-            if callee is not None and _specifies_no_shardings(eqn):
-                constants = map(Constant, getattr(callee, "consts", ()))
-                return append_steps(opened(callee), [*constants, *operands], (*scope, _function_name(eqn)))
+            is_call = eqn.primitive.name in INLINED_CALLS
+            callee_jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if is_call else None
+            if callee_jaxpr is not None and _has_no_shardings(eqn):
+                constants = map(Constant, getattr(callee_jaxpr, "consts", ()))
+                return append_steps(open_jaxpr(callee_jaxpr), [*constants, *operands], (*scope, _function_name(eqn)))
             results = new_numbers(eqn.outvars)
             steps.append(Step(eqn, tuple(operands), results, scope))
             return results
 
-        return evaluate(jaxpr, inputs, append)
+        return evaluate(jaxpr, inputs, append_equation)
 
     jaxpr = closed_jaxpr.jaxpr
     inputs = new_numbers((*jaxpr.constvars, *jaxpr.invars))
     outputs = tuple(append_steps(jaxpr, inputs, ()))
     needed_steps, read_numbers = live_steps(steps, outputs, lambda step: bool(step.eqn.effects))
-    read_outputs = [tuple(n if n in read_numbers else None for n in step.outputs) for step in needed_steps]
-    needed_steps = [step._replace(outputs=numbers) for step, numbers in zip(needed_steps, read_outputs, strict=True)]
-    return InlinedProgram(tuple(needed_steps), inputs, outputs, tuple(avals))
+    final_steps = [
+        step._replace(outputs=tuple(number if number in read_numbers else None for number in step.outputs))
+        for step in needed_steps
+    ]
+    return InlinedProgram(tuple(final_steps), inputs, outputs, tuple(avals))
 
 
-def _specifies_no_shardings(eqn: Any) -> bool:
+def _has_no_shardings(eqn: Any) -> bool:
     """Return whether a call specifies no shardings."""
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in shardings)
 
 
 def _function_name(eqn: Any) -> str:
-    """Return the name of the function that an equation calls; without a name, that of the equation's primitive."""
+    """Return the name of the function that an equation calls; the name of the primitive if there is no such name."""
     name = eqn.params.get("name")
     if eqn.primitive.name.startswith("custom_"):
         name = getattr(getattr(_custom_callee(eqn), "debug_info", None), "func_name", name)
@@ -198,7 +205,7 @@ def _function_name(eqn: Any) -> str:
 
 def _custom_callee(eqn: Any) -> Any:
     """Return the open jaxpr of a function with a custom derivative."""
-    return opened(eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr")))
+    return open_jaxpr(eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr")))
 
 
 def _shape_text(aval: Any) -> str:
@@ -209,11 +216,11 @@ def _shape_text(aval: Any) -> str:
 def _param_text(value: Any) -> str:
     """Return a parameter of an equation as text, without addresses, functions and placements."""
     if is_jaxpr(value):
-        lines = [
+        eqn_texts = [
             f"{eqn.primitive.name}{_param_text(eqn.params)}{[_shape_text(var.aval) for var in eqn.outvars]}"
-            for eqn in opened(value).eqns
+            for eqn in open_jaxpr(value).eqns
         ]
-        return f"{{{';'.join(lines)}}}"
+        return f"{{{';'.join(eqn_texts)}}}"
     if isinstance(value, dict):
         # placements exist only on a mesh
         entries = [(key, entry) for key, entry in sorted(value.items()) if "sharding" not in key]

@@ -14,12 +14,12 @@ from jaxscale.programs.flat import PIPE, FlatProgram, Operation, carries
 
 SLICES = ("slice", "dynamic_slice")
 """Operations that return a slice."""
-SAME = (*SLICES, "squeeze", "reshape", "broadcast_in_dim", "pcast")
-"""Operations that return their operand's elements unchanged if the result has as many elements."""
+ELEMENT_PRESERVING = (*SLICES, "squeeze", "reshape", "broadcast_in_dim", "pcast")
+"""Operations that return all elements of their operand, unchanged, if the result has as many elements."""
 
 
 def unchanged_results(operation: Operation) -> Iterator[tuple[int, int]]:
-    """Yield pairs of a result of a `cond` and the operand that some branch returns unchanged as this result."""
+    """Yield pairs of a `cond`'s result and the operand that the first of its branches to do so returns unchanged."""
     for output_index, result in enumerate(operation.outputs):
         for branch in operation.branches:
             branch_output = branch.outputs[output_index]
@@ -32,12 +32,18 @@ def unchanged_results(operation: Operation) -> Iterator[tuple[int, int]]:
 
 
 def in_place_results(operation: Operation, caller_values: Set[int], program: FlatProgram) -> set[int]:
-    """Return the results that are values of the caller or overwrite them: written slots, sums that are added to."""
-    if PIPE not in operation.manual:
+    """Return the results of an operation that need no new memory, because they are or overwrite values of the caller.
+
+    Args:
+        operation: an operation of a pipelined step.
+        caller_values: the values that are in memory of the caller.
+        program: program of the operation.
+    """
+    if PIPE not in operation.manual_axes:
         return set()
-    if operation.kind in ("enter", *SAME) and (operation.kind == "enter" or is_whole_array(operation, program, SAME)):
+    if operation.kind == "enter" or is_whole_array(operation, program, ELEMENT_PRESERVING):
         return set(operation.outputs) if operation.inputs[0] in caller_values else set()
-    if _is_tick_loop(operation):  # an asynchronous step takes and returns the activations and gradients in transit
+    if _is_tick_loop(operation):  # of an asynchronous step, which also receives and returns the messages in transit
         results_and_operands = zip(operation.outputs, carries(operation), strict=False)
         return {result for result, operand in results_and_operands if operand in caller_values}
     if operation.kind == "dynamic_update_slice":
@@ -46,27 +52,30 @@ def in_place_results(operation: Operation, caller_values: Set[int], program: Fla
 
 
 def reshaped_outputs(program: FlatProgram, renaming_primitives: Sequence[str]) -> set[int]:
-    """Return the values that a branch returns after a change of shape or type, and that share the result's memory.
+    """Return the values of a branch that share the memory of a result, because only their shape or type is changed.
 
     Args:
         program: program of the branch.
         renaming_primitives: names of the primitives that only change shape or type.
     """
-    values = {value for value in program.outputs if value is not None}
+    sharing_values = {value for value in program.outputs if value is not None}
     for operation in reversed(program.operations):
-        if operation.kind not in renaming_primitives or operation.outputs[0] not in values:
+        if operation.kind not in renaming_primitives or operation.outputs[0] not in sharing_values:
             continue
         operand = operation.inputs[0]
         if operand is not None and len(program.readers.get(operand, ())) == 1:
-            values.update(value for value in operation.inputs if value is not None)
-    return values - {None, *program.inputs}
+            sharing_values.update(value for value in operation.inputs if value is not None)
+    return sharing_values - {None, *program.inputs}
 
 
 def is_whole_array(operation: Operation, program: FlatProgram, kinds: Sequence[str] = SLICES) -> bool:
-    """Return whether a slice is the whole array, such as a pool's only slot or a device's only stage."""
-    if PIPE not in operation.manual or operation.kind not in kinds or operation.inputs[0] is None:
+    """Return whether an operation of a pipelined step, of one of `kinds`, returns all elements of its operand.
+
+    An example is the slice of a pool's only slot, or of a device's only stage.
+    """
+    if PIPE not in operation.manual_axes or operation.kind not in kinds or operation.inputs[0] is None:
         return False
-    operand, result = program.shapes[operation.inputs[0]], program.shapes[operation.outputs[0]]
+    operand, result = program.avals[operation.inputs[0]], program.avals[operation.outputs[0]]
     return math.prod(operand.shape) == math.prod(result.shape)
 
 
@@ -77,5 +86,5 @@ def tick_loops(program: FlatProgram) -> list[Operation]:
 
 def _is_tick_loop(operation: Operation) -> bool:
     """Return whether an operation is a loop over ticks: a loop over branches within a pipelined step."""
-    body_program = operation.loop if PIPE in operation.manual else None
-    return body_program is not None and any(body_operation.branches for body_operation in body_program.operations)
+    body = operation.loop_body if PIPE in operation.manual_axes else None
+    return body is not None and any(body_operation.branches for body_operation in body.operations)

@@ -1,9 +1,9 @@
-"""Seconds of work on a chip by roofline, the longer of the times for its FLOP and for its bytes.
+"""Seconds of work on a chip by the roofline model: the time for the FLOP or the time for the bytes, if that is longer.
 
     seconds = max(FLOP / (peak * efficiency), bytes / bandwidth)
 
-The model serves to choose what to recompute. It does not predict how long a step takes, because kernels overlap and
-fused operations cause no traffic.
+The model is for the choice of what to recompute. It does not predict the time of a step, because kernels overlap and
+fused operations do not move bytes.
 
 References:
     Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model".
@@ -18,7 +18,7 @@ EFFICIENCY = {
 }
 """Share of the peak that the matrix products of a training step reach."""
 DEFAULT_EFFICIENCY = 0.6
-"""A guess for chips without a fit; whole steps of MaxText on an H100 (492 TFLOP/s) reach half the peak."""
+"""Assumed efficiency of all other chips; whole steps of MaxText on an H100 (492 TFLOP/s) reach half the peak."""
 
 
 def rate(chip: Chip | None, dtype: str) -> float | None:
@@ -36,10 +36,10 @@ def rate(chip: Chip | None, dtype: str) -> float | None:
 
 
 def seconds(chip: Chip | None, flop: float, bytes_moved: float, dtype: str = "bfloat16") -> float:
-    """Return the seconds of one operation; 0 if the chip's rates are unknown.
+    """Return the seconds of one operation by roofline; 0 if the chip's rates are unknown.
 
     Args:
-        chip: chip that runs the operation; its rates are unknown if it is `None`.
+        chip: chip that runs the operation; `None` for an unknown chip.
         flop: FLOP of the operation's matrix products.
         bytes_moved: bytes that the operation moves between memory and chip.
         dtype: type of the operands of the products.

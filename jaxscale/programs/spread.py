@@ -1,11 +1,12 @@
 """Mesh axes along each dim of each value of a program, propagated as a compiler would do.
 
-Some inputs and the program's sharding constraints have known placements. Every other dim has the axes of the nearest
-dim that it is linked to. A dim of a matrix product is linked to the operand's dim with the same elements. If a dim is
-reshaped into several dims, it is linked to the first of them.
+The placement of a value (`Dims`) lists the mesh axes along each of its dims; names such as `dims` stand for it. The
+placements of some inputs and of the program's sharding constraints are known. Every other dim gets the axes of the
+nearest dim that it is linked to. A dim of a matrix product's result is linked to the operand's dim with the same
+elements. A dim that is reshaped into several dims is linked to the first of them.
 
-Left out: the costs that the compiler's propagation weighs (bytes of a resharding, uneven parts), and links through
-gathers. A kernel, a loop or a function with a custom derivative links dims of the same position and length.
+Left out: costs that a compiler compares (the bytes of a resharding, uneven parts), and links through gathers. A kernel,
+a loop or a function with a custom derivative links dims that have the same position and size.
 """
 
 import math
@@ -16,27 +17,29 @@ from jaxscale.programs.dims import Axes, DimLink, Dims, Shape, dims_of, links, s
 from jaxscale.programs.inline import InlinedProgram, Step
 
 Dim = tuple[int, int]
-"""A value's number and one of its dims."""
+"""The number of a value, and the index of one of its dims."""
 
 
-def propagate(program: InlinedProgram, known_dims: Mapping[int, Dims], sizes: Mapping[str, int]) -> dict[int, Dims]:
-    """Propagate known placements; return the mesh axes along the dims of every value.
+def propagate(
+    program: InlinedProgram, known_dims: Mapping[int, Dims], axis_sizes: Mapping[str, int]
+) -> dict[int, Dims]:
+    """Propagate known placements to all values of a program.
 
     Args:
         program: a flat program.
         known_dims: mesh axes along the dims of each input with a known placement, by the number of the input.
-        sizes: number of devices along each mesh axis.
+        axis_sizes: number of devices along each mesh axis.
 
     Returns:
-        The mesh axes along each dim of each value, by the number of the value. No axis is along two dims of a value,
+        The mesh axes along each dim of each value, by the number of the value. No axis appears in two dims of a value,
         and no dim is split into more parts than its size.
     """
-    ranks = [len(shape_of(aval)) for aval in program.avals]
-    if math.prod(sizes.values()) == 1:
-        return {number: ((),) * rank for number, rank in enumerate(ranks)}
+    ranks = [len(shape_of(aval)) for aval in program.avals]  # number of dims of each value
+    if math.prod(axis_sizes.values()) == 1:
+        return {value_number: ((),) * rank for value_number, rank in enumerate(ranks)}
     linked_dims: dict[Dim, list[Dim]] = {}
-    axes_of: dict[Dim, Axes] = {}
-    all_known_dims = list(known_dims.items())
+    axes_by_dim: dict[Dim, Axes] = {}
+    numbers_and_dims = list(known_dims.items())  # of each value with a known placement
     for step in program.steps:
         if step.primitive != "sharding_constraint":
             for first_dim, second_dim in _links(step, program):
@@ -44,30 +47,35 @@ def propagate(program: InlinedProgram, known_dims: Mapping[int, Dims], sizes: Ma
                 linked_dims.setdefault(second_dim, []).append(first_dim)
         elif (output := step.outputs[0]) is not None:
             dims = dims_of(step.eqn.params["sharding"], ranks[output])
-            all_known_dims.append((output, dims))
+            numbers_and_dims.append((output, dims))
             operand = step.inputs[0]
             for dim, axes in enumerate(dims):
                 if axes and isinstance(operand, int):  # placed like the result, unless the constraint gathers it
                     linked_dims.setdefault((output, dim), []).append((operand, dim))
-    queue: deque[Dim] = deque()
-    for number, dims in all_known_dims:
+    pending_dims: deque[Dim] = deque()
+    for value_number, dims in numbers_and_dims:
         for dim, axes in enumerate(dims):
-            axes_of[number, dim] = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
-            queue.append((number, dim))
-    while queue:
-        source_dim = queue.popleft()
-        for number, dim in linked_dims.get(source_dim, ()):
-            if (number, dim) not in axes_of:
-                used_axes = {axis for d in range(ranks[number]) for axis in axes_of.get((number, d), ())}
-                fits = math.prod(sizes[axis] for axis in axes_of[source_dim]) <= program.avals[number].shape[dim]
-                axes_of[number, dim] = axes_of[source_dim] if fits and not used_axes & set(axes_of[source_dim]) else ()
-                queue.append((number, dim))
-    return {number: tuple(axes_of.get((number, dim), ()) for dim in range(rank)) for number, rank in enumerate(ranks)}
+            axes_by_dim[value_number, dim] = tuple(axis for axis in axes if axis_sizes.get(axis, 1) > 1)
+            pending_dims.append((value_number, dim))
+    while pending_dims:
+        source_dim = pending_dims.popleft()
+        source_axes = axes_by_dim[source_dim]
+        for value_number, dim in linked_dims.get(source_dim, ()):
+            if (value_number, dim) not in axes_by_dim:
+                used_axes = {a for d in range(ranks[value_number]) for a in axes_by_dim.get((value_number, d), ())}
+                part_count = math.prod(axis_sizes[axis] for axis in source_axes)
+                is_possible = part_count <= program.avals[value_number].shape[dim] and not used_axes & set(source_axes)
+                axes_by_dim[value_number, dim] = source_axes if is_possible else ()
+                pending_dims.append((value_number, dim))
+    return {
+        value_number: tuple(axes_by_dim.get((value_number, dim), ()) for dim in range(rank))
+        for value_number, rank in enumerate(ranks)
+    }
 
 
 def _links(step: Step, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
     """Yield the linked pairs of dims of a step's operands and results."""
-    operands = [atom if isinstance(atom, int) else None for atom in step.inputs]
+    operands = [atom if isinstance(atom, int) else None for atom in step.inputs]  # numbers; `None` for a constant
     shapes = [shape_of(program.avals[atom] if isinstance(atom, int) else atom.value) for atom in step.inputs]
     for result in step.outputs:
         if result is None:
@@ -85,7 +93,7 @@ def _links(step: Step, program: InlinedProgram) -> Iterator[tuple[Dim, Dim]]:
 
 
 def _same_positions(shapes: Sequence[Shape], result_shape: Shape) -> Iterator[DimLink]:
-    """Yield the links of dims with the same position and length; if the ranks differ, only of the first dims."""
+    """Yield the links between dims of the same position and size; if the ranks differ, only between the first dims."""
     for index, shape in enumerate(shapes):
         for dim, (size, result_size) in enumerate(zip(shape, result_shape, strict=False)):
             if size == result_size and (dim == 0 or len(shape) == len(result_shape)):

@@ -143,7 +143,7 @@ def exchange_by_codec(gradient_exchange: GradientExchange, messages: Messages | 
         )
         norm = global_norm(means, layout.gradient_shardings)
         if sent is not None:
-            norm = jnp.where(sent.frozen[0], jnp.sqrt(jnp.mean(jnp.square(sent.norm))), norm)
+            norm = jnp.where(sent.is_momentum[0], jnp.sqrt(jnp.mean(jnp.square(sent.norm))), norm)
         wire_bytes = gradient_exchange.wire_bytes_at(update_count)
         metrics = {"residual_norm": reduction.residual_norm, "wire_bytes": wire_bytes}
         return ExchangeResult(means, norm, norm, metrics, {REDUCE: reduction.states})

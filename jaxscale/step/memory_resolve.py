@@ -13,7 +13,7 @@ from jaxscale.blocks import Treatment
 from jaxscale.compat import runs_recomputation_early
 from jaxscale.errors import UserError
 from jaxscale.memory.apply import treatment_for, wrapper
-from jaxscale.memory.decide import decide, kinds_of
+from jaxscale.memory.decide import decide, graphs_by_kind
 from jaxscale.memory.decision import Decision, read_decision
 from jaxscale.memory.plan import MemoryPlan
 from jaxscale.model_traits import ModelTraits
@@ -66,7 +66,7 @@ def _decide_unchecked(objective: Objective, devices: Sequence[Device]) -> Decisi
     is_foreign = ModelTraits.of(objective.planned.experiment.model).foreign
     if memory_plan.rule == "file":
         decision, calls = read_decision(memory_plan.name), traced_blocks(objective)
-        block_count, block_kinds = sum(call.count for call in calls), tuple(kinds_of(calls))
+        block_count, block_kinds = sum(call.count for call in calls), tuple(graphs_by_kind(calls))
         if block_count != decision.layers:
             raise UserError(
                 f"memory {memory_plan}: the file was made for {decision.layers} blocks, but this model has "

@@ -18,7 +18,7 @@ from jaxscale.memory.chain import (
     periodic,
     revolve,
     revolve_cost,
-    saves,
+    save_nodes,
     simulate,
     square_root,
 )
@@ -68,7 +68,7 @@ def test_revolve_keeps_no_more_states_than_slots(stages, slots):
 
 
 def test_periodic_cuts_and_leaves_the_last_segment_whole():
-    assert [len(list(saves((node,)))) for node in periodic(10, 4)] == [4, 4, 1, 1]
+    assert [len(list(save_nodes((node,)))) for node in periodic(10, 4)] == [4, 4, 1, 1]
     cost = simulate(periodic(10, 4), [UNIT] * 10, 1)
     assert cost.forwards == 10 + 8
     every = simulate(periodic(10, 1), [UNIT] * 10, 1)
@@ -152,7 +152,10 @@ def test_every_stage_runs_once_for_each_segment_around_it():
     [
         (keep_all(2), "a plan of 2 stages .* for a chain of 3"),
         ((Save(0), Save(2), Save(1)), "each stage once, in order"),
-        ((Save(0), Save(1, 3), Save(2)), "option 3 of stage 1, whose last option is 0: make the plan again"),
+        (
+            (Save(0), Save(1, 3), Save(2)),
+            "option 3 for stage 1, expected at most 0, the stage's last option: make the plan again",
+        ),
     ],
 )
 def test_a_plan_of_another_chain_is_refused(nodes, match):

@@ -18,7 +18,7 @@ from jaxscale.errors import UserError
 from jaxscale.layers.mlp import MLP
 from jaxscale.layers.stack import Chain, Stack
 from jaxscale.memory.apply import treatment_for, treatment_of_chain
-from jaxscale.memory.chain import Save, saves, times_run
+from jaxscale.memory.chain import Save, save_nodes, times_run
 from jaxscale.memory.chain_decision import block_options, block_stage, decide_chain
 from jaxscale.memory.decide import decide
 from jaxscale.memory.decision import ChainDecision, Decision
@@ -203,7 +203,7 @@ def test_decisions_are_json_both_ways():
     decision = decide_chain(MemoryPlan("chain", budget=budget_between(calls, 0.0)), calls)
     assert from_json(Decision, json.loads(json.dumps(to_json(decision)))) == decision
     assert decision.chain is not None
-    assert len(list(saves(decision.chain.nodes))) == 5
+    assert len(list(save_nodes(decision.chain.nodes))) == 5
 
 
 def test_a_plan_of_another_model_is_refused():

@@ -197,7 +197,7 @@ def test_a_budget_below_the_least_is_refused_and_told(alike, bound):
         stages, given = [stages[0]] * 9, stages[0].output_bytes
     least = least_budget(stages, given, bound)
     assert bounded(rotor(stages, given, least, bound=bound), bound) == least
-    with pytest.raises(UserError, match=r"the least possible is .*, of which stage \d alone takes .*; more microbatch"):
+    with pytest.raises(UserError, match=r"the least possible is .*, and stage \d alone takes .*; more microbatch"):
         rotor(stages, given, least - 1, bound=bound)
     with pytest.raises(UserError, match="least possible"):
         rotor(stages, given, 0, bound=bound)

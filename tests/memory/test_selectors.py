@@ -83,8 +83,8 @@ def test_the_order_of_each_rule():
     assert set(longest.names) <= first["tflms"]
     largest = max(values, key=lambda v: v.seconds * v.bytes)
     assert set(largest.names) <= first["autoswap"]
-    products = {name for v in values if v.read_by_products for name in v.names}
-    others = {name for v in values if not v.read_by_products for name in v.names}
+    products = {name for v in values if v.is_product_input for name in v.names}
+    others = {name for v in values if not v.is_product_input for name in v.names}
     assert products <= first["vdnn"] or not others & first["vdnn"], "inputs of products go before anything else"
 
 

@@ -21,7 +21,7 @@ from jaxscale.memory.decide import decide
 from jaxscale.memory.decision import Decision, Group, SaveSet, StackDecision, read_decision
 from jaxscale.memory.graph import menu, solve
 from jaxscale.memory.plan import MemoryPlan
-from jaxscale.memory.stack_plan import hull, least_bytes, plan_stack, share, stack_totals
+from jaxscale.memory.stack_plan import cheapest_saves, hull, least_bytes, plan_stack, stack_totals
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.foreign_blocks import blocks_wrapped, repeated_blocks
 from jaxscale.platforms.platform import Platform
@@ -170,7 +170,7 @@ def test_kinds_share_a_budget_no_worse_than_any_split_of_it():
     inputs = sum(call.input_bytes for call in calls)
     menus = {call.fingerprint: menu(call.graph, 40) for call in calls}
     for room in (0, 3000):
-        saves = {save.block: save for save in share(calls, inputs + room)}
+        saves = {save.block: save for save in cheapest_saves(calls, inputs + room)}
         assert sum(saves[call.fingerprint].bytes for call in calls) <= room
         best = min(
             sum(chosen[call.fingerprint].flop for call in calls)
@@ -180,7 +180,7 @@ def test_kinds_share_a_budget_no_worse_than_any_split_of_it():
         )
         assert sum(saves[call.fingerprint].flop for call in calls) <= best
     with pytest.raises(UserError, match="chain:BYTES"):
-        share(calls, inputs - 1)
+        cheapest_saves(calls, inputs - 1)
 
 
 def scanned():

@@ -26,7 +26,7 @@ def test_the_pieces_of_a_step(planned):
     assert [piece.name for piece in pieces] == NAMES
     assert all(piece.path == () for piece in pieces)
     forward, loss, backward = pieces
-    assert program.operations[forward.start].loop is not None
+    assert program.operations[forward.start].loop_body is not None
     assert program.operations[backward.start].params["reverse"]
     assert loss.indices == range(forward.stop, backward.start)
 
@@ -55,13 +55,13 @@ def test_what_was_measured_takes_the_place_of_the_formula(planned):
     formula = of_step(step, shapes, CPU)
     found = of_step(step, shapes, CPU, measure)
     assert len(set(asked)) == len(asked)
-    assert set(asked) == set(found.compiled)
+    assert set(asked) == set(found.compiled_pieces)
     assert found.timeline.peak.piece.name == asked[-1]
-    assert 10 * 2**20 < found.timeline.bytes < 10 * 2**20 + formula.timeline.bytes
+    assert 10 * 2**20 < found.timeline.peak_bytes < 10 * 2**20 + formula.timeline.peak_bytes
     # what is said of one piece changes no other
     nothing = of_step(step, shapes, CPU, lambda piece: 0)
-    assert set(nothing.compiled) >= {formula.timeline.peak.piece.name}
-    assert nothing.timeline.bytes < formula.timeline.bytes
+    assert set(nothing.compiled_pieces) >= {formula.timeline.peak.piece.name}
+    assert nothing.timeline.peak_bytes < formula.timeline.peak_bytes
 
 
 def test_every_piece_is_a_program(planned):
@@ -77,8 +77,8 @@ def test_every_piece_is_a_program(planned):
 def test_the_compiler_s_word_on_a_piece(planned):
     experiment = planned(memory=MemoryPlan("full"), attention="plain")
     found = fit(experiment, CPU, limit=2**30, compile_block=True)
-    assert found.estimate.compiled
-    assert f"by estimate, {' and '.join(found.estimate.compiled)} compiled" in found.verdict
+    assert found.estimate.compiled_pieces
+    assert f"by estimate, {' and '.join(found.estimate.compiled_pieces)} compiled" in found.verdict
     assert 0.5 < found.device_bytes / estimate(experiment, CPU).device_bytes < 2
 
 

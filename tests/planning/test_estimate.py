@@ -22,11 +22,11 @@ def test_arguments_are_exact(planned):
     step = build(experiment, devices=jax.devices()[:4])
     batch = {name: np.zeros((8, 128), np.int32) for name in ("tokens", "targets")}
     compiled = step.compile(batch)
-    assert sum(item.bytes for item in found.arguments) == pytest.approx(compiled.argument_bytes, rel=1e-3)
+    assert sum(item.bytes for item in found.argument_items) == pytest.approx(compiled.argument_bytes, rel=1e-3)
     told = step.memory(batch)
-    assert found.device["parameters"] == told["parameters"]
-    assert found.device["optimizer state"] == told["optimizer"]
-    assert found.device["batch"] == told["batch"]
+    assert found.device_bytes_by_kind["parameters"] == told["parameters"]
+    assert found.device_bytes_by_kind["optimizer state"] == told["optimizer"]
+    assert found.device_bytes_by_kind["batch"] == told["batch"]
 
 
 @pytest.mark.parametrize("memory", ["none", "dots", "full"])
@@ -53,7 +53,7 @@ def test_a_described_step_is_the_step(planned):
     ]
     assert len({len(text.splitlines()) for text in programs}) == 1
     platform = Platform.parse("cpu x 4")
-    assert of_step(here, shapes, platform).device == of_step(there, shapes, platform).device
+    assert of_step(here, shapes, platform).device_bytes_by_kind == of_step(there, shapes, platform).device_bytes_by_kind
 
 
 def test_remat_trades_bytes_for_flop(planned):
@@ -61,13 +61,17 @@ def test_remat_trades_bytes_for_flop(planned):
         estimate(planned(memory=MemoryPlan(rule), precision="bfloat16", attention="plain"), V5E)
         for rule in ("none", "dots", "full")
     )
-    assert none.device["kept activations"] > dots.device["kept activations"] > full.device["kept activations"]
+    assert (
+        none.device_bytes_by_kind["kept activations"]
+        > dots.device_bytes_by_kind["kept activations"]
+        > full.device_bytes_by_kind["kept activations"]
+    )
     assert none.flop == dots.flop < full.flop
 
 
 def test_kept_activations_of_full_are_the_blocks_inputs(planned):
     found = estimate(planned(memory=MemoryPlan("full"), precision="bfloat16", zero=3), V5E)
-    kept = [item.bytes for item in found.timeline.items if item.kind == "kept activations"]
+    kept = [item.bytes for item in found.timeline.peak_items if item.kind == "kept activations"]
     rows, layers = 8 // 4, 4
     assert max(kept) == layers * rows * 128 * 128 * 2
 
@@ -75,11 +79,13 @@ def test_kept_activations_of_full_are_the_blocks_inputs(planned):
 def test_more_devices_take_less_each(planned):
     few, many = (estimate(planned(f"fsdp:{n}", zero=3, precision="bfloat16"), "tpu v5e:2x4") for n in (4, 8))
     assert many.device_bytes < 0.6 * few.device_bytes
-    assert many.device["optimizer state"] == pytest.approx(few.device["optimizer state"] / 2, rel=0.01)
+    assert many.device_bytes_by_kind["optimizer state"] == pytest.approx(
+        few.device_bytes_by_kind["optimizer state"] / 2, rel=0.01
+    )
 
 
 def test_zero_splits_what_it_says(planned):
-    stages = [estimate(planned(zero=stage, precision="bfloat16"), V5E).device for stage in range(4)]
+    stages = [estimate(planned(zero=stage, precision="bfloat16"), V5E).device_bytes_by_kind for stage in range(4)]
     assert stages[1]["optimizer state"] == pytest.approx(stages[0]["optimizer state"] / 4, rel=0.01)
     assert stages[3]["parameters"] == pytest.approx(stages[0]["parameters"] / 4, rel=0.01)
     assert sum(stages[3].values()) < sum(stages[2].values()) <= sum(stages[1].values()) < sum(stages[0].values())
@@ -96,30 +102,32 @@ def test_a_chunked_loss_holds_a_chunk(planned):
 
 def test_microbatches_divide_activations(planned):
     one, two = (estimate(planned(microbatches=n, precision="bfloat16"), V5E) for n in (1, 2))
-    assert two.device["kept activations"] == pytest.approx(one.device["kept activations"] / 2, rel=0.1)
-    assert two.device["gradients"] >= one.device.get("gradients", 0)
+    assert two.device_bytes_by_kind["kept activations"] == pytest.approx(
+        one.device_bytes_by_kind["kept activations"] / 2, rel=0.1
+    )
+    assert two.device_bytes_by_kind["gradients"] >= one.device_bytes_by_kind.get("gradients", 0)
 
 
 def test_offloaded_state_counts_on_the_host(planned):
     here, there = (estimate(planned(zero=3, optimizer_state=place), V5E) for place in ("device", "streamed"))
-    moved = here.device["optimizer state"] - there.device.get("optimizer state", 0)
-    assert there.host["optimizer state"] == pytest.approx(moved, rel=0.01)
-    assert there.host["second copy"] == there.host["optimizer state"]
-    assert "optimizer state" not in here.host
+    moved = here.device_bytes_by_kind["optimizer state"] - there.device_bytes_by_kind.get("optimizer state", 0)
+    assert there.host_bytes_by_kind["optimizer state"] == pytest.approx(moved, rel=0.01)
+    assert there.host_bytes_by_kind["second copy"] == there.host_bytes_by_kind["optimizer state"]
+    assert "optimizer state" not in here.host_bytes_by_kind
 
 
 def test_the_host_holds_a_checkpoint_while_it_is_written(planned):
     found = estimate(planned(zero=3), V5E)
     kinds = ("parameters", "optimizer state", "model state")
-    assert found.host == {"checkpoint": sum(found.device[kind] for kind in kinds)}
+    assert found.host_bytes_by_kind == {"checkpoint": sum(found.device_bytes_by_kind[kind] for kind in kinds)}
 
 
 def test_it_adds_up_and_prints(planned):
     found = estimate(planned(), V5E)
-    assert found.device_bytes == sum(found.device.values())
+    assert found.device_bytes == sum(found.device_bytes_by_kind.values())
     lines = str(found).splitlines()
     assert lines[-1].startswith("total")
-    assert {line.split("  ")[0] for line in lines[1:-1]} == {*found.device, *found.host}
+    assert {line.split("  ")[0] for line in lines[1:-1]} == {*found.device_bytes_by_kind, *found.host_bytes_by_kind}
 
 
 def test_data_without_shapes_is_opened(experiment):

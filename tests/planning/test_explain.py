@@ -28,14 +28,16 @@ def explained(planned):
 def test_everything_alive_adds_up_to_the_estimate(explained):
     found = explained
     guess = found.fit.estimate
-    assert sum(item.bytes for item in found.alive) == guess.device_bytes - guess.device.get("packing", 0)
-    assert [item.bytes for item in found.alive] == sorted((item.bytes for item in found.alive), reverse=True)
+    assert sum(item.bytes for item in found.live_items) == guess.device_bytes - guess.device_bytes_by_kind.get(
+        "packing", 0
+    )
+    assert [item.bytes for item in found.live_items] == sorted((item.bytes for item in found.live_items), reverse=True)
 
 
 @pytest.mark.slow
 def test_the_model_s_own_names(explained):
     found = explained
-    names = [item.name for item in found.alive]
+    names = [item.name for item in found.live_items]
     assert "blocks/layers/mlp/up/weight" in names
     assert any(name.startswith("mlp_up ") for name in names)
     assert any(name.startswith("attention_v ") for name in names)
@@ -45,8 +47,8 @@ def test_the_model_s_own_names(explained):
 @pytest.mark.slow
 def test_the_curve_has_the_plan_in_question(explained):
     found = explained
-    assert [point.name for point in found.plans if point.chosen] == ["dots"]
-    by_name = {point.name: point for point in found.plans}
+    assert [point.name for point in found.points if point.is_current] == ["dots"]
+    by_name = {point.name: point for point in found.points}
     assert by_name["none"].cost == 1.0
     assert by_name["full"].cost > 1.2
     assert by_name["full"].bytes < by_name["none"].bytes
@@ -60,13 +62,13 @@ def test_the_curve_has_the_plan_in_question(explained):
 
 @pytest.mark.slow
 def test_what_is_kept_is_told_of_the_model_and_of_a_block(explained):
-    by_name = {point.name: point for point in explained.plans}
+    by_name = {point.name: point for point in explained.points}
     layers = 4
     for name, point in by_name.items():
-        assert point.kept is not None
-        assert point.kept_of_a_block == pytest.approx(point.kept / layers, abs=1)
+        assert point.kept_bytes is not None
+        assert point.block_kept_bytes == pytest.approx(point.kept_bytes / layers, abs=1)
         if MemoryPlan.parse(name).budget is not None:
-            assert point.kept <= MemoryPlan.parse(name).budget
+            assert point.kept_bytes <= MemoryPlan.parse(name).budget
     assert "a block" in str(explained)
 
 
@@ -92,12 +94,12 @@ def test_the_compiler_s_own_listing(planned):
     assert found.fit.verified
     assert found.fit.report is not None
     assert "the compiler's listing" in str(found)
-    assert found.alive[0].bytes == max(one.bytes for one in found.fit.report.live)
+    assert found.live_items[0].bytes == max(one.bytes for one in found.fit.report.live)
 
 
 def test_stacked_areas_reach_the_sums():
     moments = [{"a": 100, "b": 0}, {"a": 100, "b": 300}, {"a": 100}]
-    root = drawn(stacked(moments, limit=350, turn=1))
+    root = drawn(stacked(moments, limit=350, backward_start=1))
     paths = [node for node in root if node.tag.endswith("path")]
     assert len(paths) == 2
     assert any("limit" in node.get("class", "") for node in root)

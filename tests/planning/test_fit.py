@@ -50,15 +50,15 @@ def test_a_host_with_less_memory_than_the_plan_puts_there(planned):
     found = fit(planned(zero=3, optimizer_state="streamed"), V5E, host_limit=1000)
     assert not found.fits
     assert "host memory" in found.verdict
-    assert found.helps == ()  # less device memory would bring nothing
+    assert found.changes == ()  # less device memory would bring nothing
 
 
 @pytest.mark.slow
 def test_what_would_help_the_device_need_not_fit_the_host(planned):
     experiment = planned(precision="bfloat16")
     found = fit(experiment, V5E, limit=needs(experiment) // 2, host_limit=1000)
-    assert found.helps
-    assert not any(one.fits for one in found.helps)
+    assert found.changes
+    assert not any(one.fits for one in found.changes)
 
 
 def test_a_kernel_that_the_compiler_refuses_is_no_matter_of_the_limit(planned):
@@ -79,33 +79,35 @@ def halved(planned):
 
 def test_what_would_help_names_flags_and_is_true(planned, halved):
     experiment, found = planned(precision="bfloat16"), halved
-    best = found.helps[0]
-    assert [one.saves for one in found.helps[:-1]] == sorted((one.saves for one in found.helps[:-1]), reverse=True)
+    best = found.changes[0]
+    assert [one.saved_bytes for one in found.changes[:-1]] == sorted(
+        (one.saved_bytes for one in found.changes[:-1]), reverse=True
+    )
     assert best.flags in str(found)
     if best.flags == "--plan.memory full":
         plan = dataclasses.replace(experiment.plan, memory=MemoryPlan("full"))
-        assert best.saves == needs(experiment) - estimate(experiment, V5E, plan).device_bytes
+        assert best.saved_bytes == needs(experiment) - estimate(experiment, V5E, plan).device_bytes
 
 
 @pytest.mark.slow
 def test_several_changes_together_where_one_is_not_enough(planned):
     experiment = planned(precision="bfloat16")
-    singles = fit(experiment, V5E, limit=needs(experiment) // 2).helps
-    most = max(one.saves for one in singles)
+    singles = fit(experiment, V5E, limit=needs(experiment) // 2).changes
+    most = max(one.saved_bytes for one in singles)
     found = fit(experiment, V5E, limit=needs(experiment) - most - 1000)
-    assert found.helps[-1].flags.count("--") > 1
-    assert found.helps[-1].saves >= most
+    assert found.changes[-1].flags.count("--") > 1
+    assert found.changes[-1].saved_bytes >= most
 
 
 def test_one_that_fits_well_asks_for_nothing(planned):
-    assert fit(planned(), V5E).helps == ()
+    assert fit(planned(), V5E).changes == ()
 
 
 def test_how_it_would_fit_is_told_in_one_sentence(planned, halved):
     experiment, found = planned(precision="bfloat16"), halved
-    first = next(one for one in found.helps if one.fits)
+    first = next(one for one in found.changes if one.fits)
     assert found.remedy.startswith(f"it fits with {first.flags}")
-    assert first.needs == needs(experiment) - first.saves
+    assert first.needed_bytes == needs(experiment) - first.saved_bytes
     assert found.verdict.startswith("does not fit")
     assert found.remedy in str(found).splitlines()
     assert fit(experiment, V5E).remedy == ""

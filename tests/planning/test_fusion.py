@@ -26,9 +26,9 @@ def peak(fn, *args, fuses="no"):
 def test_an_expression_is_computed_from_arrays():
     arrays = arrays_of(lambda x: (jnp.sin(x @ x) * (x.T @ x)) + x, X, fuses="all")
     kinds = {value: operation.kind for operation in arrays.program.operations for value in operation.outputs}
-    assert [kinds[value] for value in arrays.bytes] == ["dot_general", "dot_general"]
-    assert arrays.sources_of(arrays.program.outputs) == set(arrays.bytes)
-    assert all(arrays.sources[value] == {value} for value in arrays.bytes)
+    assert [kinds[value] for value in arrays.array_bytes] == ["dot_general", "dot_general"]
+    assert arrays.sources_of(arrays.program.outputs) == set(arrays.array_bytes)
+    assert all(arrays.sources_by_value[value] == {value} for value in arrays.array_bytes)
 
 
 @pytest.mark.parametrize(("fuses", "products"), [("no", 1), ("all", 0)])
@@ -38,7 +38,7 @@ def test_what_two_products_read_is_an_array_where_nothing_is_fused(fuses, produc
         return (both @ x) + (x @ both)
 
     arrays = arrays_of(fn, X, fuses=fuses)
-    assert len(arrays.bytes) == 2 + products
+    assert len(arrays.array_bytes) == 2 + products
 
 
 def test_a_loop_s_stack_belongs_to_the_caller():
@@ -46,9 +46,9 @@ def test_a_loop_s_stack_belongs_to_the_caller():
         return jax.lax.scan(lambda x, w: (jnp.sin(x) @ w, x @ w), x, w)
 
     arrays = arrays_of(fn, X, jax.ShapeDtypeStruct((5, 32, 32), jnp.float32), fuses="all")
-    (loop,) = [i for i, operation in enumerate(arrays.program.operations) if operation.loop is not None]
-    assert sorted(arrays.bytes.values()) == [KB, 5 * KB]
-    assert sorted(arrays.of_loop(loop).bytes.values()) == [0, KB]
+    (loop,) = [i for i, operation in enumerate(arrays.program.operations) if operation.loop_body is not None]
+    assert sorted(arrays.array_bytes.values()) == [KB, 5 * KB]
+    assert sorted(arrays.loop_arrays(loop).array_bytes.values()) == [0, KB]
 
 
 def test_a_scatter_of_one_element_a_row_is_an_expression():
@@ -56,7 +56,7 @@ def test_a_scatter_of_one_element_a_row_is_an_expression():
         return jnp.take_along_axis(jax.nn.log_softmax(x @ x), index[:, None], 1).sum()
 
     index = jax.ShapeDtypeStruct((32,), jnp.int32)
-    assert peak(jax.grad(loss), X, index, fuses="all").bytes < 3.1 * KB  # logits and two products
+    assert peak(jax.grad(loss), X, index, fuses="all").peak_bytes < 3.1 * KB  # logits and two products
 
 
 def test_a_product_that_all_readers_narrow_is_narrow():
@@ -64,4 +64,4 @@ def test_a_product_that_all_readers_narrow_is_narrow():
         y = jax.lax.dot_general(x, x, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         return jax.lax.scan(lambda c, _: (c * 2, None), y.astype(jnp.bfloat16), None, length=2)[0]
 
-    assert peak(fn, jax.ShapeDtypeStruct((32, 32), jnp.bfloat16), fuses="all").items[0].bytes == KB // 2
+    assert peak(fn, jax.ShapeDtypeStruct((32, 32), jnp.bfloat16), fuses="all").peak_items[0].bytes == KB // 2

@@ -71,7 +71,7 @@ def model(monkeypatch):
     monkeypatch.setattr(memory_search, "described_step", made.described_step)
     monkeypatch.setattr(memory_search, "of_step", made.of_step)
     monkeypatch.setattr(MemoryCosts, "of", made.costs)
-    monkeypatch.setattr(MemoryCosts, "timed", False)
+    monkeypatch.setattr(MemoryCosts, "is_timed", False)
     return made
 
 
@@ -90,7 +90,7 @@ def test_the_largest_save_set_that_fits_is_found(experiment, model, limit):
     # what lies within CLOSE of the limit, and two steps of the curve, is worth no further estimate
     near = model.work / 3 * (memory_search.CLOSE * limit * MIB + 2 * model.step) / (model.most / 2)
     assert model.flop(memory) - fitting(model, limit * MIB) <= near + 1
-    assert len(model.asked) == len(set(model.asked)) <= memory_search.ESTIMATES + len(memory_search.MENU) + 1
+    assert len(model.asked) == len(set(model.asked)) <= memory_search.MAX_ESTIMATES + len(memory_search.MENU) + 1
     assert len(str(memory)) <= len("save:888.5MiB")
 
 
@@ -106,7 +106,7 @@ def test_the_largest_save_set_that_fits_is_found(experiment, model, limit):
 def test_offload_is_taken_where_it_spares_enough_time_and_fits_the_host(
     experiment, model, monkeypatch, spared, host, plan, rule
 ):
-    monkeypatch.setattr(MemoryCosts, "timed", True)
+    monkeypatch.setattr(MemoryCosts, "is_timed", True)
     monkeypatch.setattr(MemoryCosts, "block_seconds", 3000.0)
     monkeypatch.setattr(MemoryCosts, "decision", lambda self, memory: model.decision(memory))
     model.spared = spared
@@ -154,8 +154,8 @@ def test_the_compiler_corrects_the_estimate(experiment, model, limit, off):
     assert off(model.taken(memory)) <= limit * MIB
     assert str(memory) in compiled
     assert len(compiled) == len(set(compiled))
-    assert sum(text.startswith("save") for text in compiled) <= memory_search.COMPILES
-    assert len(compiled) <= memory_search.COMPILES + 1
+    assert sum(text.startswith("save") for text in compiled) <= memory_search.MAX_COMPILES
+    assert len(compiled) <= memory_search.MAX_COMPILES + 1
     true = next(taken for taken in range(1000 * MIB, 0, -MIB) if off(taken) <= limit * MIB)
     assert model.flop(memory) <= 1.03 * fitting(model, true)
 

@@ -73,7 +73,7 @@ def test_it_prints_a_table_and_draws_itself(tmp_path):
 def test_without_a_chip_flop_are_counted_and_nothing_is_offloaded():
     w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(64, 64), (8, 64)])
     menu = jaxscale.menu(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w), w, x, layers=4, shares=(0, 1))
-    assert not menu.timed
+    assert not menu.is_timed
     assert not any(rule.startswith("offload") for rule in menu.decisions)
     # two products forward, four backward; to keep nothing runs the first again, for the second has no reader
     assert menu.cost(menu.decisions["full"][0]) == pytest.approx(1 / 3)

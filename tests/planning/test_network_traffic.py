@@ -26,20 +26,22 @@ def test_a_codec_s_states_and_bytes_are_told(planned):
     experiment = planned(MESH, zero=2, reduce=INT8, precision="bfloat16")
     estimated, step = estimate(experiment, SLICES), described_step(experiment, Platform.parse(SLICES))
     assert step.gradient_exchange is not None
-    assert estimated.device["residuals"] == step.memory(batch_shapes(experiment))["residuals"]
-    assert estimated.wire is not None
-    assert (estimated.wire.bytes, estimated.wire.exact_bytes) == (
+    assert estimated.device_bytes_by_kind["residuals"] == step.memory(batch_shapes(experiment))["residuals"]
+    assert estimated.slow_axis_traffic is not None
+    assert (estimated.slow_axis_traffic.sent_bytes, estimated.slow_axis_traffic.exact_bytes) == (
         step.gradient_exchange.wire_bytes,
         step.gradient_exchange.exact_bytes,
     )
-    assert estimated.wire.seconds == pytest.approx(estimated.wire.bytes / (25e9 / 8))
-    assert estimated.state_bytes == pytest.approx(8, rel=1e-3)
+    assert estimated.slow_axis_traffic.seconds == pytest.approx(estimated.slow_axis_traffic.sent_bytes / (25e9 / 8))
+    assert estimated.state_bytes_per_parameter == pytest.approx(8, rel=1e-3)
     # the model's activations are within a region of each replica's own, and are seen all the same
     plain = estimate(planned(MESH, zero=2, precision="bfloat16"), SLICES)
-    assert estimated.device["kept activations"] == pytest.approx(plain.device["kept activations"], rel=0.05)
-    assert "residuals" not in plain.device
-    assert plain.wire is not None
-    assert plain.wire.bytes == estimated.wire.exact_bytes // 2
+    assert estimated.device_bytes_by_kind["kept activations"] == pytest.approx(
+        plain.device_bytes_by_kind["kept activations"], rel=0.05
+    )
+    assert "residuals" not in plain.device_bytes_by_kind
+    assert plain.slow_axis_traffic is not None
+    assert plain.slow_axis_traffic.sent_bytes == estimated.slow_axis_traffic.exact_bytes // 2
 
 
 def test_the_report_says_it_before_and_after_compiling(planned):
@@ -91,11 +93,11 @@ def test_diloco_spreads_its_meetings_over_the_steps_between(planned):
     step = described_step(experiment, Platform.parse(SLICES))
     wire = slow_axis_traffic(step, Platform.parse(SLICES))
     assert wire is not None
-    assert wire.bytes == pytest.approx(wire.exact_bytes / 10, rel=1e-3)
-    assert wire.by == "diloco every 10 steps"
-    device = of_step(step, batch_shapes(experiment), Platform.parse(SLICES)).device
+    assert wire.sent_bytes == pytest.approx(wire.exact_bytes / 10, rel=1e-3)
+    assert wire.sender == "diloco every 10 steps"
+    device = of_step(step, batch_shapes(experiment), Platform.parse(SLICES)).device_bytes_by_kind
     assert device["outer state"] == step.memory(batch_shapes(experiment))["outer state"]
-    assert estimate(planned("fsdp:4"), "tpu v5e:2x2").wire is None
+    assert estimate(planned("fsdp:4"), "tpu v5e:2x2").slow_axis_traffic is None
 
 
 @pytest.mark.slow
@@ -106,6 +108,6 @@ def test_this_machine_s_compiler_agrees_in_outline(planned, reduce):
     shapes = batch_shapes(experiment)
     compiled = step.compile(shapes)
     memory = of_step(step, shapes, Platform.parse("cpu x 8"))
-    assert sum(item.bytes for item in memory.arguments) == pytest.approx(compiled.argument_bytes, rel=1e-3)
+    assert sum(item.bytes for item in memory.argument_items) == pytest.approx(compiled.argument_bytes, rel=1e-3)
     real = compiled.argument_bytes + compiled.output_bytes - compiled.alias_bytes + compiled.temp_bytes
     assert 0.6 < memory.device_bytes / real < 1.5, (memory.device_bytes / real, str(memory))

@@ -68,18 +68,18 @@ def much(pool, x):
 
 def test_a_pool_lies_once_whoever_writes_it():
     found = branched(idle, little)
-    assert found.bytes // KB == 3 + 1  # the pool, and the product on its way into it; scalars
-    assert {item.kind for item in found.items} == {"gradients", "transients"}  # it is read after the loop
+    assert found.peak_bytes // KB == 3 + 1  # the pool, and the product on its way into it; scalars
+    assert {item.kind for item in found.peak_items} == {"gradients", "transients"}  # it is read after the loop
 
 
 def test_the_branch_that_needs_the_most_decides():
     one, other = branched(idle, much), branched(much, little, idle)
-    assert one.bytes == other.bytes > branched(idle, little).bytes
+    assert one.peak_bytes == other.peak_bytes > branched(idle, little).peak_bytes
 
 
 def test_shapes_within_are_of_a_device():
-    assert walked(lambda x: (x @ x.T) @ x).bytes == 2 * KB
-    assert walked(lambda x: jax.lax.psum(jnp.sin(x), "pipe") * x).bytes == 2 * KB  # what is sent, and what comes
+    assert walked(lambda x: (x @ x.T) @ x).peak_bytes == 2 * KB
+    assert walked(lambda x: jax.lax.psum(jnp.sin(x), "pipe") * x).peak_bytes == 2 * KB  # what is sent, and what comes
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_1f1b_is_flat_and_gpipe_grows_by_its_slots(piped):
     message = 128 * 128 * 2  # one row of 128 tokens, 128 wide, in bfloat16
 
     def stash(pipeline):
-        return estimate(piped(pipeline, stash="input"), V5E).device["stash"]
+        return estimate(piped(pipeline, stash="input"), V5E).device_bytes_by_kind["stash"]
 
     def slots(pipeline):
         return tabulate(PipelinePlan.parse(pipeline).schedule(), "input").messages
@@ -114,17 +114,17 @@ def test_1f1b_is_flat_and_gpipe_grows_by_its_slots(piped):
 @pytest.mark.slow
 def test_seconds_and_margin(piped):
     found = fit(piped("1f1b:4x8"), V5E)
-    assert found.clock is not None
-    assert 0.27 < found.clock.bubble < 0.6  # (p-1)/(m+p-1), and what the head adds to the last stage
+    assert found.simulation is not None
+    assert 0.27 < found.simulation.bubble < 0.6  # (p-1)/(m+p-1), and what the head adds to the last stage
     assert "simulated: " in str(found)
     assert found.margin == accuracy.MARGIN
     assert "pipelined train steps" in str(found)
     assert fit(piped("1f1b:4x8"), "gpu h100 x 4").margin == accuracy.UNKNOWN_MARGIN
-    assert fit(piped("1f1b:4x8"), "cpu x 4").clock is None
+    assert fit(piped("1f1b:4x8"), "cpu x 4").simulation is None
 
 
 def test_the_recorded_estimates():
-    found = accuracy.recorded("tpu", pipelined=True)
+    found = accuracy.recorded_accuracy("tpu", pipelined=True)
     assert found is not None
     assert found.median <= 0.1
     assert found.worst <= accuracy.margin("tpu", pipelined=True)

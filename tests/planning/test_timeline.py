@@ -20,12 +20,12 @@ def peak(fn, *args, fuses="no"):
 
 
 def test_an_expression_takes_no_memory():
-    assert peak(lambda x: jnp.sin(x) * 2 + x, X).bytes == 0
+    assert peak(lambda x: jnp.sin(x) * 2 + x, X).peak_bytes == 0
 
 
 def test_a_product_is_an_array_until_its_last_reader():
-    assert peak(lambda x: (x @ x) @ x, X).bytes == 2 * KB
-    assert peak(lambda x: ((x @ x) @ x) @ x, X).bytes == 2 * KB  # the first is gone when the third is made
+    assert peak(lambda x: (x @ x) @ x, X).peak_bytes == 2 * KB
+    assert peak(lambda x: ((x @ x) @ x) @ x, X).peak_bytes == 2 * KB  # the first is gone when the third is made
 
 
 def test_what_an_expression_is_made_of_stays():
@@ -34,8 +34,8 @@ def test_what_an_expression_is_made_of_stays():
         both = jnp.sin(a) * b
         return (both @ x) @ (x @ both)
 
-    assert peak(fn, X).bytes == 3 * KB  # both, and the products that read it; before, what it is made of
-    assert peak(fn, X, fuses="all").bytes == 4 * KB  # computed inside each product, from a and b
+    assert peak(fn, X).peak_bytes == 3 * KB  # both, and the products that read it; before, what it is made of
+    assert peak(fn, X, fuses="all").peak_bytes == 4 * KB  # computed inside each product, from a and b
 
 
 def test_a_loop_keeps_what_it_stacks_and_frees_the_rest():
@@ -48,7 +48,7 @@ def test_a_loop_keeps_what_it_stacks_and_frees_the_rest():
 
     w = jax.ShapeDtypeStruct((5, 32, 32), jnp.float32)
     found = peak(fn, X, w, fuses="all")
-    assert found.bytes == (5 + 1 + 1) * KB  # the stack, the state, and the next state while it is made
+    assert found.peak_bytes == (5 + 1 + 1) * KB  # the stack, the state, and the next state while it is made
 
 
 def test_remat_keeps_less():
@@ -64,6 +64,6 @@ def test_remat_keeps_less():
         return jax.grad(loss)
 
     w = jax.ShapeDtypeStruct((16, 32, 32), jnp.float32)
-    kept, less = (peak(net(keep), w, X, fuses="all").bytes for keep in (True, False))
+    kept, less = (peak(net(keep), w, X, fuses="all").peak_bytes for keep in (True, False))
     # cosines of both products, the input of the second product, and the block's input; gradients in both
     assert kept - less == pytest.approx(3 * 16 * KB, rel=0.15)

@@ -56,7 +56,7 @@ def test_it_is_the_fastest_of_all(text):
     plan = PipelinePlan.parse(text)
     groups = devices_of("gpu a100-80, gpu h100 x 2", 3)
     assignment = assign(EXPERIMENT, groups, plan, plan.schedule())
-    assert assignment.places == ("a100-80", "h100", "h100")
+    assert assignment.chip_names == ("a100-80", "h100", "h100")
     assert assignment.pipeline.stages[0] < min(assignment.pipeline.stages[1:])
     assert sum(assignment.pipeline.stages) == 7
     # messages take a moment, which the count of all partitions leaves out
@@ -80,7 +80,7 @@ def test_the_printed_plan_can_be_pasted_whatever_else_is_printed():
 def test_virtual_workers_are_alike_and_share_the_rows():
     plan = PipelinePlan.parse("1f1b:2x4")
     assignment = assign(EXPERIMENT, devices_of("gpu a100-80 x 2, gpu h100 x 2", 2), plan, plan.schedule())
-    assert (assignment.workers, assignment.places) == (2, ("h100", "a100-80"))
+    assert (assignment.worker_count, assignment.chip_names) == (2, ("h100", "a100-80"))
     assert assignment.pipeline.stages[0] > assignment.pipeline.stages[1]
     assert "2 virtual workers side by side" in str(assignment)
     assert unlike_devices.taken == [(4, 2, 4)] * 2

@@ -27,7 +27,7 @@ def test_three_threads_a_device(monkeypatch: pytest.MonkeyPatch, flags: str, thr
 
 @pytest.mark.usefixtures("before_start")
 def test_the_number_of_devices_may_be_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_threads, "_configured_devices", lambda: 4)
+    monkeypatch.setattr(cpu_threads, "_configured_device_count", lambda: 4)
     assert not provide_threads()
     assert os.environ["NPROC"] == "12"
 

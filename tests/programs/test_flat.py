@@ -44,7 +44,7 @@ def test_a_loop_keeps_its_body():
     )
     (loop,) = program.operations
     assert loop.kind == "scan"
-    assert [operation.kind for operation in loop.loop.operations] == ["add"]
+    assert [operation.kind for operation in loop.loop_body.operations] == ["add"]
 
 
 def test_names_of_the_model_are_kept():
@@ -59,7 +59,7 @@ def test_the_backward_pass_is_told_apart():
 
     program = flatten(jax.make_jaxpr(jax.grad(loss))(jnp.ones((3, 2)), jnp.ones((4, 3))))
     products = [operation for operation in program.operations if operation.kind == "dot_general"]
-    assert [operation.backward for operation in products] == [False, True]
+    assert [operation.is_backward for operation in products] == [False, True]
 
 
 def test_an_operation_knows_its_line():

@@ -23,10 +23,10 @@ def program() -> FlatProgram:
 
 
 def test_a_heads_gradient_keeps_logits_and_hidden_states_until_the_blocks_are_done(program: FlatProgram) -> None:
-    backward = [at for at, one in enumerate(program.operations) if one.kind == "dot_general" and one.backward]
-    head = next(at for at in backward if 32 in program.shapes[program.operations[at].outputs[0]].shape)
+    backward = [at for at, one in enumerate(program.operations) if one.kind == "dot_general" and one.is_backward]
+    head = next(at for at in backward if 32 in program.avals[program.operations[at].outputs[0]].shape)
     late = late_arrays(program, [head], lambda one: one.kind in ARRAYS)
-    assert sorted(program.shapes[value].shape for value in late) == [(8, 4), (8, 32)]
+    assert sorted(program.avals[value].shape for value in late) == [(8, 4), (8, 32)]
     (end,) = set(late.values())
     assert program.operations[end].kind == "scan"
     assert program.operations[end].params["reverse"]

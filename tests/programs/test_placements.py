@@ -25,10 +25,11 @@ def placed(mesh, fn, *given):
     program = flatten(jax.make_jaxpr(fn)(*args))
     found = place(program, [dims_of(arg.sharding, len(arg.shape)) for arg in args], SIZES)
     compiled = jax.jit(fn).lower(*args).compile()
-    made = program.shapes[program.outputs[0]]
+    made = program.avals[program.outputs[0]]
     theirs = compiled.output_shardings.shard_shape(made.shape)
     ours = tuple(
-        -(-size // found.ways(axes)) for size, axes in zip(made.shape, found.dims[program.outputs[0]], strict=True)
+        -(-size // found.part_count(axes))
+        for size, axes in zip(made.shape, found.dims[program.outputs[0]], strict=True)
     )
     return ours, theirs
 
@@ -61,14 +62,14 @@ def test_a_weight_shard_is_gathered_for_rows_on_the_same_axis(mesh):
     program = flatten(jax.make_jaxpr(lambda x, w: x @ w)(x, w))
     found = place(program, [(("fsdp",), ()), (("fsdp",), ("tensor",))], SIZES)
     assert found.dims[program.outputs[0]] == (("fsdp",), ("tensor",))
-    assert found.gathered == {0: 16 * 32 * 4 // 4}
+    assert found.gathered_bytes == {0: 16 * 32 * 4 // 4}
 
 
 def test_a_gradient_over_rows_is_summed():
     x, dy = jnp.ones((8, 16)), jnp.ones((8, 32))
     program = flatten(jax.make_jaxpr(lambda x, dy: x.T @ dy)(x, dy))
     found = place(program, [(("fsdp",), ()), (("fsdp",), ())], SIZES)
-    assert len(found.summed) == 1
+    assert len(found.summed_products) == 1
     assert found.dims[program.outputs[0]] == ((), ())
 
 

@@ -2,16 +2,16 @@
 
 | rule | chooses | module |
 |---|---|---|
-| pofo | keep, recompute or offload, together, at the least cost | `pofo` |
-| capuchin | values whose copies are hidden, then the cheaper of copying and recomputing | `capuchin` |
+| pofo | values to keep, recompute or offload, together, at the least cost | `pofo` |
+| capuchin | values with hidden copies, then further values to copy or to recompute, whichever is cheaper | `capuchin` |
 | vdnn | inputs of the matrix products | `orders` |
 | tflms | the values that are idle the longest | `orders` |
-| autoswap | the largest product of bytes and idle time | `orders` |
-| swapadvisor | by genetic search | `swapadvisor` |
+| autoswap | the values with the largest product of bytes and idle time | `orders` |
+| swapadvisor | values that a genetic search finds | `swapadvisor` |
 
-The last four rules recompute nothing. They were designed from 2016 to 2020 for GPUs of 12 TFLOP/s on links of 12 GB/s.
-A v5p computes 40 times as fast over a similar link, so that only a tenth of their copies is hidden. They are here for
-comparison. `experiments/benchmarks/offload.py` shows all of them on one block.
+The last four rules recompute nothing. They were designed between 2016 and 2020 for GPUs of 12 TFLOP/s on links of 12
+GB/s. A v5p computes 40 times as fast over a similar link, so only a tenth of the copies that these rules make is
+hidden. They are here for comparison. `experiments/benchmarks/offload.py` shows all rules on one block.
 """
 
 import functools

@@ -1,20 +1,20 @@
 """Capuchin (Peng et al. 2020, "Capuchin: Tensor-based GPU Memory Management for Deep Learning", ASPLOS 2020).
 
-Values whose copies are hidden go to the host first, in order of falling idle time. Each further value is copied or
-recomputed, whichever is cheaper per byte.
+Values with copies that overlap with computation go to the host first, in order of falling idle time. Each further value
+is copied or recomputed, whichever is cheaper per byte.
 
 Left out: the slow first step that measures times (here a roofline model estimates them); management of tensors while
-the program runs; and feedback when a copy comes late.
+the program runs; and feedback when a copy is late.
 """
 
 from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.save_set import Host, save_set
-from jaxscale.memory.selectors.swap import Idle, everything, idle_values
+from jaxscale.memory.selectors.swap import IdleValue, idle_values, keep_all_set
 from jaxscale.programs.block import BlockGraph
 
 
 def capuchin(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
-    """The save set of a block by Capuchin.
+    """The save set that Capuchin selects for a block.
 
     Args:
         graph: graph of the block, with seconds.
@@ -24,16 +24,17 @@ def capuchin(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
     values = idle_values(graph)
     kept_values, offloaded_values = list(values), []
 
-    def set_of(kept_values: list[Idle], offloaded_values: list[Idle]) -> SaveSet:
-        """The save set that keeps and offloads these values."""
-        names = [[name for value in group for name in value.names] for group in (kept_values, offloaded_values)]
-        return save_set(graph, names[0], names[1], host)
+    def set_of(kept_values: list[IdleValue], offloaded_values: list[IdleValue]) -> SaveSet:
+        """The save set that keeps the first values and offloads the second."""
+        kept_names = [name for value in kept_values for name in value.names]
+        offloaded_names = [name for value in offloaded_values for name in value.names]
+        return save_set(graph, kept_names, offloaded_names, host)
 
-    def kept_without(value: Idle) -> list[Idle]:
-        """The values kept so far, without this one."""
-        return [candidate for candidate in kept_values if candidate is not value]
+    def kept_without(value: IdleValue) -> list[IdleValue]:
+        """The values that are kept now, without one of them."""
+        return [kept_value for kept_value in kept_values if kept_value is not value]
 
-    if full_set := everything(graph, budget):
+    if full_set := keep_all_set(graph, budget):
         return full_set
     save = set_of(kept_values, offloaded_values)
     for value in sorted(values, key=lambda value: -value.seconds):
@@ -44,7 +45,7 @@ def capuchin(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
         if is_hidden and copied_set.host_bytes <= host.budget:
             kept_values, offloaded_values, save = kept_without(value), [*offloaded_values, value], copied_set
     while save.bytes > budget and kept_values:
-        options = []  # (seconds per byte, value, whether it is copied to the host, save set)
+        options = []  # each: seconds per byte, value to move, whether it is copied to the host, resulting save set
         for value in kept_values:
             rerun_set = set_of(kept_without(value), offloaded_values)
             options.append(((rerun_set.seconds - save.seconds) / max(value.bytes, 1), value, False, rerun_set))

@@ -1,29 +1,29 @@
-"""Rules that move values to the host in a given order until the others fit the budget, and recompute nothing.
+"""Rules that move values to the host, in an order of their own, until the others fit the budget.
 
-Each rule is a sort key: the value with the least key goes to the host first.
+Each rule is a sort key: the value with the least key goes to the host first. Nothing is recomputed.
 """
 
-from jaxscale.memory.selectors.swap import Idle
+from jaxscale.memory.selectors.swap import IdleValue
 
 
-def vdnn(value: Idle) -> float:
-    """vDNN: the inputs of convolutions go to the host, in the order of the forward pass.
+def vdnn(value: IdleValue) -> float:
+    """vDNN: the inputs of convolutions go to the host first, in the order of the forward pass.
 
-    Here the inputs of matrix products also go, and after them the other values, until the kept ones fit. Left out: the
-    paper's choice of slower convolutions that need less workspace, and its prefetch, which XLA decides.
+    Here the inputs of matrix products count like those of convolutions, and other values follow. Left out: the paper's
+    choice of slower convolutions that need less workspace, and its prefetching, which XLA decides.
 
     References:
         Rhu et al., vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network Design, 2016
         (arXiv 1602.08124).
     """
-    return not value.read_by_products
+    return not value.is_product_input
 
 
-def tflms(value: Idle) -> float:
+def tflms(value: IdleValue) -> float:
     """TFLMS: the value with the longest distance to its next read goes to the host first.
 
-    Distance is in seconds here; the paper counts operations. Left out: the paper's control edges that time the copy
-    back, which XLA decides, and its fusing of swaps.
+    Distance is in seconds here; the paper counts operations. Left out: the paper's control edges, which determine when
+    the copy back runs (XLA decides this here), and its fusion of swaps.
 
     References:
         Le et al., TFLMS: Large Model Support in TensorFlow by Graph Rewriting, 2018 (arXiv 1807.02037).
@@ -31,11 +31,11 @@ def tflms(value: Idle) -> float:
     return -value.seconds
 
 
-def autoswap(value: Idle) -> float:
+def autoswap(value: IdleValue) -> float:
     """AutoSwap: the value with the largest product of bytes and idle time, its "area of absence", goes first.
 
-    Left out: the paper's weighting of this score with three others by Bayesian optimization, and its memory pool,
-    which XLA has.
+    Left out: the paper's combination of this score with three others by Bayesian optimization, and its memory pool,
+    which XLA provides.
 
     References:
         Zhang et al., Efficient Memory Management for GPU-based Deep Learning Systems, 2019 (arXiv 1903.06631).

@@ -1,25 +1,25 @@
 """POFO (Beaumont et al. 2021, "Efficient Combination of Rematerialization and Offloading for Training DNNs", NeurIPS).
 
-Each value is kept, recomputed or offloaded, and all are chosen together at the least cost. The paper's dynamic program
-is for chains, whose copies overlap with other stages. Here the same choice is made within one block by an integer
-program (`graph.solve`), and copies overlap with the computation of their own block. Left out: prefetching across
-blocks, which XLA does not do in a scan over layers.
+Each value is kept, recomputed or offloaded, and the choices for all values are made together, at the least cost. The
+paper's dynamic program is for chains, in which copies overlap with other stages. Here an integer program
+(`graph.solve`) makes the same choice within one block, and copies overlap with the computation of that block. Left out:
+prefetching across blocks, which XLA does not do in a scan over layers.
 """
 
 from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.graph import solve
 from jaxscale.memory.save_set import Host
-from jaxscale.memory.selectors.swap import everything
+from jaxscale.memory.selectors.swap import keep_all_set
 from jaxscale.programs.block import BlockGraph
 
 
 def pofo(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
-    """The cheapest of all ways to keep, recompute and offload the values of a block.
+    """The save set of a block of least cost, where each value is kept, recomputed or offloaded.
 
     Args:
         graph: graph of the block, with seconds.
         budget: most bytes kept on the device besides the block's inputs.
-        host: host memory for the offloaded values, within its budget.
+        host: host memory for the offloaded values.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -31,4 +31,4 @@ def pofo(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
         >>> save.bytes, save.seconds < graph.seconds
         (0, True)
     """
-    return everything(graph, budget) or solve(graph, budget, objective="seconds", host=host)
+    return keep_all_set(graph, budget) or solve(graph, budget, objective="seconds", host=host)

@@ -1,4 +1,4 @@
-"""Common functions of the rules that move values to the host: idle times of values, and the choice of values to move.
+"""Functions that several rules for moving values to the host share: idle times of values, and which values to move.
 
 Times are those of the block alone, by the roofline model: the forward pass runs the equations in order; the backward
 pass runs them in reverse and takes twice as long.
@@ -14,60 +14,58 @@ from jaxscale.programs.block import BlockGraph
 from jaxscale.values.byte_sizes import bytes_text
 
 SMALL = 256 * 1024
-"""Bytes below which a value stays on the device if possible: the latency of its copy costs more than it frees."""
+"""Values of at most this number of bytes stay on the device if possible: the latency of their copies costs too much."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Idle:
-    """A value, or several that are kept or moved together, idle between its reads in the forward and backward pass.
+class IdleValue:
+    """A value (or several, kept or moved together) that is idle between its reads in forward and backward pass.
 
     Args:
         names: names of the values.
         bytes: bytes of the values, per device.
         start: time of their last read in the forward pass, in seconds from the start of the block.
         stop: time of their first read in the backward pass, in seconds from the start of the block.
-        read_by_products: whether a matrix product or convolution reads one of them.
+        is_product_input: whether a matrix product or convolution reads one of them.
     """
 
     names: tuple[str, ...]
     bytes: int
     start: float
     stop: float
-    read_by_products: bool
+    is_product_input: bool
 
     @property
     def seconds(self) -> float:
-        """Seconds for which the values are idle."""
+        """The seconds for which the values are idle."""
         return self.stop - self.start
 
 
-def idle_values(graph: BlockGraph) -> tuple[Idle, ...]:
+def idle_values(graph: BlockGraph) -> tuple[IdleValue, ...]:
     """The values to keep or move so that the backward pass recomputes no product, in order of computation.
 
-    These are the named values that the backward pass reads. A value inside an operation has no name; it is recomputed
-    from the result of an earlier product.
+    These are the values that the backward pass reads and that can be kept by name. A value inside an operation cannot;
+    it is recomputed from the result of an earlier product, which is then among the values instead.
 
     Raises:
         UserError: the graph has no seconds.
     """
     if graph.equations and not graph.seconds:
-        raise UserError("offload needs modelled seconds, and so a chip whose rates are known: specify a platform")
-    clock, end_times = 0.0, []
+        raise UserError("offload needs modeled seconds, and so a chip with known rates: specify a platform")
+    forward_seconds = 0.0  # of the equations so far
+    last_read_times: dict[int, float] = {}  # by index of the value, in seconds from the start of the block
+    product_inputs: set[int] = set()
     for equation in graph.equations:
-        clock += equation.seconds
-        end_times.append(clock)
-    last_read: dict[int, float] = {}
-    read_by_products: set[int] = set()
-    for equation, end_time in zip(graph.equations, end_times, strict=True):
+        forward_seconds += equation.seconds
         for index in (*equation.inputs, *equation.outputs):
-            last_read[index] = end_time
-        read_by_products |= set(equation.inputs) if equation.flop else set()
+            last_read_times[index] = forward_seconds
+        product_inputs |= set(equation.inputs) if equation.flop else set()
     indices_by_mark: dict[str, list[int]] = {}
     indices_to_keep = {index for index in graph.needed if graph.values[index].mark is not None}
     while True:
         products = [graph.equations[e] for e in recompute(graph, indices_to_keep).equations if graph.equations[e].flop]
         named_results = {i for product in products for i in product.outputs if graph.values[i].mark is not None}
-        unkept_results = named_results - indices_to_keep
+        unkept_results = named_results - indices_to_keep  # indices of values
         if not unkept_results:
             break
         indices_to_keep |= unkept_results
@@ -75,26 +73,26 @@ def idle_values(graph: BlockGraph) -> tuple[Idle, ...]:
         indices_by_mark.setdefault(str(graph.values[index].mark), []).append(index)
     values = []
     for indices in indices_by_mark.values():
-        start = max(last_read[index] for index in indices)
+        start = max(last_read_times[index] for index in indices)
         values.append(
-            Idle(
+            IdleValue(
                 names=tuple(graph.values[index].name for index in indices),
                 bytes=sum(graph.values[index].bytes for index in indices),
                 start=start,
-                stop=clock + 2 * (clock - start),
-                read_by_products=bool(read_by_products & set(indices)),
+                stop=forward_seconds + 2 * (forward_seconds - start),
+                is_product_input=bool(product_inputs & set(indices)),
             )
         )
     return tuple(values)
 
 
-def everything(graph: BlockGraph, budget: int) -> SaveSet | None:
+def keep_all_set(graph: BlockGraph, budget: int) -> SaveSet | None:
     """The save set that keeps every residual; `None` if it exceeds the budget."""
     return save_set(graph, (EVERYTHING,)) if graph.needed_bytes <= budget else None
 
 
-def swap(graph: BlockGraph, budget: int, host: Host, order: Callable[[Idle], float]) -> SaveSet:
-    """The save set that moves values to the host, in a given order, until the others fit; small values go last.
+def swap(graph: BlockGraph, budget: int, host: Host, order: Callable[[IdleValue], float]) -> SaveSet:
+    """The save set that moves values to the host, in a given order, until the others fit; small values move last.
 
     Args:
         graph: graph of the block, with seconds.
@@ -106,11 +104,11 @@ def swap(graph: BlockGraph, budget: int, host: Host, order: Callable[[Idle], flo
         UserError: the host's budget is too small.
     """
     values = sorted(idle_values(graph), key=order)
-    return everything(graph, budget) or set_without(graph, host, values, values_to_move(budget, host, values))
+    return keep_all_set(graph, budget) or set_without(graph, host, values, values_to_move(budget, host, values))
 
 
-def values_to_move(budget: int, host: Host, values: Sequence[Idle]) -> list[Idle]:
-    """The first values in order, small ones last, whose move to the host makes the others fit the budget.
+def values_to_move(budget: int, host: Host, values: Sequence[IdleValue]) -> list[IdleValue]:
+    """The values that move to the host so that the others fit the budget: the first in order, but small values last.
 
     Raises:
         UserError: the host's budget is too small.
@@ -124,13 +122,15 @@ def values_to_move(budget: int, host: Host, values: Sequence[Idle]) -> list[Idle
     host_bytes = sum(value.bytes for value in moved_values)
     if host_bytes > host.budget:
         raise UserError(
-            f"a rule that recomputes nothing puts {bytes_text(host_bytes)} of each block on the host, which has "
+            f"a rule that recomputes nothing moves {bytes_text(host_bytes)} of each block to the host, which has "
             f"room for only {bytes_text(host.budget)}: use offload:pofo, a larger budget, or a larger host limit"
         )
     return moved_values
 
 
-def set_without(graph: BlockGraph, host: Host, values: Iterable[Idle], moved_values: Iterable[Idle]) -> SaveSet:
+def set_without(
+    graph: BlockGraph, host: Host, values: Iterable[IdleValue], moved_values: Iterable[IdleValue]
+) -> SaveSet:
     """The save set that keeps all values except the moved ones, which go to the host."""
     moved_set = set(moved_values)
     return save_set(

@@ -2,22 +2,22 @@
 ASPLOS 2020): a genetic search over the values that go to the host, scored by a simulated step.
 
 The score is this project's model of a block's seconds. Left out: the paper's search over the schedule of operations and
-over memory pools, both of which XLA decides. The search is seeded: the same block gives the same set.
+over memory pools, both of which XLA decides. The search has a fixed seed, so one block always gets the same save set.
 """
 
 import random
 
 from jaxscale.memory.decision import SaveSet
 from jaxscale.memory.save_set import Host
-from jaxscale.memory.selectors.swap import everything, idle_values, set_without, values_to_move
+from jaxscale.memory.selectors.swap import idle_values, keep_all_set, set_without, values_to_move
 from jaxscale.programs.block import BlockGraph
 
 POPULATION, GENERATIONS, MUTATION = 32, 40, 0.05
-"""Sizes of the search; the last is the probability that a gene changes."""
+"""Number of genomes alive at a time, number of generations, and the probability that a gene changes."""
 
 
 def swapadvisor(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
-    """The save set of a block by SwapAdvisor.
+    """The save set that SwapAdvisor selects for a block.
 
     Args:
         graph: graph of the block, with seconds.
@@ -25,28 +25,28 @@ def swapadvisor(graph: BlockGraph, budget: int, host: Host) -> SaveSet:
         host: host memory for the other values.
     """
     values = idle_values(graph)
-    moved_values = values_to_move(budget, host, values)  # a first solution, which raises if there is none
+    moved_values = values_to_move(budget, host, values)  # a first solution; refuses a budget that no solution meets
     if not moved_values:
-        return everything(graph, budget) or set_without(graph, host, values, ())
+        return keep_all_set(graph, budget) or set_without(graph, host, values, ())
     rng = random.Random(0)
-    Genes = tuple[bool, ...]  # whether each value moves
+    Genes = tuple[bool, ...]  # for each value, whether it moves
 
     def evaluate(genes: Genes) -> tuple[float, SaveSet]:
-        """Seconds of the save set of these genes, with a penalty beyond a budget; and the save set."""
-        save = set_without(graph, host, values, [v for v, moves in zip(values, genes, strict=True) if moves])
+        """Return the seconds of the save set of these genes, with a penalty beyond a budget, and the save set."""
+        save = set_without(graph, host, values, [v for v, is_moved in zip(values, genes, strict=True) if is_moved])
         excess_bytes = max(0, save.bytes - budget) + max(0, save.host_bytes - host.budget)
         return save.seconds + (graph.seconds * (1 + excess_bytes / max(budget, 1)) * 1e3 if excess_bytes else 0.0), save
 
     evaluations: dict[Genes, tuple[float, SaveSet]] = {}
 
     def score(genes: Genes) -> tuple[float, int]:
-        """Sort key of genes, the best first: seconds with penalty, then bytes in host memory."""
+        """The sort key of genes, the least for the best ones: seconds with penalty, then bytes in host memory."""
         if genes not in evaluations:
             evaluations[genes] = evaluate(genes)
         return evaluations[genes][0], evaluations[genes][1].host_bytes
 
     def child(mother: Genes, father: Genes) -> Genes:
-        """Genes of one parent or the other at random, some of them changed."""
+        """The genes of a child: each is that of a random parent, and a few are flipped."""
         mixed_genes = (rng.choice(pair) for pair in zip(mother, father, strict=True))
         return tuple(gene ^ (rng.random() < MUTATION) for gene in mixed_genes)
 
