@@ -25,7 +25,7 @@ COSTS = {"f": "forward", "i": "input", "w": "weight", "b": "backward", "u": "upd
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """Draw a pipeline schedule: which device runs which stage, and when.
+    """Draw a pipeline schedule: which device runs which stage, when.
 
     For example:
       jaxscale draw pipeline zb-v:4x8

@@ -80,7 +80,7 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Check whether a step fits a platform, and what would help if not.
+    """Check whether a step fits a platform, and what would help.
 
     Prints an estimate; with --verify, prints the compiler's figure.
 
