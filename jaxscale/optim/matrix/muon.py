@@ -137,7 +137,7 @@ def scale_factor(rows: int, columns: int, scale: Scale) -> float:
     """Return the scale factor of an orthogonal update of one matrix of `rows` rows and `columns` columns.
 
     Example:
-        >>> factor(1024, 4096, "keller"), factor(1024, 4096, "moonshot")
+        >>> scale_factor(1024, 4096, "keller"), scale_factor(1024, 4096, "moonshot")
         (2.0, 12.8)
     """
     if scale == "keller":
