@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxscale.layers.shards import axes_by_dim, shard_count
-from jaxscale.sharding.place import MeshAndRules, constrain, current, under
+from jaxscale.sharding.place import MeshAndRules, constrain, current, reopened_layout
 from jaxscale.typing import Array, Float
 from pallas_kernels.attention import chunked
 from pallas_kernels.attention.chunked import Chunking
@@ -106,7 +106,7 @@ def _attend_backward(call: _Call, residuals: Any, d_output: Any) -> Any:
     """Return the gradients of queries, keys, values and visibility from the gradient of the output."""
     q, k, v, visibility, output, lse = residuals
     dq, dk, dv = _map_shards(call, _gradients, (q, d_output, output, lse), (k, v, visibility), (1, 0, 0))
-    with under(call.layout):
+    with reopened_layout(call.layout):
         return dq, _sum_of_shards(dk, k.dtype), _sum_of_shards(dv, v.dtype), None
 
 

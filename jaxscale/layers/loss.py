@@ -19,7 +19,7 @@ from jaxscale.layers.linear import matmul
 from jaxscale.layers.shards import axes_by_dim, shard_count
 from jaxscale.layers.targets import counted
 from jaxscale.layers.traced_device import note_selection
-from jaxscale.sharding.place import MeshAndRules, constrain, current, under
+from jaxscale.sharding.place import MeshAndRules, constrain, current, reopened_layout
 from jaxscale.typing import Array, Float, Int
 from pallas_kernels.cross_entropy import chunked, reference
 from pallas_kernels.cross_entropy.chunked import Chunking
@@ -156,7 +156,7 @@ def _chunked_sums(call: _Call, hidden: Any, head: Any, targets: Any, weights: An
 def _chunked_forward(call: _Call, hidden: Any, head: Any, targets: Any, weights: Any) -> tuple[tuple[Any, Any], Any]:
     """Return both sums, and as residuals the gradients of the first one, which every shard sums separately."""
     inputs = (hidden, head.astype(hidden.dtype), targets, weights)
-    with under(call.layout):
+    with reopened_layout(call.layout):
         sums, (d_hidden, d_head, d_weights) = chunked.with_gradients(*inputs, call.terms, call.chunking)
     return sums, (d_hidden, d_head.astype(head.dtype), d_weights)
 

@@ -12,7 +12,7 @@ from jaxscale.memory.plan import MemoryPlan
 from jaxscale.pipeline.plan import PipelinePlan
 from jaxscale.recipe.combinations import check
 from jaxscale.recipe.kernels import AUTO, Kernels
-from jaxscale.recipe.plan_json import MOVED_FIELDS, PIPELINE_FIELDS
+from jaxscale.recipe.plan_json import MOVED_FIELDS, PIPELINE_FIELDS, upgrade
 from jaxscale.recipe.requests import Facts
 from jaxscale.replicas.low_communication import Diloco
 from jaxscale.replicas.named import NamedCodec

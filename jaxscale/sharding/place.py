@@ -32,10 +32,10 @@ def layout(mesh: Any, rules: AxisRules) -> contextlib.AbstractContextManager[Non
         mesh: a `jax.sharding.Mesh`; to trace for absent devices, an `AbstractMesh` of axes in Auto mode.
         rules: mesh axes of each logical axis.
     """
-    return under((mesh, rules))
+    return reopened_layout((mesh, rules))
 
 
-def under(mesh_and_rules: MeshAndRules | None) -> contextlib.AbstractContextManager[None]:
+def reopened_layout(mesh_and_rules: MeshAndRules | None) -> contextlib.AbstractContextManager[None]:
     """Return a context like that of `layout`, for a mesh and rules that `current` returned earlier.
 
     JAX may trace the backward function of a `custom_vjp` after the forward call and under another layout, such as that
@@ -108,15 +108,17 @@ def move(x: Array, source: tuple[str | None, ...], target: tuple[str | None, ...
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _move(layout: MeshAndRules, source: tuple[str | None, ...], target: tuple[str | None, ...], x: Array) -> Array:
+def _move(
+    mesh_and_rules: MeshAndRules, source: tuple[str | None, ...], target: tuple[str | None, ...], x: Array
+) -> Array:
     """Return `x` placed by `target`; its gradient is placed by `source`."""
-    with under(layout):
+    with reopened_layout(mesh_and_rules):
         return constrain(x, *target)
 
 
-def _move_back(layout: MeshAndRules, source: Any, target: Any, _: None, gradient: Array) -> tuple[Array]:
+def _move_back(mesh_and_rules: MeshAndRules, source: Any, target: Any, _: None, gradient: Array) -> tuple[Array]:
     """Return the gradient of `x` in `_move`, placed by `source`."""
-    with under(layout):
+    with reopened_layout(mesh_and_rules):
         return (constrain(gradient, *source),)
 
 

@@ -321,10 +321,10 @@ class Layout:
 
     def table(self) -> dict[str, PyTree]:
         """Return the layout as plain data for the report: the mesh, and the parameters' placements, largest first."""
-        rows = []
+        param_rows = []
         for name, leaf in named_leaves(self.abstract.params).items():
             shard_elements = math.prod(leaf.sharding.shard_shape(leaf.shape))
-            rows.append(
+            param_rows.append(
                 {
                     "name": name,
                     "shape": list(leaf.shape),
@@ -336,10 +336,10 @@ class Layout:
             )
         device = device_of(self.mesh)
         return {
-            "mesh": {axis: count for axis, count in self.mesh.shape.items() if count > 1},
+            "mesh": {axis: size for axis, size in self.mesh.shape.items() if size > 1},
             "devices": self.mesh.size,
             "kind": device.device_kind,
-            "parameters": sorted(rows, key=lambda row: -row["bytes"]),
+            "parameters": sorted(param_rows, key=lambda row: -row["bytes"]),
             "unsplit": self.unsplit(),
         }
 

@@ -82,8 +82,8 @@ class ExchangeResult(NamedTuple):
 
     Args:
         gradients: mean gradients, placed by the plan; under DiLoCo each replica's own gradients along a first dim.
-        norm: the norm that shows whether a step is good: in general the global norm of the mean gradients.
-        clip_norms: the norm by which gradients are clipped: `norm`, or under DiLoCo an array of each replica's own.
+        norm: global norm of the mean gradients, or a substitute for it, from which a step is found good or bad.
+        clip_norms: the norm by which gradients are clipped: `norm`, or under DiLoCo an array with one of each replica.
         metrics: metrics of the exchange, by name.
         extra: new values of entries of `TrainState.extra`, by name; the step stores them only if it is good.
     """

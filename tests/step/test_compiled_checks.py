@@ -171,7 +171,7 @@ def test_optimizer_state_that_the_layout_forgot_to_split_is_found():
     abstract = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), step.layout.abstract, state
     )
-    layout = dataclasses.replace(step.layout, state=state, abstract=abstract)
+    layout = dataclasses.replace(step.layout, state_shardings=state, abstract=abstract)
     planted = type(step)(dataclasses.replace(step.parts, layout=layout))
     with pytest.raises(NoEffect, match="zero 1: the compiled step keeps the optimizer state of"):
         planted.compile(TEXT)

@@ -45,7 +45,7 @@ from jaxscale.typing import Array, Batch, Int, Key, Params, PyTree
 Score: TypeAlias = Callable[[nnx.Module, Batch, Context], PyTree]
 """A function from the module, a microbatch and the settings of the pass to sums, such as those of the loss."""
 Arrays: TypeAlias = dict[str, Array]
-"""Arrays by the name of their parameter."""
+"""Arrays by the name of their parameter, or in a packed message by the name of their dtype."""
 WeightsByName: TypeAlias = Mapping[str, Array | Streamed]
 """Weights by the name of their parameter; some may come from the host."""
 Microbatch: TypeAlias = tuple[Batch, Array]
@@ -135,30 +135,30 @@ def _trace_cut(
 def _model_parts(trace: TracedFn, enter: TracedFn, run_stage: TracedFn, leave: TracedFn) -> ModelParts:
     """Return the parts of a model, from traces in which another function replaces its blocks.
 
-    In the signatures below, `run` is a function that runs blocks, `x` is the input of the first block, and `args` are
-    the arguments of a part.
+    In the signatures below, `run_blocks` is a function that runs blocks, `first_input` is the input of the first block,
+    and `args` are the arguments of a part.
 
     Args:
         trace: (between, *args) -> the model's sums, with `between` in place of the blocks.
-        enter: (run, x) -> the message to the first stage.
-        run_stage: (run, x, message, *args) -> the message to the next stage.
-        leave: (run, x, message) -> the last block's output, from the message of the last stage.
+        enter: (run_blocks, first_input) -> the message to the first stage.
+        run_stage: (run_blocks, first_input, message, *args) -> the message to the next stage.
+        leave: (run_blocks, first_input, message) -> the last block's output, from the message of the last stage.
     """
 
     def before(*args: PyTree) -> PyTree:
-        def between(run: TracedFn, x: PyTree) -> PyTree:
-            raise TraceEnd(enter(run, x))
+        def between(run_blocks: TracedFn, first_input: PyTree) -> PyTree:
+            raise TraceEnd(enter(run_blocks, first_input))
 
         return trace(between, *args)
 
     def inside(message: PyTree, *args: PyTree) -> PyTree:
-        def between(run: TracedFn, x: PyTree) -> PyTree:
-            raise TraceEnd(run_stage(run, x, message, *args))
+        def between(run_blocks: TracedFn, first_input: PyTree) -> PyTree:
+            raise TraceEnd(run_stage(run_blocks, first_input, message, *args))
 
         return trace(between, *args)
 
     def after(message: PyTree, *args: PyTree) -> PyTree:
-        return trace(lambda run, x: leave(run, x, message), *args)
+        return trace(lambda run_blocks, first_input: leave(run_blocks, first_input, message), *args)
 
     return ModelParts(before, inside, after)
 
@@ -198,10 +198,15 @@ class StackForm:
             cut = Cut(layer_of_stage_row[stage], first_layers, has_padding, between, gather)
             return _trace_cut(planned, cut, score, {**stage_params, **shared_params}, microbatch, key)
 
-        def run_stage(run: TracedFn, x: PyTree, message: PyTree, *args: PyTree) -> PyTree:
-            return run(message)
+        def run_stage(run_blocks: TracedFn, first_input: PyTree, message: PyTree, *args: PyTree) -> PyTree:
+            return run_blocks(message)
 
-        return _model_parts(trace, lambda run, x: x, run_stage, lambda run, x, message: message)
+        return _model_parts(
+            trace,
+            lambda run_blocks, first_input: first_input,
+            run_stage,
+            lambda run_blocks, first_input, message: message,
+        )
 
     def _gather_block(self, params: Params) -> Params:
         """Gather the parameters of one block from their shards, and return them."""
@@ -401,7 +406,10 @@ class ChainForm:
     def model_parts(self, score: Score) -> ModelParts:
         """Return the model in three parts: before its blocks, with the blocks of one stage, and after its blocks."""
         stage_count = len(self.stages.layer_counts)
-        boundaries = [0, *itertools.accumulate(self.stages.layer_counts)]  # stage i has blocks [i] to [i + 1] of these
+        boundaries = [
+            0,
+            *itertools.accumulate(self.stages.layer_counts),
+        ]  # stage i has the blocks from [i] until [i + 1]
 
         def trace(
             between: Between,
@@ -417,35 +425,37 @@ class ChainForm:
             cut = Cut(jnp.zeros((0,), jnp.int32), self.stages.first_layers, False, between)
             return _trace_cut(self.planned, cut, score, {**zeros, **shared_params}, microbatch, key)
 
-        def message_form(run: TracedFn, x: PyTree) -> MessageForm:
+        def message_form(run_blocks: TracedFn, first_input: PyTree) -> MessageForm:
             """Return the form of all messages, from the function that runs blocks and the input of the first block."""
-            abstract_messages = [jax.eval_shape(lambda x: x, x)]
+            abstract_messages = [jax.eval_shape(lambda x: x, first_input)]
             for start, stop in itertools.pairwise(boundaries):
-                abstract_messages.append(jax.eval_shape(run(start, stop), abstract_messages[-1]))
+                abstract_messages.append(jax.eval_shape(run_blocks(start, stop), abstract_messages[-1]))
             return MessageForm(abstract_messages)
 
-        def run_stage(run: TracedFn, x: PyTree, packed: Arrays, stage_params: Arrays, *args: PyTree) -> Arrays:
+        def run_stage(
+            run_blocks: TracedFn, first_input: PyTree, packed: Arrays, stage_params: Arrays, *args: PyTree
+        ) -> Arrays:
             """Run the stage whose index is the last of `args` on a packed message; return the next packed message."""
-            form, traced_stage = message_form(run, x), args[-1]
+            form, traced_stage = message_form(run_blocks, first_input), args[-1]
 
             def branch(stage: int) -> Callable[[Array, Arrays], Arrays]:
                 """Return the function that runs one stage, from its flat array and the packed message."""
 
-                def run_blocks(flat_array: Array, packed: Arrays) -> Arrays:
+                def run_packed(flat_array: Array, packed: Arrays) -> Arrays:
                     block_params = self._block_params(flat_array, stage)
-                    run_message = run(boundaries[stage], boundaries[stage + 1], block_params)
+                    run_message = run_blocks(boundaries[stage], boundaries[stage + 1], block_params)
                     return form.pack(run_message(form.unpack(packed, stage)))
 
-                return run_blocks
+                return run_packed
 
             branches = [branch(stage) for stage in range(stage_count)]
             return jax.lax.switch(traced_stage, branches, stage_params[FLAT], packed)
 
         return _model_parts(
             trace,
-            lambda run, x: message_form(run, x).pack(x),
+            lambda run_blocks, first_input: message_form(run_blocks, first_input).pack(first_input),
             run_stage,
-            lambda run, x, packed: message_form(run, x).unpack(packed, stage_count),
+            lambda run_blocks, first_input, packed: message_form(run_blocks, first_input).unpack(packed, stage_count),
         )
 
 
