@@ -119,7 +119,7 @@ def test_stages_priced_by_an_experiment(capsys):
         ("draw pipeline 1f1b:4x8 --cost f=0", "a forward that takes no time leaves nothing to draw"),
         ("draw pipeline 1f1b:4x8 -o chart.pdf", "chart.pdf: expected a name that ends in .svg, .html or .csv"),
         ("draw pipeline --compare 1f1b:4x8,gpipe:4x8 -o a.csv", "a CSV holds one schedule, not 2"),
-        ("draw pipeline pipedream:4 -o a.csv", "it updates weights inside the schedule, which CSV cannot express"),
+        ("draw pipeline pipedream:4 -o a.csv", "got updates of weights inside the schedule, which CSV cannot express"),
         ("draw pipeline 1f1b:4x8 -o none/chart.svg", "none/chart.svg cannot be written"),
         ("draw pipeline 1f1b:4x8 --machine neighbor", "did you mean 'neighbour'?"),
         ("draw pipeline 1f1b:4x8 --updates 3", "--updates is for asynchronous schedules"),

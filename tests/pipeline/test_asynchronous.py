@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.run.asynchronous import Advanced, Asynchronous
+from jaxscale.pipeline.run.asynchronous import AdvanceResult, Asynchronous
 from jaxscale.pipeline.run.pipemare import Remedies
 from jaxscale.pipeline.run.stream import stream
 from jaxscale.pipeline.schedules import METHODS
@@ -86,7 +86,7 @@ class Run:
             # over the data axis the parameters are the same, which the type does not tell
             same = functools.partial(lax.pmean, axis_name=pipe.manual[1:]) if replicas > 1 else lambda tree: tree
             parameters, momentum = same((found.parameters, found.optimizer))
-            return Advanced(parameters, momentum, found.in_flight, lax.psum(found.sums, pipe.manual))
+            return AdvanceResult(parameters, momentum, found.in_flight, lax.psum(found.sums, pipe.manual))
 
         def advance(*given):
             return reduced(pipe.advance(*given))
@@ -95,8 +95,8 @@ class Run:
             return reduced(pipe.drain(*given))
 
         specs = each, each, own
-        out = Advanced(*specs, P())
-        fill = mapped(pipe.fill, in_specs=(each, rows, P()), out_specs=own)
+        out = AdvanceResult(*specs, P())
+        fill = mapped(pipe.empty_pipe, in_specs=(each, rows, P()), out_specs=own)
         self.advance = jax.jit(mapped(advance, in_specs=(*specs, rows, P()), out_specs=out))
         self.drain = jax.jit(mapped(drain, in_specs=specs, out_specs=out))
         start = jax.tree.map(lambda *leaves: np.stack(leaves), *parameters(ranks))
@@ -249,7 +249,7 @@ def check(name, ranks=RANKS, *, stash="input", entering=None, replicas=1, anneal
 
 def test_weights_of_2bw_equal_the_closed_form():
     """With a copy to compute with, as mixed precision has."""
-    check("2bw", compute=lambda tree: jax.tree.map(lambda leaf: leaf * 1, tree))
+    check("2bw", to_compute=lambda tree: jax.tree.map(lambda leaf: leaf * 1, tree))
 
 
 def test_weights_of_pipemare_with_both_remedies_equal_the_closed_form():

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Action, Kind
-from jaxscale.pipeline.builders import by_slot
+from jaxscale.pipeline.builders import orders_by_slot
 from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.orders import Schedule
 
@@ -45,7 +45,7 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     down_route = tuple(range(ranks))
     return Schedule(
         name="chimera",
-        orders=by_slot(ranks, _cells(ranks, microbatches)),
+        orders=orders_by_slot(ranks, _cells(ranks, microbatches)),
         stages=ranks,
         microbatches=microbatches,
         routes=(down_route, down_route[::-1]),

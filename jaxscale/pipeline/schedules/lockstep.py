@@ -9,7 +9,7 @@ one kind, the program needs no conditional.
 from collections.abc import Iterator
 
 from jaxscale.pipeline.action import Action, Kind
-from jaxscale.pipeline.builders import by_slot, single_route
+from jaxscale.pipeline.builders import orders_by_slot, single_route
 from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.schedules.interleaved import groups
@@ -44,7 +44,7 @@ def lockstep(ranks: int, microbatches: int, chunks: int) -> Schedule:
     waiting_activations = (chunks - 1) * group_turns
     return single_route(
         "lockstep",
-        by_slot(ranks, _cells(ranks, microbatches, chunks)),
+        orders_by_slot(ranks, _cells(ranks, microbatches, chunks)),
         microbatches,
         bound=(min(waiting_activations + 2 * (ranks - rank) - 1, chunks * microbatches) for rank in range(ranks)),
         route=(*range(ranks),) * chunks,

@@ -125,7 +125,7 @@ class AsyncPipeline:
         start_text = f"the first {synchronous_steps} steps are synchronous, then " if synchronous_steps else ""
         axes = " x ".join(axis for axis in ("sequence", "tensor") if self.layout.mesh.shape[axis] > 1)
         copies_text = f"; every device along {axes} holds all that is in flight" if axes else ""
-        if self.stream.newest and (plan.memory.rule != "none" or plan.stages_keep == "input"):
+        if self.stream.has_newest_backward and (plan.memory.rule != "none" or plan.stages_keep == "input"):
             age_text += ", and recomputation reads newer weights than the forward pass did"
         stages_text = f"each stage{clip_text} skips bad updates by itself{copies_text}"
         return f"{self.pipeline_text}: {start_text}{age_text}; {stages_text}"
@@ -135,7 +135,7 @@ class AsyncPipeline:
 
         Settings that the plan leaves out have their published values under PipeMare. Other methods then use no remedy.
         """
-        plan, is_pipemare, steps = self.plan, self.stream.newest, self.planned.experiment.steps
+        plan, is_pipemare, steps = self.plan, self.stream.has_newest_backward, self.planned.experiment.steps
         anneal = steps // ANNEAL if is_pipemare and plan.anneal is None else plan.anneal or 0
         correction = CORRECTION if is_pipemare and plan.correction is None else plan.correction
         return Remedies(anneal=anneal, correction=correction or None)
@@ -184,7 +184,7 @@ class AsyncPipeline:
             run_scaled_stage,
             self._update,
             message_shape,
-            compute=None if self.planned.plan.precision == "float32" else self._cast_for_passes,
+            to_compute=None if self.planned.plan.precision == "float32" else self._cast_for_passes,
             remedies=self.remedies,
             axis=PIPE_AXIS,
             manual=MANUAL,
@@ -267,7 +267,7 @@ class AsyncPipeline:
             }
             batch = ((zeros, jnp.zeros((self.group, rows), jnp.int32)), jnp.zeros((self.group,), jnp.float32))
             key = jax.random.key(self.planned.experiment.seed)
-            pipe = self._pipe(parameters, batch, key).fill(parameters, batch, key)
+            pipe = self._pipe(parameters, batch, key).empty_pipe(parameters, batch, key)
             # each stage's norm, on the assumption that all stages have equal norms
             watch = dataclasses.replace(watch, norm=watch.norm / self.ranks**0.5)
             codes = {}

@@ -27,7 +27,7 @@ from jaxscale import blocks
 from jaxscale.blocks import Context, Loss
 from jaxscale.compat import prune
 from jaxscale.pipeline.orders import Schedule
-from jaxscale.pipeline.run.execute import Executed, execute
+from jaxscale.pipeline.run.execute import DeviceSums, execute
 from jaxscale.pipeline.run.passes import At, StageFunction
 from jaxscale.pipeline.run.tables import Tables, tabulate
 from jaxscale.sharding.memory_space import to_device
@@ -136,7 +136,7 @@ class Pipelined:
         stage: StageFunction,
         state: TrainState,
         batch: Batch,
-        finish: Callable[[Executed], R],
+        finish: Callable[[DeviceSums], R],
         output_specs: Specs,
         weights: Params | None = None,
     ) -> R:
@@ -171,7 +171,7 @@ class Pipelined:
             chunk, microbatch = jax.tree.map(lambda leaf: leaf[0], (chunks, batch))
             form, stage_number = self.form, jnp.int32(0)
             message = jax.eval_shape(form.parts(self.loss).before, chunk, shared_params, microbatch, key, stage_number)
-            readers = self._readers(message, chunk, shared_params, microbatch, key) if tables.backward else None
+            readers = self._readers(message, chunk, shared_params, microbatch, key) if tables.has_backward else None
             executed = execute(
                 tables,
                 stage,
@@ -250,7 +250,7 @@ class Pipelined:
         # the mean of the replicas' gradients is then the mean over all targets of the global batch
         replica_factor, apart_axes = (mesh.shape[REPLICA_AXIS], (REPLICA_AXIS,)) if per_replica else (1.0, ())
 
-        def finish(executed: Executed) -> tuple[Loss, Named, Named]:
+        def finish(executed: DeviceSums) -> tuple[Loss, Named, Named]:
             """Return the sums of the loss, and the gradients of stages' and of shared parameters, by name."""
             loss = jax.lax.psum(executed.sums, MANUAL)
             gradients = self.form.home(executed.weight_gradients), executed.shared_gradients
@@ -275,7 +275,7 @@ class Pipelined:
         """As in `Objective`."""
         stage = self.stage_fn(lambda module, microbatch, context: score(module, microbatch), lambda sums: jnp.zeros(()))
 
-        def finish(executed: Executed) -> Sums:
+        def finish(executed: DeviceSums) -> Sums:
             return jax.lax.psum(executed.sums, MANUAL)
 
         forward_tables = tabulate(self.schedule, forward_only=True)
