@@ -176,5 +176,5 @@ def vee(
         lanes = {"0": Lane.of_stage(rank, padded_count), "1": Lane.of_stage(2 * ranks - 1 - rank, padded_count)}
         order = weave(lanes, *phases_of(rank, padded_count))
         orders.append(tuple(action for action in order if action.microbatch < microbatches))
-    bound = (min(max_activations, 2 * microbatches, microbatches + 1 + rank) for rank in range(ranks))
-    return single_route(name, orders, microbatches, bound, route=(*range(ranks), *reversed(range(ranks))))
+    bounds = (min(max_activations, 2 * microbatches, microbatches + 1 + rank) for rank in range(ranks))
+    return single_route(name, orders, microbatches, bounds, route=(*range(ranks), *reversed(range(ranks))))

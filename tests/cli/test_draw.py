@@ -101,7 +101,7 @@ def test_stages_priced_by_an_experiment(capsys):
         ("draw pipeline 1fb1:4x8", "unknown pipeline schedule '1fb1'"),
         ("draw pipeline 1f1b:4", "1f1b"),
         ("draw pipeline chimera:3x6", "expected an even number"),
-        ("draw pipeline auto:4", "its schedule is still to be chosen"),
+        ("draw pipeline auto:4", "its schedule is not chosen yet"),
         ("draw pipeline file:none.csv", "none.csv"),
         ("draw pipeline 1f1b:4x8 --compare gpipe:4x8", "put all of them after --compare"),
         ("draw pipeline --compare ,", "got no schedule, expected some"),

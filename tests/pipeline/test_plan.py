@@ -112,5 +112,5 @@ def test_schedules_of_updates_and_of_files(tmp_path):
             request.schedule(ranks=8)
     with pytest.raises(UserError, match="No such file"):
         PipelinePlan.parse("file:nowhere.csv").schedule()
-    with pytest.raises(UserError, match="auto:4: its schedule is still to be chosen"):
+    with pytest.raises(UserError, match="auto:4: its schedule is not chosen yet"):
         PipelinePlan.parse("auto:4").schedule()
