@@ -1,6 +1,7 @@
-"""Simulated schedules as an SVG image: a panel for each, a row for each rank, time to the right on one scale.
+"""Simulated schedules as an SVG image: a panel for each schedule, a row for each rank, and time to the right.
 
-The pointer shows an action's description (`<title>`); `draw.py` puts the image into a page with more.
+All panels have the same scale. A pointer on an action shows the action's description (`<title>`). `draw.py` makes a
+page from the image.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,10 +13,11 @@ from jaxscale.pipeline.clock.simulate import Simulation
 from jaxscale.pipeline.orders import Action, Kind
 
 WIDTH, LEFT, RIGHT = 1000, 64, 12
-"""Width of the image and of its margins, in pixels."""
+"""Widths of the image, of its left margin and of its right margin, in pixels."""
 HEADING, AXIS = 26, 26
 """Heights of a panel's heading and of its axis, in pixels."""
 COLORS = {Kind.F: "#4e79a7", Kind.B: "#59a14f", Kind.I: "#76b7b2", Kind.W: "#f28e2b", Kind.U: "#b07aa1"}
+"""Color of each kind of action."""
 WORDS = {
     Kind.F: "forward",
     Kind.B: "backward",
@@ -23,14 +25,17 @@ WORDS = {
     Kind.W: "weight gradient",
     Kind.U: "update",
 }
+"""Name of each kind of action in words."""
 
 
-def svg_chart(panels: Sequence[tuple[str, Simulation]], *, clock: Callable[[float], str] = "{:.4g}".format) -> Markup:
-    """Draw the chart of one schedule, or of several, one below the other.
+def svg_chart(
+    panels: Sequence[tuple[str, Simulation]], *, format_time: Callable[[float], str] = "{:.4g}".format
+) -> Markup:
+    """Draw one schedule, or several below one another.
 
     Args:
-        panels: heading and simulation of each panel.
-        clock: function that formats a time.
+        panels: (heading, simulation) of each panel.
+        format_time: function that formats a time.
 
     Example:
         >>> from jaxscale.pipeline.clock.costs import Costs
@@ -43,7 +48,7 @@ def svg_chart(panels: Sequence[tuple[str, Simulation]], *, clock: Callable[[floa
     pixels_per_second = (WIDTH - LEFT - RIGHT) / max(simulation.seconds for _, simulation in panels)
     panel_elements, top = [], 0.0
     for heading, simulation in panels:
-        elements, height = _panel(heading, simulation, top, pixels_per_second, clock)
+        elements, height = _panel(heading, simulation, top, pixels_per_second, format_time)
         panel_elements += elements
         top += height
     schedules = [simulation.schedule for _, simulation in panels]
@@ -56,16 +61,16 @@ def svg_chart(panels: Sequence[tuple[str, Simulation]], *, clock: Callable[[floa
 
 
 def _panel(
-    heading: str, simulation: Simulation, top: float, pixels_per_second: float, clock: Callable[[float], str]
+    heading: str, simulation: Simulation, top: float, pixels_per_second: float, format_time: Callable[[float], str]
 ) -> tuple[list[Markup], float]:
-    """Return the elements of one schedule, and their height in pixels.
+    """Return the elements of one schedule's panel, and the height of the panel in pixels.
 
     Args:
         heading: text above the panel.
         simulation: the simulation to be drawn.
         top: distance of the panel from the top of the image, in pixels.
         pixels_per_second: scale of the time.
-        clock: function that formats a time.
+        format_time: function that formats a time.
     """
     schedule, seconds = simulation.schedule, simulation.seconds
     row_height = 24 if schedule.ranks <= 8 else 16
@@ -81,11 +86,14 @@ def _panel(
         panel_elements.append(svg_text(LEFT - 8, y + row_height / 2 + 4, f"rank {rank}", "end"))
         for action, (start, end) in zip(order, spans, strict=True):
             x, width = LEFT + start * pixels_per_second, (end - start) * pixels_per_second
-            is_later = action.stage != first_stage  # whether the stage is a later one of its rank
-            box_width = max(width - 0.8, width / 2)  # a gap between neighbours
+            is_later = action.stage != first_stage  # whether the stage is not the first one of its rank
+            box_width = max(width - 0.8, width / 2)  # leaves a gap between neighbours
             css_classes = action.kind.value + " l" * is_later
             content = [
-                element("title", f"{_description(action, rank)}, {clock(start) if start else '0'} to {clock(end)}"),
+                element(
+                    "title",
+                    f"{_description(action, rank)}, {format_time(start) if start else '0'} to {format_time(end)}",
+                ),
                 element("rect", class_=css_classes, x=x, y=y + 1, width=box_width, height=row_height - 2),
             ]
             if action.kind is not Kind.U and width > number_width:
@@ -96,12 +104,12 @@ def _panel(
     for time in ticks(0.0, seconds, 10):
         x = LEFT + time * pixels_per_second
         panel_elements.append(element("path", class_="t", d=f"M{x:.2f} {bottom:.0f}v4"))
-        panel_elements.append(svg_text(x, bottom + 16, clock(time) if time else "0", "middle"))
+        panel_elements.append(svg_text(x, bottom + 16, format_time(time) if time else "0", "middle"))
     return panel_elements, HEADING + plot_height + AXIS
 
 
 def _description(action: Action, rank: int) -> str:
-    """Describe an action in words."""
+    """Return the description of an action in words."""
     return f"{action}: {WORDS[action.kind]} of microbatch {action.microbatch}, stage {action.stage}, rank {rank}"
 
 

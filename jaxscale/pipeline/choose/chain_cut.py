@@ -49,9 +49,9 @@ def features(blocks: Sequence[Price], first: Price | None, last: Price | None, i
     """
     block_count = len(blocks)
     table = np.zeros((len(FEATURES), block_count + 1, block_count + 1))
-    block_costs = np.array([[getattr(block, name) for name in _SUMS] for block in blocks])
-    prefix_sums = np.concatenate([np.zeros((1, len(_SUMS))), np.cumsum(block_costs, 0)])
-    table[: len(_SUMS)] = prefix_sums.T[:, None, :] - prefix_sums.T[:, :, None]
+    block_costs = np.array([[getattr(block, name) for name in _SUM_FEATURES] for block in blocks])
+    prefix_sums = np.concatenate([np.zeros((1, len(_SUM_FEATURES))), np.cumsum(block_costs, 0)])
+    table[: len(_SUM_FEATURES)] = prefix_sums.T[:, None, :] - prefix_sums.T[:, :, None]
     working_bytes = np.array([block.working_bytes for block in blocks])
     for begin in range(block_count):
         table[INDEX["working_bytes"], begin, begin + 1 :] = np.maximum.accumulate(working_bytes[begin:])
@@ -61,7 +61,7 @@ def features(blocks: Sequence[Price], first: Price | None, last: Price | None, i
     table[INDEX["one"]] = 1
     for price, region in ((first, np.s_[0, :]), (last, np.s_[:, block_count])):
         if price is not None:
-            for name in _SUMS:
+            for name in _SUM_FEATURES:
                 table[INDEX[name]][region] += getattr(price, name)
             stage_working_bytes = table[INDEX["working_bytes"]]
             stage_working_bytes[region] = np.maximum(stage_working_bytes[region], price.working_bytes)

@@ -69,8 +69,8 @@ class Problem:
                 )
         if schedule.stages > self.blocks:
             raise UserError(
-                f"{schedule.name} of {schedule.ranks} ranks has {schedule.stages} stages, but the model has only "
-                f"{self.blocks} blocks, and each stage needs one: use fewer devices on the pipe axis, or fewer chunks (v)"
+                f"{schedule.name} of {schedule.ranks} ranks has {schedule.stages} stages, but the model has "
+                f"{self.blocks} blocks. Each stage needs a block: use fewer devices on the pipe axis or fewer chunks"
             )
         if len(kinds) > 1 and len(schedule.routes) > 1:
             raise UserError(
