@@ -1,10 +1,10 @@
 """Low-rank codecs approximate a matrix by the product of two thin matrices, each of which is averaged exactly.
 
-    P = mean(M Q), normalised;  Q = mean(M^T P);  the mean is P Q^T, and Q starts the next step.
+    P = mean(M Q), normalised;  Q = mean(M^T P);  the mean gradient is P Q^T, and the next step starts from Q.
 
-M is the gradient plus residual of one replica, and the means are over replicas. These messages can be added in their
-encoded form, so two all-reduces suffice, and bytes do not grow with the number of devices. PowerSGD and GradZip share
-this code and differ in how they normalise P and Q.
+M is the gradient of one replica plus its residual, and the means are over replicas. These messages can be added in
+their encoded form, so two all-reduces suffice, and the bytes that a device sends do not grow with the number of
+devices. PowerSGD and GradZip share this code; they differ in how they normalise P and Q.
 """
 
 import abc
@@ -37,17 +37,29 @@ class LowRank(Codec):
 
     @abc.abstractmethod
     def left(self, product: Float[Array, "rows rank"], q: Float[Array, "columns rank"], axis: str) -> Array:
-        """Compute P from this device's product M Q and average it over the axis; return P, equal on all devices."""
+        """Return P, equal on all devices.
+
+        Args:
+            product: M Q of this device.
+            q: Q, equal on all devices.
+            axis: name of the axis over which the mean is taken.
+        """
 
     @abc.abstractmethod
     def right(self, product: Float[Array, "columns rank"], p: Float[Array, "rows rank"], axis: str) -> Array:
-        """Compute Q from this device's product M^T P and average it over the axis; return Q, equal on all devices."""
+        """Return Q, equal on all devices.
+
+        Args:
+            product: M^T P of this device.
+            p: P, equal on all devices.
+            axis: name of the axis over which the mean is taken.
+        """
 
     def _refusal(self, shape: tuple[int, ...], n: int) -> str | None:
-        rows, columns = matrix_shape(shape)
-        if self.rank > min(rows, columns):
+        row_count, column_count = matrix_shape(shape)
+        if self.rank > min(row_count, column_count):
             return (
-                f"got a leaf of shape {shape}, which is a matrix of {rows} x {columns}, "
+                f"got a leaf of shape {shape}, which is a matrix of {row_count} x {column_count}, "
                 f"expected dims of at least the rank {self.rank}: lower the rank, or leave the leaf out"
             )
         return None

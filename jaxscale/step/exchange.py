@@ -170,10 +170,10 @@ def describe_codec(stage: GradientExchange, optimizer: Optimizer) -> list[str]:
             f"steps late, which costs loss (0.2 nats of 2.3 in 400 steps at 1 %); take {name} 0, or codec dgc, which "
             "has SGD's momentum built in"
         )
-    small_text = f"; {len(stage.plain)} of {len(stage.leaves)} gradients are small and sent as float32"
+    small_text = f"; {len(stage.plain_names)} of {len(stage.leaves)} gradients are small and sent as float32"
     return [
         f"reduce {codec}: {bytes_at_least(stage.wire_bytes)} per device and step over {stage.axis}, "
-        f"{stage.exact_bytes / stage.wire_bytes:.1f} times fewer than float32{small_text * bool(stage.plain)}",
+        f"{stage.exact_bytes / stage.wire_bytes:.1f} times fewer than float32{small_text * bool(stage.plain_names)}",
         *lines,
     ]
 
@@ -196,7 +196,7 @@ class CodecResiduals:
 
     def placed(self, layout: Layout) -> Layout:
         """As in `StateExtra`."""
-        return layout.with_extra(self.name, self.stage.abstract())
+        return layout.with_extra(self.name, self.stage.abstract_states())
 
     def init(self, state: TrainState) -> CodecStates:
         """As in `StateExtra`."""
@@ -209,7 +209,9 @@ class CodecResiduals:
 
     def saved_abstract(self, abstract: TrainState) -> TrainState:
         """As in `StateExtra`."""
-        return _with(abstract, self.name, {ALL: self.stage.abstract(), ONE: self.stage.abstract(merged=True)})
+        return _with(
+            abstract, self.name, {ALL: self.stage.abstract_states(), ONE: self.stage.abstract_states(is_merged=True)}
+        )
 
     def loaded(self, state: TrainState) -> TrainState:
         """As in `StateExtra`.

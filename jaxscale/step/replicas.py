@@ -226,7 +226,7 @@ class Replicas:
         displacements = self._alone(displace, (whole, by_replica), by_replica)(thetas, {n: own[n] for n in names})
         if stage is not None:
             residuals = state.extra[REDUCE]
-            reduced = stage(displacements, {name: residuals[name] for name in stage.coded}, state.step)
+            reduced = stage(displacements, {name: residuals[name] for name in stage.coded_names}, state.step)
             means, extra[REDUCE] = reduced.mean, {**residuals, **reduced.states}
             metrics = {"residual_norm": reduced.residual_norm}
         else:

@@ -195,7 +195,7 @@ def check_file(path: str | Path, schedules: Sequence[Schedule]) -> None:
     """
     if not Path(path).parent.is_dir():
         raise UserError(
-            f"{path} cannot be written: there is no folder {Path(path).parent}; make the folder, or give another path"
+            f"{path} cannot be written: there is no folder {Path(path).parent}; make the folder, or give another name"
         )
     suffix = Path(path).suffix
     if suffix not in ENDINGS:

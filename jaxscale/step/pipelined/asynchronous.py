@@ -272,7 +272,7 @@ class AsyncPipeline:
             watch = dataclasses.replace(watch, norm=watch.norm / self.ranks**0.5)
             codes = {}
             if self.codec is not None:
-                codes = {"states": self.codec.start(), "updates": updates}
+                codes = {"states": self.codec.initial_device_states(), "updates": updates}
             stage_state = {"free": free, "watch": watch, "codes": codes}
             return {"pipe": pipe, **jax.tree.map(lambda leaf: leaf[None], stage_state)}
 
