@@ -88,6 +88,6 @@ def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tu
 
 def _fault_at_first(name: str, orders: Orders, is_wrong: Callable[[Action], bool], reason: str) -> Fault:
     """Return a fault at the first wrong action; the text of its reason starts with that action."""
-    places = ((rank, cell) for rank, order in enumerate(orders) for cell, a in enumerate(order) if is_wrong(a))
-    rank, cell = next(places)
+    wrong_cells = ((rank, cell) for rank, order in enumerate(orders) for cell, a in enumerate(order) if is_wrong(a))
+    rank, cell = next(wrong_cells)
     return Fault(name, f"{orders[rank][cell]} {reason}", rank, cell)

@@ -56,6 +56,7 @@ class LowRank(Codec):
         """
 
     def _refusal(self, shape: tuple[int, ...], n: int) -> str | None:
+        """Return why this codec does not support a layer of this shape; `None` if it supports the layer."""
         row_count, column_count = matrix_shape(shape)
         if self.rank > min(row_count, column_count):
             return (
@@ -65,10 +66,12 @@ class LowRank(Codec):
         return None
 
     def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> CodecState:
+        """Return the initial state of one layer of this shape, for n replicas."""
         assert key is not None, f"codec {self} starts at random: pass a key to init"
         return super()._init(shape, key, n) | {"q": jax.random.normal(key, (matrix_shape(shape)[1], self.rank))}
 
     def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
+        """Return the mean of one layer's gradient over the axis, and the layer's new state."""
         corrected_gradient, old_q = self.add_residual(gradient, state), state["q"]
         m = corrected_gradient.reshape(matrix_shape(gradient.shape))
         p = self.left(multiply(m, old_q), old_q, axis)
@@ -79,6 +82,7 @@ class LowRank(Codec):
         return mean, ({"residual": corrected_gradient - mean} if self.feedback else {}) | new_state
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
+        """Return the bytes that one device sends for one layer of this shape, with n devices on the axis."""
         return sum(wire.all_reduce(wire.FLOAT32 * side * self.rank, n) for side in matrix_shape(shape))
 
 

@@ -43,6 +43,7 @@ class OnePhase(Codec):
         """
 
     def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
+        """Return the mean of one layer's gradient over the axis, and the layer's new state."""
         device_key = None if key is None else jax.random.fold_in(key, lax.axis_index(axis))
         corrected_gradient = self.add_residual(gradient, state)
         message = compute_once(self.encode(corrected_gradient.reshape(-1), device_key))
@@ -74,4 +75,5 @@ class OnePhase(Codec):
         return total / lax.axis_size(axis)
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
+        """Return the bytes that one device sends for one layer of this shape, with n devices on the axis."""
         return wire.all_gather(message_bytes(self, jax.ShapeDtypeStruct((math.prod(shape),), jnp.float32)), n)

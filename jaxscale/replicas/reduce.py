@@ -366,8 +366,8 @@ class GradientExchange:
         gradient_specs = {name: PartitionSpec(self.axis, *leaf.spec) for name, leaf in self.leaves.items()}
         mean_specs = {name: leaf.spec for name, leaf in self.leaves.items()}
         out_specs: Any = ReducedGradients(*(mean_specs, self._specs(), replicated))  # pyright: ignore[reportArgumentType]
-        run = self._shard_mapped(run_on_device, (gradient_specs, self._specs(), replicated), out_specs)
-        return run({name: gradients[name] for name in self.leaves}, states, step)
+        average = self._shard_mapped(run_on_device, (gradient_specs, self._specs(), replicated), out_specs)
+        return average({name: gradients[name] for name in self.leaves}, states, step)
 
     def average_on_device(
         self, gradients: Mapping[str, Array], states: CodecStates, step: Int[Array, ""], agreeing_axes: Sequence[str]

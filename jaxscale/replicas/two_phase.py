@@ -64,11 +64,13 @@ class TwoPhase(Codec):
         return math.ceil(min_length / divisor) * divisor
 
     def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> CodecState:
+        """Return the initial state of one layer of this shape, for n replicas."""
         if not self.feedback:
             return {}
         return super()._init(shape, key, n) | {"server": jnp.zeros(self.chunk_length(math.prod(shape), n), jnp.float32)}
 
     def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
+        """Return the mean of one layer's gradient over the axis, and the layer's new state."""
         n, elements = lax.axis_size(axis), gradient.size
         length, device_index = self.chunk_length(elements, n), lax.axis_index(axis)
         filled_counts = np.clip(elements - length * np.arange(n), 0, length)  # for each chunk
@@ -97,6 +99,7 @@ class TwoPhase(Codec):
         return leaf_mean, {"residual": residual, "server": server_residual}
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
+        """Return the bytes that one device sends for one layer of this shape, with n devices on the axis."""
         chunk_shapes = jax.ShapeDtypeStruct((n, self.chunk_length(math.prod(shape), n)), jnp.float32)
         total_bytes = message_bytes(
             self, chunk_shapes, jax.ShapeDtypeStruct((n,), jnp.int32)

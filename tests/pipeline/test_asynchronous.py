@@ -78,15 +78,15 @@ class Run:
         ranks = pipe.stream.ranks
         devices = np.array(jax.devices()[: ranks * replicas]).reshape(ranks, replicas)
         mesh = Mesh(devices, ("pipe", "data"), axis_types=(AxisType.Auto,) * 2)
-        each, rows = P("pipe"), P(None, *pipe.manual[1:])
-        own = P(pipe.manual)
-        mapped = functools.partial(jax.shard_map, mesh=mesh, axis_names=set(pipe.manual))
+        each, rows = P("pipe"), P(None, *pipe.manual_axes[1:])
+        own = P(pipe.manual_axes)
+        mapped = functools.partial(jax.shard_map, mesh=mesh, axis_names=set(pipe.manual_axes))
 
         def reduced(found):
             # over the data axis the parameters are the same, which the type does not tell
-            same = functools.partial(lax.pmean, axis_name=pipe.manual[1:]) if replicas > 1 else lambda tree: tree
+            same = functools.partial(lax.pmean, axis_name=pipe.manual_axes[1:]) if replicas > 1 else lambda tree: tree
             parameters, momentum = same((found.parameters, found.optimizer))
-            return AdvanceResult(parameters, momentum, found.in_flight, lax.psum(found.sums, pipe.manual))
+            return AdvanceResult(parameters, momentum, found.in_flight, lax.psum(found.sums, pipe.manual_axes))
 
         def advance(*given):
             return reduced(pipe.advance(*given))

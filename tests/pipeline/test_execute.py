@@ -117,7 +117,7 @@ def test_with_data_and_tensor_axes():
     def body(weights, shared, batch, key):
         own = jax.tree.map(lambda leaf: leaf[0], weights)
         tables = tabulate(schedule, "residuals")
-        found = execute(tables, stage, own, shared, batch, key, half.message(), manual=manual)
+        found = execute(tables, stage, own, shared, batch, key, half.message(), manual_axes=manual)
         weight, common = lax.psum(found.weight_gradients, "data"), lax.psum(found.shared_gradients, manual)
         return jax.tree.map(lambda leaf: leaf[None], weight), common
 

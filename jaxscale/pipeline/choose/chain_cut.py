@@ -78,11 +78,12 @@ class BoundedCuts:
 
     Args:
         cuts: int[cut, stages + 1], the cuts that may be below the ceiling.
-        bound: a lower bound on the objective of every other cut; infinite if no cut was dropped for lack of width.
+        lower_bound: a lower bound on the objective of every other cut; infinite if no cut was dropped for lack of
+            width.
     """
 
     cuts: np.ndarray
-    bound: float
+    lower_bound: float
 
 
 class BlockChain:
@@ -199,7 +200,7 @@ class BlockChain:
         cuts = np.zeros((1, 1), int)  # int[cut, stages so far + 1], the boundaries of the partial cuts
         sums = np.zeros((1, len(values)))  # float[cut, linear], over the stages so far
         maxima = np.full(1, -np.inf)  # float[cut], the largest bound of a stage so far
-        bound = np.inf
+        lower_bound = np.inf
         for stage in range(self.stages):
             frontier = cuts[:, -1]
             # for each extension of a partial cut by one stage: index of the partial cut, begin and end of the stage
@@ -215,8 +216,8 @@ class BlockChain:
             survivors = np.flatnonzero((lower_bounds < ceiling) & (totals[:, len(paths) :] <= 1 + 1e-12).all(1))
             if len(survivors) > width:
                 ranking = survivors[np.argsort(lower_bounds[survivors], kind="stable")]
-                bound = min(bound, float(lower_bounds[ranking[width]]))
+                lower_bound = min(lower_bound, float(lower_bounds[ranking[width]]))
                 survivors = ranking[:width]
             cuts = np.concatenate([cuts[parent[survivors]], end[survivors, None]], 1)
             sums, maxima = sums[survivors], maxima[survivors]
-        return BoundedCuts(cuts, bound)
+        return BoundedCuts(cuts, lower_bound)

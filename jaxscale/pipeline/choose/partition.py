@@ -262,16 +262,16 @@ class _Search:
         refinements = [self._refine(float(start_seconds[index]), distinct_cuts[index]) for index in fastest_indices]
         best_seconds, best_cut = min(refinements, key=lambda pair: pair[0])
         chain.possible &= stage_bounds <= best_seconds * (1 + _TOLERANCE)
-        best_seconds, best_cut, bound = self._branch_and_bound(best_seconds, best_cut, -np.inf, [], stage_bounds)
-        if best_seconds > bound * (1 + _TOLERANCE):
+        best_seconds, best_cut, lower_bound = self._branch_and_bound(best_seconds, best_cut, -np.inf, [], stage_bounds)
+        if best_seconds > lower_bound * (1 + _TOLERANCE):
             game_bound, linear, game_cuts = self._play_game(best_cut, best_seconds)
             game_seconds = self.problem.seconds(game_cuts)
             if game_seconds.min() < best_seconds:
                 best_seconds, best_cut = self._refine(float(game_seconds.min()), game_cuts[game_seconds.argmin()])
-            best_seconds, best_cut, bound = self._branch_and_bound(
-                best_seconds, best_cut, max(bound, game_bound), [linear], stage_bounds
+            best_seconds, best_cut, lower_bound = self._branch_and_bound(
+                best_seconds, best_cut, max(lower_bound, game_bound), [linear], stage_bounds
             )
-        return self._partition(best_cut, float(best_seconds), float(min(bound, best_seconds)))
+        return self._partition(best_cut, float(best_seconds), float(min(lower_bound, best_seconds)))
 
     def _branch_and_bound(
         self,
@@ -293,24 +293,24 @@ class _Search:
         Returns:
             The seconds of the fastest cut, the fastest cut, and a lower bound on the seconds of every cut.
         """
-        best_seconds, best_cut, bound, paths = start_seconds, start_cut, start_bound, start_paths
+        best_seconds, best_cut, lower_bound, paths = start_seconds, start_cut, start_bound, start_paths
         limit_linears = self._tightest_linears(best_cut)
-        while best_seconds > bound * (1 + _TOLERANCE):
+        while best_seconds > lower_bound * (1 + _TOLERANCE):
             paths = [*paths, self.problem.path(best_cut)]
             survivors = self.problem.chain.branch(paths, limit_linears, stage_bounds, best_seconds, self.width)
             if not len(survivors.cuts):
-                return best_seconds, best_cut, max(bound, min(best_seconds, survivors.bound))
+                return best_seconds, best_cut, max(lower_bound, min(best_seconds, survivors.lower_bound))
             seconds = self.problem.seconds(survivors.cuts)
             lowest_index = int(seconds.argmin())
             least_seconds = float(seconds[lowest_index])
-            bound = max(bound, min(best_seconds, least_seconds, survivors.bound))
+            lower_bound = max(lower_bound, min(best_seconds, least_seconds, survivors.lower_bound))
             is_faster = least_seconds < best_seconds * (1 - _TOLERANCE)
             if least_seconds < best_seconds:
                 best_seconds, best_cut = least_seconds, survivors.cuts[lowest_index]
-            if np.isinf(survivors.bound) or not is_faster:
+            if np.isinf(survivors.lower_bound) or not is_faster:
                 break
             best_seconds, best_cut = self._refine(best_seconds, best_cut)
-        return best_seconds, best_cut, bound
+        return best_seconds, best_cut, lower_bound
 
     def _tightest_linears(self, cut: np.ndarray) -> list[np.ndarray]:
         """Return the memory functions that are nearest their limit for a cut, at most `_MAX_FUNCTIONS` of them."""
@@ -329,27 +329,27 @@ class _Search:
             best_seconds: seconds of `start_cut`.
 
         Returns:
-            A lower bound on the seconds of every cut, the linear from which it follows, and the cuts of all turns,
-            int[turn, stages + 1].
+            A lower bound on the seconds of every cut, the linear from which it follows, and the cuts of all
+            turns, int[turn, stages + 1].
         """
         problem = self.problem
         blur = _BLUR * best_seconds
         mean_pass_seconds, mean_link_seconds = (batch_costs[0] for batch_costs in problem.costs(start_cut[None]))
         mean_path = np.zeros((problem.schedule.stages, len(FEATURES)))
-        cut, bound, bound_linear, cuts = start_cut, -np.inf, mean_path, []
+        cut, lower_bound, bound_linear, cuts = start_cut, -np.inf, mean_path, []
         for turn in range(_GAME_TURNS):
             path = problem.linear(cut, problem.clock.path(mean_pass_seconds, mean_link_seconds, blur))
             mean_path = mean_path + (path - mean_path) * (2 / (turn + 2))
             turn_bound, cut = problem.chain.shortest(problem.chain.values(mean_path))
-            if turn_bound > bound:
-                bound, bound_linear = turn_bound, mean_path
+            if turn_bound > lower_bound:
+                lower_bound, bound_linear = turn_bound, mean_path
             cuts.append(cut)
-            if best_seconds <= bound * (1 + _TOLERANCE):
+            if best_seconds <= lower_bound * (1 + _TOLERANCE):
                 break
             pass_seconds, link_seconds = (batch_costs[0] for batch_costs in problem.costs(cut[None]))
             mean_pass_seconds = mean_pass_seconds + (pass_seconds - mean_pass_seconds) / (turn + 4)
             mean_link_seconds = mean_link_seconds + (link_seconds - mean_link_seconds) / (turn + 4)
-        return bound, bound_linear, np.stack(cuts)
+        return lower_bound, bound_linear, np.stack(cuts)
 
     def _refine(self, start_seconds: float, start_cut: np.ndarray) -> tuple[float, np.ndarray]:
         """Move one boundary, or several neighbouring ones together, while the cut gets faster; return (seconds, cut).
@@ -381,7 +381,7 @@ class _Search:
                 return best_seconds, best_cut
             best_seconds, best_cut = float(seconds.min()), valid_cuts[seconds.argmin()]
 
-    def _partition(self, cut: np.ndarray, seconds: float, bound: float) -> Partition:
+    def _partition(self, cut: np.ndarray, seconds: float, lower_bound: float) -> Partition:
         """Return the `Partition` with the boundaries of a cut."""
         # by feature, the values of the stages
         columns = dict(zip(FEATURES, self.problem.chain.stage_features(cut[None])[0].T.tolist(), strict=True))
@@ -389,7 +389,7 @@ class _Search:
             boundaries=tuple(map(int, cut)),
             seconds=seconds,
             bytes=self.problem.bytes(cut),
-            bound=bound,
+            bound=lower_bound,
             costs=Costs(
                 forward=tuple(columns["forward"]),
                 input=tuple(columns["input_gradient"]),

@@ -47,10 +47,10 @@ class Actions:
         shared: weights that every stage may read, marked as varying.
         batch: microbatches, leaves (m, ...), marked as varying.
         key: random key for the stage, marked as varying.
-        x: shapes and types of the message between stages.
-        manual: the manual axes.
+        message_shapes: shapes and types of the message between stages.
+        manual_axes: the manual axes.
         readers: stages that read `shared`; `None`: all may.
-        hosted: names (`checkpoint_name`) of residuals that have their slots in host memory.
+        hosted_names: names (`checkpoint_name`) of residuals that have their slots in host memory.
         frozen: weights without gradients, leaves (v, ...), as in `execute`.
     """
 
@@ -60,20 +60,20 @@ class Actions:
     shared: Any
     batch: Any
     key: Any
-    x: Any
-    manual: Sequence[str]
+    message_shapes: Any
+    manual_axes: Sequence[str]
     readers: Sequence[int] | None = None
-    hosted: Collection[str] = ()
+    hosted_names: Collection[str] = ()
     frozen: Any = None
 
     def __post_init__(self) -> None:
         stages = range(self.tables.schedule.stages)
         self._is_reader = [self.readers is None or stage in self.readers for stage in stages]
         sample_row = {name: jnp.int32(0) for name in ("stage", "microbatch", "chunk")}
-        context, x = self._vary((self._context(sample_row), zeros(self.x)))
+        context, x = self._vary((self._context(sample_row), zeros(self.message_shapes)))
         stage_shapes = jax.eval_shape(lambda: self.stage(context[0], context[1], x, *context[2:]))
-        message_shapes, objective_shape, self._sum_shapes = stage_shapes
-        _check_stage(message_shapes, objective_shape, self.x)
+        output_shapes, objective_shape, self._sum_shapes = stage_shapes
+        _check_stage(output_shapes, objective_shape, self.message_shapes)
         if self.tables.stash == "residuals" and self.tables.has_backward:
             self._passes: Any = FromResiduals(
                 self.stage,
@@ -81,7 +81,7 @@ class Actions:
                 context,
                 x,
                 is_split=self.tables.cut_slot_count > 0,
-                hosted_names=self.hosted,
+                hosted_names=self.hosted_names,
             )
         else:
             self._passes = FromInput(self.stage, self._vary)
@@ -162,38 +162,42 @@ class Actions:
         """B: return the state after the gradients of all weights were added, and the message: the input's gradient."""
         stash = read(state["kept"], row["residual"])
 
-        def run(sums: CarriedState, is_reader: bool) -> tuple[CarriedState, Any]:
+        def run_backward(sums: CarriedState, is_reader: bool) -> tuple[CarriedState, Any]:
             """Run the backward of a stage that reads `shared` or not; return the new sums and the input's gradient."""
             weight_gradients, shared_gradients, dx = self._passes.backward(self._context(row), x, stash, g)
             new_sums = self._add_weights(sums, row, weight_gradients, is_live)
             return (self._add_shared(new_sums, shared_gradients, is_live) if is_reader else new_sums), dx
 
-        sums, dx = self._run_by_reader(run, {name: state[name] for name in ("weights", "shared")}, row, is_live)
+        sums, dx = self._run_by_reader(
+            run_backward, {name: state[name] for name in ("weights", "shared")}, row, is_live
+        )
         return {**state, **sums}, dx
 
     def _i_half(self, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any) -> tuple[CarriedState, Any]:
         """I: return the state after values for W and gradients of `shared` were added, and the input's gradient."""
         stash = read(state["kept"], row["residual"])
 
-        def run(sums: CarriedState, is_reader: bool) -> tuple[CarriedState, Any]:
+        def run_half(sums: CarriedState, is_reader: bool) -> tuple[CarriedState, Any]:
             """Run I of a stage that reads `shared` or not; return new sums, and (input's gradient, values for W)."""
             shared_gradients, dx, cut = self._passes.input_half(self._context(row), x, stash, g)
             return (self._add_shared(sums, shared_gradients, is_live) if is_reader else sums), (dx, cut)
 
-        sums, (dx, cut) = self._run_by_reader(run, {"shared": state["shared"]}, row, is_live)
+        sums, (dx, cut) = self._run_by_reader(run_half, {"shared": state["shared"]}, row, is_live)
         return {**state, **sums, "cut": self._write(state["cut"], row["cut"], cut, is_live)}, dx
 
     def _run_by_reader(
-        self, run: Callable[[CarriedState, bool], Any], sums: CarriedState, row: TableRow, is_live: Any
+        self, run_pass: Callable[[CarriedState, bool], Any], sums: CarriedState, row: TableRow, is_live: Any
     ) -> Any:
-        """Return `run(sums, is_reader)`, where `is_reader` is whether the stage of the row reads `shared`.
+        """Return `run_pass(sums, is_reader)`, where `is_reader` is whether the stage of the row reads `shared`.
 
         On other stages the gradients of `shared` are zeros as large as embedding and head. Making and adding them would
         take longer than the stage. In a program without branches (`run_kind`) `is_reader` is true on every stage.
         """
         if all(self._is_reader) or is_live is not None:
-            return run(sums, True)
-        branches = [lambda sums, is_reader=is_reader: self._vary(run(sums, is_reader)) for is_reader in (True, False)]
+            return run_pass(sums, True)
+        branches = [
+            lambda sums, is_reader=is_reader: self._vary(run_pass(sums, is_reader)) for is_reader in (True, False)
+        ]
         return lax.cond(jnp.asarray(self._is_reader)[row["stage"]], *branches, sums)
 
     def _w_half(self, state: CarriedState, row: TableRow, x: Any, g: Any, is_live: Any) -> tuple[CarriedState, Any]:
@@ -238,7 +242,7 @@ class Actions:
 
     def _vary(self, tree: Any) -> Any:
         """Return a tree marked as varying over the manual axes."""
-        return vary(tree, self.manual)
+        return vary(tree, self.manual_axes)
 
 
 def _add(total: Any, value: Any) -> Any:
@@ -253,25 +257,26 @@ def _masked(is_live: Any, tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf if leaf.dtype == jax.dtypes.float0 else jnp.where(is_live, leaf, 0), tree)
 
 
-def _check_stage(message: Any, objective: Any, x: Any) -> None:
+def _check_stage(output_shapes: Any, objective_shape: Any, message_shapes: Any) -> None:
     """Raise an error if the shapes or types of a stage's message or objective are not the expected ones.
 
     Args:
-        message: shapes and types of the stage's message.
-        objective: shape and type of the stage's objective.
-        x: shapes and types of the messages between stages.
+        output_shapes: shapes and types of the stage's output.
+        objective_shape: shape and type of the stage's objective.
+        message_shapes: shapes and types of the messages between stages.
     """
 
     def describe(tree: Any) -> Any:
-        """Return the tree with a text in place of each leaf, such as float32[2, 8]."""
+        """Return the tree with a text in place of each leaf, for example float32[2, 8]."""
         return jax.tree.map(lambda leaf: f"{leaf.dtype.name}{list(leaf.shape)}", tree)
 
-    if describe(message) != describe(x):
+    if describe(output_shapes) != describe(message_shapes):
         raise UserError(
-            f"the stage sends {describe(message)}, but messages between stages are {describe(x)}: the output of a "
-            "stage must have the shapes and types of its input; cast inside the stage"
+            f"the stage sends {describe(output_shapes)}, but messages between stages are {describe(message_shapes)}: "
+            "the output of a stage must have the shapes and types of its input; cast inside the stage"
         )
-    if objective.shape or objective.dtype != jnp.float32:
+    if objective_shape.shape or objective_shape.dtype != jnp.float32:
         raise UserError(
-            f"the stage's objective is {describe(objective)}, expected a float32 scalar, to be summed over microbatches"
+            f"the stage's objective is {describe(objective_shape)}, expected a float32 scalar, to be summed over "
+            "microbatches"
         )

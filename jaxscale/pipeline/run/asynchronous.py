@@ -87,7 +87,7 @@ class AdvanceResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Asynchronous:
-    """The executor of a stream; its methods are called inside a `jax.shard_map` that is manual over `manual`.
+    """The executor of a stream; its methods are called inside a `jax.shard_map` that is manual over `manual_axes`.
 
     Parameters and gradients are pairs (weights, shared) of this device's stage, with leaves (1, ...). In the private
     methods, `row` is a device's row of the table, int32 scalars by names in `COLUMNS`. x is the message from the
@@ -98,12 +98,12 @@ class Asynchronous:
         stage: stage function, as in `execute`; its weights and shared weights have no first dim, and `at.microbatch`
             is the index of the microbatch in its call.
         update: function that updates one stage.
-        x: shapes and types of the message between stages.
+        message_shapes: shapes and types of the message between stages.
         to_compute: function from parameters to the weights that stages compute with, such as a cast; `None`: stages
             compute with the parameters themselves.
         remedies: PipeMare's remedies against stale weights.
         axis: the mesh axis of the stages.
-        manual: all manual axes.
+        manual_axes: all manual axes.
 
     Raises:
         UserError: the remedies have a correction, but the schedule's backwards use the weights of their forwards.
@@ -112,11 +112,11 @@ class Asynchronous:
     stream: Stream
     stage: StageFunction
     update: StageUpdate
-    x: Any
+    message_shapes: Any
     to_compute: Callable[[Any], Any] | None = None
     remedies: Remedies = dataclasses.field(default_factory=Remedies)
     axis: str = "pipe"
-    manual: tuple[str, ...] = ("pipe",)
+    manual_axes: tuple[str, ...] = ("pipe",)
 
     def __post_init__(self) -> None:
         if self.remedies.correction is not None and not self.stream.has_newest_backward:
@@ -139,9 +139,9 @@ class Asynchronous:
         slot_count = self.stream.carried_count + _microbatch_count(batch)
         state: InFlightArrays = {
             "tick": jnp.int32(0),
-            "messages": empty_pool(self.x, self.stream.message_slot_count + 1),
+            "messages": empty_pool(self.message_shapes, self.stream.message_slot_count + 1),
             # messages that have arrived, by origin; they enter their slots in the next tick
-            "boxes": {origin: zeros(self.x) for origin in STEP_FROM_ORIGIN},
+            "boxes": {origin: zeros(self.message_shapes) for origin in STEP_FROM_ORIGIN},
             "kept": empty_pool(
                 self._stage_passes(parameters, microbatch, key).stash_shapes, self.stream.stash_slot_count
             ),
@@ -206,7 +206,7 @@ class Asynchronous:
         microbatch, key = (read(state[name], 0) for name in ("batch", "key"))
         passes = self._stage_passes(state["parameters"], microbatch, key)
         context = self._sample_context(state["parameters"], microbatch, key)
-        sum_shapes = jax.eval_shape(passes.forward, context, self._vary(zeros(self.x)))[1]
+        sum_shapes = jax.eval_shape(passes.forward, context, self._vary(zeros(self.message_shapes)))[1]
         state["sums"] = self._vary(zeros(sum_shapes, jnp.float32))
 
         def run_tick(state: dict[str, Any], _: None) -> tuple[dict[str, Any], None]:
@@ -312,7 +312,7 @@ class Asynchronous:
         if self.stream.stash == "input":
             return FromInput(self.stage, self._vary)
         context = self._sample_context(parameters, microbatch, key)
-        return FromResiduals(self.stage, self._vary, context, self._vary(zeros(self.x)), is_split=False)
+        return FromResiduals(self.stage, self._vary, context, self._vary(zeros(self.message_shapes)), is_split=False)
 
     def _sample_context(self, parameters: Any, microbatch: Any, key: Any) -> StageContext:
         """Return the context of an arbitrary action, for the shapes of contexts."""
@@ -333,7 +333,7 @@ class Asynchronous:
 
     def _vary(self, tree: Any) -> Any:
         """Return a tree marked as varying over the manual axes."""
-        return vary(tree, self.manual)
+        return vary(tree, self.manual_axes)
 
 
 def _idle(passes: Any, state: dict[str, Any], row: dict[str, Any], x: Any, g: Any) -> tuple[Any, Any]:

@@ -59,16 +59,16 @@ def execute(
     shared: Any,
     batch: Any,
     key: Any,
-    x: Any,
+    message_shapes: Any,
     *,
     axis: str = "pipe",
-    manual: Sequence[str] = ("pipe",),
+    manual_axes: Sequence[str] = ("pipe",),
     lowering: Lowering = "switch",
     readers: Sequence[int] | None = None,
-    hosted: Collection[str] = (),
+    hosted_names: Collection[str] = (),
     frozen: Any = None,
 ) -> DeviceSums:
-    """Run a schedule inside a `jax.shard_map` that is manual over `manual`.
+    """Run a schedule inside a `jax.shard_map` that is manual over `manual_axes`.
 
     Args:
         tables: the schedule (`tables.tabulate`).
@@ -82,12 +82,13 @@ def execute(
         batch: microbatches, leaves (m, ...); a stage gets the leaves of its microbatch.
         key: random key, which the stage gets unchanged; if the stage folds the microbatch and the layer into it, the
             random numbers are the same under every schedule.
-        x: shapes and types of the message from stage to stage, a tree of `jax.ShapeDtypeStruct`.
+        message_shapes: shapes and types of the message from stage to stage, a tree of `jax.ShapeDtypeStruct`.
         axis: name of the mesh axis along which the stages lie.
-        manual: all axes over which the surrounding `jax.shard_map` is manual.
+        manual_axes: all axes over which the surrounding `jax.shard_map` is manual.
         lowering: "phased", for lock-step tables only: no branches, idle devices compute on zeros and drop the results.
         readers: stages that read any leaf of `shared`; only their backwards add to its gradients. `None`: all stages.
-        hosted: names (`checkpoint_name`) of residuals that stay in host memory between a forward and its backward.
+        hosted_names: names (`checkpoint_name`) of residuals that stay in host memory between a forward and its
+            backward.
         frozen: weights without gradients, leaves (v, ...), such as weights on the host; a stage gets those of its chunk
             as `at.frozen`, without a copy to another memory.
 
@@ -96,27 +97,30 @@ def execute(
 
     Raises:
         UserError: the batch does not have m microbatches, the weights have a wrong number of chunks, the stage returns
-            a message unlike `x`, or the lowering is "phased" and a tick of the table has several kinds of actions.
+            a message with other shapes or types, or the lowering is "phased" and a tick of the table has several kinds
+            of actions.
     """
     _check_arguments(tables, weights, batch, lowering)
-    weights, shared, batch, key, frozen = vary((weights, shared, batch, key, frozen), manual)
-    actions = Actions(tables, stage, weights, shared, batch, key, x, manual, readers, hosted, frozen)
+    weights, shared, batch, key, frozen = vary((weights, shared, batch, key, frozen), manual_axes)
+    actions = Actions(
+        tables, stage, weights, shared, batch, key, message_shapes, manual_axes, readers, hosted_names, frozen
+    )
     table = np.stack([tables.columns[name] for name in tables.columns], axis=1)
     rows = lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(axis), 2, keepdims=False)
-    no_message = zeros(x)
+    no_message = zeros(message_shapes)
     state = {
-        "messages": empty_pool(x, tables.message_slot_count + 1),
+        "messages": empty_pool(message_shapes, tables.message_slot_count + 1),
         # messages that have arrived, by origin; they enter their slots in the next tick
         "boxes": {origin: no_message for origin in ORIGINS if tables.has_messages(origin)},
         "sums": actions.initial_state(),
     }
     run_table = _run_one_loop if lowering == "switch" else _run_phases
-    run_tick = _tick_function(tables, actions, axis, manual)
-    sums = run_table(tables, run_tick, vary(rows, manual), vary(state, manual))["sums"]
+    run_tick = _tick_function(tables, actions, axis, manual_axes)
+    sums = run_table(tables, run_tick, vary(rows, manual_axes), vary(state, manual_axes))["sums"]
     return DeviceSums(sums["sums"], sums.get("weights"), sums.get("shared"))
 
 
-def _tick_function(tables: Tables, actions: Actions, axis: str, manual: Sequence[str]) -> _Tick:
+def _tick_function(tables: Tables, actions: Actions, axis: str, manual_axes: Sequence[str]) -> _Tick:
     """Return the function that runs one tick, `run_tick(state, row, travel_flags, codes) -> state`.
 
     `row` is a device's row of the table, int32 (columns,). `travel_flags` has, for each origin of messages from other
@@ -151,7 +155,7 @@ def _tick_function(tables: Tables, actions: Actions, axis: str, manual: Sequence
             origin: send(message, origin, travel_flags[origin]) if origin in travel_flags else message
             for origin in state["boxes"]
         }
-        return vary({"messages": messages, "boxes": boxes, "sums": sums}, manual)
+        return vary({"messages": messages, "boxes": boxes, "sums": sums}, manual_axes)
 
     return run_tick
 

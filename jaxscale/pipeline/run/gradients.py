@@ -105,16 +105,16 @@ def value_and_grad(
         def run_stage(
             weights: Any, shared: Any, message: Any, microbatch: Any, at: At, key: Any
         ) -> tuple[Any, Any, Any]:
-            """Run a stage as the executor requires; return its output and twice its loss: as objective and as sums.
+            """Return (output, objective, sums) of a stage for the executor, with its loss as objective and as sums.
 
             The input of the first stage is part of the microbatch; that of other stages is the message.
             """
             first_input, stage_batch = microbatch
             x = jax.tree.map(lambda first, other: jnp.where(at.stage == 0, first, other), first_input, message)
-            results = stage(weights, shared, x, stage_batch, at.stage)
-            if not isinstance(results, tuple) or len(results) != 2:
+            stage_results = stage(weights, shared, x, stage_batch, at.stage)
+            if not isinstance(stage_results, tuple) or len(stage_results) != 2:
                 raise UserError("the stage returns no pair: expected (y, loss), the x of the next stage and a scalar")
-            y, raw_loss = results
+            y, raw_loss = stage_results
             loss = jnp.asarray(raw_loss, jnp.float32)
             return y, loss, loss
 
@@ -125,7 +125,15 @@ def value_and_grad(
             """
             chunk_weights = jax.tree.map(lambda leaf: leaf[0], weights)
             device_sums = execute(
-                tables, run_stage, chunk_weights, shared, microbatches, None, message_shapes, axis=axis, manual=(axis,)
+                tables,
+                run_stage,
+                chunk_weights,
+                shared,
+                microbatches,
+                None,
+                message_shapes,
+                axis=axis,
+                manual_axes=(axis,),
             )
             loss = lax.psum(device_sums.sums, axis)
             shared_gradients = jax.tree.map(lambda leaf: lax.psum(leaf, axis), device_sums.shared_gradients)

@@ -157,7 +157,7 @@ def program_halves(
     crossing_of |= {number: _crossing(program.avals[number]) for number in needed_hidden_inputs}
     placements.reverse()
 
-    def run(
+    def run_half(
         half_index: int, arguments: Sequence[Any], crossing_values: Sequence[Any]
     ) -> tuple[list[Any], dict[int, Any]]:
         """Run half 0 or 1, and return its outputs and all its values by number."""
@@ -181,12 +181,12 @@ def program_halves(
 
     def run_first(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Run the first half, and return its outputs and the values that cross."""
-        outputs, values = run(0, arguments, ())
+        outputs, values = run_half(0, arguments, ())
         return outputs, [values[number] for number in crossing_of]
 
     def run_second(arguments: Sequence[Any], crossing_values: Sequence[Any]) -> list[Any]:
         """Run the second half, and return its outputs."""
-        return run(1, arguments, crossing_values)[0]
+        return run_half(1, arguments, crossing_values)[0]
 
     values_read_by_first = set(crossing_of) | first_outputs
     for placement in placements:

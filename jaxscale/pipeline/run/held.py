@@ -37,7 +37,7 @@ class HeldShapes(NamedTuple):
 
 
 def held_shapes(
-    tables: Tables, stage: StageFunction, weights: Any, shared: Any, batch: Any, key: Any, x: Any
+    tables: Tables, stage: StageFunction, weights: Any, shared: Any, batch: Any, key: Any, message_shapes: Any
 ) -> HeldShapes:
     """Return the shapes of the values that `execute` holds with the same arguments.
 
@@ -48,7 +48,7 @@ def held_shapes(
         shared: as in `execute`, but arrays or their shapes.
         batch: as in `execute`, but arrays or their shapes.
         key: as in `execute`, but an array or its shape.
-        x: shapes and types of the message from stage to stage.
+        message_shapes: shapes and types of the message from stage to stage.
 
     Example:
         >>> import jax.numpy as jnp
@@ -65,12 +65,12 @@ def held_shapes(
 
     def initial_state(weights: Any, shared: Any, batch: Any, key: Any) -> Any:
         """Return the pools and sums before the first tick."""
-        return Actions(tables, stage, weights, shared, batch, key, x, ()).initial_state()
+        return Actions(tables, stage, weights, shared, batch, key, message_shapes, ()).initial_state()
 
     state = jax.eval_shape(initial_state, weights, shared, batch, key)
     return HeldShapes(
-        messages=jax.eval_shape(lambda: empty_pool(x, tables.message_slot_count + 1)),
-        boxes=[x for origin in ORIGINS if tables.has_messages(origin)],
+        messages=jax.eval_shape(lambda: empty_pool(message_shapes, tables.message_slot_count + 1)),
+        boxes=[message_shapes for origin in ORIGINS if tables.has_messages(origin)],
         stashes=state.get("kept", ()),
         cuts=state.get("cut", ()),
         gradients=(state.get("weights", ()), state.get("shared", ())),

@@ -120,6 +120,7 @@ def cotangents(gradient_message: Any, primals: Any) -> Any:
     """Return the gradient of `primals` as cotangents for a vjp function: `float0` for leaves that have no gradient."""
 
     def cotangent(gradient: Any, primal: Any) -> Any:
+        """Return the cotangent of one leaf."""
         return gradient if is_differentiable(primal) else np.zeros(primal.shape, jax.dtypes.float0)
 
     return jax.tree.map(cotangent, gradient_message, primals)

@@ -54,9 +54,11 @@ class DGC(TopK):
             raise UserError(f"clip: got {self.clip}, expected a norm > 0, or none for no clipping")
 
     def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> CodecState:
+        """Return the initial state of one layer of this shape, for n replicas."""
         return super()._init(shape, key, n) | {"momentum": jnp.zeros(shape, jnp.float32)}
 
     def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
+        """Return the mean of one layer's gradient over the axis, and the layer's new state."""
         clipped_gradient = gradient
         if self.clip is not None:
             norm, limit = jnp.sqrt(jnp.sum(jnp.square(gradient))), self.clip / lax.axis_size(axis) ** 0.5

@@ -38,4 +38,5 @@ class QSGD(BlockCodes):
             raise UserError(f"bits: got {self.bits}, expected 4 or 8, because codes of other widths save no bytes")
 
     def _code_bits(self) -> int:
+        """Return the number of bits of a code."""
         return self.bits

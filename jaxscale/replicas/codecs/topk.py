@@ -141,6 +141,7 @@ class TopK(OnePhase):
         return (*warmup_fractions, self.fraction)
 
     def _timetable(self) -> tuple[tuple[int, "TopK"], ...]:
+        """Return (first step, codec) for each phase: one phase for each fraction."""
         fractions = self.fractions()
         phase_count = max(len(fractions) - 1, 1)
         fraction_by_step = {math.ceil(i * self.warmup / phase_count): fraction for i, fraction in enumerate(fractions)}

@@ -187,7 +187,7 @@ class AsyncPipeline:
             to_compute=None if self.planned.plan.precision == "float32" else self._cast_for_passes,
             remedies=self.remedies,
             axis=PIPE_AXIS,
-            manual=MANUAL,
+            manual_axes=MANUAL,
         )
 
     def _update(

@@ -181,10 +181,10 @@ class Pipelined:
                 key,
                 message,
                 axis=PIPE_AXIS,
-                manual=MANUAL,
+                manual_axes=MANUAL,
                 lowering=pipeline.lowering,
                 readers=readers,
-                hosted=blocks.treatment().hosted,
+                hosted_names=blocks.treatment().hosted,
                 frozen=frozen,
             )
             return finish(executed)
