@@ -40,7 +40,7 @@ def weave(lanes: Mapping[str, Lane] | Lane, *phases: MotifPhase) -> Order:
     """Make the order of one rank.
 
     Args:
-        lanes: the lanes by name, or a single lane, whose name is empty.
+        lanes: the lanes by name, or a single lane, which gets the empty name.
         phases: (motif, number of repetitions) of each phase. A motif consists of words separated by blanks. A word is a
             kind and the name of a lane: `F1` is the next forward of lane 1, and `B1` or `I1` its next backward. `W1` is
             the weight gradient for the oldest `I1` that does not have one yet; `W` takes the oldest such `I` of any
@@ -157,7 +157,7 @@ def vee(
     min_microbatches: int,
     max_activations: int,
 ) -> Schedule:
-    """Make a schedule whose stages go down the ranks and back up.
+    """Make a schedule in which the stages go down the ranks and back up.
 
     Rank r has the stages r, as lane 0, and 2p-1-r, as lane 1.
 

@@ -97,25 +97,24 @@ class Schedule:
 
     @functools.cached_property
     def chunks(self) -> int:
-        """The largest number of stages of which one rank holds the weights: v if interleaved, 2 in Chimera."""
+        """The largest number of chunks (weights of one stage) that a rank holds: v if interleaved, 2 in Chimera."""
         return max(len(stages) for stages in self._stages_of_ranks)
 
     @functools.cached_property
     def _stages_of_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank, the stages of which it holds the weights: those of the first route, then those of others."""
-        # dicts, because they are sets that keep the order
-        stage_sets: list[dict[int, None]] = [{} for _ in range(self.ranks)]
+        """For each rank, the stages that it runs: those on the first route, then those that other routes add."""
+        stage_sets: list[dict[int, None]] = [{} for _ in range(self.ranks)]  # the keys are ordered sets
         for route in self.routes:
             for stage, rank in enumerate(route):
                 stage_sets[rank][stage] = None
         return tuple(map(tuple, stage_sets))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of which a rank holds the weights; chunk c is the weights of the stage at index c."""
+        """Return the stages that a rank runs; its chunk c is the weights of the stage at index c."""
         return self._stages_of_ranks[rank]
 
     def place(self, route: int, stage: int) -> tuple[int, int]:
-        """Return (rank, chunk) of a stage on a route, both by their index; chunk c is the rank's stage at index c."""
+        """Return (rank, chunk) of a stage, for the microbatches of the route with this index."""
         rank = self.routes[route][stage]
         return rank, self._stages_of_ranks[rank].index(stage)
 
@@ -157,11 +156,10 @@ class Schedule:
         )
 
     def activation_counts(self, rank: int) -> set[tuple[int, ...]]:
-        """Return the counts of activations that a rank holds, as a tuple for each moment of its order.
+        """Return the numbers of activations that a rank holds during its actions, as a set of tuples.
 
         The first half of a tuple has, for each stage of the rank, the number of activations between F and the end of B
-        (or W). The second half has, for each stage, the number of activations between I and the end of W. Moments with
-        equal counts have one tuple.
+        (or W). The second half has, for each stage, the number of activations between I and the end of W.
         """
         index_of_stage = {stage: index for index, stage in enumerate(self.stages_of(rank))}
         counts = [0] * (2 * len(index_of_stage))

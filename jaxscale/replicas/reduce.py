@@ -378,8 +378,8 @@ class GradientExchange:
             gradients: this device's shards of its replica's gradients, by name, float32.
             states: states of this device, without dims of replicas and shards.
             step: number of updates made before this one.
-            agreeing_axes: names of the axes whose devices agree on whether the gradients are finite; all of these
-                devices must call this function.
+            agreeing_axes: names of axes; all devices along them agree on whether the gradients are finite, so all of
+                them must call this function.
 
         Returns:
             The mean of each gradient, by name, and the new states of this device.

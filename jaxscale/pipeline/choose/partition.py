@@ -229,7 +229,7 @@ class _Search:
         return cut, least_ratio
 
     def _too_large(self, cut: np.ndarray, ratio: float) -> TooLarge:
-        """Return the error for a model of which the smallest cut needs `ratio` times the memory."""
+        """Return the error for a model that does not fit: its smallest cut needs `ratio` times the memory."""
         problem, schedule = self.problem, self.problem.schedule
         needed_bytes = problem.bytes(cut)
         memory_bytes = [device.memory_bytes for device in problem.devices]

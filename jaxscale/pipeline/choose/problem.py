@@ -23,7 +23,7 @@ _FEATURES_OF_KIND: dict[Kind, tuple[str, ...]] = {
     Kind.B: ("input_gradient", "weight_gradient"),
     Kind.U: (),
 }
-"""For each kind of pass, the features whose sum is its seconds."""
+"""For each kind of pass, the features that add up to its seconds."""
 
 
 class Problem:

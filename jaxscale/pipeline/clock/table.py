@@ -97,7 +97,7 @@ class TickTable:
 def links_between(source: int, target: int, ranks: int) -> tuple[int, ...]:
     """Return the links that a message crosses in the shorter direction around the ring.
 
-    If both directions are equally long, it is the one that avoids the link between the last rank and rank 0.
+    If both directions are equally long, the message avoids the link between the last rank and rank 0.
 
     Example:
         >>> links_between(0, 2, 6), links_between(0, 4, 6), links_between(3, 3, 6)

@@ -75,8 +75,8 @@ class AdvanceResult(NamedTuple):
         parameters: the newest parameters of this stage.
         optimizer: state of the stage's optimizer.
         in_flight: state between ticks, for the next call.
-        sums: the stage's `sums`, added up over this device's forwards in these ticks, some of which are of microbatches
-            from earlier calls.
+        sums: the stage's `sums`, added up over this device's forwards in these ticks, including forwards of
+            microbatches that entered in earlier calls.
     """
 
     parameters: Any

@@ -63,7 +63,7 @@ Vary: TypeAlias = Callable[[Any], Any]
 
 
 class FromInput:
-    """A stage whose backward computes the stage again, from its input.
+    """A stage with a backward that computes the stage again, from its input.
 
     Args:
         stage: the stage function.
@@ -120,7 +120,7 @@ class FromInput:
 
 
 class FromResiduals:
-    """A stage whose forward stashes the residuals that its backward reads.
+    """A stage with a forward that stashes the residuals for the backward.
 
     Args:
         stage: the stage function.

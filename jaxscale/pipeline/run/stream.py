@@ -27,9 +27,9 @@ from jaxscale.pipeline.versions import lives, ring_slots, uses
 COLUMNS = ("kind", "microbatch", "has_update", "x", "g", "stash", "from_left", "from_right", "read_slot", "write_slot")
 """Columns of a row: the action's kind and microbatch, whether an update follows the action, and slots.
 
-`x`, `g` and `stash` are the slots of the input message, the incoming gradient and the stash; `from_left` and
-`from_right` those of the messages that arrive; `read_slot` and `write_slot` those of the version of the weights that
-the action reads and of the version that its update makes."""
+`x`, `g` and `stash` are the slots of the input message, the incoming gradient and the stash. `from_left` and
+`from_right` are the slots of the messages that arrive from these neighbours. `read_slot` is the slot of the version of
+the weights that the action reads, and `write_slot` that of the version that its update makes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +157,8 @@ class _TimedRun:
         assert schedule.versions is not None
         self._schedule, self._use_of = schedule, uses(schedule)
         self.has_newest_backward = schedule.versions.backward == "newest"
-        self.pace = max(sum(action.kind is not Kind.U for action in order) for order in schedule.orders)
-        self.pace //= schedule.microbatches
+        pass_count = max(sum(action.kind is not Kind.U for action in order) for order in schedule.orders)
+        self.pace = pass_count // schedule.microbatches
         self._tick_of = ticks(schedule, pace=self.pace)
         # by (column, stage): the intervals of its values, and the number of slots for them
         intervals: defaultdict[tuple[str, int], list[Interval]] = defaultdict(list)

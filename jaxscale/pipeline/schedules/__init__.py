@@ -26,7 +26,7 @@ def register(method: Method) -> Method:
     from the second execution replaces the one from the first.
 
     Args:
-        method: the method, whose `make` returns a valid `Schedule` for its numbers of ranks and microbatches.
+        method: the method; its function `make` must return a valid `Schedule`.
 
     Returns:
         The method.
