@@ -247,7 +247,7 @@ def message_bytes(codec: Any, *inputs: jax.ShapeDtypeStruct) -> int:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the numbers of rows and columns of a layer as a matrix: the product of all dims but the last; the last.
+    """Return the numbers of rows and columns of a layer as a matrix; the rows are all dims but the last together.
 
     Example:
         >>> matrix_shape((3, 3, 64, 128)), matrix_shape((768,))

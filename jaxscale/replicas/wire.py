@@ -32,7 +32,7 @@ def all_gather(payload: int, n: int) -> int:
 
 
 def all_to_all(payload: int, n: int) -> int:
-    """Return the bytes that one device sends if each of n devices gets an equal part of its `payload` bytes: (n-1)/n.
+    """Return the bytes that one device sends if n devices get equal parts of its `payload` bytes: (n-1)/n `payload`.
 
     Example:
         >>> all_to_all(4096, 8)

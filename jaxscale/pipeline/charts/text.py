@@ -67,11 +67,11 @@ def text_chart(
         cells = _cells(order, spans, schedule.stages_of(rank)[0], column_count, scale, is_numbered)
         body = _colored(cells) if color else "".join(character for character, _, _ in cells)
         lines.append(f"{_rank_label(simulation, rank)}│{body}│ {simulation.live_shares[rank]:g} live")
-    return "\n".join([*lines, " " * len(_rank_label(simulation, 0)) + axis(scale, column_count, format_time)])
+    return "\n".join([*lines, " " * len(_rank_label(simulation, 0)) + axis_line(scale, column_count, format_time)])
 
 
 def columns_per_second(simulations: Sequence[Simulation], width: int) -> float:
-    """Return the number of columns per second with which the longest of some simulations fills a terminal.
+    """Return the number of columns per second with which the longest simulation fills a terminal.
 
     If there is a scale on which every action has a whole number of columns, the result is that scale, although some of
     the width may stay unused.
@@ -85,7 +85,7 @@ def columns_per_second(simulations: Sequence[Simulation], width: int) -> float:
     return math.floor(unit_columns) / unit if are_multiples and unit_columns >= 1 else per_second
 
 
-def axis(per_second: float, column_count: int, format_time: Callable[[float], str]) -> str:
+def axis_line(per_second: float, column_count: int, format_time: Callable[[float], str]) -> str:
     """Return the line below a chart, with labels at round times.
 
     Args:
@@ -94,7 +94,7 @@ def axis(per_second: float, column_count: int, format_time: Callable[[float], st
         format_time: function that formats a time.
 
     Example:
-        >>> axis(1.2, 40, "{:g}".format)
+        >>> axis_line(1.2, 40, "{:g}".format)
         '0     5     10    15    20    25    30'
     """
     line = ""

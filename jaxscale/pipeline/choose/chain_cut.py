@@ -113,20 +113,20 @@ class BlockChain:
         )
 
     def exclude_above(self, linear: np.ndarray, limit: float) -> None:
-        """Exclude every stage whose contribution to a linear function, float[stage, feature], is above a limit."""
-        self.possible &= self.values(linear) <= limit * (1 + 1e-12)
+        """Exclude every stage with a contribution above a limit to a linear function, float[stage, feature]."""
+        self.possible &= self.contributions(linear) <= limit * (1 + 1e-12)
 
-    def values(self, linear: np.ndarray) -> np.ndarray:
-        """Return float[stage, begin, end]: the addition of each stage to a linear function; infinite if impossible."""
+    def contributions(self, linear: np.ndarray) -> np.ndarray:
+        """Return float[stage, begin, end]: the contribution of each stage to a linear function; infinite if impossible."""
         values = np.where(self.possible, 0.0, np.inf)
         for stage in np.flatnonzero(linear.any(1)):
             values[stage] += self._contribution(linear, stage)
         return values
 
-    def largest(self, linears: Sequence[np.ndarray]) -> np.ndarray:
-        """Return float[stage, begin, end]: the largest addition of each stage to any of some linear functions.
+    def largest_contributions(self, linears: Sequence[np.ndarray]) -> np.ndarray:
+        """Return float[stage, begin, end]: the largest contribution of each stage to any of some linear functions.
 
-        The functions must have coefficients >= 0. The addition of an impossible stage is infinite.
+        The functions must have coefficients >= 0. The contribution of an impossible stage is infinite.
         """
         largest = np.where(self.possible, 0.0, np.inf)
         for linear in linears:
@@ -135,7 +135,7 @@ class BlockChain:
         return largest
 
     def _contribution(self, linear: np.ndarray, stage: int | np.integer) -> np.ndarray:
-        """Return float[begin, end]: the addition of a stage with the blocks begin to end - 1 to a linear function."""
+        """Return float[begin, end]: what a stage with the blocks begin to end - 1 adds to a linear function."""
         feature_indices = np.flatnonzero(linear[stage])
         features = self._features[self._kinds[stage]][feature_indices]
         return np.tensordot(linear[stage, feature_indices], features, 1)
@@ -159,7 +159,7 @@ class BlockChain:
             to_go[stage] = (np.maximum(values[stage], later_costs) if use_max else values[stage] + later_costs).min(1)
         return to_go
 
-    def shortest(self, values: np.ndarray, *, use_max: bool = False) -> tuple[float, np.ndarray]:
+    def least_cost_cut(self, values: np.ndarray, *, use_max: bool = False) -> tuple[float, np.ndarray]:
         """Return the least sum of values over the stages of a cut, and that cut.
 
         Args:
@@ -174,7 +174,7 @@ class BlockChain:
             boundaries.append(int(totals.argmin()))
         return float(to_go[0, 0]), np.array(boundaries)
 
-    def branch(
+    def branch_and_bound(
         self,
         paths: Sequence[np.ndarray],
         limit_linears: Sequence[np.ndarray],
@@ -194,7 +194,7 @@ class BlockChain:
             width: number of partial cuts that are kept.
         """
         # float[linear, stage, begin, end], and the least sums from each stage on, float[linear, stage, begin]
-        values = np.stack([self.values(linear) for linear in (*paths, *limit_linears)])
+        values = np.stack([self.contributions(linear) for linear in (*paths, *limit_linears)])
         to_go = np.stack([self.cost_to_go(stage_values) for stage_values in values])
         highest_to_go = self.cost_to_go(stage_bounds, use_max=True)
         cuts = np.zeros((1, 1), int)  # int[cut, stages so far + 1], the boundaries of the partial cuts

@@ -206,8 +206,8 @@ class _Search:
             memory_linears: linears, each the bytes of a rank at some moment divided by the memory of the rank.
         """
         chain = self.problem.chain
-        largest_ratios = chain.largest(memory_linears)
-        least_ratio, cut = chain.shortest(largest_ratios, use_max=True)
+        largest_ratios = chain.largest_contributions(memory_linears)
+        least_ratio, cut = chain.least_cost_cut(largest_ratios, use_max=True)
         if all(linear.any(1).sum() == 1 for linear in memory_linears):
             return cut, least_ratio
         ratio_functions = np.stack(memory_linears).reshape(len(memory_linears), -1)
@@ -215,7 +215,9 @@ class _Search:
         least_ratio, active_indices = float(moment_ratios.max()), [int(moment_ratios.argmax())]
         while least_ratio > 1:
             active_linears = [memory_linears[index] for index in active_indices]
-            cuts = chain.branch(active_linears, (), largest_ratios, least_ratio * (1 - 1e-12), self.width).cuts
+            cuts = chain.branch_and_bound(
+                active_linears, (), largest_ratios, least_ratio * (1 - 1e-12), self.width
+            ).cuts
             if not len(cuts):
                 return cut, least_ratio
             cut_ratios = chain.stage_features(cuts).reshape(len(cuts), -1) @ ratio_functions.T
@@ -252,9 +254,9 @@ class _Search:
         """Return the fastest partition that the search finds, with its lower bound."""
         chain, stage_bounds = self.problem.chain, self.problem.stage_bounds()
         scaled_bounds = stage_bounds / stage_bounds[np.isfinite(stage_bounds)].max()
-        start_cuts = [chain.shortest(scaled_bounds, use_max=True)[1]]
+        start_cuts = [chain.least_cost_cut(scaled_bounds, use_max=True)[1]]
         # more even than the cut with the least maximum
-        start_cuts += [chain.shortest(scaled_bounds**exponent)[1] for exponent in _START_EXPONENTS]
+        start_cuts += [chain.least_cost_cut(scaled_bounds**exponent)[1] for exponent in _START_EXPONENTS]
         start_cuts += [] if self.smallest_cut is None else [self.smallest_cut]
         distinct_cuts = np.unique(np.stack(start_cuts), axis=0)
         start_seconds = self.problem.seconds(distinct_cuts)
@@ -297,7 +299,9 @@ class _Search:
         limit_linears = self._tightest_linears(best_cut)
         while best_seconds > lower_bound * (1 + _TOLERANCE):
             paths = [*paths, self.problem.path(best_cut)]
-            survivors = self.problem.chain.branch(paths, limit_linears, stage_bounds, best_seconds, self.width)
+            survivors = self.problem.chain.branch_and_bound(
+                paths, limit_linears, stage_bounds, best_seconds, self.width
+            )
             if not len(survivors.cuts):
                 return best_seconds, best_cut, max(lower_bound, min(best_seconds, survivors.lower_bound))
             seconds = self.problem.seconds(survivors.cuts)
@@ -340,7 +344,7 @@ class _Search:
         for turn in range(_GAME_TURNS):
             path = problem.linear(cut, problem.clock.path(mean_pass_seconds, mean_link_seconds, blur))
             mean_path = mean_path + (path - mean_path) * (2 / (turn + 2))
-            turn_bound, cut = problem.chain.shortest(problem.chain.values(mean_path))
+            turn_bound, cut = problem.chain.least_cost_cut(problem.chain.contributions(mean_path))
             if turn_bound > lower_bound:
                 lower_bound, bound_linear = turn_bound, mean_path
             cuts.append(cut)

@@ -166,4 +166,4 @@ class Problem:
                 rank_linear[action.stage] += self._pass_features[index_of_pass[action.kind, action.stage]]
             is_busier = rank_linear.sum(1) > linear.sum(1)
             linear[is_busier] = rank_linear[is_busier]
-        return self.chain.values(linear)
+        return self.chain.contributions(linear)
