@@ -117,7 +117,7 @@ class BlockChain:
         self.possible &= self.contributions(linear) <= limit * (1 + 1e-12)
 
     def contributions(self, linear: np.ndarray) -> np.ndarray:
-        """Return float[stage, begin, end]: the contribution of each stage to a linear function; infinite if impossible."""
+        """Return float[stage, begin, end]: what each stage adds to a linear function; infinite if it is impossible."""
         values = np.where(self.possible, 0.0, np.inf)
         for stage in np.flatnonzero(linear.any(1)):
             values[stage] += self._contribution(linear, stage)
