@@ -66,7 +66,11 @@ def rate_of(ranks):
 
 def executor(name, ranks=RANKS, *, stash="input", **settings):
     group = GROUP if name == "2bw" else 1
-    settings = {"update": functools.partial(update, group=group, rate=rate_of(ranks)), "x": MESSAGE, **settings}
+    settings = {
+        "update": functools.partial(update, group=group, rate=rate_of(ranks)),
+        "message_shapes": MESSAGE,
+        **settings,
+    }
     return Asynchronous(stream(METHODS[name], ranks, group, stash), functools.partial(stage, ranks), **settings)
 
 
@@ -334,7 +338,7 @@ def mean_over_replicas(parameters, gradients, momentum, at):
 @pytest.mark.parametrize("name", ["pipedream", "pipemare"])
 @pytest.mark.parametrize("stash", ["input", "residuals"])
 def test_with_a_data_axis_whose_gradients_the_update_reduces(name, stash):
-    settings = {"update": mean_over_replicas, "manual": ("pipe", "data"), "replicas": 2}
+    settings = {"update": mean_over_replicas, "manual_axes": ("pipe", "data"), "replicas": 2}
     check(name, stash=stash, **settings)
 
 
