@@ -55,6 +55,6 @@ def test_names_of_ours_are_refused():
 
     with pytest.raises(UserError, match="codec Nameless: expected a class variable name"):
         register_codec(Nameless)
-    with pytest.raises(UserError, match="schedule gpipe: one of jaxscale's schedules has this name"):
+    with pytest.raises(UserError, match="schedule gpipe: one of jaxscale's own schedules has this name"):
         register_method(Method("gpipe", "another", METHODS["1f1b"].make))
     assert CODECS["int8"] is Int8

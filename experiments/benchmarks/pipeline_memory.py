@@ -40,7 +40,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.compiler.compile import compile_report
 from jaxscale.compiler.hlo_program import ARRAY, HloProgram
 from jaxscale.pipeline.run.execute import At, StageFunction, execute
-from jaxscale.pipeline.run.held import held
+from jaxscale.pipeline.run.held import held_shapes
 from jaxscale.pipeline.run.lifetimes import Stash
 from jaxscale.pipeline.run.tables import tabulate
 from jaxscale.pipeline.schedules import METHODS
@@ -109,8 +109,8 @@ def pools(name: str, microbatches: int, stash: Stash, sizes: Sizes) -> list[jax.
     mesh = jax.sharding.AbstractMesh((RANKS,), ("pipe",), axis_types=(AxisType.Auto,))
     weights, batch = shapes(mesh, sizes, microbatches, 1)
     plain = functools.partial(jax.tree.map, lambda leaf: jax.ShapeDtypeStruct(leaf.shape[leaf.ndim > 3 :], leaf.dtype))
-    found = held(tables, stage(sizes), plain(weights), {}, plain(batch), None, message(sizes))
-    return jax.tree.leaves((found.messages, found.kept))
+    found = held_shapes(tables, stage(sizes), plain(weights), {}, plain(batch), None, message(sizes))
+    return jax.tree.leaves((found.messages, found.stashes))
 
 
 def shapes(mesh: Any, sizes: Sizes, microbatches: int, chunks: int) -> tuple[Any, Any]:

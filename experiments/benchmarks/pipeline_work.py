@@ -126,7 +126,7 @@ def step_seconds(microbatches: int, lowering: Lowering, width: int) -> float:
 def compiled(ticks: int) -> tuple[float, int]:
     """Processor seconds of lowering and compiling 1F1B, best of 3, and the instructions of the program."""
     schedule = METHODS["1f1b"].schedule(RANKS, ticks // 2 - RANKS + 1)
-    assert tabulate(schedule).ticks == ticks
+    assert tabulate(schedule).tick_count == ticks
     stage = product_stage(lambda x, weight, _: x + jnp.tanh(jnp.tanh(x @ weight) @ weight.T), RANKS)
 
     def run() -> Any:

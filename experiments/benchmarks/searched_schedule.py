@@ -31,7 +31,7 @@ import time
 from figures import Figure, show
 
 from jaxscale.pipeline.choose.exhaustive import fastest
-from jaxscale.pipeline.choose.search import Searched, search
+from jaxscale.pipeline.choose.search import SearchResult, search
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.simulate import simulate
 
@@ -44,7 +44,7 @@ def some_costs(seed: int, stages: int, spread: float) -> Costs:
     return Costs(forward, inner, weight)
 
 
-def compared(label: str, found: list[Searched]) -> list[Figure]:
+def compared(label: str, found: list[SearchResult]) -> list[Figure]:
     """The figures of one kind of question."""
     gains = [100 * one.gain for one in found]
     figures = [

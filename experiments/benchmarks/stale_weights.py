@@ -149,7 +149,7 @@ class StaleWeights:
                 return reached.found, jnp.zeros(()), jnp.zeros(())
             return (), (loss.total + loss.penalty) / loss.weight, loss.total / loss.weight
 
-        return FromResiduals(stage, lambda tree: tree, self._context(params, batch), x, split=False)
+        return FromResiduals(stage, lambda tree: tree, self._context(params, batch), x, is_split=False)
 
     @staticmethod
     def _context(params: Params, batch: Batch) -> StageContext:

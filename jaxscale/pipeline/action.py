@@ -19,9 +19,9 @@ class Kind(enum.StrEnum):
     B = "B"
     """Backward: the input gradient and the weight gradient together."""
     I = "I"  # noqa: E741 - the letter of the zero-bubble papers and of PyTorch
-    """The input gradient alone, which the previous stage waits for."""
+    """Backward for the input: the input gradient alone, which the previous stage waits for."""
     W = "W"
-    """The weight gradient alone, which no stage waits for."""
+    """Backward for the weights: the weight gradient alone, which no stage waits for."""
     U = "U"
     """Update of a stage's weights inside the schedule; only asynchronous schedules have it."""
 
@@ -29,7 +29,7 @@ class Kind(enum.StrEnum):
 KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 """The kinds of passes, in the order of their codes in tables and searches."""
 GRADIENT = (Kind.B, Kind.I)
-"""The kinds that make the input gradient."""
+"""The kinds that compute the input gradient."""
 
 _CELL = re.compile(r"(\d+)([FBIWU])(\d+)")
 
@@ -39,8 +39,8 @@ class Action(NamedTuple):
 
     Args:
         kind: kind of the pass.
-        stage: number of the stage, from 0, the stage with the embedding.
-        microbatch: number of the microbatch; for `U`, of the last microbatch whose gradient the update applies.
+        stage: index of the stage, from 0; stage 0 has the embedding.
+        microbatch: index of the microbatch, from 0; for `U`, the last microbatch of the update.
 
     Example:
         >>> str(Action(Kind.F, stage=0, microbatch=3))
@@ -61,7 +61,7 @@ class Action(NamedTuple):
         """Parse the text form of an action, such as `0F3`, the forward of microbatch 3 on stage 0.
 
         Raises:
-            UserError: the text is not a stage number, one of the letters F, B, I, W, U and a microbatch number.
+            UserError: the text does not consist of a stage, one of the letters F, B, I, W and U, and a microbatch.
         """
         match = _CELL.fullmatch(text)
         if not match:

@@ -1,11 +1,11 @@
-"""Builders: the parts that the named schedules are made of.
+"""Functions that build the named schedules.
 
-`weave` makes the order of one rank in the form of the papers: warm-up, steady state, cool-down. `by_slot` makes orders
-from a timetable (Chimera, lock-step schedules). `single_route` and `vee` make a schedule from orders.
+`weave` makes the order of one rank in the form of the papers: warm-up, steady state, cool-down. `orders_by_slot` makes
+orders from a timetable (Chimera, lock-step schedules). `single_route` and `vee` make a schedule from orders.
 
-A lane is a sequence of forward passes and one of backward passes, through one stage or (interleaved) several. A phase
-repeats a motif of letters, and each letter takes the next pass of its lane: `F` twice, `F B` six times, `B` twice is
-1F1B on one rank.
+A lane consists of a sequence of forward passes and a sequence of backward passes, through one stage or, if interleaved,
+several. A phase repeats a motif of letters, and each letter takes the next pass of its lane. For example, the phases
+`F` twice, `F B` six times and `B` twice are 1F1B on one rank.
 """
 
 import dataclasses
@@ -40,10 +40,11 @@ def weave(lanes: Mapping[str, Lane] | Lane, *phases: MotifPhase) -> Order:
     """Make the order of one rank.
 
     Args:
-        lanes: the lanes by name, or a single lane, whose name is empty.
-        phases: (motif, number of repetitions) of each phase. A motif is words separated by blanks, each a kind and the
-            name of a lane: `F1` is the next forward of lane 1, `B1` and `I1` the next backward. `W1` is the weight
-            gradient of the oldest `I1` without one, `W` that of the oldest input gradient without one in any lane.
+        lanes: the lanes by name, or a single lane, which gets the empty name.
+        phases: (motif, number of repetitions) of each phase. A motif consists of words separated by blanks. A word is a
+            kind and the name of a lane: `F1` is the next forward of lane 1, and `B1` or `I1` its next backward. `W1` is
+            the weight gradient for the oldest `I1` that does not have one yet; `W` takes the oldest such `I` of any
+            lane.
 
     Example:
         >>> order = weave(Lane.of_stage(0, 3), ("F", 1), ("F I", 2), ("W", 1), ("B", 1), ("W", 1))
@@ -70,7 +71,7 @@ def weave(lanes: Mapping[str, Lane] | Lane, *phases: MotifPhase) -> Order:
     return tuple(order)
 
 
-def by_slot(ranks: int, cells: Iterable[tuple[int, int, Action]]) -> tuple[Order, ...]:
+def orders_by_slot(ranks: int, cells: Iterable[tuple[int, int, Action]]) -> tuple[Order, ...]:
     """Make the order of each rank from a timetable.
 
     Args:
@@ -79,7 +80,7 @@ def by_slot(ranks: int, cells: Iterable[tuple[int, int, Action]]) -> tuple[Order
 
     Example:
         >>> forward, backward = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
-        >>> by_slot(1, [(0, 5, backward), (0, 2, forward)]) == ((forward, backward),)
+        >>> orders_by_slot(1, [(0, 5, backward), (0, 2, forward)]) == ((forward, backward),)
         True
     """
     rank_slots: list[dict[int, Action]] = [{} for _ in range(ranks)]  # for each rank, its actions by slot
@@ -90,7 +91,7 @@ def by_slot(ranks: int, cells: Iterable[tuple[int, int, Action]]) -> tuple[Order
 
 
 def with_updates(orders: Iterable[Iterable[Action]], group: int) -> tuple[Order, ...]:
-    """Add an update of a stage after its last backward of every `group` microbatches, and return the orders.
+    """Return the orders with updates added: one after a stage's last backward of every `group` microbatches.
 
     Example:
         >>> order = weave(Lane.of_stage(0, 2), ("F B", 2))
@@ -100,8 +101,8 @@ def with_updates(orders: Iterable[Iterable[Action]], group: int) -> tuple[Order,
 
     def with_update(action: Action) -> Order:
         """Return an action, followed by an update if the action is the last backward of a group."""
-        is_last = action.kind is Kind.B and (action.microbatch + 1) % group == 0
-        return (action, Action(Kind.U, action.stage, action.microbatch)) if is_last else (action,)
+        is_last_of_group = action.kind is Kind.B and (action.microbatch + 1) % group == 0
+        return (action, Action(Kind.U, action.stage, action.microbatch)) if is_last_of_group else (action,)
 
     return tuple(tuple(cell for action in order for cell in with_update(action)) for order in orders)
 
@@ -122,7 +123,7 @@ def single_route(
         name: name of the schedule.
         orders: the actions of each rank.
         microbatches: m, number of microbatches.
-        bound: the most activations that each rank may hold.
+        bound: for each rank, the most activations that it may hold.
         route: the rank of each stage; empty: stage s is on rank s.
         cycle: kinds of successive ticks, as in `Schedule`.
         versions: weights of an asynchronous schedule, as in `Schedule`.
@@ -132,10 +133,18 @@ def single_route(
         >>> single_route("mine", [order], 2, bound=[1]).routes
         ((0,),)
     """
-    orders = tuple(orders)
-    route = tuple(route or range(len(orders)))
+    order_tuple = tuple(orders)
+    rank_of_stage = tuple(route or range(len(order_tuple)))
     return Schedule(
-        name, orders, len(route), microbatches, (route,), (0,) * microbatches, versions, cycle, bound=tuple(bound)
+        name=name,
+        orders=order_tuple,
+        stages=len(rank_of_stage),
+        microbatches=microbatches,
+        routes=(rank_of_stage,),
+        route=(0,) * microbatches,
+        versions=versions,
+        cycle=cycle,
+        bound=tuple(bound),
     )
 
 
@@ -148,7 +157,7 @@ def vee(
     min_microbatches: int,
     max_activations: int,
 ) -> Schedule:
-    """Make a schedule whose stages go down the ranks and back up.
+    """Make a schedule in which the stages go down the ranks and back up.
 
     Rank r has the stages r, as lane 0, and 2p-1-r, as lane 1.
 
@@ -157,8 +166,8 @@ def vee(
         ranks: p, number of ranks.
         microbatches: m, any number of microbatches.
         phases_of: function from a rank and a number of microbatches to the phases of that rank's order.
-        min_microbatches: the fewest microbatches that `phases_of` is defined for. With fewer microbatches, an order
-            is the one for `min_microbatches` without the actions of the missing microbatches.
+        min_microbatches: the fewest microbatches that `phases_of` is defined for. If m is smaller, the order is the one
+            for `min_microbatches` without the actions of microbatches m and later.
         max_activations: the most activations, of one stage each, that a rank may hold.
     """
     padded_count = max(microbatches, min_microbatches)
@@ -167,5 +176,5 @@ def vee(
         lanes = {"0": Lane.of_stage(rank, padded_count), "1": Lane.of_stage(2 * ranks - 1 - rank, padded_count)}
         order = weave(lanes, *phases_of(rank, padded_count))
         orders.append(tuple(action for action in order if action.microbatch < microbatches))
-    bound = (min(max_activations, 2 * microbatches, microbatches + 1 + rank) for rank in range(ranks))
-    return single_route(name, orders, microbatches, bound, route=(*range(ranks), *reversed(range(ranks))))
+    bounds = (min(max_activations, 2 * microbatches, microbatches + 1 + rank) for rank in range(ranks))
+    return single_route(name, orders, microbatches, bounds, route=(*range(ranks), *reversed(range(ranks))))

@@ -13,14 +13,14 @@ def schedule(name: str, ranks: int, microbatches: int, *, chunks: int | None = N
     """Return a named schedule: the passes of each device, in order.
 
     Args:
-        name: name of the method, such as "1f1b" or "zb-h1"; `METHODS` has all of them.
+        name: name of the method, such as "1f1b" or "zb-h1"; the keys of `METHODS` are all names.
         ranks: p, number of devices on the pipe axis.
         microbatches: m, number of microbatches per update of the weights.
         chunks: v, number of stages per device, for the methods that take it; `None`: the method's default.
         updates: number of updates of an asynchronous schedule.
 
     Raises:
-        UserError: the name is unknown, and the message suggests the nearest; or the method is not defined for these
+        UserError: the name is unknown (the message suggests the nearest), or the method is not defined for these
             numbers.
 
     Example:
@@ -40,8 +40,8 @@ def draw(schedule: Schedule | str, costs: Costs | None = None, *, width: int = 1
     """Draw a schedule as text: a line for each device, time to the right.
 
     Args:
-        schedule: any schedule, or a text such as "1f1b:4x8".
-        costs: seconds of the passes of each stage; by default a forward takes 1, and a backward 2.
+        schedule: any schedule, or its text, such as "1f1b:4x8".
+        costs: seconds of the passes of each stage; `None`: a forward of a rank's stages takes 1, a backward 2.
         width: number of columns.
 
     Example:
@@ -50,6 +50,6 @@ def draw(schedule: Schedule | str, costs: Costs | None = None, *, width: int = 1
         rank 1 │  F0F1F2B0══B1══B2══    │ 3 live
                0   2   4   6   8   10  12
     """
-    schedule = schedule_of(schedule)
-    costs = Costs.alike(schedule) if costs is None else costs
-    return text_chart(simulate(schedule, costs), width)
+    parsed_schedule = schedule_of(schedule)
+    pass_costs = Costs.alike(parsed_schedule) if costs is None else costs
+    return text_chart(simulate(parsed_schedule, pass_costs), width)

@@ -1,4 +1,4 @@
-"""Checks that a schedule is valid: every pass once, on its rank, after its inputs, within the memory."""
+"""Checks that a schedule is valid: it has every pass once, on its rank, after its inputs and within the memory."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 
 Place = tuple[int, int]
-"""(rank, cell): the place of an action in the order of its rank, both from 0."""
+"""(rank, cell) of an action: its rank and its index in the order of the rank, both from 0."""
 
 
 class Fault(UserError):
-    """An error in a schedule, with its place.
+    """An error in a schedule, with the rank and the cell of the wrong action.
 
     Args:
         schedule: name of the schedule.
-        reason: text of the message; `{0}`, `{1}`, ... stand for the cell numbers of `places`.
-        rank: rank of the wrong action; `None` if the error is of no single rank.
+        reason: text of the message; `{0}`, `{1}`, ... stand for the cells of `mentions`.
+        rank: rank of the wrong action; `None` if the error does not concern a single rank.
         cell: index of the wrong action in the order of its rank; `None` if an action is missing.
-        places: places of the other actions that the message mentions.
+        mentions: places of the other actions that the message mentions.
     """
 
     def __init__(
@@ -31,25 +31,25 @@ class Fault(UserError):
         reason: str,
         rank: int | None = None,
         cell: int | None = None,
-        places: Sequence[Place] = (),
+        mentions: Sequence[Place] = (),
     ) -> None:
         location = "" if rank is None else f", rank {rank}" + ("" if cell is None else f", cell {cell}")
-        text = reason.format(*(place_cell for _, place_cell in places)) if places else reason
+        text = reason.format(*(mentioned_cell for _, mentioned_cell in mentions)) if mentions else reason
         super().__init__(f"schedule {schedule}{location}: {text}")
-        self.schedule, self.reason, self.rank, self.cell, self.places = schedule, reason, rank, cell, tuple(places)
+        self.schedule, self.reason, self.rank, self.cell, self.mentions = schedule, reason, rank, cell, tuple(mentions)
 
     def renumbered(self, cells: Sequence[Sequence[int]]) -> "Fault":
-        """Return the same fault with other cell numbers: cell c of rank r becomes `cells[r][c]`."""
-        cell = None if self.rank is None or self.cell is None else cells[self.rank][self.cell]
-        places = [(place_rank, cells[place_rank][place_cell]) for place_rank, place_cell in self.places]
-        return Fault(self.schedule, self.reason, self.rank, cell, places)
+        """Return the same fault with other indices of cells: cell c of rank r becomes `cells[r][c]`."""
+        new_cell = None if self.rank is None or self.cell is None else cells[self.rank][self.cell]
+        new_mentions = [(rank, cells[rank][cell]) for rank, cell in self.mentions]
+        return Fault(self.schedule, self.reason, self.rank, new_cell, new_mentions)
 
 
 def check_shape(schedule: "Schedule") -> None:
     """Check the counts: every route has a rank for each stage, every microbatch a route, and every rank a stage.
 
     Raises:
-        Fault: a count is wrong; the message has the expected count.
+        Fault: a count is wrong; the message gives the expected count.
     """
     name, ranks = schedule.name, len(schedule.orders)
     if ranks < 1 or schedule.stages < 1 or schedule.microbatches < 1:
@@ -57,34 +57,35 @@ def check_shape(schedule: "Schedule") -> None:
         raise Fault(name, f"got {counts_text}, expected 1 or more of each")
     if len(schedule.route) != schedule.microbatches:
         raise Fault(name, f"got routes for {len(schedule.route)} microbatches, expected {schedule.microbatches}")
-    for number, route in enumerate(schedule.routes):
+    for route_index, route in enumerate(schedule.routes):
         if len(route) != schedule.stages:
-            raise Fault(name, f"route {number} has the ranks of {len(route)} stages, expected {schedule.stages}")
+            raise Fault(name, f"route {route_index} has the ranks of {len(route)} stages, expected {schedule.stages}")
         for stage, rank in enumerate(route):
             if not 0 <= rank < ranks:
                 raise Fault(name, f"stage {stage} is on rank {rank}, expected a rank from 0 to {ranks - 1}")
-    for microbatch, number in enumerate(schedule.route):
-        if not 0 <= number < len(schedule.routes):
-            raise Fault(name, f"microbatch {microbatch} is on route {number}, expected 0 to {len(schedule.routes) - 1}")
+    for microbatch, route_index in enumerate(schedule.route):
+        if not 0 <= route_index < len(schedule.routes):
+            last_index = len(schedule.routes) - 1
+            raise Fault(name, f"microbatch {microbatch} is on route {route_index}, expected 0 to {last_index}")
     for rank in range(ranks):
         if not any(rank in route for route in schedule.routes):
             raise Fault(name, "holds no stage, expected one or more: there are fewer stages than devices", rank)
     if schedule.bound is not None and len(schedule.bound) != ranks:
-        raise Fault(name, f"has bounds of activations for {len(schedule.bound)} ranks, expected {ranks}")
+        raise Fault(name, f"got a bound of activations for {len(schedule.bound)} ranks, expected {ranks}")
 
 
 def _cells(schedule: "Schedule") -> Iterator[tuple[int, int, Action]]:
-    """(rank, cell, action) of every action of a schedule."""
+    """Yield (rank, cell, action) for every action of a schedule."""
     for rank, order in enumerate(schedule.orders):
         for cell, action in enumerate(order):
             yield rank, cell, action
 
 
 def check_actions(schedule: "Schedule") -> None:
-    """Check that every forward and every backward occurs once on the rank of its route, a backward as B or as I and W.
+    """Check that every forward and every backward (B, or I and W) occurs once, on the rank that its route gives.
 
     Raises:
-        Fault: an action is missing, occurs twice or is misplaced; the error has the rank and the cell.
+        Fault: an action is missing, occurs twice or is misplaced; the error names the rank and the cell.
     """
     name, stages, microbatches = schedule.name, schedule.stages, schedule.microbatches
     cell_of_action: dict[Action, int] = {}
@@ -96,10 +97,12 @@ def check_actions(schedule: "Schedule") -> None:
         if schedule.rank(action) != rank:
             raise Fault(name, f"{action} belongs on rank {schedule.rank(action)}", rank, cell)
         if action in cell_of_action:
-            first_place = [(rank, cell_of_action[action])]
-            raise Fault(name, f"{action} occurs twice, first in cell {{0}}", rank, cell, first_place)
+            first_place = (rank, cell_of_action[action])
+            raise Fault(name, f"{action} occurs twice, first in cell {{0}}", rank, cell, [first_place])
         if schedule.cycle is not None and action.kind not in schedule.cycle:
-            raise Fault(name, f"{action} is of a kind without ticks, expected {'/'.join(schedule.cycle)}", rank, cell)
+            raise Fault(
+                name, f"{action} is of a kind that is not in the cycle, expected {'/'.join(schedule.cycle)}", rank, cell
+            )
         cell_of_action[action] = cell
     for stage in range(stages):
         for microbatch in range(microbatches):
@@ -124,7 +127,7 @@ def check_updates(schedule: "Schedule") -> None:
     version of the weights that a forward reads, this version must exist before the forward.
 
     Raises:
-        Fault: an update is missing or misplaced, or a version is read too early; the error has the rank and the cell.
+        Fault: an update is missing or misplaced, or a version is read too early; the error names the rank and the cell.
     """
     name, versions = schedule.name, schedule.versions
     if versions is None:
@@ -135,25 +138,27 @@ def check_updates(schedule: "Schedule") -> None:
     group = versions.group
     if schedule.microbatches % group:
         raise Fault(name, f"got {schedule.microbatches} microbatches, expected a multiple of the {group} per update")
-    done_counts: dict[int, int] = dict.fromkeys(range(schedule.stages), 0)
-    newest_versions = dict(done_counts)
+    # by stage: the number of backwards so far, and the newest version of the weights
+    backward_counts: dict[int, int] = dict.fromkeys(range(schedule.stages), 0)
+    newest_versions = dict(backward_counts)
     for rank, cell, action in _cells(schedule):
         kind, stage, microbatch = action
         version = newest_versions[stage]
         if kind is Kind.U:
             group_end = version * group + group - 1
-            if microbatch != group_end or done_counts[stage] != group_end + 1:
-                reason = f"{action} stands after {done_counts[stage]} backwards, expected {stage}U{group_end}"
+            if microbatch != group_end or backward_counts[stage] != group_end + 1:
+                reason = f"{action} comes after {backward_counts[stage]} backwards, expected {stage}U{group_end}"
                 raise Fault(name, f"{reason} after the backward of microbatch {group_end}", rank, cell)
             newest_versions[stage] += 1
         elif kind is Kind.F and versions.lag is not None:
-            needed = max(0, microbatch // group - versions.lag)
-            if version < needed:
-                raise Fault(name, f"{action} reads weights after {needed} updates, but {version} are done", rank, cell)
+            read_version = max(0, microbatch // group - versions.lag)
+            if version < read_version:
+                reason = f"{action} reads weights after {read_version} updates, but {version} are done"
+                raise Fault(name, reason, rank, cell)
         elif kind in (Kind.B, Kind.W):
             if microbatch // group != version:
                 raise Fault(name, f"{action} belongs to update {microbatch // group}, expected {version}", rank, cell)
-            done_counts[stage] += 1
+            backward_counts[stage] += 1
     for stage, update_count in newest_versions.items():
         if update_count != schedule.microbatches // group:
             missing_update = Action(Kind.U, stage, (update_count + 1) * group - 1)
@@ -161,15 +166,15 @@ def check_updates(schedule: "Schedule") -> None:
 
 
 def check_progress(schedule: "Schedule") -> None:
-    """Check that no action waits for ever.
+    """Check that no action waits forever.
 
     Raises:
-        Fault: some ranks wait for one another in a circle; the message names the action in which each waits.
+        Fault: some ranks wait for one another in a circle; the message names the action at which each rank waits.
     """
     orders = schedule.orders
     done_actions: set[Action] = set()
     next_cells, ready_ranks = [0] * len(orders), list(range(len(orders)))
-    waiting_ranks: dict[Action, list[int]] = {}
+    waiting_ranks: dict[Action, list[int]] = {}  # by the action that they wait for
     while ready_ranks:
         rank = ready_ranks.pop()
         order = orders[rank]
@@ -193,14 +198,14 @@ def check_progress(schedule: "Schedule") -> None:
     circle_ranks = visited_ranks[visited_ranks.index(rank) :]
     stuck_action = orders[rank][next_cells[rank]]
     if len(circle_ranks) == 1:
-        input_place = [(rank, orders[rank].index(blocker_of_rank[rank]))]
-        reason = f"{stuck_action} stands before {blocker_of_rank[rank]} (cell {{0}}), which it needs"
-        raise Fault(schedule.name, reason, rank, next_cells[rank], input_place)
+        input_place = (rank, orders[rank].index(blocker_of_rank[rank]))
+        reason = f"{stuck_action} comes before {blocker_of_rank[rank]} (cell {{0}}), which it needs"
+        raise Fault(schedule.name, reason, rank, next_cells[rank], [input_place])
     wait_texts = [
         f"rank {rank} waits in cell {{{i}}} ({orders[rank][next_cells[rank]]}) for {blocker_of_rank[rank]}"
         for i, rank in enumerate(circle_ranks)
     ]
-    reason = f"{stuck_action} waits for ever: " + ", ".join(wait_texts)
+    reason = f"{stuck_action} waits forever: " + ", ".join(wait_texts)
     raise Fault(schedule.name, reason, rank, next_cells[rank], [(rank, next_cells[rank]) for rank in circle_ranks])
 
 
@@ -208,8 +213,9 @@ def check_stash(schedule: "Schedule") -> None:
     """Check that no rank holds more activations than its bound.
 
     Raises:
-        Fault: a rank holds more; the error has the rank.
+        Fault: a rank holds more; the error names the rank.
     """
-    for rank, bound in enumerate(schedule.bound or ()):
-        if schedule.live[rank] > bound:
-            raise Fault(schedule.name, f"holds {schedule.live[rank]} activations, expected at most {bound}", rank)
+    for rank, max_activations in enumerate(schedule.bound or ()):
+        if schedule.live[rank] > max_activations:
+            reason = f"holds {schedule.live[rank]} activations, expected at most {max_activations}"
+            raise Fault(schedule.name, reason, rank)

@@ -1,11 +1,12 @@
 """CSV: schedules as PyTorch and torchtitan write and read them (torch.distributed.pipelining, torch 2.13).
 
-Each line is a rank. Each cell is an action, such as `0F0`, `7I0`, `7W0` or `0B0`, or two as `(0F7;7B3)OVERLAP_F_B`. The
-cells of a line are an order, not times: empty cells are dropped, and actions run as soon as their inputs arrive. The
-lowered form also has messages, which are checked and then dropped. UNSHARD, RESHARD and REDUCE_GRAD are ignored. The
-file has neither the ranks of stages nor the number of microbatches: both follow from the ranks' actions.
+Each line is a rank. Each cell is an action, such as `0F0`, `7I0`, `7W0` or `0B0`, or a pair of actions, such as
+`(0F7;7B3)OVERLAP_F_B`. The cells of a line give an order, not times: empty cells are dropped, and an action runs as
+soon as its inputs arrive. The lowered form also has messages, which are checked and then dropped. UNSHARD, RESHARD and
+REDUCE_GRAD are ignored. The file gives neither the rank of each stage nor the number of microbatches; both are inferred
+from the actions.
 
-Left out: the updates of asynchronous schedules, which PyTorch's format lacks.
+Left out: the updates of asynchronous schedules, because PyTorch's format has none.
 """
 
 import csv
@@ -32,31 +33,31 @@ _EXPECTED = "expected a pass such as 0F3 (stage, F, B, I or W, microbatch), (0F7
 
 def _cell_contents(text: str) -> Iterator[Action | Message]:
     """Yield the contents of a cell: nothing, one or two passes, or a message."""
-    text = text.strip()
-    if match := _MESSAGE.fullmatch(text):
+    stripped_text = text.strip()
+    if match := _MESSAGE.fullmatch(stripped_text):
         stage, verb, kind, microbatch = match.groups()
         yield Message(verb, kind, int(stage), int(microbatch))
-    elif text and not _IGNORED.fullmatch(text):
-        overlap_match = _OVERLAP.fullmatch(text)
-        for pass_text in overlap_match[1].split(";") if overlap_match else [text]:
+    elif stripped_text and not _IGNORED.fullmatch(stripped_text):
+        overlap_match = _OVERLAP.fullmatch(stripped_text)
+        for pass_text in overlap_match[1].split(";") if overlap_match else [stripped_text]:
             if not _PASS.fullmatch(pass_text.strip()):
-                raise UserError(f"got {text!r}, {_EXPECTED}")
+                raise UserError(f"got {stripped_text!r}, {_EXPECTED}")
             yield Action.parse(pass_text.strip())
 
 
 def parse_csv(text: str, name: str = "csv") -> Schedule:
     """Parse the schedule that a CSV text describes.
 
-    If every column has passes of one kind, after the columns of their inputs, the schedule is a lock-step one, whose
-    ticks are of one kind each.
+    If each column has passes of one kind, and every pass is in a later column than its inputs, the schedule is a
+    lock-step one, in which each tick is of one kind.
 
     Args:
         text: text of the file, with passes alone (PyTorch's compute-only form) or with messages (the lowered form).
         name: name of the schedule, and of the file in error messages.
 
     Raises:
-        Fault: a cell is invalid, or an action or message is missing, occurs twice, is misplaced or waits for ever; the
-            error has the rank and the cell in the file, both from 0.
+        Fault: a cell is invalid, or an action or message is missing, occurs twice, is misplaced or waits forever; the
+            error names the rank and the cell in the file, both counted from 0.
         UserError: the text is empty.
 
     Example:
@@ -66,8 +67,8 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
     """
     cell_rows = list(csv.reader(io.StringIO(text.rstrip())))
     orders: list[list[Action]] = [[] for _ in cell_rows]
-    columns: list[list[int]] = [[] for _ in cell_rows]
-    messages: list[tuple[int, int, Message]] = []
+    columns: list[list[int]] = [[] for _ in cell_rows]  # the column of each action of `orders`
+    messages: list[tuple[int, int, Message]] = []  # (rank, column, message)
     for rank, cells in enumerate(cell_rows):
         for column, cell in enumerate(cells):
             try:
@@ -81,7 +82,7 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
                     orders[rank].append(cell_content)
                     columns[rank].append(column)
         if not orders[rank]:
-            raise Fault(name, "computes nothing, expected one pass or more: each line holds the passes of a rank", rank)
+            raise Fault(name, "has no pass, expected one or more: each line has the passes of a rank", rank)
     if not orders:
         raise UserError(f"schedule {name}: got an empty file, expected a line for each rank")
     try:
@@ -100,7 +101,7 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
 
 
 def _as_lockstep(schedule: Schedule, column_of: Mapping[Action, int]) -> Schedule:
-    """Return the schedule as a lock-step one if its columns can be the ticks of one, otherwise unchanged."""
+    """Return a lock-step schedule if the columns can be its ticks, otherwise the schedule unchanged."""
     kind_of_column: dict[int, Kind] = {}
     for action, column in column_of.items():
         is_misplaced = any(column_of[source] >= column for source in schedule.inputs(action))
@@ -112,10 +113,10 @@ def _as_lockstep(schedule: Schedule, column_of: Mapping[Action, int]) -> Schedul
 
 
 def read_csv(path: str | Path) -> Schedule:
-    """Read a schedule from a file; the schedule has the name of the file.
+    """Read a schedule from a CSV file; the name of the schedule is the name of the file.
 
     Raises:
-        UserError: the file cannot be read, or `parse_csv` raises an error.
+        UserError: the file cannot be read, or its text is not a valid schedule (`parse_csv`).
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -125,12 +126,14 @@ def read_csv(path: str | Path) -> Schedule:
 
 
 def to_csv(schedule: Schedule, *, lower: bool = False) -> str:
-    """Return a schedule as CSV for PyTorch's reader, which refuses Chimera because its stages are on two ranks each.
+    """Return a schedule as CSV for PyTorch's reader.
+
+    PyTorch's reader refuses Chimera, because each of its stages is on two ranks.
 
     Args:
         schedule: a synchronous schedule.
-        lower: whether to write the lowered form, with messages (PyTorch's `compute_comms`); otherwise the CSV has a
-            column for each tick, with an empty cell if the rank is idle.
+        lower: whether to write the lowered form, with messages (PyTorch's `compute_comms`); otherwise there is a column
+            for each tick, with an empty cell if the rank is idle.
 
     Raises:
         UserError: the schedule is asynchronous.
@@ -142,7 +145,9 @@ def to_csv(schedule: Schedule, *, lower: bool = False) -> str:
         ,1F0,1B0,1F1,1B1,
     """
     if schedule.versions is not None:
-        raise UserError(f"schedule {schedule.name}: it updates weights inside the schedule, which CSV cannot express")
+        raise UserError(
+            f"schedule {schedule.name}: got updates of weights inside the schedule, which CSV cannot express"
+        )
     actions_by_rank = zip(*rows(schedule), strict=True)
     cell_rows = lowered_cells(schedule) if lower else [[str(action or "") for action in row] for row in actions_by_rank]
     csv_buffer = io.StringIO()

@@ -11,35 +11,35 @@ Orders = Sequence[Sequence[Action]]
 
 
 def count_microbatches(name: str, orders: Orders) -> int:
-    """Return the number of microbatches that most stages have; some stages may lack the last one, or have one too many.
+    """Return the number of microbatches of most stages; in an invalid schedule, other stages may have fewer or more.
 
     Args:
         name: name of the schedule, for error messages.
         orders: the actions of each rank.
 
     Raises:
-        Fault: a microbatch number is as large as the number of actions, so that lower ones must be missing.
+        Fault: a microbatch has an index as large as the number of actions, so that lower indices must be missing.
     """
-    # the highest microbatch number by (stage, whether the action is a forward)
-    highest_numbers: dict[tuple[int, bool], int] = defaultdict(int)
+    # the last microbatch by (stage, whether the action is a forward)
+    last_microbatch_of: dict[tuple[int, bool], int] = defaultdict(int)
     for order in orders:
         for action in order:
             key = action.stage, action.kind is Kind.F
-            highest_numbers[key] = max(highest_numbers[key], action.microbatch)
-    stage_counts = Counter(highest_numbers.values())  # how many of these keys have each highest number
-    last_microbatch = min(stage_counts, key=lambda number: (-stage_counts[number], number))
+            last_microbatch_of[key] = max(last_microbatch_of[key], action.microbatch)
+    key_counts = Counter(last_microbatch_of.values())  # for each last microbatch, the number of keys that have it
+    last_microbatch = min(key_counts, key=lambda microbatch: (-key_counts[microbatch], microbatch))
     if last_microbatch >= sum(map(len, orders)):
-        reason = f"is of microbatch {last_microbatch}, but most lower numbers are missing"
+        reason = f"is of microbatch {last_microbatch}, but most earlier ones are missing"
         raise _fault_at_first(name, orders, lambda action: action.microbatch == last_microbatch, reason)
     return last_microbatch + 1
 
 
 def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """Return the routes of a schedule, each as the rank of each stage, and the route number of each microbatch.
+    """Return the routes of a schedule, each with the rank of each stage, and the route of each microbatch, by index.
 
-    A stage is on the rank that runs most of its actions. Actions on other ranks are misplaced, which the check of the
-    schedule reports. Several routes are accepted, as for Chimera's two directions, if each gives every rank equally
-    many stages.
+    A stage is on the rank that runs most of its actions. Its actions on other ranks are misplaced, and the check of the
+    schedule reports them. There may be several routes, such as the two directions of Chimera, if each route gives every
+    rank the same number of stages.
 
     Args:
         name: name of the schedule, for error messages.
@@ -47,9 +47,9 @@ def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tu
         microbatches: m, number of microbatches.
 
     Raises:
-        Fault: a stage below the last one has no action on any rank.
+        Fault: a stage has no action on any rank, although a later stage has one.
     """
-    # for each (stage, None) and each (stage, microbatch), how many of its actions each rank runs
+    # for each (stage, microbatch), and for each (stage, None) over all microbatches: its number of actions on each rank
     run_counts: defaultdict[tuple[int, int | None], Counter[int]] = defaultdict(Counter)
     for rank, order in enumerate(orders):
         for action in order:
@@ -67,27 +67,27 @@ def infer_routes(name: str, orders: Orders, microbatches: int) -> tuple[tuple[tu
         return tuple(rank_counts.most_common(1)[0][0] for rank_counts in counts_of_stages)
 
     def is_even(route: Sequence[int]) -> bool:
-        """Return whether a route gives every rank equally many stages."""
-        stages_of_rank = Counter(route)
-        return len(stages_of_rank) == len(orders) and len(set(stages_of_rank.values())) == 1
+        """Return whether a route gives every rank the same number of stages."""
+        stage_counts = Counter(route)  # by rank
+        return len(stage_counts) == len(orders) and len(set(stage_counts.values())) == 1
 
     routes = list(dict.fromkeys(filter(is_even, map(usual_route, range(microbatches)))))
     if len(routes) < 2:
         return (usual_route(None),), (0,) * microbatches
 
-    def count_agreements(microbatch: int, route: Sequence[int]) -> int:
-        """Return the number of actions of a microbatch that are on the ranks of a route."""
+    def agreement_count(microbatch: int, route: Sequence[int]) -> int:
+        """Return how many actions of a microbatch are on the ranks that a route gives."""
         return sum(run_counts[stage, microbatch][rank] for stage, rank in enumerate(route))
 
-    route_numbers = (
-        max(range(len(routes)), key=lambda number: count_agreements(microbatch, routes[number]))
+    route_indices = (
+        max(range(len(routes)), key=lambda index: agreement_count(microbatch, routes[index]))
         for microbatch in range(microbatches)
     )
-    return tuple(routes), tuple(route_numbers)
+    return tuple(routes), tuple(route_indices)
 
 
-def _fault_at_first(name: str, orders: Orders, matches: Callable[[Action], bool], reason: str) -> Fault:
-    """Make a fault at the first action that `matches` accepts; its reason starts with that action."""
-    places = ((rank, cell) for rank, order in enumerate(orders) for cell, a in enumerate(order) if matches(a))
-    rank, cell = next(places)
+def _fault_at_first(name: str, orders: Orders, is_wrong: Callable[[Action], bool], reason: str) -> Fault:
+    """Return a fault at the first wrong action; the text of its reason starts with that action."""
+    wrong_cells = ((rank, cell) for rank, order in enumerate(orders) for cell, a in enumerate(order) if is_wrong(a))
+    rank, cell = next(wrong_cells)
     return Fault(name, f"{orders[rank][cell]} {reason}", rank, cell)

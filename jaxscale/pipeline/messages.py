@@ -1,7 +1,7 @@
-"""The messages (SEND and RECV) of a lowered schedule, PyTorch's form with communication: checking and writing them.
+"""The messages (SEND and RECV) of a lowered schedule, which is PyTorch's form of a schedule with communication.
 
 `0SEND_F3` follows the forward of microbatch 3 on stage 0; `1RECV_F3`, on the rank of stage 1, precedes the forward on
-stage 1. `SEND_B` and `RECV_B` take gradients to the stage before. Stages of one rank send no messages to each other.
+stage 1. `SEND_B` and `RECV_B` send gradients to the previous stage. Stages of one rank send each other no messages.
 """
 
 from collections import Counter
@@ -15,13 +15,13 @@ from jaxscale.pipeline.ticks import ticks
 
 
 class Message(NamedTuple):
-    """One end of a message.
+    """One end of a message: its SEND or its RECV.
 
     Args:
         verb: SEND or RECV.
         kind: F for activations, B for gradients.
         stage: stage at this end of the message.
-        microbatch: number of the microbatch.
+        microbatch: index of the microbatch.
     """
 
     verb: str
@@ -34,7 +34,10 @@ class Message(NamedTuple):
 
 
 def _messages_of(schedule: Schedule, action: Action) -> list[tuple[int, Message, Action]]:
-    """Return (rank, message, action beside the message) of an action's SEND and RECV, or nothing if none is needed."""
+    """Return the SEND and the RECV of an action's result, each as (rank, message, action next to it), or no messages.
+
+    The SEND is next to the action itself, the RECV next to the action that reads the result.
+    """
     kind, stage, microbatch = action
     if kind is Kind.F and stage + 1 < schedule.stages:
         letter, reader = "F", Action(Kind.F, stage + 1, microbatch)
@@ -60,10 +63,10 @@ def check_messages(
         columns: the column of each action in the file.
 
     Raises:
-        Fault: a message is missing, occurs twice or is misplaced; the error has the rank and the column.
+        Fault: a message is missing, occurs twice or is misplaced; the error names the rank and the column.
     """
     name = schedule.name
-    expected_ends: dict[Message, tuple[int, Action]] = {}  # the rank of each message, and the action beside it
+    expected_ends: dict[Message, tuple[int, Action]] = {}  # the rank of each message, and the action next to it
     for order in schedule.orders:
         for action in order:
             for rank, message, end_action in _messages_of(schedule, action):
@@ -81,7 +84,7 @@ def check_messages(
         is_send = message.verb == "SEND"
         if (column > columns[action]) != is_send:
             wrong_side = "before" if is_send else "after"
-            raise Fault(name, f"{message} stands {wrong_side} {action} (cell {columns[action]})", rank, column)
+            raise Fault(name, f"{message} comes {wrong_side} {action} (cell {columns[action]})", rank, column)
     for message, (rank, action) in expected_ends.items():
         if message not in message_columns:
             reason = "which another rank waits for" if message.verb == "SEND" else "which it needs"
@@ -91,10 +94,11 @@ def check_messages(
 def lowered_cells(schedule: Schedule) -> list[list[str]]:
     """Return, for each rank, the cells of the lowered form: actions, messages, UNSHARD, REDUCE_GRAD and RESHARD.
 
-    A SEND follows its action at once, and its RECV stands as early as the message can arrive.
+    A SEND directly follows its action, and the RECV comes as early as the message can arrive.
     """
     cells = [[f"{stage}UNSHARD" for stage in schedule.stages_of(rank)] for rank in range(schedule.ranks)]
     ending_kinds = (Kind.B, Kind.W)  # the kinds that end a backward
+    # how many backwards of each (rank, stage) have not ended yet
     remaining_backwards = Counter(
         (rank, action.stage)
         for rank, order in enumerate(schedule.orders)

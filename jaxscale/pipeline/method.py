@@ -16,11 +16,11 @@ class Method:
         title: description in one line, for tables and charts.
         make: function that makes the schedule from (ranks, microbatches), with the keyword `chunks` if `interleaves`
             and the keyword `updates` if `steps`.
-        chunks: number of stages per rank; the default of v if `interleaves`.
+        chunks: number of stages per rank; with `interleaves`, the default number.
         interleaves: whether the user may choose `chunks`, by `v=` in the text form.
         steps: whether the weights are updated inside the schedule, which makes it asynchronous.
-        streams: whether there is an update for each microbatch, so that the text form has no number of microbatches, as
-            in `pipedream:4`.
+        streams: whether there is an update for each microbatch; the text form then has no number of microbatches, for
+            example `pipedream:4`.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Method:
             updates: number of updates of an asynchronous schedule.
 
         Raises:
-            UserError: the method is not defined for these numbers; the message has the expected ones.
+            UserError: the method is not defined for these numbers; the message gives the expected ones.
 
         Example:
             >>> from jaxscale.pipeline.schedules import METHODS
@@ -50,11 +50,11 @@ class Method:
             >>> METHODS["2bw"].schedule(4, 8, updates=3).microbatches
             24
         """
-        counts_by_noun = {"devices": ranks, "microbatches": microbatches, "updates": updates}
-        counts_by_noun["stages a device"] = 1 if chunks is None else chunks
-        for noun, number in counts_by_noun.items():
-            if number < 1:
-                raise UserError(f"schedule {self.name}: got {number} {noun}, expected 1 or more")
+        count_of_noun = {"devices": ranks, "microbatches": microbatches, "updates": updates}
+        count_of_noun["stages per device"] = 1 if chunks is None else chunks
+        for noun, count in count_of_noun.items():
+            if count < 1:
+                raise UserError(f"schedule {self.name}: got {count} {noun}, expected 1 or more")
         if chunks not in (None, self.chunks) and not self.interleaves:
             rule = f"each device holds {self.chunks} of its stages" if self.chunks > 1 else "a device holds one stage"
             raise UserError(f"schedule {self.name}: got v={chunks}, but {rule}; only interleaved and lockstep take v")

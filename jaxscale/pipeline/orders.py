@@ -1,9 +1,9 @@
 """Schedule: the ordered actions of each device of a pipeline, as data that checks itself.
 
 A schedule has no times: an action runs after the actions before it on its device and after its inputs. So one value
-serves the checker (here), the simulator (`clock/simulate.py`), the drawing (`charts/draw.py`) and the executor
-(`run/execute.py`), and a schedule from PyTorch's CSV (`csv.py`) is equal to one of ours (`schedules/`). For the ticks
-of its actions see `ticks.py`.
+serves the checks (`check.py`), the simulator (`clock/simulate.py`), the drawing (`charts/draw.py`) and the executor
+(`run/execute.py`), and a schedule from PyTorch's CSV (`csv.py`) has the same form as one of ours (`schedules/`). The
+ticks of its actions are in `ticks.py`.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ class Versions:
         group: number of microbatches per update: 1 in PipeDream and PipeMare, M in 2BW.
         backward: the weights at which a backward linearises (differentiates) its stage: "forward" for the weights that
             its forward read, "newest" for the newest weights of its stage.
-        lag: version max(0, g - lag) is what a forward reads if its microbatch is in the g-th group, counted from 0;
-            `None`: a forward reads the newest version of its stage.
+        lag: in group g, counted from 0, a forward reads version max(0, g - lag); `None`: a forward reads the newest
+            version of its stage.
     """
 
     group: int
@@ -48,18 +48,19 @@ class Schedule:
         name: name of the schedule.
         orders: the actions of each rank, in order.
         stages: number of stages of the network.
-        microbatches: m, number of microbatches; they are numbered from 0.
-        routes: `routes[r][stage]` is the rank that runs the stage for the microbatches of route number r; only
-            bidirectional schedules have several routes.
-        route: number of the route of each microbatch.
+        microbatches: m, number of microbatches; their indices start at 0.
+        routes: `routes[r][stage]` is the rank that runs the stage for the microbatches of route r; only bidirectional
+            schedules have several routes.
+        route: for each microbatch, the index of its route in `routes`.
         versions: the weights that an asynchronous schedule computes with; `None`: the schedule is synchronous, and the
             weights are updated once, after it.
         cycle: the kinds of successive ticks of a lock-step schedule, in which every tick is of one kind on all ranks;
             the cycle repeats. `None`: a tick may have several kinds.
-        bound: the most activations that each rank may hold; an activation is of one stage and one microbatch.
+        bound: for each rank, the most activations that it may hold; an activation belongs to one stage and one
+            microbatch. `None`: no limit.
 
     Raises:
-        check.Fault: an action is missing, occurs twice, is on the wrong rank or waits for ever, or a rank holds more
+        check.Fault: an action is missing, occurs twice, is on the wrong rank or waits forever, or a rank holds more
             activations than its bound; the error names the rank and the cell.
 
     Example:
@@ -96,34 +97,34 @@ class Schedule:
 
     @functools.cached_property
     def chunks(self) -> int:
-        """The most stages whose weights one rank holds: v of interleaved schedules, 2 of Chimera."""
+        """The largest number of chunks (weights of one stage) that a rank holds: v if interleaved, 2 in Chimera."""
         return max(len(stages) for stages in self._stages_of_ranks)
 
     @functools.cached_property
     def _stages_of_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """The stages whose weights each rank holds: those of the first route, then those that other routes add."""
-        stages_by_rank: list[dict[int, None]] = [{} for _ in range(self.ranks)]
+        """For each rank, the stages that it runs: those on the first route, then those that other routes add."""
+        stage_sets: list[dict[int, None]] = [{} for _ in range(self.ranks)]  # the keys are ordered sets
         for route in self.routes:
             for stage, rank in enumerate(route):
-                stages_by_rank[rank][stage] = None
-        return tuple(map(tuple, stages_by_rank))
+                stage_sets[rank][stage] = None
+        return tuple(map(tuple, stage_sets))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages whose weights a rank holds; chunk c of the rank is the weights of the stage at index c."""
+        """Return the stages that a rank runs; its chunk c is the weights of the stage at index c."""
         return self._stages_of_ranks[rank]
 
     def place(self, route: int, stage: int) -> tuple[int, int]:
-        """Return (rank, chunk) of a stage on route number `route`; chunk c is the rank's stage at index c."""
+        """Return (rank, chunk) of a stage, for the microbatches of the route with this index."""
         rank = self.routes[route][stage]
         return rank, self._stages_of_ranks[rank].index(stage)
 
     def rank(self, action: Action) -> int:
-        """The rank that runs an action."""
+        """Return the rank that runs an action."""
         return self.routes[self.route[action.microbatch]][action.stage]
 
     @functools.cached_property
     def split(self) -> bool:
-        """Whether any backward is split into input gradient and weight gradient."""
+        """Whether any backward is split into an input gradient and a weight gradient."""
         return any(action.kind is Kind.I for order in self.orders for action in order)
 
     @functools.cached_property
@@ -132,11 +133,11 @@ class Schedule:
         return frozenset((a.stage, a.microbatch) for order in self.orders for a in order if a.kind is Kind.B)
 
     def gradient(self, stage: int, microbatch: int) -> Action:
-        """The action that makes the input gradient of a stage: B, or I if the backward is split."""
+        """Return the action that computes the input gradient of a stage: B, or I if the backward is split."""
         return Action(Kind.B if (stage, microbatch) in self.fused else Kind.I, stage, microbatch)
 
     def inputs(self, action: Action) -> tuple[Action, ...]:
-        """Return the actions whose results an action needs; none for an update, whose place in the order suffices."""
+        """Return the actions that must be done before an action; none for an update, which follows its rank's order."""
         stage, microbatch = action.stage, action.microbatch
         if action.kind is Kind.F:
             return (Action(Kind.F, stage - 1, microbatch),) if stage else ()
@@ -147,7 +148,7 @@ class Schedule:
 
     @functools.cached_property
     def live(self) -> tuple[int, ...]:
-        """The most activations that each rank holds at once; one is held from its F until its B (or W) is done."""
+        """For each rank, the most activations that it holds at once, each from its F until its B (or W) is done."""
         # the first half of a tuple of counts: the activations between F and the end of B (or W)
         return tuple(
             max((sum(counts[: len(counts) // 2]) for counts in self.activation_counts(rank)), default=0)
@@ -155,10 +156,10 @@ class Schedule:
         )
 
     def activation_counts(self, rank: int) -> set[tuple[int, ...]]:
-        """Return every different tuple of counts of activations that a rank holds in the course of its order.
+        """Return the numbers of activations that a rank holds during its actions, as a set of tuples.
 
         The first half of a tuple has, for each stage of the rank, the number of activations between F and the end of B
-        (or W). The second half has, for each stage, the number of activations between I and W.
+        (or W). The second half has, for each stage, the number of activations between I and the end of W.
         """
         index_of_stage = {stage: index for index, stage in enumerate(self.stages_of(rank))}
         counts = [0] * (2 * len(index_of_stage))

@@ -1,4 +1,4 @@
-"""PipelinePlan: a request for a schedule on some devices and microbatches, with a short text form."""
+"""A request for a schedule for a number of devices and microbatches, with a short text form."""
 
 import dataclasses
 import functools
@@ -15,18 +15,18 @@ from jaxscale.values.annotations import field_types
 
 
 def _form(method: Method) -> str:
-    """Return the text form of a method, such as `1f1b:PxM`."""
-    size_form = "P" if method.streams else "PxM"
-    return f"{method.name}:{size_form}" + ("[,v=V]" if method.interleaves else "")
+    """Return the template of the text form of a method, such as `1f1b:PxM`."""
+    size_template = "P" if method.streams else "PxM"
+    return f"{method.name}:{size_template}" + ("[,v=V]" if method.interleaves else "")
 
 
 def forms() -> dict[str, str]:
-    """The text form of a plan, by name of its schedule."""
+    """Return the template of the text form, by the name of the schedule."""
     return {**{name: _form(method) for name, method in METHODS.items()}, "auto": "auto:P", "file": "file:PATH"}
 
 
 OPTIONS = ("v", "stages", "stash", "lowering", "anneal", "correction", "synchronous_steps")
-"""Options of the text form: v, the number of stages per device, and fields of `PipelinePlan`."""
+"""Names of the options of the text form: v, the number of stages per device, and fields of `PipelinePlan`."""
 _SIZE = re.compile(r"(\d+)(?:x(\d+))?")
 
 
@@ -38,7 +38,7 @@ def _schedule(method: Method, ranks: int, microbatches: int, chunks: int | None,
 
 @dataclasses.dataclass(frozen=True)
 class PipelinePlan:
-    """A request for a schedule on a number of devices and microbatches, with a text form.
+    """A request for a schedule for a number of devices and microbatches, with a text form.
 
     | text form | schedule |
     |---|---|
@@ -47,9 +47,9 @@ class PipelinePlan:
     | `pipedream:P`, `pipemare:P` | an asynchronous schedule with an update for each microbatch |
     | `2bw:PxM` | an asynchronous schedule with an update for each M microbatches |
     | `auto:P` | the fastest schedule, number of microbatches and partition for P devices, chosen by simulation |
-    | `file:PATH` | the schedule of a file in PyTorch's CSV format, with its devices and microbatches |
+    | `file:PATH` | the schedule of a file in PyTorch's CSV format, which sets the devices and microbatches |
 
-    Options follow the form, such as `1f1b:4x8,stash=input,stages=3+2+2+1`.
+    Options come after the form, for example `1f1b:4x8,stash=input,stages=3+2+2+1`.
 
     Args:
         name: name of a method, or `auto` or `file`.
@@ -58,15 +58,16 @@ class PipelinePlan:
         chunks: V, number of stages per device; `None`: the default of the method.
         path: path of the file.
         stages: number of blocks of each stage, in order; `None`: every stage has the same number.
-        stash: what a stage keeps from a forward to its backward: "residuals", as the memory plan of each block selects
-            them, or "input", the stage's input alone, from which the backward runs the forward again.
+        stash: what a stage keeps from a forward to its backward: "residuals", those that the memory plan of each block
+            selects; or "input", the stage's input alone, from which the backward runs the forward again.
         lowering: how the schedule becomes a program: "switch", with a branch for each kind of action, so that idle
             devices do nothing; or "phased", with the kinds written out one after the other without branches. "phased"
-            needs ticks of one kind each (lockstep, gpipe); idle devices compute on zeros and drop the results.
-        anneal: number of updates over which PipeMare's rescheduling fades, which gives stages with stale weights
-            smaller learning rates; 0: no rescheduling; `None`: a quarter of the run for pipemare, otherwise 0.
-        correction: strength of PipeMare's correction of the weights that backwards read, at least 0 and below 1: the
-            share of a weight change that is left in the correction after the delay of the stage; 0: no correction;
+            needs schedules in which each tick is of one kind (lockstep, gpipe); idle devices compute on zeros and drop
+            the results.
+        anneal: number of updates over which PipeMare's rescheduling fades. Rescheduling gives stages with stale weights
+            smaller learning rates. 0: no rescheduling; `None`: a quarter of the run for pipemare, otherwise 0.
+        correction: strength of PipeMare's correction of the weights that backwards read, at least 0 and below 1. It is
+            the share of a weight change that is left in the correction after the delay of the stage. 0: no correction;
             `None`: exp(-2) = 0.135.
         synchronous_steps: number of synchronous training steps before an asynchronous pipeline is filled.
 
@@ -103,18 +104,18 @@ class PipelinePlan:
         if self.name not in forms():
             raise unknown("pipeline schedule", self.name, forms())
         method = METHODS.get(self.name)
-        field_needs = {
+        is_field_required = {
             "ranks": self.name != "file",
             "microbatches": method is not None and not method.streams,
             "path": self.name == "file",
         }
-        for field, is_needed in field_needs.items():
-            if (getattr(self, field) is not None) != is_needed:
-                verb = "needs" if is_needed else "takes no"
+        for field, is_required in is_field_required.items():
+            if (getattr(self, field) is not None) != is_required:
+                verb = "needs" if is_required else "takes no"
                 hint = ". Each microbatch is an update; only 2bw takes several" if method and method.streams else ""
                 raise UserError(f"pipeline {self.name} {verb} {field}: write {forms()[self.name]}{hint}")
         if method is not None:
-            self.schedule()  # raises an error if no schedule has these numbers
+            self.schedule()  # refuses numbers for which the method has no schedule
         elif self.chunks is not None:
             raise UserError(f"pipeline {self.name} takes no v: write {forms()[self.name]}")
         elif self.ranks is not None and self.ranks < 1:
@@ -125,20 +126,20 @@ class PipelinePlan:
         """Parse the text form of a plan.
 
         Raises:
-            UserError: the name is unknown (the message has the nearest one), numbers are missing or superfluous, or no
-                schedule has them.
+            UserError: the name is unknown (the message suggests the nearest), numbers are missing or superfluous, or
+                the method has no schedule for these numbers.
         """
         name_text, colon, arguments = text.strip().partition(":")
         name = name_text.lower()
         if name not in forms():
             raise unknown("pipeline schedule", name, forms())
         size_text, *option_words = arguments.split(",")
-        if name == "file":  # its text is a path, which may have commas
+        if name == "file":  # the text is a path, which may contain commas
             while option_words and option_words[0].partition("=")[0].strip() not in OPTIONS:
                 size_text += f",{option_words.pop(0)}"
         options: dict[str, Any] = {}
         for option_word in option_words:
-            option, _, setting = (part.strip() for part in option_word.partition("="))
+            option, _, setting_text = (part.strip() for part in option_word.partition("="))
             if option in options or option not in OPTIONS:
                 hint = "" if option in options else near_miss(option, OPTIONS)
                 raise UserError(
@@ -146,7 +147,7 @@ class PipelinePlan:
                     f"{', '.join(OPTIONS[1:])} as options, each once{hint}"
                 )
             option_type = int | None if option == "v" else field_types(cls)[option]
-            options[option] = parse(setting.replace("+", ","), option_type, f"pipeline {text!r}: {option}")
+            options[option] = parse(setting_text.replace("+", ","), option_type, f"pipeline {text!r}: {option}")
         chunks = options.pop("v", None)
         if name == "file":
             return cls(name, path=size_text or None, chunks=chunks, **options)
@@ -154,24 +155,25 @@ class PipelinePlan:
         if not size_match:
             reason = f"got {size_text!r}" if colon else "got no numbers"
             raise UserError(f"pipeline {text!r}: {reason}, expected {forms()[name]}: P devices, M microbatches")
-        ranks, microbatches = size_match.groups()
-        return cls(name, int(ranks), None if microbatches is None else int(microbatches), chunks, **options)
+        ranks_text, microbatches_text = size_match.groups()
+        microbatches = None if microbatches_text is None else int(microbatches_text)
+        return cls(name, int(ranks_text), microbatches, chunks, **options)
 
     def __str__(self) -> str:
-        options = ""
+        options_text = ""
         for name in OPTIONS[1:]:
             setting = getattr(self, name)
             if setting != getattr(type(self), name):
-                options += f",{name}={'+'.join(map(str, setting)) if isinstance(setting, tuple) else setting}"
-        return self.form + options
+                options_text += f",{name}={'+'.join(map(str, setting)) if isinstance(setting, tuple) else setting}"
+        return self.form + options_text
 
     @property
     def form(self) -> str:
         """The text form of the plan without its options."""
         if self.path is not None:
             return f"file:{self.path}"
-        size = str(self.ranks) if self.microbatches is None else f"{self.ranks}x{self.microbatches}"
-        return f"{self.name}:{size}" + ("" if self.chunks is None else f",v={self.chunks}")
+        size_text = str(self.ranks) if self.microbatches is None else f"{self.ranks}x{self.microbatches}"
+        return f"{self.name}:{size_text}" + ("" if self.chunks is None else f",v={self.chunks}")
 
     @property
     def asynchronous(self) -> bool:
@@ -198,14 +200,14 @@ class PipelinePlan:
 
         Args:
             updates: number of updates of an asynchronous schedule.
-            ranks: number of devices on the pipe axis of the mesh, which the schedule must match; `None`: any number.
+            ranks: number of devices on the pipe axis of the mesh, which must be the schedule's; `None`: any number.
 
         Raises:
             UserError: the file is missing or invalid, the schedule is for another number of devices, or the schedule of
                 `auto` has not been chosen yet.
         """
         if self.name == "auto":
-            raise UserError(f"pipeline {self}: its schedule is still to be chosen; name one, such as 1f1b:4x8")
+            raise UserError(f"pipeline {self}: its schedule is not chosen yet; name one, such as 1f1b:4x8")
         if self.path is not None:
             schedule = read_csv(self.path)
         else:
@@ -221,10 +223,10 @@ class PipelinePlan:
 
 
 def schedule_of(schedule: Schedule | str) -> Schedule:
-    """Return a schedule as it is, and the schedule of a text such as "1f1b:4x8".
+    """Return a schedule unchanged, or the schedule that a text such as "1f1b:4x8" describes.
 
     Raises:
-        UserError: the text is not that of a plan with a schedule; the message suggests the nearest name.
+        UserError: the text is not the text form of a plan, or the plan has no schedule yet (`auto`).
 
     Example:
         >>> schedule_of("1f1b:2x4").live

@@ -1,7 +1,7 @@
-"""Ticks: when each action of a schedule runs if all ranks move together.
+"""The tick in which each action of a schedule runs if all ranks go from tick to tick together.
 
 One program on many devices (SPMD) exchanges messages at the end of every tick, so a result arrives one tick later. An
-action takes the first tick in which its rank is free and its inputs have arrived. In a lock-step schedule (`cycle`) a
+action runs in the first tick in which its rank is free and its inputs have arrived. In a lock-step schedule (`cycle`) a
 tick is of one kind on all ranks. The kinds of the cycle take turns, and a turn without any action takes no tick. An
 update inside a schedule belongs to the tick of the backward before it.
 """
@@ -13,13 +13,13 @@ from jaxscale.pipeline.orders import Schedule
 
 
 def ticks(schedule: Schedule, *, forward_only: bool = False, pace: int = 0) -> dict[Action, int]:
-    """Compute the tick of each action, as early as its inputs and the order of its rank allow.
+    """Return the tick of each action, as early as its inputs and the order of its rank allow.
 
     Args:
         schedule: the actions of each rank, in order.
         forward_only: whether to leave out all actions but forwards (evaluation).
-        pace: number of ticks between the entries of two microbatches (a pipeline that never drains); 0: microbatches
-            enter as early as possible.
+        pace: number of ticks between the entries of two successive microbatches, for a pipeline that never drains; 0:
+            microbatches enter as early as possible.
 
     Returns:
         The tick of each action, from 0; the dictionary is sorted by tick, then by rank.
@@ -37,7 +37,7 @@ def ticks(schedule: Schedule, *, forward_only: bool = False, pace: int = 0) -> d
     tick = turn = 0
 
     def can_start(action: Action) -> bool:
-        """Return whether an action's microbatch has entered and its inputs have arrived."""
+        """Return whether the microbatch of an action has entered and the action's inputs have arrived."""
         has_entered = action.kind is not Kind.F or action.stage > 0 or tick >= pace * action.microbatch
         return has_entered and all(source in tick_of for source in schedule.inputs(action))
 

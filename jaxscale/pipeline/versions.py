@@ -1,7 +1,7 @@
 """Versions of a stage's weights in an asynchronous schedule: which one each action uses, and how long each lives.
 
-Version n of a stage is its weights after n updates. The number that live at once is derived, not declared: p on the
-first stage of PipeDream, 2 in 2BW, 1 in PipeMare.
+Version n of a stage is its weights after n updates. The number of versions that live at once follows from the schedule:
+p on the first stage of PipeDream, 2 in 2BW, 1 in PipeMare.
 """
 
 import dataclasses
@@ -14,11 +14,11 @@ from jaxscale.pipeline.orders import Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """The versions of its stage's weights that an action reads and makes.
+    """The versions of the stage's weights that an action uses.
 
     Args:
-        reads: the version that a forward reads, or that a backward linearises at.
-        makes: the version that an update right after this backward makes; `None` without one.
+        reads: the version that a forward reads, or at which a backward linearises.
+        makes: the version that the update right after this backward makes; `None` if no update follows.
     """
 
     reads: int
@@ -26,7 +26,7 @@ class Use:
 
 
 def uses(schedule: Schedule) -> dict[Action, Use]:
-    """Return the versions that every forward and backward uses; an update counts as part of the backward before it.
+    """Return the versions that each forward and backward uses; an update counts as part of the backward before it.
 
     Raises:
         UserError: the schedule is synchronous, a backward is split into I and W, or an update follows no backward.
@@ -41,27 +41,33 @@ def uses(schedule: Schedule) -> dict[Action, Use]:
     """
     versions = schedule.versions
     if versions is None:
-        raise UserError(f"schedule {schedule.name} has no versions of weights, expected an asynchronous schedule")
+        raise UserError(
+            f"schedule {schedule.name}: got a synchronous schedule without versions, expected an asynchronous one"
+        )
     use_of: dict[Action, Use] = {}
     for rank, order in enumerate(schedule.orders):
-        newest_of = dict.fromkeys(schedule.stages_of(rank), 0)  # the newest version of each stage
+        newest_version_of = dict.fromkeys(schedule.stages_of(rank), 0)  # by stage
         previous_action: Action | None = None
         for action in order:
             stage, group_index, lag = action.stage, action.microbatch // versions.group, versions.lag
             match action.kind:
                 case Kind.F:
-                    use_of[action] = Use(newest_of[stage] if lag is None else max(0, group_index - lag))
+                    use_of[action] = Use(newest_version_of[stage] if lag is None else max(0, group_index - lag))
                 case Kind.B:
                     forward_version = use_of[Action(Kind.F, stage, action.microbatch)].reads
-                    use_of[action] = Use(forward_version if versions.backward == "forward" else newest_of[stage])
+                    use_of[action] = Use(
+                        forward_version if versions.backward == "forward" else newest_version_of[stage]
+                    )
                 case Kind.U:
                     if previous_action is None or previous_action != Action(Kind.B, stage, action.microbatch):
                         raise UserError(
                             f"schedule {schedule.name}, rank {rank}: {action} follows {previous_action}, expected the "
                             f"backward of microbatch {action.microbatch}: an update is part of the backward before it"
                         )
-                    newest_of[stage] += 1
-                    use_of[previous_action] = dataclasses.replace(use_of[previous_action], makes=newest_of[stage])
+                    newest_version_of[stage] += 1
+                    use_of[previous_action] = dataclasses.replace(
+                        use_of[previous_action], makes=newest_version_of[stage]
+                    )
                 case kind:
                     raise UserError(
                         f"schedule {schedule.name}, rank {rank}: {action} is of kind {kind}, expected F, B or U: an "
@@ -72,15 +78,16 @@ def uses(schedule: Schedule) -> dict[Action, Use]:
 
 
 def lives(schedule: Schedule, tick_of: Mapping[Action, int]) -> dict[int, list[tuple[int, int, int]]]:
-    """Return, for each stage, (first tick, tick after the last, version) of every version of its weights.
+    """Return, by stage, (first tick, tick after the last, version) for every version of the stage's weights.
 
-    A version lives from the update that makes it, at the end of a tick, to its last reader or to the next update.
+    A version lives from the tick after the update that makes it until its last reader or the next update, whichever is
+    later.
 
     Args:
         schedule: an asynchronous schedule.
         tick_of: the tick of each forward and backward.
     """
-    # the first and the last tick of each (stage, version)
+    # the first and the last tick by (stage, version)
     first_ticks: dict[tuple[int, int], int] = {(stage, 0): 0 for stage in range(schedule.stages)}
     last_ticks: dict[tuple[int, int], int] = {}
     for action, use in uses(schedule).items():
@@ -96,7 +103,7 @@ def lives(schedule: Schedule, tick_of: Mapping[Action, int]) -> dict[int, list[t
 
 
 def ring_slots(lifetimes: Sequence[tuple[int, int, Hashable]]) -> int:
-    """Return the fewest slots n that values can take in turn: value i takes slot i mod n, which must be free by then.
+    """Return the fewest slots n that values can take in turn: value i takes slot i mod n, which must be free then.
 
     Args:
         lifetimes: (first tick, tick after the last, name) of each value, in the order in which values take slots.
@@ -105,7 +112,8 @@ def ring_slots(lifetimes: Sequence[tuple[int, int, Hashable]]) -> int:
         >>> ring_slots([(0, 3, "a"), (1, 4, "b"), (3, 6, "c"), (4, 7, "d")])
         2
     """
-    slots = 1
-    while any(end > successor[0] for (_, end, _), successor in zip(lifetimes, lifetimes[slots:], strict=False)):
-        slots += 1
-    return slots
+    slot_count = 1
+    # a value and its successor in the same slot must not overlap
+    while any(end > successor[0] for (_, end, _), successor in zip(lifetimes, lifetimes[slot_count:], strict=False)):
+        slot_count += 1
+    return slot_count

@@ -1,4 +1,4 @@
-"""Average gradients over a slow mesh axis in few bytes: codecs, their messages, and formulas for the bytes.
+"""Codecs that average gradients over a slow mesh axis in few bytes, and formulas for the bytes that they send.
 
 Importing this package imports no JAX: each name below loads at its first use.
 """

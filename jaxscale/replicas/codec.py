@@ -2,15 +2,15 @@
 
 A codec is applied to one leaf on one device: the local shard of this replica's gradient. It runs inside a region that
 is manual over the axis (`jax.shard_map`), or under `jax.vmap(axis_name=axis)` on one device, and uses collectives over
-that axis alone. With error feedback, a codec keeps the error of its message in a residual and adds it to the next
-gradient (Seide et al., 2014; Karimireddy et al., 2019, arXiv:1901.09847), so that, over n replicas,
+no other axis. With error feedback, a codec keeps the error of its message in a residual and adds the residual to the
+next gradient (Seide et al., 2014; Karimireddy et al., 2019, arXiv:1901.09847). Then, over n replicas,
 
     sum of residuals after + n * mean = sum of gradients + sum of residuals before.
 
-Every codec works on one layer at a time; a leaf of stacked layers is mapped over its first dim. Codecs of matrices take
-the last dim as columns and all other dims as rows. `OnePhase` and `TwoPhase` codecs define only `encode` and `decode`.
-The codecs in the files of `codecs/` are discovered by import. Left out here: the choice of leaves, NaN and Inf, and
-metrics (`reduce.py`).
+Every codec works on one layer at a time; a leaf of stacked layers is mapped over its first dim. For codecs of matrices,
+the last dim of a layer is the columns and all other dims together are the rows. A `OnePhase` or `TwoPhase` codec
+defines only how a message is encoded and decoded. The modules in `codecs/` define the codecs. Left out here: the choice
+of leaves, NaN and Inf, and metrics (`reduce.py`).
 """
 
 import abc
@@ -36,7 +36,7 @@ CodecState = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Codec(NamedCodec):
-    """A method that averages gradients over a slow axis.
+    """A method of averaging gradients over a slow axis.
 
     Example:
         >>> from jaxscale.replicas import wire
@@ -51,7 +51,9 @@ class Codec(NamedCodec):
 
     @property
     def timetable(self) -> tuple[tuple[int, "Codec | None"], ...]:
-        """The pair (first step, codec) of each phase, in order, from step 0; the codec `None` sends the exact mean.
+        """The pair (first step, codec) of each phase, in order; the codec `None` averages exactly.
+
+        Phases differ in what the codec sends: the exact mean before `start`, then perhaps a warm-up.
 
         Example:
             >>> [(step, str(codec)) for step, codec in Codec.parse("topk:0.1,start=10,warmup=8").timetable]
@@ -62,11 +64,11 @@ class Codec(NamedCodec):
 
     @property
     def timed(self) -> bool:
-        """Whether `reduce` depends on the step, and so needs the argument `step`."""
+        """Whether the result of `reduce` depends on the argument `step`, which must then be given."""
         return len(self.timetable) > 1
 
     def refusal(self, shape: Sequence[int], n: int, *, layers: bool = False) -> str | None:
-        """The reason, as text for a message, why this codec does not support a leaf; `None` if it supports the leaf.
+        """Return why this codec does not support a leaf, as text for a message; `None` if it supports the leaf.
 
         Args:
             shape: shape of the leaf on one device.
@@ -91,7 +93,7 @@ class Codec(NamedCodec):
             key: random key, equal on every replica.
             n: number of devices on the axis.
             layers: whether the first dim is stacked layers.
-            first: number of the leaf's first layer, if the leaf is a part of a stack.
+            first: index of the leaf's first layer in its stack, if the leaf has only a part of the stack.
 
         Raises:
             UserError: the codec does not support the leaf or the axis.
@@ -124,21 +126,22 @@ class Codec(NamedCodec):
             key: random key of the step and the leaf, equal on every replica; needed if `random`.
             step: number of updates made before this one, equal on every replica; needed if `timed`.
             layers: whether the first dim is stacked layers.
-            first: number of the leaf's first layer, if the leaf is a part of a stack.
+            first: index of the leaf's first layer in its stack, if the leaf has only a part of the stack.
 
         Returns:
-            The mean, float32, and the new state.
+            The mean of the leaf, float32, and the codec's new state.
         """
         assert key is not None or not self.random, f"codec {self} rounds at random: pass a key to reduce"
-        assert step is not None or not self.timed, f"codec {self} depends on the step: pass its number to reduce"
-        gradient = gradient.astype(jnp.float32)
+        assert step is not None or not self.timed, f"codec {self} depends on the step: pass the step to reduce"
+        exact_gradient = gradient.astype(jnp.float32)
 
         def reduce_by(codec: Codec | None, gradient: Array, state: CodecState) -> tuple[Array, CodecState]:
-            """Return the mean of a leaf and its new state under the codec of a phase."""
+            """Return the mean of a leaf and its new state, by the codec of a phase."""
             if codec is None:
                 return lax.pmean(gradient, axis), state
 
             def reduce_layer(gradient: Array, state: CodecState, key: Key | None) -> tuple[Array, CodecState]:
+                """Return the mean of one layer and its new state."""
                 return codec._reduce(gradient, state, axis, key)
 
             if layers:
@@ -149,14 +152,15 @@ class Codec(NamedCodec):
 
         first_steps, codecs = zip(*self.timetable, strict=True)
         if step is None or not self.timed:
-            return reduce_by(codecs[0], gradient, state)
+            return reduce_by(codecs[0], exact_gradient, state)
         phase_index = jnp.sum(step >= jnp.array(first_steps[1:]))
-        return lax.switch(phase_index, [functools.partial(reduce_by, codec) for codec in codecs], gradient, state)
+        branches = [functools.partial(reduce_by, codec) for codec in codecs]
+        return lax.switch(phase_index, branches, exact_gradient, state)
 
     def wire_bytes(self, shape: Sequence[int], n: int, *, layers: bool = False) -> int:
-        """Bytes that one device sends over the axis in a step of the last phase.
+        """Return the bytes that one device sends over the axis in a step of the last phase.
 
-        An exact mean in float32 would send `wire.exact` bytes.
+        For an exact mean in float32 it would send `wire.exact` bytes.
 
         Args:
             shape: shape of the leaf on one device.
@@ -169,36 +173,37 @@ class Codec(NamedCodec):
         """Convert the states of a leaf to another number of replicas; the mean of the residuals stays the same.
 
         Args:
-            states: states of one leaf on one device, with a leading dim of the old replicas.
+            states: states of one leaf on one device; the first dim of each array is the old number of replicas.
             shape: shape of the leaf on one device.
             n: new number of replicas.
             layers: whether the first dim of the leaf is stacked layers.
 
         Returns:
-            The states with a leading dim of n.
+            The states for the new number of replicas, which is the first dim of each array.
         """
-        states = jax.tree.map(jnp.asarray, states)
-        if not states:  # a codec without feedback has no state
-            return states
+        old_states = jax.tree.map(jnp.asarray, states)
+        if not old_states:  # a codec without feedback has no state
+            return old_states
         if not layers:
-            return self._resize(states, tuple(shape), n)
-        return jax.vmap(lambda state: self._resize(state, tuple(shape[1:]), n), in_axes=1, out_axes=1)(states)
+            return self._resize(old_states, tuple(shape), n)
+        # the dim of layers comes after that of replicas
+        return jax.vmap(lambda states: self._resize(states, tuple(shape[1:]), n), in_axes=1, out_axes=1)(old_states)
 
     # ---- the interface for subclasses, of one layer
 
     def _refusal(self, shape: tuple[int, ...], n: int) -> str | None:
-        """`refusal` for one layer."""
+        """Return why this codec does not support a layer of this shape; `None` if it supports the layer."""
         return None
 
     def _timetable(self) -> tuple[tuple[int, "Codec"], ...]:
-        """The pair (first step, codec) of each compressed phase; steps count from the first compressed step.
+        """Return (first step, codec) for each phase in which the codec compresses.
 
-        The codecs have `start` 0.
+        Steps are counted from the first compressed step, and the codecs have `start` 0.
         """
         return ((0, dataclasses.replace(self, start=0)),)
 
     def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> CodecState:
-        """The initial state of one layer."""
+        """Return the initial state of one layer."""
         return {"residual": jnp.zeros(shape, jnp.float32)} if self.feedback else {}
 
     @abc.abstractmethod
@@ -210,28 +215,28 @@ class Codec(NamedCodec):
 
     @abc.abstractmethod
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
-        """Bytes that one device sends for one layer's gradient."""
+        """Return the bytes that one device sends for one layer's gradient."""
 
     def _resize(self, states: CodecState, shape: tuple[int, ...], n: int) -> CodecState:
-        """`resize` for one layer: every new replica gets the mean over the old replicas."""
+        """Convert the states of one layer; every new replica gets the mean of each state over the old replicas."""
         return {name: jnp.broadcast_to(jnp.mean(array, 0), (n, *array.shape[1:])) for name, array in states.items()}
 
     def add_residual(self, gradient: Array, state: CodecState) -> Array:
-        """The gradient plus the residual of earlier messages, which the next message encodes."""
+        """Return the gradient plus the residual of earlier messages, which is what the next message encodes."""
         return gradient + state["residual"] if self.feedback else gradient
 
 
 def compute_once(message: Any) -> Any:
-    """Return a message unchanged, behind a barrier, so that XLA does not compute it again for decoding on this device.
+    """Return a message unchanged, after a barrier, so that XLA does not compute it again to decode it on this device.
 
-    So the residual is the error of exactly the bytes that are sent.
+    The residual is then the error of exactly the bytes that are sent.
     """
     return lax.optimization_barrier(message)
 
 
 @functools.lru_cache(maxsize=1024)
 def message_bytes(codec: Any, *inputs: jax.ShapeDtypeStruct) -> int:
-    """Bytes of the message that a codec encodes from arrays of these shapes.
+    """Return the bytes of the message that a codec encodes from arrays of these shapes.
 
     Args:
         codec: codec with a method `encode`.
@@ -242,7 +247,7 @@ def message_bytes(codec: Any, *inputs: jax.ShapeDtypeStruct) -> int:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Numbers of rows and columns of a leaf as a matrix: the product of all dims but the last, and the last dim.
+    """Return the numbers of rows and columns of a layer as a matrix; the rows are all dims but the last together.
 
     Example:
         >>> matrix_shape((3, 3, 64, 128)), matrix_shape((768,))
@@ -252,11 +257,11 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _layer_keys(key: Key | None, count: int, first: int) -> Key | None:
-    """Random keys of `count` layers, each derived from its layer's number; `first` is the number of the first layer."""
+    """Return random keys of `count` layers, each derived from its index; `first` is the index of the first layer."""
     return None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, first + jnp.arange(count))
 
 
 def _vary_like(array: Array, reference: Array) -> Array:
-    """Return `array` with a type that varies over all manual axes over which `reference` varies."""
+    """Return `array` marked as varying over all manual axes over which `reference` varies."""
     missing_axes = tuple(sorted(varying_axes(reference) - varying_axes(array)))
     return lax.pcast(array, missing_axes, to="varying") if missing_axes else array

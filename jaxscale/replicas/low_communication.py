@@ -1,21 +1,22 @@
 r"""DiLoCo: replicas train independently for many steps and then apply the mean of their displacements.
 
-Each replica i takes H steps of its own (inner) optimizer from the shared weights θ to w_i. The displacement θ - w_i is
-the gradient for an outer optimizer (Douillard et al. 2023, arXiv 2311.08105), which is Nesterov's SGD with rate η,
-momentum μ and state m:
+Each replica i makes H steps with its own (inner) optimizer, from the shared weights θ to w_i. The displacement θ - w_i
+is the gradient for an outer optimizer (Douillard et al. 2023, arXiv 2311.08105), which is Nesterov's SGD with the
+learning rate η, the momentum μ and the state m:
 
     d = mean of θ - w_i over i,   m = μ m + d,   θ = θ - η (d + μ m),   w_i = θ for all i
 
-The slow axis thus carries the bytes of one step in H steps, and with `Plan.reduce` a codec sends d in fewer bytes. With
-H = 1, plain SGD as the inner optimizer and an outer rate of 1 without momentum, this is data parallel training. With
-AdamW as the inner optimizer it is not, because each replica divides its own gradient by its own variance.
+So the bytes of one step are sent over the slow axis only once in H steps, and with `Plan.reduce` a codec sends d in
+fewer bytes. With H = 1, plain SGD as the inner optimizer and an outer learning rate of 1 without momentum, this is data
+parallel training. With AdamW as the inner optimizer it is not, because each replica scales its own gradient by its own
+variance.
 
 Fragments of the weights (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512) synchronise at different steps, so
 that at most one fragment is sent at a time. Left out of that paper: overlap of computation with sending, and mixtures
 of θ and w_i.
 
-Plans use the class `Diloco`, which `step/replicas.py` applies to a train step. The function `diloco` is for custom
-training loops.
+Plans have the settings of class `Diloco`, which `step/replicas.py` applies to a train step. The function `diloco` is
+for custom training loops.
 """
 
 import dataclasses
@@ -36,8 +37,8 @@ class Diloco:
     Args:
         every: H, the number of steps of each replica between two synchronisations; 100 to 500 in the paper.
         lr: η, the outer learning rate.
-        momentum: μ, the momentum of the outer optimizer; with 0 it has no state.
-        fragments: number of parts of the weights, which synchronise in turn.
+        momentum: μ, the momentum of the outer optimizer; with 0 the optimizer has no state.
+        fragments: number of fragments into which the weights are divided; they synchronise in turn.
 
     Example:
         >>> Diloco.parse("every=100,fragments=2")
@@ -78,7 +79,7 @@ did you mean 'every'?
         """
         type_of_field, settings = field_types(cls), {}
         for option in filter(None, (word.strip() for word in text.split(","))):
-            name, equals, setting_text = (word.strip() for word in option.partition("="))
+            name, equals, setting_text = (part.strip() for part in option.partition("="))
             if name not in type_of_field:
                 raise unknown("option of diloco", name, type_of_field)
             if not equals or name in settings:
@@ -92,12 +93,13 @@ did you mean 'every'?
         return ",".join(f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self))
 
     def due(self, steps: int) -> tuple[int, ...]:
-        """Numbers of the fragments of the weights that synchronise after `steps` steps."""
+        """Return the indices of the fragments of the weights that synchronise after `steps` steps."""
+        # for each fragment, the number of steps after which it synchronises, modulo `every`
         offsets = (fragment * self.every // self.fragments for fragment in range(self.fragments))
         return tuple(fragment for fragment, offset in enumerate(offsets) if (steps - offset) % self.every == 0)
 
     def outer_step(self, weight: Any, momentum: Any, displacement: Any) -> tuple[Any, Any]:
-        """Make an outer step for one tensor, and return its new weights and momentum.
+        """Make an outer step for one tensor, and return its new weights θ and its new state m.
 
         Args:
             weight: θ, the shared weights.
@@ -106,14 +108,15 @@ did you mean 'every'?
         """
         if momentum is None:
             return weight - self.lr * displacement, None
-        momentum = self.momentum * momentum + displacement
-        return weight - self.lr * (displacement + self.momentum * momentum), momentum
+        new_momentum = self.momentum * momentum + displacement
+        return weight - self.lr * (displacement + self.momentum * new_momentum), new_momentum
 
 
 def fragments_of(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
-    """Names of the tensors of each fragment; fragments are of similar size.
+    """Return the names of the tensors of each fragment; the fragments have similar numbers of elements.
 
-    The paper's fragments consist of layers. Here, all layers stacked in one array are one tensor, in one fragment.
+    In the paper a fragment consists of layers. Here, layers that are stacked in one array are one tensor, which is in
+    one fragment.
 
     Args:
         sizes: number of elements of each tensor, by name.
@@ -140,11 +143,11 @@ class DilocoState(NamedTuple):
     """State of a replica.
 
     Args:
-        count: number of steps made.
-        inner: the inner optimizer's state on this replica.
-        shared: θ, equal on all replicas.
-        outer: the outer optimizer's state, equal on all replicas.
-        owed: the codec's state for each parameter, in order; empty without a codec.
+        count: number of steps made, int32.
+        inner: state of this replica's inner optimizer.
+        shared: θ, the shared weights, equal on all replicas.
+        outer: state of the outer optimizer, equal on all replicas.
+        owed: the codec's state for each parameter, in the order of the leaves; empty without a codec.
     """
 
     count: Any
@@ -157,21 +160,21 @@ class DilocoState(NamedTuple):
 def diloco(
     inner: Any, outer: Any = None, *, every: int = 100, axis: str = "replica", codec: Any = None, replicas: int = 0
 ) -> Any:
-    """An optax transformation of one replica's gradients, to be used in a `jax.shard_map` or `jax.vmap` over an axis.
+    """Make an optax transformation of one replica's gradients, for a `jax.shard_map` or `jax.vmap` over an axis.
 
-    Pass `check_vma=False` to `shard_map`, whose types cannot express that synchronised replicas are equal.
+    Pass `check_vma=False` to `shard_map`, because its types cannot express that synchronised replicas are equal.
 
     Args:
         inner: the optimizer of each replica, any optax transformation.
-        outer: the optimizer of the shared weights; `None` is `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
+        outer: the optimizer of the shared weights; `None`: `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
         every: number of steps of each replica between two synchronisations.
         axis: name of the replicas' axis.
-        codec: codec without random draws that averages displacements, such as `replicas.Int8()`; `None` averages
-            them exactly.
+        codec: codec that averages the displacements, without random draws, such as `replicas.Int8()`; `None`: they are
+            averaged exactly.
         replicas: number of replicas; needed only for a codec.
 
     Returns:
-        The transformation, whose `update` needs the parameters. At a synchronisation its updates set a replica's
+        The transformation; its function `update` needs the parameters. At a synchronisation the updates set a replica's
         weights to the shared weights, up to the rounding of the sum.
 
     Raises:
@@ -193,14 +196,22 @@ def diloco(
         raise UserError(f"diloco: got every={every}, expected 1 step or more")
     if codec is not None and replicas < 2:
         raise UserError(f"diloco: got replicas={replicas} with codec {codec}, expected replicas=2 or more")
-    outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
+    outer_optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
 
     def init(params: Any) -> DilocoState:
-        owed = [] if codec is None else [codec.init(leaf.shape, None, replicas) for leaf in jax.tree.leaves(params)]
-        return DilocoState(jnp.zeros((), jnp.int32), inner.init(params), params, outer.init(params), tuple(owed))
+        """Return the state before the first step."""
+        leaves = jax.tree.leaves(params)
+        codec_states = [] if codec is None else [codec.init(leaf.shape, None, replicas) for leaf in leaves]
+        return DilocoState(
+            count=jnp.zeros((), jnp.int32),
+            inner=inner.init(params),
+            shared=params,
+            outer=outer_optimizer.init(params),
+            owed=tuple(codec_states),
+        )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, DilocoState]:
-        """Return the updates of this replica's weights, given its gradients `updates`, and its new state."""
+        """Return the updates of this replica's weights and its new state; the argument `updates` has its gradients."""
         if params is None:
             raise UserError("diloco: got no parameters: call update(gradients, state, params)")
         inner_updates, inner_state = inner.update(updates, state.inner, params)
@@ -214,9 +225,9 @@ def diloco(
                 means = [lax.pmean(displacement, axis) for displacement in displacements]
             else:
                 pairs = zip(displacements, state.owed, strict=True)
-                outputs = [codec.reduce(displacement, owed, axis, None, count) for displacement, owed in pairs]
-                means, codec_states = zip(*outputs, strict=True)
-            outer_updates, outer_state = outer.update(treedef.unflatten(means), state.outer, state.shared)
+                means_and_states = [codec.reduce(leaf, codec_state, axis, None, count) for leaf, codec_state in pairs]
+                means, codec_states = zip(*means_and_states, strict=True)
+            outer_updates, outer_state = outer_optimizer.update(treedef.unflatten(means), state.outer, state.shared)
             shared = optax.apply_updates(state.shared, outer_updates)
             return optax.tree.sub(shared, params), shared, outer_state, codec_states
 
@@ -224,7 +235,7 @@ def diloco(
             """Return the inner updates, and the other values of `synchronise` unchanged."""
             return inner_updates, state.shared, state.outer, state.owed
 
-        new_updates, *outer_fields = lax.cond(count % every == 0, synchronise, skip)
-        return new_updates, DilocoState(count, inner_state, *outer_fields)
+        new_updates, shared, outer_state, codec_states = lax.cond(count % every == 0, synchronise, skip)
+        return new_updates, DilocoState(count, inner_state, shared, outer_state, codec_states)
 
     return optax.GradientTransformation(init, update)

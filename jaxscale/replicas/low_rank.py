@@ -1,10 +1,10 @@
 """Low-rank codecs approximate a matrix by the product of two thin matrices, each of which is averaged exactly.
 
-    P = mean(M Q), normalised;  Q = mean(M^T P);  the mean is P Q^T, and Q starts the next step.
+    P = mean(M Q), normalised;  Q = mean(M^T P);  the mean gradient is P Q^T, and the next step starts from Q.
 
-M is the gradient plus residual of one replica, and the means are over replicas. These messages can be added in their
-encoded form, so two all-reduces suffice, and bytes do not grow with the number of devices. PowerSGD and GradZip share
-this code and differ in how they normalise P and Q.
+M is the gradient of one replica plus its residual, and the means are over replicas. These messages can be added in
+their encoded form, so two all-reduces suffice, and the bytes that a device sends do not grow with the number of
+devices. PowerSGD and GradZip share this code; they differ in how they normalise P and Q.
 """
 
 import abc
@@ -37,26 +37,41 @@ class LowRank(Codec):
 
     @abc.abstractmethod
     def left(self, product: Float[Array, "rows rank"], q: Float[Array, "columns rank"], axis: str) -> Array:
-        """Compute P from this device's product M Q and average it over the axis; return P, equal on all devices."""
+        """Return P, equal on all devices.
+
+        Args:
+            product: M Q of this device.
+            q: Q, equal on all devices.
+            axis: name of the axis over which the mean is taken.
+        """
 
     @abc.abstractmethod
     def right(self, product: Float[Array, "columns rank"], p: Float[Array, "rows rank"], axis: str) -> Array:
-        """Compute Q from this device's product M^T P and average it over the axis; return Q, equal on all devices."""
+        """Return Q, equal on all devices.
+
+        Args:
+            product: M^T P of this device.
+            p: P, equal on all devices.
+            axis: name of the axis over which the mean is taken.
+        """
 
     def _refusal(self, shape: tuple[int, ...], n: int) -> str | None:
-        rows, columns = matrix_shape(shape)
-        if self.rank > min(rows, columns):
+        """Return why this codec does not support a layer of this shape; `None` if it supports the layer."""
+        row_count, column_count = matrix_shape(shape)
+        if self.rank > min(row_count, column_count):
             return (
-                f"got a leaf of shape {shape}, which is a matrix of {rows} x {columns}, "
+                f"got a leaf of shape {shape}, which is a matrix of {row_count} x {column_count}, "
                 f"expected dims of at least the rank {self.rank}: lower the rank, or leave the leaf out"
             )
         return None
 
     def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> CodecState:
+        """Return the initial state of one layer of this shape, for n replicas."""
         assert key is not None, f"codec {self} starts at random: pass a key to init"
         return super()._init(shape, key, n) | {"q": jax.random.normal(key, (matrix_shape(shape)[1], self.rank))}
 
     def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
+        """Return the mean of one layer's gradient over the axis, and the layer's new state."""
         corrected_gradient, old_q = self.add_residual(gradient, state), state["q"]
         m = corrected_gradient.reshape(matrix_shape(gradient.shape))
         p = self.left(multiply(m, old_q), old_q, axis)
@@ -67,6 +82,7 @@ class LowRank(Codec):
         return mean, ({"residual": corrected_gradient - mean} if self.feedback else {}) | new_state
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
+        """Return the bytes that one device sends for one layer of this shape, with n devices on the axis."""
         return sum(wire.all_reduce(wire.FLOAT32 * side * self.rank, n) for side in matrix_shape(shape))
 
 

@@ -1,5 +1,6 @@
-"""The text form of codecs, such as "powersgd:4,start=100". Their computation is in `codec.py`, so that a plan can be
-parsed and checked without JAX.
+"""The text form of codecs, such as "powersgd:4,start=100".
+
+The computation is in `codec.py`, so that a plan can be parsed and checked without JAX.
 """
 
 import abc
@@ -33,9 +34,9 @@ did you mean 'start'?
     value: ClassVar[str | None] = None
     """Name of the field whose value follows the colon; `None` for a codec without such a value."""
     unit: ClassVar[str] = ""
-    """Optional suffix of the value after the colon: the "bit" of `qsgd:4bit`."""
+    """Optional suffix of the value after the colon, such as "bit" in `qsgd:4bit`."""
     late: ClassVar[bool] = False
-    """Whether most of a gradient is sent many steps late, so that momentum in the optimizer would apply it too long."""
+    """Whether most elements of a gradient are sent many steps late; momentum in the optimizer then does harm."""
     feedback: bool = dataclasses.field(default=True, kw_only=True)
     start: int = dataclasses.field(default=0, kw_only=True)
 
@@ -85,7 +86,7 @@ did you mean 'start'?
 
     @classmethod
     def form(cls) -> str:
-        """The template of the text form, for messages.
+        """Return the template of the text form, for messages.
 
         Example:
             >>> from jaxscale.replicas.codecs import CODECS

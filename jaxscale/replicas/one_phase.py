@@ -1,7 +1,8 @@
 """One-phase codecs: every device sends its message to all others, and each device adds up the decoded messages.
 
-This takes one all-gather, whose bytes grow with the number of devices. It suits messages that cannot be added in their
-encoded form and are far smaller than the leaf, such as the largest elements and their positions.
+This takes one all-gather, and the bytes that a device sends grow with the number of devices. It is meant for messages
+that cannot be added in their encoded form and are much smaller than the leaf, such as the largest elements and their
+positions.
 """
 
 import abc
@@ -21,7 +22,7 @@ from jaxscale.typing import Array, Float, Key
 
 @dataclasses.dataclass(frozen=True)
 class OnePhase(Codec):
-    """A codec of whole leaves; subclasses define `encode` and `decode`."""
+    """A codec that encodes a whole layer as one message; subclasses define `encode` and `decode`."""
 
     @abc.abstractmethod
     def encode(self, flat: Float[Array, "elements"], key: Key | None) -> Any:
@@ -34,9 +35,15 @@ class OnePhase(Codec):
 
     @abc.abstractmethod
     def decode(self, message: Any, elements: int) -> Float[Array, "elements"]:
-        """The elements that a message encodes, float32, bit for bit the same on every device."""
+        """Return the elements that a message encodes, float32, bit for bit the same on every device.
+
+        Args:
+            message: a message from `encode`.
+            elements: number of elements of the layer.
+        """
 
     def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
+        """Return the mean of one layer's gradient over the axis, and the layer's new state."""
         device_key = None if key is None else jax.random.fold_in(key, lax.axis_index(axis))
         corrected_gradient = self.add_residual(gradient, state)
         message = compute_once(self.encode(corrected_gradient.reshape(-1), device_key))
@@ -50,6 +57,11 @@ class OnePhase(Codec):
 
         The decoded messages are added one after another. In a single scatter, the order of additions would differ
         between GPUs, and replicas would diverge.
+
+        Args:
+            message: this device's message, from `encode`.
+            elements: number of elements of the layer.
+            axis: name of the axis of the devices.
         """
         messages = jax.tree.map(lambda array: all_gather_invarying(array[None], axis), message)
         first_message = jax.tree.map(lambda array: array[0], messages)
@@ -63,4 +75,5 @@ class OnePhase(Codec):
         return total / lax.axis_size(axis)
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
+        """Return the bytes that one device sends for one layer of this shape, with n devices on the axis."""
         return wire.all_gather(message_bytes(self, jax.ShapeDtypeStruct((math.prod(shape),), jnp.float32)), n)

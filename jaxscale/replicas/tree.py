@@ -1,4 +1,4 @@
-"""The exchange of a tree of gradients by a codec, inside a training loop's own `jax.shard_map`."""
+"""The average of a tree of gradients by a codec, for custom training loops inside a `jax.shard_map`."""
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +11,21 @@ from jaxscale.typing import Array, Int, PyTree
 
 
 def start_reduction(codec: Codec | str, gradients: PyTree, replicas: int, *, seed: int = 0) -> CodecStates:
-    """The states of a codec before the first step, equal on every replica.
+    """Return the states of a codec before the first step, which are equal on every replica.
 
     Args:
         codec: a codec, or its text, such as "powersgd:4".
-        gradients: the gradients of one device, arrays or shapes; leaves of any dtype.
+        gradients: the gradients of one device, arrays of any dtype or their shapes.
         replicas: number of devices on the axis over which gradients are averaged.
         seed: seed of the codec's random draws.
 
     Returns:
-        Arrays by the name of the gradient and of the state.
+        Arrays by the name of the gradient, then by the name of the state.
 
     Raises:
         UserError: the codec applies to none of the gradients, or there is a single replica.
     """
-    return _exchange(codec, gradients, "replica", replicas, seed).start()
+    return _exchange(codec, gradients, "replica", replicas, seed).initial_device_states()
 
 
 def reduce_gradients(
@@ -35,16 +35,16 @@ def reduce_gradients(
 
     With error feedback, over n replicas,
 
-        sum of residuals after + n mean = sum of gradients + sum of residuals before,
+        sum of residuals after + n mean = sum of gradients + sum of residuals before.
 
-    where a two-phase codec (int8, int4, onebit) has a residual of each chunk's owner too, which counts n times. Leaves
-    that the codec does not apply to (vectors, scalars, small arrays) are averaged exactly, in one message. If a
-    gradient of any replica is not finite, the mean is NaN and the states do not change.
+    In a two-phase codec (int8, int4, onebit), the owner of each chunk has another residual, which counts n times in
+    both sums. Leaves to which the codec does not apply (vectors, scalars, small arrays) are averaged exactly, in one
+    message. If a gradient of any replica is not finite, the mean is NaN and the states do not change.
 
     Args:
         codec: a codec, or its text: "int8", "onebit", "topk:0.01", "powersgd:4", ...
         gradients: this device's gradients of its replica's loss; any tree of arrays.
-        states: this device's states, from `start_reduction`, then from the step before; each device has its own.
+        states: this device's states, from `start_reduction` or from the previous step; they differ between devices.
         axis: name of an axis over which the surrounding `jax.shard_map` is manual.
         step: number of updates made before this one, int32.
         seed: seed of the codec's random draws, as in `start_reduction`.
@@ -66,14 +66,14 @@ def reduce_gradients(
         2019 (https://arxiv.org/abs/1901.09847).
     """
     exchange = _exchange(codec, gradients, axis, jax.lax.axis_size(axis), seed)
-    leaves = {name: leaf.astype(jnp.float32) for name, leaf in named_leaves(gradients).items()}
-    mean_by_name, new_states = exchange.average_on_device(leaves, states, step, (axis,))
-    means = [mean_by_name[name] for name in leaves]
+    gradient_of = {name: leaf.astype(jnp.float32) for name, leaf in named_leaves(gradients).items()}
+    mean_of, new_states = exchange.average_on_device(gradient_of, states, step, (axis,))
+    means = [mean_of[name] for name in gradient_of]
     return jax.tree.unflatten(jax.tree.structure(gradients), means), new_states
 
 
 def _exchange(codec: Codec | str, gradients: PyTree, axis: str, replicas: int, seed: int) -> GradientExchange:
-    """The exchange of gradients that are whole on every device."""
+    """Return the exchange of gradients that are not divided over the devices of a replica."""
     leaves = {name: GradientLeaf(leaf.shape, PartitionSpec()) for name, leaf in named_leaves(gradients).items()}
     parsed_codec: Codec = Codec.parse(codec) if isinstance(codec, str) else codec
     return GradientExchange(parsed_codec, AbstractMesh((replicas,), (axis,)), leaves, axis, seed)

@@ -1,10 +1,11 @@
-"""Two-phase codecs: a reduce-scatter and an all-gather of encoded chunks, with the sum between them in float32.
+"""Two-phase codecs: a reduce-scatter and an all-gather of encoded chunks, with the mean between them in float32.
 
-Every device owns a chunk of the leaf. All devices send the owner their codes of that chunk (all-to-all). The owner
-decodes and averages these codes, encodes the mean and sends it to all devices (all-gather). Bytes do not grow with the
-number of devices. All chunks have the same length, so the last chunks may end in zeros; the elements before these zeros
-belong to the leaf and are called *filled*. The owner keeps the error of the second encoding as the *server's* residual
-(1-bit Adam: Tang et al., 2021, arXiv:2102.02888). With r for the residuals and s for the servers' residuals,
+Every device owns a chunk of the leaf. All devices encode that chunk of their gradient and send the message to the owner
+(all-to-all). The owner decodes and averages these messages, encodes the mean and sends it to all devices (all-gather).
+The bytes that a device sends do not grow with the number of devices. All chunks have the same length, so the last
+chunks may end in zeros; the elements before these zeros belong to the leaf and are called *filled*. The owner keeps the
+error of the second encoding as the *server's* residual (1-bit Adam: Tang et al., 2021, arXiv:2102.02888). With r for
+the residuals and s for the servers' residuals,
 
     sum of r after + n * (s after) + n * mean = sum of gradients + sum of r before + n * (s before).
 """
@@ -27,11 +28,11 @@ from jaxscale.typing import Array, Key
 
 @dataclasses.dataclass(frozen=True)
 class TwoPhase(Codec):
-    """A codec of chunks; subclasses define `encode`, `decode` and `divisor`."""
+    """A codec that encodes chunks of a layer; subclasses define `encode`, `decode` and `divisor`."""
 
     @abc.abstractmethod
     def encode(self, chunks: Array, filled_counts: Array, key: Key | None) -> Any:
-        """Encode chunks as messages: a tree of arrays, whose first dim counts the chunks.
+        """Encode each chunk as a message, and return the messages as a tree of arrays (chunks, ...).
 
         Args:
             chunks: float32 (chunks, elements), with zeros after the filled elements of each chunk.
@@ -41,57 +42,72 @@ class TwoPhase(Codec):
 
     @abc.abstractmethod
     def decode(self, message: Any, elements: int) -> Array:
-        """Decode messages to chunks, float32 (chunks, elements); elements after the filled ones are arbitrary."""
+        """Return the chunks that messages encode, float32 (chunks, elements).
+
+        Args:
+            message: messages from `encode`.
+            elements: number of elements of a chunk. Those after the filled elements may have any value.
+        """
 
     @abc.abstractmethod
     def divisor(self, elements: int) -> int:
-        """The number by which the length of a chunk must be divisible, for chunks of at least `elements` elements."""
+        """Return a number by which the length of a chunk must be divisible.
+
+        Args:
+            elements: the least number of elements that a chunk must have.
+        """
 
     def chunk_length(self, elements: int, n: int) -> int:
-        """Number of elements of each of the n chunks of a leaf with `elements` elements."""
+        """Return the number of elements of each of the n chunks of a layer with `elements` elements."""
         min_length = math.ceil(elements / n)
         divisor = self.divisor(min_length)
         return math.ceil(min_length / divisor) * divisor
 
     def _init(self, shape: tuple[int, ...], key: Key | None, n: int) -> CodecState:
+        """Return the initial state of one layer of this shape, for n replicas."""
         if not self.feedback:
             return {}
         return super()._init(shape, key, n) | {"server": jnp.zeros(self.chunk_length(math.prod(shape), n), jnp.float32)}
 
     def _reduce(self, gradient: Array, state: CodecState, axis: str, key: Key | None) -> tuple[Array, CodecState]:
+        """Return the mean of one layer's gradient over the axis, and the layer's new state."""
         n, elements = lax.axis_size(axis), gradient.size
         length, device_index = self.chunk_length(elements, n), lax.axis_index(axis)
-        filled_counts = np.clip(elements - length * np.arange(n), 0, length)
+        filled_counts = np.clip(elements - length * np.arange(n), 0, length)  # for each chunk
         chunk_key, mean_key = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, device_index))
 
         corrected_gradient = self.add_residual(gradient, state)
         chunks = _pad(corrected_gradient.reshape(-1), n * length).reshape(n, length)
         sent_messages = compute_once(self.encode(chunks, jnp.asarray(filled_counts), chunk_key))
         received_messages = jax.tree.map(lambda array: lax.all_to_all(array, axis, 0, 0, tiled=True), sent_messages)
+        # from here on: the chunk that this device owns
         chunk_mean = jnp.mean(self.decode(received_messages, length), 0)
         if self.feedback:
             chunk_mean = chunk_mean + state["server"]
-        own_filled_count = jnp.asarray(filled_counts)[device_index]
+        filled_count = jnp.asarray(filled_counts)[device_index]
         if n * length != elements:
-            chunk_mean = jnp.where(jnp.arange(length) < own_filled_count, chunk_mean, 0.0)
-        mean_message = compute_once(self.encode(chunk_mean[None], own_filled_count[None], mean_key))
+            chunk_mean = jnp.where(jnp.arange(length) < filled_count, chunk_mean, 0.0)
+        mean_message = compute_once(self.encode(chunk_mean[None], filled_count[None], mean_key))
         mean_messages = jax.tree.map(lambda array: all_gather_invarying(array, axis), mean_message)
         leaf_mean = _unpad(self.decode(mean_messages, length), gradient.shape)
         if not self.feedback:
             return leaf_mean, {}
         server_residual = chunk_mean - self.decode(mean_message, length)[0]
         if n * length != elements:
-            server_residual = jnp.where(jnp.arange(length) < own_filled_count, server_residual, 0.0)
+            server_residual = jnp.where(jnp.arange(length) < filled_count, server_residual, 0.0)
         residual = corrected_gradient - _unpad(self.decode(sent_messages, length), gradient.shape)
         return leaf_mean, {"residual": residual, "server": server_residual}
 
     def _wire_bytes(self, shape: tuple[int, ...], n: int) -> int:
-        chunks = jax.ShapeDtypeStruct((n, self.chunk_length(math.prod(shape), n)), jnp.float32)
-        all_chunks_bytes = message_bytes(self, chunks, jax.ShapeDtypeStruct((n,), jnp.int32))
-        return wire.all_to_all(all_chunks_bytes, n) + wire.all_gather(all_chunks_bytes // n, n)
+        """Return the bytes that one device sends for one layer of this shape, with n devices on the axis."""
+        chunk_shapes = jax.ShapeDtypeStruct((n, self.chunk_length(math.prod(shape), n)), jnp.float32)
+        total_bytes = message_bytes(
+            self, chunk_shapes, jax.ShapeDtypeStruct((n,), jnp.int32)
+        )  # of the messages of all chunks
+        return wire.all_to_all(total_bytes, n) + wire.all_gather(total_bytes // n, n)
 
     def _resize(self, states: CodecState, shape: tuple[int, ...], n: int) -> CodecState:
-        """`resize` for one layer: each new replica gets the mean of the residuals plus the servers' residuals."""
+        """Convert the states of one layer; each new replica gets the mean residual plus the servers' residuals."""
         if not self.feedback:
             return {}
         residual = jnp.mean(states["residual"], 0) + _unpad(states["server"], shape)
@@ -100,10 +116,10 @@ class TwoPhase(Codec):
 
 
 def _pad(flat: Array, length: int) -> Array:
-    """Append zeros to a one-dimensional array up to a length."""
+    """Return a one-dimensional array with zeros appended up to a length."""
     return flat if flat.size == length else jnp.pad(flat, (0, length - flat.size))
 
 
 def _unpad(chunks: Array, shape: tuple[int, ...]) -> Array:
-    """Return the leaf of this shape, whose elements lie one after the other in the chunks."""
+    """Return the leaf with this shape from the concatenation of its chunks."""
     return chunks.reshape(-1)[: math.prod(shape)].reshape(shape)

@@ -12,7 +12,7 @@ FLOAT32 = 4
 
 
 def all_reduce(payload: int, n: int) -> int:
-    """Bytes that one device sends to sum an array of `payload` bytes over n devices: 2 (n-1)/n of them.
+    """Return the bytes that one device sends to sum an array of `payload` bytes over n devices: 2 (n-1)/n `payload`.
 
     Example:
         >>> all_reduce(4096, 2), all_reduce(4096, 8)
@@ -22,7 +22,7 @@ def all_reduce(payload: int, n: int) -> int:
 
 
 def all_gather(payload: int, n: int) -> int:
-    """Bytes that one device sends if every device receives `payload` bytes from every other: n-1 times `payload`.
+    """Return the bytes that one device sends if every device gets `payload` bytes from each other one: (n-1) `payload`.
 
     Example:
         >>> all_gather(100, 8)
@@ -32,7 +32,7 @@ def all_gather(payload: int, n: int) -> int:
 
 
 def all_to_all(payload: int, n: int) -> int:
-    """Bytes that one device sends if each of n devices receives an equal share of its `payload` bytes: (n-1)/n of them.
+    """Return the bytes that one device sends if n devices get equal parts of its `payload` bytes: (n-1)/n `payload`.
 
     Example:
         >>> all_to_all(4096, 8)
@@ -42,7 +42,7 @@ def all_to_all(payload: int, n: int) -> int:
 
 
 def exact(shape: Sequence[int], n: int) -> int:
-    """Bytes that one device sends for the uncompressed mean of a float32 leaf, the baseline of every codec.
+    """Return the bytes that one device sends for the uncompressed mean of a float32 leaf: the baseline of every codec.
 
     Example:
         >>> exact((1024, 1024), 2) / 2**20

@@ -205,7 +205,7 @@ def stages_of(experiment: Experiment, plan: Plan) -> Stages:
             f"multiple of {period} blocks for each stage but the last"
         )
     assert len(stages.copies) == schedule.chunks - len(stages.homes[0])
-    is_lockstep = schedule.versions is not None or tabulate(schedule, pipeline.stash).lockstep
+    is_lockstep = schedule.versions is not None or tabulate(schedule, pipeline.stash).is_lockstep
     if pipeline.lowering == "phased" and not is_lockstep:
         raise UserError(
             f"lowering phased with pipeline {pipeline}: in some of its ticks, some devices run forward passes and "

@@ -173,7 +173,7 @@ def describe_codec(gradient_exchange: GradientExchange, optimizer: Optimizer) ->
             f"steps late, which costs loss (0.2 nats of 2.3 in 400 steps at 1 %); take {name} 0, or codec dgc, which "
             "has SGD's momentum built in"
         )
-    plain_count, leaf_count = len(gradient_exchange.plain), len(gradient_exchange.leaves)
+    plain_count, leaf_count = len(gradient_exchange.plain_names), len(gradient_exchange.leaves)
     small_text = f"; {plain_count} of {leaf_count} gradients are small and sent as float32" if plain_count else ""
     wire_bytes, ratio = gradient_exchange.wire_bytes, gradient_exchange.exact_bytes / gradient_exchange.wire_bytes
     return [
@@ -203,7 +203,7 @@ class CodecResiduals:
 
     def add_to_layout(self, layout: Layout) -> Layout:
         """Return the layout of a train state with the codec's states, given the layout without them."""
-        return layout.with_extra(self.name, self.gradient_exchange.abstract())
+        return layout.with_extra(self.name, self.gradient_exchange.abstract_states())
 
     def init(self, state: TrainState) -> CodecStates:
         """Return the codec's states before the first step."""
@@ -216,8 +216,8 @@ class CodecResiduals:
 
     def to_saved_abstract(self, abstract: TrainState) -> TrainState:
         """Return the shapes, dtypes and placements of the train state that `to_saved` returns."""
-        abstract_states = self.gradient_exchange.abstract()
-        abstract_merged = self.gradient_exchange.abstract(merged=True)
+        abstract_states = self.gradient_exchange.abstract_states()
+        abstract_merged = self.gradient_exchange.abstract_states(is_merged=True)
         return _with_extra(abstract, self.name, {ALL_REPLICAS: abstract_states, ONE_REPLICA: abstract_merged})
 
     def from_saved(self, state: TrainState) -> TrainState:

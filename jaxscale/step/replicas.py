@@ -245,7 +245,7 @@ class Replicas:
         )
         if exchange is not None:
             codec_states = state.extra[REDUCE]
-            reduction = exchange(displacements, {name: codec_states[name] for name in exchange.coded}, state.step)
+            reduction = exchange(displacements, {name: codec_states[name] for name in exchange.coded_names}, state.step)
             means, extra[REDUCE] = reduction.mean, {**codec_states, **reduction.states}
             metrics = {"residual_norm": reduction.residual_norm}
         else:

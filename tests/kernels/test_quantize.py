@@ -76,7 +76,7 @@ def test_the_definition_is_the_codecs(bits):
     np.testing.assert_array_equal(codes[:, None], theirs.codes)
     np.testing.assert_array_equal(scale, theirs.scale)
     ours = dequantize(codes, scale, bits=bits, block=64, axis=-1)
-    np.testing.assert_array_equal(ours, integers.decode_integers(integers.Coded(codes[:, None], scale), bits))
+    np.testing.assert_array_equal(ours, integers.decode_integers(integers.IntegerCodes(codes[:, None], scale), bits))
 
 
 @pytest.mark.parametrize(("bits", "axis"), [(8, -2), (4, -2), (8, -1), (4, -1)])

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.errors import UserError
-from jaxscale.pipeline.run.asynchronous import Advanced, Asynchronous
+from jaxscale.pipeline.run.asynchronous import AdvanceResult, Asynchronous
 from jaxscale.pipeline.run.pipemare import Remedies
 from jaxscale.pipeline.run.stream import stream
 from jaxscale.pipeline.schedules import METHODS
@@ -66,7 +66,11 @@ def rate_of(ranks):
 
 def executor(name, ranks=RANKS, *, stash="input", **settings):
     group = GROUP if name == "2bw" else 1
-    settings = {"update": functools.partial(update, group=group, rate=rate_of(ranks)), "x": MESSAGE, **settings}
+    settings = {
+        "update": functools.partial(update, group=group, rate=rate_of(ranks)),
+        "message_shapes": MESSAGE,
+        **settings,
+    }
     return Asynchronous(stream(METHODS[name], ranks, group, stash), functools.partial(stage, ranks), **settings)
 
 
@@ -78,15 +82,15 @@ class Run:
         ranks = pipe.stream.ranks
         devices = np.array(jax.devices()[: ranks * replicas]).reshape(ranks, replicas)
         mesh = Mesh(devices, ("pipe", "data"), axis_types=(AxisType.Auto,) * 2)
-        each, rows = P("pipe"), P(None, *pipe.manual[1:])
-        own = P(pipe.manual)
-        mapped = functools.partial(jax.shard_map, mesh=mesh, axis_names=set(pipe.manual))
+        each, rows = P("pipe"), P(None, *pipe.manual_axes[1:])
+        own = P(pipe.manual_axes)
+        mapped = functools.partial(jax.shard_map, mesh=mesh, axis_names=set(pipe.manual_axes))
 
         def reduced(found):
             # over the data axis the parameters are the same, which the type does not tell
-            same = functools.partial(lax.pmean, axis_name=pipe.manual[1:]) if replicas > 1 else lambda tree: tree
+            same = functools.partial(lax.pmean, axis_name=pipe.manual_axes[1:]) if replicas > 1 else lambda tree: tree
             parameters, momentum = same((found.parameters, found.optimizer))
-            return Advanced(parameters, momentum, found.in_flight, lax.psum(found.sums, pipe.manual))
+            return AdvanceResult(parameters, momentum, found.in_flight, lax.psum(found.sums, pipe.manual_axes))
 
         def advance(*given):
             return reduced(pipe.advance(*given))
@@ -95,8 +99,8 @@ class Run:
             return reduced(pipe.drain(*given))
 
         specs = each, each, own
-        out = Advanced(*specs, P())
-        fill = mapped(pipe.fill, in_specs=(each, rows, P()), out_specs=own)
+        out = AdvanceResult(*specs, P())
+        fill = mapped(pipe.empty_pipe, in_specs=(each, rows, P()), out_specs=own)
         self.advance = jax.jit(mapped(advance, in_specs=(*specs, rows, P()), out_specs=out))
         self.drain = jax.jit(mapped(drain, in_specs=specs, out_specs=out))
         start = jax.tree.map(lambda *leaves: np.stack(leaves), *parameters(ranks))
@@ -249,7 +253,7 @@ def check(name, ranks=RANKS, *, stash="input", entering=None, replicas=1, anneal
 
 def test_weights_of_2bw_equal_the_closed_form():
     """With a copy to compute with, as mixed precision has."""
-    check("2bw", compute=lambda tree: jax.tree.map(lambda leaf: leaf * 1, tree))
+    check("2bw", to_compute=lambda tree: jax.tree.map(lambda leaf: leaf * 1, tree))
 
 
 def test_weights_of_pipemare_with_both_remedies_equal_the_closed_form():
@@ -334,7 +338,7 @@ def mean_over_replicas(parameters, gradients, momentum, at):
 @pytest.mark.parametrize("name", ["pipedream", "pipemare"])
 @pytest.mark.parametrize("stash", ["input", "residuals"])
 def test_with_a_data_axis_whose_gradients_the_update_reduces(name, stash):
-    settings = {"update": mean_over_replicas, "manual": ("pipe", "data"), "replicas": 2}
+    settings = {"update": mean_over_replicas, "manual_axes": ("pipe", "data"), "replicas": 2}
     check(name, stash=stash, **settings)
 
 

@@ -117,7 +117,7 @@ def test_written_for_torch(tmp_path):
 
 
 def test_updates_have_no_word():
-    with pytest.raises(UserError, match="schedule pipedream: it updates weights inside the schedule"):
+    with pytest.raises(UserError, match="schedule pipedream: got updates of weights inside the schedule"):
         to_csv(METHODS["pipedream"].schedule(2, 1, updates=4))
     with pytest.raises(Fault, match=r"rank 0, cell 2: got '0U0', expected a pass such as 0F3"):
         parse_csv("0F0,0B0,0U0")
@@ -163,8 +163,8 @@ WRONG = {
     "rank 1, cell 5: 1B0 occurs twice, first in cell 4": changed(GOOD, (1, 5, "1B0")),
     "rank 1, cell 0: 0F0 occurs twice|rank 1, cell 0: 0F0 belongs on rank 0": changed(GOOD, (1, 0, "0F0")),
     "rank 0, cell 4: 1F2 belongs on rank 1": changed(GOOD, (1, 3, ""), (0, 4, "1F2")),
-    "rank 1, cell 1: 1B0 stands before 1F0 .cell 4., which it needs": changed(GOOD, (1, 1, "1B0"), (1, 4, "1F0")),
-    "rank 0, cell 1: 0B0 waits for ever: rank 0 waits in cell 1 .0B0. for 1B0, rank 1 waits in cell 2 .1F1. for 0F1": (
+    "rank 1, cell 1: 1B0 comes before 1F0 .cell 4., which it needs": changed(GOOD, (1, 1, "1B0"), (1, 4, "1F0")),
+    "rank 0, cell 1: 0B0 waits forever: rank 0 waits in cell 1 .0B0. for 1B0, rank 1 waits in cell 2 .1F1. for 0F1": (
         changed(GOOD, (0, 1, "0B0"), (0, 5, "0F1"))
     ),
     "rank 0, cell 3: 0F3 is of an unknown microbatch, expected 0 to 2": changed(GOOD, (0, 3, "0F3")),
@@ -172,15 +172,15 @@ WRONG = {
     "rank 0, cell 3: got '0X0', expected a pass": changed(GOOD, (0, 3, "0X0")),
     "rank 0, cell 3: got '.0F0;0SEND_F0.OVERLAP_F_B', expected": changed(GOOD, (0, 3, "(0F0;0SEND_F0)OVERLAP_F_B")),
     "rank 0, cell 3: got '{0F0}', expected": changed(GOOD, (0, 3, "{0F0}")),
-    "rank 0, cell 0: 0F99999999 is of microbatch 99999999, but most lower numbers are missing": "0F99999999,0B99999999",
+    "rank 0, cell 0: 0F99999999 is of microbatch 99999999, but most earlier ones are missing": "0F99999999,0B99999999",
     "rank 0: lacks 0F0": "0W0,0I0",
     "rank 0, cell 0: got '٣F0'": "٣F0,0B0",
-    "rank 1: computes nothing, expected one pass or more": "0F0,0B0\n,,\n1F0,1B0",
+    "rank 1: has no pass, expected one or more": "0F0,0B0\n,,\n1F0,1B0",
     "rank 1, cell 0: lacks|rank 1: lacks 1RECV_F0, the message of 1F0, which it needs": changed(LOWERED, (1, 0, "")),
     "rank 0: lacks 0SEND_F1, the message of 0F1, which another rank waits for": changed(LOWERED, (0, 4, "")),
     "rank 1, cell 0: 1RECV_F1 stands|rank 1, cell 2: 1RECV_F1 occurs twice": changed(LOWERED, (1, 0, "1RECV_F1")),
-    "rank 0, cell 0: 0SEND_F0 stands before 0F0 .cell 1.": changed(LOWERED, (0, 0, "0SEND_F0"), (0, 2, "")),
-    "rank 1, cell 7: 1RECV_F1 stands after 1F1 .cell 5.": changed(LOWERED, (1, 2, ""), (1, 7, "1RECV_F1")),
+    "rank 0, cell 0: 0SEND_F0 comes before 0F0 .cell 1.": changed(LOWERED, (0, 0, "0SEND_F0"), (0, 2, "")),
+    "rank 1, cell 7: 1RECV_F1 comes after 1F1 .cell 5.": changed(LOWERED, (1, 2, ""), (1, 7, "1RECV_F1")),
     "rank 0, cell 0: 1RECV_F0 belongs on rank 1": changed(LOWERED, (0, 0, "1RECV_F0")),
     "rank 0, cell 0: 0SEND_B0 carries no result to another rank": changed(LOWERED, (0, 0, "0SEND_B0")),
     "rank 0, cell 0: 0SEND_F7 carries no result to another rank": changed(LOWERED, (0, 0, "0SEND_F7")),

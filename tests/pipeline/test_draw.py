@@ -173,7 +173,9 @@ def test_refusals(tmp_path: Path):
         chart.write(tmp_path / "chart.pdf")
     with pytest.raises(UserError, match="a CSV holds one schedule, not 2"):
         chart.write(tmp_path / "chart.csv")
-    with pytest.raises(UserError, match=r"cannot be written: there is no folder .*none; make it, or give another name"):
+    with pytest.raises(
+        UserError, match=r"cannot be written: there is no folder .*none; make the folder, or give another name"
+    ):
         chart.write(tmp_path / "none" / "chart.svg")
     (tmp_path / "folder.svg").mkdir()
     with pytest.raises(UserError, match=r"folder\.svg cannot be written: Is a directory; give another path"):

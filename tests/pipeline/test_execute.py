@@ -14,7 +14,7 @@ from jaxscale.compat import varying_axes
 from jaxscale.compiler.hlo_program import HloProgram, callees
 from jaxscale.errors import UserError
 from jaxscale.pipeline.run.execute import Lowering, execute
-from jaxscale.pipeline.run.held import held
+from jaxscale.pipeline.run.held import held_shapes
 from jaxscale.pipeline.run.tables import tabulate
 from jaxscale.pipeline.schedules import METHODS
 from tests.pipeline import tiny_stages
@@ -80,7 +80,7 @@ def test_every_schedule(times, ranks, stash):
     microbatches = {"1": 1, "3": 3, "p": ranks, "2p": 2 * ranks, "4p": 4 * ranks}[times]
     for name in synchronous(ranks, microbatches):
         agrees(name, ranks, microbatches, stash=stash)
-        if tabulate(METHODS[name].schedule(ranks, microbatches)).lockstep:
+        if tabulate(METHODS[name].schedule(ranks, microbatches)).is_lockstep:
             agrees(name, ranks, microbatches, stash=stash, lowering="phased")
 
 
@@ -117,7 +117,7 @@ def test_with_data_and_tensor_axes():
     def body(weights, shared, batch, key):
         own = jax.tree.map(lambda leaf: leaf[0], weights)
         tables = tabulate(schedule, "residuals")
-        found = execute(tables, stage, own, shared, batch, key, half.message(), manual=manual)
+        found = execute(tables, stage, own, shared, batch, key, half.message(), manual_axes=manual)
         weight, common = lax.psum(found.weight_gradients, "data"), lax.psum(found.shared_gradients, manual)
         return jax.tree.map(lambda leaf: leaf[None], weight), common
 
@@ -205,7 +205,7 @@ def instructions(microbatches):
     """Instructions of the compiled program of 1F1B on two devices, which takes 2(m+1) ticks."""
     schedule = METHODS["1f1b"].schedule(2, microbatches)
     model = Model(schedule.stages)
-    assert tabulate(schedule).ticks == 2 * (microbatches + 1)
+    assert tabulate(schedule).tick_count == 2 * (microbatches + 1)
     given = to_chunks(schedule, model.weights()), model.shared(), model.batch(microbatches), jax.random.key(0)
     parsed = HloProgram(program(model, schedule).lower(*given).compile().as_text())
     return sum(len(computation.instructions) for computation in parsed.computations.values())
@@ -268,8 +268,8 @@ def test_residuals_leave_out_weights_and_what_depends_on_them_alone():
         jax.ShapeDtypeStruct((1, 3, 8, 8), jnp.float32),
         {"x": jax.ShapeDtypeStruct((4, 2, 8), jnp.bfloat16)},
     )
-    found = held(tabulate(schedule, "residuals"), stage, weights, {}, batch, None, message)
-    assert [leaf.shape for leaf in jax.tree.leaves(found.kept)] == [(2, 3, 2, 8)], (
+    found = held_shapes(tabulate(schedule, "residuals"), stage, weights, {}, batch, None, message)
+    assert [leaf.shape for leaf in jax.tree.leaves(found.stashes)] == [(2, 3, 2, 8)], (
         "the inputs of the layers, in 2 slots"
     )
 
@@ -405,5 +405,5 @@ def test_mistakes_are_named():
     refuses(r"batch  is \(4, 2, 4\), expected a first dim of 3", batch=4)
     refuses(r"the stage sends bfloat16\[2, 4\], but messages between stages are float32", message=jnp.bfloat16)
     refuses(r"objective is float32\[2\], expected a float32 scalar", objective=1)
-    refuses(r"some devices go forward and others backward.*use lockstep or gpipe", lowering="phased")
+    refuses(r"some devices run a forward and others a backward.*use lockstep or gpipe", lowering="phased")
     refuses(r"weights  is \(1, 4, 4\), expected a first dim of 2", name="interleaved")

@@ -110,9 +110,9 @@ FAULTS = {
     "rank 1, cell 1: 1I0 occurs without 1W0": ("0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1B1"),
     "rank 1, cell 1: 1W0 occurs without 1I0": ("0F0 0F1 0B0 0B1", "1F0 1W0 1F1 1B1"),
     "rank 1, cell 2: 1W0 is already part of 1B0": ("0F0 0F1 0B0 0B1", "1F0 1B0 1W0 1F1 1B1"),
-    "rank 1, cell 1: 1B0 stands before 1F0 (cell 2), which it needs": ("0F0 0F1 0B0 0B1", "1F1 1B0 1F0 1B1"),
-    "rank 1, cell 1: 1W0 stands before 1I0 (cell 2), which it needs": ("0F0 0F1 0B0 0B1", "1F0 1W0 1I0 1F1 1B1"),
-    "rank 0, cell 1: 0B0 waits for ever: rank 0 waits in cell 1 (0B0) for 1B0, rank 1 waits in cell 1 (1F1) for 0F1": (
+    "rank 1, cell 1: 1B0 comes before 1F0 (cell 2), which it needs": ("0F0 0F1 0B0 0B1", "1F1 1B0 1F0 1B1"),
+    "rank 1, cell 1: 1W0 comes before 1I0 (cell 2), which it needs": ("0F0 0F1 0B0 0B1", "1F0 1W0 1I0 1F1 1B1"),
+    "rank 0, cell 1: 0B0 waits forever: rank 0 waits in cell 1 (0B0) for 1B0, rank 1 waits in cell 1 (1F1) for 0F1": (
         "0F0 0B0 0F1 0B1",
         "1F0 1F1 1B0 1B1",
     ),
@@ -138,12 +138,12 @@ def test_the_stash_bound():
     assert plain(*rows, bound=(2, 1)).bound == (2, 1)
     with pytest.raises(Fault, match="rank 0: holds 2 activations, expected at most 1"):
         plain(*rows, bound=(1, 1))
-    with pytest.raises(Fault, match="has bounds of activations for 1 ranks, expected 2"):
+    with pytest.raises(Fault, match="got a bound of activations for 1 ranks, expected 2"):
         plain(*rows, bound=(1,))
 
 
 def test_ticks_of_kinds_that_the_cycle_lacks():
-    with pytest.raises(Fault, match="rank 1, cell 1: 1I0 is of a kind without ticks, expected F/B"):
+    with pytest.raises(Fault, match="rank 1, cell 1: 1I0 is of a kind that is not in the cycle, expected F/B"):
         plain("0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1B1 1W0", cycle=(Kind.F, Kind.B))
 
 
@@ -166,10 +166,10 @@ def test_numbers_that_do_not_fit(message, fields):
 
 UPDATES = {
     "rank 0: lacks 0U1, the update of stage 0": "0F0 0B0 0U0 0F1 0B1",
-    "rank 0, cell 2: 0U1 stands after 1 backwards, expected 0U0 after the backward of microbatch 0": (
+    "rank 0, cell 2: 0U1 comes after 1 backwards, expected 0U0 after the backward of microbatch 0": (
         "0F0 0B0 0U1 0F1 0B1 0U0"
     ),
-    "rank 0, cell 1: 0U0 stands after 0 backwards, expected": "0F0 0U0 0B0 0F1 0B1 0U1",
+    "rank 0, cell 1: 0U0 comes after 0 backwards, expected": "0F0 0U0 0B0 0F1 0B1 0U1",
     "rank 0, cell 3: 0B1 belongs to update 1, expected 0": "0F0 0F1 0B0 0B1 0U0 0U1",
 }
 

@@ -187,7 +187,7 @@ def test_the_clock_is_the_simulator(name: str) -> None:
         path = clock.path(np.array(passes[0]), np.array(batch[0].links), blur)
         assert path.seconds == pytest.approx(seconds[0])
         worth = [
-            float(path.passes @ np.array(one) + path.links @ np.array(c.links))
+            float(path.pass_counts @ np.array(one) + path.link_counts @ np.array(c.links))
             for one, c in zip(passes, batch, strict=True)
         ]
         assert all(value <= limit + 1e-9 for value, limit in zip(worth, seconds, strict=True))
@@ -279,7 +279,9 @@ def test_what_is_refused() -> None:
     with pytest.raises(UserError, match=r"kind of device 'nwe'.*did you mean 'new'"):
         partition({"new": model}, two, [PipelineDevice(kind="nwe"), PipelineDevice(kind="new")])
     unlike = {"a": model, "b": ModelPrices((ALIKE,) * 2)}
-    with pytest.raises(UserError, match="got prices of 2 blocks on devices of kind 'b', but of 3 blocks on kind 'a'"):
+    with pytest.raises(
+        UserError, match="got prices of 2 blocks on devices of kind 'b', but prices of 3 blocks on kind 'a'"
+    ):
         partition(unlike, two, [PipelineDevice(kind="a"), PipelineDevice(kind="b")])
     with pytest.raises(UserError, match="chimera runs every stage on several devices"):
         partition(

@@ -59,7 +59,7 @@ BAD = {
     "1f1b:4x8,v=2": "got v=2, but a device holds one stage; only interleaved and lockstep take v",
     "zb-v:4x8,v=4": "got v=4, but each device holds 2 of its stages",
     "interleaved:4x8,v=1": "got v=1, expected 2 or more; 1f1b has one stage for each device",
-    "interleaved:4x8,v=0": "got 0 stages a device",
+    "interleaved:4x8,v=0": "got 0 stages per device",
     "interleaved:4x8,v=two": "v: got 'two', expected a whole number",
     "interleaved:4x8,w=2": "got 'w=2', expected interleaved",
     "interleaved:4x8,v=2,v=3": r"got 'v=3', expected interleaved:PxM\[,v=V\], with stages, .* each once$",
@@ -112,5 +112,5 @@ def test_schedules_of_updates_and_of_files(tmp_path):
             request.schedule(ranks=8)
     with pytest.raises(UserError, match="No such file"):
         PipelinePlan.parse("file:nowhere.csv").schedule()
-    with pytest.raises(UserError, match="auto:4: its schedule is still to be chosen"):
+    with pytest.raises(UserError, match="auto:4: its schedule is not chosen yet"):
         PipelinePlan.parse("auto:4").schedule()

@@ -7,7 +7,7 @@ import pytest
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.choose.exhaustive import fastest, orders
-from jaxscale.pipeline.choose.search import bound, search
+from jaxscale.pipeline.choose.search import lower_bound, search
 from jaxscale.pipeline.clock.costs import Costs
 from jaxscale.pipeline.clock.many_orders import BatchClock
 from jaxscale.pipeline.clock.simulate import simulate
@@ -78,7 +78,7 @@ def test_same_question_same_answer() -> None:
 def test_equal_costs_meet_the_bound(ranks: int, microbatches: int) -> None:
     schedule = METHODS["search"].schedule(ranks, microbatches)
     costs = Costs.alike(schedule)
-    assert simulate(schedule, costs).seconds == bound(costs, ranks, microbatches, ranks)
+    assert simulate(schedule, costs).seconds == lower_bound(costs, ranks, microbatches, ranks)
     assert schedule.name == "search"
 
 
@@ -104,7 +104,7 @@ def test_the_clock_of_many_orders_is_the_simulator(name: str) -> None:
         links=tuple(rng.uniform(0, 0.3) for _ in range(4)),
     )
     clock = BatchClock(costs, route, 4, 8)
-    told = clock.seconds(np.stack([clock.numbers(schedule.orders) for schedule in schedules]))
+    told = clock.seconds(np.stack([clock.pass_numbers(schedule.orders) for schedule in schedules]))
     assert len(schedules) > 5
     assert told.tolist() == pytest.approx([simulate(schedule, costs).seconds for schedule in schedules])
 
@@ -113,7 +113,7 @@ def test_orders_that_wait_for_ever_take_for_ever() -> None:
     costs = Costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
     clock = BatchClock(costs, (0, 1), 2, 2)
     acts = [[Action.parse(cell) for cell in row.split()] for row in ("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")]
-    assert clock.seconds(clock.numbers(acts)[None]).tolist() == [np.inf]
+    assert clock.seconds(clock.pass_numbers(acts)[None]).tolist() == [np.inf]
 
 
 def test_what_is_refused() -> None:

@@ -79,12 +79,12 @@ def whole(stage):
 @pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
 def test_both_halves_give_what_the_whole_gives(stage):
     weights, x, g = arguments()
-    halves = divide(whole(stage), weights, x, g, kept=(True, True, False))
+    halves = divide(whole(stage), weights, x, g, is_kept=(True, True, False))
 
     @jax.jit
     def both(weights, x, g):
-        first, cut = halves.first(weights, x, g)
-        return first, halves.second(cut, weights, x, jnp.zeros_like(g))
+        first, cut = halves.run_first(weights, x, g)
+        return first, halves.run_second(cut, weights, x, jnp.zeros_like(g))
 
     for ours, theirs in zip(
         jax.tree.leaves(both(weights, x, g)), jax.tree.leaves(jax.jit(whole(stage))(weights, x, g)), strict=True
@@ -95,9 +95,9 @@ def test_both_halves_give_what_the_whole_gives(stage):
 @pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
 def test_no_product_runs_twice(stage):
     weights, x, g = arguments()
-    halves = divide(whole(stage), weights, x, g, kept=(True, True, False))
-    cut = jax.eval_shape(halves.first, weights, x, g)[1]
-    first, second = count_flop(halves.first, weights, x, g), count_flop(halves.second, cut, weights, x, g)
+    halves = divide(whole(stage), weights, x, g, is_kept=(True, True, False))
+    cut = jax.eval_shape(halves.run_first, weights, x, g)[1]
+    first, second = count_flop(halves.run_first, weights, x, g), count_flop(halves.run_second, cut, weights, x, g)
     assert first.total + second.total == count_flop(whole(stage), weights, x, g).total
     # each layer's weight gradients: two products of 2 ROWS D F
     assert second.total == LAYERS * 2 * 2 * ROWS * D * F
@@ -107,9 +107,12 @@ def test_no_product_runs_twice(stage):
 def test_a_checkpoint_stays_one_in_both_halves(stage):
     """So that the compiler does not merge what is computed again, and who reads the program sees what is."""
     weights, x, g = arguments()
-    halves = divide(whole(stage), weights, x, g, kept=(True, True, False))
-    cut = jax.eval_shape(halves.first, weights, x, g)[1]
-    for program in (jax.make_jaxpr(halves.first)(weights, x, g), jax.make_jaxpr(halves.second)(cut, weights, x, g)):
+    halves = divide(whole(stage), weights, x, g, is_kept=(True, True, False))
+    cut = jax.eval_shape(halves.run_first, weights, x, g)[1]
+    for program in (
+        jax.make_jaxpr(halves.run_first)(weights, x, g),
+        jax.make_jaxpr(halves.run_second)(cut, weights, x, g),
+    ):
         found = [eqn for eqn in equations(program) if eqn.primitive.name in ("checkpoint", "remat", "remat2")]
         assert len(found) == (1 if stage is checkpointed else LAYERS)
         assert all(eqn.params["differentiated"] for eqn in found)
@@ -133,7 +136,7 @@ def test_sums_are_made_where_their_terms_are():
     weights = jnp.ones(D), jnp.ones(D), jnp.ones((D, F))
     x, g = jnp.ones((64, D)), jnp.ones((64, F))
     halves = divide(whole(stage), weights, x, g)
-    assert sorted(one.shape for one in halves.cut) == [(D,), (D,)]
+    assert sorted(one.shape for one in halves.crossing_shapes) == [(D,), (D,)]
 
 
 def test_transformer_blocks_in_a_scan():
@@ -152,20 +155,20 @@ def test_transformer_blocks_in_a_scan():
         gradients, input_gradient = jax.tree.unflatten(tree, stored)(g)
         return input_gradient, gradients
 
-    halves = divide(backward, stored, g, kept=(True, False))
+    halves = divide(backward, stored, g, is_kept=(True, False))
 
     def both(stored, g):
-        first, cut = halves.first(stored, g)
-        return first, halves.second(cut, stored, g)
+        first, cut = halves.run_first(stored, g)
+        return first, halves.run_second(cut, stored, g)
 
-    cut = jax.eval_shape(halves.first, stored, g)[1]
-    first, second = count_flop(halves.first, stored, g), count_flop(halves.second, cut, stored, g)
+    cut = jax.eval_shape(halves.run_first, stored, g)[1]
+    first, second = count_flop(halves.run_first, stored, g), count_flop(halves.run_second, cut, stored, g)
     assert first.total + second.total == count_flop(backward, stored, g).total
     # the weight gradients of a block: 12 products of B T D^2
     assert second.total == 2 * 12 * 2 * x.size * 16
     # a layer: the gradients of queries, keys, values, of what attention adds, of the hidden width (4) and of the output
-    assert halves.cut_bytes <= 2 * 9 * x.nbytes + 8 * 16 * 4
-    read = sum(leaf.nbytes for leaf, reads in zip(stored, halves.reads_second, strict=False) if reads)
+    assert halves.crossing_bytes <= 2 * 9 * x.nbytes + 8 * 16 * 4
+    read = sum(leaf.nbytes for leaf, reads in zip(stored, halves.is_read_by_second, strict=False) if reads)
     # a layer: the inputs of queries, keys and values, of the output projection, of both products of the mlp
     assert read <= 2 * (1 + 1 + 1 + 4) * x.nbytes
     for ours, theirs in zip(

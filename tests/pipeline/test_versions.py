@@ -41,12 +41,12 @@ def test_lifetimes_find_the_number_of_versions(ranks):
     found = {
         name: stream(METHODS[name], ranks, ranks if name == "2bw" else 1) for name in ("pipedream", "2bw", "pipemare")
     }
-    assert found["pipedream"].versions == ranks
-    assert found["2bw"].versions == 2
-    assert found["pipemare"].versions == 1
+    assert found["pipedream"].version_count == ranks
+    assert found["2bw"].version_count == 2
+    assert found["pipemare"].version_count == 1
     assert found["pipedream"].delays == found["pipemare"].delays == tuple(range(ranks - 1, -1, -1))
     assert found["2bw"].delays == (1,) * ranks
-    assert all(one.carried == ranks - 1 for one in found.values())
+    assert all(one.carried_count == ranks - 1 for one in found.values())
 
 
 def test_a_stage_further_down_keeps_fewer_versions():
@@ -64,20 +64,20 @@ def test_a_stage_further_down_keeps_fewer_versions():
 def test_slots_hold_what_is_read(name, ranks, group, stash):
     """The table followed for three periods by a machine whose values are labels."""
     table = stream(METHODS[name], ranks, group, stash)
-    period = len(table.rows) - table.beginning
-    messages = [[None] * (table.messages + 1) for _ in range(ranks)]
-    kept = [[None] * table.kept for _ in range(ranks)]
-    versions = [[0] * table.versions for _ in range(ranks)]
+    period = len(table.rows) - table.ramp_ticks
+    messages = [[None] * (table.message_slot_count + 1) for _ in range(ranks)]
+    kept = [[None] * table.stash_slot_count for _ in range(ranks)]
+    versions = [[0] * table.version_count for _ in range(ranks)]
     boxes = [{} for _ in range(ranks)]
     made, done, entered = [0] * ranks, {kind: [0] * ranks for kind in "FB"}, 0
-    for tick in range(table.beginning + 3 * period):
-        later = max(0, tick - table.beginning)
-        row = table.rows[tick if tick < table.beginning else table.beginning + later % period]
+    for tick in range(table.ramp_ticks + 3 * period):
+        later = max(0, tick - table.ramp_ticks)
+        row = table.rows[tick if tick < table.ramp_ticks else table.ramp_ticks + later % period]
         entered += tick % table.pace == 0
         sent = []
         for rank in range(ranks):
             cell = dict(zip(COLUMNS, row[:, rank].tolist(), strict=True))
-            i = cell["microbatch"] + table.turns * (later // period)
+            i = cell["microbatch"] + table.period_microbatches * (later // period)
             for way in ("from_left", "from_right"):
                 messages[rank][cell[way]] = boxes[rank].get(way)
             if cell["kind"] == 0:
@@ -87,20 +87,20 @@ def test_slots_hold_what_is_read(name, ranks, group, stash):
             if cell["kind"] == CODES[Kind.F]:
                 assert i == done["F"][rank] < entered
                 assert rank == 0 or messages[rank][cell["x"]] == ("F", rank - 1, i)
-                assert versions[rank][cell["reads"]] == forward
-                kept[rank][cell["kept"]] = i
+                assert versions[rank][cell["read_slot"]] == forward
+                kept[rank][cell["stash"]] = i
                 done["F"][rank] += 1
                 sent.append(("F", rank, i))
             else:
                 assert i == done["B"][rank]
                 assert stash == "residuals" or rank == 0 or messages[rank][cell["x"]] == ("F", rank - 1, i)
                 assert rank == ranks - 1 or messages[rank][cell["g"]] == ("B", rank + 1, i)
-                assert kept[rank][cell["kept"]] == i
-                assert versions[rank][cell["reads"]] == backward
-                assert cell["updates"] == ((i + 1) % group == 0)
-                if cell["updates"]:
+                assert kept[rank][cell["stash"]] == i
+                assert versions[rank][cell["read_slot"]] == backward
+                assert cell["has_update"] == ((i + 1) % group == 0)
+                if cell["has_update"]:
                     made[rank] += 1
-                    versions[rank][cell["writes"]] = made[rank]
+                    versions[rank][cell["write_slot"]] = made[rank]
                 done["B"][rank] += 1
                 sent.append(("B", rank, i))
         boxes = [{"from_left": sent[rank - 1], "from_right": sent[(rank + 1) % ranks]} for rank in range(ranks)]
@@ -111,7 +111,7 @@ def test_slots_hold_what_is_read(name, ranks, group, stash):
 def test_what_cannot_stream_is_refused():
     with pytest.raises(UserError, match="1f1b is synchronous"):
         stream(METHODS["1f1b"], 4, 8)
-    with pytest.raises(UserError, match="has no versions of weights, expected an asynchronous schedule"):
+    with pytest.raises(UserError, match="got a synchronous schedule without versions, expected an asynchronous one"):
         uses(METHODS["1f1b"].schedule(2, 2))
     mine = METHODS["pipedream"].schedule(2, 1, updates=4)
     late = [list(order) for order in mine.orders]

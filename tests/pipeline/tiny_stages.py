@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.pipeline.orders import Schedule
-from jaxscale.pipeline.run.execute import At, Executed, execute
+from jaxscale.pipeline.run.execute import At, DeviceSums, execute
 from jaxscale.pipeline.run.tables import tabulate
 
 
@@ -142,16 +142,16 @@ def _held(schedule: Schedule) -> list[tuple[int, ...]]:
 def program(
     model: Any, schedule: Schedule, *, stash: Any = "input", forward_only: bool = False, **settings: Any
 ) -> Any:
-    """`f(weights, shared, batch, key) -> Executed`, with weights as `to_chunks` gives them and gradients alike."""
+    """`f(weights, shared, batch, key) -> DeviceSums`, with weights as `to_chunks` gives them and gradients alike."""
     mesh = Mesh(np.array(jax.devices()[: schedule.ranks]), ("pipe",), axis_types=(AxisType.Auto,))
     tables = tabulate(schedule, stash, forward_only=forward_only)
 
-    def body(weights: Any, shared: Any, batch: Any, key: Any) -> Executed:
+    def body(weights: Any, shared: Any, batch: Any, key: Any) -> DeviceSums:
         own = jax.tree.map(lambda leaf: leaf[0], weights)
         found = execute(tables, model.stage, own, shared, batch, key, model.message(), **settings)
         everywhere = functools.partial(lax.psum, axis_name="pipe")
         gradients = jax.tree.map(lambda leaf: leaf[None], found.weight_gradients)
-        return Executed(
+        return DeviceSums(
             jax.tree.map(everywhere, found.sums), gradients, jax.tree.map(everywhere, found.shared_gradients)
         )
 
@@ -160,7 +160,7 @@ def program(
         body,
         mesh=mesh,
         in_specs=(P("pipe"), P(), P(), P()),
-        out_specs=Executed(sums, P("pipe"), P()),
+        out_specs=DeviceSums(sums, P("pipe"), P()),
         axis_names={"pipe"},
     )
     spread, same = NamedSharding(mesh, P("pipe")), NamedSharding(mesh, P())

@@ -103,7 +103,7 @@ def test_1f1b_is_flat_and_gpipe_grows_by_its_slots(piped):
         return estimate(piped(pipeline, stash="input"), V5E).device_bytes_by_kind["stash"]
 
     def slots(pipeline):
-        return tabulate(PipelinePlan.parse(pipeline).schedule(), "input").messages
+        return tabulate(PipelinePlan.parse(pipeline).schedule(), "input").message_slot_count
 
     assert stash("1f1b:4x8") == stash("1f1b:4x16")
     more = slots("gpipe:4x16") - slots("gpipe:4x8")

@@ -115,7 +115,7 @@ def test_three_axes_train_as_one_device_does(changes: dict[str, str]) -> None:
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.bfloat16)}
     if step.gradient_exchange is None:
         return
-    assert not step.gradient_exchange.plain
+    assert not step.gradient_exchange.plain_names
     assert step.gradient_exchange.exact_bytes > 3.8 * step.gradient_exchange.wire_bytes
     # that no replica has what another has not: each computes the same mean
     for leaf in jax.tree.leaves(state.params):

@@ -145,14 +145,14 @@ def hosted_bytes(step: TrainStep, monkeypatch: pytest.MonkeyPatch) -> int:
 
     def start(actions: Actions) -> Any:
         state = original(actions)
-        for leaf, hosted in zip(state["kept"], actions._passes.hosted, strict=True):
+        for leaf, hosted in zip(state["kept"], actions._passes.is_hosted, strict=True):
             assert (jax.typeof(leaf).memory_space == jax.memory.Space.Host) == hosted
             found.append(hosted * leaf_bytes(leaf) // leaf.shape[0])
         return state
 
-    original = Actions.start
+    original = Actions.initial_state
     with monkeypatch.context() as patch:
-        patch.setattr(Actions, "start", start)
+        patch.setattr(Actions, "initial_state", start)
         traced = step.step_fn.trace(step.layout.abstract, step.abstract_batch(batch()))
     step.check_traced(traced.jaxpr, batch())
     return sum(found)

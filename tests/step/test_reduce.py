@@ -131,7 +131,7 @@ def test_a_warm_up_is_compiled_and_told_step_by_step() -> None:
     shardings = {name: jax.NamedSharding(mesh, spec) for name, spec in specs.items()}
     compiled = (
         jax.jit(stage, in_shardings=(shardings, stage.shardings(), None))
-        .lower(given, stage.abstract(), jnp.int32(0))
+        .lower(given, stage.abstract_states(), jnp.int32(0))
         .compile()
     )
     check_codec(stage, bytes_over(collectives(compiled.as_text() or "", mesh), stage.axis, stage.replicas))
@@ -184,8 +184,8 @@ def test_more_replicas_owe_as_much_on_average() -> None:
         return GradientExchange(Codec.parse(codec), mesh, leaves)
 
     two, four = stage(2), stage(4)
-    assert two.coded == ("w",)
-    assert two.plain == ("b",)
+    assert two.coded_names == ("w",)
+    assert two.plain_names == ("b",)
     rng = np.random.default_rng(0)
     given = {name: rng.normal(size=(2, *leaf.shape)).astype(np.float32) for name, leaf in leaves.items()}
     found = jax.jit(two)(given, jax.jit(two.init)(), jnp.int32(0))
@@ -221,7 +221,9 @@ def test_a_reduction_in_full_is_found() -> None:
             return stage(given, states, jnp.int32(0))
 
         shardings = {"w": jax.NamedSharding(mesh, PartitionSpec("replica", "fsdp"))}
-        compiled = jax.jit(step, in_shardings=(shardings, stage.shardings())).lower(given, stage.abstract()).compile()
+        compiled = (
+            jax.jit(step, in_shardings=(shardings, stage.shardings())).lower(given, stage.abstract_states()).compile()
+        )
         return bytes_over(collectives(compiled.as_text() or "", mesh), stage.axis, stage.replicas)
 
     assert states == {}

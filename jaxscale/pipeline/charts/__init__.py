@@ -1,1 +1,1 @@
-"""Charts of schedules: text, SVG and pages."""
+"""Charts of schedules, as text, as SVG images and as HTML pages."""

@@ -1,4 +1,4 @@
-"""The chart of one schedule or several, on one scale and with numbers: as text, as SVG, or as an HTML page."""
+"""Charts of one schedule or of several on one scale, with a table of numbers: as text, as SVG, or as an HTML page."""
 
 import dataclasses
 import math
@@ -19,16 +19,16 @@ from jaxscale.pipeline.versions import lives, ring_slots
 from jaxscale.values.units import duration, size
 
 ENDINGS = (".svg", ".html", ".csv")
-"""Suffixes of the files of a chart."""
+"""Suffixes of the files to which a chart can be written."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """Charts and numbers of simulated schedules.
+    """The charts and numbers of simulated schedules.
 
     Args:
-        simulations: name and simulation of each schedule.
-        timed: whether costs are in seconds; otherwise they are in any unit.
+        simulations: (name, simulation) of each schedule.
+        timed: whether the costs are in seconds; otherwise the unit is unknown, and times have no unit.
 
     Example:
         >>> from jaxscale.pipeline.clock.costs import Costs
@@ -44,7 +44,7 @@ class Chart:
     timed: bool = False
 
     @property
-    def clock(self) -> Callable[[float], str]:
+    def format_time(self) -> Callable[[float], str]:
         """The function that formats a time."""
         return duration if self.timed else "{:.5g}".format
 
@@ -54,48 +54,51 @@ class Chart:
         Args:
             width: columns of the terminal.
             color: whether the terminal shows colors.
-            unicode: whether the terminal shows letters beyond ASCII.
+            unicode: whether the terminal shows characters beyond ASCII.
         """
         scale = columns_per_second([simulation for _, simulation in self.simulations], width)
         sections = []
         for name, simulation in self.simulations:
-            chart = text_chart(simulation, per_second=scale, color=color, clock=self.clock)
+            chart = text_chart(simulation, per_second=scale, color=color, format_time=self.format_time)
             sections.append(f"{name}\n{chart}" if len(self.simulations) > 1 else chart)
         sections.append(f"{self.table()}\n\n{self.legend()}")
         text = "\n\n".join(sections)
         return text if unicode else text.translate(PLAIN)
 
     def table(self) -> str:
-        """Return the numbers of each schedule as text, in columns."""
-        heads, rows = self._columns()
-        cells = [heads, *rows]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        """Return the numbers of each schedule as a table of text."""
+        heads, rows = self._heads_and_rows()
+        lines = [heads, *rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join(
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells
+            "  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]).rstrip() for cells in lines
         )
 
     def legend(self) -> str:
-        """Return the meanings of the table's columns, one in each line."""
+        """Return the meanings of the table's columns, one per line."""
         has_steady_state = any(simulation.period is not None for _, simulation in self.simulations)
         suffix = "; asynchronous: in the steady state" if has_steady_state else ""
         return "\n".join(
             (
-                f"each: time for each microbatch{suffix}",
-                f"bubble: idle share of all devices' time{suffix}",
-                "own span: idle share of the time between each device's first action and its last",
+                f"each: time per microbatch{suffix}",
+                f"bubble: share of all devices' time that is idle{suffix}",
+                "own span: share of the time between each device's first and last action that is idle",
                 "live: activations that the fullest device holds, in microbatches of its part of the model",
-                "weights: how often the fullest device holds the weights of its part of the model",
-                "apart: the time if each device ran its own program, which waits for its inputs alone",
+                "weights: copies of its part of the model that the fullest device holds",
+                "apart: time if each device runs its own program and waits only for its own inputs",
             )
         )
 
     def svg(self) -> Markup:
         """Return the chart alone, as an SVG image."""
         panels = [(self._heading(name, simulation), simulation) for name, simulation in self.simulations]
-        return svg_chart(panels, clock=self.clock)
+        return svg_chart(panels, format_time=self.format_time)
 
     def html(self) -> str:
-        """Return an HTML page: chart, numbers, and the action under the pointer, with its microbatch highlighted."""
+        """Return an HTML page with the chart and the numbers.
+
+        The page shows a description of the action under the pointer and highlights the action's microbatch.
+        """
         title = ", ".join(name for name, _ in self.simulations)
         return page(title, joined([self.svg(), self.html_table(), self.html_legend()]))
 
@@ -104,7 +107,7 @@ class Chart:
 
     def html_table(self) -> Markup:
         """Return the numbers of each schedule, as an HTML table."""
-        heads, rows = self._columns()
+        heads, rows = self._heads_and_rows()
         return markup.table(rows, heads, numeric=range(1, len(heads)))
 
     def html_legend(self) -> Markup:
@@ -127,34 +130,36 @@ class Chart:
         """Return the heading of a schedule's panel."""
         suffix = "" if simulation.period is None else " in the steady state"
         live = max(simulation.live_shares)
-        return f"{name}: {self.clock(simulation.seconds)}, bubble {simulation.bubble:.1%}{suffix}, {live:g} live"
+        return f"{name}: {self.format_time(simulation.seconds)}, bubble {simulation.bubble:.1%}{suffix}, {live:g} live"
 
-    def _columns(self) -> tuple[list[str], list[list[str]]]:
-        """Return the heads of the table, and a row for each schedule."""
-        rows = [self._numbers(simulation) for _, simulation in self.simulations]
-        return ["", *rows[0]], [[name, *row.values()] for (name, _), row in zip(self.simulations, rows, strict=True)]
+    def _heads_and_rows(self) -> tuple[list[str], list[list[str]]]:
+        """Return the heads of the table's columns, and the cells of each schedule's row."""
+        numbers = [self._numbers(simulation) for _, simulation in self.simulations]
+        rows = [[name, *texts.values()] for (name, _), texts in zip(self.simulations, numbers, strict=True)]
+        return ["", *numbers[0]], rows
 
     def _numbers(self, simulation: Simulation) -> dict[str, str]:
-        """Return the numbers of a schedule as text, by the heads of their columns."""
+        """Return the numbers of a schedule, formatted as text, by the heads of their columns."""
         has_bytes = any(any(charted.live_bytes) for _, charted in self.simulations)
         return {
-            "time": self.clock(simulation.seconds),
-            "each": self.clock(simulation.seconds_per_microbatch),
+            "time": self.format_time(simulation.seconds),
+            "each": self.format_time(simulation.seconds_per_microbatch),
             "bubble": f"{simulation.bubble:.1%}",
             "own span": f"{abs(simulation.bubble_own_span):.1%}",
             "live": f"{max(simulation.live_shares):g}",
             **({"live bytes": size(max(simulation.live_bytes))} if has_bytes else {}),
-            "weights": f"{_weights(simulation.schedule):g}",
-            "apart": self.clock(simulate(simulation.schedule, simulation.costs, "dataflow").seconds),
+            "weights": f"{_weight_copies(simulation.schedule):g}",
+            "apart": self.format_time(simulate(simulation.schedule, simulation.costs, "dataflow").seconds),
         }
 
 
 def drawable(plan: PipelinePlan, updates: int | None = None) -> Schedule:
-    """Make the schedule of a plan; an asynchronous one is so long that most of it is neither filling nor draining.
+    """Make the schedule of a plan, to be drawn; an asynchronous one is long enough to show its steady state.
 
     Args:
         plan: the request for a schedule.
-        updates: number of updates of an asynchronous schedule; `None`: a number that is long enough.
+        updates: number of updates of an asynchronous schedule; `None`: enough updates for most of the schedule to be in
+            the steady state.
 
     Example:
         >>> drawable(PipelinePlan.parse("pipedream:4")).microbatches
@@ -167,18 +172,18 @@ def drawable(plan: PipelinePlan, updates: int | None = None) -> Schedule:
 
 
 def page(title: str, body: str) -> str:
-    """Return a self-contained HTML page that shows, at its top, the action under the pointer.
+    """Return a self-contained HTML page, whose first paragraph describes the action under the pointer.
 
     Args:
         title: title of the page, plain text.
-        body: HTML of the page's content, with charts from `Chart.svg`.
+        body: HTML of the page's content, which contains charts from `Chart.svg`.
     """
     description = element("p", "Point at an action.", id="action")
     return markup.page(title, element("h1", title), description, Markup(body), style=_STYLE, script=_SCRIPT)
 
 
 def check_file(path: str | Path, schedules: Sequence[Schedule]) -> None:
-    """Raise an error if a file could not be written, before anything is drawn.
+    """Check, before anything is drawn, that a chart can be written to a file.
 
     Args:
         path: path of the file.
@@ -190,7 +195,7 @@ def check_file(path: str | Path, schedules: Sequence[Schedule]) -> None:
     """
     if not Path(path).parent.is_dir():
         raise UserError(
-            f"{path} cannot be written: there is no folder {Path(path).parent}; make it, or give another name"
+            f"{path} cannot be written: there is no folder {Path(path).parent}; make the folder, or give another name"
         )
     suffix = Path(path).suffix
     if suffix not in ENDINGS:
@@ -202,14 +207,15 @@ def check_file(path: str | Path, schedules: Sequence[Schedule]) -> None:
             to_csv(schedule)  # refuses asynchronous schedules
 
 
-def _weights(schedule: Schedule) -> float:
+def _weight_copies(schedule: Schedule) -> float:
     """Return the weights on the fullest rank, with all copies and versions, in units of a rank's share of the model."""
+    # by stage, the lifetimes of the versions of its weights
     lifetimes = lives(schedule, ticks(schedule)) if schedule.versions else {}
-    copy_counts = (
+    stage_copies = (  # for each rank, its copies of stages' weights
         sum(ring_slots(lifetimes[stage]) if lifetimes else 1 for stage in schedule.stages_of(rank))
         for rank in range(schedule.ranks)
     )
-    return max(copy_counts) * schedule.ranks / schedule.stages
+    return max(stage_copies) * schedule.ranks / schedule.stages
 
 
 _STYLE = markup.STYLE + (

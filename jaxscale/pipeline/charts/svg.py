@@ -1,6 +1,7 @@
-"""Simulated schedules as an SVG image: a panel for each, a row for each rank, time to the right on one scale.
+"""Simulated schedules as an SVG image: a panel for each schedule, a row for each rank, and time to the right.
 
-The pointer shows an action's description (`<title>`); `draw.py` puts the image into a page with more.
+All panels have the same scale. A pointer on an action shows the action's description (`<title>`). `draw.py` makes a
+page from the image.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,11 +12,12 @@ from jaxscale.figures.markup import Markup, element
 from jaxscale.pipeline.clock.simulate import Simulation
 from jaxscale.pipeline.orders import Action, Kind
 
-WIDTH, LEFT, RIGHT = 1000, 64, 12
-"""Width of the image and of its margins, in pixels."""
-HEADING, AXIS = 26, 26
-"""Heights of a panel's heading and of its axis, in pixels."""
+IMAGE_WIDTH, LEFT_MARGIN, RIGHT_MARGIN = 1000, 64, 12
+"""Widths of the image and of its margins, in pixels."""
+HEADING_HEIGHT, AXIS_HEIGHT = 26, 26
+"""Height of a panel's heading and height of its time axis, in pixels."""
 COLORS = {Kind.F: "#4e79a7", Kind.B: "#59a14f", Kind.I: "#76b7b2", Kind.W: "#f28e2b", Kind.U: "#b07aa1"}
+"""Color of each kind of action."""
 WORDS = {
     Kind.F: "forward",
     Kind.B: "backward",
@@ -23,14 +25,17 @@ WORDS = {
     Kind.W: "weight gradient",
     Kind.U: "update",
 }
+"""Name of each kind of action in words."""
 
 
-def svg_chart(panels: Sequence[tuple[str, Simulation]], *, clock: Callable[[float], str] = "{:.4g}".format) -> Markup:
-    """Draw the chart of one schedule, or of several, one below the other.
+def svg_chart(
+    panels: Sequence[tuple[str, Simulation]], *, format_time: Callable[[float], str] = "{:.4g}".format
+) -> Markup:
+    """Draw one schedule, or several below one another.
 
     Args:
-        panels: heading and simulation of each panel.
-        clock: function that formats a time.
+        panels: (heading, simulation) of each panel.
+        format_time: function that formats a time.
 
     Example:
         >>> from jaxscale.pipeline.clock.costs import Costs
@@ -40,10 +45,10 @@ def svg_chart(panels: Sequence[tuple[str, Simulation]], *, clock: Callable[[floa
         >>> svg_chart([("gpipe", simulate(schedule, Costs.alike(schedule)))]).count("<rect")
         15
     """
-    pixels_per_second = (WIDTH - LEFT - RIGHT) / max(simulation.seconds for _, simulation in panels)
+    pixels_per_second = (IMAGE_WIDTH - LEFT_MARGIN - RIGHT_MARGIN) / max(simulation.seconds for _, simulation in panels)
     panel_elements, top = [], 0.0
     for heading, simulation in panels:
-        elements, height = _panel(heading, simulation, top, pixels_per_second, clock)
+        elements, height = _panel(heading, simulation, top, pixels_per_second, format_time)
         panel_elements += elements
         top += height
     schedules = [simulation.schedule for _, simulation in panels]
@@ -51,57 +56,58 @@ def svg_chart(panels: Sequence[tuple[str, Simulation]], *, clock: Callable[[floa
     entries = [({"class_": kind.value}, WORDS[kind]) for kind in Kind if kind in kinds]
     if any(schedule.chunks > 1 for schedule in schedules):
         entries.append(({"class_": "F l"}, "paler: a rank's later stages"))
-    legend_elements, height = legend(entries, LEFT, top + 6, WIDTH)
-    return svg(WIDTH, top + 6 + height, "pipeline schedules", panel_elements, legend_elements, style=_STYLE)
+    legend_elements, height = legend(entries, LEFT_MARGIN, top + 6, IMAGE_WIDTH)
+    return svg(IMAGE_WIDTH, top + 6 + height, "pipeline schedules", panel_elements, legend_elements, style=_STYLE)
 
 
 def _panel(
-    heading: str, simulation: Simulation, top: float, pixels_per_second: float, clock: Callable[[float], str]
+    heading: str, simulation: Simulation, top: float, pixels_per_second: float, format_time: Callable[[float], str]
 ) -> tuple[list[Markup], float]:
-    """Return the elements of one schedule, and their height in pixels.
+    """Return the elements of one schedule's panel, and the height of the panel in pixels.
 
     Args:
         heading: text above the panel.
         simulation: the simulation to be drawn.
         top: distance of the panel from the top of the image, in pixels.
         pixels_per_second: scale of the time.
-        clock: function that formats a time.
+        format_time: function that formats a time.
     """
     schedule, seconds = simulation.schedule, simulation.seconds
     row_height = 24 if schedule.ranks <= 8 else 16
-    number_width = PER_LETTER * len(str(schedule.microbatches - 1)) + 2
-    plot_top, plot_height = top + HEADING, row_height * schedule.ranks
+    label_width = PER_LETTER * len(str(schedule.microbatches - 1)) + 2
+    plot_top, plot_height = top + HEADING_HEIGHT, row_height * schedule.ranks
     bottom = plot_top + plot_height
     panel_elements = [
-        svg_text(LEFT, top + 18, heading, class_="h"),
-        element("rect", class_="n", x=LEFT, y=plot_top, width=seconds * pixels_per_second, height=plot_height),
+        svg_text(LEFT_MARGIN, top + 18, heading, class_="h"),
+        element("rect", class_="n", x=LEFT_MARGIN, y=plot_top, width=seconds * pixels_per_second, height=plot_height),
     ]
     for rank, (order, spans) in enumerate(zip(schedule.orders, simulation.spans, strict=True)):
         y, first_stage = plot_top + row_height * rank, schedule.stages_of(rank)[0]
-        panel_elements.append(svg_text(LEFT - 8, y + row_height / 2 + 4, f"rank {rank}", "end"))
+        panel_elements.append(svg_text(LEFT_MARGIN - 8, y + row_height / 2 + 4, f"rank {rank}", "end"))
         for action, (start, end) in zip(order, spans, strict=True):
-            x, width = LEFT + start * pixels_per_second, (end - start) * pixels_per_second
-            is_later = action.stage != first_stage  # whether the stage is a later one of its rank
-            box_width = max(width - 0.8, width / 2)  # a gap between neighbours
+            x, width = LEFT_MARGIN + start * pixels_per_second, (end - start) * pixels_per_second
+            is_later = action.stage != first_stage  # whether it is a later stage of the rank
+            box_width = max(width - 0.8, width / 2)  # leaves a gap between neighbours
+            start_text = format_time(start) if start else "0"
             css_classes = action.kind.value + " l" * is_later
             content = [
-                element("title", f"{_description(action, rank)}, {clock(start) if start else '0'} to {clock(end)}"),
+                element("title", f"{_description(action, rank)}, {start_text} to {format_time(end)}"),
                 element("rect", class_=css_classes, x=x, y=y + 1, width=box_width, height=row_height - 2),
             ]
-            if action.kind is not Kind.U and width > number_width:
+            if action.kind is not Kind.U and width > label_width:
                 content.append(
                     svg_text(x + width / 2, y + row_height / 2 + 4, action.microbatch, class_="m" + " d" * is_later)
                 )
             panel_elements.append(element("g", content, data_m=action.microbatch))
     for time in ticks(0.0, seconds, 10):
-        x = LEFT + time * pixels_per_second
+        x = LEFT_MARGIN + time * pixels_per_second
         panel_elements.append(element("path", class_="t", d=f"M{x:.2f} {bottom:.0f}v4"))
-        panel_elements.append(svg_text(x, bottom + 16, clock(time) if time else "0", "middle"))
-    return panel_elements, HEADING + plot_height + AXIS
+        panel_elements.append(svg_text(x, bottom + 16, format_time(time) if time else "0", "middle"))
+    return panel_elements, HEADING_HEIGHT + plot_height + AXIS_HEIGHT
 
 
 def _description(action: Action, rank: int) -> str:
-    """Describe an action in words."""
+    """Return the description of an action in words."""
     return f"{action}: {WORDS[action.kind]} of microbatch {action.microbatch}, stage {action.stage}, rank {rank}"
 
 

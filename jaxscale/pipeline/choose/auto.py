@@ -1,12 +1,12 @@
-"""Auto: the choice of schedule, microbatches, stash and partition by simulation (`auto:P`).
+"""The choice of schedule, number of microbatches, stash and partition by simulation (`auto:P`).
 
-Every named synchronous schedule is made for every number of microbatches, and its blocks are cut into stages
-(`partition.py`) within the devices' memory. The candidate with the fewest seconds on the neighbour machine for the same
-batch wins; of candidates with equal seconds, the one that needs the least memory. More microbatches shorten the bubble,
-but a small microbatch may take more than its share of the batch's time: measured prices show this. Candidates that
-cannot be faster, even without a bubble, are skipped.
+Every named synchronous schedule is tried with every number of microbatches, and the model's blocks are divided into
+stages (`partition.py`) that fit the devices' memory. The candidate that takes the fewest seconds for the same batch on
+the neighbour machine wins. Among candidates with equal seconds, the one that needs the least memory wins. More
+microbatches shorten the bubble, but a small microbatch may take more than its share of the batch's time, which measured
+prices show. Candidates that cannot be faster, even without a bubble, are skipped.
 
-Left out: asynchronous schedules, which train differently, and searched ones (`search.py`), which are made for one
+Left out: asynchronous schedules, which train differently, and searched schedules (`search.py`), which are made for one
 partition.
 """
 
@@ -22,21 +22,22 @@ from jaxscale.pipeline.run.lifetimes import Stash
 from jaxscale.pipeline.schedules import METHODS
 
 Prices = ModelPrices | Mapping[str, ModelPrices]
-_CLOSE = 1e-9  # relative difference at which seconds count as equal
+"""The prices of a model; for several kinds of devices, its prices by kind of device."""
+_TOLERANCE = 1e-9  # relative difference up to which seconds count as equal
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineCandidate:
-    """A way to run the pipeline, with its partition or the reason why it has none.
+    """A schedule, number of microbatches and stash, with the partition or the reason why there is none.
 
     Args:
         name: name of the schedule.
         ranks: p, number of ranks.
         microbatches: m, number of microbatches.
-        chunks: v, number of stages per rank, if the schedule takes it.
+        chunks: v, number of stages per rank; `None` if the schedule does not take it.
         stash: what a stage keeps from a forward to its backward.
-        partition: the blocks of each stage, or `None`.
-        reason: why there is no partition.
+        partition: the blocks of each stage; `None` if there is no partition.
+        reason: the error message if there is no partition; otherwise empty.
     """
 
     name: str
@@ -58,13 +59,13 @@ class PipelineCandidate:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The best candidate of a choice, and all other candidates.
+    """The result of `choose_pipeline`: the best candidate, and all other candidates.
 
     Args:
         best: the fastest candidate.
         partition: the partition of the fastest candidate.
-        candidates: all candidates that were priced or refused, the fastest first.
-        skipped: number of candidates that were not priced, because they cannot be faster even without a bubble.
+        candidates: all candidates with a partition, the fastest first, and then those without a partition.
+        skipped: number of other candidates, which were skipped because they cannot be faster even without a bubble.
 
     Example:
         >>> from jaxscale.pipeline.choose.price import Price
@@ -100,21 +101,21 @@ def choose_pipeline(
     stashes: Sequence[Stash] = ("residuals", "input"),
     width: int = 64,
 ) -> Choice:
-    """Choose the fastest schedule, microbatches, stash and partition within the memory.
+    """Choose the fastest schedule, number of microbatches, stash and partition that fit the memory.
 
     Args:
         prices_of: function from a number of microbatches to the prices of a model for one microbatch, such as
             `ModelPrices.share` of the prices for a whole batch.
         ranks: p, number of devices on the pipe axis.
         microbatches: the numbers of microbatches to try.
-        devices: the device of each rank, in order; `None`: equal devices without a memory bound.
+        devices: the device of each rank, in order; `None`: equal devices without a memory limit.
         names: names of the schedules to try; `None`: all synchronous ones.
-        chunks: values of v to try besides 1, with schedules that take it.
+        chunks: values of v to try besides 1, for schedules that take it.
         stashes: the values of `stash` to try: what a stage keeps from a forward to its backward.
         width: number of partial partitions that branch and bound keeps, as in `partition`.
 
     Raises:
-        TooLarge: no candidate fits; the message has the bytes of the one that needs least.
+        TooLarge: no candidate fits; the message gives the bytes of the candidate that comes nearest.
         UserError: a schedule is unknown or asynchronous, or no schedule is defined for these numbers.
     """
     synchronous_names = [name for name, method in METHODS.items() if not method.steps and name != NAME]
@@ -123,50 +124,54 @@ def choose_pipeline(
             raise unknown("synchronous schedule", name, synchronous_names)
     refusals: list[PipelineCandidate] = []
     feasible_candidates: list[PipelineCandidate] = []
-    least_error: TooLarge | None = None  # that of the least ratio
-    skipped, best_seconds = 0, float("inf")
+    nearest_error: TooLarge | None = None  # the error of the candidate that comes nearest to the memory
+    skip_count, best_seconds = 0, float("inf")
     for candidate in _candidates(names or synchronous_names, ranks, microbatches, chunks, stashes):
         prices = prices_of(candidate.microbatches)
         try:
             schedule = METHODS[candidate.name].schedule(ranks, candidate.microbatches, candidate.chunks)
             if _least_seconds(prices, schedule, candidate.stash) >= best_seconds:
-                skipped += 1
+                skip_count += 1
                 continue
             solution = partition(prices, schedule, devices, stash=candidate.stash, width=width)
         except UserError as error:
-            if isinstance(error, TooLarge) and (least_error is None or error.ratio < least_error.ratio):
-                least_error = error
+            if isinstance(error, TooLarge) and (nearest_error is None or error.ratio < nearest_error.ratio):
+                nearest_error = error
             refusals.append(dataclasses.replace(candidate, reason=str(error)))
         else:
             feasible_candidates.append(dataclasses.replace(candidate, partition=solution))
             best_seconds = min(best_seconds, solution.seconds)
     ranked_candidates = sorted(feasible_candidates, key=lambda candidate: candidate.seconds)
     if not ranked_candidates:
-        if least_error is not None:
-            raise TooLarge(f"pipeline auto:{ranks}: no candidate fits. The nearest is {least_error}", least_error.ratio)
+        if nearest_error is not None:
+            message = f"pipeline auto:{ranks}: no candidate fits. The nearest is {nearest_error}"
+            raise TooLarge(message, nearest_error.ratio)
         reasons = sorted({candidate.reason for candidate in refusals})
         raise UserError(f"pipeline auto:{ranks}: no schedule can run: {'; '.join(reasons) or 'none was named'}")
-    tied_candidates = [candidate for candidate in ranked_candidates if candidate.seconds <= best_seconds * (1 + _CLOSE)]
+    tied_candidates = [
+        candidate for candidate in ranked_candidates if candidate.seconds <= best_seconds * (1 + _TOLERANCE)
+    ]
     winner = min(tied_candidates, key=lambda candidate: max(candidate.partition.bytes) if candidate.partition else 0)
     assert winner.partition is not None
     slower_candidates = [candidate for candidate in ranked_candidates if candidate is not winner]
-    return Choice(winner, winner.partition, (winner, *slower_candidates, *refusals), skipped)
+    return Choice(winner, winner.partition, (winner, *slower_candidates, *refusals), skip_count)
 
 
 def _candidates(
     names: Sequence[str], ranks: int, microbatches: Sequence[int], chunks: Sequence[int], stashes: Sequence[Stash]
 ) -> Iterator[PipelineCandidate]:
-    """Yield the candidates to try; those likely to be fast come first, so that most others are skipped."""
-    priority_of = {name: place for place, name in enumerate(("zb-v", "zb-h1", "zb-h2", "dualpipe-v", "lockstep"))}
+    """Yield the candidates to try; those that are likely to be fast come first, so that most others are skipped."""
+    likely_names = ("zb-v", "zb-h1", "zb-h2", "dualpipe-v", "lockstep")
+    position_of = {name: position for position, name in enumerate(likely_names)}
     for stash in stashes:
         for microbatch_count in sorted(microbatches, reverse=True):
-            for name in sorted(names, key=lambda name: priority_of.get(name, len(priority_of))):
+            for name in sorted(names, key=lambda name: position_of.get(name, len(position_of))):
                 for v in sorted({1, *chunks}) if METHODS[name].interleaves else (None,):
                     yield PipelineCandidate(name, ranks, microbatch_count, v, stash)
 
 
 def _least_seconds(prices: Prices, schedule: Schedule, stash: Stash) -> float:
-    """Return the seconds if no rank ever idled and every block ran on its fastest kind of device."""
+    """Return a lower bound on the seconds: no rank idles, and every block is on the kind of device that is fastest."""
     models = [prices] if isinstance(prices, ModelPrices) else list(prices.values())
     forward_runs = 2 if stash == "input" else 1
     seconds = 0.0

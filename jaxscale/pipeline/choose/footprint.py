@@ -1,11 +1,11 @@
 """Footprints: the bytes that each rank of a schedule holds, as linear functions of its stages' features.
 
-A *linear* is float[stage, feature], the coefficients of a linear function of the features of `chain_cut.py`. A rank
-holds its stages' weights (of an asynchronous schedule: several versions), the activations that wait for a
-backward, the messages at its stages' ends, and the working bytes of the running stage. The waiting activations depend
-on the schedule: at some moments many of one stage, at others of another. A moment
-covers another if it has at least as many activations of every stage. Each moment that no other covers is one function,
-and the rank needs their maximum.
+A *linear* is an array float[stage, feature] with the coefficients of a linear function of the features in
+`chain_cut.py`. A rank holds the weights of its stages (in an asynchronous schedule, several versions of them), the
+activations that wait for a backward, the messages at both ends of its stages, and the working bytes of the stage that
+runs. The number of waiting activations of each stage changes from moment to moment. A moment covers another moment if
+it has at least as many activations of every stage. There is one function for each moment that no other moment covers,
+and a rank needs the maximum of its functions.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from jaxscale.pipeline.ticks import ticks
 from jaxscale.pipeline.versions import lives, ring_slots
 
 END_MESSAGES = 2
-"""Messages at each end of a stage: one sent, one received."""
+"""Number of messages at each end of a stage: one that is sent and one that is received."""
 
 
 class Footprint(NamedTuple):
@@ -34,7 +34,7 @@ class Footprint(NamedTuple):
 
 
 def footprints(schedule: Schedule) -> list[Footprint]:
-    """Return the footprint of every moment of every rank that may be its fullest.
+    """Return, for every rank, the footprints of the moments in which it may need the most memory.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -43,6 +43,7 @@ def footprints(schedule: Schedule) -> list[Footprint]:
         [4.0, 3.0, 2.0, 1.0]
     """
     footprint_list = []
+    # by stage, the lifetimes of the versions of its weights
     lifetimes = lives(schedule, ticks(schedule)) if schedule.versions else {}
     for rank in range(schedule.ranks):
         stages = schedule.stages_of(rank)
@@ -51,10 +52,10 @@ def footprints(schedule: Schedule) -> list[Footprint]:
             constant_linear[stage, INDEX["weight_bytes"]] = 1
             constant_linear[stage, INDEX["version_bytes"]] = ring_slots(lifetimes[stage]) - 1 if lifetimes else 0
             constant_linear[stage, [INDEX["enters"], INDEX["leaves"]]] = END_MESSAGES
-        fullest_moments: list[tuple[int, ...]] = []  # moments that no other moment of the rank covers
-        for moment in sorted(schedule.activation_counts(rank), reverse=True):
-            if not any(all(a <= b for a, b in zip(moment, cover, strict=True)) for cover in fullest_moments):
-                fullest_moments.append(moment)
+        fullest_moments: list[tuple[int, ...]] = []  # counts of the moments that no other moment of the rank covers
+        for counts in sorted(schedule.activation_counts(rank), reverse=True):
+            if not any(all(a <= b for a, b in zip(counts, fuller, strict=True)) for fuller in fullest_moments):
+                fullest_moments.append(counts)
         for counts in fullest_moments:
             for running_stage in stages:
                 linear = constant_linear.copy()

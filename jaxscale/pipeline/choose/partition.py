@@ -1,20 +1,21 @@
-"""Partition: the blocks of each stage, so that the pipeline is fastest and fits the memory of every device.
+"""The search for a partition: the blocks of each stage, so that the pipeline is fast and fits the devices' memory.
 
 The objective is the executor's time: the schedule's seconds on the neighbour machine, with devices in the given order.
-These are the longest path through the schedule's table, a maximum of linear functions of the stages' costs. Dynamic
-programming over (stage, block) minimises one function, as in PipeDream and Pipe-torch, with a price list for each
-device and a rate for each link. Three methods minimise the maximum: moving boundaries, branch and bound, and a game
-between the dynamic program and the clock. In each turn of the game the program finds the best partition for the mean of
-the paths so far, and the clock finds the longest path for the mean costs of the partitions so far. No partition is
-faster than `Partition.bound`; a partition whose seconds meet it is optimal.
+It is the length of the longest path through the schedule's table, and so a maximum of linear functions of the stages'
+costs, one for each path. Dynamic programming over (stage, block) minimises one function, as in PipeDream and
+Pipe-torch, with a price list for each device and a rate for each link. Three methods minimise the maximum: moving
+boundaries, branch and bound, and a game between the dynamic program and the clock. In each turn of the game the program
+finds the best partition for the mean of the paths so far, and the clock finds the longest path for the mean costs of
+the partitions so far. No partition is faster than `Partition.bound`; a partition that is as fast is optimal.
 
-Memory is a maximum of linear functions too (`footprint.py`), and as in MadPipe and DAPPLE it depends on the schedule:
-stage 0 of 1f1b holds p activations, the last stage one. Stages that exceed the memory by themselves are excluded.
+Memory is a maximum of linear functions too (`footprint.py`). As in MadPipe and DAPPLE it depends on the schedule: stage
+0 of 1f1b holds p activations, and the last stage holds one. Stages that exceed the memory by themselves are excluded.
 
-Devices may be unlike (a price list for each kind), as may links. HetPipe runs several pipelines of unlike devices side
-by side. In one program they share their partition, so the slowest device at each place counts (`virtual_workers.py`).
+Devices may be of several kinds, each with a price list, and links may differ too. HetPipe runs several pipelines of
+unlike devices side by side. In one program these pipelines have the same partition, so the slowest device at each
+position counts (`virtual_workers.py`).
 
-Left out: the order of devices, replicated stages, and stages of no block; the reduction of gradients and the update
+Left out: the order of devices, replicated stages, stages without blocks, the reduction of gradients, and the update
 after the last tick.
 
 References:
@@ -38,20 +39,20 @@ from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.run.lifetimes import Stash
 from jaxscale.values.byte_sizes import bytes_at_least
 
-_TURNS = 24  # of the game between program and clock
-_BLUR = 0.002  # share of the seconds: paths so near the longest count too, so the clock's answers change little
-_POWERS = (2, 4, 8)  # exponents of the stage bounds whose least sums give starts of the search
-_REFINED = 2  # starts that are refined by moving boundaries
-_FUNCTIONS = 4  # memory functions that branch and bound looks ahead for; all are checked in the end
-_CLOSE = 1e-9  # relative distance at which a bound meets the seconds
+_GAME_TURNS = 24  # number of turns of the game between program and clock
+_BLUR = 0.002  # as a share of the seconds: the clock averages over paths that are shorter than the longest by this much
+_START_EXPONENTS = (2, 4, 8)  # the least sum of stage bounds to each of these powers gives a start of the search
+_REFINED_STARTS = 2  # number of starts that are refined by moving boundaries
+_MAX_FUNCTIONS = 4  # number of memory functions that branch and bound looks ahead for; all are checked in the end
+_TOLERANCE = 1e-9  # relative difference up to which seconds count as equal to their bound
 
 
 class TooLarge(UserError):
-    """No partition fits the memory.
+    """The error that no partition fits the memory.
 
     Args:
         message: error message for the user.
-        ratio: needed memory divided by available memory, for the partition that needs least.
+        ratio: needed bytes divided by available bytes, for the partition that needs the least memory.
     """
 
     def __init__(self, message: str, ratio: float) -> None:
@@ -64,10 +65,10 @@ class Partition:
     """The blocks of each stage, and the seconds and bytes of the pipeline.
 
     Args:
-        boundaries: stage s is blocks boundaries[s] to boundaries[s + 1] - 1.
+        boundaries: stage s has the blocks boundaries[s] to boundaries[s + 1] - 1.
         seconds: seconds of the schedule on the neighbour machine.
-        bytes: the most bytes that each rank holds.
-        bound: a lower bound on the seconds of every partition within the memory.
+        bytes: for each rank, the most bytes that it holds.
+        bound: a lower bound on the seconds of every partition that fits the memory.
         costs: costs of the stages, for `simulate`.
         schedule: name of the schedule.
 
@@ -95,20 +96,20 @@ class Partition:
 
     @property
     def stages(self) -> tuple[range, ...]:
-        """The blocks of each stage."""
+        """For each stage, the range of its blocks."""
         return tuple(map(range, self.boundaries, self.boundaries[1:]))
 
     @property
     def exact(self) -> bool:
         """Whether no partition is faster."""
-        return self.seconds <= self.bound * (1 + _CLOSE)
+        return self.seconds <= self.bound * (1 + _TOLERANCE)
 
     def __str__(self) -> str:
         gap = "no partition is faster" if self.exact else f"at most {self.seconds / self.bound - 1:.2%} above the best"
         lines = [f"{self.schedule}: {self.seconds:.6g} s, {gap}"]
-        ranges = [f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"{blocks[0]}" for blocks in self.stages]
-        width = max(map(len, ranges))
-        stage_rows = zip(ranges, self.costs.forward, self.costs.input, self.costs.weight, strict=True)
+        range_texts = [f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"{blocks[0]}" for blocks in self.stages]
+        width = max(map(len, range_texts))
+        stage_rows = zip(range_texts, self.costs.forward, self.costs.input, self.costs.weight, strict=True)
         for stage, (range_text, f, i, w) in enumerate(stage_rows):
             lines.append(f"  stage {stage}  blocks {range_text.ljust(width)}  F {f:.4g}  I {i:.4g}  W {w:.4g}")
         lines += [f"  rank {rank}  {bytes_at_least(count)}" for rank, count in enumerate(self.bytes)]
@@ -128,15 +129,16 @@ def partition(
     Args:
         model: prices of the model; for unlike devices, its prices by kind of device.
         schedule: the actions of each rank, in order.
-        devices: the device of each rank, in order; `None`: equal devices without a memory bound, on links that take no
+        devices: the device of each rank, in order; `None`: equal devices without a memory limit, on links that take no
             time.
         stash: what a stage keeps for a backward: the residuals, or its input, from which the backward runs the forward
             again.
-        width: number of partial partitions that branch and bound keeps; with more it is slower and comes nearer to the
-            best. `None`: 65536 / stages^2, at least 256, which solves 32 blocks on 4 devices exactly.
+        width: number of partial partitions that branch and bound keeps. With a larger number the search takes longer,
+            and its result is nearer to the best. `None`: 65536 / stages^2, at least 256, which solves 32 blocks on 4
+            devices exactly.
 
     Raises:
-        TooLarge: no partition fits; the message has the least memory that suffices and ways to lower it.
+        TooLarge: no partition fits; the message gives the least memory that suffices and ways to lower it.
         UserError: there are more stages than blocks, the number of devices is not the number of ranks, or a kind of
             device has no prices.
 
@@ -148,65 +150,74 @@ def partition(
         >>> partition(prices, METHODS["lockstep"].schedule(2, 16), devices).boundaries
         (0, 6, 9)
     """
-    width = max(256, 65536 // schedule.stages**2) if width is None else width
-    search = _Search(Problem(model, schedule, devices, stash), width)
-    search.fit()
-    return search.solve()
+    search_width = max(256, 65536 // schedule.stages**2) if width is None else width
+    search = _Search(Problem(model, schedule, devices, stash), search_width)
+    search.limit_memory()
+    return search.fastest_partition()
 
 
 @dataclasses.dataclass
 class _Search:
     """The search for the fastest partition of a problem.
 
-    `width` is that of `partition`. A cut is an array of boundaries, int[stages + 1]. A linear is float[stage, feature],
-    the coefficients of a linear function of the stages' features.
+    A cut is an array of boundaries, int[stages + 1]. A linear is an array float[stage, feature] with the coefficients
+    of a linear function of the stages' features.
+
+    Args:
+        problem: the model, schedule and devices.
+        width: number of partial partitions that branch and bound keeps.
+        smallest_cut: the cut that needs the least memory, which `limit_memory` sets; `None`: memory is not limited.
     """
 
     problem: Problem
     width: int
-    smallest: np.ndarray | None = None
-    """The partition that needs least memory, if memory is bounded."""
+    smallest_cut: np.ndarray | None = None
 
-    def fit(self) -> None:
-        """Exclude stages that exceed the memory by themselves, and find the partition that needs least.
+    def limit_memory(self) -> None:
+        """Exclude stages that exceed the memory by themselves, and find the cut that needs the least memory.
 
         Raises:
             TooLarge: no partition fits.
         """
-        memory_ratios = []
+        memory_linears = []  # each is the bytes of a rank at some moment divided by the memory of the rank
         for rank, linear in self.problem.footprints:
-            memory = self.problem.devices[rank].memory_bytes
-            if memory is not None:
+            memory_bytes = self.problem.devices[rank].memory_bytes
+            if memory_bytes is not None:
                 shared_linear = np.zeros_like(linear)
                 shared_linear[self.problem.schedule.stages_of(rank)[0], INDEX["one"]] = self.problem.shared_bytes[rank]
-                memory_ratios.append((linear + shared_linear) / memory)
-        if not memory_ratios:
+                memory_linears.append((linear + shared_linear) / memory_bytes)
+        if not memory_linears:
             return
-        self.smallest, least_ratio = self._least_memory(memory_ratios)
+        self.smallest_cut, least_ratio = self._least_memory(memory_linears)
         if least_ratio > 1 + 1e-12:
-            raise self._too_large(self.smallest, least_ratio)
-        for linear in memory_ratios:
+            raise self._too_large(self.smallest_cut, least_ratio)
+        for linear in memory_linears:
             if (linear.any(1)).sum() == 1:
                 self.problem.chain.exclude_above(linear, 1.0)
             else:
-                self.problem.memory_functions.append(linear)
+                self.problem.memory_linears.append(linear)
 
-    def _least_memory(self, ratios: list[np.ndarray]) -> tuple[np.ndarray, float]:
-        """Return a cut and its ratio of bytes to memory: at most 1 if the search finds such a cut, otherwise the least.
+    def _least_memory(self, memory_linears: list[np.ndarray]) -> tuple[np.ndarray, float]:
+        """Return a cut, and its largest ratio of bytes to memory over all ranks and moments.
 
-        `ratios` are linears, each the bytes of a rank at some moment divided by the memory of the rank.
+        The ratio is at most 1 if the search finds such a cut; otherwise it is the least ratio that the search finds.
+
+        Args:
+            memory_linears: linears, each the bytes of a rank at some moment divided by the memory of the rank.
         """
         chain = self.problem.chain
-        largest_ratios = chain.largest(ratios)
-        least_ratio, cut = chain.shortest(largest_ratios, use_max=True)
-        if all(linear.any(1).sum() == 1 for linear in ratios):
+        largest_ratios = chain.largest_contributions(memory_linears)
+        least_ratio, cut = chain.least_cost_cut(largest_ratios, use_max=True)
+        if all(linear.any(1).sum() == 1 for linear in memory_linears):
             return cut, least_ratio
-        ratio_functions = np.stack(ratios).reshape(len(ratios), -1)
-        peaks = ratio_functions @ chain.stage_features(cut[None]).ravel()
-        least_ratio, active_indices = float(peaks.max()), [int(peaks.argmax())]
+        ratio_functions = np.stack(memory_linears).reshape(len(memory_linears), -1)
+        moment_ratios = ratio_functions @ chain.stage_features(cut[None]).ravel()
+        least_ratio, active_indices = float(moment_ratios.max()), [int(moment_ratios.argmax())]
         while least_ratio > 1:
-            active_ratios = [ratios[index] for index in active_indices]
-            cuts = chain.branch(active_ratios, (), largest_ratios, least_ratio * (1 - 1e-12), self.width).cuts
+            active_linears = [memory_linears[index] for index in active_indices]
+            cuts = chain.branch_and_bound(
+                active_linears, (), largest_ratios, least_ratio * (1 - 1e-12), self.width
+            ).cuts
             if not len(cuts):
                 return cut, least_ratio
             cut_ratios = chain.stage_features(cuts).reshape(len(cuts), -1) @ ratio_functions.T
@@ -214,17 +225,17 @@ class _Search:
             binding_index = int(cut_ratios[lowest_index].argmax())
             if cut_ratios[lowest_index, binding_index] < least_ratio:
                 least_ratio, cut = float(cut_ratios[lowest_index, binding_index]), cuts[lowest_index]
-            elif binding_index in active_indices or len(active_indices) >= _FUNCTIONS:
+            elif binding_index in active_indices or len(active_indices) >= _MAX_FUNCTIONS:
                 return cut, least_ratio
             active_indices.append(binding_index)
         return cut, least_ratio
 
     def _too_large(self, cut: np.ndarray, ratio: float) -> TooLarge:
-        """Make the error for a model whose smallest partition needs `ratio` times the memory."""
+        """Return the error for a model that does not fit: its smallest cut needs `ratio` times the memory."""
         problem, schedule = self.problem, self.problem.schedule
         needed_bytes = problem.bytes(cut)
-        limits = [device.memory_bytes for device in problem.devices]
-        rank = max(range(len(needed_bytes)), key=lambda rank: needed_bytes[rank] / (limits[rank] or np.inf))
+        memory_bytes = [device.memory_bytes for device in problem.devices]
+        rank = max(range(len(needed_bytes)), key=lambda rank: needed_bytes[rank] / (memory_bytes[rank] or np.inf))
         hints = ["smaller microbatches"]
         if problem.stash == "residuals":
             hints.append("the stash of inputs alone (a stage's forward is run again), or a memory plan that keeps less")
@@ -234,129 +245,155 @@ class _Search:
         return TooLarge(
             f"{schedule.name}: no partition of {problem.blocks} blocks into {schedule.stages} stages fits. The "
             f"smallest needs {bytes_at_least(needed_bytes[rank])} on rank {rank}, which has "
-            f"{bytes_at_least(int(limits[rank] or 0))} (a ratio of {ratio:.2f}). Ways to lower it: "
+            f"{bytes_at_least(int(memory_bytes[rank] or 0))} (a ratio of {ratio:.2f}). Ways to lower it: "
             f"{'; '.join(hints)}",
             ratio,
         )
 
-    def solve(self) -> Partition:
-        """Return the fastest partition of the search, with its bound."""
+    def fastest_partition(self) -> Partition:
+        """Return the fastest partition that the search finds, with its lower bound."""
         chain, stage_bounds = self.problem.chain, self.problem.stage_bounds()
         scaled_bounds = stage_bounds / stage_bounds[np.isfinite(stage_bounds)].max()
-        start_cuts = [chain.shortest(scaled_bounds, use_max=True)[1]]
-        start_cuts += [chain.shortest(scaled_bounds**power)[1] for power in _POWERS]  # flatter than the least maximum
-        start_cuts += [] if self.smallest is None else [self.smallest]
-        cuts = np.unique(np.stack(start_cuts), axis=0)
-        cut_seconds = self.problem.seconds(cuts)
-        fastest_indices = cut_seconds.argsort(kind="stable")[:_REFINED]
-        refinements = [self._refine(float(cut_seconds[index]), cuts[index]) for index in fastest_indices]
-        best, cut = min(refinements, key=lambda pair: pair[0])  # the fewest seconds, and the partition that takes them
-        chain.possible &= stage_bounds <= best * (1 + _CLOSE)
-        best, cut, bound = self._branch_and_bound(best, cut, -np.inf, [], stage_bounds)
-        if best > bound * (1 + _CLOSE):
-            game_bound, linear, game_cuts = self._play_game(cut, best)
-            cut_seconds = self.problem.seconds(game_cuts)
-            if cut_seconds.min() < best:
-                best, cut = self._refine(float(cut_seconds.min()), game_cuts[cut_seconds.argmin()])
-            best, cut, bound = self._branch_and_bound(best, cut, max(bound, game_bound), [linear], stage_bounds)
-        return self._partition(cut, float(best), float(min(bound, best)))
+        start_cuts = [chain.least_cost_cut(scaled_bounds, use_max=True)[1]]
+        # more even than the cut with the least maximum
+        start_cuts += [chain.least_cost_cut(scaled_bounds**exponent)[1] for exponent in _START_EXPONENTS]
+        start_cuts += [] if self.smallest_cut is None else [self.smallest_cut]
+        distinct_cuts = np.unique(np.stack(start_cuts), axis=0)
+        start_seconds = self.problem.seconds(distinct_cuts)
+        fastest_indices = start_seconds.argsort(kind="stable")[:_REFINED_STARTS]
+        refinements = [self._refine(float(start_seconds[index]), distinct_cuts[index]) for index in fastest_indices]
+        best_seconds, best_cut = min(refinements, key=lambda pair: pair[0])
+        chain.possible &= stage_bounds <= best_seconds * (1 + _TOLERANCE)
+        best_seconds, best_cut, lower_bound = self._branch_and_bound(best_seconds, best_cut, -np.inf, [], stage_bounds)
+        if best_seconds > lower_bound * (1 + _TOLERANCE):
+            game_bound, linear, game_cuts = self._play_game(best_cut, best_seconds)
+            game_seconds = self.problem.seconds(game_cuts)
+            if game_seconds.min() < best_seconds:
+                best_seconds, best_cut = self._refine(float(game_seconds.min()), game_cuts[game_seconds.argmin()])
+            best_seconds, best_cut, lower_bound = self._branch_and_bound(
+                best_seconds, best_cut, max(lower_bound, game_bound), [linear], stage_bounds
+            )
+        return self._partition(best_cut, float(best_seconds), float(min(lower_bound, best_seconds)))
 
     def _branch_and_bound(
-        self, best: float, cut: np.ndarray, bound: float, paths: list[np.ndarray], stage_bounds: np.ndarray
+        self,
+        start_seconds: float,
+        start_cut: np.ndarray,
+        start_bound: float,
+        start_paths: list[np.ndarray],
+        stage_bounds: np.ndarray,
     ) -> tuple[float, np.ndarray, float]:
-        """Return (seconds, cut, bound) after branch and bound, which is repeated while it finds a faster partition.
+        """Repeat branch and bound while it finds a faster cut.
 
         Args:
-            best: seconds of `cut`.
-            cut: int[stages + 1], the fastest partition so far.
-            bound: a lower bound on the seconds of every partition.
-            paths: linears that are never above the seconds.
-            stage_bounds: float[stage, begin, end], a lower bound on the seconds of every partition with that stage.
+            start_seconds: seconds of `start_cut`.
+            start_cut: int[stages + 1], the fastest cut so far.
+            start_bound: a lower bound on the seconds of every cut.
+            start_paths: linears that are never above the seconds of a cut.
+            stage_bounds: float[stage, begin, end], a lower bound on the seconds of every cut with that stage.
+
+        Returns:
+            The seconds of the fastest cut, the fastest cut, and a lower bound on the seconds of every cut.
         """
-        limits = self._tightest_functions(cut)
-        while best > bound * (1 + _CLOSE):
-            paths = [*paths, self.problem.path(cut)]
-            survivors = self.problem.chain.branch(paths, limits, stage_bounds, best, self.width)
+        best_seconds, best_cut, lower_bound, paths = start_seconds, start_cut, start_bound, start_paths
+        limit_linears = self._tightest_linears(best_cut)
+        while best_seconds > lower_bound * (1 + _TOLERANCE):
+            paths = [*paths, self.problem.path(best_cut)]
+            survivors = self.problem.chain.branch_and_bound(
+                paths, limit_linears, stage_bounds, best_seconds, self.width
+            )
             if not len(survivors.cuts):
-                return best, cut, max(bound, min(best, survivors.bound))
+                return best_seconds, best_cut, max(lower_bound, min(best_seconds, survivors.lower_bound))
             seconds = self.problem.seconds(survivors.cuts)
             lowest_index = int(seconds.argmin())
             least_seconds = float(seconds[lowest_index])
-            bound = max(bound, min(best, least_seconds, survivors.bound))
-            is_faster = least_seconds < best * (1 - _CLOSE)
-            if least_seconds < best:
-                best, cut = least_seconds, survivors.cuts[lowest_index]
-            if np.isinf(survivors.bound) or not is_faster:
+            lower_bound = max(lower_bound, min(best_seconds, least_seconds, survivors.lower_bound))
+            is_faster = least_seconds < best_seconds * (1 - _TOLERANCE)
+            if least_seconds < best_seconds:
+                best_seconds, best_cut = least_seconds, survivors.cuts[lowest_index]
+            if np.isinf(survivors.lower_bound) or not is_faster:
                 break
-            best, cut = self._refine(best, cut)
-        return best, cut, bound
+            best_seconds, best_cut = self._refine(best_seconds, best_cut)
+        return best_seconds, best_cut, lower_bound
 
-    def _tightest_functions(self, cut: np.ndarray) -> list[np.ndarray]:
-        """Return the memory functions whose values for a cut are nearest their limit, at most `_FUNCTIONS`."""
+    def _tightest_linears(self, cut: np.ndarray) -> list[np.ndarray]:
+        """Return the memory functions that are nearest their limit for a cut, at most `_MAX_FUNCTIONS` of them."""
         stage_features = self.problem.chain.stage_features(cut[None])[0]
-        return sorted(self.problem.memory_functions, key=lambda linear: -(stage_features * linear).sum())[:_FUNCTIONS]
+        ranking = sorted(self.problem.memory_linears, key=lambda linear: -(stage_features * linear).sum())
+        return ranking[:_MAX_FUNCTIONS]
 
-    def _play_game(self, cut: np.ndarray, best: float) -> tuple[float, np.ndarray, np.ndarray]:
-        """Play a game between the dynamic program and the clock, from a cut whose seconds are `best`.
+    def _play_game(self, start_cut: np.ndarray, best_seconds: float) -> tuple[float, np.ndarray, np.ndarray]:
+        """Play the game between the dynamic program and the clock.
 
-        The clock finds the longest path for the mean of the costs so far. The program finds the shortest cut for the
-        mean of the clock's paths so far. Return a lower bound on the seconds, the linear function that gives it, and
-        the cuts that were tried, int[turn, stages + 1].
+        In each turn the clock finds the longest path for the mean of the costs so far. Then the program finds the
+        shortest cut for the mean of the clock's paths so far.
+
+        Args:
+            start_cut: the fastest cut so far, with which the game starts.
+            best_seconds: seconds of `start_cut`.
+
+        Returns:
+            A lower bound on the seconds of every cut, the linear from which it follows, and the cuts of all
+            turns, int[turn, stages + 1].
         """
         problem = self.problem
-        blur = _BLUR * best
-        pass_seconds, link_seconds = (costs[0] for costs in problem.costs(cut[None]))
+        blur = _BLUR * best_seconds
+        mean_pass_seconds, mean_link_seconds = (batch_costs[0] for batch_costs in problem.costs(start_cut[None]))
         mean_path = np.zeros((problem.schedule.stages, len(FEATURES)))
-        bound, best_linear, cuts = -np.inf, mean_path, []
-        for turn in range(_TURNS):
-            path = problem.linear(cut, problem.clock.path(pass_seconds, link_seconds, blur))
+        cut, lower_bound, bound_linear, cuts = start_cut, -np.inf, mean_path, []
+        for turn in range(_GAME_TURNS):
+            path = problem.linear(cut, problem.clock.path(mean_pass_seconds, mean_link_seconds, blur))
             mean_path = mean_path + (path - mean_path) * (2 / (turn + 2))
-            lower_bound, cut = problem.chain.shortest(problem.chain.values(mean_path))
-            if lower_bound > bound:
-                bound, best_linear = lower_bound, mean_path
+            turn_bound, cut = problem.chain.least_cost_cut(problem.chain.contributions(mean_path))
+            if turn_bound > lower_bound:
+                lower_bound, bound_linear = turn_bound, mean_path
             cuts.append(cut)
-            if best <= bound * (1 + _CLOSE):
+            if best_seconds <= lower_bound * (1 + _TOLERANCE):
                 break
-            costs = problem.costs(cut[None])
-            pass_seconds = pass_seconds + (costs[0][0] - pass_seconds) / (turn + 4)
-            link_seconds = link_seconds + (costs[1][0] - link_seconds) / (turn + 4)
-        return bound, best_linear, np.stack(cuts)
+            pass_seconds, link_seconds = (batch_costs[0] for batch_costs in problem.costs(cut[None]))
+            mean_pass_seconds = mean_pass_seconds + (pass_seconds - mean_pass_seconds) / (turn + 4)
+            mean_link_seconds = mean_link_seconds + (link_seconds - mean_link_seconds) / (turn + 4)
+        return lower_bound, bound_linear, np.stack(cuts)
 
-    def _refine(self, best: float, cut: np.ndarray) -> tuple[float, np.ndarray]:
-        """Move one boundary, or several neighbours together, while that makes a cut faster; return (seconds, cut).
+    def _refine(self, start_seconds: float, start_cut: np.ndarray) -> tuple[float, np.ndarray]:
+        """Move one boundary, or several neighbouring ones together, while the cut gets faster; return (seconds, cut).
 
-        `best` is the seconds of the given cut.
+        Args:
+            start_seconds: seconds of `start_cut`.
+            start_cut: int[stages + 1], the cut to start from.
         """
+        best_seconds, best_cut = start_seconds, start_cut
         inner_count = self.problem.schedule.stages - 1
         if not inner_count:
-            return best, cut
+            return best_seconds, best_cut
         # each move shifts the inner boundaries begin to end by one block or two, left or right
-        begin, end = np.triu_indices(inner_count)
-        is_tried = (end - begin < 3) | (begin == 0) | (end == inner_count - 1)
-        begin, end = begin[is_tried], end[is_tried]
+        all_begins, all_ends = np.triu_indices(inner_count)
+        is_tried = (all_ends - all_begins < 3) | (all_begins == 0) | (all_ends == inner_count - 1)
+        begin, end = all_begins[is_tried], all_ends[is_tried]
         boundary = np.arange(inner_count)
         # int[move, boundary]: the change of each inner boundary
         moves = ((boundary >= begin[:, None]) & (boundary <= end[:, None])).astype(int)
         moves = np.concatenate([moves, -moves, 2 * moves[begin == end], -2 * moves[begin == end]])
         while True:
-            cuts = np.repeat(cut[None], len(moves), 0)
-            cuts[:, 1:-1] += moves
-            cuts = cuts[(np.diff(cuts) > 0).all(1)]
-            if not len(cuts):
-                return best, cut
-            seconds = self.problem.seconds(cuts)
-            if seconds.min() >= best * (1 - _CLOSE):
-                return best, cut
-            best, cut = float(seconds.min()), cuts[seconds.argmin()]
+            moved_cuts = np.repeat(best_cut[None], len(moves), 0)
+            moved_cuts[:, 1:-1] += moves
+            valid_cuts = moved_cuts[(np.diff(moved_cuts) > 0).all(1)]
+            if not len(valid_cuts):
+                return best_seconds, best_cut
+            seconds = self.problem.seconds(valid_cuts)
+            if seconds.min() >= best_seconds * (1 - _TOLERANCE):
+                return best_seconds, best_cut
+            best_seconds, best_cut = float(seconds.min()), valid_cuts[seconds.argmin()]
 
-    def _partition(self, cut: np.ndarray, seconds: float, bound: float) -> Partition:
-        """Make the `Partition` with the boundaries of a cut."""
+    def _partition(self, cut: np.ndarray, seconds: float, lower_bound: float) -> Partition:
+        """Return the `Partition` with the boundaries of a cut."""
+        # by feature, the values of the stages
         columns = dict(zip(FEATURES, self.problem.chain.stage_features(cut[None])[0].T.tolist(), strict=True))
         return Partition(
             boundaries=tuple(map(int, cut)),
             seconds=seconds,
             bytes=self.problem.bytes(cut),
-            bound=bound,
+            bound=lower_bound,
             costs=Costs(
                 forward=tuple(columns["forward"]),
                 input=tuple(columns["input_gradient"]),

@@ -1,4 +1,4 @@
-"""The costs of a model's blocks on a device of a pipeline, and the resources of a device, for the partition."""
+"""The costs of a model's blocks on one kind of device, and the resources of a device, for the choice of a partition."""
 
 import dataclasses
 import math
@@ -8,19 +8,18 @@ from jaxscale.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-    """The costs of one block for one microbatch on one kind of device. Prices of neighbouring blocks add up.
+    """The costs of one block for one microbatch on one kind of device. The costs of the blocks of a stage add up.
 
     Args:
-        forward: seconds of its forward.
-        input_gradient: seconds of its input gradient (I).
-        weight_gradient: seconds of its weight gradient (W); a backward in one action takes I + W.
-        weight_bytes: bytes of its weights, their gradients and the optimizer's state.
-        version_bytes: bytes of one more version of its weights (asynchronous schedules).
+        forward: seconds of the forward.
+        input_gradient: seconds of the input gradient (I).
+        weight_gradient: seconds of the weight gradient (W); a backward in one action takes I + W.
+        weight_bytes: bytes of the weights, their gradients and the optimizer's state.
+        version_bytes: bytes of one more version of the weights (asynchronous schedules).
         stash_bytes: bytes kept from the forward of a microbatch to its backward (or W).
         between_bytes: further bytes kept from I to W, if the backward is split.
-        message_bytes: bytes sent to the next block, and bytes of the gradient that comes back.
-        working_bytes: bytes that are alive only while the block runs. Of the blocks of a stage the largest number
-            counts.
+        message_bytes: bytes sent to the next block; the gradient that comes back has the same number of bytes.
+        working_bytes: bytes that are alive only while the block runs; a stage needs the largest number of its blocks.
 
     Raises:
         UserError: a price is negative or not finite.
@@ -46,20 +45,23 @@ class Price:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            price = getattr(self, field.name)
-            if not (math.isfinite(price) and price >= 0):
-                raise UserError(f"price of a block: {field.name} is {price}, expected a finite number >= 0")
+            cost = getattr(self, field.name)
+            if not (math.isfinite(cost) and cost >= 0):
+                raise UserError(f"price of a block: {field.name} is {cost}, expected a finite number >= 0")
 
     def times(self, factor: float) -> "Price":
-        """Return the price of the block on a device that takes `factor` times the seconds."""
-        seconds = ("forward", "input_gradient", "weight_gradient")
-        return dataclasses.replace(self, **{name: getattr(self, name) * factor for name in seconds})
+        """Return the price of the block on a device that takes `factor` times as many seconds."""
+        seconds_fields = ("forward", "input_gradient", "weight_gradient")
+        return dataclasses.replace(self, **{name: getattr(self, name) * factor for name in seconds_fields})
 
     def share(self, parts: float) -> "Price":
-        """Return the price for a smaller microbatch: work and stash divided by `parts`, weights unchanged."""
+        """Return the price for a microbatch that is smaller by a factor `parts`.
+
+        All costs are divided by `parts`, except the bytes of weights.
+        """
         weight_fields = ("weight_bytes", "version_bytes")
-        names = (field.name for field in dataclasses.fields(self) if field.name not in weight_fields)
-        return dataclasses.replace(self, **{name: getattr(self, name) / parts for name in names})
+        scaled_fields = (field.name for field in dataclasses.fields(self) if field.name not in weight_fields)
+        return dataclasses.replace(self, **{name: getattr(self, name) / parts for name in scaled_fields})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +70,10 @@ class ModelPrices:
 
     Args:
         blocks: prices of the blocks, in order.
-        first: price of the first stage's work before its blocks (the embedding).
-        last: price of the last stage's work behind them (head and loss, with chunked logits as working bytes).
-        shared_bytes: bytes on every device that all stages read (gathered embedding and head, their gradients).
+        first: price of the work before the first block (the embedding).
+        last: price of the work after the last block (head and loss, with chunked logits as working bytes).
+        shared_bytes: bytes on every device for weights that all stages read (gathered embedding and head, and their
+            gradients).
     """
 
     blocks: tuple[Price, ...]
@@ -79,9 +82,9 @@ class ModelPrices:
     shared_bytes: float = 0
 
     def share(self, parts: float) -> "ModelPrices":
-        """Return the prices for one of `parts` microbatches, if these prices are for a whole batch.
+        """Return the prices for one of `parts` microbatches, if these prices are for the whole batch.
 
-        Seconds are taken as proportional to the size of the microbatch.
+        The seconds are assumed to be proportional to the size of the microbatch.
         """
         first, last = (price and price.share(parts) for price in (self.first, self.last))
         return ModelPrices(tuple(block.share(parts) for block in self.blocks), first, last, self.shared_bytes)
@@ -89,13 +92,13 @@ class ModelPrices:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineDevice:
-    """A device on the pipe axis, and its link to the next device; the last one's link leads to the first.
+    """A device on the pipe axis, and its link to the next device; the link of the last device leads to the first.
 
     Args:
-        memory_bytes: bytes available to this program; `None`: no bound.
-        kind: name of its kind, which selects the price list if devices are unlike.
-        link: bytes/s to and from the next device.
-        latency: seconds of a message on that link, however small.
+        memory_bytes: bytes of memory that this program may use; `None`: no limit.
+        kind: name of the device's kind, which selects the price list if there are several kinds.
+        link: rate of the link to the next device in each direction, bytes/s.
+        latency: seconds that the smallest message on that link takes.
 
     Raises:
         UserError: the bytes of memory or the bytes/s of the link are not above 0, or the latency is negative.

@@ -1,19 +1,18 @@
-"""Search: an order of passes that is faster than any named schedule, for given costs and memory.
+"""The search for an order of passes that is faster than any named schedule, for given costs and memory.
 
-The search starts from the named schedules within the memory and from 48 list schedules, in which each rank runs the
+The search starts from the named schedules that fit the memory and from 48 list schedules, in which each rank runs the
 ready pass of highest priority in a random list. All are timed on the neighbour machine. Then the search changes orders
-at random, in batches: it moves a pass, splits a backward, or joins the halves of one. It accepts the best of a batch if
-that is faster or, less and less often, if it is a little slower (simulated annealing). The search is seeded, so equal
-arguments give equal results. The result is never slower than the best named schedule. For very small pipelines
-(`exhaustive.are_few`) all orders are timed.
+at random, in batches: it moves a pass, splits a backward, or joins the halves of a backward. It accepts the best order
+of a batch if that is faster or, with a probability that falls, if it is a little slower (simulated annealing). The
+search is seeded, so equal arguments give equal results. The result is never slower than the best named schedule. For
+very small pipelines (`exhaustive.are_few`) all orders are timed.
 
 All microbatches take equally long, so every rank runs the passes of one kind and stage in the order of microbatches: no
 other order is faster. A lower bound on the seconds follows from three facts. A rank cannot start before its first input
-arrives. Before its first gradient it runs at most as many forwards as it may hold, so memory buys time. It ends with
-its own passes, or with the gradients of the ranks before it. The largest of these times over the ranks bounds every
-order.
+arrives. Before its first gradient it can only run as many forwards as its memory holds, and then it idles. After its
+last pass, the earlier ranks still have gradients to compute. `lower_bound` has the formulas.
 
-Left out: Chimera's two routes (a named schedule, but not changed), asynchronous schedules, idling on purpose.
+Left out: changes of Chimera, which has two routes, asynchronous schedules, and idle time on purpose.
 
 References:
     Qi et al. 2024, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), section 3: an automatic schedule by heuristic
@@ -37,26 +36,26 @@ from jaxscale.pipeline.clock.simulate import simulate
 from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.schedules.searched import NAME
 
-_BATCH = 48  # changed orders that are timed at once
-_LISTS = 48  # random lists of priorities to start from
-_CLOSE = 1e-9  # relative distance at which seconds count as equal to the bound
-_HEAT = 0.01  # share of the seconds that a change may cost at first
+_BATCH_SIZE = 48  # number of changed orders that are timed at once
+_LIST_SCHEDULES = 48  # number of list schedules from which the search starts
+_TOLERANCE = 1e-9  # relative difference up to which seconds count as equal to the lower bound
+_START_HEAT = 0.01  # mean slowdown that the search accepts at first, as a share of the seconds
 
 _F, _B, _I, _W = range(4)  # as in KINDS
 Word = list[int]
-"""The passes of a rank in order. Each is a letter, kind * stages + stage. Its microbatch is the number of equal letters
-before it."""
+"""The passes of a rank in order. Each pass is a letter, the integer kind * stages + stage. Its microbatch is the number
+of equal letters before it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Searched:
+class SearchResult:
     """The result of a search.
 
     Args:
         schedule: the fastest schedule.
         seconds: seconds of that schedule on the neighbour machine.
-        bound: a lower bound on the seconds of every schedule of these stages within the memory.
-        named: name of the fastest named schedule within the memory.
+        bound: a lower bound on the seconds of every schedule of these stages that fits the memory.
+        named: name of the fastest named schedule that fits the memory.
         named_seconds: seconds of that named schedule.
     """
 
@@ -68,7 +67,7 @@ class Searched:
 
     @property
     def gain(self) -> float:
-        """Share of the named schedule's seconds that the search saved."""
+        """Share of the named schedule's seconds that the search saves."""
         return 1 - self.seconds / self.named_seconds
 
     @property
@@ -92,17 +91,17 @@ def search(
     copies: int = 2,
     changes: int = 4000,
     seed: int = 0,
-) -> Searched:
-    """Search for the fastest schedule within a memory.
+) -> SearchResult:
+    """Search for the fastest schedule that fits a memory.
 
     Args:
-        costs: costs of the stages, with one stage per rank; or costs by the number of stages per rank,
-            `{1: ..., 2: ...}`, to try schedules of each number.
+        costs: costs of the stages, with one stage per rank; or a dict of costs by the number of stages per rank, such
+            as `{1: ..., 2: ...}`, to try schedules with each of these numbers.
         ranks: p, number of ranks.
         microbatches: m, number of microbatches.
         activations: the most activations that a rank may hold, each of one microbatch and one rank's share of the
             model; `None`: p.
-        copies: the most copies of each stage's weights; 2 admits Chimera among the named schedules.
+        copies: the most copies of each stage's weights; with 2, Chimera is one of the named schedules.
         changes: number of changed orders to try for each route.
         seed: seed of the random changes.
 
@@ -121,61 +120,72 @@ def search(
             raise UserError(
                 f"got costs of {stage_costs.stages} stages, expected {chunks * ranks}: {chunks} for each rank"
             )
-    activations = float(ranks) if activations is None else float(activations)
-    floor = min(
-        bound(stage_costs, ranks, microbatches, activations, one_route=chunks == 1 and copies == 1)
+    max_activations = float(ranks) if activations is None else float(activations)
+    bound_seconds = min(
+        lower_bound(stage_costs, ranks, microbatches, max_activations, one_route=chunks == 1 and copies == 1)
         for chunks, stage_costs in costs_by_chunks.items()
     )
-    named_schedules = []
-    for pair in _named_schedules(costs_by_chunks, ranks, microbatches, activations, copies):
-        named_schedules.append(pair)
-        if pair[0] <= floor * (1 + _CLOSE):  # no schedule is faster
+    timed_schedules = []  # pairs (seconds, named schedule)
+    for seconds, schedule in _named_schedules(costs_by_chunks, ranks, microbatches, max_activations, copies):
+        timed_schedules.append((seconds, schedule))
+        if seconds <= bound_seconds * (1 + _TOLERANCE):  # no schedule is faster
             break
-    if not named_schedules:
-        raise UserError(f"search: no named schedule holds at most {activations:g} activations; 1f1b holds {ranks}")
-    named_schedules.sort(key=lambda pair: pair[0])
-    named_seconds, named_schedule = named_schedules[0]
-    best_seconds, schedule = named_seconds, named_schedule
-    for routes in dict.fromkeys(named_schedule.routes for _, named_schedule in named_schedules):
-        if len(routes) > 1 or best_seconds <= floor * (1 + _CLOSE):
+    if not timed_schedules:
+        raise UserError(f"search: no named schedule holds at most {max_activations:g} activations; 1f1b holds {ranks}")
+    timed_schedules.sort(key=lambda pair: pair[0])
+    named_seconds, named_schedule = timed_schedules[0]
+    best_seconds, best_schedule = named_seconds, named_schedule
+    for routes in dict.fromkeys(schedule.routes for _, schedule in timed_schedules):
+        if len(routes) > 1 or best_seconds <= bound_seconds * (1 + _TOLERANCE):
             continue
         stage_costs = costs_by_chunks[len(routes[0]) // ranks]
-        starts = [named_schedule.orders for _, named_schedule in named_schedules if named_schedule.routes == routes][:3]
-        route_search = _RouteSearch(stage_costs, routes[0], ranks, microbatches, activations, seed)
-        seconds, orders = route_search.run(starts, changes, floor)
+        start_orders = [schedule.orders for _, schedule in timed_schedules if schedule.routes == routes][:3]
+        route_search = _RouteSearch(stage_costs, routes[0], ranks, microbatches, max_activations, seed)
+        seconds, orders = route_search.run(start_orders, changes, bound_seconds)
         if seconds < best_seconds * (1 - 1e-12):
-            schedule = Schedule(NAME, orders, len(routes[0]), microbatches, routes, (0,) * microbatches)
-            best_seconds = simulate(schedule, stage_costs).seconds
-    return Searched(schedule, best_seconds, min(floor, best_seconds), named_schedule.name, named_seconds)
+            best_schedule = Schedule(NAME, orders, len(routes[0]), microbatches, routes, (0,) * microbatches)
+            best_seconds = simulate(best_schedule, stage_costs).seconds
+    return SearchResult(
+        schedule=best_schedule,
+        seconds=best_seconds,
+        bound=min(bound_seconds, best_seconds),
+        named=named_schedule.name,
+        named_seconds=named_seconds,
+    )
 
 
 def _named_schedules(
-    costs: Mapping[int, Costs], ranks: int, microbatches: int, activations: float, copies: int
+    costs_by_chunks: Mapping[int, Costs], ranks: int, microbatches: int, max_activations: float, copies: int
 ) -> Iterator[tuple[float, Schedule]]:
-    """Yield (seconds, schedule) of the named synchronous schedules within the memory."""
-    from jaxscale.pipeline.schedules import METHODS  # one of them is the search itself
+    """Yield (seconds, schedule) for every named synchronous schedule that fits the memory.
 
-    # zb-h1 first, which is the likeliest to meet the bound
+    The parameters are those of `search`.
+    """
+    from jaxscale.pipeline.schedules import METHODS  # imported here, because one of the methods imports this module
+
+    # zb-h1 first, because it is the likeliest to be as fast as the lower bound
     for method in sorted(METHODS.values(), key=lambda method: method.name != "zb-h1"):
         if method.steps or method.name == NAME:
             continue
-        for chunks in {*costs} if method.interleaves else (method.chunks,):
+        for chunks in {*costs_by_chunks} if method.interleaves else (method.chunks,):
             try:
                 schedule = method.schedule(ranks, microbatches, chunks)
             except UserError:  # not defined for these numbers
                 continue
-            stage_costs = costs.get(schedule.stages // ranks)
+            stage_costs = costs_by_chunks.get(schedule.stages // ranks)
             if stage_costs is None or len(schedule.routes) > copies:
                 continue
-            if max(schedule.live) * ranks / schedule.stages <= activations + 1e-9:
+            if max(schedule.live) * ranks / schedule.stages <= max_activations + 1e-9:
                 yield simulate(schedule, stage_costs).seconds, schedule
 
 
-def bound(costs: Costs, ranks: int, microbatches: int, activations: float, *, one_route: bool = True) -> float:
+def lower_bound(
+    costs: Costs, ranks: int, microbatches: int, max_activations: float, *, one_route: bool = True
+) -> float:
     """Return a lower bound on the seconds of every schedule, whatever its order, on either machine.
 
-    For the stage s of a rank, with forwards F, input gradients I, weight gradients W and m microbatches, the
-    last two lines are lower bounds; the largest of them over all stages is the result:
+    F, I and W are the seconds of a stage's forward, input gradient and weight gradient, and m is the number of
+    microbatches. The result is the largest value of the last two lines over all stages s:
 
         start      = F of all stages before s
         round trip = F of s and of all stages after s + I of all stages after s
@@ -183,108 +193,131 @@ def bound(costs: Costs, ranks: int, microbatches: int, activations: float, *, on
         start + idle + m (F + I + W) of s
         start + idle + m (F + I) of s + I of all stages before s + W of stage 0
 
-    If a rank may have several stages, or a stage several ranks, the stages of a rank depend on the route. In that case
-    the bound is the larger of two times: the work of all stages in equal parts for the ranks, and the round trip of one
-    microbatch through all stages.
+    If a rank may have several stages, or a stage several ranks, the stages of a rank depend on the route. Then the
+    result is the larger of two times: the seconds of all passes divided by the number of ranks, and the seconds of one
+    microbatch forward and backward through all stages.
 
     Args:
         costs: costs of the stages.
         ranks: p, number of ranks.
         microbatches: m, number of microbatches.
-        activations: the most activations that a rank may hold, each of one rank's share of the model.
+        max_activations: the most activations that a rank may hold, each of one rank's share of the model.
         one_route: whether stage s is on rank s alone.
 
     Example:
-        >>> bound(Costs((1.0,) * 4, (1.0,) * 4, (1.0,) * 4), 4, 8, 4)
+        >>> lower_bound(Costs((1.0,) * 4, (1.0,) * 4, (1.0,) * 4), 4, 8, 4)
         27.0
     """
     f, m = costs.forward, microbatches
-    backward = [min(costs.input[s] + costs.weight[s], costs.seconds(Kind.B, s)) for s in range(costs.stages)]
-    inputs = [min(costs.input[s], backward[s]) for s in range(costs.stages)]
-    seconds = sum(f) + sum(inputs) + backward[0] - inputs[0]
+    # by stage, seconds of a whole backward and of an input gradient
+    b = [min(costs.input[s] + costs.weight[s], costs.seconds(Kind.B, s)) for s in range(costs.stages)]
+    i = [min(costs.input[s], b[s]) for s in range(costs.stages)]
+    bound_seconds = sum(f) + sum(i) + b[0] - i[0]
     if not one_route:
-        return max(seconds, m * (sum(f) + sum(backward)) / ranks)
+        return max(bound_seconds, m * (sum(f) + sum(b)) / ranks)
     for s in range(costs.stages):
-        round_trip = sum(f[s:]) + sum(inputs[s + 1 :])
-        earliest = sum(f[:s]) + max(0.0, round_trip - min(m, math.floor(activations + 1e-9)) * f[s])
-        seconds = max(seconds, earliest + m * (f[s] + backward[s]))
-        seconds = max(seconds, earliest + m * (f[s] + inputs[s]) + sum(inputs[:s]) + backward[0] - inputs[0])
-    return seconds
+        round_trip = sum(f[s:]) + sum(i[s + 1 :])
+        start_and_idle = sum(f[:s]) + max(0.0, round_trip - min(m, math.floor(max_activations + 1e-9)) * f[s])
+        bound_seconds = max(bound_seconds, start_and_idle + m * (f[s] + b[s]))
+        bound_seconds = max(bound_seconds, start_and_idle + m * (f[s] + i[s]) + sum(i[:s]) + b[0] - i[0])
+    return bound_seconds
 
 
 class _RouteSearch:
-    """A search among the schedules of one route."""
+    """A search among the schedules of one route.
+
+    Args:
+        costs: costs of the stages.
+        route: the rank of each stage.
+        ranks: p, number of ranks.
+        microbatches: m, number of microbatches.
+        max_activations: the most activations that a rank may hold, each of one rank's share of the model.
+        seed: seed of the random changes.
+    """
 
     def __init__(
-        self, costs: Costs, route: tuple[int, ...], ranks: int, microbatches: int, activations: float, seed: int
+        self, costs: Costs, route: tuple[int, ...], ranks: int, microbatches: int, max_activations: float, seed: int
     ) -> None:
-        self.costs, self.route, self.ranks, self.microbatches = costs, route, ranks, microbatches
-        self.limit = math.floor(activations * len(route) / ranks + 1e-9)
-        self.clock = BatchClock(costs, route, ranks, microbatches)
-        self.rng = random.Random(seed)
-        self.stages = [[s for s, stage_rank in enumerate(route) if stage_rank == rank] for rank in range(ranks)]
+        self._costs, self._route, self._ranks, self._microbatches = costs, route, ranks, microbatches
+        # the most activations of a rank, each of one stage
+        self._stage_limit = math.floor(max_activations * len(route) / ranks + 1e-9)
+        self._clock = BatchClock(costs, route, ranks, microbatches)
+        self._rng = random.Random(seed)
+        self._stages_of_ranks = [[s for s, stage_rank in enumerate(route) if stage_rank == r] for r in range(ranks)]
 
     def run(
-        self, starts: Sequence[Sequence[Sequence[Action]]], changes: int, floor: float
+        self, start_orders: Sequence[Sequence[Sequence[Action]]], changes: int, bound_seconds: float
     ) -> tuple[float, tuple[tuple[Action, ...], ...]]:
         """Return the seconds and the orders of the fastest schedule.
 
         Args:
-            starts: the named schedules that the search starts from, each as the actions of each rank.
+            start_orders: for each named schedule from which the search starts, the actions of each rank.
             changes: number of changed orders to try.
-            floor: a lower bound on the seconds, at which the search stops.
+            bound_seconds: a lower bound on the seconds, at which the search stops.
         """
-        has_one_stage_each = self.route == tuple(range(self.ranks))
-        if has_one_stage_each and are_few(self.ranks, self.microbatches, self.limit):
-            return fastest(self.costs, self.microbatches, self.limit)
-        word_lists = [[self._word(order) for order in orders] for orders in starts]
-        word_lists += [random_words for _ in range(_LISTS) if (random_words := self._list_schedule()) is not None]
-        numbers = np.stack([np.stack([self._row(self._passes(word)) for word in words]) for words in word_lists])
-        seconds = self.clock.seconds(numbers)
+        has_one_stage_each = self._route == tuple(range(self._ranks))
+        if has_one_stage_each and are_few(self._ranks, self._microbatches, self._stage_limit):
+            return fastest(self._costs, self._microbatches, self._stage_limit)
+        # for each start, the word of each rank
+        start_words = [[self._word(order) for order in orders] for orders in start_orders]
+        list_schedules = (self._list_schedule() for _ in range(_LIST_SCHEDULES))
+        start_words += [words for words in list_schedules if words is not None]
+        # int[start, rank, max_passes + 1]
+        start_rows = np.stack([np.stack([self._row(self._passes(word)) for word in words]) for words in start_words])
+        seconds = self._clock.seconds(start_rows)
         ranking = np.argsort(seconds, kind="stable")
-        best_seconds, best_words = float(seconds[ranking[0]]), word_lists[ranking[0]]
+        best_seconds, best_words = float(seconds[ranking[0]]), start_words[ranking[0]]
         # half of the changes from the best start, a quarter from each of the next two
-        for i, quarters in zip(ranking[:3], (2, 1, 1), strict=False):
-            if best_seconds <= floor * (1 + _CLOSE):
+        for start, quarters in zip(ranking[:3], (2, 1, 1), strict=False):
+            if best_seconds <= bound_seconds * (1 + _TOLERANCE):
                 break
-            lowest_seconds, words = self._anneal(float(seconds[i]), word_lists[i], numbers[i], changes * quarters // 4)
-            if lowest_seconds < best_seconds:
-                best_seconds, best_words = lowest_seconds, words
+            annealed_seconds, annealed_words = self._anneal(
+                float(seconds[start]), start_words[start], start_rows[start], changes * quarters // 4
+            )
+            if annealed_seconds < best_seconds:
+                best_seconds, best_words = annealed_seconds, annealed_words
         return best_seconds, tuple(tuple(map(self._action, self._passes(word) or ())) for word in best_words)
 
-    def _anneal(self, current: float, words: list[Word], numbers: np.ndarray, changes: int) -> tuple[float, list[Word]]:
-        """Change orders at random, and return the seconds and the words of the best orders.
+    def _anneal(
+        self, start_seconds: float, start_words: list[Word], start_rows: np.ndarray, changes: int
+    ) -> tuple[float, list[Word]]:
+        """Change orders at random, and return the seconds and the words of the fastest orders.
 
-        `current` is the seconds of the orders that `words` and `numbers`, their rows of `BatchClock`, describe.
+        Args:
+            start_seconds: seconds of the orders to start from.
+            start_words: their words, by rank.
+            start_rows: their rows of `BatchClock`, int[rank, max_passes + 1].
+            changes: number of changed orders to try.
         """
-        best_seconds, best_words = current, words
-        rounds = max(1, changes // _BATCH)
-        for round_number in range(rounds):
-            heat = _HEAT * best_seconds * (1 - round_number / rounds) ** 2
-            # (rank, changed word) of each proposal, and the numbers of its orders
-            proposals, proposed_numbers = [], np.repeat(numbers[None], _BATCH, 0)
-            for index in range(_BATCH):
-                rank = self.rng.randrange(self.ranks)
+        current_seconds, words, rows = start_seconds, start_words, start_rows
+        best_seconds, best_words = start_seconds, start_words
+        round_count = max(1, changes // _BATCH_SIZE)
+        for round_index in range(round_count):
+            heat = _START_HEAT * best_seconds * (1 - round_index / round_count) ** 2
+            # (rank, changed word) of each proposal, and the rows of its orders
+            proposals, proposed_rows = [], np.repeat(rows[None], _BATCH_SIZE, 0)
+            for index in range(_BATCH_SIZE):
+                rank = self._rng.randrange(self._ranks)
                 word, passes = self._neighbour(words[rank])
                 proposals.append((rank, word))
-                proposed_numbers[index, rank] = self._row(passes)
-            seconds = self.clock.seconds(proposed_numbers)
+                proposed_rows[index, rank] = self._row(passes)
+            seconds = self._clock.seconds(proposed_rows)
             # the fastest proposal, ties broken at random
-            tie_breaks = [self.rng.random() * 1e-9 * best_seconds for _ in range(_BATCH)]
+            tie_breaks = [self._rng.random() * 1e-9 * best_seconds for _ in range(_BATCH_SIZE)]
             fastest_index = int((seconds + np.array(tie_breaks)).argmin())
-            if seconds[fastest_index] <= current - heat * math.log(1 - self.rng.random()):
+            if seconds[fastest_index] <= current_seconds - heat * math.log(1 - self._rng.random()):
                 rank, word = proposals[fastest_index]
                 words = [*words[:rank], word, *words[rank + 1 :]]
-                numbers, current = proposed_numbers[fastest_index], float(seconds[fastest_index])
-                if current < best_seconds:
-                    best_seconds, best_words = current, words
+                rows, current_seconds = proposed_rows[fastest_index], float(seconds[fastest_index])
+                if current_seconds < best_seconds:
+                    best_seconds, best_words = current_seconds, words
         return best_seconds, best_words
 
     def _neighbour(self, word: Word) -> tuple[Word, list[int] | None]:
-        """Return a valid word that differs a little from `word`, and its pass numbers as `_passes` gives them."""
+        """Return a valid word that differs a little from `word`, and its pass numbers, which `_passes` computes."""
         for _ in range(50):
             neighbour = list(word)
-            for _ in range(self.rng.choice((1, 1, 2))):
+            for _ in range(self._rng.choice((1, 1, 2))):
                 self._mutate(neighbour)
             if neighbour != word and (passes := self._passes(neighbour)) is not None:
                 return neighbour, passes
@@ -292,120 +325,123 @@ class _RouteSearch:
 
     def _mutate(self, word: Word) -> None:
         """Change a word in place: split a backward, join its halves, or move a pass."""
-        rng, index = self.rng, int(self.rng.random() * len(word))
-        kind, stage = divmod(word[index], self.clock.stages)
-        weight_letter = _W * self.clock.stages + stage
+        rng, index = self._rng, int(self._rng.random() * len(word))
+        kind, stage = divmod(word[index], self._clock.stages)
+        weight_letter = _W * self._clock.stages + stage
         if kind == _B and rng.random() < 0.5:  # split
-            word[index] = _I * self.clock.stages + stage
+            word[index] = _I * self._clock.stages + stage
             word.insert(min(len(word), index + 1 + rng.randrange(4)), weight_letter)
         elif kind == _I and rng.random() < 0.3:  # join with the next weight gradient
             if weight_letter in word[index:]:
                 del word[word.index(weight_letter, index)]
-                word[index] = _B * self.clock.stages + stage
+                word[index] = _B * self._clock.stages + stage
         else:
             letter = word.pop(index)
-            distance = len(word) if rng.random() < 0.1 else 6
-            word.insert(max(0, min(len(word), index + rng.randint(-distance, distance))), letter)
+            max_shift = len(word) if rng.random() < 0.1 else 6
+            word.insert(max(0, min(len(word), index + rng.randint(-max_shift, max_shift))), letter)
 
     def _word(self, order: Sequence[Action]) -> Word:
-        """Return the letters of an order."""
-        return [KINDS.index(action.kind) * self.clock.stages + action.stage for action in order]
+        """Return the word of an order."""
+        return [KINDS.index(action.kind) * self._clock.stages + action.stage for action in order]
 
     def _passes(self, word: Word) -> list[int] | None:
-        """Return the pass numbers of `BatchClock`: microbatches of each kind and stage in order, W in the order of I.
+        """Return the pass numbers (`BatchClock`) of a word, or `None` if the word is invalid.
 
-        Return `None` for an invalid word: a gradient before its forward, W before its I, or too many activations.
+        A word is invalid if a gradient comes before its forward, a W before its I, or if there are too many
+        activations.
         """
-        stages, waiting = self.clock.stages, 0
-        forwards, gradients = [0] * stages, [0] * stages
+        stages, activation_count = self._clock.stages, 0
+        # by stage: the number of forwards and of input gradients so far, and the microbatches between I and W
+        forward_counts, gradient_counts = [0] * stages, [0] * stages
         pending: list[collections.deque[int]] = [collections.deque() for _ in range(stages)]
-        numbers = []
+        pass_numbers = []
         for letter in word:
             kind, stage = divmod(letter, stages)
             if kind == _F:
-                microbatch = forwards[stage]
-                forwards[stage] += 1
-                waiting += 1
-                if waiting > self.limit:
+                microbatch = forward_counts[stage]
+                forward_counts[stage] += 1
+                activation_count += 1
+                if activation_count > self._stage_limit:
                     return None
             elif kind == _W:
                 if not pending[stage]:
                     return None
                 microbatch = pending[stage].popleft()
-                waiting -= 1
+                activation_count -= 1
             else:
-                microbatch = gradients[stage]
-                gradients[stage] += 1
-                if gradients[stage] > forwards[stage]:
+                microbatch = gradient_counts[stage]
+                gradient_counts[stage] += 1
+                if gradient_counts[stage] > forward_counts[stage]:
                     return None
                 if kind == _I:
                     pending[stage].append(microbatch)
                 else:
-                    waiting -= 1
-            numbers.append(letter * self.microbatches + microbatch)
-        return numbers
+                    activation_count -= 1
+            pass_numbers.append(letter * self._microbatches + microbatch)
+        return pass_numbers
 
-    def _action(self, number: int) -> Action:
-        """Return the action of a pass number of `BatchClock`."""
-        letter, microbatch = divmod(number, self.microbatches)
-        kind, stage = divmod(letter, self.clock.stages)
+    def _action(self, pass_number: int) -> Action:
+        """Return the action that a pass number (`BatchClock`) stands for."""
+        letter, microbatch = divmod(pass_number, self._microbatches)
+        kind, stage = divmod(letter, self._clock.stages)
         return Action(KINDS[kind], stage, microbatch)
 
     def _row(self, passes: list[int] | None) -> np.ndarray:
-        """Return int[length + 1]: the pass numbers of a valid word as a row of `BatchClock`."""
+        """Return int[max_passes + 1]: the pass numbers of a valid word, padded to a row for `BatchClock`."""
         assert passes is not None
-        return np.array(passes + [self.clock.end] * (self.clock.length + 1 - len(passes)))
+        return np.array(passes + [self._clock.end] * (self._clock.max_passes + 1 - len(passes)))
 
     def _list_schedule(self) -> list[Word] | None:
-        """Return the words of all ranks by a random list of priorities; `None` if ranks get stuck at the limit."""
-        rng, stages, m = self.rng, self.clock.stages, self.microbatches
-        priorities = [rng.random() + rng.random(), 0.0, rng.random() + rng.random(), rng.random()]
-        depth_weight = rng.choice((0.0, 1.0, -1.0))  # whether later stages of a rank go before earlier ones
-        length_weight = rng.random() * rng.choice((0, 1))  # how much a pass longer than its tick so far is put off
+        """Return the words of a list schedule with random priorities, by rank; `None` if its ranks get stuck."""
+        rng, stages, m = self._rng, self._clock.stages, self._microbatches
+        priorities = [rng.random() + rng.random(), 0.0, rng.random() + rng.random(), rng.random()]  # by kind
+        depth_weight = rng.choice((0.0, 1.0, -1.0))  # above 0 it favors later stages of a rank, below 0 earlier ones
+        length_weight = rng.random() * rng.choice((0, 1))  # penalty for a pass longer than its tick is so far
         gradient_kind = _B if rng.random() < 0.3 else _I
         priorities[gradient_kind] = priorities[_I]
         # for each rank, the most forwards by which a stage may be ahead of its gradients
-        warmups = [self.limit if rng.random() < 0.3 else max(1, self.limit - rank) for rank in range(self.ranks)]
-        seconds = [[self.costs.seconds(kind, stage) for stage in range(stages)] for kind in KINDS]
-        unit_seconds = max(self.costs.forward) or 1.0
-        # passes that have run, by kind and stage
+        limit = self._stage_limit
+        warmups = [limit if rng.random() < 0.3 else max(1, limit - rank) for rank in range(self._ranks)]
+        seconds = [[self._costs.seconds(kind, stage) for stage in range(stages)] for kind in KINDS]
+        unit_seconds = max(self._costs.forward) or 1.0
+        # by kind and stage, the number of passes that have run
         run_counts = [[0] * stages for _ in KINDS]
-        waiting = [0] * self.ranks  # activations that wait for B or W, by rank
-        words: list[Word] = [[] for _ in range(self.ranks)]
-        remaining_passes = stages * m * (2 if gradient_kind == _B else 3)
-        while remaining_passes:
-            passes: list[tuple[int, int, int]] = []  # (rank, kind, stage) of the passes in this tick
+        activation_counts = [0] * self._ranks  # by rank, the number of activations that wait for B or W
+        words: list[Word] = [[] for _ in range(self._ranks)]
+        remaining_count = stages * m * (2 if gradient_kind == _B else 3)
+        while remaining_count:
+            tick_passes: list[tuple[int, int, int]] = []  # (rank, kind, stage) of the passes in this tick
             tick_seconds = 0.0
-            for rank, rank_stages in enumerate(self.stages):
-                ready = []  # (kind, stage) of the passes whose inputs have arrived
-                warmup = warmups[rank] if len(rank_stages) == 1 else self.limit
+            for rank, rank_stages in enumerate(self._stages_of_ranks):
+                ready_passes = []  # (kind, stage) of the passes that can run
+                warmup = warmups[rank] if len(rank_stages) == 1 else limit
                 for stage in rank_stages:
                     f, g, w = run_counts[_F][stage], run_counts[gradient_kind][stage], run_counts[_W][stage]
-                    arrived_inputs = run_counts[_F][stage - 1] if stage else m
-                    arrived_gradients = run_counts[gradient_kind][stage + 1] if stage + 1 < stages else m
-                    if f < arrived_inputs and waiting[rank] < self.limit and f - g < warmup:
-                        ready.append((_F, stage))
-                    if g < min(f, arrived_gradients):
-                        ready.append((gradient_kind, stage))
+                    input_count = run_counts[_F][stage - 1] if stage else m
+                    gradient_count = run_counts[gradient_kind][stage + 1] if stage + 1 < stages else m
+                    if f < input_count and activation_counts[rank] < limit and f - g < warmup:
+                        ready_passes.append((_F, stage))
+                    if g < min(f, gradient_count):
+                        ready_passes.append((gradient_kind, stage))
                     if gradient_kind == _I and w < g:
-                        ready.append((_W, stage))
-                if not ready:
+                        ready_passes.append((_W, stage))
+                if not ready_passes:
                     continue
                 scores = [
                     priorities[kind]
-                    + (kind == _W and waiting[rank] >= self.limit) * 0.5
+                    + (kind == _W and activation_counts[rank] >= limit) * 0.5
                     + depth_weight * stage / stages
                     - length_weight * max(0.0, seconds[kind][stage] - tick_seconds) / unit_seconds
-                    for kind, stage in ready
+                    for kind, stage in ready_passes
                 ]
-                kind, stage = ready[scores.index(max(scores))]
+                kind, stage = ready_passes[scores.index(max(scores))]
                 tick_seconds = max(tick_seconds, seconds[kind][stage])
-                passes.append((rank, kind, stage))
-            if not passes:
+                tick_passes.append((rank, kind, stage))
+            if not tick_passes:
                 return None
-            for rank, kind, stage in passes:
+            for rank, kind, stage in tick_passes:
                 run_counts[kind][stage] += 1
-                waiting[rank] += (1, -1, 0, -1)[kind]
+                activation_counts[rank] += (1, -1, 0, -1)[kind]
                 words[rank].append(kind * stages + stage)
-            remaining_passes -= len(passes)
+            remaining_count -= len(tick_passes)
         return words

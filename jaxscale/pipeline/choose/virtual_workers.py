@@ -1,6 +1,6 @@
-"""Virtual workers: pipelines of unlike devices that run side by side, as one list of places for a partition.
+"""Virtual workers: pipelines of unlike devices that run side by side, as one list of devices for a partition.
 
-A place is a position on the pipe axis, which one device of each pipeline takes.
+Each position on the pipe axis has one device of every pipeline. For a partition, one device stands for all of them.
 
 References:
     Park et al. 2020, "HetPipe" (arXiv:2005.14038), its equal distribution of devices.
@@ -15,26 +15,26 @@ from jaxscale.pipeline.choose.price import PipelineDevice
 def virtual_workers(
     devices: Sequence[PipelineDevice], slowness: Mapping[str, float], workers: int
 ) -> tuple[PipelineDevice, ...]:
-    """Return the places of pipelines of unlike devices that run side by side in one program (HetPipe).
+    """Return the device that stands for each position of pipelines that run side by side in one program (HetPipe).
 
-    Devices are sorted by speed, and each group of `workers` devices gives one to every worker (HetPipe's equal
-    distribution), so all workers are alike, place by place. A place has the slowest kind, the least memory and the
-    slowest link of its devices.
+    Devices are sorted by speed and divided into groups of `workers` devices, one group for each position. Every
+    pipeline gets one device of each group (HetPipe's equal distribution), so all pipelines are alike. The device that
+    stands for a position has the slowest kind, the least memory and the slowest link of its group.
 
     Args:
-        devices: all devices, `workers` of them for each place.
+        devices: all devices, `workers` for each position.
         slowness: seconds of each kind of device relative to the fastest kind.
         workers: number of pipelines.
 
     Returns:
-        The device that stands for each place, the fastest kind first.
+        The device that stands for each position, the fastest kind first.
 
     Raises:
         UserError: `workers` does not divide the number of devices, or a kind has no slowness.
 
     Example:
         >>> four = [PipelineDevice(kind=kind) for kind in "abba"]
-        >>> [place.kind for place in virtual_workers(four, {"a": 1.0, "b": 2.5}, 2)]
+        >>> [device.kind for device in virtual_workers(four, {"a": 1.0, "b": 2.5}, 2)]
         ['a', 'b']
     """
     if workers < 1 or len(devices) % workers:
@@ -43,10 +43,10 @@ def virtual_workers(
         if device.kind not in slowness:
             raise unknown("kind of device", device.kind, slowness)
     sorted_devices = sorted(devices, key=lambda device: slowness[device.kind])
-    places = []
+    position_devices = []
     for start in range(0, len(sorted_devices), workers):
         group = sorted_devices[start : start + workers]
         memory_bytes = min((device.memory_bytes for device in group if device.memory_bytes is not None), default=None)
         link, latency = min(device.link for device in group), max(device.latency for device in group)
-        places.append(PipelineDevice(memory_bytes, group[-1].kind, link, latency))
-    return tuple(places)
+        position_devices.append(PipelineDevice(memory_bytes, group[-1].kind, link, latency))
+    return tuple(position_devices)

@@ -1,1 +1,1 @@
-"""Time and memory of a schedule: simulated under given costs, and measured."""
+"""The time and memory of a schedule, from a simulation with given costs or from a measurement."""

@@ -1,10 +1,12 @@
-"""Clock: the ticks of a schedule, ready to be timed on the neighbour machine under many costs at once.
+"""Clock: the seconds of a schedule on the neighbour machine, for many costs at once.
 
 On the neighbour machine (`simulate.py`) a rank waits, after a tick with any message, for the messages of both its
-neighbours on the ring. The ticks of a schedule do not depend on the seconds of its passes, so its table is made once
-and timed for a whole batch of costs: a partition tries thousands. The time is a maximum of sums along paths through the
-table; `path` returns the longest path, as the number of times that it meets each pass and each link: a linear function
-of the costs that is never above the true seconds, and equals them for the costs of that path.
+neighbours on the ring. The ticks of a schedule do not depend on the seconds of its passes. So its table is made once
+and then timed for a whole batch of costs; the search for a partition tries thousands of them.
+
+The time is a maximum over paths through the table of the seconds along a path. The method `path` counts how often the
+longest path contains each pass and each link. These counts are the coefficients of a linear function of the costs,
+which is never above the true seconds and equals them for the costs that the path is made for.
 """
 
 import collections
@@ -18,24 +20,28 @@ from jaxscale.pipeline.orders import Schedule
 
 
 class LongestPath(NamedTuple):
-    """The longest path: the passes and messages that decide when a schedule ends.
+    """The longest path: the passes and messages that determine when a schedule ends.
 
     Args:
         seconds: seconds from the first start to the last end.
-        passes: float[passes], how often each of `Clock.passes` is on the path.
-        links: float[ranks], how often each link is on the path.
+        pass_counts: float[passes], how often each of `Clock.passes` is on the path.
+        link_counts: float[ranks], how often each link is on the path.
     """
 
     seconds: float
-    passes: np.ndarray
-    links: np.ndarray
+    pass_counts: np.ndarray
+    link_counts: np.ndarray
 
 
 class Clock:
-    """The table of a schedule (`TickTable`, with its `passes` and `crossings`), ready to be timed.
+    """The table of a schedule (`TickTable`), to be timed under many costs.
 
     Args:
         schedule: the actions of each rank, in order.
+
+    Attributes:
+        passes: (kind, stage) of every pass that occurs, as in `TickTable`.
+        crossings: (stage, link) of each message to the next stage that crosses a link, as in `TickTable`.
 
     Raises:
         UserError: the schedule has a message between ranks that are not neighbours on the ring.
@@ -52,7 +58,7 @@ class Clock:
         self.schedule = schedule
         table = TickTable(schedule)
         self.passes, self.crossings = table.passes, table.crossings
-        self._table, self._sends = np.array(table.rows), table.sends
+        self._table, self._has_message = np.array(table.rows), table.has_message
         ranks = np.arange(schedule.ranks)  # the left and the right neighbour of each rank follow
         self._neighbours = np.roll(ranks, 1), np.roll(ranks, -1)
 
@@ -63,7 +69,7 @@ class Clock:
             pass_seconds: float[batch, passes], seconds of each of `self.passes`.
             link_seconds: float[batch, ranks], seconds of a message between ranks r and r + 1.
         """
-        # of all moments that `_run` yields, only the last is kept
+        # the deque keeps only the last times that `_run` yields
         return collections.deque(self._run(pass_seconds, link_seconds), maxlen=1)[0].max(0)
 
     def path(self, pass_seconds: np.ndarray, link_seconds: np.ndarray, blur: float = 0.0) -> LongestPath:
@@ -72,21 +78,21 @@ class Clock:
         Args:
             pass_seconds: float[passes], seconds of each of `self.passes`.
             link_seconds: float[ranks], seconds of a message between ranks r and r + 1.
-            blur: difference in seconds; 0: the longest path alone. Otherwise the result is a mean of the paths that
-                are shorter than the longest by about this much or less. The mean changes less from one set of costs
-                to the next, and it is never above the true seconds either.
+            blur: difference in seconds. With 0 the result is the longest path alone. Otherwise it is a mean of the
+                paths that are shorter than the longest by at most about this difference. The mean changes less if the
+                costs change, and its linear function is never above the true seconds either.
         """
-        times = np.stack([moment[:, 0] for moment in self._run(pass_seconds[None], link_seconds[None])])
+        times = np.stack([batch_times[:, 0] for batch_times in self._run(pass_seconds[None], link_seconds[None])])
         left, right = self._neighbours
-        # times[2 r + 1] is the end of row r, times[2 r + 2] the end of its exchange
+        # times[2 r + 1] are the ends of row r, times[2 r + 2] the ends of its exchange
         ends = times[1::2]
         arrivals = np.stack([ends, ends[:, left] + link_seconds[left], ends[:, right] + link_seconds])
         self_shares, left_shares, right_shares = _shares(arrivals, blur)
-        # from the last row to the first: the share of the paths that runs through each rank, and that crosses each link
+        # from the last row to the first: the share of the paths that goes through each rank, or crosses each link
         row_shares, link_shares = np.empty(ends.shape), np.zeros(self.schedule.ranks)
         rank_shares = _shares(times[-1][:, None], blur)[:, 0]
         for row in range(len(ends) - 1, -1, -1):
-            if self._sends[row]:
+            if self._has_message[row]:
                 across_left, across_right = (left_shares[row] * rank_shares)[right], right_shares[row] * rank_shares
                 link_shares += across_left + across_right
                 rank_shares = self_shares[row] * rank_shares + across_left + across_right[left]
@@ -95,25 +101,25 @@ class Clock:
         return LongestPath(float(times[-1].max()), pass_counts[:-1], link_shares)
 
     def _run(self, pass_seconds: np.ndarray, link_seconds: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield float[rank, batch], times of the ranks: at the start, after each row, after each row's exchange."""
-        seconds_by_pass = np.concatenate([pass_seconds.T, np.zeros((1, len(pass_seconds)))])
+        """Yield float[rank, batch], the times of the ranks: at the start, after each row, after each row's exchange."""
+        padded_seconds = np.concatenate([pass_seconds.T, np.zeros((1, len(pass_seconds)))])  # float[pass, batch]
         left, right = self._neighbours
-        link_seconds = np.ascontiguousarray(link_seconds.T)
-        left_seconds = link_seconds[left]
-        times = np.zeros(link_seconds.shape)
+        right_link_seconds = np.ascontiguousarray(link_seconds.T)  # float[rank, batch]
+        left_link_seconds = right_link_seconds[left]
+        times = np.zeros(right_link_seconds.shape)
         yield times
-        for row, sends in zip(self._table, self._sends, strict=True):
-            times = times + seconds_by_pass[row]
+        for row, has_message in zip(self._table, self._has_message, strict=True):
+            times = times + padded_seconds[row]
             yield times
-            if sends:
-                arrivals = times[left] + left_seconds
+            if has_message:
+                arrivals = times[left] + left_link_seconds
                 np.maximum(arrivals, times, out=arrivals)
-                times = np.maximum(arrivals, times[right] + link_seconds, out=arrivals)
+                times = np.maximum(arrivals, times[right] + right_link_seconds, out=arrivals)
             yield times
 
 
 def _shares(times: np.ndarray, blur: float) -> np.ndarray:
-    """Return weights like `times` that add up to 1 along the first dim: the later the time, the larger the weight."""
+    """Return weights of the shape of `times` that add up to 1 along the first dim; later times have larger weights."""
     if not blur:  # the latest time has all the weight
         return np.moveaxis(np.eye(len(times))[times.argmax(0)], -1, 0)
     weights = np.exp((times - times.max(0)) / blur)

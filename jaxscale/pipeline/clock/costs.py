@@ -1,6 +1,6 @@
-"""Costs: the seconds and bytes of a pipeline's passes, messages and stashes, by stage and by link.
+"""The costs of a pipeline: the seconds of passes and messages and the bytes of stashes, by stage and by link.
 
-Times are in seconds, or in any other unit: the simulator only adds and compares them.
+Times are called seconds, but may be in any unit, because the simulator only adds and compares them.
 """
 
 import dataclasses
@@ -9,22 +9,23 @@ import math
 from jaxscale.errors import UserError
 from jaxscale.pipeline.orders import Kind, Schedule
 
-_FIELDS = {Kind.F: "forward", Kind.I: "input", Kind.W: "weight", Kind.B: "backward", Kind.U: "update"}
+_FIELD_OF_KIND = {Kind.F: "forward", Kind.I: "input", Kind.W: "weight", Kind.B: "backward", Kind.U: "update"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """The seconds of messages and of each pass of one microbatch through each stage, and the bytes that passes keep.
+    """The seconds of each pass of one microbatch through each stage, the seconds of messages, and the bytes of stashes.
 
     Args:
-        forward: seconds of F, for each stage.
-        input: seconds of I, the input gradient, for each stage.
-        weight: seconds of W, the weight gradient, for each stage.
-        backward: seconds of B for each stage; empty: I + W.
-        update: seconds of U for each stage; empty: 0.
-        links: seconds of a message between ranks r and r + 1, either way; the last link closes the ring; empty: 0.
-        stash: bytes kept from F until B or W is done, for each stage; empty: 0.
-        pending: further bytes kept from I until W is done, for each stage; empty: 0.
+        forward: for each stage, seconds of F.
+        input: for each stage, seconds of I, the input gradient.
+        weight: for each stage, seconds of W, the weight gradient.
+        backward: for each stage, seconds of B; empty: I + W.
+        update: for each stage, seconds of U; empty: 0.
+        links: for each rank r, seconds of a message between ranks r and r + 1 in either direction; the last link closes
+            the ring; empty: 0.
+        stash: for each stage, bytes kept from F until B or W is done; empty: 0.
+        pending: for each stage, further bytes kept from I until W is done; empty: 0.
 
     Example:
         >>> costs = Costs((1.0, 2.0), (1.0, 2.0), (0.5, 1.0))
@@ -65,12 +66,10 @@ class Costs:
         stash: float = 0,
         pending: float = 0,
     ) -> "Costs":
-        """Make costs of ranks that all take equally long, from the costs of one rank's layers.
-
-        The costs of a rank are split evenly over its stages.
+        """Make the costs of equal ranks from the costs of one rank's layers, which are split evenly over its stages.
 
         Args:
-            schedule: schedule whose ranks and stages the costs are for.
+            schedule: the schedule for which the costs are made.
             forward: seconds of F of one rank's layers for one microbatch.
             input: seconds of I of one rank's layers.
             weight: seconds of W of one rank's layers.
@@ -86,17 +85,17 @@ class Costs:
             (3.0, 3.0)
         """
 
-        def shares(rank_cost: float) -> tuple[float, ...]:
-            """Return the costs of all stages, if a rank's cost is divided evenly among its stages."""
+        def stage_costs(rank_cost: float) -> tuple[float, ...]:
+            """Return the costs of all stages if a rank's cost is split evenly over its stages."""
             return (rank_cost * (schedule.ranks / schedule.stages),) * schedule.stages
 
         return cls(
-            *map(shares, (forward, input, weight)),
-            backward=() if backward is None else shares(backward),
-            update=shares(update),
+            *map(stage_costs, (forward, input, weight)),
+            backward=() if backward is None else stage_costs(backward),
+            update=stage_costs(update),
             links=(link,) * schedule.ranks,
-            stash=shares(stash),
-            pending=shares(pending),
+            stash=stage_costs(stash),
+            pending=stage_costs(pending),
         )
 
     @property
@@ -110,18 +109,18 @@ class Costs:
             return self.input[stage] + self.weight[stage]
         if kind is Kind.U and not self.update:
             return 0.0
-        return getattr(self, _FIELDS[kind])[stage]
+        return getattr(self, _FIELD_OF_KIND[kind])[stage]
 
     @property
     def whole(self) -> float:
-        """Seconds of one microbatch forward and backward through all stages, with B as I + W."""
+        """Seconds of one microbatch, forward and backward through all stages, with a backward as I + W."""
         return sum(self.forward) + sum(self.input) + sum(self.weight)
 
     def check(self, schedule: Schedule) -> None:
-        """Refuse costs whose number of stages or links is not the schedule's.
+        """Check that the costs have the schedule's numbers of stages and links.
 
         Raises:
-            UserError: a number differs; the message has both numbers.
+            UserError: a number differs; the message gives both numbers.
         """
         if self.stages != schedule.stages:
             raise UserError(f"got costs of {self.stages} stages for {schedule.name}, expected {schedule.stages} stages")

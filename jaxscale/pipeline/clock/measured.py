@@ -1,10 +1,10 @@
 """A synchronous schedule with the times of a real run: start and end of each action on its device, from a trace.
 
-A trace has operations, not actions. In the program, the branch of a kind of action has operations of its own and runs
-each of them once per action. A device runs its actions one after the other in the schedule's order. So the n-th run of
-such an operation belongs to the n-th action of that kind, and an action lasts from its first operation to its last.
-Left out: messages, which lie between actions, and schedules that never drain, whose steps hold parts of several
-batches.
+A trace has operations, not actions. In the program, each kind of action has a branch with operations that no other
+branch has and that run once per action. A device runs its actions one after the other in the schedule's order. So the
+n-th run of such an operation belongs to the n-th action of that kind, and an action lasts from the start of its first
+operation to the end of its last. Left out: messages, which are sent between actions, and schedules that never drain, in
+which a step contains actions of several batches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from jaxscale.pipeline.clock.simulate import Simulation, Span
 from jaxscale.pipeline.orders import Schedule
 
 MeasuredSpans = Mapping[str, Sequence[Span]]
-"""The spans of each operation on one device, in order and in seconds."""
+"""For each operation on one device, by name, the spans of its runs in order, in seconds."""
 
 
 def measured(
@@ -31,15 +31,16 @@ def measured(
 
     Args:
         schedule: a synchronous schedule.
-        operations: for each kind ("F", "B", "I", "W"), names of the operations that each of its actions runs once.
-        timelines: for each rank, the spans of its devices.
+        operations: for each kind ("F", "B", "I", "W"), names of the operations that run once in each of its actions.
+        timelines: for each rank, the spans of the operations on each of its devices.
         steps: number of steps in the trace.
 
     Returns:
-        A simulation with the measured spans, from a step's start; its costs are their means by kind and stage.
+        A simulation with the measured spans, in seconds from the start of a step. Its costs are the mean seconds of the
+        spans by kind and stage.
 
     Raises:
-        UserError: a rank has no device in the trace, or the trace has another number of actions than the schedule.
+        UserError: a rank has no device in the trace, or the number of actions in the trace is not the schedule's.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -52,15 +53,15 @@ def measured(
     for rank in range(schedule.ranks):
         if not timelines.get(rank):
             raise UserError(
-                f"the trace has no device of rank {rank} of {schedule.name}: it is of a run on other devices, or of "
-                "one process of several. Trace a run of one process"
+                f"the trace has no device of rank {rank} of {schedule.name}: the traced run had other devices or "
+                "several processes. Trace a run of one process on these devices"
             )
         spans_by_rank.append([_spans(schedule, rank, operations, timeline, steps) for timeline in timelines[rank]])
     step_starts = [min(spans[step][0][0] for devices in spans_by_rank for spans in devices) for step in range(steps)]
-    # float[device, step, action, end]; times of a step count from its start
-    times = [np.array(devices) - np.array(step_starts)[:, None, None] for devices in spans_by_rank]
-    rank_spans = [tuple(map(tuple, rank_times.mean((0, 1)).tolist())) for rank_times in times]
-    return Simulation(schedule, _costs(schedule, rank_spans), "measured", tuple(rank_spans))
+    # for each rank, float[device, step, action, 2]: start and end of the action in seconds from the start of the step
+    times_by_rank = [np.array(devices) - np.array(step_starts)[:, None, None] for devices in spans_by_rank]
+    mean_spans = [tuple(map(tuple, rank_times.mean((0, 1)).tolist())) for rank_times in times_by_rank]
+    return Simulation(schedule, _costs(schedule, mean_spans), "measured", tuple(mean_spans))
 
 
 def _spans(
@@ -70,22 +71,26 @@ def _spans(
     order = schedule.orders[rank]
     spans_by_kind: dict[Kind, list[Span]] = {}
     for kind in dict.fromkeys(action.kind for action in order):
-        count = steps * sum(action.kind is kind for action in order)
-        span_lists = [timeline[name] for name in operations.get(kind.value, ()) if len(timeline.get(name, ())) == count]
+        run_count = steps * sum(action.kind is kind for action in order)
+        names = [name for name in operations.get(kind.value, ()) if len(timeline.get(name, ())) == run_count]
+        span_lists = [timeline[name] for name in names]
         if not span_lists:
             raise UserError(
-                f"the trace does not show {kind.value} of {schedule.name} on rank {rank} {count} times, "
-                f"{count // steps} times in each step: it is of another plan or was cut short. Trace the run again"
+                f"the trace does not show {kind.value} of {schedule.name} on rank {rank} {run_count} times, "
+                f"{run_count // steps} times in each step: it is of another plan or was cut short. Trace the run again"
             )
         for spans in zip(*span_lists, strict=True):  # the spans of one action's operations
             spans_by_kind.setdefault(kind, []).append((min(start for start, _ in spans), max(end for _, end in spans)))
-    # the spans of a kind, of all steps, are consumed step by step
+    # iterators over the spans of each kind in all steps, which the steps consume one after the other
     remaining_spans = {kind: iter(kind_spans) for kind, kind_spans in spans_by_kind.items()}
     return [[next(remaining_spans[action.kind]) for action in order] for _ in range(steps)]
 
 
 def _costs(schedule: Schedule, rank_spans: Sequence[Sequence[Span]]) -> Costs:
-    """Return the mean seconds of each kind and stage; half of a backward in one action counts for each gradient."""
+    """Return costs with the mean seconds of each kind and stage.
+
+    If a backward is one action, half of its seconds counts as the input gradient and half as the weight gradient.
+    """
     durations: dict[tuple[Kind, int], list[float]] = {}
     for order, spans in zip(schedule.orders, rank_spans, strict=True):
         for action, (start, end) in zip(order, spans, strict=True):
@@ -93,8 +98,8 @@ def _costs(schedule: Schedule, rank_spans: Sequence[Sequence[Span]]) -> Costs:
 
     def mean_seconds(kind: Kind) -> tuple[float | None, ...]:
         """Return the mean seconds of a kind on each stage, `None` for a stage without such actions."""
-        stage_durations = [durations.get((kind, stage)) for stage in range(schedule.stages)]
-        return tuple(None if times is None else sum(times) / len(times) for times in stage_durations)
+        durations_by_stage = [durations.get((kind, stage)) for stage in range(schedule.stages)]
+        return tuple(None if times is None else sum(times) / len(times) for times in durations_by_stage)
 
     forward_means, backward_means, input_means, weight_means = map(mean_seconds, KINDS)
     half_means = [(b or 0.0) / 2 for b in backward_means]

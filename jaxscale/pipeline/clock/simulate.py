@@ -1,13 +1,13 @@
-"""Simulation of a schedule on one of two machines: its time, its idle time, and its activations in memory.
+"""Simulation of a schedule on one of two machines: its time, its idle time and its activations in memory.
 
 `dataflow`: a rank runs an action as soon as it is free and the inputs have arrived, like separate programs that send
 messages to one another; the formulas in the papers are for this machine.
 
-`neighbour`: one program on all ranks (SPMD), in ticks (`pipeline/ticks.py`): `pipeline/run/execute.py`. At the end of a
-tick with any message, a rank exchanges messages with both neighbours on the ring and waits for them; a tick without
-messages has no exchange. If forwards and backwards share a tick, all ranks wait for the longer of the two.
+`neighbour`: one program on all ranks (SPMD) that runs in ticks (`pipeline/ticks.py`), like `pipeline/run/execute.py`.
+At the end of a tick with any message, a rank exchanges messages with both neighbours on the ring and waits for them; a
+tick without messages has no exchange. If forwards and backwards share a tick, all ranks wait for the longer of the two.
 
-Left out: the slowdown of computations by messages beside them, the gradient reduction and the update at the end of a
+Left out: the slowdown of computations while messages are sent, the gradient reduction and the update at the end of a
 synchronous step, and differences between microbatches.
 
 References:
@@ -25,7 +25,7 @@ from jaxscale.pipeline.orders import Action, Kind, Schedule
 from jaxscale.pipeline.ticks import ticks
 
 MachineModel = Literal["neighbour", "dataflow"]
-"""How ranks wait for one another: the two machines above."""
+"""How ranks wait for one another: the machines that the docstring of the module describes."""
 Span = tuple[float, float]
 """(start, end) in seconds."""
 
@@ -36,9 +36,9 @@ class Simulation:
 
     Args:
         schedule: the schedule.
-        costs: costs of its passes and messages.
+        costs: costs of the passes and messages.
         machine: how ranks wait for one another; "measured" if the times are those of a real run (`measured.py`).
-        spans: start and end of each action in seconds, in the order of `schedule.orders`.
+        spans: for each rank, (start, end) of each action in seconds, in the order of `schedule.orders`.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -55,95 +55,96 @@ class Simulation:
 
     @functools.cached_property
     def seconds(self) -> float:
-        """Seconds from the first start to the last end on any rank: the makespan."""
+        """The makespan: seconds from the first start to the last end on any rank."""
         return max(rank_spans[-1][1] for rank_spans in self.spans)
 
     @functools.cached_property
     def busy(self) -> tuple[float, ...]:
-        """Seconds that each rank computes."""
+        """For each rank, the seconds in which it computes."""
         return tuple(sum(end - start for start, end in rank_spans) for rank_spans in self.spans)
 
     @functools.cached_property
     def period(self) -> float | None:
         """Seconds from one update to the next in the steady state of an asynchronous schedule, otherwise `None`.
 
-        It is measured between the first stage's forwards in the second half of the schedule. They do not depend on
-        later actions, so neither filling nor draining counts.
+        It is the mean between forwards of the first stage in the second half of the schedule. These forwards do not
+        depend on later actions, so the period includes neither filling nor draining.
         """
         versions = self.schedule.versions
         if versions is None:
             return None
-        group, updates = versions.group, self.schedule.microbatches // versions.group
+        group_size, update_count = versions.group, self.schedule.microbatches // versions.group
+        # start of the first stage's forward of each microbatch
         starts = {
             action.microbatch: start
             for order, spans in zip(self.schedule.orders, self.spans, strict=True)
             for action, (start, _) in zip(order, spans, strict=True)
             if action.kind is Kind.F and action.stage == 0
         }
-        late_updates = updates // 2  # number of updates that the period is measured over
-        if not late_updates:
-            return self.seconds / updates
-        last_group_start = (updates - 1) * group  # the first microbatch of the last update
-        seconds = (starts[last_group_start] - starts[last_group_start - late_updates * group]) / late_updates
+        late_count = update_count // 2  # number of updates over which the mean is taken
+        if not late_count:
+            return self.seconds / update_count
+        last_group_start = (update_count - 1) * group_size  # the first microbatch of the last update
+        period = (starts[last_group_start] - starts[last_group_start - late_count * group_size]) / late_count
         # a period shorter than a rank's busy time per update: too few updates to reach the steady state
-        return seconds if seconds * updates >= max(self.busy) * (1 - 1e-9) else self.seconds / updates
+        return period if period * update_count >= max(self.busy) * (1 - 1e-9) else self.seconds / update_count
 
     @property
     def seconds_per_microbatch(self) -> float:
-        """Makespan divided by the microbatches; for an asynchronous schedule, the seconds in the steady state."""
+        """Makespan divided by the number of microbatches; for an asynchronous schedule, that of the steady state."""
         if self.period is not None and self.schedule.versions is not None:
             return self.period / self.schedule.versions.group
         return self.seconds / self.schedule.microbatches
 
     @property
     def bubble(self) -> float:
-        """Idle share of all ranks' time in the makespan, or in the steady state if the schedule is asynchronous.
+        """Share of all ranks' time that is idle: 1 - sum(busy) / (ranks * seconds).
 
-        1 - sum(busy) / (ranks * seconds)
+        For an asynchronous schedule it is the share in the steady state.
         """
-        ranks, work = self.schedule.ranks, sum(self.busy)
+        ranks, busy_seconds = self.schedule.ranks, sum(self.busy)
         if self.period is not None and self.schedule.versions is not None:
-            updates = self.schedule.microbatches // self.schedule.versions.group
-            return 1 - work / updates / (ranks * self.period)
-        return 1 - work / (ranks * self.seconds)
+            update_count = self.schedule.microbatches // self.schedule.versions.group
+            return 1 - busy_seconds / update_count / (ranks * self.period)
+        return 1 - busy_seconds / (ranks * self.seconds)
 
     @property
     def bubble_own_span(self) -> float:
-        """Share of idle time between each rank's first start and last end: the zero-bubble papers' definition.
+        """Share of the time between each rank's first start and last end that is idle, as in the zero-bubble papers.
 
-        Ranks begin and end at different times; the next step, if it follows at once, would fill the time before and
-        after.
+        Ranks begin and end at different times. If the next step follows at once, it fills the time before the first
+        start and after the last end.
         """
-        own_seconds = sum(rank_spans[-1][1] - rank_spans[0][0] for rank_spans in self.spans)
-        return 1 - sum(self.busy) / own_seconds
+        span_seconds = sum(rank_spans[-1][1] - rank_spans[0][0] for rank_spans in self.spans)
+        return 1 - sum(self.busy) / span_seconds
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Seconds that each rank idles between its first start and its last end."""
+        """For each rank, the idle seconds between its first start and its last end."""
         return tuple(spans[-1][1] - spans[0][0] - busy for spans, busy in zip(self.spans, self.busy, strict=True))
 
     @property
     def live(self) -> tuple[int, ...]:
-        """The most activations that each rank holds at once; one is held from its F until its B or W is done."""
+        """For each rank, the most activations that it holds at once, each from its F until its B (or W) is done."""
         return self.schedule.live
 
     @property
     def live_shares(self) -> tuple[float, ...]:
-        """`live` in multiples of one rank's share of the model, to compare interleaved schedules."""
+        """For each rank, `live` in units of a rank's share of the model, to compare interleaved schedules."""
         share = self.schedule.ranks / self.schedule.stages
         return tuple(count * share for count in self.live)
 
     @functools.cached_property
     def live_bytes(self) -> tuple[float, ...]:
-        """The most bytes that each rank holds for its backwards, including the bytes kept from I to W."""
+        """For each rank, the most bytes that it holds for its backwards, including the bytes kept from I to W."""
         stash_bytes = self.costs.stash or (0,) * self.schedule.stages
         pending_bytes = self.costs.pending or (0,) * self.schedule.stages
         peaks = []
         for rank in range(self.schedule.ranks):
             stages = self.schedule.stages_of(rank)
             activation_bytes = [stash_bytes[stage] for stage in stages] + [pending_bytes[stage] for stage in stages]
-            count_tuples = self.schedule.activation_counts(rank)
-            peaks.append(max(sum(map(operator.mul, counts, activation_bytes), 0.0) for counts in count_tuples))
+            all_counts = self.schedule.activation_counts(rank)
+            peaks.append(max(sum(map(operator.mul, counts, activation_bytes), 0.0) for counts in all_counts))
         return tuple(peaks)
 
     def __str__(self) -> str:
@@ -159,8 +160,8 @@ def simulate(schedule: Schedule, costs: Costs, machine: MachineModel = "neighbou
         machine: `neighbour`, one program on all ranks like this package's executor, or `dataflow`, separate programs.
 
     Raises:
-        UserError: the costs have a wrong number of stages or links, or, on `neighbour`, a message goes to a rank
-            that is not a neighbour.
+        UserError: the costs have a wrong number of stages or links, or a message on the machine `neighbour` goes to a
+            rank that is not a neighbour.
     """
     costs.check(schedule)
     starts = {"dataflow": _dataflow_starts, "neighbour": _neighbour_starts}[machine](schedule, costs)
@@ -172,23 +173,23 @@ def simulate(schedule: Schedule, costs: Costs, machine: MachineModel = "neighbou
 
 
 def _dataflow_starts(schedule: Schedule, costs: Costs) -> dict[Action, float]:
-    """Return the second at which each action starts if ranks wait for their inputs alone."""
-    free_at = [0.0] * schedule.ranks
+    """Return the second at which each action starts if a rank waits only for the inputs of its actions."""
+    free_seconds = [0.0] * schedule.ranks  # the second from which each rank is free
     starts, ends = {}, {}
     for action in ticks(schedule):  # in the order of ticks, inputs come first
         rank = schedule.rank(action)
-        start = free_at[rank]
+        start = free_seconds[rank]
         for source in schedule.inputs(action):
             links = links_between(schedule.rank(source), rank, schedule.ranks)
             start = max(start, ends[source] + sum(costs.links[link] for link in links if costs.links))
         starts[action] = start
-        free_at[rank] = ends[action] = start + costs.seconds(action.kind, action.stage)
+        free_seconds[rank] = ends[action] = start + costs.seconds(action.kind, action.stage)
     return starts
 
 
 def _neighbour_starts(schedule: Schedule, costs: Costs) -> dict[Action, float]:
     """Return the second at which each action starts if ranks exchange messages with both neighbours."""
     table = TickTable(schedule)
-    seconds = [costs.seconds(*key) for key in table.passes]
-    starts = table.starts(seconds, costs.links or (0.0,) * schedule.ranks)
+    pass_seconds = [costs.seconds(*key) for key in table.passes]
+    starts = table.starts(pass_seconds, costs.links or (0.0,) * schedule.ranks)
     return {action: starts[row][schedule.rank(action)] for action, row in table.row_of.items()}

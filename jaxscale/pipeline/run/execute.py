@@ -1,16 +1,17 @@
 """The executor of all synchronous schedules: it follows tables (`tables.py`).
 
 It is a `lax.scan` over ticks. Each tick is a `lax.switch` over the kinds of actions, with idle as one of them, followed
-by messages to both neighbours (`ppermute`). The model is differentiated inside the actions, per stage and microbatch,
-and no `jax.grad` goes through the scan. So only slots keep values from a forward to its backward, and the memory of
-1F1B stays flat as the number of microbatches grows. All devices run one program.
+by messages to both neighbours (`ppermute`). The model is differentiated inside the actions, one stage and microbatch at
+a time, and no `jax.grad` is taken of the scan. So only slots keep values from a forward to its backward, and the memory
+of 1F1B does not grow with the number of microbatches. All devices run one program.
 
 References:
     Huang et al., "GPipe", 2019 (https://arxiv.org/abs/1811.06965); Narayanan et al., "Efficient Large-Scale Language
     Model Training", 2021 (https://arxiv.org/abs/2104.04473) for 1F1B and interleaving.
 
-Left to its caller: the `jax.shard_map` around it, every reduction over devices (it returns this device's own sums),
-unequal stages (inside the stage function), updates (`asynchronous.py` has those inside a schedule).
+Left to the caller: the `jax.shard_map` around the executor, every reduction over devices (the executor returns the sums
+of each device), and updates. Unequal stages are left to the stage function; updates inside a schedule are in
+`asynchronous.py`.
 """
 
 import functools
@@ -26,21 +27,22 @@ from jaxscale.pipeline.run.actions import Actions
 from jaxscale.pipeline.run.passes import At, StageFunction
 from jaxscale.pipeline.run.phases import phases
 from jaxscale.pipeline.run.pools import empty_pool, exchange, read, vary, write, zeros
-from jaxscale.pipeline.run.tables import MESSAGES, Tables
+from jaxscale.pipeline.run.tables import ORIGINS, Tables
 from jaxscale.trees import named_leaves
 
-__all__ = ["At", "Executed", "Lowering", "StageFunction", "execute"]
+__all__ = ["At", "DeviceSums", "Lowering", "StageFunction", "execute"]
 
 Lowering = Literal["switch", "phased"]
-"""How a table becomes a program: a branch per tick, or the kinds of a lock-step table written out without branches."""
+"""How a table becomes a program: a branch in each tick, or a lock-step table's kinds written out without branches."""
 _Tick: TypeAlias = Callable[[Any, Any, Mapping[str, Any], Sequence[int]], Any]
+"""`run_tick(state, row, travel_flags, codes) -> state`, as `_tick_function` returns it."""
 
 
-class Executed(NamedTuple):
-    """This device's own sums over its actions, without any reduction.
+class DeviceSums(NamedTuple):
+    """The sums of one device over its actions, not reduced over devices.
 
     Args:
-        sums: the stages' `sums`, summed over the forwards of this device.
+        sums: the stages' `sums`, added up over the forwards of this device.
         weight_gradients: gradients of the weights, float32 (v, ...); `None` if no backward ran.
         shared_gradients: gradients of the shared weights, float32; `None` if no backward ran.
     """
@@ -57,143 +59,152 @@ def execute(
     shared: Any,
     batch: Any,
     key: Any,
-    x: Any,
+    message_shapes: Any,
     *,
     axis: str = "pipe",
-    manual: Sequence[str] = ("pipe",),
+    manual_axes: Sequence[str] = ("pipe",),
     lowering: Lowering = "switch",
     readers: Sequence[int] | None = None,
-    hosted: Collection[str] = (),
+    hosted_names: Collection[str] = (),
     frozen: Any = None,
-) -> Executed:
-    """Run a schedule inside a `jax.shard_map` that is manual over `manual`.
+) -> DeviceSums:
+    """Run a schedule inside a `jax.shard_map` that is manual over `manual_axes`.
 
     Args:
         tables: the schedule (`tables.tabulate`).
         stage: `stage(weights, shared, x, microbatch, at, key) -> (y, objective, sums)`, the same function on every
-            device: `at.stage` and `at.microbatch` are traced. `x` is zeros on the first stage, and the last stage's `y`
-            goes nowhere. `objective` is a float32 scalar, differentiated with cotangent 1 and summed over all stages
-            and microbatches; `sums` a tree of float32 scalars.
+            device: `at.stage` and `at.microbatch` are traced. `x` is zeros on the first stage, and the `y` of the last
+            stage is dropped. `objective` is a float32 scalar; the gradients are those of its sum over all stages and
+            microbatches. `sums` is a tree of float32 scalars.
         weights: weights of this device's chunks, leaves (v, ...); `Schedule.place` maps each stage to its rank and
             chunk.
         shared: weights that every stage may read (embedding, head), gathered by the caller.
         batch: microbatches, leaves (m, ...); a stage gets the leaves of its microbatch.
-        key: random key, handed to the stage unchanged; if the stage folds microbatch and layer into it, every schedule
-            draws the same numbers.
-        x: shapes and types of the message from stage to stage, a tree of `jax.ShapeDtypeStruct`.
+        key: random key, which the stage gets unchanged; if the stage folds the microbatch and the layer into it, the
+            random numbers are the same under every schedule.
+        message_shapes: shapes and types of the message from stage to stage, a tree of `jax.ShapeDtypeStruct`.
         axis: name of the mesh axis along which the stages lie.
-        manual: all axes over which the surrounding `jax.shard_map` is manual.
+        manual_axes: all axes over which the surrounding `jax.shard_map` is manual.
         lowering: "phased", for lock-step tables only: no branches, idle devices compute on zeros and drop the results.
-        readers: stages that read any leaf of `shared`; only their backwards add to its gradients. `None`: all may.
-        hosted: names (`checkpoint_name`) of residuals that stay in host memory between a forward and its backward.
+        readers: stages that read any leaf of `shared`; only their backwards add to its gradients. `None`: all stages.
+        hosted_names: names (`checkpoint_name`) of residuals that stay in host memory between a forward and its
+            backward.
         frozen: weights without gradients, leaves (v, ...), such as weights on the host; a stage gets those of its chunk
-            as `at.frozen`, in the memory where they are.
+            as `at.frozen`, without a copy to another memory.
 
     Returns:
         This device's sums; reduce them over the axes that share the parameters.
 
     Raises:
         UserError: the batch does not have m microbatches, the weights have a wrong number of chunks, the stage returns
-            a message unlike `x`, or the lowering is "phased" and a tick of the table has several kinds.
+            a message with other shapes or types, or the lowering is "phased" and a tick of the table has several kinds
+            of actions.
     """
-    _check(tables, weights, batch, lowering)
-    weights, shared, batch, key, frozen = vary((weights, shared, batch, key, frozen), manual)
-    actions = Actions(tables, stage, weights, shared, batch, key, x, manual, readers, hosted, frozen)
+    _check_arguments(tables, weights, batch, lowering)
+    weights, shared, batch, key, frozen = vary((weights, shared, batch, key, frozen), manual_axes)
+    actions = Actions(
+        tables, stage, weights, shared, batch, key, message_shapes, manual_axes, readers, hosted_names, frozen
+    )
     table = np.stack([tables.columns[name] for name in tables.columns], axis=1)
     rows = lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(axis), 2, keepdims=False)
-    no_message = zeros(x)
+    no_message = zeros(message_shapes)
     state = {
-        "messages": empty_pool(x, tables.messages + 1),
-        # messages that have arrived, and enter their slots in the next tick
-        "boxes": {way: no_message for way in MESSAGES if tables.meets(way)},
-        "sums": actions.start(),
+        "messages": empty_pool(message_shapes, tables.message_slot_count + 1),
+        # messages that have arrived, by origin; they enter their slots in the next tick
+        "boxes": {origin: no_message for origin in ORIGINS if tables.has_messages(origin)},
+        "sums": actions.initial_state(),
     }
-    run_ticks = _one_loop if lowering == "switch" else _few_loops
-    sums = run_ticks(tables, _tick(tables, actions, axis, manual), vary(rows, manual), vary(state, manual))["sums"]
-    return Executed(sums["sums"], sums.get("weights"), sums.get("shared"))
+    run_table = _run_one_loop if lowering == "switch" else _run_phases
+    run_tick = _tick_function(tables, actions, axis, manual_axes)
+    sums = run_table(tables, run_tick, vary(rows, manual_axes), vary(state, manual_axes))["sums"]
+    return DeviceSums(sums["sums"], sums.get("weights"), sums.get("shared"))
 
 
-def _tick(tables: Tables, actions: Actions, axis: str, manual: Sequence[str]) -> _Tick:
-    """Make the function of one tick, `tick(state, row, travels, kinds) -> state`.
+def _tick_function(tables: Tables, actions: Actions, axis: str, manual_axes: Sequence[str]) -> _Tick:
+    """Return the function that runs one tick, `run_tick(state, row, travel_flags, codes) -> state`.
 
-    `travels` has, for each direction with messages, whether a message travels at the end of the tick. `kinds` has the
-    codes of the kinds that the tick may have.
+    `row` is a device's row of the table, int32 (columns,). `travel_flags` has, for each origin of messages from other
+    ranks, whether a message travels at the end of the tick. `codes` has the codes of the kinds that the tick may have.
     """
 
-    def send(message: Any, way: str, travels: Any) -> Any:
-        """Send a message to a neighbour if `travels`, and return the one that arrives; otherwise return `message`.
+    def send(message: Any, origin: str, is_sent: Any) -> Any:
+        """If `is_sent`, send a message to one neighbour and return the other's message; otherwise return `message`.
 
-        `travels` is the same on all devices, so that they exchange messages together or not at all.
+        `is_sent` is the same on all devices, so that they exchange messages together or not at all.
         """
-        exchange_tree = functools.partial(exchange, axis=axis, ranks=tables.schedule.ranks, way=way)
-        if isinstance(travels, bool):
-            return exchange_tree(message) if travels else message
-        return lax.cond(travels, exchange_tree, lambda tree: tree, message)
+        exchange_tree = functools.partial(exchange, axis=axis, rank_count=tables.schedule.ranks, origin=origin)
+        if isinstance(is_sent, bool):
+            return exchange_tree(message) if is_sent else message
+        return lax.cond(is_sent, exchange_tree, lambda tree: tree, message)
 
-    def tick(state: Any, row: Any, travels: Mapping[str, Any], kinds: Sequence[int]) -> Any:
+    def run_tick(state: Any, row: Any, travel_flags: Mapping[str, Any], codes: Sequence[int]) -> Any:
         """Run one tick: store the messages that arrived, run the action, and send its message."""
         messages = state["messages"]
-        row = {name: row[column] for column, name in enumerate(tables.columns)}
-        for way, box in state["boxes"].items():
-            messages = write(messages, row[way], box)
-        if len(kinds) == 1:
+        cells = {name: row[column] for column, name in enumerate(tables.columns)}
+        for origin, box in state["boxes"].items():
+            messages = write(messages, cells[origin], box)
+        if len(codes) == 1:
             # operands are read before the pool is written again, or XLA copies the pool in every tick
-            x, g, messages = lax.optimization_barrier((read(messages, row["x"]), read(messages, row["g"]), messages))
-            sums, message = actions.run_kind(kinds[0], state["sums"], row, x, g)
+            x, g, messages = lax.optimization_barrier(
+                (read(messages, cells["x"]), read(messages, cells["g"]), messages)
+            )
+            sums, message = actions.run_kind(codes[0], state["sums"], cells, x, g)
         else:
-            sums, message = actions.run_switch(kinds, state["sums"], row, messages)
-        boxes = {way: send(message, way, travels[way]) if way in travels else message for way in state["boxes"]}
-        return vary({"messages": messages, "boxes": boxes, "sums": sums}, manual)
+            sums, message = actions.run_switch(codes, state["sums"], cells, messages)
+        boxes = {
+            origin: send(message, origin, travel_flags[origin]) if origin in travel_flags else message
+            for origin in state["boxes"]
+        }
+        return vary({"messages": messages, "boxes": boxes, "sums": sums}, manual_axes)
 
-    return tick
-
-
-def _one_loop(tables: Tables, tick: _Tick, rows: Any, state: Any) -> Any:
-    """Run all ticks in one loop, with a branch for each kind, and return the last state.
-
-    A gate has, for each tick, whether messages of a direction travel; a direction used in every tick needs none.
-    """
-    gates = {way: jnp.asarray(flags) for way, flags in tables.travels.items() if not flags.all()}
-
-    def step(state: Any, xs: Any) -> tuple[Any, None]:
-        """Run one tick; `xs` is its (row, gate)."""
-        row, gate = xs
-        return tick(state, row, {way: gate.get(way, True) for way in tables.travels}, tables.kinds), None
-
-    return lax.scan(step, state, (rows, gates))[0]
+    return run_tick
 
 
-def _few_loops(tables: Tables, tick: _Tick, rows: Any, state: Any) -> Any:
-    """Run a loop for each phase of a lock-step table, its motif's kinds unrolled, and return the last state."""
+def _run_one_loop(tables: Tables, run_tick: _Tick, rows: Any, state: Any) -> Any:
+    """Run all ticks in one loop, with a branch for each kind, and return the last state."""
+    # flags of the origins from which messages arrive in some ticks only; from other origins they arrive in every tick
+    varying_flags = {o: jnp.asarray(flags) for o, flags in tables.travel_flags.items() if not flags.all()}
+
+    def run_iteration(state: Any, xs: Any) -> tuple[Any, None]:
+        """Run one tick; `xs` is a pair (row, varying flags) of the tick."""
+        row, tick_flags = xs
+        travel_flags = {origin: tick_flags.get(origin, True) for origin in tables.travel_flags}
+        return run_tick(state, row, travel_flags, tables.kind_codes), None
+
+    return lax.scan(run_iteration, state, (rows, varying_flags))[0]
+
+
+def _run_phases(tables: Tables, run_tick: _Tick, rows: Any, state: Any) -> Any:
+    """Run a loop for each phase of a lock-step table, its motif's ticks unrolled, and return the last state."""
     start = 0
     for motif, repeats in phases(tables):
         span = slice(start, start + repeats * len(motif))
-        # for each tick of the motif, whether messages of a direction travel at its end
-        gates = [
-            {way: bool(flags[span][turn :: len(motif)].any()) for way, flags in tables.travels.items()}
+        # for each tick of the motif, by origin, whether a message travels at its end in any repetition
+        motif_flags = [
+            {origin: bool(flags[span][turn :: len(motif)].any()) for origin, flags in tables.travel_flags.items()}
             for turn in range(len(motif))
         ]
 
-        def step(state: Any, motif_rows: Any, motif: Any = motif, gates: Any = gates) -> tuple[Any, None]:
-            """Run the ticks of one repetition of a motif; `motif_rows` has the row of each."""
-            for turn, kind in enumerate(motif):
-                state = tick(state, motif_rows[turn], gates[turn], (kind,))
+        def run_motif(state: Any, motif_rows: Any, motif: Any = motif, motif_flags: Any = motif_flags) -> Any:
+            """Run one repetition of a motif on its rows of the table; return (state, None), as `lax.scan` requires."""
+            for turn, code in enumerate(motif):
+                state = run_tick(state, motif_rows[turn], motif_flags[turn], (code,))
             return state, None
 
-        state, _ = lax.scan(step, state, rows[span].reshape(repeats, len(motif), -1))
+        state, _ = lax.scan(run_motif, state, rows[span].reshape(repeats, len(motif), -1))
         start = span.stop
     return state
 
 
-def _check(tables: Tables, weights: Any, batch: Any, lowering: Lowering) -> None:
-    """Raise an error if first dims do not fit the schedule, or the table cannot have this lowering."""
+def _check_arguments(tables: Tables, weights: Any, batch: Any, lowering: Lowering) -> None:
+    """Raise an error if a first dim does not fit the schedule, or the table cannot have this lowering."""
     schedule = tables.schedule
     for label, tree, count in (("batch", batch, schedule.microbatches), ("weights", weights, schedule.chunks)):
         for name, leaf in named_leaves(tree).items():
             if leaf.ndim < 1 or leaf.shape[0] != count:
                 raise UserError(f"{label} {name} is {leaf.shape}, expected a first dim of {count} for {schedule.name}")
-    if lowering == "phased" and not tables.lockstep:
+    if lowering == "phased" and not tables.is_lockstep:
         raise UserError(
-            f"schedule {schedule.name} has ticks in which some devices go forward and others backward, but the "
+            f"schedule {schedule.name} has ticks in which some devices run a forward and others a backward, but the "
             "lowering 'phased' needs one kind in each tick: use lockstep or gpipe, or the lowering 'switch'"
         )

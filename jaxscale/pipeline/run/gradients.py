@@ -1,4 +1,4 @@
-"""Loss and gradients of a function of stages under any synchronous schedule, in a training loop of one's own."""
+"""Loss and gradients of a sequence of stages under any synchronous schedule, for custom training loops."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias, get_args
@@ -19,24 +19,24 @@ from jaxscale.trees import named_leaves
 from jaxscale.typing import Array, Int, PyTree
 
 OneStage: TypeAlias = Callable[[Any, Any, Any, Any, Int[Array, ""]], tuple[Any, Any]]
-"""`stage(weights, shared, x, microbatch, number) -> (y, loss)`."""
+"""`stage(weights, shared, x, microbatch, stage_index) -> (y, loss)`."""
 
 
 def value_and_grad(
     stage: OneStage, schedule: Schedule | str, mesh: Mesh, *, axis: str = "pipe", stash: Stash = "residuals"
 ) -> Callable[..., tuple[Any, tuple[Any, Any]]]:
-    """The loss of a sequence of stages and its gradients, computed on the devices of a mesh axis under a schedule.
+    """Make the function that computes the loss and gradients of a sequence of stages on the devices of a mesh axis.
 
     With stages f_0, ..., f_{S-1}, x_{i+1} = f_i(w_i, s, x_i, b) and their losses l_i, the function computes
 
         L = sum over microbatches b and stages i of l_i(w_i, s, x_i, b),   dL/dw_i,   dL/ds.
 
     Args:
-        stage: `stage(weights, shared, x, microbatch, number) -> (y, loss)`, the same function for every stage. `number`
-            is the stage's, int32 and traced. `y` has the shapes and dtypes of `x`; `loss` is a scalar, such as 0 for
-            all stages but the last.
+        stage: `stage(weights, shared, x, microbatch, stage_index) -> (y, loss)`, the same function for every stage.
+            `stage_index` is int32 and traced. `y` has the shapes and dtypes of `x`; `loss` is a scalar, for example 0
+            on all stages but the last.
         schedule: a synchronous schedule, such as `schedule("zb-h1", 4, 8)`, or its text "zb-h1:4x8".
-        mesh: the devices; `axis` has one for each rank of the schedule.
+        mesh: mesh of the devices; its axis `axis` has one device for each rank of the schedule.
         axis: name of the mesh axis along which the stages lie.
         stash: what a stage keeps from its forward to its backward: its residuals, or its input alone.
 
@@ -51,9 +51,9 @@ def value_and_grad(
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> def stage(w, shared, x, target, number):
+        >>> def stage(w, shared, x, target, stage_index):
         ...     y = jnp.tanh(x @ w)
-        ...     return y, jnp.where(number == 0, jnp.square(y - target).sum(), 0.0)
+        ...     return y, jnp.where(stage_index == 0, jnp.square(y - target).sum(), 0.0)
         >>> mesh = jax.make_mesh((1,), ("pipe",))
         >>> f = jax.jit(value_and_grad(stage, "gpipe:1x2", mesh))
         >>> w, x, target = jnp.eye(2)[None], jnp.ones((2, 1, 2)), jnp.zeros((2, 1, 2))
@@ -65,72 +65,90 @@ def value_and_grad(
         Huang et al., "GPipe", 2019 (https://arxiv.org/abs/1811.06965); Qi et al., "Zero Bubble Pipeline Parallelism",
         2023 (https://arxiv.org/abs/2401.10241).
     """
-    schedule = schedule_of(schedule)
+    parsed_schedule = schedule_of(schedule)
     if stash not in get_args(Stash):
         raise unknown("stash", stash, get_args(Stash))
-    if mesh.shape.get(axis) != schedule.ranks:
+    if mesh.shape.get(axis) != parsed_schedule.ranks:
         axes = ", ".join(f"{name}:{size}" for name, size in mesh.shape.items())
         raise UserError(
-            f"schedule {schedule.name} has {schedule.ranks} ranks: expected a mesh axis {axis}:{schedule.ranks}, "
-            f"got {axes}"
+            f"schedule {parsed_schedule.name} has {parsed_schedule.ranks} ranks: expected a mesh axis "
+            f"{axis}:{parsed_schedule.ranks}, got {axes}"
         )
-    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    tables = tabulate(schedule, stash)
-    stages_by_rank = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
-    # a rank with fewer stages than others repeats its first one, which no action of the rank then reads
-    padded = [[*stages, *stages[:1] * (schedule.chunks - len(stages))] for stages in stages_by_rank]
-    stage_of_chunk = np.array(padded)
-    places = [
-        (rank, chunk, number) for rank, stages in enumerate(stages_by_rank) for chunk, number in enumerate(stages)
+    auto_mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    tables = tabulate(parsed_schedule, stash)
+    stages_by_rank = [parsed_schedule.stages_of(rank) for rank in range(parsed_schedule.ranks)]
+    # int (ranks, chunks); a rank with fewer stages than others repeats its first stage, which its actions do not read
+    stage_of_chunk = np.array(
+        [[*stages, *stages[:1] * (parsed_schedule.chunks - len(stages))] for stages in stages_by_rank]
+    )
+    # the rank, chunk and stage of every chunk that is not such a repetition
+    index_triples = [
+        (rank, chunk, index) for rank, stages in enumerate(stages_by_rank) for chunk, index in enumerate(stages)
     ]
-    ranks, chunks, numbers = map(np.array, zip(*places, strict=True))
+    rank_indices, chunk_indices, stage_indices = map(np.array, zip(*index_triples, strict=True))
 
-    def add_up(gradient: Array) -> Array:
-        """The gradients of all stages (stages, ...), from those of each rank's chunks (ranks, chunks, ...)."""
-        zeros = jnp.zeros((schedule.stages, *gradient.shape[2:]), gradient.dtype)
-        return zeros.at[numbers].add(gradient[ranks, chunks])
+    def sum_by_stage(gradient: Array) -> Array:
+        """Return the gradients of all stages (stages, ...), from those of each rank's chunks (ranks, chunks, ...)."""
+        zeros = jnp.zeros((parsed_schedule.stages, *gradient.shape[2:]), gradient.dtype)
+        return zeros.at[stage_indices].add(gradient[rank_indices, chunk_indices])
 
     def loss_and_gradients(weights: PyTree, shared: PyTree, x: PyTree, batch: PyTree) -> tuple[Any, tuple[Any, Any]]:
-        """The loss, and the gradients of `weights` and of `shared`."""
+        """Return the loss, and the gradients of `weights` and of `shared`."""
         for name, leaf in named_leaves(weights).items():
-            if leaf.ndim < 1 or leaf.shape[0] != schedule.stages:
+            if leaf.ndim < 1 or leaf.shape[0] != parsed_schedule.stages:
                 raise UserError(
-                    f"weights {name} is {leaf.shape}, expected a first dim of {schedule.stages}, the stages of "
-                    f"{schedule.name}"
+                    f"weights {name} is {leaf.shape}, expected a first dim of {parsed_schedule.stages}, the stages of "
+                    f"{parsed_schedule.name}"
                 )
-        message = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), x)
+        message_shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), x)
 
-        def run_stage(weights: Any, shared: Any, y: Any, microbatch: Any, at: At, key: Any) -> tuple[Any, Any, Any]:
-            """The stage as the executor calls it; the first one reads `x` instead of a message."""
-            first_input, extras = microbatch
-            x = jax.tree.map(lambda first, other: jnp.where(at.stage == 0, first, other), first_input, y)
-            results = stage(weights, shared, x, extras, at.stage)
-            if not isinstance(results, tuple) or len(results) != 2:
+        def run_stage(
+            weights: Any, shared: Any, message: Any, microbatch: Any, at: At, key: Any
+        ) -> tuple[Any, Any, Any]:
+            """Return (output, objective, sums) of a stage for the executor, with its loss as objective and as sums.
+
+            The input of the first stage is part of the microbatch; that of other stages is the message.
+            """
+            first_input, stage_batch = microbatch
+            x = jax.tree.map(lambda first, other: jnp.where(at.stage == 0, first, other), first_input, message)
+            stage_results = stage(weights, shared, x, stage_batch, at.stage)
+            if not isinstance(stage_results, tuple) or len(stage_results) != 2:
                 raise UserError("the stage returns no pair: expected (y, loss), the x of the next stage and a scalar")
-            y, loss = results
-            loss = jnp.asarray(loss, jnp.float32)
+            y, raw_loss = stage_results
+            loss = jnp.asarray(raw_loss, jnp.float32)
             return y, loss, loss
 
         def run_on_rank(weights: Any, shared: Any, microbatches: Any) -> tuple[Any, Any, Any]:
-            """Run the rank's actions; its gradients keep a leading dim of 1 for the rank."""
-            own_weights = jax.tree.map(lambda leaf: leaf[0], weights)
-            executed = execute(
-                tables, run_stage, own_weights, shared, microbatches, None, message, axis=axis, manual=(axis,)
+            """Run the actions of one rank; return the loss, and the gradients of its weights and of `shared`.
+
+            The weights and their gradients have a leading dim of 1 for the rank.
+            """
+            chunk_weights = jax.tree.map(lambda leaf: leaf[0], weights)
+            device_sums = execute(
+                tables,
+                run_stage,
+                chunk_weights,
+                shared,
+                microbatches,
+                None,
+                message_shapes,
+                axis=axis,
+                manual_axes=(axis,),
             )
-            loss = lax.psum(executed.sums, axis)
-            shared_gradients = jax.tree.map(lambda leaf: lax.psum(leaf, axis), executed.shared_gradients)
-            return loss, jax.tree.map(lambda leaf: leaf[None], executed.weight_gradients), shared_gradients
+            loss = lax.psum(device_sums.sums, axis)
+            shared_gradients = jax.tree.map(lambda leaf: lax.psum(leaf, axis), device_sums.shared_gradients)
+            return loss, jax.tree.map(lambda leaf: leaf[None], device_sums.weight_gradients), shared_gradients
 
         by_rank, whole = PartitionSpec(axis), PartitionSpec()
-        mapped = jax.shard_map(
+        run_on_all_ranks = jax.shard_map(
             run_on_rank,
-            mesh=mesh,
+            mesh=auto_mesh,
             in_specs=(by_rank, whole, whole),
             out_specs=(whole, by_rank, whole),
             axis_names={axis},
         )
         chunk_weights = jax.tree.map(lambda leaf: leaf[stage_of_chunk], weights)
-        loss, weight_gradients, shared_gradients = mapped(chunk_weights, shared, (x, batch))
-        return loss, (jax.tree.map(add_up, weight_gradients), shared_gradients)
+        loss, weight_gradients, shared_gradients = run_on_all_ranks(chunk_weights, shared, (x, batch))
+        return loss, (jax.tree.map(sum_by_stage, weight_gradients), shared_gradients)
 
     return loss_and_gradients

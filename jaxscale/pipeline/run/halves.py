@@ -1,19 +1,19 @@
 """A program in two halves: the equations of each half, and the values that cross between them (see `split.py`).
 
-The first half runs the equations that its results need. The second half runs the other equations, except sums, such as
-the gradient of a bias, whose operands would take more bytes across than the sum. It also runs cheap equations again
-(moves, casts, comparisons) if that takes no more bytes across. The values that cross are a small cut, not always the
-smallest.
+The first half runs the equations that its results need. The second half runs the other equations. There is one
+exception: the first half also computes a sum, such as the gradient of a bias, if the operands of the sum have more
+bytes than the sum itself. The second half also runs cheap equations again (moves, casts, comparisons) if no more bytes
+cross for that reason. The set of values that cross is small, but not always the smallest possible.
 
-A step is an equation of the program without nested calls (`programs/inline.py`). An atom is an input of a step: the
-number of a value, or a constant. Sets of values are sets of their numbers. The functions in `RULES` take the flags
-`first`, `second` and `unready` of `program_halves`, for the outputs and inputs of one step.
+A step is an equation of the program without nested calls (`programs/inline.py`). Each value of a program has a number
+(a key, not a quantity), and sets of values are sets of these numbers. An atom is an input of a step: the number of a
+value, or a constant.
 """
 
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +32,13 @@ KEYS = {"random_fold_in", "random_split", "random_unwrap", "random_wrap"}
 CHEAP = frozenset(ARITHMETIC | COMPARISON | SHAPE | ALIAS | KEYS)
 """Primitives that may run in either half, or in both."""
 SUM = "reduce_sum"
-"""The primitive whose result may be made by the first half although only the second half needs it."""
+"""The primitive whose result the first half may compute although only the second half needs it."""
+Flags: TypeAlias = Sequence[bool]
+"""One boolean for each output or each input of a program or step."""
 
 
 class Crossing(NamedTuple):
-    """An array that crosses between the halves: its shape, its type and the manual axes that it varies over."""
+    """Description of a value that crosses between the halves: its shape, type and the manual axes it varies over."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -47,53 +49,62 @@ class Halves(NamedTuple):
     """A program of flat inputs and outputs in two halves.
 
     Args:
-        cut: the arrays that cross.
-        reads_first: for each input, whether the first half reads it.
-        reads_second: for each input, whether the second half reads it.
-        first: function from the inputs to (outputs, crossing values); an output that the second half makes is `None`.
-        second: function from the inputs and the crossing values to the outputs; one that the first half makes is
-            `None`.
+        crossings: description of each value that crosses.
+        is_read_by_first: for each input, whether the first half reads it.
+        is_read_by_second: for each input, whether the second half reads it.
+        run_first: function from the inputs to (outputs, crossing values); it returns `None` for an output that the
+            second half computes.
+        run_second: function from the inputs and the crossing values to the outputs; it returns `None` for an output
+            that the first half computes.
     """
 
-    cut: tuple[Crossing, ...]
-    reads_first: tuple[bool, ...]
-    reads_second: tuple[bool, ...]
-    first: Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]
-    second: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+    crossings: tuple[Crossing, ...]
+    is_read_by_first: tuple[bool, ...]
+    is_read_by_second: tuple[bool, ...]
+    run_first: Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]
+    run_second: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 
 
 class _Placement(NamedTuple):
-    """A step, whether each half runs it and, if it is divided, its halves and the numbers of its crossing values."""
+    """The halves in which a step runs.
+
+    Args:
+        step: the step.
+        is_in_first: whether the first half runs the step, or a half of it.
+        is_in_second: whether the second half runs the step, or a half of it.
+        halves: the two halves of the step; `None` if the step is not divided.
+        crossing_numbers: numbers of the values that cross between the halves of the step.
+    """
 
     step: Step
-    in_first: bool
-    in_second: bool
+    is_in_first: bool
+    is_in_second: bool
     halves: Halves | None = None
-    cut: tuple[int, ...] = ()
+    crossing_numbers: tuple[int, ...] = ()
 
 
 def program_halves(
     jaxpr: Any,
-    first: Sequence[bool],
-    second: Sequence[bool],
-    hidden: Sequence[bool] | None = None,
-    unready: Sequence[bool] | None = None,
+    first_flags: Flags,
+    second_flags: Flags,
+    hidden_flags: Flags | None = None,
+    unready_flags: Flags | None = None,
 ) -> Halves:
     """Divide a jaxpr into two halves.
 
     Args:
         jaxpr: a closed jaxpr, or an open one without constants.
-        first: for each output, whether the first half makes it.
-        second: for each output, whether the second half makes it. If neither does, the output is not computed.
-        hidden: for each input, whether the second half cannot read it.
-        unready: for each input, whether the first half cannot read it.
+        first_flags: for each output, whether the first half computes it.
+        second_flags: for each output, whether the second half computes it. An output without either flag is left out.
+        hidden_flags: for each input, whether the second half cannot read it; `None`: it can read all inputs.
+        unready_flags: for each input, whether the first half cannot read it; `None`: it can read all inputs.
     """
     program = inline(jaxpr if hasattr(jaxpr, "jaxpr") else ClosedJaxpr(jaxpr, ()))
     consts = list(getattr(jaxpr, "consts", ()))
     inputs = program.inputs[len(consts) :]
-    hidden_inputs = _selected(inputs, hidden or [False] * len(inputs))
-    unready_inputs = _selected(inputs, unready or [False] * len(inputs))
-    first_outputs, second_outputs = _selected(program.outputs, first), _selected(program.outputs, second)
+    hidden_inputs = _selected(inputs, hidden_flags or [False] * len(inputs))
+    unready_inputs = _selected(inputs, unready_flags or [False] * len(inputs))
+    first_outputs, second_outputs = _selected(program.outputs, first_flags), _selected(program.outputs, second_flags)
     # values that the second half can make from its inputs by cheap steps
     cheap_values = set(program.inputs) - hidden_inputs
     for step in program.steps:
@@ -107,97 +118,108 @@ def program_halves(
 
     second_values, placements = set(second_outputs), []
     fresh_numbers = itertools.count(len(program.avals))
-    cut: dict[int, Crossing] = {}
-    # from the last step to the first; flags per output: early, made by the first half; late, needed by the second
+    crossing_of: dict[int, Crossing] = {}  # by the number of the value that crosses
+    # from the last step; an output is early if the first half computes it, late if the second half needs it
     for step in reversed(program.steps):
         early_flags, late_flags = _membership(step.outputs, first_values), _membership(step.outputs, second_values)
-        only_late_flags = [needed and not made for needed, made in zip(late_flags, early_flags, strict=True)]
+        only_late_flags = [is_late and not early for is_late, early in zip(late_flags, early_flags, strict=True)]
         if not any(early_flags) and not any(only_late_flags):
             continue
-        halves, step_cut = None, ()
+        halves, crossing_numbers = None, ()
         if step.primitive in RULES and not all(early_flags) and not all(only_late_flags):
-            unready_flags = [isinstance(atom, int) and atom not in ready_values for atom in step.inputs]
-            halves = RULES[step.primitive](step, early_flags, only_late_flags, unready_flags)
+            not_ready_flags = [isinstance(atom, int) and atom not in ready_values for atom in step.inputs]
+            halves = RULES[step.primitive](step, early_flags, only_late_flags, not_ready_flags)
         if halves is not None:
-            step_cut = tuple(next(fresh_numbers) for _ in halves.cut)
-            cut |= zip(step_cut, halves.cut, strict=True)
-            second_values |= _selected(step.inputs, halves.reads_second)
-            in_second = any(only_late_flags)
+            crossing_numbers = tuple(next(fresh_numbers) for _ in halves.crossings)
+            crossing_of |= zip(crossing_numbers, halves.crossings, strict=True)
+            second_values |= _selected(step.inputs, halves.is_read_by_second)
+            is_in_second = any(only_late_flags)
         elif any(only_late_flags) and any(early_flags):
-            in_second = False
+            is_in_second = False
             early_flags = [number is not None for number in step.outputs]
         elif any(only_late_flags):
-            in_second = True
+            is_in_second = True
             second_values |= _inputs(step)
         else:
-            # outputs that the second half needs, and operands that would cross if it makes them
-            needed = [number for number in _outputs(step) if number in second_values]
-            missing = _inputs(step) - cheap_values - second_values
-            in_second = bool(needed) and step.primitive in CHEAP and _bytes(program, missing) <= _bytes(program, needed)
-            if in_second:
+            # outputs that the second half needs, and operands that would cross if it computes them
+            needed_outputs = [number for number in _outputs(step) if number in second_values]
+            operand_bytes = _bytes(program, _inputs(step) - cheap_values - second_values)
+            is_cheap = step.primitive in CHEAP and operand_bytes <= _bytes(program, needed_outputs)
+            is_in_second = bool(needed_outputs) and is_cheap
+            if is_in_second:
                 second_values |= _inputs(step)
-        if halves is not None or not in_second:
-            for number, early in zip(step.outputs, early_flags, strict=True):
-                if early and number is not None and number in second_values:
-                    cut[number] = _crossing(program.avals[number])
-        placements.append(_Placement(step, any(early_flags), in_second, halves, step_cut))
-    hidden_reads = (number for number in inputs if number in hidden_inputs and number in second_values)
-    cut |= {number: _crossing(program.avals[number]) for number in hidden_reads}
+        if halves is not None or not is_in_second:
+            for number, is_early in zip(step.outputs, early_flags, strict=True):
+                if is_early and number is not None and number in second_values:
+                    crossing_of[number] = _crossing(program.avals[number])
+        placements.append(_Placement(step, any(early_flags), is_in_second, halves, crossing_numbers))
+    needed_hidden_inputs = [number for number in inputs if number in hidden_inputs and number in second_values]
+    crossing_of |= {number: _crossing(program.avals[number]) for number in needed_hidden_inputs}
     placements.reverse()
 
-    def run(half: int, arguments: Sequence[Any], crossed: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
+    def run_half(
+        half_index: int, arguments: Sequence[Any], crossing_values: Sequence[Any]
+    ) -> tuple[list[Any], dict[int, Any]]:
         """Run half 0 or 1, and return its outputs and all its values by number."""
         values = dict(zip(program.inputs, [*consts, *arguments], strict=True))
-        values |= dict(zip(cut if half else (), crossed, strict=True))
+        values |= dict(zip(crossing_of if half_index else (), crossing_values, strict=True))
         for placement in placements:
-            if not (placement.in_first, placement.in_second)[half]:
+            if not (placement.is_in_first, placement.is_in_second)[half_index]:
                 continue
             step, operands = placement.step, [_read(values, atom) for atom in placement.step.inputs]
             if placement.halves is None:
                 results = operands if step.primitive == "name" else rebind(step.eqn, operands)
-            elif half == 0:
-                results, step_crossed = placement.halves.first(operands)
-                values.update(zip(placement.cut, step_crossed, strict=True))
+            elif half_index == 0:
+                results, step_crossing_values = placement.halves.run_first(operands)
+                values.update(zip(placement.crossing_numbers, step_crossing_values, strict=True))
             else:
-                results = placement.halves.second(operands, [values[number] for number in placement.cut])
+                step_crossing_values = [values[number] for number in placement.crossing_numbers]
+                results = placement.halves.run_second(operands, step_crossing_values)
             values.update((n, v) for n, v in zip(step.outputs, results, strict=True) if n is not None and v is not None)
-        outputs = _masked([_read(values, atom) for atom in program.outputs], (first, second)[half])
+        outputs = _masked([_read(values, atom) for atom in program.outputs], (first_flags, second_flags)[half_index])
         return outputs, values
 
     def run_first(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Run the first half, and return its outputs and the values that cross."""
-        outputs, values = run(0, arguments, ())
-        return outputs, [values[number] for number in cut]
+        outputs, values = run_half(0, arguments, ())
+        return outputs, [values[number] for number in crossing_of]
 
-    first_reads = set(cut) | first_outputs
+    def run_second(arguments: Sequence[Any], crossing_values: Sequence[Any]) -> list[Any]:
+        """Run the second half, and return its outputs."""
+        return run_half(1, arguments, crossing_values)[0]
+
+    values_read_by_first = set(crossing_of) | first_outputs
     for placement in placements:
-        if placement.in_first:
+        if placement.is_in_first:
             step, halves = placement.step, placement.halves
-            first_reads |= _inputs(step) if halves is None else _selected(step.inputs, halves.reads_first)
-    reads_first = tuple(number in first_reads for number in inputs)
-    reads_second = tuple(number in second_values and number not in hidden_inputs for number in inputs)
-    return Halves(tuple(cut.values()), reads_first, reads_second, run_first, lambda *operands: run(1, *operands)[0])
+            values_read_by_first |= _inputs(step) if halves is None else _selected(step.inputs, halves.is_read_by_first)
+    is_read_by_first = tuple(number in values_read_by_first for number in inputs)
+    is_read_by_second = tuple(number in second_values and number not in hidden_inputs for number in inputs)
+    return Halves(tuple(crossing_of.values()), is_read_by_first, is_read_by_second, run_first, run_second)
 
 
 def _early_sums(
-    program: InlinedProgram, first_values: set[int], second_values: set[int], cheap: set[int], unready: set[int]
+    program: InlinedProgram,
+    first_values: set[int],
+    second_outputs: set[int],
+    cheap_values: set[int],
+    unready_inputs: set[int],
 ) -> set[int]:
-    """Return the sums of the second half that the first half should make, because more bytes would cross for them.
+    """Return the numbers of sums that the first half should compute for the second: their operands have more bytes.
 
     Args:
         program: the program.
-        first_values: values that the first half makes.
-        second_values: outputs of the second half.
-        cheap: values that the second half can make from its inputs by cheap steps.
-        unready: inputs that the first half cannot read.
+        first_values: values that the first half computes.
+        second_outputs: outputs of the second half.
+        cheap_values: values that the second half can compute from its inputs by cheap steps.
+        unready_inputs: inputs that the first half cannot read.
     """
-    needed_values = _closure(program, second_values) - first_values
-    # for each value the first half can make: the values that cross if the second half makes it by cheap steps
-    base_of = {
-        number: set() if number in cheap else {number} for number in first_values | (set(program.inputs) - unready)
-    }
+    needed_values = _closure(program, second_outputs) - first_values
+    # for each value that the first half can compute, the values that cross if cheap steps of the second compute it
+    available_values = first_values | (set(program.inputs) - unready_inputs)
+    base_of = {number: set() if number in cheap_values else {number} for number in available_values}
     base_of_sum: dict[int, set[int]] = {}
-    other_cut: set[int] = set()  # values that cross for other steps
+    other_crossing_values: set[int] = set()  # values that cross for other steps
     for step in program.steps:
         if not any(_membership(step.outputs, needed_values)) or any(_membership(step.outputs, first_values)):
             continue
@@ -209,10 +231,12 @@ def _early_sums(
         elif is_available and step.primitive in CHEAP:
             base_of |= dict.fromkeys(_outputs(step), base)
         else:
-            other_cut |= base
-    other_cut = other_cut.union(*(base_of.get(number, ()) for number in second_values))
+            other_crossing_values |= base
+    other_crossing_values.update(*(base_of.get(number, ()) for number in second_outputs))
     return {
-        number for number, base in base_of_sum.items() if _bytes(program, base - other_cut) > _bytes(program, {number})
+        number
+        for number, base in base_of_sum.items()
+        if _bytes(program, base - other_crossing_values) > _bytes(program, {number})
     }
 
 
@@ -226,167 +250,198 @@ def _closure(program: InlinedProgram, targets: Iterable[int]) -> set[int]:
         halves = None
         if step.primitive in RULES and not all(output_flags):
             halves = RULES[step.primitive](step, output_flags, [False] * len(output_flags), [False] * len(step.inputs))
-        needed_values |= _inputs(step) if halves is None else _selected(step.inputs, halves.reads_first)
+        needed_values |= _inputs(step) if halves is None else _selected(step.inputs, halves.is_read_by_first)
     return needed_values
 
 
-def _divide_scan(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
+def _divide_scan(step: Step, first_flags: Flags, second_flags: Flags, unready_flags: Flags) -> Halves:
     """Divide a scan into two scans over the halves of its body; crossing values are stacked over the iterations."""
     params = step.eqn.params
-    consts, carried = scan_counts(params)
+    const_count, carry_count = scan_counts(params)
     body = params["jaxpr"]
-    carry_span = consts, consts + carried
-    no_outputs = [False] * len(first)
-    early_carry, late_carry = list(first[:carried]), list(second[:carried])
-    # carries of the first half: those of its outputs, and, until no new one is found, those that it reads for others
+    carry_end = const_count + carry_count  # the carries are the inputs const_count to carry_end - 1
+    carry_span = slice(const_count, carry_end)
+    no_outputs = [False] * len(first_flags)
+    # for each carry, whether the first half (early) or the second half (late) has it
+    early_carries, late_carries = list(first_flags[:carry_count]), list(second_flags[:carry_count])
+    # the first half also has the carries that it reads for its carries so far, until there are no more of them
     while True:
-        reads = program_halves(body, [*early_carry, *first[carried:]], no_outputs).reads_first[slice(*carry_span)]
-        if early_carry == (early_carry := [a or b for a, b in zip(early_carry, reads, strict=True)]):
+        body_first_flags = [*early_carries, *first_flags[carry_count:]]
+        read_flags = program_halves(body, body_first_flags, no_outputs).is_read_by_first[carry_span]
+        if early_carries == (early_carries := [a or b for a, b in zip(early_carries, read_flags, strict=True)]):
             break
-    # carries of the second half, found the same way among the other carries
+    # the carries of the second half follow in the same way from the remaining carries
     while True:
-        late_carry = [a and not b for a, b in zip(late_carry, early_carry, strict=True)]
+        late_carries = [late and not early for late, early in zip(late_carries, early_carries, strict=True)]
         halves = program_halves(
             body,
-            [*early_carry, *first[carried:]],
-            [*late_carry, *second[carried:]],
-            [*[False] * consts, *early_carry, *[False] * (len(step.inputs) - carry_span[1])],
-            [*unready[:consts], *(not flag for flag in early_carry), *unready[carry_span[1] :]],
+            [*early_carries, *first_flags[carry_count:]],
+            [*late_carries, *second_flags[carry_count:]],
+            [*[False] * const_count, *early_carries, *[False] * (len(step.inputs) - carry_end)],
+            [*unready_flags[:const_count], *(not flag for flag in early_carries), *unready_flags[carry_end:]],
         )
-        if late_carry == (
-            late_carry := [a or b for a, b in zip(late_carry, halves.reads_second[slice(*carry_span)], strict=True)]
-        ):
+        read_flags = halves.is_read_by_second[carry_span]
+        if late_carries == (late_carries := [a or b for a, b in zip(late_carries, read_flags, strict=True)]):
             break
     settings = {"length": params["length"], "reverse": params["reverse"], "unroll": params["unroll"]}
 
-    def loop(
-        half: Callable[[list[Any], Any], tuple[list[Any], list[Any]]],
-        reads: Sequence[bool],
-        carry: Sequence[bool],
+    def run_scan(
+        run_half: Callable[[list[Any], Any], tuple[list[Any], list[Any]]],
+        read_flags: Flags,
+        carry_flags: Flags,
         operands: Sequence[Any],
-        crossed: Sequence[Any],
+        stacked_inputs: Sequence[Any],
     ) -> tuple[list[Any], list[Any]]:
-        """Run one of the two scans, and return its outputs and the stacked values that cross.
+        """Run one of the two scans, and return its outputs and the stacked values that cross from it.
 
         Args:
-            half: function from (inputs of the body, values that cross) to (outputs of the body, values that cross).
-            reads: for each operand, whether the half reads it.
-            carry: for each carry, whether the half has it.
+            run_half: function from (inputs of the body, values that cross to this half) to (outputs of the body, values
+                that cross from this half).
+            read_flags: for each operand, whether the half reads it.
+            carry_flags: for each carry, whether the half has it.
             operands: inputs of the scan.
-            crossed: values that cross to this half, stacked.
+            stacked_inputs: values that cross to this half, stacked over the iterations.
         """
-        readable = _masked(operands, reads)
+        readable_operands = _masked(operands, read_flags)
 
-        def run_body(state: list[Any], xs: Any) -> Any:
-            """Run one iteration of a half of the body."""
-            slices, crossed_slices = xs
-            outputs, cut = half([*readable[:consts], *state, *slices], crossed_slices)
-            return outputs[:carried], (outputs[carried:], cut)
+        def run_body(carry: list[Any], xs: Any) -> Any:
+            """Run one iteration of a half of the body; `xs` is a pair (slices of operands, values that cross to it)."""
+            slices, crossing_inputs = xs
+            body_inputs = [*readable_operands[:const_count], *carry, *slices]
+            outputs, crossing_outputs = run_half(body_inputs, crossing_inputs)
+            return outputs[:carry_count], (outputs[carry_count:], crossing_outputs)
 
-        start = _masked(operands[slice(*carry_span)], carry)
-        end, (stacked, cut) = jax.lax.scan(run_body, start, (readable[carry_span[1] :], list(crossed)), **settings)
-        return [*end, *stacked], cut
+        first_carry = _masked(operands[carry_span], carry_flags)
+        xs = readable_operands[carry_end:], list(stacked_inputs)
+        last_carry, (stacked_outputs, stacked_crossings) = jax.lax.scan(run_body, first_carry, xs, **settings)
+        return [*last_carry, *stacked_outputs], stacked_crossings
 
     def run_first(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Run the first scan, and return its outputs and the stacked values that cross."""
-        outputs, cut = loop(lambda values, _: halves.first(values), halves.reads_first, early_carry, operands, ())
-        return _masked(outputs, first), cut
+        outputs, stacked_crossings = run_scan(
+            lambda values, _: halves.run_first(values), halves.is_read_by_first, early_carries, operands, ()
+        )
+        return _masked(outputs, first_flags), stacked_crossings
 
-    def run_second(operands: Sequence[Any], cut: Sequence[Any]) -> list[Any]:
+    def run_second(operands: Sequence[Any], stacked_crossings: Sequence[Any]) -> list[Any]:
         """Run the second scan, and return its outputs."""
-        outputs, _ = loop(lambda *args: (halves.second(*args), []), halves.reads_second, late_carry, operands, cut)
-        return _masked(outputs, second)
+        outputs, _ = run_scan(
+            lambda *args: (halves.run_second(*args), []),
+            halves.is_read_by_second,
+            late_carries,
+            operands,
+            stacked_crossings,
+        )
+        return _masked(outputs, second_flags)
 
-    reads_first = [*halves.reads_first[:consts], *early_carry, *halves.reads_first[carry_span[1] :]]
-    reads_second = [*halves.reads_second[:consts], *late_carry, *halves.reads_second[carry_span[1] :]]
-    cut = tuple(crossing._replace(shape=(params["length"], *crossing.shape)) for crossing in halves.cut)
-    return Halves(cut, tuple(reads_first), tuple(reads_second), run_first, run_second)
+    is_read_by_first = [*halves.is_read_by_first[:const_count], *early_carries, *halves.is_read_by_first[carry_end:]]
+    is_read_by_second = [*halves.is_read_by_second[:const_count], *late_carries, *halves.is_read_by_second[carry_end:]]
+    crossings = tuple(crossing._replace(shape=(params["length"], *crossing.shape)) for crossing in halves.crossings)
+    return Halves(crossings, tuple(is_read_by_first), tuple(is_read_by_second), run_first, run_second)
 
 
-def _divide_cond(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves | None:
+def _divide_cond(step: Step, first_flags: Flags, second_flags: Flags, unready_flags: Flags) -> Halves | None:
     """Divide a `cond` into two with the same index; crossing values of different branches share slots.
 
-    Return `None`, for a step that is not divided, if its branches are of different platforms.
+    Return `None` if the branches are for different platforms; such a `cond` is not divided.
     """
     params = step.eqn.params
     if params.get("branches_platforms") is not None:
         return None
-    branch_halves = [program_halves(branch, first, second, None, unready[1:]) for branch in params["branches"]]
-    cut: list[Crossing] = []
-    slot_lists = []  # for each branch, the index in `cut` of each of its crossing values
+    branch_halves = [
+        program_halves(branch, first_flags, second_flags, None, unready_flags[1:]) for branch in params["branches"]
+    ]
+    crossings: list[Crossing] = []  # one for each slot
+    slots_by_branch = []  # for each branch, the slot of each of its crossing values
     for halves in branch_halves:
-        unused_slots = list(range(len(cut)))
+        unused_slots = list(range(len(crossings)))
         slots = []
-        for crossing in halves.cut:
-            slot = next((i for i in unused_slots if cut[i][:2] == crossing[:2]), None)
+        for crossing in halves.crossings:
+            slot = next((i for i in unused_slots if crossings[i][:2] == crossing[:2]), None)
             if slot is None:
-                slot = len(cut)
-                cut.append(crossing)
+                slot = len(crossings)
+                crossings.append(crossing)
             else:
                 unused_slots.remove(slot)
-                cut[slot] = cut[slot]._replace(varying=cut[slot].varying | crossing.varying)
+                crossings[slot] = crossings[slot]._replace(varying=crossings[slot].varying | crossing.varying)
             slots.append(slot)
-        slot_lists.append(slots)
-    reads_first = tuple(map(any, zip(*(halves.reads_first for halves in branch_halves), strict=True)))
-    reads_second = tuple(map(any, zip(*(halves.reads_second for halves in branch_halves), strict=True)))
+        slots_by_branch.append(slots)
+    is_read_by_first = tuple(map(any, zip(*(halves.is_read_by_first for halves in branch_halves), strict=True)))
+    is_read_by_second = tuple(map(any, zip(*(halves.is_read_by_second for halves in branch_halves), strict=True)))
 
     def run_first(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Run the first `cond`, and return its outputs and the values that cross."""
 
-        def branch(halves: Halves, slots: list[int], values: list[Any]) -> tuple[list[Any], list[Any]]:
-            """Run the first half of one branch, and return its outputs and an array for every slot of `cut`."""
-            outputs, crossed = halves.first(values)
-            crossed_of = dict(zip(slots, crossed, strict=True))
-            # other branches' slots are filled with zeros
-            arrays = [crossed_of[i] if i in crossed_of else jnp.zeros(*crossing[:2]) for i, crossing in enumerate(cut)]
-            return outputs, [vary(array, tuple(crossing.varying)) for array, crossing in zip(arrays, cut, strict=True)]
+        def run_branch(halves: Halves, slots: list[int], values: list[Any]) -> tuple[list[Any], list[Any]]:
+            """Run the first half of one branch, and return its outputs and an array for every slot."""
+            outputs, crossing_values = halves.run_first(values)
+            value_of_slot = dict(zip(slots, crossing_values, strict=True))  # the slots of other branches get zeros
+            slot_arrays = [
+                value_of_slot[slot] if slot in value_of_slot else jnp.zeros(*crossing[:2])
+                for slot, crossing in enumerate(crossings)
+            ]
+            varying_axes_of_slots = [tuple(crossing.varying) for crossing in crossings]
+            return outputs, list(map(vary, slot_arrays, varying_axes_of_slots))
 
-        branches = [functools.partial(branch, *pair) for pair in zip(branch_halves, slot_lists, strict=True)]
-        return jax.lax.switch(operands[0], branches, _masked(operands[1:], reads_first))
+        branches = [functools.partial(run_branch, *pair) for pair in zip(branch_halves, slots_by_branch, strict=True)]
+        return jax.lax.switch(operands[0], branches, _masked(operands[1:], is_read_by_first))
 
-    def run_second(operands: Sequence[Any], crossed: Sequence[Any]) -> list[Any]:
+    def run_second(operands: Sequence[Any], slot_arrays: Sequence[Any]) -> list[Any]:
         """Run the second `cond`, and return its outputs."""
 
-        def branch(halves: Halves, slots: list[int], values: list[Any], crossed: list[Any]) -> list[Any]:
-            return halves.second(values, [crossed[slot] for slot in slots])
+        def run_branch(halves: Halves, slots: list[int], values: list[Any], slot_arrays: list[Any]) -> list[Any]:
+            return halves.run_second(values, [slot_arrays[slot] for slot in slots])
 
-        branches = [functools.partial(branch, *pair) for pair in zip(branch_halves, slot_lists, strict=True)]
-        return jax.lax.switch(operands[0], branches, _masked(operands[1:], reads_second), list(crossed))
+        branches = [functools.partial(run_branch, *pair) for pair in zip(branch_halves, slots_by_branch, strict=True)]
+        return jax.lax.switch(operands[0], branches, _masked(operands[1:], is_read_by_second), list(slot_arrays))
 
-    reads = (any(first), *reads_first), (any(second), *reads_second)
-    return Halves(tuple(cut), *reads, run_first, run_second)
+    # the first operand is the index of the branch
+    read_flags = (any(first_flags), *is_read_by_first), (any(second_flags), *is_read_by_second)
+    return Halves(tuple(crossings), *read_flags, run_first, run_second)
 
 
-def _divide_checkpoint(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
+def _divide_checkpoint(step: Step, first_flags: Flags, second_flags: Flags, unready_flags: Flags) -> Halves:
     """Divide a checkpointed program into two checkpointed programs with the same policy."""
-    halves = program_halves(step.eqn.params["jaxpr"], first, second, None, unready)
+    halves = program_halves(step.eqn.params["jaxpr"], first_flags, second_flags, None, unready_flags)
 
-    def run(half: Callable[..., Any], operands: Sequence[Any], reads: Sequence[bool], crossed: Sequence[Any]) -> Any:
-        """Run a half as a checkpointed program of the operands that it reads and the values that cross."""
-        readable = [value for value, flag in zip(operands, reads, strict=True) if flag]
+    def run_checkpoint(
+        run_half: Callable[..., Any], operands: Sequence[Any], read_flags: Flags, crossing_values: Sequence[Any]
+    ) -> Any:
+        """Run a half as a checkpointed program of the operands that it reads and the values that cross to it."""
+        readable_operands = [operand for operand, is_read in zip(operands, read_flags, strict=True) if is_read]
 
-        def run_half(*arrays: Any) -> Any:
+        def run_on_arrays(*arrays: Any) -> Any:
             """Run the half on the operands that it reads, followed by the values that cross."""
-            values = iter(arrays[: len(readable)])
-            return half([next(values) if flag else None for flag in reads], arrays[len(readable) :])
+            operand_iterator = iter(arrays[: len(readable_operands)])
+            all_operands = [next(operand_iterator) if is_read else None for is_read in read_flags]
+            return run_half(all_operands, arrays[len(readable_operands) :])
 
-        return rebind_checkpoint(step.eqn, run_half, [*readable, *crossed])
+        return rebind_checkpoint(step.eqn, run_on_arrays, [*readable_operands, *crossing_values])
 
-    return halves._replace(
-        first=lambda operands: run(lambda values, _: halves.first(values), operands, halves.reads_first, ()),
-        second=lambda operands, cut: run(halves.second, operands, halves.reads_second, cut),
-    )
+    def run_first(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        return run_checkpoint(lambda values, _: halves.run_first(values), operands, halves.is_read_by_first, ())
+
+    def run_second(operands: Sequence[Any], crossing_values: Sequence[Any]) -> list[Any]:
+        return run_checkpoint(halves.run_second, operands, halves.is_read_by_second, crossing_values)
+
+    return halves._replace(run_first=run_first, run_second=run_second)
 
 
-def _divide_barrier(step: Step, first: Sequence[bool], second: Sequence[bool], unready: Sequence[bool]) -> Halves:
-    """Divide an optimization barrier into two, around the values of each half."""
+def _divide_barrier(step: Step, first_flags: Flags, second_flags: Flags, unready_flags: Flags) -> Halves:
+    """Divide an optimization barrier into two: one around the values of each half."""
 
-    def run(operands: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
-        """Return the flagged operands behind a barrier, `None` for the others."""
+    def barrier(operands: Sequence[Any], flags: Flags) -> list[Any]:
+        """Pass the flagged operands through a barrier; return them, with `None` for the others."""
         values = iter(jax.lax.optimization_barrier([v for v, flag in zip(operands, flags, strict=True) if flag]))
         return [next(values) if flag else None for flag in flags]
 
-    return Halves((), tuple(first), tuple(second), lambda ins: (run(ins, first), []), lambda ins, _: run(ins, second))
+    return Halves(
+        crossings=(),
+        is_read_by_first=tuple(first_flags),
+        is_read_by_second=tuple(second_flags),
+        run_first=lambda operands: (barrier(operands, first_flags), []),
+        run_second=lambda operands, _: barrier(operands, second_flags),
+    )
 
 
 RULES = {
@@ -397,9 +452,10 @@ RULES = {
     "remat2": _divide_checkpoint,
     "optimization_barrier": _divide_barrier,
 }
-"""For each primitive that is divided, the function that divides a step, with the arguments
+"""For each primitive that can be divided, the function that divides a step.
 
-(step, outputs of the first half, outputs of the second half, inputs that the first half cannot read), all flags.
+Its arguments are the step, flags of the outputs for the first half, flags of the outputs for the second half, and flags
+of the inputs that the first half cannot read.
 """
 
 
@@ -408,8 +464,8 @@ def _read(values: dict[int, Any], atom: int | Constant) -> Any:
     return atom.value if isinstance(atom, Constant) else values.get(atom)
 
 
-def _masked(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
-    """Return the flagged values, `None` for the others."""
+def _masked(values: Sequence[Any], flags: Flags) -> list[Any]:
+    """Return the values, with `None` in place of those without a flag."""
     return [value if flag else None for value, flag in zip(values, flags, strict=True)]
 
 
@@ -419,17 +475,17 @@ def _inputs(step: Step) -> set[int]:
 
 
 def _outputs(step: Step) -> list[int]:
-    """Return the numbers of the results of a step that are read later."""
+    """Return the numbers of those results of a step that later steps read."""
     return [number for number in step.outputs if number is not None]
 
 
 def _membership(numbers: Sequence[int | None], members: set[int]) -> list[bool]:
-    """Return, for each number, whether it is among the members."""
+    """Return, for each number, whether the set of members has it."""
     return [number in members for number in numbers]
 
 
-def _selected(atoms: Sequence[int | Constant], flags: Sequence[bool]) -> set[int]:
-    """Return the numbers of the flagged atoms, without constants."""
+def _selected(atoms: Sequence[int | Constant], flags: Flags) -> set[int]:
+    """Return the numbers of those flagged atoms that are not constants."""
     return {atom for atom, flag in zip(atoms, flags, strict=True) if flag and isinstance(atom, int)}
 
 

@@ -1,4 +1,4 @@
-"""Held: the values that a device holds between ticks of a schedule, from an abstract trace of a stage."""
+"""The shapes of the values that a device holds between the ticks of a schedule, from an abstract trace of a stage."""
 
 from typing import Any, NamedTuple
 
@@ -7,41 +7,48 @@ import jax
 from jaxscale.pipeline.run.actions import Actions
 from jaxscale.pipeline.run.passes import StageFunction
 from jaxscale.pipeline.run.pools import empty_pool
-from jaxscale.pipeline.run.tables import MESSAGES, Tables
+from jaxscale.pipeline.run.tables import ORIGINS, Tables
 from jaxscale.trees import tree_bytes
 
 
-class Held(NamedTuple):
+class HeldShapes(NamedTuple):
     """The shapes of the values that a device holds: trees of `jax.ShapeDtypeStruct`.
 
-    They are the same on all devices, because each device has as many slots as the one that needs most.
+    The shapes are the same on all devices, because all devices have the number of slots that the fullest device needs.
 
     Args:
-        messages: slots of messages, and one more for no message.
-        links: the message at each end of the device's links.
-        kept: slots of the residuals of forwards (stash "residuals").
-        cut: slots of the values that I leaves for W.
-        gradients: float32 sums for this device's weights and for the shared weights.
+        messages: slots of messages, and one more slot for no message.
+        boxes: a message for each origin (`tables.ORIGINS`) that has messages.
+        stashes: slots of the residuals of forwards (stash "residuals").
+        cuts: slots of the values from I to W.
+        gradients: float32 sums of the gradients, as a pair (of this device's weights, of the shared weights).
     """
 
     messages: Any
-    links: Any
-    kept: Any
-    cut: Any
+    boxes: Any
+    stashes: Any
+    cuts: Any
     gradients: Any
 
     @property
     def bytes(self) -> int:
-        """Bytes of all these trees."""
+        """Bytes of all values that the device holds."""
         return tree_bytes(tuple(self))
 
 
-def held(tables: Tables, stage: StageFunction, weights: Any, shared: Any, batch: Any, key: Any, x: Any) -> Held:
+def held_shapes(
+    tables: Tables, stage: StageFunction, weights: Any, shared: Any, batch: Any, key: Any, message_shapes: Any
+) -> HeldShapes:
     """Return the shapes of the values that `execute` holds with the same arguments.
 
     Args:
-        tables, stage, x: as in `execute`.
-        weights, shared, batch, key: as in `execute`, arrays or `jax.ShapeDtypeStruct`s.
+        tables: the schedule, as in `execute`.
+        stage: the stage function, as in `execute`.
+        weights: as in `execute`, but arrays or their shapes (`jax.ShapeDtypeStruct`).
+        shared: as in `execute`, but arrays or their shapes.
+        batch: as in `execute`, but arrays or their shapes.
+        key: as in `execute`, but an array or its shape.
+        message_shapes: shapes and types of the message from stage to stage.
 
     Example:
         >>> import jax.numpy as jnp
@@ -51,20 +58,20 @@ def held(tables: Tables, stage: StageFunction, weights: Any, shared: Any, batch:
         ...     return x @ weights, x.sum(), {}
         >>> shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(1, 8, 8), (6, 2, 8), (2, 8)]]
         >>> tables = tabulate(METHODS["1f1b"].schedule(4, 6), "residuals")
-        >>> values = held(tables, stage, shapes[0], {}, shapes[1], None, shapes[2])
-        >>> values.kept, values.bytes  # the input, in 4 slots
+        >>> held = held_shapes(tables, stage, shapes[0], {}, shapes[1], None, shapes[2])
+        >>> held.stashes, held.bytes  # the stash is the stage's input, in 4 slots
         ((ShapeDtypeStruct(shape=(4, 2, 8), dtype=float32),), 832)
     """
 
-    def start(weights: Any, shared: Any, batch: Any, key: Any) -> Any:
-        """Make the pools and sums at the start of the schedule."""
-        return Actions(tables, stage, weights, shared, batch, key, x, ()).start()
+    def initial_state(weights: Any, shared: Any, batch: Any, key: Any) -> Any:
+        """Return the pools and sums before the first tick."""
+        return Actions(tables, stage, weights, shared, batch, key, message_shapes, ()).initial_state()
 
-    state = jax.eval_shape(start, weights, shared, batch, key)
-    return Held(
-        messages=jax.eval_shape(lambda: empty_pool(x, tables.messages + 1)),
-        links=[x for way in MESSAGES if tables.meets(way)],
-        kept=state.get("kept", ()),
-        cut=state.get("cut", ()),
+    state = jax.eval_shape(initial_state, weights, shared, batch, key)
+    return HeldShapes(
+        messages=jax.eval_shape(lambda: empty_pool(message_shapes, tables.message_slot_count + 1)),
+        boxes=[message_shapes for origin in ORIGINS if tables.has_messages(origin)],
+        stashes=state.get("kept", ()),
+        cuts=state.get("cut", ()),
         gradients=(state.get("weights", ()), state.get("shared", ())),
     )

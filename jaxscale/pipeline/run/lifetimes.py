@@ -1,8 +1,8 @@
-"""Lifetimes: how long each value of a schedule is held on its rank, and slots for them, allocated ahead of time.
+"""Lifetimes: the ticks in which a rank holds each value of a schedule, and the allocation of slots for the values.
 
 A tick has four steps: (1) messages of the tick before enter their slots, (2) operands are read, (3) the action runs,
 (4) its message leaves. So a message sent in tick t lives from tick t+1, and a slot read for the last time in tick t is
-free in tick t+1. Memory follows the schedule: stage s of 1F1B holds p-s messages, a stage of GPipe m.
+free in tick t+1. Memory depends on the schedule: stage s of 1F1B holds p-s messages, and a stage of GPipe holds m.
 """
 
 from collections import defaultdict
@@ -19,32 +19,32 @@ Interval = tuple[int, int, Hashable]
 
 
 class Life(NamedTuple):
-    """The ticks of a value on a rank.
+    """The ticks in which a rank holds a value.
 
     Args:
-        column: name of the table's column for its slot: `x` for an input message, `g` for an incoming gradient,
+        column: column of the table that has the value's slot: `x` for an input message, `g` for an incoming gradient,
             `residual` for the stash of a forward, `cut` for the values from I to W.
         stage: stage of the action that reads the value.
         microbatch: microbatch of the action that reads the value.
-        first: first tick, in which the value enters its slot.
-        last: last tick, in which the last action that reads the value runs.
+        first_tick: tick in which the value enters its slot.
+        last_tick: tick of the last action that reads the value.
     """
 
     column: Literal["x", "g", "residual", "cut"]
     stage: int
     microbatch: int
-    first: int
-    last: int
+    first_tick: int
+    last_tick: int
 
     @property
     def name(self) -> tuple[str, int, int]:
-        """(column, stage, microbatch), which no two values of a schedule share."""
+        """The name (column, stage, microbatch), which differs for any two values of a schedule."""
         return self[:3]
 
     @property
     def interval(self) -> Interval:
-        """(first tick, tick after the last, name), for `allocate`."""
-        return self.first, self.last + 1, self.name
+        """The interval (first tick, tick after the last, name), for `allocate`."""
+        return self.first_tick, self.last_tick + 1, self.name
 
 
 def lifetimes(schedule: Schedule, tick_of: Mapping[Action, int], stash: Stash) -> list[Life]:
@@ -54,8 +54,9 @@ def lifetimes(schedule: Schedule, tick_of: Mapping[Action, int], stash: Stash) -
 
     Args:
         schedule: the actions of each rank.
-        tick_of: the tick of each action that runs; backwards may be missing (evaluation).
-        stash: "input" keeps the input message of a stage until its backward is done, "residuals" until its forward is.
+        tick_of: the tick of each action that runs; in evaluation it has no backwards.
+        stash: with "input", a stage keeps its input message until its backward is done; with "residuals", until its
+            forward is done.
     """
     lives = []
     for action, tick in tick_of.items():
@@ -79,9 +80,9 @@ def lifetimes(schedule: Schedule, tick_of: Mapping[Action, int], stash: Stash) -
 
 
 def allocate(intervals: Iterable[Interval]) -> tuple[Mapping[Hashable, int], int]:
-    """Allocate slots by first fit: a slot is free again in the first tick in which its value is no longer read.
+    """Allocate slots by first fit, the first free slot for each value in the order of first ticks.
 
-    For intervals, first fit takes the fewest slots possible: as many as values are alive at once.
+    For intervals, first fit takes the fewest slots possible: the largest number of values that are alive at once.
 
     Args:
         intervals: (first tick, tick after the last, name) of each value.
@@ -105,7 +106,7 @@ def allocate(intervals: Iterable[Interval]) -> tuple[Mapping[Hashable, int], int
 
 
 def allocate_by_rank(schedule: Schedule, lives: Sequence[Life]) -> tuple[Mapping[Hashable, int], int]:
-    """Return the slot of each value on its rank, by name, and the number of slots of the rank that needs most."""
+    """Allocate slots on each rank; return the slot of each value, by name, and the most slots that a rank needs."""
     intervals_by_rank: defaultdict[int, list[Interval]] = defaultdict(list)
     for life in lives:
         rank = schedule.rank(Action(Kind.F, life.stage, life.microbatch))

@@ -1,19 +1,19 @@
-"""Names of a program's results from `checkpoint_name` inside it, which identify residuals."""
+"""The names that `checkpoint_name` gives to results of a program, by which residuals are selected."""
 
 from typing import Any
 
 from jax.extend.core import Literal
 
-_SAME = {"convert_element_type", "copy", "device_put", "pvary", "reduce_precision", "sharding_constraint"}
-"""Primitives whose result is their operand, in another memory, sharding or type."""
+_TRANSPARENT = {"convert_element_type", "copy", "device_put", "pvary", "reduce_precision", "sharding_constraint"}
+"""Primitives with the value of their operand as the result, in another memory, sharding or type."""
 
 
-def names_of(program: Any, number: int) -> set[str]:
-    """Return the names of a result: in a loop those from one iteration, in a `cond` those from any branch.
+def names_of(program: Any, result_index: int) -> set[str]:
+    """Return the names of a result; names inside a loop or inside any branch of a `cond` count.
 
     Args:
         program: a jaxpr, closed or open.
-        number: number of the result.
+        result_index: index of the result among the program's results.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -25,7 +25,7 @@ def names_of(program: Any, number: int) -> set[str]:
         ({'sine'}, set())
     """
     jaxpr = getattr(program, "jaxpr", program)
-    var, names = jaxpr.outvars[number], set()
+    var, names = jaxpr.outvars[result_index], set()
     while not isinstance(var, Literal):
         eqn = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
         if eqn is None:
@@ -35,9 +35,9 @@ def names_of(program: Any, number: int) -> set[str]:
         elif eqn.primitive.name == "optimization_barrier":
             var = eqn.invars[eqn.outvars.index(var)]
             continue
-        elif eqn.primitive.name not in _SAME:
-            result_number = eqn.outvars.index(var)
+        elif eqn.primitive.name not in _TRANSPARENT:
+            inner_index = eqn.outvars.index(var)
             bodies = [eqn.params[name] for name in ("jaxpr", "call_jaxpr") if name in eqn.params]
-            return names.union(*(names_of(body, result_number) for body in (*bodies, *eqn.params.get("branches", ()))))
+            return names.union(*(names_of(body, inner_index) for body in (*bodies, *eqn.params.get("branches", ()))))
         var = eqn.invars[0]
     return names

@@ -1,13 +1,14 @@
-"""Forward and backward of a stage, as two programs, with values that are remembered between them, in two variants.
+"""Forward and backward of a stage, as two programs, in two variants that stash different values between them.
 
-`FromInput` remembers only the stage's input, which the executor keeps in a slot, and computes the stage again in the
-backward. `FromResiduals` remembers the residuals of `jax.vjp`, except those that the backward can read or recompute:
-weights, functions of the weights alone (a cast copy), the microbatch and the key. Any `jax.checkpoint` inside the stage
-reduces the residuals.
+`FromInput` stashes nothing: its backward computes the stage again from the stage's input, which the executor keeps in a
+slot. `FromResiduals` stashes the residuals of `jax.vjp`, except those that the backward can read or recompute: weights,
+functions of the weights alone (a cast copy), the microbatch and the key. Any `jax.checkpoint` inside the stage reduces
+the residuals.
 
 Both also have a backward in two halves for zero-bubble schedules. `input_half` computes the gradients of the input and
-of the shared weights; `weight_half` computes those of the stage's own weights. In all methods x is the stage's input,
-`stash` the remembered values, and g the gradient of the stage's output.
+of the shared weights; `weight_half` computes those of the stage's own weights. The values that cross from the first
+half to the second are called the cut. In all methods x is the stage's input, `stash` a tuple of the stashed arrays, and
+g the gradient of the stage's output; `context` has the other arguments of the stage.
 """
 
 from collections.abc import Callable, Collection
@@ -19,7 +20,7 @@ from jax.extend import core as jex
 
 from jaxscale.compat import prune
 from jaxscale.pipeline.run.named import names_of
-from jaxscale.pipeline.run.pools import cotangents, gradients, zeros
+from jaxscale.pipeline.run.pools import cotangents, gradient_arrays, zeros
 from jaxscale.pipeline.run.split import divide
 
 
@@ -27,8 +28,8 @@ class At(NamedTuple):
     """The stage and microbatch of an action.
 
     Args:
-        stage: number of the stage, int32, traced, so that one program serves all stages.
-        microbatch: number of the microbatch, int32.
+        stage: index of the stage, int32, traced, so that one program serves all stages.
+        microbatch: index of the microbatch, int32.
         frozen: the weights of the stage that get no gradient, or `None`.
     """
 
@@ -38,7 +39,15 @@ class At(NamedTuple):
 
 
 class StageContext(NamedTuple):
-    """The arguments of a stage besides its input; the same in forward and backward, so they are not remembered."""
+    """The arguments of a stage besides its input. They are the same in forward and backward, so no stash has them.
+
+    Args:
+        weights: weights of the stage.
+        shared: weights that every stage may read.
+        microbatch: leaves of the microbatch.
+        at: indices of the stage and the microbatch.
+        key: random key.
+    """
 
     weights: Any
     shared: Any
@@ -54,25 +63,25 @@ Vary: TypeAlias = Callable[[Any], Any]
 
 
 class FromInput:
-    """A stage whose backward computes the stage again, from its input.
+    """A stage with a backward that computes the stage again, from its input.
 
     Args:
         stage: the stage function.
         vary: function that marks the cotangent of the objective as varying.
     """
 
-    kept: tuple[Any, ...] = ()
-    """Shapes of the values that a forward remembers."""
-    hosted: tuple[bool, ...] = ()
-    """For each value of `kept`, whether it lies on the host between forward and backward."""
-    cut: tuple[Any, ...] = ()
-    """Shapes of the values that the input half of a backward leaves for the weight half."""
+    stash_shapes: tuple[Any, ...] = ()
+    """Shape and dtype of each value that a forward stashes."""
+    is_hosted: tuple[bool, ...] = ()
+    """For each stashed value, whether it is in host memory between forward and backward."""
+    cut_shapes: tuple[Any, ...] = ()
+    """Shape and dtype of each value that crosses from `input_half` to `weight_half`."""
 
     def __init__(self, stage: StageFunction, vary: Vary) -> None:
         self._stage, self._vary = stage, vary
 
     def forward(self, context: StageContext, x: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-        """Return the message to the next stage, the sums, and the values to remember."""
+        """Return the message to the next stage, the sums, and the empty stash."""
         y, _, sums = self._stage(context.weights, context.shared, x, *context[2:])
         return y, sums, ()
 
@@ -80,13 +89,13 @@ class FromInput:
         """Return the gradients of weights, shared weights and input, from the gradient of the output."""
         del stash
         weight_gradients, shared_gradients, dx = self._pull(lambda w, s, x: (w, s, x), context, x, g)
-        return weight_gradients, shared_gradients, gradients(dx, x)
+        return weight_gradients, shared_gradients, gradient_arrays(dx, x)
 
     def input_half(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-        """Return the gradients of shared weights and input, and the values for the weight half."""
+        """Return the gradients of shared weights and input, and the empty cut."""
         del stash
         shared_gradients, dx = self._pull(lambda w, s, x: (s, x), context, x, g)
-        return shared_gradients, gradients(dx, x), ()
+        return shared_gradients, gradient_arrays(dx, x), ()
 
     def weight_half(self, context: StageContext, x: Any, stash: Any, g: Any, cut: Any) -> Any:
         """Return the gradients of the weights."""
@@ -95,31 +104,36 @@ class FromInput:
         return weight_gradients
 
     def _pull(self, select: Callable[..., tuple[Any, ...]], context: StageContext, x: Any, g: Any) -> tuple[Any, ...]:
-        """Return the gradients of those of (weights, shared, x) that `select` picks, without computing the others."""
+        """Return the gradients of the arguments that `select(weights, shared, x)` returns; no others are computed."""
         arguments = (context.weights, context.shared, x)
-        selected_places = select(0, 1, 2)
+        selected_indices = select(0, 1, 2)
 
         def run(*primals: Any) -> tuple[Any, Any]:
-            """Run the stage on the picked arguments, and return its output and objective."""
-            variables = dict(zip(selected_places, primals, strict=True))
-            weights, shared, x = (variables.get(place, value) for place, value in enumerate(arguments))
+            """Run the stage on the selected arguments `primals`, and return its output and objective."""
+            primal_of_index = dict(zip(selected_indices, primals, strict=True))
+            weights, shared, x = (primal_of_index.get(index, value) for index, value in enumerate(arguments))
             y, objective, _ = self._stage(weights, shared, x, *context[2:])
             return y, objective
 
-        (y, objective), pull = jax.vjp(run, *select(*arguments))
-        return pull((cotangents(g, y), self._vary(jnp.ones_like(objective))))
+        (y, objective), vjp_function = jax.vjp(run, *select(*arguments))
+        return vjp_function((cotangents(g, y), self._vary(jnp.ones_like(objective))))
 
 
 class FromResiduals:
-    """A stage whose forward remembers the residuals that its backward reads.
+    """A stage with a forward that stashes the residuals for the backward.
 
     Args:
         stage: the stage function.
         vary: function that marks the cotangent of the objective as varying.
-        context: a sample context, arrays or tracers with the shapes inside the program.
+        context: a sample context: arrays or tracers with the shapes of the program that calls the methods.
         x: a sample of the stage's input.
-        split: whether to build the backward in two halves.
-        hosted: names (`checkpoint_name`) of residuals that lie on the host between forward and backward.
+        is_split: whether to build the backward in two halves.
+        hosted_names: names (`checkpoint_name`) of residuals that are in host memory between forward and backward.
+
+    Attributes:
+        stash_shapes: shape and dtype of each stashed residual.
+        is_hosted: for each stashed residual, whether it is in host memory between forward and backward.
+        cut_shapes: shape and dtype of each value that crosses from `input_half` to `weight_half`.
     """
 
     def __init__(
@@ -129,11 +143,11 @@ class FromResiduals:
         context: StageContext,
         x: Any,
         *,
-        split: bool,
-        hosted: Collection[str] = (),
+        is_split: bool,
+        hosted_names: Collection[str] = (),
     ) -> None:
         def forward(context: StageContext, x: Any) -> Any:
-            """Run the stage, and return ((y, objective), vjp function, sums)."""
+            """Run the stage, and return ((y, objective), its vjp function, sums)."""
 
             def run(weights: Any, shared: Any, x: Any) -> Any:
                 """Run the stage, and return the differentiated results (y, objective), and the sums."""
@@ -145,102 +159,108 @@ class FromResiduals:
 
         self._vary, self._key = vary, context.key
         self._program, shapes = jax.make_jaxpr(forward, return_shape=True)(context, x)
-        ((self._y, self._objective), pull, _) = shapes
+        ((self._y, self._objective), vjp_function, _) = shapes
         self._results_tree = jax.tree.structure(shapes)
-        leaves, self._pull_tree = jax.tree.flatten(pull)
+        residual_shapes, self._vjp_tree = jax.tree.flatten(vjp_function)
         output_count = jax.tree.structure(shapes[0]).num_leaves
         # the residuals among the outputs of the program
-        self._span = slice(output_count, output_count + len(leaves))
+        self._residual_span = slice(output_count, output_count + len(residual_shapes))
         self._classify(context)
-        self.kept: tuple[Any, ...] = tuple(
-            jax.eval_shape(_key_data, leaves[place]) if _is_key(leaves[place]) else leaves[place]
-            for place in self._stash_places
+        self.stash_shapes: tuple[Any, ...] = tuple(
+            jax.eval_shape(_key_data, shape) if _is_key(shape) else shape
+            for shape in (residual_shapes[index] for index in self._stash_indices)
         )
-        names = [names_of(self._program, self._span.start + place) if hosted else set() for place in self._stash_places]
-        self.hosted: tuple[bool, ...] = tuple(not residual_names.isdisjoint(hosted) for residual_names in names)
-        self._halves = None
-        if split:
-            stash = [vary(zeros(leaf)) for leaf in self.kept]
-            self._halves = divide(self._gradients_by_half, context, stash, x, kept=(True, True, False))
-        self.cut: tuple[Any, ...] = self._halves.cut if self._halves else ()
+        self.is_hosted: tuple[bool, ...] = tuple(
+            bool(hosted_names)
+            and not names_of(self._program, self._residual_span.start + index).isdisjoint(hosted_names)
+            for index in self._stash_indices
+        )
+        self._division = None
+        if is_split:
+            stash = [vary(zeros(shape)) for shape in self.stash_shapes]
+            self._division = divide(self._gradients_by_half, context, stash, x, is_kept=(True, True, False))
+        self.cut_shapes: tuple[Any, ...] = self._division.crossing_shapes if self._division else ()
 
     def _classify(self, context: StageContext) -> None:
-        """Sort residuals into inputs of the stage, remembered ones, and those recomputed from weights and stage number.
+        """Set how the backward gets each residual: from an input, from the stash, or by recomputation.
 
-        A place is the index of a residual among the leaves of the vjp function.
+        The index of a residual is its position among the leaves of the vjp function.
         """
         jaxpr = self._program.jaxpr
-        input_numbers = {var: number for number, var in enumerate(jaxpr.invars)}
-        leaf_count = len(jax.tree.leaves(context))  # the inputs with lower numbers are leaves of the context
+        index_of_input = {var: index for index, var in enumerate(jaxpr.invars)}
+        leaf_count = len(jax.tree.leaves(context))  # these inputs come first: the leaves of the context
         # is_free: for each input, whether the backward may read it again, so that residuals of free inputs alone are
-        # recomputed; without "at", the head of the last stage, in a `cond` on the stage number, would be in every slot
+        # recomputed; without "at", the head of the last stage, in a `cond` on the stage index, would be in every slot
         free_fields = ("weights", "shared", "at")
         fields = zip(StageContext._fields, context, strict=True)
         is_free = [name in free_fields for name, tree in fields for _ in jax.tree.leaves(tree)]
         is_free += [False] * (len(jaxpr.invars) - leaf_count)
-        self._input_numbers: dict[int, int] = {}
-        self._stash_places: list[int] = []
-        self._recomputed: list[int] = []
-        for place, var in enumerate(jaxpr.outvars[self._span]):
-            if not isinstance(var, jex.Literal) and input_numbers.get(var, leaf_count) < leaf_count:
-                self._input_numbers[place] = input_numbers[var]
-            elif any(reads and not flag for reads, flag in zip(self._pruned(place)[1], is_free, strict=True)):
-                self._stash_places.append(place)
+        self._input_of_residual: dict[int, int] = {}  # index of the input by index of the residual
+        self._stash_indices: list[int] = []  # indices of the residuals that are stashed
+        self._recomputed_indices: list[int] = []  # indices of the residuals that are recomputed
+        for index, var in enumerate(jaxpr.outvars[self._residual_span]):
+            if not isinstance(var, jex.Literal) and index_of_input.get(var, leaf_count) < leaf_count:
+                self._input_of_residual[index] = index_of_input[var]
+            elif any(is_read and not free for is_read, free in zip(self._pruned(index)[1], is_free, strict=True)):
+                self._stash_indices.append(index)
             else:
-                self._recomputed.append(place)
-        self._recompute_program, self._recompute_reads = self._pruned(*self._recomputed)
+                self._recomputed_indices.append(index)
+        # for each input, whether the program of recomputed residuals reads it
+        self._recompute_program, self._recompute_read_flags = self._pruned(*self._recomputed_indices)
 
-    def _pruned(self, *places: int) -> tuple[Any, list[bool]]:
+    def _pruned(self, *residual_indices: int) -> tuple[Any, list[bool]]:
         """Return the program of these residuals alone, and for each input whether the program reads it."""
-        outputs = {self._span.start + place for place in places}
-        return prune(self._program, [number in outputs for number in range(len(self._program.jaxpr.outvars))])
+        output_indices = {self._residual_span.start + index for index in residual_indices}
+        return prune(self._program, [index in output_indices for index in range(len(self._program.jaxpr.outvars))])
 
     def forward(self, context: StageContext, x: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-        """Return the message to the next stage, the sums, and the residuals to remember."""
+        """Return the message to the next stage, the sums, and the stash."""
         flat_results = jex.jaxpr_as_fun(self._program)(*jax.tree.leaves((context, x)))
         (y, _), _, sums = jax.tree.unflatten(self._results_tree, flat_results)
-        residuals = flat_results[self._span]
-        return y, sums, tuple(_key_data(residuals[place]) for place in self._stash_places)
+        residuals = flat_results[self._residual_span]
+        return y, sums, tuple(_key_data(residuals[index]) for index in self._stash_indices)
 
     def backward(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, Any]:
         """Return the gradients of weights, shared weights and input; `x` is not read."""
         (weight_gradients, shared_gradients), dx = self._gradients(context, stash, g)
-        return weight_gradients, shared_gradients, gradients(dx, x)
+        return weight_gradients, shared_gradients, gradient_arrays(dx, x)
 
     def input_half(self, context: StageContext, x: Any, stash: Any, g: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-        """Return the gradients of shared weights and input, and the values for the weight half; `x` is not read."""
-        assert self._halves is not None
-        (shared_gradients, dx), cut = self._halves.first(context, list(stash), g)
-        return shared_gradients, gradients(dx, x), cut
+        """Return the gradients of shared weights and input, and the cut; `x` is not read."""
+        assert self._division is not None
+        (shared_gradients, dx), cut = self._division.run_first(context, list(stash), g)
+        return shared_gradients, gradient_arrays(dx, x), cut
 
     def weight_half(self, context: StageContext, x: Any, stash: Any, g: Any, cut: Any) -> Any:
         """Return the gradients of the weights; neither `x` nor `g` is read."""
-        assert self._halves is not None
-        return self._halves.second(cut, context, list(stash), g)
+        assert self._division is not None
+        return self._division.run_second(cut, context, list(stash), g)
 
     def _gradients_by_half(self, context: StageContext, stash: Any, g: Any) -> tuple[Any, Any]:
-        """Return the gradients ((shared, dx), weights), one pair member for each half of a backward.
+        """Return the gradients as ((of shared weights, of the input), of weights): those of the two halves.
 
-        If the gradients of `shared` were in the weight half, gradients of logits would wait in slots of all ranks.
+        If the weight half computed the gradients of shared weights, every rank would keep gradients of logits in slots.
         """
         (weight_gradients, shared_gradients), dx = self._gradients(context, stash, g)
         return (shared_gradients, dx), weight_gradients
 
     def _gradients(self, context: StageContext, stash: Any, g: Any) -> tuple[Any, Any]:
-        """Return the gradients ((weights, shared), dx), from the remembered and the recomputed residuals."""
+        """Return the gradients ((of weights, of shared weights), of the input), from all residuals."""
         inputs = jax.tree.leaves(context)
-        residuals: dict[int, Any] = {place: inputs[input_number] for place, input_number in self._input_numbers.items()}
-        operands = [leaf for leaf, reads in zip(inputs, self._recompute_reads, strict=False) if reads]
-        residuals |= dict(zip(self._recomputed, jex.jaxpr_as_fun(self._recompute_program)(*operands), strict=True))
-        for place, residual in zip(self._stash_places, stash, strict=True):
-            aval = self._program.jaxpr.outvars[self._span.start + place].aval
-            if _is_key(aval):  # a slot holds a key's data
-                residual = jax.random.wrap_key_data(residual, impl=jax.random.key_impl(self._key))
-            residuals[place] = residual
-        pull = jax.tree.unflatten(self._pull_tree, [residuals[place] for place in range(len(residuals))])
-        cotangent = self._vary(jnp.ones(self._objective.shape, self._objective.dtype))
-        weights, shared, dx = pull((cotangents(g, self._y), cotangent))
-        return (weights, shared), dx
+        residuals: dict[int, Any] = {index: inputs[source] for index, source in self._input_of_residual.items()}
+        operands = [leaf for leaf, is_read in zip(inputs, self._recompute_read_flags, strict=False) if is_read]
+        recomputed_residuals = jex.jaxpr_as_fun(self._recompute_program)(*operands)
+        residuals |= dict(zip(self._recomputed_indices, recomputed_residuals, strict=True))
+        for index, stashed_array in zip(self._stash_indices, stash, strict=True):
+            aval = self._program.jaxpr.outvars[self._residual_span.start + index].aval
+            if _is_key(aval):  # the stash has the data of the key
+                residuals[index] = jax.random.wrap_key_data(stashed_array, impl=jax.random.key_impl(self._key))
+            else:
+                residuals[index] = stashed_array
+        vjp_function = jax.tree.unflatten(self._vjp_tree, [residuals[index] for index in range(len(residuals))])
+        objective_cotangent = self._vary(jnp.ones(self._objective.shape, self._objective.dtype))
+        weight_gradients, shared_gradients, dx = vjp_function((cotangents(g, self._y), objective_cotangent))
+        return (weight_gradients, shared_gradients), dx
 
 
 def _is_key(leaf: Any) -> bool:
@@ -249,5 +269,5 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _key_data(leaf: Any) -> Any:
-    """Return the leaf; if it is a random key, its data, which a pool can hold."""
+    """Return the data of a random key, which a pool can hold; return any other leaf unchanged."""
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf

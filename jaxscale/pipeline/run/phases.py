@@ -1,19 +1,21 @@
-"""Phases: the ticks of a lock-step table as few loops, so that a program without branches stays short.
+"""Phases: the division of a lock-step table's ticks into few loops, so that a program without branches stays short.
 
-A phase repeats a motif, a short sequence of codes of kinds, such as a forward and a backward.
+A phase repeats a motif, which is a short sequence of the codes of kinds, such as a forward and a backward.
 """
 
 from jaxscale.pipeline.run.tables import Tables
 
-_LONGEST = 6
-"""The most ticks of a motif: F I W needs 3, and interleaving no more."""
+_MAX_MOTIF_TICKS = 6
+"""The most ticks of a motif. The motif F I W needs 3, and interleaved schedules need no more."""
 
 
 def phases(tables: Tables) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """Return the phases in order, as (motif, number of repetitions): FFFF BFBFBF BB is ((F), 4), ((B, F), 3), ((B), 2).
+    """Return the pair (motif, number of repetitions) of each phase, in order.
+
+    For the ticks FFFF BFBFBF BB the phases are ((F), 4), ((B, F), 3), ((B), 2).
 
     Args:
-        tables: tables whose ticks are of one kind each.
+        tables: tables in which each tick is of one kind.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
@@ -21,22 +23,25 @@ def phases(tables: Tables) -> tuple[tuple[tuple[int, ...], int], ...]:
         >>> phases(tabulate(METHODS["gpipe"].schedule(4, 8)))
         (((1,), 11), ((2,), 11))
     """
-    kinds = tuple(int(row.max()) for row in tables.columns["kind"])
-    motifs_and_repeats, start = [], 0
-    while start < len(kinds):
-        # the motif that covers most ticks by repetition; if none repeats, a single kind
-        motif, repeats = max(
-            ((kinds[start : start + width], _count_repeats(kinds, start, width)) for width in range(1, _LONGEST + 1)),
-            key=lambda phase: len(phase[0]) * phase[1] if phase[1] > 1 else len(phase[0]) == 1,
+    codes = tuple(int(row.max()) for row in tables.columns["kind"])  # for each tick, the code of its kind
+    phase_list, start = [], 0
+    while start < len(codes):
+        # the motif that covers most ticks by repetition; if none repeats, a single code
+        candidates = (
+            (codes[start : start + length], _repeat_count(codes, start, length))
+            for length in range(1, _MAX_MOTIF_TICKS + 1)
         )
-        motifs_and_repeats.append((motif, repeats))
+        motif, repeats = max(
+            candidates, key=lambda phase: len(phase[0]) * phase[1] if phase[1] > 1 else len(phase[0]) == 1
+        )
+        phase_list.append((motif, repeats))
         start += len(motif) * repeats
-    return tuple(motifs_and_repeats)
+    return tuple(phase_list)
 
 
-def _count_repeats(kinds: tuple[int, ...], start: int, width: int) -> int:
-    """Return how often the motif of `width` kinds at `start` occurs in a row."""
-    motif, repeats = kinds[start : start + width], 1
-    while kinds[start + repeats * width : start + (repeats + 1) * width] == motif:
+def _repeat_count(codes: tuple[int, ...], start: int, length: int) -> int:
+    """Return how many times in succession the motif of `length` codes at index `start` occurs, at least 1."""
+    motif, repeats = codes[start : start + length], 1
+    while codes[start + repeats * length : start + (repeats + 1) * length] == motif:
         repeats += 1
     return repeats

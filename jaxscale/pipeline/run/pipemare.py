@@ -1,16 +1,16 @@
 r"""PipeMare's two remedies against stale weights: smaller steps where the delay is long, and corrected weights.
 
-The weights of a forward on stage s have missed $d_s$ updates when its gradient is applied: the gradient makes update
-number $\tau_s = d_s + 1$ after these weights.
+On stage s, $d_s$ updates happen between a forward and the update with its gradient. So that update is the
+$\tau_s$-th one after the weights that the forward read, with $\tau_s = d_s + 1$.
 
-- Rescheduling: update number k of stage s is scaled by $\tau_s^{-p_k}$ with $p_k = 1 - \min(k/K, 1)$, so all stages
+- Rescheduling: update k of stage s is scaled by $\tau_s^{-p_k}$ with $p_k = 1 - \min(k/K, 1)$, so all stages
   have the same rate after K updates.
 - Correction: a backward linearises at $w - d_s \delta$, near the weights of its forward, instead of the newest weights
   w. Here $\delta \leftarrow \gamma_s \delta + (1 - \gamma_s)(w' - w)$ is a moving average of the updates' changes, and
   $\gamma_s = D^{1/d_s}$.
 
 The paper counts slots in which a stage runs a forward and a backward at once, so its delay is 2(P-i)+1; here an update
-follows each backward of 1F1B. Its third remedy, to start with a synchronous schedule, is left to the caller.
+follows each backward of 1F1B. The paper's third remedy, to start with a synchronous schedule, is left to the caller.
 
 References:
     Yang, Zhang, Li, Ré, Aberger, De Sa, "PipeMare: Asynchronous Pipeline Parallel DNN Training", 2021
@@ -30,12 +30,12 @@ from jaxscale.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Remedies:
-    """The remedies and their strengths.
+    """PipeMare's remedies and their strengths.
 
     Args:
-        anneal: K, updates over which rescheduling fades; 0 leaves it out.
-        correction: D, the share of a change that the moving average keeps after the delay, above 0 and below 1; `None`
-            leaves the correction out. The paper's theory has exp(-2) = 0.135.
+        anneal: K, number of updates over which rescheduling fades; 0: no rescheduling.
+        correction: D, the share of a change that is left in the moving average after the delay of the stage, above 0
+            and below 1; `None`: no correction. The paper derives exp(-2) = 0.135.
 
     Example:
         >>> [round(float(Remedies(anneal=100).scale(3, update)), 3) for update in (0, 50, 100, 500)]
@@ -52,30 +52,55 @@ class Remedies:
             raise UserError(f"got a correction of {self.correction}, expected more than 0 and less than 1")
 
     def scale(self, delay: Any, update: Any) -> Any:
-        """Return the float32 factor of update number `update` of a stage, which acts like a learning rate."""
+        """Return the float32 factor by which rescheduling scales an update.
+
+        Args:
+            delay: $d_s$ of the stage, int32.
+            update: k, the number of earlier updates of the stage, int32.
+        """
         if not self.anneal:
             return jnp.float32(1)
         exponent = 1 - jnp.minimum(jnp.float32(update) / self.anneal, 1)
         return jnp.float32(1 + delay) ** -exponent
 
     def rescheduled(self, old: Any, new: Any, delay: Any, update: Any) -> Any:
-        """Return the weights after rescheduling: `old`, plus the change from `old` to `new` scaled by `scale`."""
+        """Return the weights after rescheduling: `old`, plus the change from `old` to `new` times `scale`.
+
+        Args:
+            old: weights before the update.
+            new: weights after the update without rescheduling.
+            delay: $d_s$ of the stage, int32.
+            update: k, the number of earlier updates of the stage, int32.
+        """
         if not self.anneal:
             return new
         scale = self.scale(delay, update)
         return jax.tree.map(lambda a, b: (a + scale * (b.astype(jnp.float32) - a)).astype(b.dtype), old, new)
 
     def followed(self, change: Any, old: Any, new: Any, delay: Any) -> Any:
-        """Return the moving average `change` of the weights' changes after one more change, from `old` to `new`."""
+        """Return the moving average of the weights' changes, after an update.
+
+        Args:
+            change: the moving average before the update, float32.
+            old: weights before the update.
+            new: weights after the update.
+            delay: $d_s$ of the stage, int32.
+        """
         assert self.correction is not None
         decay = jnp.exp(math.log(self.correction) / jnp.maximum(jnp.float32(delay), 1))
         return jax.tree.map(lambda c, a, b: decay * c + (1 - decay) * (b.astype(jnp.float32) - a), change, old, new)
 
     def corrected(self, weights: Any, change: Any, delay: Any) -> Any:
-        """Return the corrected weights, which a backward linearises at, from the moving average `change`."""
+        """Return the corrected weights, at which a backward linearises.
+
+        Args:
+            weights: the newest weights.
+            change: the moving average of the weights' changes, float32.
+            delay: $d_s$ of the stage, int32.
+        """
         return jax.tree.map(lambda w, c: (w - jnp.float32(delay) * c).astype(w.dtype), weights, change)
 
 
 def delay_of(delays: Sequence[int], stage: Any) -> Any:
-    """Return the delay of a stage, whose number may be traced."""
+    """Return the delay of a stage by its index, which may be traced."""
     return jnp.asarray(delays, jnp.int32)[stage]

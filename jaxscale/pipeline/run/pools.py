@@ -12,15 +12,15 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxscale.compat import varying_axes
 from jaxscale.sharding.memory_space import on_host, to_device, to_host
 
-WAYS = {"from_left": 1, "from_right": -1}
-"""For each origin of messages from other ranks, the step along the ranks that such a message makes."""
+STEP_FROM_ORIGIN = {"from_left": 1, "from_right": -1}
+"""For each origin of messages, the rank that receives minus the rank that sends (modulo the number of ranks)."""
 
 
 def vary(tree: Any, axes: Sequence[str]) -> Any:
-    """Mark a tree as varying over manual axes.
+    """Return a tree whose type says that its leaves vary over manual axes; their values are unchanged.
 
-    `vjp` with respect to a value that is the same on all devices sums over the devices, by a collective. In a branch
-    that not all devices take, this collective would hang. So every value is marked outside the branches.
+    If a leaf is the same on all devices, `vjp` sums its gradient over the devices with a collective. In a branch that
+    not all devices take, this collective would hang. So every leaf is marked as varying outside the branches.
     """
 
     def mark(leaf: Any) -> Any:
@@ -31,38 +31,46 @@ def vary(tree: Any, axes: Sequence[str]) -> Any:
     return jax.tree.map(mark, tree)
 
 
-def empty_pool(tree: Any, slots: int, hosted: Any = False) -> Any:
-    """Make a pool: zeros of the shapes of `tree`, with a first dim of `slots` before those of each leaf.
+def empty_pool(tree: Any, slot_count: int, is_hosted: Any = False) -> Any:
+    """Return a pool of zeros with slots for values like `tree`: the first dim of each leaf is `slot_count`.
 
     Args:
         tree: tree of arrays or their shapes.
-        slots: number of slots.
-        hosted: for each leaf, whether its slots are in host memory: a tree of booleans like `tree`, or a prefix of one.
+        slot_count: number of slots.
+        is_hosted: whether the slots of a leaf are in host memory: a tree of booleans like `tree`, or a prefix of one.
     """
 
-    def make_slots(leaf: Any, is_hosted: bool) -> Any:
-        """Make the slots of one leaf."""
-        empty_slots = jnp.zeros((slots, *leaf.shape), leaf.dtype)
-        return to_host(empty_slots) if is_hosted else empty_slots
+    def empty_slots(leaf: Any, is_leaf_hosted: bool) -> Any:
+        """Return the slots of one leaf."""
+        slots = jnp.zeros((slot_count, *leaf.shape), leaf.dtype)
+        return to_host(slots) if is_leaf_hosted else slots
 
-    return jax.tree.map(make_slots, tree, jax.tree.broadcast(hosted, tree))
+    return jax.tree.map(empty_slots, tree, jax.tree.broadcast(is_hosted, tree))
 
 
 def zeros(tree: Any, dtype: Any = None) -> Any:
-    """Make zeros of the shapes of a tree, and of its types unless `dtype` is given."""
+    """Return zeros with the shapes of a tree, and with its dtypes unless `dtype` is given."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype or leaf.dtype), tree)
 
 
-def exchange(message: Any, axis: str, ranks: int, way: str) -> Any:
-    """Send a message to a neighbour, for which its origin is `way`, and return the message that arrives from `way`."""
-    rank_pairs = [(rank, (rank + WAYS[way]) % ranks) for rank in range(ranks)]
+def exchange(message: Any, axis: str, rank_count: int, origin: str) -> Any:
+    """Send a message to one neighbour, and return the message that arrives from the other.
+
+    Args:
+        message: tree of arrays.
+        axis: name of the mesh axis of the ranks.
+        rank_count: number of ranks.
+        origin: side from which the message arrives, "from_left" or "from_right".
+    """
+    rank_pairs = [(rank, (rank + STEP_FROM_ORIGIN[origin]) % rank_count) for rank in range(rank_count)]
     return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, rank_pairs), message)
 
 
 def read(pool: Any, slot: Any) -> Any:
-    """Return the value in a slot, in device memory; a pool with one slot ignores the number."""
+    """Return the value in a slot, in device memory; if the pool has only one slot, its index is ignored."""
 
     def take(leaf: Any) -> Any:
+        """Return the slot of one leaf of the pool."""
         value = leaf[0] if leaf.shape[0] == 1 else lax.dynamic_index_in_dim(leaf, slot, 0, keepdims=False)
         return _row_major(to_device(value)) if on_host(leaf) else value
 
@@ -70,9 +78,10 @@ def read(pool: Any, slot: Any) -> Any:
 
 
 def read_in_place(pool: Any, slot: Any) -> Any:
-    """Return the value in a slot, in the memory of the pool."""
+    """Return the value in a slot, in the memory of the pool; if the pool has only one slot, its index is ignored."""
 
     def take(leaf: Any) -> Any:
+        """Return the slot of one leaf of the pool."""
         if leaf.shape[0] == 1:
             return leaf.reshape(leaf.shape[1:])
         return lax.dynamic_index_in_dim(leaf, slot, 0, keepdims=False)
@@ -81,23 +90,24 @@ def read_in_place(pool: Any, slot: Any) -> Any:
 
 
 def write(pool: Any, slot: Any, value: Any) -> Any:
-    """Return the pool with a value in a slot."""
+    """Return the pool after a value was written to a slot."""
 
-    def put(leaf: Any, new: Any) -> Any:
-        new = new.astype(leaf.dtype)
-        new = to_host(_row_major(new)) if on_host(leaf) else new
-        return lax.dynamic_update_index_in_dim(leaf, new, slot, 0)
+    def put(leaf: Any, array: Any) -> Any:
+        """Return a leaf of the pool after an array, a leaf of the value, was written to its slot."""
+        cast_array = array.astype(leaf.dtype)
+        placed_array = to_host(_row_major(cast_array)) if on_host(leaf) else cast_array
+        return lax.dynamic_update_index_in_dim(leaf, placed_array, slot, 0)
 
     return jax.tree.map(put, pool, value)
 
 
 def _row_major(value: Any) -> Any:
-    """Give a value to or from the host the host's layout: a TPU's compiler fails if the layouts differ."""
+    """Return a value in row-major layout, which is the host's: a TPU's compiler fails if the layouts differ."""
     return with_layout_constraint(value, Layout(tuple(range(value.ndim))))
 
 
-def where(condition: Any, tree: Any) -> Any:
-    """Return the tree if the condition holds, otherwise zeros."""
+def tree_or_zeros(condition: Any, tree: Any) -> Any:
+    """Return the tree if the condition (a boolean, which may be traced) is true, otherwise zeros."""
     return jax.tree.map(lambda leaf: jnp.where(condition, leaf, jnp.zeros_like(leaf)), tree)
 
 
@@ -106,12 +116,18 @@ def is_differentiable(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def cotangents(tree: Any, like: Any) -> Any:
-    """Return a message as cotangents of `like`, the tree that was sent: `float0` for leaves without gradients."""
-    no_gradient = jax.dtypes.float0
-    return jax.tree.map(lambda g, x: g if is_differentiable(x) else np.zeros(x.shape, no_gradient), tree, like)
+def cotangents(gradient_message: Any, primals: Any) -> Any:
+    """Return the gradient of `primals` as cotangents for a vjp function: `float0` for leaves that have no gradient."""
+
+    def cotangent(gradient: Any, primal: Any) -> Any:
+        """Return the cotangent of one leaf."""
+        return gradient if is_differentiable(primal) else np.zeros(primal.shape, jax.dtypes.float0)
+
+    return jax.tree.map(cotangent, gradient_message, primals)
 
 
-def gradients(tree: Any, like: Any) -> Any:
-    """Return a gradient as arrays of the types of `like`: zeros for leaves without gradients."""
-    return jax.tree.map(lambda leaf, primal: leaf if is_differentiable(primal) else jnp.zeros_like(primal), tree, like)
+def gradient_arrays(cotangents: Any, primals: Any) -> Any:
+    """Return the cotangents of `primals` as arrays, which can be sent: zeros for leaves that have no gradient."""
+    return jax.tree.map(
+        lambda g, primal: g if is_differentiable(primal) else jnp.zeros_like(primal), cotangents, primals
+    )

@@ -1,17 +1,17 @@
-"""A function in two halves: the first computes its first results, the second the others.
+"""A function in two halves: the first half computes one group of results, the second half the other results.
 
 Zero-bubble schedules run the backward of a stage as two actions: I, the gradient of its input, which the previous
 stage waits for, and W, the gradients of its weights, which no stage waits for. This module divides the equations of the
-backward: those that the first results need run in the first half, the others in the second. The first half hands over
-values that the second needs, mainly the gradient of each product's output. So no product runs twice, and the results
-are the same. A scan is divided like its body, with crossing values stacked over the iterations, so a stage may
-scan its layers; a `cond` is divided like its branches; a checkpointed block like its program, with the recomputation in
-the first half.
+backward. Those that the gradient of the input needs run in the first half, all others in the second. Some values of the
+first half cross to the second, mainly the gradient of each product's output. So no product runs twice, and the results
+are the same. A scan is divided like its body, and its crossing values are stacked over the iterations, so a stage may
+scan its layers. A `cond` is divided like its branches. A checkpointed block is divided like its program, with the
+recomputation in the first half.
 
-Equations that only move or compare numbers run again in the second half if that hands over no more bytes.
+Equations that only move or compare numbers run again in the second half if no more bytes cross for that reason.
 
-Left out: other calls that hold programs (`while`, `shard_map`, kernels). Each runs whole, in the first half if one of
-its results is needed there. Effects (`jax.debug.print`) on which no result depends are dropped.
+Left out: other calls that contain programs (`while`, `shard_map`, kernels). Such a call is not divided; it runs in the
+first half if that half needs one of its results. Effects (`jax.debug.print`) on which no result depends are dropped.
 
 References:
     Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", 2023 (https://arxiv.org/abs/2401.10241).
@@ -29,70 +29,84 @@ from jaxscale.trees import tree_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """Both halves of a function of arrays; made by `divide`.
+    """The two halves of a function of arrays, as `divide` returns them.
 
     Args:
-        cut: shape and type of each array that crosses.
-        reads_first: for each leaf of the arguments, whether the first half reads it; other leaves may be anything.
-        reads_second: for each leaf of the arguments, whether the second half reads it.
+        crossing_shapes: shape and type of each value that crosses.
+        is_read_by_first: for each leaf of the arguments, whether the first half reads it.
+        is_read_by_second: for each leaf of the arguments, whether the second half reads it.
         halves: the programs of the halves.
-        trees: structures of the arguments, the first results and the second results.
+        arguments_tree: tree structure of the arguments.
+        first_tree: tree structure of the results of the first half.
+        second_tree: tree structure of the results of the second half.
     """
 
-    cut: tuple[jax.ShapeDtypeStruct, ...]
-    reads_first: tuple[bool, ...]
-    reads_second: tuple[bool, ...]
+    crossing_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    is_read_by_first: tuple[bool, ...]
+    is_read_by_second: tuple[bool, ...]
     halves: Halves = dataclasses.field(repr=False)
-    trees: tuple[Any, Any, Any] = dataclasses.field(repr=False)
+    arguments_tree: Any = dataclasses.field(repr=False)
+    first_tree: Any = dataclasses.field(repr=False)
+    second_tree: Any = dataclasses.field(repr=False)
 
     @property
-    def cut_bytes(self) -> int:
+    def crossing_bytes(self) -> int:
         """Bytes of the crossing values."""
-        return tree_bytes(self.cut)
+        return tree_bytes(self.crossing_shapes)
 
-    def first(self, *args: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Run the first half, and return the first results and the crossing values."""
-        outputs, cut = self.halves.first(self._leaves(args))
-        return jax.tree.unflatten(self.trees[1], outputs[: self.trees[1].num_leaves]), tuple(cut)
+    def run_first(self, *args: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Run the first half on the function's arguments, and return its results and the crossing values.
 
-    def second(self, cut: Sequence[Any], *args: Any) -> Any:
-        """Run the second half from the crossing values and the arguments, and return the second results."""
-        outputs = self.halves.second(self._leaves(args), cut)
-        return jax.tree.unflatten(self.trees[2], outputs[self.trees[1].num_leaves :])
+        Leaves that the half does not read may be anything.
+        """
+        outputs, crossing_values = self.halves.run_first(self._leaves(args))
+        return jax.tree.unflatten(self.first_tree, outputs[: self.first_tree.num_leaves]), tuple(crossing_values)
+
+    def run_second(self, crossing_values: Sequence[Any], *args: Any) -> Any:
+        """Run the second half on the crossing values and the function's arguments, and return its results."""
+        outputs = self.halves.run_second(self._leaves(args), crossing_values)
+        return jax.tree.unflatten(self.second_tree, outputs[self.first_tree.num_leaves :])
 
     def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
-        """Return the leaves of arguments like those that the function was divided for."""
+        """Return the leaves of the arguments, which must have the tree structure that the function was divided for."""
         leaves, tree = jax.tree.flatten(args)
-        assert tree == self.trees[0], "the arguments are not those that the function was divided for"
+        assert tree == self.arguments_tree, "the arguments are not those that the function was divided for"
         return leaves
 
 
-def divide(function: Callable[..., tuple[Any, Any]], *args: Any, kept: Any = True) -> Division:
-    """Divide `function(*args) -> (first, second)` into halves: one half makes `first`, the other `second`.
+def divide(function: Callable[..., tuple[Any, Any]], *args: Any, is_kept: Any = True) -> Division:
+    """Divide `function(*args) -> (first, second)` into halves: one half computes `first`, the other `second`.
 
     Args:
         function: function of arrays that JAX can trace. For the backward of a stage, `first` is the gradient of its
-            input and `second` that of its weights.
-        args: trees of arrays, tracers or `jax.ShapeDtypeStruct`s, as in the program that will call the halves.
-        kept: whether the second half may read an argument: one boolean for all, or a tuple like `args` of
-            booleans or trees of booleans. Arguments that it may not read cross if it needs them.
+            input and `second` are the gradients of its weights.
+        args: trees of arrays, tracers or `jax.ShapeDtypeStruct`s, with the shapes of the program that calls the halves.
+        is_kept: whether the second half can read an argument: one boolean for all arguments, or a tuple with a boolean
+            or a tree of booleans for each. An argument that the second half needs but cannot read crosses.
 
     Example:
         >>> import jax.numpy as jnp
         >>> def backward(weight, x, g):
         ...     return g @ weight.T, x.T @ g
         >>> shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 4), (2, 8), (2, 4)]]
-        >>> halves = divide(backward, *shapes, kept=(True, True, False))
-        >>> halves.cut_bytes  # g is handed over: 2 x 4 float32
+        >>> division = divide(backward, *shapes, is_kept=(True, True, False))
+        >>> division.crossing_bytes  # g crosses: 2 x 4 float32
         32
-        >>> halves.reads_first, halves.reads_second
+        >>> division.is_read_by_first, division.is_read_by_second
         ((True, False, True), (False, True, False))
     """
     arguments_tree = jax.tree.structure(args)
     closed_jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     first_tree, second_tree = (jax.tree.structure(result_shapes) for result_shapes in shapes)
     is_first = [True] * first_tree.num_leaves + [False] * second_tree.num_leaves
-    is_hidden = [not flag for flag in jax.tree.leaves(jax.tree.broadcast(kept, args))]
+    is_hidden = [not flag for flag in jax.tree.leaves(jax.tree.broadcast(is_kept, args))]
     halves = program_halves(closed_jaxpr, is_first, [not flag for flag in is_first], is_hidden)
-    cut = tuple(jax.ShapeDtypeStruct(crossing.shape, crossing.dtype) for crossing in halves.cut)
-    return Division(cut, halves.reads_first, halves.reads_second, halves, (arguments_tree, first_tree, second_tree))
+    return Division(
+        crossing_shapes=tuple(jax.ShapeDtypeStruct(crossing.shape, crossing.dtype) for crossing in halves.crossings),
+        is_read_by_first=halves.is_read_by_first,
+        is_read_by_second=halves.is_read_by_second,
+        halves=halves,
+        arguments_tree=arguments_tree,
+        first_tree=first_tree,
+        second_tree=second_tree,
+    )

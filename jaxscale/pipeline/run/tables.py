@@ -1,7 +1,7 @@
-"""Tables: a schedule as arrays of integers, with a row for each tick and a column for each rank, for the executor.
+"""Tables: a schedule as arrays of integers for the executor, with a row for each tick and a column for each rank.
 
-The steps of a tick (`lifetimes.py`) must be the same for every table and every executor: with other steps, results are
-silently wrong. An action's message goes to both neighbours, or stays if the next stage is on the same rank.
+Every table and every executor must have the steps of a tick that `lifetimes.py` describes; otherwise results are
+silently wrong. A message goes to a neighbour on the ring of ranks, or stays if the next stage is on the same rank.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.run.lifetimes import Stash, allocate_by_rank, lifetimes
 from jaxscale.pipeline.ticks import ticks
 
-IDLE = 0  # in place of the code of a kind
+IDLE = 0  # the code of an idle rank
 CODES = {kind: code for code, kind in enumerate(KINDS, start=1)}
-"""The integer that stands for each kind in a table; 0 stands for idle."""
+"""The integer that stands for each kind in a table."""
 
-MESSAGES = ("from_left", "from_right", "to_self")
-"""Origins of a message: the rank before, the rank after, and this rank itself."""
+ORIGINS = ("from_left", "from_right", "to_self")
+"""Origins of a message that a rank receives: the rank before, the rank after, and the rank itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,51 +33,51 @@ class Tables:
         columns: int32 arrays (ticks, ranks) by name. `kind`, `stage`, `chunk` and `microbatch` describe the action.
             `x`, `g`, `residual` and `cut` are the slots of its input message, its incoming gradient, its forward's
             stash, and the values from I to W. `from_left`, `from_right` and `to_self` are the slots that messages
-            from these origins enter at the start of the tick; the number `messages` stands for no message.
-        travels: for each origin of messages from other ranks, bool (ticks,): whether any rank receives such a message
-            at the end of the tick. Origins without messages are left out.
-        messages: number of slots for messages.
-        residuals: number of slots for the stashes of forwards.
-        cuts: number of slots for the values from I to W.
+            from these origins enter at the start of the tick; `message_slot_count` stands for no message.
+        travel_flags: for each origin of messages from other ranks, bool (ticks,): whether any rank receives such a
+            message at the end of the tick. It does not contain origins without messages.
+        message_slot_count: number of slots for messages.
+        stash_slot_count: number of slots for the stashes of forwards.
+        cut_slot_count: number of slots for the values from I to W.
 
     Example:
         >>> from jaxscale.pipeline.schedules import METHODS
         >>> one_f_one_b, gpipe = (tabulate(METHODS[name].schedule(4, 32)) for name in ("1f1b", "gpipe"))
-        >>> one_f_one_b.ticks, one_f_one_b.residuals, gpipe.residuals
+        >>> one_f_one_b.tick_count, one_f_one_b.stash_slot_count, gpipe.stash_slot_count
         (70, 4, 32)
     """
 
     schedule: Schedule
     stash: Stash
     columns: Mapping[str, np.ndarray]
-    travels: Mapping[str, np.ndarray]
-    messages: int
-    residuals: int
-    cuts: int
+    travel_flags: Mapping[str, np.ndarray]
+    message_slot_count: int
+    stash_slot_count: int
+    cut_slot_count: int
 
     @property
-    def ticks(self) -> int:
-        """Number of ticks, one for each row of the table."""
+    def tick_count(self) -> int:
+        """Number of ticks, which is the number of rows of each column."""
         return len(self.columns["kind"])
 
     @property
-    def backward(self) -> bool:
-        """Whether any gradient is computed; false in evaluation."""
+    def has_backward(self) -> bool:
+        """Whether the schedule has backwards; false in evaluation."""
         return bool((self.columns["kind"] > CODES[Kind.F]).any())
 
     @property
-    def lockstep(self) -> bool:
-        """Whether every tick is of one kind on all ranks that work."""
+    def is_lockstep(self) -> bool:
+        """Whether in every tick all ranks that are not idle run actions of one kind."""
         return all(len(set(row) - {IDLE}) <= 1 for row in self.columns["kind"].tolist())
 
     @property
-    def kinds(self) -> tuple[int, ...]:
-        """The codes of kinds that occur, including that of idle, in ascending order."""
+    def kind_codes(self) -> tuple[int, ...]:
+        """The codes of the kinds that occur, in ascending order, with `IDLE` if any rank is ever idle."""
         return tuple(np.unique(self.columns["kind"]).tolist())
 
-    def meets(self, way: str) -> bool:
+    def has_messages(self, origin: str) -> bool:
         """Return whether any message has this origin."""
-        return bool((self.columns[way] < self.messages).any())
+        return bool((self.columns[origin] < self.message_slot_count).any())
 
 
 def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool = False) -> Tables:
@@ -85,11 +85,12 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
 
     Args:
         schedule: a synchronous schedule.
-        stash: "input" keeps the input message of a stage until its backward is done; "residuals" until its forward is.
+        stash: with "input", a stage keeps its input message until its backward is done; with "residuals", until its
+            forward is done.
         forward_only: whether to leave out all actions but forwards, for evaluation.
 
     Raises:
-        UserError: the schedule is asynchronous, or neighbouring stages are on ranks that are not neighbours.
+        UserError: the schedule is asynchronous, or two successive stages are on ranks that are not neighbours.
     """
     if schedule.versions is not None:
         raise UserError(
@@ -98,13 +99,15 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
     tick_of = ticks(schedule, forward_only=forward_only)
     lives = lifetimes(schedule, tick_of, stash)
     message_lives = [life for life in lives if life.column in ("x", "g")]
-    message_slots, message_count = allocate_by_rank(schedule, message_lives)
-    residual_slots, residual_count = allocate_by_rank(schedule, [life for life in lives if life.column == "residual"])
-    cut_slots, cut_count = allocate_by_rank(schedule, [life for life in lives if life.column == "cut"])
+    # slot of each value by its name, and number of slots
+    message_slots, message_slot_count = allocate_by_rank(schedule, message_lives)
+    stash_lives = [life for life in lives if life.column == "residual"]
+    stash_slots, stash_slot_count = allocate_by_rank(schedule, stash_lives)
+    cut_slots, cut_slot_count = allocate_by_rank(schedule, [life for life in lives if life.column == "cut"])
     row_count, ranks = 1 + max(tick_of.values()), schedule.ranks
     column_names = ("kind", "stage", "chunk", "microbatch", "x", "g", "residual", "cut")
     columns = {name: np.zeros((row_count, ranks), np.int32) for name in column_names}
-    columns |= {way: np.full((row_count, ranks), message_count, np.int32) for way in MESSAGES}
+    columns |= {origin: np.full((row_count, ranks), message_slot_count, np.int32) for origin in ORIGINS}
     for action, tick in tick_of.items():
         stage, microbatch = action.stage, action.microbatch
         rank, chunk = schedule.place(schedule.route[microbatch], stage)
@@ -115,28 +118,28 @@ def tabulate(schedule: Schedule, stash: Stash = "input", *, forward_only: bool =
             "microbatch": microbatch,
             "x": message_slots.get(("x", stage, microbatch), 0),
             "g": 0 if action.kind is Kind.F else message_slots.get(("g", stage, microbatch), 0),
-            "residual": residual_slots["residual", stage, microbatch],
+            "residual": stash_slots["residual", stage, microbatch],
             "cut": cut_slots.get(("cut", stage, microbatch), 0),
         }
-        for name, number in cell.items():
-            columns[name][tick, rank] = number
-    travels = {way: np.zeros(row_count, bool) for way in MESSAGES}
+        for name, entry in cell.items():
+            columns[name][tick, rank] = entry
+    all_travel_flags = {origin: np.zeros(row_count, bool) for origin in ORIGINS}
     for life in message_lives:
         route = schedule.routes[schedule.route[life.microbatch]]
         rank, sender = route[life.stage], route[life.stage + (-1 if life.column == "x" else 1)]
-        way = _find_way(schedule, sender, rank, goes_right=life.column == "x")
-        assert columns[way][life.first, rank] == message_count, (schedule.name, way, life.first, rank)
-        columns[way][life.first, rank] = message_slots[life.name]
-        travels[way][life.first - 1] = way != "to_self"
-    travels = {way: flags for way, flags in travels.items() if flags.any()}
-    return Tables(schedule, stash, columns, travels, message_count, residual_count, cut_count)
+        origin = _message_origin(schedule, sender, rank, is_activation=life.column == "x")
+        assert columns[origin][life.first_tick, rank] == message_slot_count, (schedule.name, origin, life, rank)
+        columns[origin][life.first_tick, rank] = message_slots[life.name]
+        all_travel_flags[origin][life.first_tick - 1] = origin != "to_self"
+    travel_flags = {origin: flags for origin, flags in all_travel_flags.items() if flags.any()}
+    return Tables(schedule, stash, columns, travel_flags, message_slot_count, stash_slot_count, cut_slot_count)
 
 
-def _find_way(schedule: Schedule, sender: int, rank: int, *, goes_right: bool) -> str:
-    """Return the origin of a message, seen from the rank that receives it.
+def _message_origin(schedule: Schedule, sender: int, rank: int, *, is_activation: bool) -> str:
+    """Return the origin of a message from the rank `sender`, seen from the rank that receives it.
 
-    On a ring of two ranks, each is left and right of the other. In that case `goes_right` decides, which is true for
-    messages to the next stage.
+    On a ring of two ranks, each rank is on the left and on the right of the other. There an activation, which goes to
+    the next stage, comes from the left, and a gradient from the right.
     """
     if sender == rank:
         return "to_self"
@@ -144,8 +147,8 @@ def _find_way(schedule: Schedule, sender: int, rank: int, *, goes_right: bool) -
     if not (is_after or is_before):
         raise UserError(
             f"schedule {schedule.name} sends from rank {sender} to rank {rank}: expected neighbours on a ring of "
-            f"{schedule.ranks}. Place neighbouring stages on neighbouring ranks"
+            f"{schedule.ranks}. Place successive stages on neighbouring ranks"
         )
     if is_after and is_before:
-        return "from_left" if goes_right else "from_right"
+        return "from_left" if is_activation else "from_right"
     return "from_left" if is_after else "from_right"

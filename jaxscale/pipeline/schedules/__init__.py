@@ -8,7 +8,7 @@ from jaxscale.pipeline.method import Method
 
 
 def _methods() -> dict[str, Method]:
-    """Import the files of this folder, and return every `Method` in them by its name."""
+    """Import the files of this folder, and return every `Method` that they define, by its name."""
     modules = (importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
     methods = [attribute for module in modules for attribute in vars(module).values() if isinstance(attribute, Method)]
     return {method.name: method for method in sorted(methods, key=lambda method: method.name)}
@@ -16,29 +16,29 @@ def _methods() -> dict[str, Method]:
 
 METHODS: dict[str, Method] = _methods()
 """Every method by its name."""
-_OURS = frozenset(METHODS)
+_BUILT_IN_NAMES = frozenset(METHODS)
 
 
 def register(method: Method) -> Method:
-    """Make a schedule of one's own known by its name, so that plans may name it by text: `--plan.pipeline NAME:4x8`.
+    """Register a custom schedule by its name, so that plans can use it: `--plan.pipeline NAME:4x8`.
 
-    Call it in the file that defines the experiment. A resumed run executes that file again, and the method that it then
-    defines replaces the earlier one.
+    Call this function in the file that defines the experiment. A resumed run executes that file again, and the method
+    from the second execution replaces the one from the first.
 
     Args:
-        method: the method, whose `make` returns a valid `Schedule` for its numbers of ranks and microbatches.
+        method: the method; its function `make` must return a valid `Schedule`.
 
     Returns:
         The method.
 
     Raises:
-        UserError: one of jaxscale's methods has the name.
+        UserError: one of jaxscale's own methods already has the name.
 
     Example:
         >>> register(METHODS["gpipe"]).name
         'gpipe'
     """
-    if method.name in _OURS and METHODS[method.name] is not method:
-        raise UserError(f"schedule {method.name}: one of jaxscale's schedules has this name; choose another")
+    if method.name in _BUILT_IN_NAMES and METHODS[method.name] is not method:
+        raise UserError(f"schedule {method.name}: one of jaxscale's own schedules has this name; choose another")
     METHODS[method.name] = method
     return method

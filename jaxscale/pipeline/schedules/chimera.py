@@ -1,16 +1,17 @@
 """Chimera: two pipelines through the same devices, in opposite directions (Li and Hoefler, 2021, arXiv:2107.06925).
 
-Every rank holds two stages, s and p-1-s: two copies of the model. Of every p microbatches the first half goes down the
-ranks and the second half up, and no slot of a rank is taken twice. Bubble (p-2)/(2m+p-2) if a backward takes as long as
-a forward, and (k+1)(p-2)/(k(4p-2)+p-2) for m = kp if it takes twice as long. A rank holds p/2+1 to p activations. Left
-out: the paper's variants for large m (forward doubling, backward halving).
+Every rank holds two stages, s and p-1-s, so there are two copies of the model. Of every p microbatches, the first half
+goes down the ranks and the second half goes up, and no slot of a rank has two actions. The bubble is (p-2)/(2m+p-2) of
+the makespan if a backward takes as long as a forward, and (k+1)(p-2)/(k(4p-2)+p-2) for m = kp if it takes twice as
+long. A rank holds p/2+1 to p activations. Left out: the paper's variants for large m (forward doubling, backward
+halving).
 """
 
 from collections.abc import Iterator
 
 from jaxscale.errors import UserError
 from jaxscale.pipeline.action import Action, Kind
-from jaxscale.pipeline.builders import by_slot
+from jaxscale.pipeline.builders import orders_by_slot
 from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.orders import Schedule
 
@@ -18,9 +19,10 @@ from jaxscale.pipeline.orders import Schedule
 def _cells(ranks: int, microbatches: int) -> Iterator[tuple[int, int, Action]]:
     """Yield (rank, slot, action) of every action."""
     for microbatch in range(microbatches):
-        unit, place_in_unit = divmod(microbatch, ranks)
-        half, place_in_half = divmod(place_in_unit, ranks // 2)
-        first_slot = 2 * ranks * unit + 2 * place_in_half
+        # a unit is p microbatches; the first half of them (half 0) goes down the ranks, the second (half 1) up
+        unit, index_in_unit = divmod(microbatch, ranks)
+        half, index_in_half = divmod(index_in_unit, ranks // 2)
+        first_slot = 2 * ranks * unit + 2 * index_in_half
         for stage in range(ranks):
             rank = ranks - 1 - stage if half else stage
             yield rank, first_slot + stage, Action(Kind.F, stage, microbatch)
@@ -28,7 +30,7 @@ def _cells(ranks: int, microbatches: int) -> Iterator[tuple[int, int, Action]]:
 
 
 def chimera(ranks: int, microbatches: int) -> Schedule:
-    """Make the schedule of two pipelines in opposite directions, in units of p microbatches.
+    """Make the schedule with two pipelines in opposite directions.
 
     Args:
         ranks: p, number of ranks, even; each has two stages.
@@ -40,12 +42,12 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     if ranks % 2:
         raise UserError(f"schedule chimera: got {ranks} devices, expected an even number: two directions share them")
     if microbatches % ranks:
-        expectation = f"expected a multiple of the {ranks} devices, because it runs {ranks} at a time"
+        expectation = f"expected a multiple of the {ranks} devices, because each unit of the schedule has {ranks}"
         raise UserError(f"schedule chimera: got {microbatches} microbatches, {expectation}")
     down_route = tuple(range(ranks))
     return Schedule(
         name="chimera",
-        orders=by_slot(ranks, _cells(ranks, microbatches)),
+        orders=orders_by_slot(ranks, _cells(ranks, microbatches)),
         stages=ranks,
         microbatches=microbatches,
         routes=(down_route, down_route[::-1]),

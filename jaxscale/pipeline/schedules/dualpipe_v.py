@@ -1,9 +1,10 @@
-"""DualPipe-V: half of DualPipe, two stages a rank, forwards beside backwards (DeepSeek, 2025).
+"""DualPipe-V: half of DualPipe, two stages per rank, forwards beside backwards (DeepSeek, 2025).
 
-The order is that of github.com/deepseek-ai/DualPipe. A forward of one stage stands beside a backward of the other, so
-that messages of one can travel while the other computes. Weight gradients are separate actions only where they fill a
-ramp. A rank holds at most 2p+1 activations, each of half a rank's model. The order is made for m >= 2p; with fewer
-microbatches it is the order for 2p without the missing ones.
+The order is that of github.com/deepseek-ai/DualPipe. Forwards of one stage of a rank alternate with backwards of the
+other stage, so that the messages of one can travel while the other computes. Weight gradients are separate actions only
+in the ramps, where they fill idle time. A rank holds at most 2p+1 activations, each of half a rank's share of the
+model. The order is defined for m >= 2p; with fewer microbatches it is the order for 2p without the actions of the
+others.
 """
 
 from jaxscale.pipeline.builders import MotifPhase, vee
@@ -12,15 +13,15 @@ from jaxscale.pipeline.orders import Schedule
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """Make the schedule of forwards beside backwards over a V of stages.
+    """Make the schedule with forwards beside backwards, in which the stages go down the ranks and back up.
 
     Args:
         ranks: p, number of ranks; rank s has the stages s and 2p-1-s.
-        microbatches: m, any number of microbatches; the order is made for 2p or more.
+        microbatches: m, any number of microbatches; the order is defined for 2p or more.
     """
 
     def phases_of(rank: int, microbatch_count: int) -> tuple[MotifPhase, ...]:
-        """Return the phases of a rank's order for `microbatch_count` microbatches; names of lanes are as in `vee`."""
+        """Return the phases of a rank's order for `microbatch_count` microbatches, with the lanes of `vee`."""
         ranks_below = ranks - 1 - rank
         lane_names = ["1", "0"] * (rank + 1)
         return (

@@ -1,7 +1,7 @@
 """GPipe: all forwards, then all backwards (Huang et al., 2019, arXiv:1811.06965).
 
-Bubble (p-1)/(m+p-1) of the makespan; every rank holds the activations of all m microbatches. Each tick is of one kind,
-although nothing enforces it.
+The bubble is (p-1)/(m+p-1) of the makespan, and every rank holds the activations of all m microbatches. Each tick is of
+one kind.
 """
 
 from jaxscale.pipeline.builders import Lane, single_route, weave
@@ -10,7 +10,7 @@ from jaxscale.pipeline.orders import Kind, Schedule
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """Make the schedule of all forwards, then all backwards.
+    """Make the schedule that runs all forwards and then all backwards.
 
     Args:
         ranks: p, number of ranks, with one stage each.

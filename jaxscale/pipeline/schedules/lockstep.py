@@ -1,15 +1,15 @@
 """Lock-step 1F1B, plain and interleaved: every tick is all forwards or all backwards.
 
-One program on many devices ends each tick with an exchange, so 1F1B, whose ticks mix the two, makes forwards wait for
-backwards: 40 % bubble at p=4, m=8, B=2F where GPipe has 27 %. With turns of one kind the bubble is (p-1)/(vm+p-1) again
-for m >= p (and any m if v = 1). It takes more memory: 2p-1-2s activations on stage s instead of p-s. As ticks are of
-one kind, the program needs no conditional.
+One program on many devices ends each tick with an exchange. In 1F1B some ticks have forwards on some ranks and
+backwards on others, so forwards wait for backwards: the bubble is 40 % for p=4, m=8, B=2F, where GPipe has 27 %. If
+each tick is of one kind, the bubble is (p-1)/(vm+p-1) again for m >= p (and for any m if v = 1), and the program needs
+no conditional. The price is memory: stage s holds 2p-1-2s activations instead of p-s.
 """
 
 from collections.abc import Iterator
 
 from jaxscale.pipeline.action import Action, Kind
-from jaxscale.pipeline.builders import by_slot, single_route
+from jaxscale.pipeline.builders import orders_by_slot, single_route
 from jaxscale.pipeline.method import Method
 from jaxscale.pipeline.orders import Schedule
 from jaxscale.pipeline.schedules.interleaved import groups
@@ -18,22 +18,22 @@ from jaxscale.pipeline.schedules.interleaved import groups
 def _cells(ranks: int, microbatches: int, chunks: int) -> Iterator[tuple[int, int, Action]]:
     """Yield (rank, slot, action) of every action; forwards take even slots, backwards odd ones."""
     microbatch_groups = groups(ranks, microbatches)
-    # turns until the last stage has its first microbatch
+    # number of turns until the last stage gets its first microbatch
     ramp_turns = (chunks - 1) * max(ranks, len(microbatch_groups[0])) + ranks - 1
     for group in microbatch_groups:
-        pace_turns = max(ranks, len(group))  # turns of a group per chunk: one trip around the ranks
-        for place_in_group, microbatch in enumerate(group):
+        chunk_turns = max(ranks, len(group))  # number of turns for one chunk, a trip of the group around the ranks
+        for index_in_group, microbatch in enumerate(group):
             for stage in range(chunks * ranks):
                 chunk, rank = divmod(stage, ranks)
-                turn = chunks * group.start + place_in_group
-                forward_turn = turn + chunk * pace_turns + rank
-                backward_turn = turn + (chunks - 1 - chunk) * pace_turns + ranks - 1 - rank + ramp_turns
+                turn = chunks * group.start + index_in_group
+                forward_turn = turn + chunk * chunk_turns + rank
+                backward_turn = turn + (chunks - 1 - chunk) * chunk_turns + ranks - 1 - rank + ramp_turns
                 yield rank, 2 * forward_turn, Action(Kind.F, stage, microbatch)
                 yield rank, 2 * backward_turn + 1, Action(Kind.B, stage, microbatch)
 
 
 def lockstep(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """Make the schedule of 1F1B in turns of one kind.
+    """Make the schedule of 1F1B in which each tick is of one kind.
 
     Args:
         ranks: p, number of ranks.
@@ -44,7 +44,7 @@ def lockstep(ranks: int, microbatches: int, chunks: int) -> Schedule:
     waiting_activations = (chunks - 1) * group_turns
     return single_route(
         "lockstep",
-        by_slot(ranks, _cells(ranks, microbatches, chunks)),
+        orders_by_slot(ranks, _cells(ranks, microbatches, chunks)),
         microbatches,
         bound=(min(waiting_activations + 2 * (ranks - rank) - 1, chunks * microbatches) for rank in range(ranks)),
         route=(*range(ranks),) * chunks,

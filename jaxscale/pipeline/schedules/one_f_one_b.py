@@ -1,7 +1,8 @@
-"""1F1B: a forward, a backward, in turn (PipeDream-flush, DAPPLE; Fan et al., 2021, arXiv:2007.01045).
+"""1F1B: a forward and a backward in turn (PipeDream-flush, DAPPLE; Fan et al., 2021, arXiv:2007.01045).
 
-Bubble (p-1)/(m+p-1) of the makespan, like GPipe, but stage s holds min(p-s, m) activations: flat as m grows. If
-forwards and backwards share a tick, every rank waits for the backward; `lockstep` avoids that for more memory.
+The bubble is (p-1)/(m+p-1) of the makespan, as in GPipe, but stage s holds only min(p-s, m) activations, a number that
+does not grow with m beyond p. If forwards and backwards share a tick, every rank waits for the backwards; `lockstep`
+avoids that, but needs more memory.
 """
 
 from jaxscale.pipeline.action import Action
@@ -21,14 +22,14 @@ def alternating_orders(ranks: int, microbatches: int) -> tuple[tuple[Action, ...
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """Make the schedule of a forward and a backward in turn, after p-1-s forwards on stage s.
+    """Make the schedule that runs a forward and a backward in turn, after p-1-s forwards on stage s.
 
     Args:
         ranks: p, number of ranks, with one stage each.
         microbatches: m, any number of microbatches.
     """
-    bound = (min(ranks - stage, microbatches) for stage in range(ranks))
-    return single_route("1f1b", alternating_orders(ranks, microbatches), microbatches, bound)
+    max_activations = (min(ranks - stage, microbatches) for stage in range(ranks))
+    return single_route("1f1b", alternating_orders(ranks, microbatches), microbatches, max_activations)
 
 
 METHOD = Method("1f1b", "a forward and a backward in turn", one_f_one_b)

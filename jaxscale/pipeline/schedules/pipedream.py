@@ -1,7 +1,7 @@
 """PipeDream: 1F1B that never drains; a stage updates after every backward (Narayanan et al., 2019, arXiv:1806.03377).
 
-There is no bubble after the ramp. A backward linearises at the weights its forward read (weight stashing), which on
-stage s have missed p-1-s updates: p-s versions live there. Left out: vertical sync, which nobody used.
+There is no bubble after the ramp. A backward linearises at the weights that its forward read (weight stashing). On
+stage s, p-1-s updates happen between the two, so p-s versions of the weights live there. Left out: vertical sync.
 """
 
 from jaxscale.pipeline.builders import single_route, with_updates
@@ -11,7 +11,7 @@ from jaxscale.pipeline.schedules.one_f_one_b import alternating_orders
 
 
 def pipedream(ranks: int, microbatches: int, updates: int) -> Schedule:
-    """Make the schedule of a stream of updates, one for each group of microbatches.
+    """Make the asynchronous schedule of 1F1B with an update after each group of microbatches.
 
     Args:
         ranks: p, number of ranks, with one stage each.
@@ -20,9 +20,9 @@ def pipedream(ranks: int, microbatches: int, updates: int) -> Schedule:
     """
     microbatch_count = microbatches * updates
     orders = with_updates(alternating_orders(ranks, microbatch_count), microbatches)
-    bound = (min(ranks - stage, microbatch_count) for stage in range(ranks))
+    max_activations = (min(ranks - stage, microbatch_count) for stage in range(ranks))
     versions = Versions(group=microbatches, backward="forward")
-    return single_route("pipedream", orders, microbatch_count, bound, versions=versions)
+    return single_route("pipedream", orders, microbatch_count, max_activations, versions=versions)
 
 
 METHOD = Method("pipedream", "1F1B without end, an update per microbatch", pipedream, steps=True, streams=True)

@@ -1,8 +1,8 @@
 """PipeMare: PipeDream without weight stashing (Yang et al., 2021, arXiv:1910.05124).
 
 The order is that of PipeDream, with one version of the weights: a backward linearises at the newest weights, not at
-those that its forward read. The executor adds what makes this converge: learning rates that depend on the delay, and a
-correction of the weights that backwards read.
+those that its forward read. So that training converges, the executor scales the learning rates by the delay and
+corrects the weights that backwards read.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from jaxscale.pipeline.schedules.pipedream import pipedream
 
 
 def pipemare(ranks: int, microbatches: int, updates: int) -> Schedule:
-    """Make the schedule of a stream of updates; the arguments are those of `pipedream`."""
+    """Make the order of `pipedream`, with the same arguments, as a schedule with one version of the weights."""
     versions = Versions(group=microbatches, backward="newest")
     return dataclasses.replace(pipedream(ranks, microbatches, updates), name="pipemare", versions=versions)
 

@@ -1,9 +1,9 @@
-"""The searched schedule, for stages that take equally long, F = I = W, and p activations: `search:PxM`.
+"""The searched schedule `search:PxM`, for equal stages with F = I = W and at most p activations per rank.
 
-For such stages no order with one stage per rank is faster: this one meets the bound of `search.py` for every m (ZB-H1
-does for m >= p). The search is meant for measured costs and other memory limits: call `search.search` with them, and
-keep its schedule as CSV. `search.py` needs numpy and is imported inside `searched`, so that plans can name
-schedules before heavy imports.
+For such stages no order with one stage per rank is faster: this schedule takes no longer than the lower bound of
+`choose/search.py`, for every m (ZB-H1 does so for m >= p). For measured costs and other memory limits, call `search`
+from that module, and save its schedule as CSV. The module needs numpy and is imported inside `searched`, so that plans
+can name schedules before heavy imports.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ NAME = "search"
 
 
 def searched(ranks: int, microbatches: int) -> Schedule:
-    """Search for the schedule of the fastest order.
+    """Search for the fastest schedule of equal stages.
 
     Args:
         ranks: p, number of ranks, with one stage each.

@@ -1,8 +1,8 @@
 """PipeDream-2BW: 1F1B that never drains, an update per M microbatches (Narayanan et al., 2021, arXiv:2006.09503).
 
-Two versions of the weights live at once: every stage computes the microbatches of group g with the weights after g-1
-updates. So all stages are one group late, W(t+1) = update(W(t), grad at W(t-1)). This needs M >= p, so that all stages
-have done the update of group g-2 in time.
+Two versions of the weights live at once: for the microbatches of group g, every stage computes with its weights after
+g-1 updates. So the gradients of all stages are late by one group: W(t+1) = update(W(t), gradient at W(t-1)). M must be
+at least p, so that all stages have made the update of group g-2 in time.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jaxscale.pipeline.schedules.pipedream import pipedream
 
 
 def two_buffered(ranks: int, microbatches: int, updates: int) -> Schedule:
-    """Make the schedule of a stream of updates, one for each M microbatches.
+    """Make the asynchronous schedule of 1F1B with an update after each M microbatches and two versions of the weights.
 
     Args:
         ranks: p, number of ranks, with one stage each.

@@ -1,8 +1,8 @@
-"""ZB-H1: 1F1B with the weight gradients where the bubble was (Qi et al., 2024, arXiv:2401.10241).
+"""ZB-H1: 1F1B with weight gradients in place of the bubble (Qi et al., 2024, arXiv:2401.10241).
 
-Weight gradients of stage s follow s microbatches behind its input gradients, so every stage holds p activations, as
-many as the first stage of 1F1B. For m >= p the bubble takes (p-1) max(F+I-W, I, F) seconds: a third of 1F1B's when
-F = I = W.
+On stage s, the weight gradients are late by s microbatches relative to the input gradients, so every stage holds p
+activations, as many as the first stage of 1F1B. For m >= p the bubble takes (p-1) max(F+I-W, I, F) seconds, which is a
+third of the bubble of 1F1B if F = I = W.
 """
 
 from jaxscale.pipeline.action import Action
@@ -12,24 +12,24 @@ from jaxscale.pipeline.orders import Schedule
 
 
 def delayed_orders(ranks: int, microbatches: int, reach: int) -> tuple[tuple[Action, ...], ...]:
-    """Return orders in which stage s does reach*(p-1-s) forwards first, and each W reach*s microbatches after its I.
+    """Return orders in which stage s first runs reach*(p-1-s) forwards, and each W is reach*s microbatches after its I.
 
     Args:
         ranks: p, number of ranks.
         microbatches: m, number of microbatches.
-        reach: number of forwards before the first backward for each later stage: 1 in ZB-H1, 2 in ZB-H2.
+        reach: number of forwards before the first backward, for each later stage: 1 in ZB-H1, 2 in ZB-H2.
     """
     orders = []
     for stage in range(ranks):
         warmup, delay = min(reach * (ranks - 1 - stage), microbatches), min(reach * stage, microbatches)
-        pair_turns = microbatches - warmup  # turns that have a forward and an input gradient
-        lone_inputs = max(0, delay - pair_turns)  # later input gradients before the first weight gradient
+        pair_count = microbatches - warmup  # number of turns with a forward and an input gradient
+        lone_count = max(0, delay - pair_count)  # number of input gradients between them and the first weight gradient
         phases = (
             ("F", warmup),
-            ("F I", min(delay, pair_turns)),
-            ("F I W", max(0, pair_turns - delay)),
-            ("I", lone_inputs),
-            ("I W", warmup - lone_inputs),
+            ("F I", min(delay, pair_count)),
+            ("F I W", max(0, pair_count - delay)),
+            ("I", lone_count),
+            ("I W", warmup - lone_count),
             ("W", delay),
         )
         orders.append(weave(Lane.of_stage(stage, microbatches), *phases))
@@ -37,14 +37,14 @@ def delayed_orders(ranks: int, microbatches: int, reach: int) -> tuple[tuple[Act
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """Make the schedule of zero bubble within the memory of 1F1B.
+    """Make the schedule of 1F1B with weight gradients in place of the bubble.
 
     Args:
         ranks: p, number of ranks, with one stage each.
         microbatches: m, any number of microbatches.
     """
-    bound = (min(ranks, microbatches),) * ranks
-    return single_route("zb-h1", delayed_orders(ranks, microbatches, reach=1), microbatches, bound)
+    max_activations = (min(ranks, microbatches),) * ranks
+    return single_route("zb-h1", delayed_orders(ranks, microbatches, reach=1), microbatches, max_activations)
 
 
 METHOD = Method("zb-h1", "1F1B with weight gradients in the bubble", zb_h1)

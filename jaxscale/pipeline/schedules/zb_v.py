@@ -1,9 +1,9 @@
-"""ZB-V: zero bubble, two stages a rank, down the devices and back up (Qi et al., 2024, arXiv:2401.10241, section 6).
+"""ZB-V: zero bubble, two stages per rank, down the ranks and back up (Qi et al., 2024, arXiv:2401.10241, section 6).
 
-The published order, made for F = I = W: with m >= 2p-1 no rank idles within its own span, and the makespan has
-(p-1) F/2 seconds of bubble, with F for a rank's two stages together. A rank holds at most 2p activations, each of half
-a rank's model: as much as the first stage of 1F1B. With fewer microbatches the order is the one for 2p-1 without the
-missing microbatches.
+This is the published order, which is meant for F = I = W. With m >= 2p-1 no rank idles within its own span, and the
+makespan has a bubble of (p-1) F/2 seconds, where F is the time of both stages of a rank. A rank holds at most 2p
+activations, each of half a rank's share of the model, in total as much as the first stage of 1F1B. With fewer
+microbatches the order is the one for 2p-1 without the actions of the missing microbatches.
 """
 
 from jaxscale.pipeline.builders import MotifPhase, vee
@@ -12,15 +12,15 @@ from jaxscale.pipeline.orders import Schedule
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """Make the schedule of zero bubble over a V of stages.
+    """Make the schedule with zero bubble in which the stages go down the ranks and back up.
 
     Args:
         ranks: p, number of ranks; rank s has the stages s and 2p-1-s.
-        microbatches: m, any number of microbatches; there is no bubble from 2p-1 on.
+        microbatches: m, any number of microbatches; with 2p-1 or more there is no bubble.
     """
 
     def phases_of(rank: int, microbatch_count: int) -> tuple[MotifPhase, ...]:
-        """Return the phases of a rank's order for `microbatch_count` microbatches; lanes as in `vee`."""
+        """Return the phases of a rank's order for `microbatch_count` microbatches, with the lanes of `vee`."""
         ranks_below = ranks - 1 - rank
         return (
             ("F0", 2 * ranks_below + 1),

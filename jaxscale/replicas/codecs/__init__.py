@@ -1,4 +1,4 @@
-"""All codecs, by name. They are discovered by importing the modules of this package."""
+"""All codecs, by name: this package imports its modules and collects the codecs that they define."""
 
 import importlib
 import inspect
@@ -8,23 +8,23 @@ from jaxscale.errors import UserError
 from jaxscale.replicas.codec import Codec
 
 
-def _discover() -> dict[str, type[Codec]]:
-    """Find the codec classes that the modules of this package define and that set `name`; return them by this name."""
+def _codec_types() -> dict[str, type[Codec]]:
+    """Import the modules of this package, and return the codec classes in them that set `name`, by that name."""
     modules = (importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
     classes = [member for module in modules for member in vars(module).values() if inspect.isclass(member)]
     codec_classes = [cls for cls in classes if issubclass(cls, Codec) and "name" in vars(cls)]
     return {cls.name: cls for cls in sorted(codec_classes, key=lambda cls: cls.name)}
 
 
-CODECS: dict[str, type[Codec]] = _discover()
-"""Classes of codecs, by the name that begins their text form."""
+CODECS: dict[str, type[Codec]] = _codec_types()
+"""Classes of codecs, by the name at the start of their text form."""
 
 
 def register(codec: type[Codec]) -> type[Codec]:
-    """Make a codec of one's own known by its name, so that plans may name it by text: `--plan.reduce NAME`.
+    """Register a custom codec by its name, so that plans can use it: `--plan.reduce NAME`.
 
-    Call it, or use it as a decorator, in the file that defines the experiment. A resumed run executes that file again,
-    and the class that it then defines replaces the earlier one.
+    Call this function, or use it as a decorator, in the file that defines the experiment. A resumed run executes that
+    file again, and the class from the second execution replaces the one from the first.
 
     Args:
         codec: a frozen dataclass derived from `Codec`, `OnePhase` or `TwoPhase`, with the class variable `name`.
@@ -33,7 +33,7 @@ def register(codec: type[Codec]) -> type[Codec]:
         The codec.
 
     Raises:
-        UserError: the class has no name, or the name of one of jaxscale's codecs.
+        UserError: the class has no name, or one of jaxscale's own codecs already has the name.
 
     Example:
         >>> from jaxscale.replicas import Int8
@@ -42,8 +42,8 @@ def register(codec: type[Codec]) -> type[Codec]:
     """
     if not isinstance(vars(codec).get("name"), str):
         raise UserError(f"codec {codec.__name__}: expected a class variable name, such as name: ClassVar[str] = 'mine'")
-    holder = CODECS.get(codec.name, codec)
-    if holder is not codec and holder.__module__.startswith(f"{__name__}."):
-        raise UserError(f"codec {codec.name}: jaxscale's {holder.__name__} has this name; choose another")
+    registered_codec = CODECS.get(codec.name, codec)
+    if registered_codec is not codec and registered_codec.__module__.startswith(f"{__name__}."):
+        raise UserError(f"codec {codec.name}: jaxscale's {registered_codec.__name__} has this name; choose another")
     CODECS[codec.name] = codec
     return codec

@@ -1,7 +1,7 @@
-"""Codecs of eight or four bits an element, which send 3.9 or 7.7 times fewer bytes than float32.
+"""Codecs with eight or four bits per element, which send 3.9 or 7.7 times fewer bytes than float32.
 
-They compute a two-phase mean of block-wise integers, which is the scheme of 1-bit Adam and ZeRO++ (arXiv:2306.10209),
-with error feedback in both phases. QSGD rounds to the same integers at random.
+They compute a two-phase mean of block-wise integers, as in 1-bit Adam and ZeRO++ (arXiv:2306.10209), with error
+feedback in both phases. QSGD uses the same integers, but rounds at random.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from jaxscale.errors import UserError
 from jaxscale.replicas import integers
-from jaxscale.replicas.integers import Coded
+from jaxscale.replicas.integers import IntegerCodes
 from jaxscale.replicas.two_phase import TwoPhase
 from jaxscale.typing import Array, Key
 
@@ -19,7 +19,7 @@ class BlockCodes(TwoPhase):
     """A codec whose messages are integers of `width` bits, with a scale for each block.
 
     Args:
-        block: number of elements that share a float32 scale; a chunk shorter than a block has one scale.
+        block: number of elements that share a float32 scale; a chunk that is shorter than a block has one scale.
     """
 
     width: ClassVar[int]
@@ -32,25 +32,24 @@ class BlockCodes(TwoPhase):
             raise UserError(f"block: got {self.block}, expected an even number of elements >= 2")
 
     def divisor(self, elements: int) -> int:
-        """The length of a block; for a shorter chunk, the chunk's length rounded up to an even number.
+        """Return the length of a block or, for a shorter chunk, the chunk's length rounded up to an even number.
 
-        An even number of 4-bit codes fills whole bytes.
+        With an even length, the 4-bit codes of a chunk fill whole bytes.
         """
         return min(self.block, elements + elements % 2)
 
-    def _bits(self) -> int:
-        """Number of bits of a code."""
+    def _code_bits(self) -> int:
+        """Return the number of bits of a code."""
         return self.width
 
-    def encode(self, chunks: Array, filled_counts: Array, key: Key | None) -> Coded:
-        """Encode chunks as codes and scales."""
-        return integers.encode_integers(
-            chunks, self._bits(), min(self.block, chunks.shape[-1]), key if self.random else None
-        )
+    def encode(self, chunks: Array, filled_counts: Array, key: Key | None) -> IntegerCodes:
+        """Return the codes and scales of chunks, float32 (chunks, elements)."""
+        block_length = min(self.block, chunks.shape[-1])
+        return integers.encode_integers(chunks, self._code_bits(), block_length, key if self.random else None)
 
-    def decode(self, message: Coded, elements: int) -> Array:
-        """Decode a message to chunks, float32 (chunks, elements)."""
-        return integers.decode_integers(message, self._bits())
+    def decode(self, message: IntegerCodes, elements: int) -> Array:
+        """Return the chunks that codes and scales stand for, float32 (chunks, elements)."""
+        return integers.decode_integers(message, self._code_bits())
 
 
 @dataclasses.dataclass(frozen=True)

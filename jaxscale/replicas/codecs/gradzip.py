@@ -1,14 +1,14 @@
-"""GradZip: one step of alternating least squares for each gradient, which starts from the factors of the last step.
+"""GradZip: for each gradient, one step of alternating least squares, which starts from the previous step's factor Q.
 
 Source: Cho et al., 2019, "GradZip: Gradient Compression using Alternating Matrix Factorization for Large-scale Deep
 Learning".
 
     P = mean(M Q) (Q^T Q + r I)^-1,  Q = mean(M^T P) (P^T P + r I)^-1
 
-M is the gradient plus residual of one replica, and the means are over replicas.
+M is the gradient of one replica plus its residual, and the means are over replicas.
 
-The paper's text was not available, so the order of the updates and the ridge r are our choice. The factors span the
-same space as PowerSGD's and need no orthogonal columns. The ridge shrinks the weakest directions.
+The text of the paper was not available, so the order of the updates and the ridge r are our choice. The factors span
+the same space as those of PowerSGD, but their columns need not be orthogonal. The ridge shrinks the weakest directions.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jaxscale.typing import Array, Float
 
 @dataclasses.dataclass(frozen=True)
 class GradZip(LowRank):
-    """A codec that sends two factors, each of which is the least-squares solution for the other factor.
+    """A codec that sends two factors, each of which is the least-squares solution if the other is given.
 
     Args:
         rank: number of columns of P and Q, at most the smaller dim of every matrix.
@@ -48,18 +48,18 @@ class GradZip(LowRank):
             raise UserError(f"ridge: got {self.ridge}, expected 1e-6 to 1 (float32 is too inexact for less)")
 
     def left(self, product: Float[Array, "rows rank"], q: Float[Array, "columns rank"], axis: str) -> Array:
-        """Compute this device's least-squares solution P, given Q, and return the mean of P over the axis."""
+        """Return P: the mean over the axis of the devices' least-squares solutions for Q; `product` is M Q."""
         return lax.pmean(self._least_squares(product, q), axis)
 
     def right(self, product: Float[Array, "columns rank"], p: Float[Array, "rows rank"], axis: str) -> Array:
-        """Compute this device's least-squares solution Q, given P, and return the mean of Q over the axis."""
+        """Return Q: the mean over the axis of the devices' least-squares solutions for P; `product` is M^T P."""
         return lax.pmean(self._least_squares(product, p), axis)
 
     def _least_squares(self, product: Array, factor: Array) -> Array:
         """Return the least-squares solution with the ridge r: product (factor^T factor + r I)^-1."""
         gram = multiply(factor.T, factor)
         mean_squared_norm = jnp.trace(gram) / self.rank
-        # scaled to a mean of 1, so that gradients of any magnitude stay within the range of float32
+        # its diagonal is scaled to a mean of 1, so that gradients of any magnitude stay within the range of float32
         scaled_gram = gram / jnp.maximum(mean_squared_norm, 2.0**-100) + self.ridge * jnp.eye(self.rank)
         solution = _solve(scaled_gram, product.T).T
         return solution / jnp.maximum(mean_squared_norm, 2.0**-100)

@@ -1,8 +1,8 @@
 """A codec that sends the sign of each element and one scale for each chunk, 31 times fewer bytes than float32.
 
-It computes the mean of 1-bit Adam (Tang et al., 2021, arXiv:2102.02888). The scale of a chunk is its root mean square,
-as in DeepSpeed's code, and zero counts as positive. The codec is meant for the momentum of 1-bit Adam, whose variance
-is frozen. Adam trains badly with gradients in this form.
+It computes the mean as in 1-bit Adam (Tang et al., 2021, arXiv:2102.02888). The scale of a chunk is its root mean
+square, as in DeepSpeed's code, and zero counts as positive. The codec is meant for the momentum in 1-bit Adam, which
+keeps the variance constant. Plain Adam trains badly with gradients in this form.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxscale.replicas.two_phase import TwoPhase
 from jaxscale.typing import Array, Float, Key, Shaped
 
-BYTE = 8
+SIGNS_PER_BYTE = 8
 """Number of signs in a byte."""
 
 
@@ -21,9 +21,9 @@ class Signs(NamedTuple):
     """Chunks encoded as signs.
 
     Args:
-        bits: uint8; bit i of byte j is the sign of element i * (elements / 8) + j, so that signs are packed without
-            moving elements between the lanes of the last dim.
-        scale: root mean square of each chunk.
+        bits: uint8; bit i of byte j is 1 if element i * (elements / 8) + j of the chunk is not negative. In this
+            layout, no element moves between the lanes of the last dim when signs are packed.
+        scale: for each chunk, its root mean square.
     """
 
     bits: Shaped[Array, "chunks bytes"]
@@ -43,21 +43,21 @@ class OneBit(TwoPhase):
     name: ClassVar[str] = "onebit"
 
     def divisor(self, elements: int) -> int:
-        """The number of signs in a byte, so that chunks are whole bytes."""
-        return BYTE
+        """Return the number of signs in a byte, so that the signs of a chunk fill whole bytes."""
+        return SIGNS_PER_BYTE
 
     def encode(self, chunks: Array, filled_counts: Array, key: Key | None) -> Signs:
-        """Encode chunks as signs, eight to a byte, and a scale for each chunk."""
+        """Return the signs of chunks, float32 (chunks, elements), packed eight to a byte, and the chunks' scales."""
         scale = jnp.sqrt(jnp.sum(jnp.square(chunks), -1) / jnp.maximum(filled_counts, 1))
-        unpacked_bits = (chunks >= 0).astype(jnp.uint8).reshape(len(chunks), BYTE, -1)
+        unpacked_bits = (chunks >= 0).astype(jnp.uint8).reshape(len(chunks), SIGNS_PER_BYTE, -1)
         return Signs(jnp.sum(unpacked_bits << _bit_positions(), 1, dtype=jnp.uint8), scale)
 
     def decode(self, message: Signs, elements: int) -> Array:
-        """Decode a message to chunks, float32 (chunks, elements): plus or minus the chunk's scale."""
+        """Return chunks, float32 (chunks, elements): each element is its sign times the scale of its chunk."""
         signs = ((message.bits[:, None] >> _bit_positions()) & 1).astype(jnp.float32) * 2 - 1
         return signs.reshape(-1, elements) * message.scale[:, None]
 
 
 def _bit_positions() -> Array:
-    """The bit positions 0 to 7, in a shape that broadcasts over (chunks, bits, bytes)."""
-    return jnp.arange(BYTE, dtype=jnp.uint8)[None, :, None]
+    """Return the bit positions 0 to 7, in a shape that broadcasts over (chunks, bits, bytes)."""
+    return jnp.arange(SIGNS_PER_BYTE, dtype=jnp.uint8)[None, :, None]

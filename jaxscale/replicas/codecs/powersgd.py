@@ -1,10 +1,10 @@
-"""PowerSGD: one step of power iteration for each gradient, which starts from the factor Q of the last step.
+"""PowerSGD: for each gradient, one step of power iteration, which starts from the previous step's factor Q.
 
 Source: Vogels et al., 2019, arXiv:1905.13727, algorithms 1 and 2.
 
-In 400 steps of a small language model (`benchmarks/convergence.py`), SGD with momentum loses 0.034 nats at rank 4 and
-0.013 nats at rank 8. Adam loses 0.10 nats at rank 4 and 0.018 nats at rank 16. For Adam, use a higher rank and a later
-start (`start=`), or int8.
+In 400 steps of a small language model (`benchmarks/convergence.py`), SGD with momentum loses 0.034 nats with rank 4 and
+0.013 nats with rank 8, compared with exact means. Adam loses 0.10 nats with rank 4 and 0.018 nats with rank 16. For
+Adam, use a higher rank and a later start (`start=`), or int8.
 
 Left out: the half steps of the reference code, which alternate between P and Q.
 """
@@ -19,12 +19,12 @@ from jaxscale.replicas.low_rank import LowRank, multiply
 from jaxscale.typing import Array, Float
 
 DEPENDENT_FRACTION = 1e-6
-"""Fraction of a column's norm below which its remainder after orthogonalisation is rounding error."""
+"""A column counts as dependent if orthogonalisation leaves less than this fraction of its norm (rounding error)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(LowRank):
-    """A codec that sends two factors, whose product converges to the best approximation of this rank.
+    """A codec that sends two factors; their product converges to the best approximation of this rank.
 
     Args:
         rank: number of columns of P and Q, at most the smaller dim of every matrix.
@@ -43,16 +43,16 @@ expected dims of at least the rank 4: lower the rank, or leave the leaf out
     value: ClassVar[str | None] = "rank"
 
     def left(self, product: Float[Array, "rows rank"], q: Float[Array, "columns rank"], axis: str) -> Array:
-        """Average M Q over the axis, and return P: orthonormal columns that span the columns of the mean."""
+        """Return P: orthonormal columns with the span of the mean of M Q over the axis; `product` is M Q."""
         return orthonormal(lax.pmean(product, axis))
 
     def right(self, product: Float[Array, "columns rank"], p: Float[Array, "rows rank"], axis: str) -> Array:
-        """Average M^T P over the axis, and return the mean as Q."""
+        """Return Q: the mean of M^T P over the axis; `product` is M^T P."""
         return lax.pmean(product, axis)
 
 
 def orthonormal(a: Float[Array, "rows rank"]) -> Float[Array, "rows rank"]:
-    """Return orthonormal columns by Gram-Schmidt with two passes; a column that depends on earlier ones becomes zero.
+    """Return the columns of a matrix made orthonormal, by two passes of Gram-Schmidt; dependent columns become zero.
 
     Example:
         >>> orthonormal(jnp.array([[3.0, 3.0], [4.0, 4.0], [0.0, 2.0]])).round(3)
@@ -62,15 +62,15 @@ def orthonormal(a: Float[Array, "rows rank"]) -> Float[Array, "rows rank"]:
     """
 
     def orthogonalise(index: int | Array, a: Array) -> Array:
-        """Return the matrix with column `index` made orthogonal to the earlier columns, and normalised."""
+        """Return the matrix after column `index` was made orthogonal to the earlier columns and normalised."""
         earlier_columns = jnp.where(jnp.arange(a.shape[1]) < index, a, 0.0)
-        column = lax.dynamic_slice_in_dim(a, index, 1, 1)
-        column = column / jnp.maximum(jnp.max(jnp.abs(column)), 2.0**-126)  # squares of small numbers vanish
+        raw_column = lax.dynamic_slice_in_dim(a, index, 1, 1)
+        column = raw_column / jnp.maximum(jnp.max(jnp.abs(raw_column)), 2.0**-126)  # squares of small numbers vanish
         remainder = column
         for _ in range(2):
             remainder = remainder - multiply(earlier_columns, multiply(earlier_columns.T, remainder))
         norm = jnp.linalg.norm(remainder)
-        remainder = jnp.where(norm > DEPENDENT_FRACTION * jnp.linalg.norm(column), remainder / norm, 0.0)
-        return lax.dynamic_update_slice_in_dim(a, remainder, index, 1)
+        unit_column = jnp.where(norm > DEPENDENT_FRACTION * jnp.linalg.norm(column), remainder / norm, 0.0)
+        return lax.dynamic_update_slice_in_dim(a, unit_column, index, 1)
 
     return lax.fori_loop(0, a.shape[1], orthogonalise, a)

@@ -1,7 +1,7 @@
-"""QSGD rounds at random, so that the expected mean is exact and no residual is needed.
+"""QSGD rounds at random, so that the expected value of the mean is exact and no residual is needed.
 
 Source: Alistarh et al., 2017, arXiv:1610.02132. Blocks are scaled by their largest magnitude, as in the paper's code,
-not by their norm. Codes have a fixed width; the paper uses Elias coding. Both phases round at random.
+and not by their norm. All codes have the same number of bits; the paper uses Elias coding. Both phases round at random.
 """
 
 import dataclasses
@@ -37,5 +37,6 @@ class QSGD(BlockCodes):
         if self.bits not in (4, 8):
             raise UserError(f"bits: got {self.bits}, expected 4 or 8, because codes of other widths save no bytes")
 
-    def _bits(self) -> int:
+    def _code_bits(self) -> int:
+        """Return the number of bits of a code."""
         return self.bits

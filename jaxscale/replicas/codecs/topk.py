@@ -1,23 +1,23 @@
 """Top-k sends the largest elements of each gradient now and the other elements in later steps.
 
-Source: Aji and Heafield, 2017, arXiv:1704.05021. If 1 % of the elements are sent, it sends 68 times fewer bytes between
+Source: Aji and Heafield, 2017, arXiv:1704.05021. If 1 % of the elements are sent, 68 times fewer bytes are sent between
 two replicas, but only 17 times fewer between eight, because each replica receives messages from all others. An element
-is sent about every hundredth step, with its accumulated residual. That delay requires two things
-(`benchmarks/convergence.py`; the numbers are nats after 400 steps, relative to exact runs):
+is sent about every hundredth step, with its accumulated residual. This delay requires two things (the numbers, from
+`benchmarks/convergence.py`, are nats after 400 steps, relative to runs with exact means):
 
-- *No momentum in the optimizer.* Momentum would apply late elements for ten more steps. At 1 %, Adam with a b1 of 0 and
-  SGD without momentum lose nothing (-0.001, -0.05), but with momentum 0.9 they lose 0.22 and 0.15. Momentum that is
+- *No momentum in the optimizer.* Momentum would apply late elements for ten more steps. With 1 %, Adam with a b1 of 0
+  and SGD without momentum lose nothing (-0.001, -0.05), but with momentum 0.9 they lose 0.22 and 0.15. Momentum that is
   added up before elements are held back, and reset for the elements that are sent, does no harm (`dgc`).
-- *A warm-up.* The first gradients are large while the learning rate is still small. Elements that are held back then
-  are sent at the peak of the learning rate, and feedback is worse than no feedback (+0.50 and +0.15 with momentum). So
-  the fraction falls to its final value in `warmup` steps, as in deep gradient compression (Lin et al., 2018,
-  arXiv:1712.01887). The compiled step contains a message for each fraction.
+- *A warm-up.* The first gradients are large while the learning rate is still small. Without a warm-up, their elements
+  that are held back are sent at the peak of the learning rate, and feedback is worse than no feedback (+0.50 against
+  +0.15 for SGD with momentum). So the fraction falls to its final value in `warmup` steps, as in deep gradient
+  compression (Lin et al., 2018, arXiv:1712.01887). The compiled step contains a message for each fraction.
 
 The delay also bounds the learning rate (Stich et al., 2018, arXiv:1809.07599; `tests/replicas/test_feedback.py`).
 
 A leaf is divided into blocks, each of which sends the same number of elements. So no leaf is sorted as a whole, and an
-offset takes two bytes. A kernel selects the elements of a block if the chip has one (`pallas_kernels.top_k`); XLA would
-sort the block. With `block=None`, one block is the whole leaf. Left out: values in fewer bits.
+offset takes two bytes. If the chip has a kernel (`pallas_kernels.top_k`), it selects the elements of a block; XLA would
+sort the block. With `block=None`, the whole leaf is one block. Left out: values in fewer bits.
 """
 
 import dataclasses
@@ -35,36 +35,35 @@ from pallas_kernels.target import target
 from pallas_kernels.top_k.api import top_k
 
 FIRST_FRACTION = 0.25
-"""First fraction of the warm-up; later ones are its powers: 6.25, 1.56 and 0.39 % (arXiv:1712.01887, section 3.3)."""
+"""First fraction of the warm-up; the others are its powers: 6.25, 1.56 and 0.39 % (arXiv:1712.01887, section 3.3)."""
 
 MAX_K = 128
-"""Largest number of elements that kernels select in a block (`pallas_kernels.top_k`)."""
+"""Largest number of elements that the kernel can select in a block (`pallas_kernels.top_k`)."""
 
 MAX_BLOCK = 2**16
-"""Number of elements of the largest block whose offsets fit uint16."""
+"""Number of elements of the largest block for which uint16 can represent all offsets."""
 
 
-class Kept(NamedTuple):
-    """The largest elements of each block, which are sent.
+class LargestElements(NamedTuple):
+    """The elements of each block that are sent: those with the largest magnitude.
 
     Args:
         values: values of the elements, float32.
         offsets: position of each element within its block: uint16, or int32 if the block is the whole leaf.
     """
 
-    values: Float[Array, "blocks kept"]
-    offsets: Int[Array, "blocks kept"]
+    values: Float[Array, "blocks sent"]
+    offsets: Int[Array, "blocks sent"]
 
 
 @dataclasses.dataclass(frozen=True)
 class TopK(OnePhase):
-    """A codec that sends the elements of largest magnitude, as float32 values and offsets.
+    """A codec that sends the elements with the largest magnitude, as float32 values and offsets.
 
     Args:
         fraction: fraction of the elements that are sent, in (0, 1].
-        block: number of elements of a block; each block sends its largest elements. With `None`, the whole leaf is one
-            block.
-        warmup: number of steps in which the fraction falls to `fraction`, by a factor of four at a time; 0 skips the
+        block: number of elements of a block; `None`: the whole leaf is one block.
+        warmup: number of steps in which the fraction falls to its final value, by a factor of four at a time; 0: no
             warm-up.
 
     Example:
@@ -102,35 +101,35 @@ class TopK(OnePhase):
             raise UserError(f"warmup: got {self.warmup}, expected a number of steps >= 0")
 
     def sizes(self, elements: int) -> tuple[int, int, int]:
-        """Return the number of blocks of a leaf, the elements of a block, and the elements that a block sends.
+        """Return three numbers: blocks of a leaf, elements of a block, and elements that a block sends.
 
         Args:
             elements: number of elements of the leaf.
         """
-        block = elements if self.block is None else min(self.block, elements)
-        return math.ceil(elements / block), block, max(1, round(self.fraction * block))
+        block_length = elements if self.block is None else min(self.block, elements)
+        return math.ceil(elements / block_length), block_length, max(1, round(self.fraction * block_length))
 
-    def encode(self, flat: Float[Array, "elements"], key: Key | None) -> Kept:
-        """Select the elements of largest magnitude of each block, and return them with their offsets."""
-        block_count, block, sent_count = self.sizes(flat.size)
-        blocks = jnp.pad(flat, (0, block_count * block - flat.size)).reshape(block_count, block)
+    def encode(self, flat: Float[Array, "elements"], key: Key | None) -> LargestElements:
+        """Return the elements with the largest magnitude of each block, with their offsets."""
+        block_count, block_length, sent_count = self.sizes(flat.size)
+        blocks = jnp.pad(flat, (0, block_count * block_length - flat.size)).reshape(block_count, block_length)
         if self.block is None:
             if listening():
                 note(Explanation("top_k", target(), "reference", {}, "a kernel selects in blocks, not in a whole leaf"))
             _, offsets = lax.top_k(jnp.abs(blocks), sent_count)
-            return Kept(jnp.take_along_axis(blocks, offsets, -1), offsets)
-        values, offsets = top_k(blocks, sent_count, block=block, axis=-1)
-        return Kept(values, offsets.astype(jnp.uint16))
+            return LargestElements(jnp.take_along_axis(blocks, offsets, -1), offsets)
+        values, offsets = top_k(blocks, sent_count, block=block_length, axis=-1)
+        return LargestElements(values, offsets.astype(jnp.uint16))
 
-    def decode(self, message: Kept, elements: int) -> Float[Array, "elements"]:
-        """Return the elements of a leaf: those of the message at their positions, and zeros at all others."""
-        block_count, block, _ = self.sizes(elements)
-        positions = jnp.arange(block_count)[:, None] * block + message.offsets.astype(jnp.int32)
-        flat = jnp.zeros(block_count * block, jnp.float32)
+    def decode(self, message: LargestElements, elements: int) -> Float[Array, "elements"]:
+        """Return the elements of a leaf: those of the message at their positions, and zeros at all other positions."""
+        block_count, block_length, _ = self.sizes(elements)
+        positions = jnp.arange(block_count)[:, None] * block_length + message.offsets.astype(jnp.int32)
+        flat = jnp.zeros(block_count * block_length, jnp.float32)
         return flat.at[positions].set(message.values, unique_indices=True, mode="promise_in_bounds")[:elements]
 
     def fractions(self) -> tuple[float, ...]:
-        """Return the fractions of the warm-up, each used for the same number of steps, and the final fraction.
+        """Return the fractions of the warm-up, each for the same number of steps, and the final fraction.
 
         Example:
             >>> TopK(0.001, warmup=400).fractions()
@@ -142,17 +141,18 @@ class TopK(OnePhase):
         return (*warmup_fractions, self.fraction)
 
     def _timetable(self) -> tuple[tuple[int, "TopK"], ...]:
+        """Return (first step, codec) for each phase: one phase for each fraction."""
         fractions = self.fractions()
         phase_count = max(len(fractions) - 1, 1)
         fraction_by_step = {math.ceil(i * self.warmup / phase_count): fraction for i, fraction in enumerate(fractions)}
         return tuple(
-            (step, dataclasses.replace(self, fraction=fraction, block=self._block(fraction), warmup=0, start=0))
+            (step, dataclasses.replace(self, fraction=fraction, block=self._block_length(fraction), warmup=0, start=0))
             for step, fraction in fraction_by_step.items()
         )
 
-    def _block(self, fraction: float) -> int | None:
-        """The block length for a fraction of the warm-up: `block`, halved until a kernel can select the elements."""
-        block = self.block
-        while block is not None and fraction > self.fraction and block % 2 == 0 and round(fraction * block) > MAX_K:
-            block //= 2
-        return block
+    def _block_length(self, fraction: float) -> int | None:
+        """Return the value of `block` for a fraction of the warm-up, halved until a kernel can select the elements."""
+        length = self.block
+        while length is not None and fraction > self.fraction and length % 2 == 0 and round(fraction * length) > MAX_K:
+            length //= 2
+        return length

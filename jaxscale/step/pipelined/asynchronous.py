@@ -137,7 +137,7 @@ class AsyncPipeline:
         start_text = f"the first {synchronous_steps} steps are synchronous, then " if synchronous_steps else ""
         axes = " x ".join(axis for axis in ("sequence", "tensor") if self.layout.mesh.shape[axis] > 1)
         copies_text = f"; every device along {axes} holds all that is in flight" if axes else ""
-        if self.stream.newest and (plan.memory.rule != "none" or plan.stages_keep == "input"):
+        if self.stream.has_newest_backward and (plan.memory.rule != "none" or plan.stages_keep == "input"):
             age_text += ", and recomputation reads newer weights than the forward pass did"
         stages_text = f"each stage{clip_text} skips bad updates by itself{copies_text}"
         return f"{self.pipeline_text}: {start_text}{age_text}; {stages_text}"
@@ -147,7 +147,7 @@ class AsyncPipeline:
 
         A setting that the plan leaves out has its published value under PipeMare. Under other methods, it is off.
         """
-        plan, is_pipemare, steps = self.plan, self.stream.newest, self.planned.experiment.steps
+        plan, is_pipemare, steps = self.plan, self.stream.has_newest_backward, self.planned.experiment.steps
         anneal = steps // ANNEAL if is_pipemare and plan.anneal is None else plan.anneal or 0
         correction = CORRECTION if is_pipemare and plan.correction is None else plan.correction
         return Remedies(anneal=anneal, correction=correction or None)
@@ -197,10 +197,10 @@ class AsyncPipeline:
             run_scaled_stage,
             self._update,
             abstract_message,
-            compute=None if self.planned.plan.precision == "float32" else self._cast_for_passes,
+            to_compute=None if self.planned.plan.precision == "float32" else self._cast_for_passes,
             remedies=self.remedies,
             axis=PIPE_AXIS,
-            manual=MANUAL,
+            manual_axes=MANUAL,
         )
 
     def _update(
@@ -279,12 +279,12 @@ class AsyncPipeline:
             }
             microbatches = ((zeros, jnp.zeros((count, local_rows), jnp.int32)), jnp.zeros((count,), jnp.float32))
             key = jax.random.key(self.planned.experiment.seed)
-            pipe = self._tick_executor(params, microbatches, key).fill(params, microbatches, key)
+            pipe = self._tick_executor(params, microbatches, key).empty_pipe(params, microbatches, key)
             # each stage's norm, on the assumption that all stages have equal norms
             stage_watch = dataclasses.replace(watch, norm=watch.norm / self.rank_count**0.5)
             codes = {}
             if self.gradient_exchange is not None:
-                codes = {"states": self.gradient_exchange.start(), "updates": update_count}
+                codes = {"states": self.gradient_exchange.initial_device_states(), "updates": update_count}
             stage_state = {"free": free, "watch": stage_watch, "codes": codes}
             return {"pipe": pipe, **jax.tree.map(lambda leaf: leaf[None], stage_state)}
 

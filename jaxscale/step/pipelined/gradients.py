@@ -27,7 +27,7 @@ from jaxscale import blocks
 from jaxscale.blocks import Context, Loss
 from jaxscale.compat import prune
 from jaxscale.pipeline.orders import Schedule
-from jaxscale.pipeline.run.execute import Executed, execute
+from jaxscale.pipeline.run.execute import DeviceSums, execute
 from jaxscale.pipeline.run.passes import At, StageFunction
 from jaxscale.pipeline.run.tables import Tables, tabulate
 from jaxscale.sharding.memory_space import to_device
@@ -145,7 +145,7 @@ class Pipelined:
         run_stage: StageFunction,
         state: TrainState,
         batch: Batch,
-        finish: Callable[[Executed], R],
+        finish: Callable[[DeviceSums], R],
         output_specs: Specs,
         weights: Params | None = None,
     ) -> R:
@@ -185,7 +185,7 @@ class Pipelined:
             run_before_blocks, stage_index = self.form.model_parts(self.loss).before, jnp.int32(0)
             message = jax.eval_shape(run_before_blocks, first_chunk, shared_params, microbatch, key, stage_index)
             readers = None
-            if tables.backward:
+            if tables.has_backward:
                 readers = self._readers(message, first_chunk, shared_params, microbatch, key)
             executed = execute(
                 tables,
@@ -196,10 +196,10 @@ class Pipelined:
                 key,
                 message,
                 axis=PIPE_AXIS,
-                manual=MANUAL,
+                manual_axes=MANUAL,
                 lowering=pipeline.lowering,
                 readers=readers,
-                hosted=blocks.treatment().hosted,
+                hosted_names=blocks.treatment().hosted,
                 frozen=host_chunks,
             )
             return finish(executed)
@@ -281,7 +281,7 @@ class Pipelined:
             # with this factor, the mean of the replicas' gradients is the mean over all targets of the global batch
             unsummed_axes, replica_factor = (REPLICA_AXIS,), self.planned.layout.mesh.shape[REPLICA_AXIS]
 
-        def finish(executed: Executed) -> tuple[Loss, Arrays, Arrays]:
+        def finish(executed: DeviceSums) -> tuple[Loss, Arrays, Arrays]:
             """Return the sums of the loss, and the gradients of stages' and of shared parameters, by name."""
             loss = jax.lax.psum(executed.sums, MANUAL)
             gradients = self.form.gradients_at_home(executed.weight_gradients), executed.shared_gradients
@@ -310,7 +310,7 @@ class Pipelined:
             lambda module, microbatch, context: score(module, microbatch), lambda sums: jnp.zeros(())
         )
 
-        def finish(executed: Executed) -> Sums:
+        def finish(executed: DeviceSums) -> Sums:
             return jax.lax.psum(executed.sums, MANUAL)
 
         forward_tables = tabulate(self.schedule, forward_only=True)
