@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.compat import Interpret, accepted, interpreter, varying_like
+from pallas_kernels.compat import Interpret, interpret_params, supported_options, varying_like
 
 WGMMA = plgpu.Layout.WGMMA
 """Layout of a wgmma result in a warpgroup's registers: 64 rows or a multiple, columns by 8."""
@@ -57,17 +57,17 @@ def launch(
     Args:
         body: of the references of `args`, of the results, of `scratch`.
         args: arrays.
-        out_type: types of the results (`compat.like`).
+        out_type: types of the results (`compat.result_struct`).
         grid, grid_names: blocks, and the names of their axes (`jax.lax.axis_index`).
         name: of the kernel, in profiles and in the compiled program.
         scratch: shared memory and barriers.
         warpgroups: per block, distinguished by the axis "wg"; one that has no name by default.
         approx_math: the fast versions of exp2, tanh, ...
         cost: FLOP and bytes, for who counts them.
-        interpret: see `compat.interpreter`.
+        interpret: see `compat.interpret_params`.
     """
     more: dict[str, Any] = {} if warpgroups is None else {"num_threads": warpgroups, "thread_name": "wg"}
-    interpreted = {"interpret": interpreter("gpu", interpret)} if interpret else {}
+    interpreted = {"interpret": interpret_params("gpu", interpret)} if interpret else {}
     settings = {"out_type": out_type, "compiler_params": params(approx_math=approx_math), **interpreted}
     run: Callable[..., Any] = plgpu.kernel(
         body,
@@ -77,7 +77,7 @@ def launch(
         kernel_name=name,
         **settings,
         **more,
-        **accepted(plgpu.kernel, cost_estimate=cost),
+        **supported_options(plgpu.kernel, cost_estimate=cost),
     )
     if cost is not None and "cost_estimate" not in inspect.signature(plgpu.kernel).parameters:
         mesh = plgpu.Mesh(grid=grid, grid_names=grid_names, **more)
@@ -146,7 +146,7 @@ def launch_in_place(
     Returns:
         The changed state.
     """
-    more = {"interpret": interpreter("gpu", interpret)} if interpret else {}
+    more = {"interpret": interpret_params("gpu", interpret)} if interpret else {}
     refs = [jax.new_ref(array) for array in state]
 
     def scoped(*operand_refs: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from jaxscale.sharding.place import current
-from pallas_kernels.dispatch import Explanation, listening, note
+from pallas_kernels.dispatch import Explanation, is_noting, note
 from pallas_kernels.target import target
 
 
@@ -28,5 +28,5 @@ def note_selection(kernel: str, selected: str, reason: str | None = None) -> Non
         selected: name of the implementation.
         reason: why no kernel of the platform was selected, in a few words; `None` if no implementation is better.
     """
-    if listening():
+    if is_noting():
         note(Explanation(kernel, target(" ".join(traced_device())), selected, {}, reason))

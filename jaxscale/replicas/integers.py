@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.typing import Array, Float, Int, Key
-from pallas_kernels.dispatch import Explanation, listening, note
+from pallas_kernels.dispatch import Explanation, is_noting, note
 from pallas_kernels.quantize.api import quantize
 from pallas_kernels.quantize.reference import levels
 from pallas_kernels.target import target
@@ -50,7 +50,7 @@ def encode_integers(x: Float[Array, "... elements"], bits: int, block: int, key:
     if key is None and bits in (8, 4) and x.size:
         codes, scale = quantize(blocks.reshape(-1, block), bits=bits, block=block, axis=-1)
         return Coded(codes.reshape(*blocks.shape[:-1], -1), scale.reshape(blocks.shape[:-1]))
-    if listening() and x.size:
+    if is_noting() and x.size:
         rounding = "at random" if key is not None else f"to {bits} bits"
         reason = f"kernels round to the nearest code of 8 or 4 bits, but this codec rounds {rounding}"
         note(Explanation("quantize", target(), "reference", {}, reason))

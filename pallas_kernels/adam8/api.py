@@ -13,10 +13,10 @@ from pallas_kernels.adam8 import reference, tpu
 from pallas_kernels.adam8.cases import Case
 from pallas_kernels.adam8.maps import MAPS
 from pallas_kernels.adam8.reference import HYPER, Settings
-from pallas_kernels.compat import Interpret, varies
-from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose, first_order
+from pallas_kernels.compat import Interpret, is_varying
+from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose, without_derivatives
 from pallas_kernels.dispatch import explain as explain_choice
-from pallas_kernels.target import PROVED, Target, target
+from pallas_kernels.target import COMPILED_TPUS, Target, target
 
 GPU_COLS = 32
 """Columns that one block of threads takes, see `gpu.COLS`."""
@@ -24,7 +24,7 @@ GPU_BLOCKS = (64, 128, 256)
 """Rows that a warpgroup holds in registers; 256 with the dynamic map spill a few."""
 
 
-def _gpu_supports(where: Target, case: Case) -> str | None:
+def _why_unsupported_on_gpu(where: Target, case: Case) -> str | None:
     if case.block not in GPU_BLOCKS:
         return f"it needs blocks of {', '.join(map(str, GPU_BLOCKS))} rows, not {case.block}"
     if case.cols % GPU_COLS:
@@ -38,8 +38,8 @@ def _gpu_supports(where: Target, case: Case) -> str | None:
 
 
 IMPLEMENTATIONS = (
-    Implementation("tpu", "tpu", chips=("v4", *PROVED), supports=tpu.supports),
-    Implementation("gpu", "gpu", hopper=True, supports=_gpu_supports),
+    Implementation("tpu", "tpu", chips=("v4", *COMPILED_TPUS), why_unsupported=tpu.why_unsupported),
+    Implementation("gpu", "gpu", needs_hopper=True, why_unsupported=_why_unsupported_on_gpu),
     Implementation("reference"),
 )
 """Best first."""
@@ -128,10 +128,10 @@ def adam8(
     where = target(platform, p, g, m, v, hyper)
     choice = choose("adam8", IMPLEMENTATIONS, case, where, implementation=implementation, interpret=bool(interpret))
     if tiles is not None:
-        files.check("adam8", tiles, implementation, tpu.candidates(case, where.chip))
+        files.check_tiles("adam8", tiles, implementation, tpu.candidates(case, where.chip))
 
     # of the arguments alone: what writes where they lie takes no rule around it
-    refusing = first_order("adam8", lambda *given: given, "derivatives")
+    refusing = without_derivatives("adam8", lambda *given: given, "derivatives")
 
     def on_tpu(p: Any, g: Any, m: Any, v: Any, hyper: Any) -> Any:
         p, g, m, v, hyper = refusing(p, g, m, v, hyper)
@@ -228,6 +228,6 @@ def _case(p: Array, g: Array, m: Moment, v: Moment, hyper: Array, settings: Sett
             )
     gradient: Any = g.dtype.name
     kind: Any = settings.map
-    varying = any(varies(dtype) for dtype in (p, g, *m, *v, hyper))
+    varying = any(is_varying(dtype) for dtype in (p, g, *m, *v, hyper))
     layers = math.prod(p.shape[:-2])
     return Case("", layers, rows, cols, settings.block, kind, gradient, settings.weight_decay, varying, tags=())

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.adam8.cases import Case
 from pallas_kernels.adam8.maps import MAPS
 from pallas_kernels.adam8.reference import FLOP, LEAST, MOST, Settings
-from pallas_kernels.compat import Interpret, estimate
+from pallas_kernels.compat import Interpret, cost_estimate
 from pallas_kernels.mosaic_gpu import COL, WGMMA, along_columns, launch_in_place, load, sqrt, wide
 
 COLS = 32
@@ -77,7 +77,7 @@ def step(
         hyper: as there.
         settings: as there.
         case: of these shapes.
-        interpret: see `compat.interpreter`.
+        interpret: see `compat.interpret_params`.
     """
     rows = case.layers * case.rows
     state = [array.reshape(-1, case.cols) for array in (p, *m, *v)]
@@ -95,7 +95,7 @@ def step(
         grid_names=("i", "j"),
         name="adam8",
         scratch=scratch,
-        cost=estimate(FLOP * p.size, (g, *state), state, 2 * p.size),
+        cost=cost_estimate(FLOP * p.size, (g, *state), state, 2 * p.size),
         interpret=interpret,
     )
     new_p, *rest = (array.reshape(like.shape) for array, like in zip(outputs, (p, *m, *v), strict=True))

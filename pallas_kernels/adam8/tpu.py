@@ -21,7 +21,7 @@ from pallas_kernels.adam8 import decades
 from pallas_kernels.adam8.cases import Case
 from pallas_kernels.adam8.maps import MAPS
 from pallas_kernels.adam8.reference import FLOP, LEAST, MOST, Settings
-from pallas_kernels.compat import Interpret, finite_inverse, interpreter, like, varying_alike
+from pallas_kernels.compat import Interpret, align_varying, finite_inverse, interpret_params, result_struct
 
 LANES = 128
 SUBLANES = 32
@@ -55,7 +55,7 @@ class Tiles:
             )
 
 
-def supports(target: Any, case: Case) -> str | None:
+def why_unsupported(target: Any, case: Case) -> str | None:
     """Why this kernel cannot run a case; `None` if it can."""
     if case.block % SUBLANES:
         return f"it needs blocks that are a multiple of {SUBLANES} rows, not {case.block}"
@@ -210,7 +210,7 @@ def step(
         settings: as there.
         case: of these shapes.
         tiles: what one step of the grid works on.
-        interpret: see `compat.interpreter`.
+        interpret: see `compat.interpret_params`.
     """
     L, R, C = p.shape
     count = R // settings.block
@@ -226,13 +226,13 @@ def step(
         grid=(L, pl.cdiv(C, tiles.cols), count // tiles.blocks),
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), big, big, big, small, big, small, *[table] * looked_up],
         out_specs=[big, big, small, big, small],
-        out_shape=[like(array.shape, array.dtype, *operands) for array in state],
+        out_shape=[result_struct(array.shape, array.dtype, *operands) for array in state],
         input_output_aliases={1: 0, 3: 1, 4: 2, 5: 3, 6: 4},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM if roomy else None
         ),
         cost_estimate=cost(case),
-        interpret=interpreter("tpu", interpret),
+        interpret=interpret_params("tpu", interpret),
         name="adam8",
-    )(*varying_alike(*operands))
+    )(*align_varying(*operands))
     return p, (rest[0], rest[1]), (rest[2], rest[3])

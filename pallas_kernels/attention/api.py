@@ -21,9 +21,9 @@ from pallas_kernels import arguments, dispatch
 from pallas_kernels.attention import chunked, reference
 from pallas_kernels.attention.problem import Problem
 from pallas_kernels.attention.reference import Options
-from pallas_kernels.compat import Interpret, filled, varying_alike
+from pallas_kernels.compat import Interpret, align_varying, full_varying_like
 from pallas_kernels.dispatch import Choice, Explanation, Implementation
-from pallas_kernels.target import PROVED, Target, target
+from pallas_kernels.target import COMPILED_TPUS, Target, target
 
 NAMES = ("attention_out", "attention_lse")
 """Residual names: the output, and the log-sum-exp of the scores."""
@@ -42,25 +42,25 @@ _LONE_QUERY, _LONE_KEY = -(2**31) + 1, -(2**31)
 def _tpu(target: Target, problem: Problem) -> str | None:
     from pallas_kernels.attention import tpu
 
-    return tpu.supports(target, problem)
+    return tpu.why_unsupported(target, problem)
 
 
 def _gpu(target: Target, problem: Problem) -> str | None:
     from pallas_kernels.attention import gpu
 
-    return gpu.supports(target, problem)
+    return gpu.why_unsupported(target, problem)
 
 
 def _cudnn(target: Target, problem: Problem) -> str | None:
     from pallas_kernels.attention import cudnn
 
-    return cudnn.supports(target, problem)
+    return cudnn.why_unsupported(target, problem)
 
 
 _KERNELS = (
-    Implementation("tpu", "tpu", chips=("v4", *PROVED), supports=_tpu),
-    Implementation("gpu", "gpu", hopper=True, supports=_gpu),
-    Implementation("cudnn", "gpu", named=True, supports=_cudnn),
+    Implementation("tpu", "tpu", chips=("v4", *COMPILED_TPUS), why_unsupported=_tpu),
+    Implementation("gpu", "gpu", needs_hopper=True, why_unsupported=_gpu),
+    Implementation("cudnn", "gpu", needs_name=True, why_unsupported=_cudnn),
 )
 _PLAIN = (Implementation("reference"), Implementation("chunked"))
 
@@ -134,8 +134,8 @@ def attention(
         windows (2004.05150). Gemma 2, for the cap (2408.00118).
     """
     ids = _pair(segment_ids)
-    arguments.arrays("attention", q=q, k=k, v=v)
-    arguments.static("attention", causal=causal, window=window, logit_soft_cap=logit_soft_cap, scale=scale)
+    arguments.check_arrays("attention", q=q, k=k, v=v)
+    arguments.check_static("attention", causal=causal, window=window, logit_soft_cap=logit_soft_cap, scale=scale)
     offset = _offset(query_offset, q)
     problem = _checked(q, k, v, ids, causal, window, logit_soft_cap, scale, offset)
     if tiles is not None and implementation not in ("tpu", "gpu"):
@@ -151,7 +151,7 @@ def attention(
         _module(implementation).check_tiles(tiles, _padded(problem, _module(implementation)))
     call = _Call(choice, problem.options, at.on("tpu").chip, at.on("gpu").chip, tiles, interpret)
     operands = (q, k, v, *(ids or (None, None)), jnp.asarray(offset, jnp.int32) if problem.offset else None)
-    return _attention(call, *varying_alike(*operands))
+    return _attention(call, *align_varying(*operands))
 
 
 def explain(
@@ -195,7 +195,7 @@ def _pair(segment_ids: Any) -> tuple[Any, Any] | None:
         if len(segment_ids) != 2 or any(ids is None for ids in segment_ids):
             raise ValueError("attention: segment_ids of queries or of keys alone: give one array, or a pair of both")
         return segment_ids[0], segment_ids[1]
-    arguments.arrays("attention", segment_ids=segment_ids)
+    arguments.check_arrays("attention", segment_ids=segment_ids)
     return segment_ids, segment_ids
 
 
@@ -277,12 +277,14 @@ class _Call:
 
         def kernel(name: str, *args: Any) -> Any:
             chip = self.tpu_chip if name == "tpu" else self.gpu_chip
-            return dispatch.first_order("attention", functools.partial(run, self, _module(name), chip))(*args)
+            return dispatch.without_derivatives("attention", functools.partial(run, self, _module(name), chip))(*args)
 
         return {
             **{name: functools.partial(kernel, name) for name in ("tpu", "gpu")},
             "reference": lambda *args: getattr(reference, plain)(*args, self.options),
-            "chunked": dispatch.first_order("attention", lambda *args: getattr(chunked, plain)(*args, self.options)),
+            "chunked": dispatch.without_derivatives(
+                "attention", lambda *args: getattr(chunked, plain)(*args, self.options)
+            ),
         }
 
 
@@ -365,7 +367,9 @@ class _Arrays:
         if self.problem.segments:
             sides = ((T, self.problem.T, _LONE_QUERY), (S, self.problem.S, _LONE_KEY))
             unpadded_ids = (
-                ids if unpadded.segments else [filled((B, length), jnp.int32, 0, q, k) for length, _, _ in sides]
+                ids
+                if unpadded.segments
+                else [full_varying_like((B, length), jnp.int32, 0, q, k) for length, _, _ in sides]
             )
             self.ids = tuple(
                 jnp.pad(side_ids.astype(jnp.int32), ((0, 0), (0, longer - length)), constant_values=lone)

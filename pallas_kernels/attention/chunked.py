@@ -16,7 +16,7 @@ from jax import lax
 
 from pallas_kernels.attention.reference import UNSEEN, Options, cap_slope, scores
 from pallas_kernels.attention.visibility import Visibility
-from pallas_kernels.compat import filled
+from pallas_kernels.compat import full_varying_like
 
 CHUNK = 256
 """Queries and keys at a time."""
@@ -124,10 +124,10 @@ def attend(chunking: Chunking, start: Any, q: Any, k: Any, v: Any, visibility: V
             return _if_reachable(chunking, visibility, first, j, add, carry), None
 
         start_of_row = (
-            filled(row_shape, F32, UNSEEN, q, k, v),
-            filled(row_shape, F32, 0.0, q, k, v),
-            filled((*row_shape, v.shape[-1]), F32, 0.0, q, k, v),
-            filled(row_shape, bool, False, q, k, v) if chunking.strict else None,
+            full_varying_like(row_shape, F32, UNSEEN, q, k, v),
+            full_varying_like(row_shape, F32, 0.0, q, k, v),
+            full_varying_like((*row_shape, v.shape[-1]), F32, 0.0, q, k, v),
+            full_varying_like(row_shape, bool, False, q, k, v) if chunking.strict else None,
         )
         (top, total, output, sees_key), _ = lax.scan(
             step, start_of_row, (jnp.arange(k_chunks.shape[0]), k_chunks, v_chunks)
@@ -188,12 +188,12 @@ def gradients(
             dq_i, dk_j, dv_j = _if_reachable(chunking, visibility, first, j, add, (dq_i, dk_j, dv_j))
             return dq_i, (dk_j, dv_j)
 
-        initial = filled(q_i.shape, F32, 0.0, q, k, v, d_out)
+        initial = full_varying_like(q_i.shape, F32, 0.0, q, k, v, d_out)
         chunks = (jnp.arange(k_chunks.shape[0]), k_chunks, v_chunks, *carry)
         dq_i, carry = lax.scan(step, initial, chunks)
         return carry, dq_i.astype(q.dtype)
 
-    initial = tuple(filled(x.shape, F32, 0.0, q, k, v, d_out) for x in (k_chunks, v_chunks))
+    initial = tuple(full_varying_like(x.shape, F32, 0.0, q, k, v, d_out) for x in (k_chunks, v_chunks))
     rows = (_chunks(x, chunking.queries) for x in (q, d_out, out, lse))
     firsts = _first_queries(chunking, start, q.shape[1])
     (dk, dv), dq = lax.scan(query_chunk, initial, (firsts, *rows))

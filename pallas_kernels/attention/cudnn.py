@@ -9,7 +9,7 @@ from pallas_kernels.attention.reference import Options
 from pallas_kernels.target import Target
 
 
-def supports(target: Target, problem: Problem) -> str | None:
+def why_unsupported(target: Target, problem: Problem) -> str | None:
     """Why cuDNN cannot run this; None if it can."""
     if problem.segments:
         return "cuDNN knows no segment ids"

@@ -27,12 +27,12 @@ from pallas_kernels.attention.gpu_sizes import (
     choose_tiles,
     padded_width,
     sizes_of,
-    supports,
+    why_unsupported,
 )
 from pallas_kernels.attention.reference import Options
-from pallas_kernels.compat import Interpret, like
+from pallas_kernels.compat import Interpret, result_struct
 
-__all__ = ["Tiles", "backward", "check_tiles", "choose_tiles", "forward", "padded_width", "supports"]
+__all__ = ["Tiles", "backward", "check_tiles", "choose_tiles", "forward", "padded_width", "why_unsupported"]
 
 NEG = -1e30
 """Stands for -inf: a row with nothing to see never makes a NaN."""
@@ -139,7 +139,7 @@ def forward(
     Args:
         q, k, v, q_ids, kv_ids, offset, options: as there; T and S multiples of LENGTH, H of WIDTHS.
         tiles: sizes of steps.
-        interpret: see `compat.interpreter`.
+        interpret: see `compat.interpret_params`.
     """
     sizes = sizes_of(q, k, q_ids, offset, options, tiles, interpret)
     bk, stages, segments, H = tiles.kv, tiles.stages, sizes.segments, sizes.H
@@ -221,7 +221,7 @@ def forward(
         ring,
         ring,
     ]
-    kinds = [like(q.shape, q.dtype, args), like((sizes.B, sizes.N, sizes.T), jnp.float32, args)]
+    kinds = [result_struct(q.shape, q.dtype, args), result_struct((sizes.B, sizes.N, sizes.T), jnp.float32, args)]
     return tuple(_launch(body, sizes, "attention_forward", args, kinds, scratch, interpret))
 
 
@@ -298,7 +298,7 @@ def _dq(args: tuple[Any, ...], sizes: Sizes, interpret: Interpret) -> Any:
         ring,
         ring,
     ]
-    return _launch(body, sizes, "attention_dq", args, [like(q.shape, q.dtype, args)], scratch, interpret)[0]
+    return _launch(body, sizes, "attention_dq", args, [result_struct(q.shape, q.dtype, args)], scratch, interpret)[0]
 
 
 def _by_key(args: tuple[Any, ...], sizes: Sizes, wanted: str, interpret: Interpret) -> list[Any]:
@@ -397,7 +397,7 @@ def _by_key(args: tuple[Any, ...], sizes: Sizes, wanted: str, interpret: Interpr
         ring,
         ring,
     ]
-    kinds = [like(x.shape, x.dtype, args) for x, is_wanted in ((k, dk_wanted), (v, dv_wanted)) if is_wanted]
+    kinds = [result_struct(x.shape, x.dtype, args) for x, is_wanted in ((k, dk_wanted), (v, dv_wanted)) if is_wanted]
     return list(_launch(body, sizes, f"attention_{wanted}", args, kinds, scratch, interpret))
 
 

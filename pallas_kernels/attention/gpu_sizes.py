@@ -68,7 +68,7 @@ class Tiles:
         return max(forward, dq, dkv)
 
 
-def supports(target: Target, problem: Problem) -> str | None:
+def why_unsupported(target: Target, problem: Problem) -> str | None:
     """Why this cannot run; None if it can."""
     if problem.dtype not in ("bfloat16", "float16"):
         return f"it needs bfloat16 or float16, not {problem.dtype}"

@@ -27,12 +27,12 @@ from pallas_kernels.attention.tpu_sizes import (
     choose_tiles,
     div,
     padded_width,
-    supports,
+    why_unsupported,
     work,
 )
-from pallas_kernels.compat import Interpret, interpreter, like, product_precision
+from pallas_kernels.compat import Interpret, interpret_params, product_precision, result_struct
 
-__all__ = ["Tiles", "backward", "check_tiles", "choose_tiles", "forward", "padded_width", "supports", "work"]
+__all__ = ["Tiles", "backward", "check_tiles", "choose_tiles", "forward", "padded_width", "why_unsupported", "work"]
 
 NEG = -1e30
 """Stands for -inf: a row with nothing to see never makes a NaN."""
@@ -231,7 +231,7 @@ def _call(
         functools.partial(kernel, sizes=sizes),
         out_shape=kinds,
         **specs,
-        interpret=interpreter("tpu", interpret),
+        interpret=interpret_params("tpu", interpret),
         name=f"attention{kernel.__name__}",
         compiler_params=pltpu.CompilerParams(dimension_semantics=parallel),
         cost_estimate=cost(sizes, products, moved),
@@ -309,7 +309,7 @@ def forward(
         offset: position of the first query, an int32 scalar; None for 0.
         options: what to compute.
         tiles: of which T and S are multiples.
-        interpret: see `compat.interpreter`.
+        interpret: see `compat.interpret_params`.
 
     Returns:
         (B,N,T,H) in the type of `q`, and the log-sum-exp (B,N,T).
@@ -317,7 +317,10 @@ def forward(
     sizes = _sizes(q, k, q_ids, offset, options, tiles.q, tiles.kv)
     queries, keys, row, ids, grid = _by_query(sizes)
     args = (q, k, v, *_id_args(q_ids, kv_ids))
-    outs = [(queries, like(q.shape, q.dtype, args)), (row, like((sizes.B, sizes.N, 1, sizes.T), F32, args))]
+    outs = [
+        (queries, result_struct(q.shape, q.dtype, args)),
+        (row, result_struct((sizes.B, sizes.N, 1, sizes.T), F32, args)),
+    ]
     line = pltpu.VMEM((1, sizes.bq), F32)
     scratch = [pltpu.VMEM((sizes.H, sizes.bq), F32), line, line]
     ins = [queries, keys, keys, *ids]
@@ -353,13 +356,13 @@ def backward(
     queries, keys, row, ids, grid = _by_query(sizes)
     ins = [queries, keys, keys, queries, row, row, *ids]
     scratch = [pltpu.VMEM((sizes.H, sizes.bq), F32)]
-    outs = [(queries, like(q.shape, q.dtype, args))]
+    outs = [(queries, result_struct(q.shape, q.dtype, args))]
     (dq,) = _call(_dq_kernel, sizes, grid, ins, outs, scratch, args, 3, offset, interpret)
 
     sizes = _sizes(q, k, q_ids, offset, options, tiles.q_dkv, tiles.kv_dkv)
     queries, keys, row, ids, grid = _by_key(sizes)
     ins = [queries, keys, keys, queries, row, row, *ids]
     scratch = [pltpu.VMEM((sizes.bk, sizes.H), F32)] * 2
-    outs = [(keys, like(x.shape, x.dtype, args)) for x in (k, v)]
+    outs = [(keys, result_struct(x.shape, x.dtype, args)) for x in (k, v)]
     dk, dv = _call(_dkv_kernel, sizes, grid, ins, outs, scratch, args, 4, offset, interpret)
     return dq, dk, dv

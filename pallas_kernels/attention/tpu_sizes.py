@@ -49,7 +49,7 @@ class Tiles:
         return all(T % min(q, T) == 0 for q in queries) and all(S % min(kv, S) == 0 for kv in keys)
 
 
-def supports(target: Target, problem: Problem) -> str | None:
+def why_unsupported(target: Target, problem: Problem) -> str | None:
     """Why this cannot run; None if it can."""
     if problem.dtype not in ("bfloat16", "float32"):
         return f"it needs bfloat16 or float32, not {problem.dtype}"

@@ -54,10 +54,10 @@ def problem(case: Case, platform: str) -> Problem:
     return api._padded(unpadded, tpu_sizes if platform == "tpu" else gpu_sizes)
 
 
-def supports(case: Case, platform: str) -> str | None:
+def why_unsupported(case: Case, platform: str) -> str | None:
     """Why the kernel of a platform cannot run a case; None if it can."""
     module: Any = tpu_sizes if platform == "tpu" else gpu_sizes
-    return module.supports(Target(platform), problem(case, platform))
+    return module.why_unsupported(Target(platform), problem(case, platform))
 
 
 def candidates(asked: Problem, platform: str) -> list[Candidate]:

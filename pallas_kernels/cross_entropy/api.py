@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import arguments, dispatch
-from pallas_kernels.compat import Interpret, varying_alike
+from pallas_kernels.compat import Interpret, align_varying
 from pallas_kernels.cross_entropy import chunked, reference
 from pallas_kernels.cross_entropy.cases import Case
 from pallas_kernels.cross_entropy.chunked import Chunking
@@ -32,13 +32,13 @@ NAMES = ("cross_entropy_gradients", "cross_entropy_lse")
 def _tpu(target: Target, case: Case) -> str | None:
     from pallas_kernels.cross_entropy import tpu
 
-    return tpu.supports(target, case)
+    return tpu.why_unsupported(target, case)
 
 
 IMPLEMENTATIONS = (
     Implementation("chunked"),
-    Implementation("tpu", "tpu", named=True, supports=_tpu),
-    Implementation("reference", named=True),
+    Implementation("tpu", "tpu", needs_name=True, why_unsupported=_tpu),
+    Implementation("reference", needs_name=True),
 )
 
 
@@ -100,7 +100,7 @@ def cross_entropy(
     weights = jnp.where(labels < 0, 0.0, jnp.where(labels < count, weights, jnp.nan))
     terms = Terms(count, soft_cap, float(z_loss), axis)
     # every operand varies over the axis: so does the part of each device, and its gradients add up by themselves
-    x, head, labels, weights = varying_alike(x, head, labels, weights)
+    x, head, labels, weights = align_varying(x, head, labels, weights)
     if choice.default == "reference":
         total, penalty = reference.loss(x, head, labels, weights, terms)
     elif choice.default == "tpu":
@@ -161,8 +161,8 @@ def _case(
     x: Any, head: Any, labels: Any, weights: Any, vocab: Any, soft_cap: Any, z_loss: Any, axis: str | None, chunk: Any
 ) -> tuple[Case, int]:
     """Shapes and options of a call that makes sense, and the number of words."""
-    arguments.arrays("cross_entropy", x=x, head=head, labels=labels, weights=weights)
-    arguments.static("cross_entropy", vocab=vocab, soft_cap=soft_cap, z_loss=z_loss, chunk=chunk)
+    arguments.check_arrays("cross_entropy", x=x, head=head, labels=labels, weights=weights)
+    arguments.check_static("cross_entropy", vocab=vocab, soft_cap=soft_cap, z_loss=z_loss, chunk=chunk)
     _check(x, head, labels, weights, soft_cap, z_loss, chunk)
     words = (1 if axis is None else lax.axis_size(axis)) * head.shape[0]
     count = words if vocab is None else vocab
@@ -250,7 +250,7 @@ def _kernel_forward(
 ) -> Any:
     mine, words, masked = _local(terms, head, labels)
     tpu, options = _options(terms, case, masked, interpret)
-    run = dispatch.first_order("cross_entropy", functools.partial(tpu.forward, **options))
+    run = dispatch.without_derivatives("cross_entropy", functools.partial(tpu.forward, **options))
     lse, hit = terms.over_shards(*run(x, head, mine, words))
     # rows of ignored labels may hold anything, and 0 * NaN is NaN
     lse, hit = (jnp.where(labels < 0, 0.0, score) for score in (lse, hit))
@@ -267,7 +267,7 @@ def _kernel_backward(terms: Terms, case: Case, interpret: Interpret, saved: Any,
     tpu, options = _options(terms, case, masked, interpret)
     weighted = weights * d_sums[0]
     share = weighted * (1 + 2 * terms.z_loss * lse)
-    run = dispatch.first_order("cross_entropy", functools.partial(tpu.backward, **options))
+    run = dispatch.without_derivatives("cross_entropy", functools.partial(tpu.backward, **options))
     dx, d_head = run(x, head, mine, words, lse, share, weighted)
     return dx, d_head, None, losses * d_sums[0]
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.compat import filled
+from pallas_kernels.compat import full_varying_like
 from pallas_kernels.cross_entropy.reference import F32, Terms, products, score
 
 
@@ -80,7 +80,7 @@ def loss(x: Any, head: Any, labels: Any, weights: Any, terms: Terms, chunking: C
         penalty = jnp.sum(penalties * weights)
         return (sums[0] + jnp.sum(losses * weights) + penalty, sums[1] + penalty), None
 
-    zero = filled((), F32, 0.0, x, head, labels, weights)
+    zero = full_varying_like((), F32, 0.0, x, head, labels, weights)
     return lax.scan(step, (zero, zero), tuple(map(chunking.split, (x, labels, weights))))[0]
 
 
@@ -105,9 +105,11 @@ def with_gradients(x: Any, head: Any, labels: Any, weights: Any, terms: Terms, c
         return (total + chunk_total, total_penalty + penalty, d_head), (d_x, d_weights)
 
     chunks = tuple(map(chunking.split, (x, labels, weights)))
-    d_head = filled((chunking.row_shards, chunking.position_shards, *head.shape), F32, 0.0, x, head, labels, weights)
+    d_head = full_varying_like(
+        (chunking.row_shards, chunking.position_shards, *head.shape), F32, 0.0, x, head, labels, weights
+    )
     d_head = chunking.place_head(d_head)
-    zero = filled((), F32, 0.0, x, head, labels, weights)
+    zero = full_varying_like((), F32, 0.0, x, head, labels, weights)
     (total, penalty, d_head), gradients = lax.scan(step, (zero, zero, d_head), chunks)
     d_x, d_weights = (chunking.join(gradient, *labels.shape) for gradient in gradients)
     return (total, penalty), (d_x, jnp.sum(d_head, (0, 1)), d_weights)

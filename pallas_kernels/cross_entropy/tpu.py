@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.compat import Interpret, estimate, interpreter, like, product_precision
+from pallas_kernels.compat import Interpret, cost_estimate, interpret_params, product_precision, result_struct
 from pallas_kernels.cross_entropy.cases import Case
 from pallas_kernels.cross_entropy.reference import F32
 from pallas_kernels.target import Target
@@ -72,7 +72,7 @@ def default_tiles(case: Case) -> Tiles | None:
     return None
 
 
-def supports(target: Target, case: Case) -> str | None:
+def why_unsupported(target: Target, case: Case) -> str | None:
     """Why this cannot run a case; None if it can."""
     if case.dtype not in ("bfloat16", "float32"):
         return f"it needs bfloat16 or float32, not {case.dtype}"
@@ -86,7 +86,7 @@ def supports(target: Target, case: Case) -> str | None:
 def cost(units: int, ins: Any, outs: Any) -> pl.CostEstimate:
     """`units` products of M*D*V, an exponential a logit; each operand counted once."""
     (rows, width), words = ins[0].shape, ins[1].shape[0]
-    return estimate(units * 2 * rows * width * words, ins, outs, rows * words)
+    return cost_estimate(units * 2 * rows * width * words, ins, outs, rows * words)
 
 
 def _dot(a: Any, b: Any, contract: tuple[tuple[int], tuple[int]]) -> Any:
@@ -237,7 +237,7 @@ def _call(
         name=name,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM),
         cost_estimate=cost(units, ins, outs),
-        interpret=interpreter("tpu", interpret),
+        interpret=interpret_params("tpu", interpret),
     )(words, *ins)
 
 
@@ -262,12 +262,12 @@ def forward(
         masked: fewer than V may be, or the last tile is not full.
         soft_cap: of the logits.
         tiles: see `Tiles`.
-        interpret: see `compat.interpreter`.
+        interpret: see `compat.interpret_params`.
 
     Returns:
         Two (M,), float32; of ignored rows anything.
     """
-    row = like((1, x.shape[0]), F32, x, head, labels)
+    row = result_struct((1, x.shape[0]), F32, x, head, labels)
     scratch = [pltpu.VMEM((1, tiles.rows), F32)] * 2
     masked = masked or head.shape[0] % tiles.words != 0
     kernel = functools.partial(_forward_kernel, masked=masked, soft_cap=soft_cap)
@@ -302,7 +302,7 @@ def backward(
     masked = masked or head.shape[0] % tiles.words != 0
 
     def run(kernel: Any, wanted: Any, tile: int, kind: str) -> Any:
-        out, scratch = like(wanted.shape, wanted.dtype, *ins), pltpu.VMEM((tile, x.shape[1]), F32)
+        out, scratch = result_struct(wanted.shape, wanted.dtype, *ins), pltpu.VMEM((tile, x.shape[1]), F32)
         kernel = functools.partial(kernel, masked=masked, soft_cap=soft_cap)
         return _call(kernel, ins, [out], [scratch], kind, tiles, 2, f"cross_entropy_d_{kind}", interpret)[0]
 

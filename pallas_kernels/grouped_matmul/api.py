@@ -15,7 +15,7 @@ from jax import lax
 from jax.core import Tracer
 
 from pallas_kernels import arguments, dispatch
-from pallas_kernels.compat import Interpret, varying_alike
+from pallas_kernels.compat import Interpret, align_varying
 from pallas_kernels.dispatch import Choice, Implementation
 from pallas_kernels.grouped_matmul import ragged, reference
 from pallas_kernels.grouped_matmul.cases import Case
@@ -26,16 +26,16 @@ from pallas_kernels.target import target as target_of
 def _gpu(target: Target, case: Case) -> str | None:
     from pallas_kernels.grouped_matmul import gpu
 
-    return gpu.supports(target, case)
+    return gpu.why_unsupported(target, case)
 
 
 ROWS = 8
 """Hopper's kernel takes multiples of it: rows of a TMA copy's tile, as Mosaic has them in shared memory."""
 
 IMPLEMENTATIONS = (
-    Implementation("gpu", "gpu", hopper=True, supports=_gpu),
+    Implementation("gpu", "gpu", needs_hopper=True, why_unsupported=_gpu),
     Implementation("ragged"),
-    Implementation("reference", named=True),
+    Implementation("reference", needs_name=True),
 )
 
 
@@ -78,7 +78,7 @@ def grouped_matmul(
         implementation=implementation,
         interpret=bool(interpret),
     )
-    x, w, sizes = varying_alike(x, w, _within(sizes, case.rows))
+    x, w, sizes = align_varying(x, w, _within(sizes, case.rows))
     return _kernel(choice, interpret, x, w, sizes)
 
 
@@ -129,7 +129,7 @@ def _within(sizes: Any, rows: int) -> Any:
 
 def _case(x: Any, w: Any, sizes: Any) -> Case:
     """Shapes of a call that makes sense."""
-    arguments.arrays("grouped_matmul", x=x, w=w, sizes=sizes)
+    arguments.check_arrays("grouped_matmul", x=x, w=w, sizes=sizes)
     _check(x, w, sizes)
     groups, inner, outer = w.shape
     return Case("", x.shape[0], inner, outer, (0,) * groups, x.dtype.name)
@@ -171,7 +171,7 @@ def _branches(what: str, interpret: Interpret, **options: Any) -> Any:
         return product[:rows] if what == "forward" else product
 
     plain = {"ragged": ragged, "reference": reference}
-    kernels = {"gpu": dispatch.first_order("grouped_matmul", gpu)}
+    kernels = {"gpu": dispatch.without_derivatives("grouped_matmul", gpu)}
     return kernels | {name: functools.partial(getattr(array, what), **options) for name, array in plain.items()}
 
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.compat import Interpret, estimate, like
+from pallas_kernels.compat import Interpret, cost_estimate, result_struct
 from pallas_kernels.grouped_matmul.cases import Case
 from pallas_kernels.mosaic_gpu import MAX_SHARED, WGMMA, feed, launch, load, store, wide
 from pallas_kernels.target import Target
@@ -56,7 +56,7 @@ class Tiles:
         return 2 * (self.stages * CHUNK * (TILE + self.columns) + TILE * self.columns)
 
 
-def supports(target: Target, case: Case) -> str | None:
+def why_unsupported(target: Target, case: Case) -> str | None:
     """Why this cannot run a case, forward or backward; None if it can."""
     if case.dtype not in ("bfloat16", "float16"):
         return f"it needs bfloat16 or float16, not {case.dtype}"
@@ -165,7 +165,7 @@ def forward(
             plgpu.wait_smem_to_gmem(0)
 
     buffer = (width, CHUNK) if transposed else (CHUNK, width)
-    out = like((rows, columns), x.dtype, x, w, sizes)
+    out = result_struct((rows, columns), x.dtype, x, w, sizes)
     return launch(
         body,
         (x, w, tiles_of_rows),
@@ -181,7 +181,7 @@ def forward(
             plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
         ],
         name="grouped_matmul_dx" if transposed else "grouped_matmul",
-        cost=estimate(2 * rows * inner * columns, (x, w), (out,)),
+        cost=cost_estimate(2 * rows * inner * columns, (x, w), (out,)),
         interpret=interpret,
     )
 
@@ -256,7 +256,7 @@ def gradient_of_weights(
             plgpu.copy_smem_to_gmem(dw_s.at[wg], target)
             plgpu.wait_smem_to_gmem(0)
 
-    out = like((groups, inner, columns), x.dtype, x, dy, sizes)
+    out = result_struct((groups, inner, columns), x.dtype, x, dy, sizes)
     return launch(
         body,
         (x, dy, bounds),
@@ -273,6 +273,6 @@ def gradient_of_weights(
             plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
         ],
         name="grouped_matmul_dw",
-        cost=estimate(2 * x.shape[0] * inner * columns, (x, dy), (out,)),
+        cost=cost_estimate(2 * x.shape[0] * inner * columns, (x, dy), (out,)),
         interpret=interpret,
     )

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import arguments, dispatch
-from pallas_kernels.compat import Interpret, varying_alike
+from pallas_kernels.compat import Interpret, align_varying
 from pallas_kernels.dispatch import Choice, Implementation
 from pallas_kernels.norm import reference
 from pallas_kernels.norm.cases import Case
-from pallas_kernels.target import PROVED, Target
+from pallas_kernels.target import COMPILED_TPUS, Target
 from pallas_kernels.target import target as target_of
 
 NAMES = ("norm_sum",)
@@ -34,18 +34,18 @@ _NAMES = ("rms_norm", "layer_norm")
 def _tpu(target: Target, case: Case) -> str | None:
     from pallas_kernels.norm import tpu
 
-    return tpu.supports(target, case)
+    return tpu.why_unsupported(target, case)
 
 
 def _gpu(target: Target, case: Case) -> str | None:
     from pallas_kernels.norm import gpu
 
-    return gpu.supports(target, case)
+    return gpu.why_unsupported(target, case)
 
 
 IMPLEMENTATIONS = (
-    Implementation("tpu", "tpu", chips=("v4", *PROVED), supports=_tpu),
-    Implementation("gpu", "gpu", hopper=True, supports=_gpu),
+    Implementation("tpu", "tpu", chips=("v4", *COMPILED_TPUS), why_unsupported=_tpu),
+    Implementation("gpu", "gpu", needs_hopper=True, why_unsupported=_gpu),
     Implementation("reference"),
 )
 
@@ -206,7 +206,7 @@ def _norm(
     )
     # TPUs load no float16; a row costs nothing, and its gradient comes back in its type
     vectors = (None if one is None else one.astype(jnp.float32) for one in (weight, bias))
-    x, weight, bias, flat = varying_alike(x, *vectors, flat)
+    x, weight, bias, flat = align_varying(x, *vectors, flat)
     y, h = _kernel(choice, float(eps), center, interpret, x, weight, bias, flat)
     y, h = y.reshape(shape), h.reshape(shape)
     return y if residual is None else (y, h)
@@ -214,8 +214,8 @@ def _norm(
 
 def _case(name: str, x: Any, weight: Any, bias: Any, residual: Any, eps: Any, center: bool) -> Case:
     """Shapes and options of a call that makes sense."""
-    arguments.arrays(name, x=x, weight=weight, bias=bias, residual=residual)
-    arguments.static(name, eps=eps)
+    arguments.check_arrays(name, x=x, weight=weight, bias=bias, residual=residual)
+    arguments.check_static(name, eps=eps)
     _check(name, x, weight, bias, residual, eps)
     rows = math.prod(x.shape[:-1])
     return Case(name, rows, x.shape[-1], x.dtype.name, center, bias is not None, residual is not None)
@@ -252,7 +252,9 @@ def _branches(what: str, interpret: Interpret, **options: Any) -> Any:
 
         return getattr(gpu, what)(*args, interpret=interpret, **options)
 
-    kernels = {way: dispatch.first_order(_NAMES[options["center"]], run) for way, run in (("tpu", tpu), ("gpu", gpu))}
+    kernels = {
+        way: dispatch.without_derivatives(_NAMES[options["center"]], run) for way, run in (("tpu", tpu), ("gpu", gpu))
+    }
     return kernels | {"reference": functools.partial(getattr(reference, what), **options)}
 
 

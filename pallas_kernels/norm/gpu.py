@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.compat import Interpret, estimate, like
+from pallas_kernels.compat import Interpret, cost_estimate, result_struct
 from pallas_kernels.mosaic_gpu import full, launch
 from pallas_kernels.mosaic_gpu import load as load_as
 from pallas_kernels.norm.cases import Case
@@ -58,7 +58,7 @@ def default_tiles(rows: int) -> Tiles:
     return Tiles(4, max(16, pl.cdiv(rows, BLOCKS)))
 
 
-def supports(target: Target, case: Case) -> str | None:
+def why_unsupported(target: Target, case: Case) -> str | None:
     """Why this cannot run a case; None if it can."""
     if case.dtype not in ("bfloat16", "float16", "float32"):
         return f"it needs bfloat16, float16 or float32, not {case.dtype}"
@@ -143,7 +143,7 @@ def _backward_kernel(*refs: Any, eps: float, center: bool, bias: bool, residual:
 
 def _call(kernel: Any, tile: int, ins: Any, outs: Any, name: str, interpret: Interpret) -> Any:
     rows, width = ins[0].shape
-    cost = estimate(FLOP * rows * width, ins, outs, rows)
+    cost = cost_estimate(FLOP * rows * width, ins, outs, rows)
     grid = (pl.cdiv(rows, tile),)
     return launch(kernel, ins, out_type=outs, grid=grid, grid_names=("i",), name=name, cost=cost, interpret=interpret)
 
@@ -164,7 +164,9 @@ def forward(
     ins = [a for a in (x, weight, bias, residual) if a is not None]
     options = {"bias": bias is not None, "residual": residual is not None, "tile": tile}
     kernel = functools.partial(_forward_kernel, eps=eps, center=center, **options)
-    outputs = _call(kernel, tile, ins, [like(x.shape, x.dtype, *ins)] * (1 + options["residual"]), "norm", interpret)
+    outputs = _call(
+        kernel, tile, ins, [result_struct(x.shape, x.dtype, *ins)] * (1 + options["residual"]), "norm", interpret
+    )
     return outputs[0], outputs[-1] if options["residual"] else x
 
 
@@ -186,8 +188,8 @@ def backward(
     ins = [a for a in (h, weight, dy, dh) if a is not None]
     options = {"bias": bias is not None, "residual": dh is not None, "tile": tile}
     kernel = functools.partial(_backward_kernel, eps=eps, center=center, **options)
-    partial = like((pl.cdiv(rows, tile), width), F32, *ins)
-    outs = [like(h.shape, h.dtype, *ins), *[partial] * (1 + options["bias"])]
+    partial = result_struct((pl.cdiv(rows, tile), width), F32, *ins)
+    outs = [result_struct(h.shape, h.dtype, *ins), *[partial] * (1 + options["bias"])]
     dx, *parts = _call(kernel, tile, ins, outs, "norm_backward", interpret)
     sums = [jnp.sum(part, 0) for part in parts]
     return dx, sums[0].astype(weight.dtype), None if bias is None else sums[1].astype(bias.dtype)

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.compat import Interpret, estimate, interpreter, like
+from pallas_kernels.compat import Interpret, cost_estimate, interpret_params, result_struct
 from pallas_kernels.norm.cases import Case
 from pallas_kernels.norm.reference import FLOP
 from pallas_kernels.target import Target
@@ -43,7 +43,7 @@ def default_tiles(width: int) -> Tiles:
     return Tiles(forward, backward)
 
 
-def supports(target: Target, case: Case) -> str | None:
+def why_unsupported(target: Target, case: Case) -> str | None:
     """Why this cannot run a case; None if it can."""
     if case.dtype not in ("bfloat16", "float32"):
         return f"it needs bfloat16 or float32, not {case.dtype}"
@@ -113,12 +113,12 @@ def _call(kernel: Any, tile: int, ins: Any, outs: Any, sums: int, name: str, int
         grid=(pl.cdiv(rows, tile),),
         in_specs=[matrix if a.ndim == 2 else vector for a in ins],
         out_specs=[matrix if a.ndim == 2 else vector for a in outs],
-        out_shape=[a if a.ndim == 2 else like((1, width), a.dtype, *ins) for a in outs],
+        out_shape=[a if a.ndim == 2 else result_struct((1, width), a.dtype, *ins) for a in outs],
         scratch_shapes=[pltpu.VMEM((1, width), F32)] * sums,
-        cost_estimate=estimate(FLOP * rows * width, ins, outs, rows),
+        cost_estimate=cost_estimate(FLOP * rows * width, ins, outs, rows),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         name=name,
-        interpret=interpreter("tpu", interpret),
+        interpret=interpret_params("tpu", interpret),
     )(*(a if a.ndim == 2 else a[None] for a in ins))
     return [a if like.ndim == 2 else a[0] for a, like in zip(outputs, outs, strict=True)]
 
@@ -139,7 +139,9 @@ def forward(
     ins = [a for a in (x, weight, bias, residual) if a is not None]
     options = {"bias": bias is not None, "residual": residual is not None}
     kernel = functools.partial(_forward_kernel, eps=eps, center=center, **options)
-    outputs = _call(kernel, tile, ins, [like(x.shape, x.dtype, *ins)] * (1 + options["residual"]), 0, "norm", interpret)
+    outputs = _call(
+        kernel, tile, ins, [result_struct(x.shape, x.dtype, *ins)] * (1 + options["residual"]), 0, "norm", interpret
+    )
     return outputs[0], outputs[-1] if options["residual"] else x
 
 
@@ -162,7 +164,7 @@ def backward(
     sums = 1 + (bias is not None)
     options = {"bias": bias is not None, "residual": dh is not None, "rows": rows, "tile": tile}
     kernel = functools.partial(_backward_kernel, eps=eps, center=center, **options)
-    outs = [like(h.shape, h.dtype, *ins), *[like((width,), F32, *ins)] * sums]
+    outs = [result_struct(h.shape, h.dtype, *ins), *[result_struct((width,), F32, *ins)] * sums]
     dx, *vector_sums = _call(kernel, tile, ins, outs, sums, "norm_backward", interpret)
     d_bias = None if bias is None else vector_sums[1].astype(bias.dtype)
     return dx, vector_sums[0].astype(weight.dtype), d_bias

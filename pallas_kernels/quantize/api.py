@@ -9,11 +9,11 @@ from jax import Array
 from pallas_kernels import arguments
 from pallas_kernels import tiles as files
 from pallas_kernels.compat import Interpret
-from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose, first_order
+from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose, without_derivatives
 from pallas_kernels.dispatch import explain as explain_choice
 from pallas_kernels.quantize import reference, tpu
 from pallas_kernels.quantize.cases import Case
-from pallas_kernels.target import PROVED, Target, target
+from pallas_kernels.target import COMPILED_TPUS, Target, target
 
 GPU_COLS = 64
 """See `gpu.COLS`."""
@@ -23,7 +23,7 @@ GPU_BLOCKS = (64, 128, 256)
 """Numbers of a block that fit the registers of a warpgroup, whichever way it lies."""
 
 
-def _gpu_supports(where: Target, case: Case) -> str | None:
+def _why_unsupported_on_gpu(where: Target, case: Case) -> str | None:
     blocks = GPU_BLOCKS if case.bits == 8 else GPU_BLOCKS[1:]
     if case.block not in blocks:
         return f"it needs blocks of {', '.join(map(str, blocks))}, not {case.block}"
@@ -34,8 +34,8 @@ def _gpu_supports(where: Target, case: Case) -> str | None:
 
 
 IMPLEMENTATIONS = (
-    Implementation("tpu", "tpu", chips=("v4", *PROVED), supports=tpu.supports),
-    Implementation("gpu", "gpu", hopper=True, supports=_gpu_supports),
+    Implementation("tpu", "tpu", chips=("v4", *COMPILED_TPUS), why_unsupported=tpu.why_unsupported),
+    Implementation("gpu", "gpu", needs_hopper=True, why_unsupported=_why_unsupported_on_gpu),
     Implementation("reference"),
 )
 """Best first."""
@@ -86,7 +86,7 @@ def quantize(
     where = target(platform, x)
     choice = choose("quantize", IMPLEMENTATIONS, case, where, implementation=implementation, interpret=bool(interpret))
     if tiles is not None:
-        files.check("quantize", tiles, implementation, tpu.candidates(case))
+        files.check_tiles("quantize", tiles, implementation, tpu.candidates(case))
 
     def on_tpu(x: Array) -> Any:
         return tpu.quantize(x, case=case, tiles=tiles or _tiles(case, where), interpret=interpret)
@@ -97,7 +97,9 @@ def quantize(
         return gpu.quantize(x, case=case, interpret=interpret)
 
     plain = functools.partial(reference.quantize, bits=bits, block=block, axis=axis)
-    kernels = {name: first_order("quantize", run, "derivatives") for name, run in (("tpu", on_tpu), ("gpu", on_gpu))}
+    kernels = {
+        name: without_derivatives("quantize", run, "derivatives") for name, run in (("tpu", on_tpu), ("gpu", on_gpu))
+    }
     return by_platform(choice, kernels | {"reference": plain}, x)
 
 
@@ -164,7 +166,7 @@ def _tiles(case: Case, where: Target) -> tpu.Tiles:
 
 def _case(x: Array, bits: int, block: int, axis: int) -> Case:
     """Shapes and options of a call that makes sense."""
-    arguments.static("quantize", bits=bits, block=block, axis=axis)
+    arguments.check_static("quantize", bits=bits, block=block, axis=axis)
     _check(x.shape, x.dtype.name, bits, block, axis)
     dtype: Any = x.dtype.name
     width: Any = bits

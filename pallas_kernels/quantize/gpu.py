@@ -8,7 +8,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.compat import Interpret, estimate, like
+from pallas_kernels.compat import Interpret, cost_estimate, result_struct
 from pallas_kernels.mosaic_gpu import WGMMA, along_columns, along_rows, launch, load, store, wide
 from pallas_kernels.quantize.cases import Case
 from pallas_kernels.quantize.reference import FLOP, coded, inverse, packed
@@ -52,7 +52,7 @@ def quantize(x: Array, *, case: Case, interpret: Interpret = False) -> tuple[Arr
     Args:
         x: (R, C).
         case: of this shape.
-        interpret: see `compat.interpreter`.
+        interpret: see `compat.interpret_params`.
     """
     R, C = x.shape
     down, halves = case.axis == -2, 2 if case.bits == 4 else 1
@@ -63,7 +63,7 @@ def quantize(x: Array, *, case: Case, interpret: Interpret = False) -> tuple[Arr
     def tile(shape: tuple[int, int], dtype: Any) -> Any:
         return wide(shape, dtype, min(128, shape[1] * jnp.dtype(dtype).itemsize))
 
-    outs = [like(shapes[0], jnp.int8, x), like(shapes[1], jnp.float32, x)]
+    outs = [result_struct(shapes[0], jnp.int8, x), result_struct(shapes[1], jnp.float32, x)]
     codes, scales = launch(
         functools.partial(_kernel, case=case),
         (x,),
@@ -77,7 +77,7 @@ def quantize(x: Array, *, case: Case, interpret: Interpret = False) -> tuple[Arr
             plgpu.SMEM((cols if down else rows,), jnp.float32),
             plgpu.Barrier(),
         ],
-        cost=estimate(FLOP * R * C, (x,), outs),
+        cost=cost_estimate(FLOP * R * C, (x,), outs),
         interpret=interpret,
     )
     return codes, scales if down else scales[:, None]

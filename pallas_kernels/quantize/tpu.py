@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.compat import Interpret, interpreter, like
+from pallas_kernels.compat import Interpret, interpret_params, result_struct
 from pallas_kernels.quantize.cases import Case
 from pallas_kernels.quantize.reference import FLOP, coded, inverse, packed
 from pallas_kernels.tiles import Tiles
@@ -26,7 +26,7 @@ LONGEST = 512
 """Numbers of a row at most: 128 rows of them fill the registers twice."""
 
 
-def supports(target: Any, case: Case) -> str | None:
+def why_unsupported(target: Any, case: Case) -> str | None:
     """Why this kernel cannot run a case; `None` if it can."""
     halves = 2 if case.bits == 4 else 1
     if case.axis == -2:
@@ -112,7 +112,7 @@ def quantize(x: Array, *, case: Case, tiles: Tiles, interpret: Interpret = False
         x: (R, C).
         case: of this shape.
         tiles: what one step of the grid works on.
-        interpret: see `compat.interpreter`.
+        interpret: see `compat.interpret_params`.
     """
     R, C = x.shape
     halves = 2 if case.bits == 4 else 1
@@ -142,10 +142,10 @@ def quantize(x: Array, *, case: Case, tiles: Tiles, interpret: Interpret = False
         grid=grid,
         in_specs=[in_spec],
         out_specs=out_specs,
-        out_shape=[like(shapes[0], jnp.int8, x), like(shapes[1], jnp.float32, x)],
+        out_shape=[result_struct(shapes[0], jnp.int8, x), result_struct(shapes[1], jnp.float32, x)],
         compiler_params=semantics,
         cost_estimate=cost(case),
-        interpret=interpreter("tpu", interpret),
+        interpret=interpret_params("tpu", interpret),
         name=f"quantize{case.bits}",
     )(x)
     return codes, scales if case.axis == -2 else scales.reshape(-1)[:R, None]

@@ -8,9 +8,9 @@ from jax import Array
 from pallas_kernels import arguments
 from pallas_kernels import tiles as files
 from pallas_kernels.compat import Interpret
-from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose, first_order
+from pallas_kernels.dispatch import Explanation, Implementation, by_platform, choose, without_derivatives
 from pallas_kernels.dispatch import explain as explain_choice
-from pallas_kernels.target import PROVED, Target, target
+from pallas_kernels.target import COMPILED_TPUS, Target, target
 from pallas_kernels.top_k import reference, tpu
 from pallas_kernels.top_k.cases import Case
 
@@ -26,7 +26,7 @@ GPU_MOST = 128
 """Rounds, each of which looks at every number of the block that is left."""
 
 
-def _gpu_supports(where: Target, case: Case) -> str | None:
+def _why_unsupported_on_gpu(where: Target, case: Case) -> str | None:
     if case.k > GPU_MOST:
         return f"it needs k of at most {GPU_MOST}, not {case.k}"
     if case.axis == -1:
@@ -39,8 +39,8 @@ def _gpu_supports(where: Target, case: Case) -> str | None:
 
 
 IMPLEMENTATIONS = (
-    Implementation("tpu", "tpu", chips=("v4", *PROVED), supports=tpu.supports),
-    Implementation("gpu", "gpu", hopper=True, supports=_gpu_supports),
+    Implementation("tpu", "tpu", chips=("v4", *COMPILED_TPUS), why_unsupported=tpu.why_unsupported),
+    Implementation("gpu", "gpu", needs_hopper=True, why_unsupported=_why_unsupported_on_gpu),
     Implementation("reference"),
 )
 """Best first."""
@@ -92,7 +92,7 @@ def top_k(
     where = target(platform, x)
     choice = choose("top_k", IMPLEMENTATIONS, case, where, implementation=implementation, interpret=bool(interpret))
     if tiles is not None:
-        files.check("top_k", tiles, implementation, tpu.candidates(case))
+        files.check_tiles("top_k", tiles, implementation, tpu.candidates(case))
 
     def on_tpu(x: Array) -> Any:
         return tpu.top_k(x, case=case, tiles=tiles or _tiles(case, where), interpret=interpret)
@@ -103,7 +103,9 @@ def top_k(
         return gpu.top_k(x, case=case, interpret=interpret)
 
     plain = functools.partial(reference.top_k, k=k, block=block, axis=axis)
-    kernels = {name: first_order("top_k", run, "derivatives") for name, run in (("tpu", on_tpu), ("gpu", on_gpu))}
+    kernels = {
+        name: without_derivatives("top_k", run, "derivatives") for name, run in (("tpu", on_tpu), ("gpu", on_gpu))
+    }
     return by_platform(choice, kernels | {"reference": plain}, x)
 
 
@@ -138,7 +140,7 @@ def _tiles(case: Case, where: Target) -> tpu.Tiles:
 
 def _case(x: Array, k: int, block: int, axis: int) -> Case:
     """Shapes and options of a call that makes sense."""
-    arguments.static("top_k", k=k, block=block, axis=axis)
+    arguments.check_static("top_k", k=k, block=block, axis=axis)
     if x.ndim != 2 or not x.size:
         raise ValueError(f"top_k: got an array of shape {x.shape}, expected (R, C), none of them 0")
     if x.dtype.name not in ("float32", "bfloat16"):

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.compat import Interpret, estimate, like
+from pallas_kernels.compat import Interpret, cost_estimate, result_struct
 from pallas_kernels.mosaic_gpu import WGMMA, along_columns, launch, load, load_rows, over_lanes, store, wide
 from pallas_kernels.top_k.cases import Case
 from pallas_kernels.top_k.reference import FLOP, magnitude
@@ -91,13 +91,13 @@ def top_k(x: Array, *, case: Case, interpret: Interpret = False) -> tuple[Array,
     Args:
         x: (R, C).
         case: of this shape.
-        interpret: see `compat.interpreter`.
+        interpret: see `compat.interpret_params`.
     """
     R, C = x.shape
     if case.axis == -1:
         blocks = R * C // case.block
         rows = 4 * max(1, 32 * HELD // case.block)
-        outs = [like((blocks, case.k), dtype, x) for dtype in (x.dtype, jnp.int32)]
+        outs = [result_struct((blocks, case.k), dtype, x) for dtype in (x.dtype, jnp.int32)]
         outputs = launch(
             functools.partial(_along_rows, k=case.k, rows=rows),
             (x.reshape(blocks, case.block),),
@@ -105,12 +105,12 @@ def top_k(x: Array, *, case: Case, interpret: Interpret = False) -> tuple[Array,
             grid=(blocks // rows + blocks % rows,),
             grid_names=("i",),
             name="top_k",
-            cost=estimate(FLOP * case.k * R * C, (x,), outs),
+            cost=cost_estimate(FLOP * case.k * R * C, (x,), outs),
             interpret=interpret,
         )
         return tuple(array.reshape(R, C // case.block * case.k) for array in outputs)
     shape = (R // case.block * case.k, C)
-    outs = [like(shape, x.dtype, x), like(shape, jnp.int32, x)]
+    outs = [result_struct(shape, x.dtype, x), result_struct(shape, jnp.int32, x)]
     return tuple(
         launch(
             functools.partial(_down_columns, k=case.k),
@@ -125,7 +125,7 @@ def top_k(x: Array, *, case: Case, interpret: Interpret = False) -> tuple[Array,
                 plgpu.SMEM((case.k, COLS), jnp.int32),
                 plgpu.Barrier(),
             ],
-            cost=estimate(FLOP * case.k * R * C, (x,), outs),
+            cost=cost_estimate(FLOP * case.k * R * C, (x,), outs),
             interpret=interpret,
         )
     )

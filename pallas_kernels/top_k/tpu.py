@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.compat import Interpret, interpreter, like
+from pallas_kernels.compat import Interpret, interpret_params, result_struct
 from pallas_kernels.tiles import Tiles
 from pallas_kernels.top_k.cases import Case
 from pallas_kernels.top_k.reference import FLOP, magnitude
@@ -26,7 +26,7 @@ LONGEST = 2048
 """Numbers of a row at most: a tile of 8 rows of them fills a quarter of the registers."""
 
 
-def supports(target: Any, case: Case) -> str | None:
+def why_unsupported(target: Any, case: Case) -> str | None:
     """Why this kernel cannot run a case; `None` if it can."""
     if case.k > LANES:
         return f"it needs k of at most {LANES}, not {case.k}"
@@ -130,7 +130,7 @@ def top_k(x: Array, *, case: Case, tiles: Tiles, interpret: Interpret = False) -
         x: (R, C).
         case: of this shape.
         tiles: what one step of the grid works on.
-        interpret: see `compat.interpreter`.
+        interpret: see `compat.interpret_params`.
     """
     R, C = x.shape
     if case.axis == -2:
@@ -145,11 +145,11 @@ def top_k(x: Array, *, case: Case, tiles: Tiles, interpret: Interpret = False) -
         grid=(pl.cdiv(R, tiles.rows), pl.cdiv(C, tiles.cols)),
         in_specs=[pl.BlockSpec((tiles.rows, tiles.cols), lambda i, j: (i, j))],
         out_specs=[pl.BlockSpec(out_tile, lambda i, j: (i, j))] * 2,
-        out_shape=[like(shape, x.dtype, x), like(shape, jnp.int32, x)],
+        out_shape=[result_struct(shape, x.dtype, x), result_struct(shape, jnp.int32, x)],
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         cost_estimate=cost(case),
-        interpret=interpreter("tpu", interpret),
+        interpret=interpret_params("tpu", interpret),
         name="top_k",
     )(x)
     return values, places

@@ -52,8 +52,8 @@ def test_a_warning_of_ptxas_is_not_counted_again():
     kernel = "8 bytes spill stores, 16 bytes spill loads"
     said = f"ptxas warning : Registers are spilled to local memory in function 'one', {kernel}\n"
     said += f"    16 bytes stack frame, {kernel}\n    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
-    assert ahead.Compiled(said=said).spilled == Compiled(said=said).spilled == 24
-    assert ahead.Compiled(said=2 * said).spilled == 48
+    assert ahead.Compiled(compiler_output=said).spilled_bytes == Compiled(said=said).spilled == 24
+    assert ahead.Compiled(compiler_output=2 * said).spilled_bytes == 48
 
 
 @pytest.mark.parametrize(("platform", "sizes"), [("tpu", tpu_sizes), ("gpu", gpu_sizes)])
@@ -76,12 +76,12 @@ def test_the_cheapest_of_each_pass_is_taken_if_it_is_worth_it():
     tried = [every[0], *(one for one in every[1:] if "dq" in one.passes)][:3]
     costs = [dict.fromkeys(tuning.FIELDS["tpu"], 100.0), {"dq": 90.0, "dkv": 99.0}, "too large"]
     rule = tried[0].tiles
-    found, told = tuning.best(tried, costs, "tpu", 0.03)
+    found, told = tuning.best_tiles(tried, costs, "tpu", 0.03)
     q, kv = tried[1].passes["dq"]
     assert found == dataclasses.replace(rule, q_dq=q, kv_dq=kv)
     assert told == {"forward": (100, 100), "dq": (90, 100), "dkv": (100, 100)}
     with pytest.raises(ValueError, match="nothing that was tried compiles: too large"):
-        tuning.best(tried, ["too large"] * 3, "tpu", 0.03)
+        tuning.best_tiles(tried, ["too large"] * 3, "tpu", 0.03)
 
 
 def test_cycles_count_the_tiles_that_are_visited():
@@ -128,8 +128,8 @@ def test_the_rule_takes_the_place_of_an_older_entry_unless_it_was_timed():
     old = {"kernel": "attention", "case": {"T": 8}, "measured": "static: ..", "tiles": {"q": 1}}
     rule = old | {"tiles": None}
     timed = old | {"measured": "median of 10: .."}
-    assert tune.written([old], [rule]) == []
-    assert tune.written([timed], [rule]) == [timed]
+    assert tune.merged_entries([old], [rule]) == []
+    assert tune.merged_entries([timed], [rule]) == [timed]
 
 
 def said(words):
