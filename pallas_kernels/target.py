@@ -70,7 +70,7 @@ class Target:
         return self.platform == "gpu" and self.chip is not None and self.chip.startswith(HOPPER)
 
     def on(self, platform: str) -> "Target":
-        """The target after lowering has decided for `platform`; it keeps the chip if the chip belongs to the platform."""
+        """The target if lowering decides for `platform`; it keeps the chip only if the platform has such chips."""
         if self.platform == platform:
             return self
         is_tpu = self.chip in _TPU_CHIPS.values() or (self.chip or "").startswith("tpu")

@@ -80,7 +80,7 @@ def adam8() -> KernelTuning:
         settings = api.Settings(case.block, weight_decay=case.weight_decay, map=case.map)
         return functools.partial(api.adam8, settings=settings, implementation="tpu", tiles=tiles)
 
-    return KernelTuning(api.facts, shapes_of, function_of, tpu.candidates, donated=(0, 2, 3))
+    return KernelTuning(api.tile_facts, shapes_of, function_of, tpu.candidates, donated=(0, 2, 3))
 
 
 def quantize() -> KernelTuning:
@@ -92,7 +92,7 @@ def quantize() -> KernelTuning:
             x, bits=case.bits, block=case.block, axis=case.axis, implementation="tpu", tiles=tiles
         )
 
-    return KernelTuning(api.facts, _matrix_shapes, function_of, lambda case, chip: tpu.candidates(case))
+    return KernelTuning(api.tile_facts, _matrix_shapes, function_of, lambda case, chip: tpu.candidates(case))
 
 
 def top_k() -> KernelTuning:
@@ -102,7 +102,7 @@ def top_k() -> KernelTuning:
     def function_of(case: Any, tiles: Any) -> Callable[..., Any]:
         return lambda x: api.top_k(x, case.k, block=case.block, axis=case.axis, implementation="tpu", tiles=tiles)
 
-    return KernelTuning(api.facts, _matrix_shapes, function_of, lambda case, chip: tpu.candidates(case))
+    return KernelTuning(api.tile_facts, _matrix_shapes, function_of, lambda case, chip: tpu.candidates(case))
 
 
 def _matrix_shapes(case: Any) -> tuple[Any, ...]:
@@ -350,8 +350,8 @@ def _tune_attention(
     platform = "tpu" if chip in ahead.TPUS else "gpu"
     if tuning.why_unsupported(case, platform) is not None:
         return None
-    problem = tuning.problem(case, platform)
-    candidates = tuning.candidates(problem, platform)
+    problem = tuning.problem_of(case, platform)
+    candidates = tuning.candidates_for(problem, platform)
     # costs are in seconds, cycles or bytes
     unit, units_per_cost = ("us", 1e6) if is_local else ("cycles" if platform == "tpu" else "bytes spilled", 1)
     costs = tuning.time_passes(case, candidates, device, platform, median_seconds) if is_local else []
@@ -361,7 +361,7 @@ def _tune_attention(
         for name, sizes in candidate.passes.items():
             cost_text = cost if isinstance(cost, str) else f"{cost[name] * units_per_cost:,.0f} {unit}"
             print(f"attention {case.name} on {chip}: {name} {sizes}: {cost_text}", flush=True)
-    tiles, costs_by_pass = tuning.best_tiles(candidates, costs, platform, 0.0 if is_local else tuning.GAIN)
+    tiles, costs_by_pass = tuning.best_tiles(candidates, costs, platform, 0.0 if is_local else tuning.MIN_GAIN)
     costs_text = ", ".join(
         f"{name} {cost * units_per_cost:.0f} (by rule {rule_cost * units_per_cost:.0f}) {unit}"
         for name, (cost, rule_cost) in costs_by_pass.items()

@@ -122,7 +122,7 @@ def _attend_plain(q: Any, k: Any, v: Any, visibility: Visibility, scale: float, 
     q = q.reshape(batch, queries, kv_heads, heads // kv_heads, width) if is_grouped else q
     q, remaining_scale = _scale_queries(q, scale)
     attention_scores = scores(q, k, remaining_scale, soft_cap)
-    if visibility.trivial:
+    if visibility.is_trivial:
         probabilities = jax.nn.softmax(attention_scores, -1)
     else:
         is_visible = visibility.mask(jnp.arange(queries), jnp.arange(keys))

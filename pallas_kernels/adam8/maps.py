@@ -20,7 +20,7 @@ DECADES = 7
 
 
 @dataclasses.dataclass(frozen=True)
-class Moments:
+class CodeMap:
     """How first and second moments, divided by the largest of their block, are kept.
 
     Args:
@@ -139,9 +139,9 @@ def _dynamic_encode_v(y: Array, sqrt: Callable[[Array], Array]) -> Array:
     return _ENCODE_UNSIGNED(y)
 
 
-MAPS: Mapping[str, Moments] = {
-    "soft8": Moments(np.dtype(np.int8), 0, _soft_decode, _soft_encode, _root_decode, _root_encode),
-    "dynamic8": Moments(
+MAPS: Mapping[str, CodeMap] = {
+    "soft8": CodeMap(np.dtype(np.int8), 0, _soft_decode, _soft_encode, _root_decode, _root_encode),
+    "dynamic8": CodeMap(
         np.dtype(np.uint8), _MIDDLE, _dynamic_decode_m, _dynamic_encode_m, _dynamic_decode_v, _dynamic_encode_v
     ),
 }

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.adam8 import decades
 from pallas_kernels.adam8.cases import Case
 from pallas_kernels.adam8.maps import MAPS
-from pallas_kernels.adam8.reference import FLOP, LEAST, MOST, Settings
+from pallas_kernels.adam8.reference import FLOP, MIN_SCALE, MAX_SQUARE, Settings
 from pallas_kernels.compat import Interpret, align_varying, finite_inverse, interpret_params, result_struct
 
 LANES = 128
@@ -89,8 +89,8 @@ def candidates(case: Case, chip: str | None = None) -> list[Tiles]:
 
 
 def _root(x: Array) -> Array:
-    """Of a finite number; what is below `LEAST` counts as 0."""
-    return x * lax.rsqrt(jnp.maximum(x, LEAST))
+    """Of a finite number; what is below `MIN_SCALE` counts as 0."""
+    return x * lax.rsqrt(jnp.maximum(x, MIN_SCALE))
 
 
 def _turned(codes: Array, bits: int) -> Array:
@@ -156,7 +156,7 @@ def _kernel(hyper: Any, *refs: Any, settings: Settings, tiles: Tiles) -> None:
         row = slice(0, 1) if ms.shape[0] == 1 else pl.ds(first + block, 1), slice(None)
         weight, grad = p[at], g[at].astype(f32)
         square = grad * grad
-        ok = square < MOST
+        ok = square < MAX_SQUARE
         old_m = _decode_m(mc[at], s.map, tables) * ms[row]
         old_v = _decode_v(vc[at], s.map, tables) * vs[row]
         m = jnp.where(ok, s.b1 * old_m + (1 - s.b1) * factor * grad, old_m)
@@ -166,8 +166,8 @@ def _kernel(hyper: Any, *refs: Any, settings: Settings, tiles: Tiles) -> None:
         po[at] = jnp.where(ok, moved, weight)
         top_m, top_v = jnp.max(size, 0, keepdims=True), jnp.max(v, 0, keepdims=True)
         mso[row], vso[row] = top_m, top_v
-        mco[at] = _encode_m(m, size, jnp.maximum(top_m, LEAST), s.map, tables).astype(mco.dtype)
-        vco[at] = _encode_v(v, root, jnp.maximum(top_v, LEAST), s.map, tables).astype(vco.dtype)
+        mco[at] = _encode_m(m, size, jnp.maximum(top_m, MIN_SCALE), s.map, tables).astype(mco.dtype)
+        vco[at] = _encode_v(v, root, jnp.maximum(top_v, MIN_SCALE), s.map, tables).astype(vco.dtype)
         return correct_root
 
     def keep(block: Any, _: None) -> None:

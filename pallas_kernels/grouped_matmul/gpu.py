@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.compat import Interpret, cost_estimate, result_struct
 from pallas_kernels.grouped_matmul.cases import Case
-from pallas_kernels.mosaic_gpu import MAX_SHARED, WGMMA, feed, launch, load, store, wide
+from pallas_kernels.mosaic_gpu import MAX_SHARED_BYTES, WGMMA, feed, launch, load, store, tiled_smem
 from pallas_kernels.target import Target
 
 F32 = jnp.float32
@@ -45,9 +45,9 @@ class Tiles:
     def __post_init__(self):
         if self.columns not in (64, 128, 256) or self.stages < 2:
             raise ValueError(f"grouped_matmul: got {self}, expected 64, 128 or 256 columns and at least 2 stages")
-        if self.shared > MAX_SHARED:
+        if self.shared > MAX_SHARED_BYTES:
             raise ValueError(
-                f"grouped_matmul: {self} takes {self.shared} bytes of shared memory, expected <= {MAX_SHARED}"
+                f"grouped_matmul: {self} takes {self.shared} bytes of shared memory, expected <= {MAX_SHARED_BYTES}"
             )
 
     @property
@@ -174,8 +174,8 @@ def forward(
         grid_names=("t", "j"),
         warpgroups=GROUPS + 1,
         scratch=[
-            wide((stages, TILE, CHUNK), x.dtype),
-            wide((stages, *buffer), w.dtype),
+            tiled_smem((stages, TILE, CHUNK), x.dtype),
+            tiled_smem((stages, *buffer), w.dtype),
             plgpu.SMEM((GROUPS, ROWS, width), x.dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
@@ -265,9 +265,9 @@ def gradient_of_weights(
         grid_names=("e", "i", "j"),
         warpgroups=GROUPS + 1,
         scratch=[
-            wide((stages, CHUNK, TILE), x.dtype),
-            wide((stages, CHUNK, width), dy.dtype),
-            wide((GROUPS, ROWS, width), x.dtype),
+            tiled_smem((stages, CHUNK, TILE), x.dtype),
+            tiled_smem((stages, CHUNK, width), dy.dtype),
+            tiled_smem((GROUPS, ROWS, width), x.dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=2),
             plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),

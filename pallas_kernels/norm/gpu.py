@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.compat import Interpret, cost_estimate, result_struct
-from pallas_kernels.mosaic_gpu import full, launch
+from pallas_kernels.mosaic_gpu import full_registers, launch
 from pallas_kernels.mosaic_gpu import load as load_as
 from pallas_kernels.norm.cases import Case
 from pallas_kernels.norm.reference import FLOP
@@ -136,7 +136,7 @@ def _backward_kernel(*refs: Any, eps: float, center: bool, bias: bool, residual:
         dx.at[r][...] = d.astype(dx.dtype)
         return totals
 
-    zero = full((width,), _layout(width))
+    zero = full_registers((width,), _layout(width))
     for out, total in zip(sums, lax.fori_loop(0, count, one, (zero,) * len(sums)), strict=True):
         out.at[i][...] = total
 

@@ -152,7 +152,7 @@ def explain(case: Case, platform: str) -> Explanation:
 quantize.explain = explain  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def facts(case: Case) -> dict[str, int | str]:
+def tile_facts(case: Case) -> dict[str, int | str]:
     """What tiles of a case are looked up by."""
     return {"dtype": case.dtype, "bits": str(case.bits), "axis": str(case.axis), "R": case.rows, "C": case.cols}
 
@@ -160,7 +160,7 @@ def facts(case: Case) -> dict[str, int | str]:
 def _tiles(case: Case, where: Target) -> tpu.Tiles:
     allowed = tpu.candidates(case)
     return files.tiles(
-        "quantize", where.chip, facts(case), tpu.Tiles, lambda: allowed[0], lambda found: found in allowed
+        "quantize", where.chip, tile_facts(case), tpu.Tiles, lambda: allowed[0], lambda found: found in allowed
     )
 
 

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.compat import Interpret, cost_estimate, result_struct
-from pallas_kernels.mosaic_gpu import WGMMA, along_columns, along_rows, launch, load, store, wide
+from pallas_kernels.mosaic_gpu import WGMMA, along_columns, along_rows, launch, load, store, tiled_smem
 from pallas_kernels.quantize.cases import Case
 from pallas_kernels.quantize.reference import FLOP, coded, inverse, packed
 
@@ -61,7 +61,7 @@ def quantize(x: Array, *, case: Case, interpret: Interpret = False) -> tuple[Arr
     shapes = ((R // halves, C), (R // case.block, C)) if down else ((R, C // halves), (R,))
 
     def tile(shape: tuple[int, int], dtype: Any) -> Any:
-        return wide(shape, dtype, min(128, shape[1] * jnp.dtype(dtype).itemsize))
+        return tiled_smem(shape, dtype, min(128, shape[1] * jnp.dtype(dtype).itemsize))
 
     outs = [result_struct(shapes[0], jnp.int8, x), result_struct(shapes[1], jnp.float32, x)]
     codes, scales = launch(

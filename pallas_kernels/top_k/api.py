@@ -128,14 +128,14 @@ def explain(case: Case, platform: str) -> Explanation:
 top_k.explain = explain  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def facts(case: Case) -> dict[str, int | str]:
+def tile_facts(case: Case) -> dict[str, int | str]:
     """What tiles of a case are looked up by."""
     return {"dtype": case.dtype, "k": case.k, "axis": str(case.axis), "R": case.rows, "C": case.cols}
 
 
 def _tiles(case: Case, where: Target) -> tpu.Tiles:
     allowed = tpu.candidates(case)
-    return files.tiles("top_k", where.chip, facts(case), tpu.Tiles, lambda: allowed[0], lambda found: found in allowed)
+    return files.tiles("top_k", where.chip, tile_facts(case), tpu.Tiles, lambda: allowed[0], lambda found: found in allowed)
 
 
 def _case(x: Array, k: int, block: int, axis: int) -> Case:

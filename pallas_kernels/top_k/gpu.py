@@ -14,7 +14,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.compat import Interpret, cost_estimate, result_struct
-from pallas_kernels.mosaic_gpu import WGMMA, along_columns, launch, load, load_rows, over_lanes, store, wide
+from pallas_kernels.mosaic_gpu import (
+    WGMMA,
+    along_columns,
+    launch,
+    load,
+    load_rows,
+    row_per_warp_layout,
+    store,
+    tiled_smem,
+)
 from pallas_kernels.top_k.cases import Case
 from pallas_kernels.top_k.reference import FLOP, magnitude
 
@@ -57,7 +66,7 @@ def _along_rows(x: Any, values: Any, places: Any, *, k: int, rows: int) -> None:
     whole = R // rows
 
     def tile(at: Any, shape: tuple[int, ...]) -> None:
-        axis, layout = len(shape) - 1, over_lanes(block, lone=len(shape) == 1)
+        axis, layout = len(shape) - 1, row_per_warp_layout(block, is_one_row=len(shape) == 1)
 
         def spread(v: Any) -> Any:
             return plgpu.layout_cast(lax.broadcast_in_dim(v, shape, tuple(range(axis))), layout)
@@ -120,7 +129,7 @@ def top_k(x: Array, *, case: Case, interpret: Interpret = False) -> tuple[Array,
             grid_names=("i", "j"),
             name="top_k",
             scratch=[
-                wide((case.block, COLS), x.dtype, 128),
+                tiled_smem((case.block, COLS), x.dtype, 128),
                 plgpu.SMEM((case.k, COLS), x.dtype),
                 plgpu.SMEM((case.k, COLS), jnp.int32),
                 plgpu.Barrier(),

@@ -33,7 +33,7 @@ def test_a_kernel_takes_its_tiles_from_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(tiles, "FOLDER", tmp_path)
     slow, fast = candidates(CASE)[0], candidates(CASE)[3]
     found = tune.fastest([tune.TilingResult(slow, seconds=2e-3), tune.TilingResult(fast, seconds=1e-3)])
-    made = tune.entry("adam8", api.facts(CASE), found.tiles, tune.measurement_text(found, 2), "command")
+    made = tune.entry("adam8", api.tile_facts(CASE), found.tiles, tune.measurement_text(found, 2), "command")
     written = tune.merged_entries([], [made])
     (tmp_path / "v5e.json").write_text(json.dumps(written))
     try:

@@ -159,7 +159,7 @@ def test_traced_options_are_refused_by_name(use, monkeypatch):
 LISTS = {
     "segment_ids of keys and queries": (
         lambda x: attention(*(jnp.ones((2, 3, 1, 8)),) * 3, segment_ids=[[0, 0, 1], [0, 1, 1]]),
-        "attention: segment_ids as a list of what are no arrays, expected one array, or a pair",
+        "attention: got segment_ids as a list whose members are not arrays, expected one array, or a pair",
     ),
     "segment_ids of one row": (
         lambda x: attention(*(jnp.ones((1, 3, 1, 8)),) * 3, segment_ids=[[0, 0, 1]]),

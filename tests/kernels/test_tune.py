@@ -59,8 +59,8 @@ def test_a_warning_of_ptxas_is_not_counted_again():
 @pytest.mark.parametrize(("platform", "sizes"), [("tpu", tpu_sizes), ("gpu", gpu_sizes)])
 def test_every_candidate_of_attention_fits_and_none_comes_twice(platform, sizes):
     for case in CASES.values():
-        asked = tuning.problem(case, platform)
-        found = tuning.candidates(asked, platform)
+        asked = tuning.problem_of(case, platform)
+        found = tuning.candidates_for(asked, platform)
         assert found[0].tiles == sizes.choose_tiles(None, asked)
         assert set(found[0].passes) == set(tuning.FIELDS[platform])
         named = [(name, tile) for one in found for name, tile in one.passes.items()]
@@ -72,7 +72,7 @@ def test_every_candidate_of_attention_fits_and_none_comes_twice(platform, sizes)
 
 
 def test_the_cheapest_of_each_pass_is_taken_if_it_is_worth_it():
-    every = tuning.candidates(tuning.problem(CASES["full_4k"], "tpu"), "tpu")
+    every = tuning.candidates_for(tuning.problem_of(CASES["full_4k"], "tpu"), "tpu")
     tried = [every[0], *(one for one in every[1:] if "dq" in one.passes)][:3]
     costs = [dict.fromkeys(tuning.FIELDS["tpu"], 100.0), {"dq": 90.0, "dkv": 99.0}, "too large"]
     rule = tried[0].tiles
@@ -85,25 +85,25 @@ def test_the_cheapest_of_each_pass_is_taken_if_it_is_worth_it():
 
 
 def test_cycles_count_the_tiles_that_are_visited():
-    asked = tuning.problem(dataclasses.replace(CASES["causal_4k"], B=1, N=1, K=1), "tpu")
+    asked = tuning.problem_of(dataclasses.replace(CASES["causal_4k"], B=1, N=1, K=1), "tpu")
     found = ahead.Schedule(always=1, regions=(10, 5000, 1000, 100))
     # 4 x 4 tiles: 6 below the diagonal, 4 on it; 16 steps, 4 rows
-    assert tuning.cycles(found, asked, "forward", (1024, 1024)) == 16 + 4 * 110 + 4 * 5000 + 6 * 1000
-    assert tuning.cycles(found, asked, "dkv", (1024, 1024)) == 16 + 4 * 110 + 4 * 5000 + 6 * 1000
+    assert tuning.count_cycles(found, asked, "forward", (1024, 1024)) == 16 + 4 * 110 + 4 * 5000 + 6 * 1000
+    assert tuning.count_cycles(found, asked, "dkv", (1024, 1024)) == 16 + 4 * 110 + 4 * 5000 + 6 * 1000
     # two tiles of keys of a row of queries: all of the second is seen where the queries begin past it
-    assert tuning.cycles(found, asked, "dq", (512, 2048)) == 16 + 8 * 110 + 8 * 5000 + 4 * 1000
+    assert tuning.count_cycles(found, asked, "dq", (512, 2048)) == 16 + 8 * 110 + 8 * 5000 + 4 * 1000
     full = dataclasses.replace(asked, options=dataclasses.replace(asked.options, causal=False))
-    assert tuning.cycles(found, full, "forward", (1024, 1024)) == 16 + 4 * 1110 + 16 * 5000
+    assert tuning.count_cycles(found, full, "forward", (1024, 1024)) == 16 + 4 * 1110 + 16 * 5000
     # a part of four, which is any of them: a quarter of all tiles, but every part's own grid
-    part = dataclasses.replace(asked, T=1024, offset=True)
-    assert tuning.cycles(found, part, "forward", (1024, 1024)) == 4 + 110 + (4 * 5000 + 6 * 1000) // 4
-    assert tuning.cycles(found, part, "dkv", (1024, 1024)) == 4 + 4 * 110 + (4 * 5000 + 6 * 1000) // 4
+    part = dataclasses.replace(asked, T=1024, has_offset=True)
+    assert tuning.count_cycles(found, part, "forward", (1024, 1024)) == 4 + 110 + (4 * 5000 + 6 * 1000) // 4
+    assert tuning.count_cycles(found, part, "dkv", (1024, 1024)) == 4 + 4 * 110 + (4 * 5000 + 6 * 1000) // 4
 
 
 def test_both_passes_take_their_tiles_from_the_file(tmp_path, monkeypatch):
     """And no other width's, nor larger ones than were compiled."""
     monkeypatch.setattr(tiles, "FOLDER", tmp_path)
-    asked = tuning.problem(CASES["full_4k"], "tpu")
+    asked = tuning.problem_of(CASES["full_4k"], "tpu")
     chosen = tpu_sizes.Tiles(256, 512, 512, 2048, 256, 1024)
     tune.write("v5e", [tune.entry("attention", asked.case, chosen, "static: ..", "command")])
     tiles.entries.cache_clear()
@@ -111,7 +111,7 @@ def test_both_passes_take_their_tiles_from_the_file(tmp_path, monkeypatch):
         assert tpu_sizes.choose_tiles("v5e", asked) == chosen
         for other in (dataclasses.replace(asked, H=64), dataclasses.replace(asked, T=384)):
             assert tpu_sizes.choose_tiles("v5e", other) == tpu_sizes.choose_tiles(None, other)
-        program = tuning.run(dataclasses.replace(CASES["full_4k"], B=1, N=1, K=1), None, "tpu", True)
+        program = tuning.attention_function(dataclasses.replace(CASES["full_4k"], B=1, N=1, K=1), None, "tpu", True)
         monkeypatch.setattr(tuning.api, "target", lambda platform, *operands: tuning.Target("tpu", "v5e"))
         rows = [jax.ShapeDtypeStruct((1, 4096, 1, 128), "bfloat16")] * 3
         text = str(jax.make_jaxpr(program)(*rows))
