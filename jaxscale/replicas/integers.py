@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxscale.typing import Array, Float, Int, Key
 from pallas_kernels.dispatch import Explanation, is_noting, note
 from pallas_kernels.quantize.api import quantize
-from pallas_kernels.quantize.reference import levels
+from pallas_kernels.quantize.reference import max_code
 from pallas_kernels.target import target
 
 
@@ -56,17 +56,17 @@ def encode_integers(x: Float[Array, "... elements"], bits: int, block: int, key:
         note(Explanation("quantize", target(), "reference", {}, reason))
     scale = jnp.max(jnp.abs(blocks), -1)
     # a block whose scale is zero or has an infinite inverse becomes zeros
-    codes_per_unit = jnp.where(scale > 2.0**-100, levels(bits) / scale, 0.0)
+    codes_per_unit = jnp.where(scale > 2.0**-100, max_code(bits) / scale, 0.0)
     raw_codes = blocks * codes_per_unit[..., None]
     integers = jnp.round(raw_codes) if key is None else jnp.floor(raw_codes + jax.random.uniform(key, raw_codes.shape))
-    codes = jnp.clip(integers, -levels(bits), levels(bits)).astype(jnp.int8)
+    codes = jnp.clip(integers, -max_code(bits), max_code(bits)).astype(jnp.int8)
     return Coded(_pack_nibbles(codes) if bits <= 4 else codes, scale)
 
 
 def decode_integers(coded: Coded, bits: int) -> Float[Array, "... elements"]:
     """Decode blocks, whose codes have `bits` bits each, to a float32 array whose last dim joins all blocks."""
     codes = _unpack_nibbles(coded.codes) if bits <= 4 else coded.codes
-    blocks = codes.astype(jnp.float32) * (coded.scale / levels(bits))[..., None]
+    blocks = codes.astype(jnp.float32) * (coded.scale / max_code(bits))[..., None]
     return blocks.reshape(*blocks.shape[:-2], -1)
 
 

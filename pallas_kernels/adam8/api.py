@@ -151,9 +151,7 @@ def adam8(
         "gpu": step_on_gpu,
         "reference": functools.partial(reference.step, settings=settings),
     }
-    stacked_p, stacked_g, *stacked_moments = (
-        array.reshape(case.layers, -1, case.cols) for array in (p, g, *m, *v)
-    )
+    stacked_p, stacked_g, *stacked_moments = (array.reshape(case.layers, -1, case.cols) for array in (p, g, *m, *v))
     stacked_m, stacked_v = tuple(stacked_moments[:2]), tuple(stacked_moments[2:])
     new_p, new_m, new_v = by_platform(choice, branches, stacked_p, stacked_g, stacked_m, stacked_v, hyper)
     return (

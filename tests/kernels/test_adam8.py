@@ -227,7 +227,7 @@ def call(p=(SHAPE, F32), g=(SHAPE, F32), m=(SHAPE, jnp.int8), scale=((2, 8), F32
 
 BAD = [
     ({"p": ((256,), F32)}, r"parameters of shape \(256,\), expected \(\.\.\., R, C\)"),
-    ({"p": ((0, 8), F32)}, "none of them 0"),
+    ({"p": ((0, 8), F32)}, "without a dim of size 0"),
     ({"p": (SHAPE, jnp.bfloat16)}, r"p bfloat16\[256, 8\], expected float32"),
     ({"g": ((256, 4), F32)}, r"got g float32\[256, 4\], expected float32 or bfloat16\[256, 8\]"),
     ({"g": (SHAPE, jnp.int32)}, "got g int32"),

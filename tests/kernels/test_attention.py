@@ -332,7 +332,7 @@ def test_second_derivatives_of_kernels_are_refused():
 
 ids = jnp.zeros((1, 256), jnp.int32)
 BAD = {
-    "rank": ((lambda q, k, v: (q[0], k, v)), {}, r"got q \(256, 2, 64\).*expected \(B,T,N,H\)"),
+    "rank": ((lambda q, k, v: (q[0], k, v)), {}, r"got q \(256, 2, 64\).*expected q \(B,T,N,H\)"),
     "rows": ((lambda q, k, v: (q, k[:, :, :, :32], v[:, :, :, :32])), {}, "expected"),
     "k and v": ((lambda q, k, v: (q, k, v[:, :128])), {}, "expected"),
     "no queries": ((lambda q, k, v: (q[:, :0], k, v)), {}, "no empty dim"),
@@ -380,7 +380,7 @@ def test_a_named_kernel_that_cannot_run_says_why():
         ((q, k, v), {"implementation": "gpu", "platform": "gpu a100"}, "9.0 .H100, H200., and the target is a100"),
         (wide, {"implementation": "tpu", "platform": "tpu v5e"}, "heads at most 256 wide, not 576"),
         (wide, {"implementation": "gpu", "platform": "gpu h200"}, "heads at most 256 wide, not 576"),
-        ((q, k, v), {"implementation": "cudnn", "platform": "gpu a100", "logit_soft_cap": 5.0}, "no soft cap"),
+        ((q, k, v), {"implementation": "cudnn", "platform": "gpu a100", "logit_soft_cap": 5.0}, "not support a soft cap"),
     ):
         settings = {"platform": "cpu", **settings}
         with pytest.raises(NotImplementedError, match=rf"attention: implementation.*{said}.*implementation=None"):
@@ -461,7 +461,7 @@ def test_lengths_are_filled_up_to_where_larger_tiles_cost_less():
         4100: (4608, 4608), 8300: (8704, 8704), 4224: (4224, 4224), 1100: (1280, 1280),
         4096: (4096, 4096), 200: (256, 256), 640: (640, 640),
     }  # fmt: skip
-    assert not any(one.segments for one in found.values())
-    assert length(4100, tpu, causal=False).segments
+    assert not any(one.has_segments for one in found.values())
+    assert length(4100, tpu, causal=False).has_segments
     assert tpu.choose_tiles(None, found[4100]).q == 512
     assert length(4100, gpu).T == 4224
