@@ -123,7 +123,7 @@ def cross_entropy(
         reason = "no chunk: all logits at once" if chunk is None else "one chunk holds all"
         note_selection("cross_entropy", "reference", reason)
         scores = constrain(_product(hidden, head), "batch", "inner_seq", "vocab")
-        losses, penalties = reference.score(scores, targets, terms, gather=can_gather)
+        losses, penalties = reference.row_losses(scores, targets, terms, gather=can_gather)
         if weights is not None:
             losses, penalties = losses * weights, penalties * weights
         return Loss(jnp.sum(losses), weight_sum, jnp.sum(penalties) if z_loss else jnp.zeros(()))

@@ -1,8 +1,8 @@
 """Cross-entropy over chunks of rows, on any platform (after Liger Kernel, Hsu et al., arXiv 2410.10989).
 
-The forward pass computes the gradients of a chunk while its logits exist, so that no product is computed twice: it takes
-3 products of M*D*V, while a kernel that recomputes the logits takes 4 or 5. Only the logits (chunk, V) of one chunk
-exist at a time. The weight of each row must be known in the forward pass, so the result is a weighted sum.
+The forward pass computes the gradients of a chunk while its logits exist, so that no product is computed twice: it
+takes 3 products of M*D*V, while a kernel that recomputes the logits takes 4 or 5. Only the logits (chunk, V) of one
+chunk exist at a time. The weight of each row must be known in the forward pass, so the result is a weighted sum.
 
 Rows are (B, T). A caller whose compiler shards B and T specifies the numbers of shards. Every shard then sums its own
 gradient of the head, and the sums are added up once, at the end.
@@ -21,20 +21,21 @@ from pallas_kernels.cross_entropy.reference import F32, Terms, head_products, ro
 
 
 def _unchanged(x: Any) -> Any:
+    """Return the array as it is, without a placement."""
     return x
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunking:
-    """How rows (B, T) are cut, and where the arrays of a chunk are placed.
+    """How rows (B, T) are split into chunks, and how the arrays of a chunk are sharded.
 
     Args:
-        length: positions of a chunk, in each shard.
-        row_shards, position_shards: the numbers of shards of B and of T.
-        gather: as of `reference.score`.
-        dtype: of the gradient of x.
-        place_logits: places (row shards, rows, position shards, positions, V).
-        place_head: places the shards' gradients of the head (row shards, position shards, V, D).
+        length: number of positions of a chunk in each shard.
+        row_shards, position_shards: numbers of shards of B and of T.
+        gather: as in `reference.row_losses`.
+        dtype: dtype of the gradient of x.
+        place_logits: constrains the sharding of logits (row shards, rows, position shards, positions, V).
+        place_head: constrains the sharding of the shards' gradients of the head (row shards, position shards, V, D).
     """
 
     length: int
@@ -111,9 +112,7 @@ def with_gradients(x: Any, head: Any, labels: Any, weights: Any, terms: Terms, c
         narrow_d_products = d_products.astype(x.dtype)
         new_d_head = d_head + jnp.einsum("rbptv,rbptd->rpvd", narrow_d_products, x, preferred_element_type=F32)
         new_d_head = chunking.place_head(new_d_head)
-        d_x = lax.dot_general(
-            narrow_d_products, head, (((4,), (0,)), ((), ())), preferred_element_type=chunking.dtype
-        )
+        d_x = lax.dot_general(narrow_d_products, head, (((4,), (0,)), ((), ())), preferred_element_type=chunking.dtype)
         return (total + chunk_total, total_penalty + penalty, new_d_head), (d_x, d_weights)
 
     chunks = tuple(map(chunking.split, (x, labels, weights)))

@@ -1,7 +1,7 @@
-"""Softmax cross-entropy of a linear layer, as this device's loss_share of a weighted sum: the definition. It holds logits.
+"""Softmax cross-entropy of a linear layer, as this device's share of a weighted sum: the definition, with all logits.
 
-What every implementation shares is here too: which rows of the head are words, and the log-sum-exp over a vocabulary
-that is sharded.
+The functions that every implementation shares are here, too: which rows of the head are words, and the log-sum-exp over
+a sharded vocabulary. If the head is sharded, the shares of all devices add up to the sum.
 """
 
 import dataclasses

@@ -13,7 +13,7 @@ from jaxscale.lowbit.quantize import Quantized, decode
 from jaxscale.lowbit.quantized import quantize_state
 from pallas_kernels import dispatch
 from pallas_kernels.adam8 import decades, reference
-from pallas_kernels.adam8.api import Settings, adam8, explain, hyper, has_kernel
+from pallas_kernels.adam8.api import Settings, adam8, explain, has_kernel, hyper
 from pallas_kernels.adam8.cases import CASES, Case
 from pallas_kernels.adam8.maps import MAPS
 from pallas_kernels.adam8.tpu import Tiles, candidates

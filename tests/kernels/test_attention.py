@@ -380,7 +380,11 @@ def test_a_named_kernel_that_cannot_run_says_why():
         ((q, k, v), {"implementation": "gpu", "platform": "gpu a100"}, "9.0 .H100, H200., and the target is a100"),
         (wide, {"implementation": "tpu", "platform": "tpu v5e"}, "heads at most 256 wide, not 576"),
         (wide, {"implementation": "gpu", "platform": "gpu h200"}, "heads at most 256 wide, not 576"),
-        ((q, k, v), {"implementation": "cudnn", "platform": "gpu a100", "logit_soft_cap": 5.0}, "not support a soft cap"),
+        (
+            (q, k, v),
+            {"implementation": "cudnn", "platform": "gpu a100", "logit_soft_cap": 5.0},
+            "not support a soft cap",
+        ),
     ):
         settings = {"platform": "cpu", **settings}
         with pytest.raises(NotImplementedError, match=rf"attention: implementation.*{said}.*implementation=None"):
