@@ -93,10 +93,10 @@ def program(devices: Sequence[Any], asked: Asked, file: str) -> Any:
     import jax
     from jax.sharding import AbstractMesh, NamedSharding
 
-    from jaxscale.compiler.described import abstract, lower_for
+    from jaxscale.compiler.described import abstract_device, lower_for
 
     function, shapes, donated = _made(asked)
-    mesh = AbstractMesh((1,), ("x",), abstract_device=abstract(devices[0]))
+    mesh = AbstractMesh((1,), ("x",), abstract_device=abstract_device(devices[0]))
     place = NamedSharding(mesh, jax.P())
     given = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), shapes)
     name = devices[0].platform

@@ -2,7 +2,7 @@
 
 Every block is called through `blocks.wrap`, which is how remat, offload and pipelines reach a model from outside. A
 block's arrays enter the wrapped function as arguments, never by closure, and the state it mutates (running statistics)
-is returned. In a pipeline, a `blocks.Cut` describes the stage whose layers this device runs.
+is returned. In a pipeline, a `blocks.StageView` describes the stage whose layers this device runs.
 """
 
 import functools
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale import blocks
-from jaxscale.blocks import BlockFunction, Call, Context, Cut, Wrapper
+from jaxscale.blocks import BlockFunction, Call, Context, StageView, Wrapper
 from jaxscale.errors import UserError
 from jaxscale.layers.layer_group import LayerGroup, concatenate_layers, restack, slice_layers
 from jaxscale.typing import PyTree
@@ -127,17 +127,17 @@ class Stack(nnx.Module):
 
             return run
 
-        cut = blocks.cut()
-        if cut is not None:
+        view = blocks.stage_view()
+        if view is not None:
             if per_layer or outputs:
                 raise UserError(
                     "pipeline: the blocks of this model take arguments or return outputs per layer, but a stage sends "
                     "only x to the next stage; put them into x, or train without a pipeline"
                 )
             block_makers = [functools.partial(block_function, settings=layer_settings) for layer_settings in cycle]
-            return cut.between(self._stage(cut, block_makers), x)
+            return view.run_stage(self._stage(view, block_makers), x)
 
-        wrapped_ranges = treatment.runs(self.count)
+        wrapped_ranges = treatment.wrapped_ranges(self.count)
         for span in self._spans():
             module = getattr(self, group_name(span.start))
             graphdef, params, state = _split_module(module)
@@ -177,11 +177,11 @@ class Stack(nnx.Module):
                 nnx.update(getattr(self, group_name(span.start)), slice_layers(new_state, span, self.count))
         return (x, output) if outputs else x
 
-    def _stage(self, cut: Cut, cycle: Sequence[Callable[[Any], BlockFunction]]) -> Callable[[Any], Any]:
+    def _stage(self, view: StageView, cycle: Sequence[Callable[[Any], BlockFunction]]) -> Callable[[Any], Any]:
         """Return a function that runs the layers of a pipeline stage; `self` holds the parameters of that stage alone.
 
         Args:
-            cut: the stage.
+            view: the stage.
             cycle: for each layer of a cycle, the function that makes its block function from the block's graphdef.
 
         Raises:
@@ -193,21 +193,21 @@ class Stack(nnx.Module):
                 "pipeline: the blocks of this model hold running statistics, which each microbatch would change in "
                 "turn; use layer or group norm, or train without a pipeline"
             )
-        uneven_starts = [start for start in cut.starts if start % len(cycle)]
+        uneven_starts = [start for start in view.starts if start % len(cycle)]
         if uneven_starts:
             raise UserError(
                 f"pipeline: a stage begins with layer {uneven_starts[0]}, but the layers of this model repeat every "
                 f"{len(cycle)} layers: give each stage a multiple of {len(cycle)} layers"
             )
-        treatment, row_count = blocks.treatment(), len(cut.numbers)
-        inputs = (params, state, cut.numbers, {})
+        treatment, row_count = blocks.treatment(), len(view.layer_numbers)
+        inputs = (params, state, view.layer_numbers, {})
 
         def run(x: Any) -> Any:
             """Return `x` after the layers of the stage."""
-            for start, stop, wrapper in treatment.runs(row_count):
+            for start, stop, wrapper in treatment.wrapped_ranges(row_count):
                 group = LayerGroup(
-                    [_with_gathering(make_block(graphdef), cut) for make_block in cycle],
-                    _skip_padding(wrapper) if cut.padded else wrapper,
+                    [_with_gathering(make_block(graphdef), view) for make_block in cycle],
+                    _skip_padding(wrapper) if view.has_padding else wrapper,
                     treatment.unroll,
                     treatment.segment,
                 )
@@ -221,11 +221,11 @@ class Stack(nnx.Module):
         return run
 
 
-def _with_gathering(block: BlockFunction, cut: Cut) -> BlockFunction:
-    """Return `block`, changed so that it first gathers its parameters if the cut shards them."""
-    if cut.gather is None:
+def _with_gathering(block: BlockFunction, view: StageView) -> BlockFunction:
+    """Return `block`, changed so that it first gathers its parameters if the view shards them."""
+    if view.gather is None:
         return block
-    gather = cut.gather
+    gather = view.gather
     return lambda params, *inputs: block(gather(params), *inputs)
 
 
@@ -306,8 +306,8 @@ class Chain(nnx.Module):
 
             return Call(blocks.wrap(run, rolled=False), (params, state))
 
-        cut = blocks.cut()
-        if cut is not None:
+        view = blocks.stage_view()
+        if view is not None:
 
             def make_stage(start: int, stop: int, params: Sequence[Any] | None = None) -> Callable[[Any], Any]:
                 """Return a function that runs blocks `start` to `stop - 1`, with `params` as their parameters."""
@@ -317,7 +317,7 @@ class Chain(nnx.Module):
                     calls = [block._replace(before=(block_params, block.before[1])) for block, block_params in pairs]
                 return lambda x: blocks.run(calls, x)[0]
 
-            return cut.between(make_stage, x)
+            return view.run_stage(make_stage, x)
         calls = [make_call(block, context.at_layer(index)) for index, block in enumerate(self.layers)]
         x, new_states = blocks.run(calls, x)
         for block, new_state in zip(self.layers, new_states, strict=True):

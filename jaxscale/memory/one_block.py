@@ -101,7 +101,7 @@ def _wrap(block: Callable[..., Any], make_lean: Callable[[], Callable[..., Any]]
     def lean(*args: Any) -> Any:
         """Run the block; its recomputation waits for the gradient on a backend that would run it early."""
         is_early = jax.default_backend() == "cpu" and runs_recomputation_early()
-        with treating(dataclasses.replace(treatment(), held=is_early)):
+        with treating(dataclasses.replace(treatment(), is_held_back=is_early)):
             return make_lean()(*args)
 
     return lean

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jaxscale.lowbit.quantize import Quantized, is_quantized
 from jaxscale.offload.updates import Advance, update_on_device
 from jaxscale.typing import Array, Params
-from pallas_kernels.adam8.api import Settings, adam8, hyper, has_kernel
+from pallas_kernels.adam8.api import Settings, adam8, has_kernel, hyper
 
 _MAPS = {("soft8", "sqrt8"): "soft8", ("dynamic8", "dynamic8_unsigned"): "dynamic8"}
 """Name of the kernel's map, by the quantization maps of the first and the second moment."""

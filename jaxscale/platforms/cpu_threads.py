@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxscale.compat import backend_runs
+from jaxscale.compat import is_backend_started
 
 THREADS_PER_DEVICE = 3
 """For the device itself, for a collective after a loop, and for a collective after a loop inside that loop."""
@@ -32,7 +32,7 @@ def provide_threads() -> str:
     Returns:
         A note to append to a message if the backend already runs with fewer threads; "" if not.
     """
-    is_running = backend_runs()
+    is_running = is_backend_started()
     if os.environ.get(VARIABLE) or (is_running and jax.default_backend() != "cpu"):
         return ""
     # number of devices, then of cores as XLA counts them, without a container's quota

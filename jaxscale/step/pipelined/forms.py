@@ -1,7 +1,7 @@
 """The two forms in which a pipeline's stages read a model's blocks: rows of a stack, or a chain of unlike blocks.
 
 A model is one function of its module, and need not be written in parts. To divide it, it is traced with its blocks
-replaced (`blocks.cutting`): a part before the blocks, the blocks of one stage inside, and a part behind them, which
+replaced (`blocks.viewing_stage`): a part before the blocks, the blocks of one stage inside, a part behind them, which
 ends with the loss.
 
 A rank is a device of the pipe axis. The stages of a rank are its chunks; a message is what one stage sends to the next.
@@ -33,7 +33,7 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from jaxscale import blocks
-from jaxscale.blocks import Between, Context, Cut
+from jaxscale.blocks import Context, StageRunner, StageView
 from jaxscale.offload.weights import Streamed
 from jaxscale.sharding.partition import dim_axes
 from jaxscale.state.layout import PIPE_AXIS
@@ -51,7 +51,7 @@ Weights: TypeAlias = Mapping[str, Array | Streamed]
 Microbatch: TypeAlias = tuple[Batch, Array]
 """Rows of a batch, and the index of each in the global batch."""
 RunBlocks: TypeAlias = Callable[..., PyTree]
-"""A function of traced arrays: it runs blocks, as a cut model passes it to `blocks.Between`, or one part of a model."""
+"""A function of traced arrays: it runs the blocks that a `blocks.StageRunner` gets, or one part of a model."""
 
 
 class Reached(Exception):
@@ -102,7 +102,7 @@ def added_home(stages: Stages, gradients: Named) -> Named:
 
 
 def _traced_cut(
-    planned: PlannedModel, cut: Cut, score: Scored, by_name: Weights, microbatch: Microbatch, key: Key
+    planned: PlannedModel, cut: StageView, score: Scored, by_name: Weights, microbatch: Microbatch, key: Key
 ) -> PyTree:
     """Trace a model with its blocks replaced, and return its score, or the value with which the trace ended early.
 
@@ -117,7 +117,7 @@ def _traced_cut(
     batch, examples = microbatch
     module = planned.pure_model.module(filled(planned.pure_model.params, by_name), {})
     try:
-        with blocks.cutting(cut):
+        with blocks.viewing_stage(cut):
             return score(module, batch, planned.context(key, examples))
     except Reached as reached:
         return reached.value
@@ -177,9 +177,14 @@ class StackForm:
         gather = self._gathered if plan.zero == 3 or (plan.zero and plan.offload.weights == "host") else None
 
         def traced(
-            between: Between, stacked: Weights, shared: Named, microbatch: Microbatch, key: Key, stage: Int[Array, ""]
+            between: StageRunner,
+            stacked: Weights,
+            shared: Named,
+            microbatch: Microbatch,
+            key: Key,
+            stage: Int[Array, ""],
         ) -> PyTree:
-            cut = Cut(numbers[stage], self.stages.starts, -1 in self.stages.rows, between, gather)
+            cut = StageView(numbers[stage], self.stages.starts, -1 in self.stages.rows, between, gather)
             return _traced_cut(planned, cut, score, {**stacked, **shared}, microbatch, key)
 
         def through(run: RunBlocks, x: PyTree, message: PyTree, *args: PyTree) -> PyTree:
@@ -379,12 +384,12 @@ class ChainForm:
         ends = [0, *itertools.accumulate(self.stages.layers)]
 
         def traced(
-            between: Between, stacked: Named, shared: Named, microbatch: Microbatch, key: Key, stage: Int[Array, ""]
+            between: StageRunner, stacked: Named, shared: Named, microbatch: Microbatch, key: Key, stage: Int[Array, ""]
         ) -> PyTree:
             dtype = self.planned.plan.precision
             # these are never read, because blocks get their parameters from the stage's flat array
             unread = {name: jnp.zeros(place.shape, dtype) for name, place in self.places.items()}
-            cut = Cut(jnp.zeros((0,), jnp.int32), self.stages.starts, False, between)
+            cut = StageView(jnp.zeros((0,), jnp.int32), self.stages.starts, False, between)
             return _traced_cut(self.planned, cut, score, {**unread, **shared}, microbatch, key)
 
         def form_of(run: RunBlocks, x: PyTree) -> MessageForm:

@@ -184,7 +184,7 @@ class Pipelined:
                 manual=MANUAL,
                 lowering=pipeline.lowering,
                 readers=readers,
-                hosted=blocks.treatment().hosted,
+                hosted=blocks.treatment().host_names,
                 frozen=frozen,
             )
             return finish(executed)
