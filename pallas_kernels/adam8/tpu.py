@@ -189,8 +189,8 @@ def _kernel(hyper: Any, *refs: Any, settings: Settings, tiles: Tiles) -> None:
         m = jnp.where(is_usable, s.b1 * old_m + (1 - s.b1) * factor * grad, old_m)
         v = jnp.where(is_usable, s.b2 * old_v + (1 - s.b2) * factor * factor * square, old_v)
         root, magnitude = _root(v), jnp.abs(m)
-        inverse = finite_inverse(root * sqrt_correct_v + s.eps)
-        new_weight = weight * (1 - lr * s.weight_decay) - lr * correct_m * m * inverse
+        decayed_weight = weight * (1 - lr * s.weight_decay)
+        new_weight = decayed_weight - lr * correct_m * m * finite_inverse(root * sqrt_correct_v + s.eps)
         po[index] = jnp.where(is_usable, new_weight, weight)
         max_m, max_v = jnp.max(magnitude, 0, keepdims=True), jnp.max(v, 0, keepdims=True)
         mso[scale_index], vso[scale_index] = max_m, max_v

@@ -139,8 +139,8 @@ def _forward_kernel(*refs: Any, sizes: Sizes) -> None:
             p = jnp.exp2((s - new_max) * sizes.unit)
             decay = jnp.exp2((part_max - new_max) * sizes.unit)
             part_total = part_total * decay + jnp.sum(p, 0, keepdims=True)
-            v_part = v[pl.ds(part * part_size, part_size)]
-            acc[...] = acc[...] * decay + _matmul(v_part, p.astype(v.dtype), _FLIP)
+            rows = pl.ds(part * part_size, part_size)
+            acc[...] = acc[...] * decay + _matmul(v[rows], p.astype(v.dtype), _FLIP)
             part_max = new_max
         max_score[...], total[...] = part_max, part_total
 

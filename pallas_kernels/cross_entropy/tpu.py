@@ -181,8 +181,9 @@ def _forward_kernel(
         label_logit[...] = jnp.zeros_like(label_logit)
 
     def add_part(part: Any) -> None:
+        x_rows, head_rows = x[...], head[part, :]
         first_word, limit = j * tile_words + part.start, words[0] if has_padding else None
-        z, word, _ = _logits(x[...], head[part, :], first_word, limit, soft_cap)
+        z, word, _ = _logits(x_rows, head_rows, first_word, limit, soft_cap)
         new_max = jnp.maximum(max_logit[...], jnp.max(z, 0, keepdims=True))
         total[...] = total[...] * jnp.exp(max_logit[...] - new_max) + jnp.sum(jnp.exp(z - new_max), 0, keepdims=True)
         max_logit[...] = new_max

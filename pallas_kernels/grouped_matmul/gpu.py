@@ -108,8 +108,9 @@ def tile_table(sizes: Any, rows: int) -> Any:
     group_ends = jnp.cumsum(all_sizes)[groups]
     first_rows = group_ends - all_sizes[groups] + (tiles - (end_tiles - tile_counts)[groups]) * TILE_ROWS
     is_used = tiles < end_tiles[-1]
-    end_rows = jnp.minimum(first_rows + TILE_ROWS, group_ends)
-    return jnp.stack([groups, jnp.where(is_used, first_rows, 0), jnp.where(is_used, end_rows, 0)]).astype(jnp.int32)
+    used_first_rows = jnp.where(is_used, first_rows, 0)
+    used_end_rows = jnp.where(is_used, jnp.minimum(first_rows + TILE_ROWS, group_ends), 0)
+    return jnp.stack([groups, used_first_rows, used_end_rows]).astype(jnp.int32)
 
 
 def _multiply(steps: Any, stages: int, shape: tuple[int, int], ready: Any, operands: Any, free: Any) -> Any:

@@ -82,8 +82,8 @@ def _down_columns(x: Any, codes: Any, scales: Any, *, block: int, bits: int) -> 
         block_codes = encode(elements, inverse_step(scale, bits), bits)
         if bits == 4:
             block_codes = pack_nibbles(block_codes[:bytes_per_block], block_codes[bytes_per_block:])
-        rows = pl.ds(pl.multiple_of(i * bytes_per_block, bytes_per_block), bytes_per_block)
-        codes[rows, :] = block_codes.astype(jnp.int8)
+        narrow_codes = block_codes.astype(jnp.int8)
+        codes[pl.ds(pl.multiple_of(i * bytes_per_block, bytes_per_block), bytes_per_block), :] = narrow_codes
 
     lax.fori_loop(0, block_count, quantize_block, None)
 

@@ -125,8 +125,7 @@ def _along_rows(x: Any, values: Any, indices: Any, *, k: int) -> None:
         def run_round(n: Any, carry: Any) -> Any:
             magnitudes, row_values, row_indices = carry
             value, index, new_magnitudes = _take_largest(elements, magnitudes, positions, 1)
-            is_round = lanes == n
-            return new_magnitudes, jnp.where(is_round, value, row_values), jnp.where(is_round, index, row_indices)
+            return new_magnitudes, jnp.where(lanes == n, value, row_values), jnp.where(lanes == n, index, row_indices)
 
         initial = (magnitude(elements), jnp.zeros(lanes.shape, jnp.float32), jnp.zeros(lanes.shape, jnp.int32))
         _, row_values, row_indices = lax.fori_loop(0, k, run_round, initial)

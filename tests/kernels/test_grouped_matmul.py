@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.grouped_matmul.api import explain, grouped_matmul
 from pallas_kernels.grouped_matmul.cases import CASES
-from pallas_kernels.grouped_matmul.gpu import Tiles, default_tiles
+from pallas_kernels.grouped_matmul.gpu import Tiles, default_tiles, tile_table
 from tests.kernels.battery import Subject, check, parameters
 
 
