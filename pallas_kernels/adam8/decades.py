@@ -137,8 +137,7 @@ def _sign(x: Array) -> Array:
 
 def _decode(shifted_rank: Array, table: Sequence[Array]) -> Array:
     """The values of ranks plus a half, float32 (for the unsigned map, plus one more); negated for the signed map."""
-    index = (_bits(shifted_rank) >> 23) & (SUBLANES - 1)
-    slope, intercept = (look_up(row, index) for row in table[:DECODE_ROWS])
+    slope, intercept = (look_up(row, (_bits(shifted_rank) >> 23) & (SUBLANES - 1)) for row in table[:DECODE_ROWS])
     return shifted_rank * slope + intercept
 
 
@@ -173,8 +172,9 @@ def decode_v(shifted_codes: Array, table: Sequence[Array]) -> Array:
 def _encode(magnitude: Array, table: Sequence[Array], unit: float) -> Array:
     """The ranks, before rounding, of magnitudes that are multiplied by `unit`."""
     rounded_log = lax.log(jnp.maximum(magnitude, TINY * unit)) * (1 / math.log(10)) + MAGIC
-    index = _bits(rounded_log) & (SUBLANES - 1)
-    slope, intercept, lower_bound, rank_below = (look_up(row, index) for row in table[DECODE_ROWS:])
+    slope, intercept, lower_bound, rank_below = (
+        look_up(row, _bits(rounded_log) & (SUBLANES - 1)) for row in table[DECODE_ROWS:]
+    )
     return jnp.where(magnitude > lower_bound, magnitude * slope + intercept, rank_below)
 
 

@@ -290,8 +290,10 @@ def gradient_of_weights(
 
         @pl.when(wg < WARPGROUPS)
         def _compute() -> None:
+            warpgroup_columns = pl.ds(wg * ROWS, ROWS)
+
             def operands(slot: Any) -> Any:
-                return x_s.at[slot, :, pl.ds(wg * ROWS, ROWS)].transpose((1, 0)), dy_s.at[slot]
+                return x_s.at[slot, :, warpgroup_columns].transpose((1, 0)), dy_s.at[slot]
 
             total = _multiply(steps, stages, (ROWS, width), ready, operands, free)
             dw_s.at[wg][...] = total.astype(x.dtype)
