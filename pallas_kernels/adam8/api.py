@@ -139,12 +139,12 @@ def adam8(
 
     def step_on_tpu(*args: Any) -> Any:
         tpu_tiles = tiles or tiles_for(case, call_target)
-        return tpu.step(*refuse_derivatives(*args), settings, case=case, tiles=tpu_tiles, interpret=interpret)
+        return tpu.step(*refuse_derivatives(*args), settings=settings, case=case, tiles=tpu_tiles, interpret=interpret)
 
     def step_on_gpu(*args: Any) -> Any:
         from pallas_kernels.adam8 import gpu
 
-        return gpu.step(*refuse_derivatives(*args), settings, case=case, interpret=interpret)
+        return gpu.step(*refuse_derivatives(*args), settings=settings, case=case, interpret=interpret)
 
     branches = {
         "tpu": step_on_tpu,

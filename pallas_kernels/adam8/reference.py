@@ -107,15 +107,10 @@ def step(
     new_m_scales, new_v_scales = jnp.max(jnp.abs(new_m), 2), jnp.max(new_v, 2)
     new_m_codes = code_map.encode_m(new_m * (1 / jnp.maximum(new_m_scales, MIN_SCALE))[:, :, None])
     new_v_codes = code_map.encode_v(new_v * (1 / jnp.maximum(new_v_scales, MIN_SCALE))[:, :, None], jnp.sqrt)
-    new_state = (
-        jnp.where(is_usable, new_weight, weight).reshape(p.shape),
-        (new_m_codes.astype(m_codes.dtype).reshape(p.shape), new_m_scales),
-        (new_v_codes.astype(v_codes.dtype).reshape(p.shape), new_v_scales),
-    )
-    new_p, *new_moments = new_state
+    new_p = jnp.where(is_usable, new_weight, weight).reshape(p.shape)
+    new_m_codes = new_m_codes.astype(m_codes.dtype).reshape(p.shape)
+    new_v_codes = new_v_codes.astype(v_codes.dtype).reshape(p.shape)
     is_applied = applied > 0
-    selected_m, selected_v = (
-        tuple(jnp.where(is_applied, new, old) for new, old in zip(new_moment, moment, strict=True))
-        for new_moment, moment in zip(new_moments, (m, v), strict=True)
-    )
+    selected_m = jnp.where(is_applied, new_m_codes, m_codes), jnp.where(is_applied, new_m_scales, m_scales)
+    selected_v = jnp.where(is_applied, new_v_codes, v_codes), jnp.where(is_applied, new_v_scales, v_scales)
     return jnp.where(is_applied, new_p, p), selected_m, selected_v

@@ -103,7 +103,7 @@ def cross_entropy(
     # if all operands vary over the axis, so do the devices' shares, and JAX sums their gradients
     operands = align_varying(x, head, labels, weights)
     if choice.default == "reference":
-        total, penalty = reference.loss(*operands, terms)
+        total, penalty = reference.loss(*operands, terms=terms)
     elif choice.default == "tpu":
         total, penalty = _kernel(terms, case, interpret, *operands)
     else:

@@ -66,7 +66,6 @@ def backward(
 
     Example:
         >>> ones = jnp.ones((1, 2))
-        >>> # a longer vector has the same norm
         >>> backward(ones, jnp.ones(2), None, ones, eps=0.0, center=False)[0].tolist()
         [[0.0, 0.0]]
     """
